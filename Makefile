@@ -1,0 +1,53 @@
+# Two commands do all the set-up on a machine that has Python and nothing else:
+#   make train   train the digits CNN on two processes
+#   make test    run the whole suite, on all three frameworks
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# PyTorch's default build for Linux brings gigabytes of CUDA; name another one to have it: make test TORCH=torch
+TORCH ?= torch==2.13.0
+ifeq ($(shell uname -s)-$(shell uname -m),Linux-x86_64)
+TENSORFLOW ?= tensorflow-cpu
+else
+TENSORFLOW ?= tensorflow
+endif
+
+.PHONY: help train test install check clean
+
+help:  ## Say what there is to make
+	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
+
+train: $(VENV)/trains  ## Train the digits CNN on two processes with TensorFlow
+	KERAS_BACKEND=tensorflow TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/chorosrun -np 2 --no-prefix-output $(BIN)/python examples/mnist_horovod.py
+
+test: install  ## Run the whole suite
+	$(BIN)/python -m pytest
+
+install: $(VENV)/tests  ## Only prepare .venv with everything the tests need
+
+check: install  ## Lint, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:  ## Remove .venv and what tools left behind
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+$(VENV)/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "choros needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	@touch $@
+
+$(VENV)/trains: $(VENV)/made pyproject.toml
+	@echo "Installing choros and TensorFlow into $(VENV) (about a minute) ..."
+	$(BIN)/python -m pip install --quiet --editable '.[$(TENSORFLOW),examples]'
+	@touch $@
+
+$(VENV)/tests: $(VENV)/made pyproject.toml
+	@echo "Installing choros, three frameworks and the test tools into $(VENV) (a few minutes) ..."
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[$(TENSORFLOW),torch,jax,dev]'
+	@touch $@ $(VENV)/trains

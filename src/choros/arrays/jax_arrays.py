@@ -1,0 +1,55 @@
+"""JAX arrays, concrete and traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from choros.arrays.adapter import ArrayAdapter, ArraySpec, HostArray, HostFunction
+from choros.errors import ConfigError
+
+__all__ = ["JaxArrays"]
+
+
+@final
+class JaxArrays(ArrayAdapter):
+    """``jax.Array`` and what stands for one inside ``jax.jit``."""
+
+    static_shapes = True
+
+    def to_host(self, array: Any) -> HostArray:
+        """A read-only view of an array on the CPU."""
+        return np.asarray(array)
+
+    def from_host(self, host: HostArray, like: Any) -> Any:
+        """May share memory with ``host``, which was handed over."""
+        del like
+        return jnp.asarray(host)
+
+    def spec(self, array: Any) -> ArraySpec:
+        """Shape and dtype."""
+        return ArraySpec(tuple(array.shape), np.dtype(array.dtype))
+
+    def is_symbolic(self, arrays: Sequence[Any]) -> bool:
+        """Inside a JAX transformation."""
+        return any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+    def symbolic_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
+        """An ordered ``io_callback``: XLA keeps the calls in the order of the program."""
+        for output in outputs:
+            if None in output.shape:
+                raise ConfigError(
+                    "the shape of this collective's result is known only when it runs, which jax.jit does not "
+                    "allow: call it outside of jit."
+                )
+        shapes = [jax.ShapeDtypeStruct(output.shape, output.dtype) for output in outputs]
+
+        def on_host(*hosts: Any) -> list[HostArray]:
+            return [np.asarray(result) for result in function([np.asarray(host) for host in hosts])]
+
+        return list(io_callback(on_host, shapes, *arrays, ordered=True))

@@ -1,0 +1,29 @@
+"""NumPy arrays, Python numbers and lists of them."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import numpy as np
+
+from choros.arrays.adapter import ArrayAdapter, ArraySpec, HostArray
+
+__all__ = ["NumpyArrays"]
+
+
+@final
+class NumpyArrays(ArrayAdapter):
+    """Arrays that are in host memory already; a number comes back as a Python number."""
+
+    def to_host(self, array: Any) -> HostArray:
+        """``numpy.asarray``."""
+        return np.asarray(array)
+
+    def from_host(self, host: HostArray, like: Any) -> Any:
+        """The array itself, or the number in it if ``like`` is a Python number."""
+        return host.item() if isinstance(like, (bool, int, float)) and host.ndim == 0 else host
+
+    def spec(self, array: Any) -> ArraySpec:
+        """Shape and dtype."""
+        host = np.asarray(array)
+        return ArraySpec(host.shape, host.dtype)

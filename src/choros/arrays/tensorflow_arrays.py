@@ -1,0 +1,59 @@
+"""TensorFlow tensors, variables and IndexedSlices, eager and in a ``tf.function``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from choros.arrays.adapter import ArrayAdapter, ArraySpec, HostArray, HostFunction
+from choros.errors import ConfigError
+
+__all__ = ["TensorflowArrays"]
+
+
+@final
+class TensorflowArrays(ArrayAdapter):
+    """Tensors; sparse gradients (``IndexedSlices``) are made dense."""
+
+    def to_host(self, array: Any) -> HostArray:
+        """A copy: some of TensorFlow's views can be written through."""
+        return np.asarray(tf.convert_to_tensor(array).numpy())
+
+    def from_host(self, host: HostArray, like: Any) -> Any:
+        """A tensor."""
+        del like
+        return tf.convert_to_tensor(host)
+
+    def spec(self, array: Any) -> ArraySpec:
+        """Static shape and dtype."""
+        if array.shape.rank is None:
+            raise ConfigError(
+                "the number of dimensions of this tensor is not known while the tf.function is traced: give it with "
+                "tensor.set_shape([None, …])."
+            )
+        return ArraySpec(tuple(array.shape), np.dtype(array.dtype.as_numpy_dtype))
+
+    def is_symbolic(self, arrays: Sequence[Any]) -> bool:
+        """Inside a ``tf.function``."""
+        del arrays
+        return not tf.executing_eagerly()
+
+    def symbolic_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
+        """A ``tf.numpy_function``, which XLA cannot compile."""
+        if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise ConfigError(
+                "choros communicates through the host, which a function compiled by XLA cannot do: pass "
+                "jit_compile=False to model.compile() or tf.function(). (With a choros callback in model.fit "
+                "this is done for you.)"
+            )
+        dense = [tf.convert_to_tensor(array) for array in arrays]
+        results = tf.numpy_function(
+            lambda *hosts: list(function(hosts)), dense, [tf.as_dtype(output.dtype) for output in outputs]
+        )
+        for result, output in zip(results, outputs, strict=True):
+            result.set_shape(output.shape)
+        return list(results)

@@ -1,0 +1,34 @@
+"""What ranks can do together, and joining and leaving the job."""
+
+from choros.comm.communicator import Communicator
+from choros.comm.context import (
+    add_process_set,
+    global_process_set,
+    init,
+    is_initialized,
+    on_init,
+    remove_process_set,
+    shutdown,
+    topology,
+)
+from choros.comm.process_set import ProcessSet
+from choros.comm.reduction import BFLOAT16, ReduceOp
+from choros.comm.request import Request
+from choros.comm.work import Work
+
+__all__ = [
+    "BFLOAT16",
+    "Communicator",
+    "ProcessSet",
+    "ReduceOp",
+    "Request",
+    "Work",
+    "add_process_set",
+    "global_process_set",
+    "init",
+    "is_initialized",
+    "on_init",
+    "remove_process_set",
+    "shutdown",
+    "topology",
+]

@@ -1,0 +1,361 @@
+"""What ranks can do together: the one interface of all engines.
+
+The public collectives are written here once: they check that all ranks ask for the same thing (see
+``request.py``), bring arrays into the format they are moved in, and hand flat buffers to the engine's
+primitives, the abstract methods at the end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar, final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from choros.comm.reduction import ReduceOp, check_dtype, from_working, to_working, working_op
+from choros.comm.request import Request, caller, mismatch_text
+from choros.comm.work import Work, WorkQueue
+from choros.errors import ConfigError, MismatchError
+from choros.topology import shard_range
+
+__all__ = ["SHUTDOWN", "Communicator"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Array = NDArray[Any]
+
+#: What a rank asks for when it ends: meets no other collective, so ranks that still call one learn of it.
+SHUTDOWN = Request("shutdown")
+
+
+class Communicator(ABC):
+    """A set of ranks that exchange arrays in host memory.
+
+    Every collective must be called by all members, in the same order. Arrays are anything
+    ``numpy.asarray`` takes; results are new NumPy arrays. A call that the members do not make alike raises
+    a ``MismatchError`` on all of them before data moves; one that is wrong on its own (an unknown dtype,
+    say) raises a ``ConfigError`` where it is wrong and a ``MismatchError`` elsewhere.
+
+    Attributes:
+        rank: this process among the members, ``0 … size - 1``.
+        size: the number of members.
+        ranks: the members' global ranks, ascending.
+        collectives: how many collectives this process has taken part in.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], queue: WorkQueue) -> None:
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.collectives = 0
+        self._queue = queue
+        self._over = ""
+
+    # ── collectives ──────────────────────────────────────────────────────────────────────────────
+
+    @final
+    def allreduce(self, array: ArrayLike, op: ReduceOp = ReduceOp.AVERAGE, *, name: str = "") -> Array:
+        """Reduces ``array`` over all ranks; every rank gets the result.
+
+        Args:
+            array: any shape, including scalars and 0 elements; the same shape and dtype on every rank.
+            op: how values are combined.
+            name: shown in errors; ranks that give different names mismatch.
+
+        Returns:
+            An array of the same shape and dtype.
+
+        Raises:
+            MismatchError: ranks called it differently.
+            ConfigError: the dtype cannot be reduced with ``op``.
+
+        Example:
+            >>> from choros.comm.engines.local import LocalCommunicator
+            >>> LocalCommunicator().allreduce([1.0, 2.0])
+            array([1., 2.])
+        """
+        return self._allreduce_all("allreduce", [np.asarray(array)], op, name)[0]
+
+    @final
+    def grouped_allreduce(
+        self, arrays: Sequence[ArrayLike], op: ReduceOp = ReduceOp.AVERAGE, *, name: str = ""
+    ) -> list[Array]:
+        """``allreduce`` of several arrays, checked with one control message for all of them."""
+        return self._allreduce_all("grouped_allreduce", [np.asarray(array) for array in arrays], op, name)
+
+    @final
+    def allgather(self, array: ArrayLike, *, name: str = "") -> Array:
+        """Concatenates the ranks' arrays along the first dimension, in the order of the ranks.
+
+        Args:
+            array: the first dimension may differ between ranks, also be 0; a scalar counts as one row.
+            name: shown in errors.
+
+        Returns:
+            An array whose first dimension is the sum of the ranks' first dimensions.
+        """
+        rows = np.atleast_1d(np.asarray(array))
+        request = Request("allgather", f"dtype={rows.dtype}, shape=(any, {_inner(rows)})", name)
+        with self.turn():
+            extents = self.agree(request, extent=len(rows), problem=_problem(rows))
+            row_bytes = rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
+            received = self._allgather(_bytes(rows), [extent * row_bytes for extent in extents])
+        return received.view(rows.dtype).reshape(sum(extents), *rows.shape[1:])
+
+    @final
+    def broadcast(self, array: ArrayLike, root: int = 0, *, name: str = "") -> Array:
+        """Gives every rank the array of the member ``root``.
+
+        Args:
+            array: the same shape and dtype on every rank; only the root's values matter.
+            root: a rank of this communicator.
+            name: shown in errors.
+        """
+        source = np.asarray(array)
+        request = Request("broadcast", f"root={root}, dtype={source.dtype}, shape={source.shape}", name)
+        problem = _problem(source)
+        if not 0 <= root < self.size:
+            problem = ConfigError(f"broadcast: root={root} is not one of the {self.size} ranks 0 … {self.size - 1}.")
+        with self.turn():
+            self.agree(request, problem=problem)
+            buffer = source.flatten()
+            self._broadcast(buffer.view(np.uint8), root)
+        return buffer.reshape(source.shape)
+
+    @final
+    def reducescatter(self, array: ArrayLike, op: ReduceOp = ReduceOp.AVERAGE, *, name: str = "") -> Array:
+        """Reduces ``array`` over all ranks and gives each rank its rows of the result.
+
+        Rows are dealt out as by ``shard_range``: the first ranks get the remainder.
+
+        Args:
+            array: at least one dimension; the same shape and dtype on every rank.
+            op: how values are combined.
+            name: shown in errors.
+        """
+        rows = np.asarray(array)
+        request = Request("reducescatter", f"op={op.value}, dtype={rows.dtype}, shape={rows.shape}", name)
+        problem = _problem(rows, op)
+        if rows.ndim == 0:
+            problem = ConfigError("reducescatter: a scalar has no rows to scatter; give it at least one dimension.")
+        with self.turn():
+            self.agree(request, problem=problem)
+            row_items = int(np.prod(rows.shape[1:], dtype=np.int64))
+            shares = [shard_range(len(rows), rank, self.size) for rank in range(self.size)]
+            counts = [(end - start) * row_items for start, end in shares]
+            working = self._reducescatter(to_working(rows), counts, working_op(rows.dtype, op))
+        start, end = shares[self.rank]
+        return from_working(working, rows.dtype, op, self.size).reshape(end - start, *rows.shape[1:])
+
+    @final
+    def alltoall(
+        self, array: ArrayLike, splits: ArrayLike | None = None, *, name: str = ""
+    ) -> tuple[Array, NDArray[np.int32]]:
+        """Sends rows of ``array`` to every rank and gathers the rows meant for this one.
+
+        Args:
+            array: the first dimension may differ between ranks.
+            splits: how many rows go to each rank, in order; ``None`` deals them out equally.
+            name: shown in errors.
+
+        Returns:
+            The rows received, in the order of the senders, and how many came from each.
+        """
+        rows = np.asarray(array)
+        request = Request("alltoall", f"dtype={rows.dtype}, shape=(any, {_inner(rows)})", name)
+        with self.turn():
+            counts, problem = _splits(rows, splits, self.size)
+            self.agree(request, problem=problem or _problem(rows))
+            eights = [counts.itemsize] * self.size
+            received_counts = self._alltoall(counts.view(np.uint8), eights, eights).view(np.int64)
+            row_bytes = rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
+            received = self._alltoall(
+                _bytes(rows),
+                [int(count) * row_bytes for count in counts],
+                [int(count) * row_bytes for count in received_counts],
+            )
+        shape = (int(received_counts.sum()), *rows.shape[1:])
+        return received.view(rows.dtype).reshape(shape), received_counts.astype(np.int32)
+
+    @final
+    def barrier(self, *, name: str = "") -> None:
+        """Returns when every rank has called it."""
+        with self.turn():
+            self.agree(Request("barrier", name=name))
+
+    @final
+    def start(self, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Work[T]:
+        """Starts a collective and returns at once; ``Work.wait`` gives its result.
+
+        Arrays must not be changed until then.
+
+        Example:
+            >>> from choros.comm.engines.local import LocalCommunicator
+            >>> communicator = LocalCommunicator()
+            >>> work = communicator.start(communicator.allreduce, [1.0, 2.0], ReduceOp.SUM)
+            >>> work.wait()
+            array([1., 2.])
+        """
+        return self._queue.submit(collective, *args, **kwargs)
+
+    @final
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator of some members only; every member must call it.
+
+        Args:
+            ranks: ranks of this communicator, in any order.
+
+        Returns:
+            The new communicator, in which members are numbered by ascending rank; ``None`` to those who
+            are not in it.
+        """
+        chosen = sorted(set(ranks))
+        problem = None
+        if len(chosen) != len(ranks) or not chosen or not set(chosen) <= set(range(self.size)):
+            problem = ConfigError(f"ranks {list(ranks)} are not distinct ranks of 0 … {self.size - 1}.")
+        with self.turn():
+            self.agree(Request("split", f"ranks={chosen}"), problem=problem)
+            return self._split(chosen)
+
+    # ── building blocks ──────────────────────────────────────────────────────────────────────────
+
+    @final
+    def turn(self) -> AbstractContextManager[None]:
+        """The block in which the calls of one collective belong; see ``WorkQueue.turn``."""
+        return self._queue.turn()
+
+    @final
+    def agree(self, request: Request, *, extent: int = 0, problem: Exception | None = None) -> list[int]:
+        """The check before data moves: one control message.
+
+        Args:
+            request: what this rank asks for.
+            extent: a number every rank is told, such as the rows it brings.
+            problem: what is wrong with this rank's call. It is raised here; other ranks, who cannot go on
+                without this one, get a ``MismatchError`` in place of a hang.
+
+        Returns:
+            The ranks' extents.
+        """
+        if self._over:
+            raise MismatchError(self._over)
+        self.collectives += 1
+        if problem is not None:
+            request = Request(request.collective, f"refused: {problem}", request.name)
+        table = self._exchange(np.array([request.digest, extent], np.int64))
+        agreed = bool((table[:, 0] == request.digest).all())
+        comparison = "" if agreed else self._compare(request)
+        if SHUTDOWN.digest in table[:, 0]:
+            # A rank has left: whoever waited for it again would wait for ever.
+            self._over = comparison
+        if problem is not None:
+            raise problem
+        if not agreed:
+            raise MismatchError(comparison)
+        return [int(value) for value in table[:, 1]]
+
+    @final
+    def reduce_in_place(self, buffer: Array, op: ReduceOp) -> None:
+        """Reduces a flat, contiguous buffer in place, unchecked: call it inside a ``turn`` after ``agree``.
+
+        Args:
+            buffer: of a dtype engines reduce themselves: not bool, not bfloat16.
+            op: anything but ``AVERAGE``.
+        """
+        self._allreduce(buffer, op)
+
+    def _allreduce_all(self, collective: str, arrays: list[Array], op: ReduceOp, name: str) -> list[Array]:
+        each = "; ".join(f"dtype={array.dtype}, shape={array.shape}" for array in arrays)
+        problems = [problem for array in arrays if (problem := _problem(array, op))]
+        with self.turn():
+            self.agree(Request(collective, f"op={op.value}, {each}", name), problem=next(iter(problems), None))
+            results = []
+            for array in arrays:
+                working = to_working(array)
+                self.reduce_in_place(working, working_op(array.dtype, op))
+                results.append(from_working(working, array.dtype, op, self.size).reshape(array.shape))
+        return results
+
+    def _compare(self, request: Request) -> str:
+        text = str(request) if request == SHUTDOWN else f"{request} at {caller()}"
+        mine = np.frombuffer(text.encode(), np.uint8)
+        lengths = self._exchange(np.array([len(mine), 0], np.int64))[:, 0]
+        together = self._allgather(mine, [int(length) for length in lengths]).tobytes()
+        ends = np.cumsum(lengths)
+        texts = [together[end - length : end].decode() for end, length in zip(ends, lengths, strict=True)]
+        return mismatch_text(texts, self.ranks)
+
+    # ── what an engine implements ────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Gathers every rank's two integers: shape ``(size, 2)``. The one control message."""
+
+    @abstractmethod
+    def _allreduce(self, buffer: Array, op: ReduceOp) -> None:
+        """Reduces the flat ``buffer`` in place with SUM, MIN, MAX or PRODUCT."""
+
+    @abstractmethod
+    def _allgather(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
+        """Concatenates the ranks' bytes, ``counts[i]`` from rank ``i``."""
+
+    @abstractmethod
+    def _broadcast(self, buffer: NDArray[np.uint8], root: int) -> None:
+        """Overwrites ``buffer`` with the root's."""
+
+    @abstractmethod
+    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: ReduceOp) -> Array:
+        """Reduces ``buffer`` and returns this rank's part, ``counts[i]`` items for rank ``i``."""
+
+    @abstractmethod
+    def _alltoall(
+        self, send: NDArray[np.uint8], send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> NDArray[np.uint8]:
+        """Sends ``send_counts[i]`` bytes to rank ``i`` and concatenates ``receive_counts[i]`` from each."""
+
+    @abstractmethod
+    def _split(self, ranks: Sequence[int]) -> Communicator | None:
+        """The communicator of the members ``ranks``; called by all members."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what the communicator holds; nothing may be called after it."""
+
+
+def _bytes(array: Array) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _inner(rows: Array) -> str:
+    return ", ".join(map(str, rows.shape[1:]))
+
+
+def _problem(array: Array, op: ReduceOp | None = None) -> ConfigError | None:
+    try:
+        check_dtype(array.dtype, op)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _splits(rows: Array, splits: ArrayLike | None, size: int) -> tuple[NDArray[np.int64], ConfigError | None]:
+    nothing = np.zeros(size, np.int64)
+    if rows.ndim == 0:
+        return nothing, ConfigError("alltoall: a scalar has no rows to send; give it at least one dimension.")
+    if splits is None:
+        if len(rows) % size:
+            return nothing, ConfigError(
+                f"alltoall: {len(rows)} rows cannot be dealt out equally to {size} ranks; say how many go to each "
+                "with splits=[…]."
+            )
+        return np.full(size, len(rows) // size, np.int64), None
+    counts = np.asarray(splits)
+    if counts.dtype.kind not in "iu" or counts.shape != (size,) or (counts < 0).any() or counts.sum() > len(rows):
+        return nothing, ConfigError(
+            f"alltoall: splits={counts.tolist()} must be {size} whole numbers, none negative, that add up to at most "
+            f"the {len(rows)} rows."
+        )
+    return counts.astype(np.int64), None

@@ -1,0 +1,221 @@
+"""The process's place in its job, between ``init()`` and ``shutdown()``."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from choros.comm.communicator import SHUTDOWN, Communicator
+from choros.comm.process_set import ProcessSet
+from choros.config import Config
+from choros.errors import ConfigError, EngineError, EngineUnavailable, MismatchError, NotInitializedError
+from choros.topology import Topology, detect
+
+__all__ = [
+    "add_process_set",
+    "global_process_set",
+    "init",
+    "is_initialized",
+    "on_init",
+    "remove_process_set",
+    "shutdown",
+    "topology",
+]
+
+
+@dataclass
+class _Job:
+    """What ``init`` made and ``shutdown`` gives back."""
+
+    topology: Topology
+    communicator: Communicator
+    finalize: Callable[[], None]
+    process_sets: dict[int, ProcessSet] = field(default_factory=dict)
+    next_id: int = 1
+
+
+#: All ranks (Horovod's ``global_process_set``); usable after ``init()``.
+global_process_set = ProcessSet([])
+
+_job: _Job | None = None
+#: An exception ended the main program: its rank must die, not wait for the others.
+_crashed = False
+_hooked = False
+_finalize: Callable[[], None] | None = None
+_initializers: list[Callable[[Topology], None]] = []
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
+    """Joins the job this process was started in; alone if nothing started it.
+
+    Calling it again changes nothing. ``shutdown()`` then ``init()`` works any number of times.
+
+    Args:
+        comm: ``None`` for all ranks, a list of ranks to leave the others out, or an mpi4py communicator.
+        process_sets: sets to register at once; ``"dynamic"`` (Horovod) is accepted, sets can always be added.
+
+    Raises:
+        ConfigError: the environment contradicts itself, or a process set is given twice.
+        EngineUnavailable: the engine that is needed cannot run here.
+
+    Example:
+        >>> import choros
+        >>> choros.init()
+        >>> choros.size()
+        1
+        >>> choros.shutdown()
+    """
+    global _job
+    if _job is not None:
+        return
+    _install_hooks()
+    communicator, place, finalize = _start_engine(os.environ, detect(os.environ), comm)
+    _job = _Job(place, communicator, finalize)
+    global_process_set.register(0, range(communicator.size), communicator)
+    for ranks in () if isinstance(process_sets, str) or process_sets is None else process_sets:
+        add_process_set(ranks)
+    for initializer in _initializers:
+        initializer(place)
+
+
+def shutdown() -> None:
+    """Leaves the job, after all ranks have called it; called by itself when the process ends.
+
+    A rank that still calls a collective gets a ``MismatchError`` that says this one has shut down.
+    """
+    global _job
+    job, _job = _job, None
+    if job is None:
+        return
+    try:
+        with job.communicator.turn():
+            job.communicator.agree(SHUTDOWN)
+    except (MismatchError, EngineError):
+        # Another rank goes on without us and has been told. Nothing collective can be freed any more.
+        job.finalize = _nothing
+    else:
+        for process_set in (*job.process_sets.values(), global_process_set):
+            process_set.unregister()
+    global_process_set.process_set_id = None
+    global _finalize
+    _finalize = job.finalize
+
+
+def is_initialized() -> bool:
+    """Whether ``init()`` was called, and ``shutdown()`` was not since."""
+    return _job is not None
+
+
+def topology(what: str = "this function") -> Topology:
+    """This process's place.
+
+    Raises:
+        NotInitializedError: before ``init()``; ``what`` names the caller in its text.
+    """
+    return _current(what).topology
+
+
+def on_init(initializer: Callable[[Topology], None]) -> None:
+    """Calls ``initializer`` with the place of this process whenever ``init()`` has joined a job."""
+    _initializers.append(initializer)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Registers a subset of the ranks; all ranks must call it, in the same order.
+
+    Args:
+        process_set: the set, or its ranks.
+
+    Raises:
+        ConfigError: a registered set has the same ranks.
+    """
+    job = _current("add_process_set()")
+    new = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    for known in (global_process_set, *job.process_sets.values()):
+        if known.ranks == new.ranks:
+            raise ConfigError(f"{known} has the same ranks already.")
+    communicator = job.communicator.split(new.ranks)
+    new.register(job.next_id, new.ranks, communicator)
+    job.process_sets[job.next_id] = new
+    job.next_id += 1
+    return new
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Unregisters a set; all ranks must call it.
+
+    Returns:
+        Whether it was removed: ``False`` for the set of all ranks and for one that is not registered.
+    """
+    job = _current("remove_process_set()")
+    number = process_set.process_set_id
+    if number is None or number not in job.process_sets:
+        return False
+    job.communicator.barrier(name=f"remove_process_set {process_set.ranks}")
+    del job.process_sets[number]
+    process_set.unregister()
+    return True
+
+
+def _current(what: str) -> _Job:
+    if _job is None:
+        raise NotInitializedError(what)
+    return _job
+
+
+def _nothing() -> None:
+    pass
+
+
+def _start_engine(
+    environ: Mapping[str, str], place: Topology, comm: Any
+) -> tuple[Communicator, Topology, Callable[[], None]]:
+    """The engine for this job: ``local`` for one rank, else ``mpi``; imported only when chosen."""
+    engine = Config.from_environ(environ).engine
+    if engine == "auto":
+        engine = "local" if place.size == 1 and comm in (None, [0]) else "mpi"
+    if engine == "local":
+        if place.size > 1:
+            raise ConfigError(f"CHOROS_ENGINE=local is for one rank, but {place.launcher} started {place.size}.")
+        from choros.comm.engines.local import LocalCommunicator
+
+        return LocalCommunicator(), place, _nothing
+    if place.launcher in ("torchrun", "TF_CONFIG"):
+        raise EngineUnavailable(
+            f"{place.launcher} started {place.size} ranks, and the mpi engine cannot join ranks that MPI's own "
+            f"launchers did not start. Start the script with chorosrun -np {place.size} in place of it."
+        )
+    from choros.comm.engines import mpi
+
+    communicator, place = mpi.start(place, comm)
+    return communicator, place, mpi.finalize
+
+
+def _install_hooks() -> None:
+    """Makes a crash end this rank at once, and a normal end leave the job in order."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
+    previous = sys.excepthook
+
+    def note_crash(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        global _crashed
+        _crashed = True
+        previous(kind, error, traceback)
+
+    sys.excepthook = note_crash
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if _crashed:
+        return
+    shutdown()
+    if _finalize is not None:
+        _finalize()

@@ -1,0 +1,1 @@
+"""What moves the bytes: one file an engine, imported only when it is chosen."""

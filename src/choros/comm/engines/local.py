@@ -1,0 +1,58 @@
+"""One rank alone: every collective gives back what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.comm.communicator import Array, Communicator
+from choros.comm.reduction import ReduceOp
+from choros.comm.work import WorkQueue
+
+__all__ = ["LocalCommunicator"]
+
+
+@final
+class LocalCommunicator(Communicator):
+    """The engine of a job of one rank; it needs nothing installed.
+
+    Example:
+        >>> LocalCommunicator().allgather([[1], [2]]).shape
+        (2, 1)
+    """
+
+    def __init__(self, global_rank: int = 0, queue: WorkQueue | None = None) -> None:
+        super().__init__(0, [global_rank], queue or WorkQueue())
+
+    def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
+        return header.reshape(1, 2)
+
+    def _allreduce(self, buffer: Array, op: ReduceOp) -> None:
+        del buffer, op
+
+    def _allgather(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
+        del counts
+        return send.copy()
+
+    def _broadcast(self, buffer: NDArray[np.uint8], root: int) -> None:
+        del buffer, root
+
+    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: ReduceOp) -> Array:
+        del counts, op
+        return buffer
+
+    def _alltoall(
+        self, send: NDArray[np.uint8], send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> NDArray[np.uint8]:
+        del receive_counts
+        return send[: send_counts[0]].copy()
+
+    def _split(self, ranks: Sequence[int]) -> Communicator | None:
+        del ranks
+        return LocalCommunicator(self.ranks[0], self._queue)
+
+    def close(self) -> None:
+        """Nothing to give back."""

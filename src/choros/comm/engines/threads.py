@@ -1,0 +1,133 @@
+"""Ranks as threads of one process, for tests that need no launcher."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.comm.communicator import Array, Communicator
+from choros.comm.reduction import ReduceOp
+from choros.comm.work import WorkQueue
+from choros.errors import EngineError
+
+__all__ = ["ThreadCommunicator", "run_threads"]
+
+T = TypeVar("T")
+
+_UFUNCS = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+
+class _Board:
+    """Where the threads of a communicator lay what they bring; all have laid it before any looks."""
+
+    def __init__(self, size: int) -> None:
+        self.slots: list[object] = [None] * size
+        self.barrier = threading.Barrier(size)
+        self.children: dict[tuple[int, ...], _Board] = {}
+        self.lock = threading.Lock()
+
+    def exchange(self, rank: int, item: T) -> list[T]:
+        """Every rank's item; returns when all have come *and* gone, so that items may be changed after it."""
+        try:
+            self.slots[rank] = item
+            self.barrier.wait()
+            items = list(self.slots)
+            self.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise EngineError("another thread of this communicator has ended with an error.") from None
+        return items  # type: ignore[return-value]
+
+    def child(self, ranks: tuple[int, ...]) -> _Board:
+        with self.lock:
+            return self.children.setdefault(ranks, _Board(len(ranks)))
+
+    def abort(self) -> None:
+        """Releases every thread that waits, or will wait, for one that has ended."""
+        with self.lock:
+            self.barrier.abort()
+            for child in self.children.values():
+                child.abort()
+
+
+@final
+class ThreadCommunicator(Communicator):
+    """One thread's view of the ranks of ``run_threads``."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], board: _Board, queue: WorkQueue) -> None:
+        super().__init__(rank, ranks, queue)
+        self._board = board
+
+    def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.stack(self._board.exchange(self.rank, header))
+
+    def _allreduce(self, buffer: Array, op: ReduceOp) -> None:
+        parts = self._board.exchange(self.rank, buffer.copy())
+        buffer[...] = _UFUNCS[op].reduce(parts, axis=0)
+
+    def _allgather(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
+        del counts
+        return np.concatenate(self._board.exchange(self.rank, send.copy()))
+
+    def _broadcast(self, buffer: NDArray[np.uint8], root: int) -> None:
+        buffer[...] = self._board.exchange(self.rank, buffer.copy())[root]
+
+    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: ReduceOp) -> Array:
+        self._allreduce(buffer, op)
+        start = sum(counts[: self.rank])
+        return buffer[start : start + counts[self.rank]]
+
+    def _alltoall(
+        self, send: NDArray[np.uint8], send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> NDArray[np.uint8]:
+        del receive_counts
+        parts = np.split(send, np.cumsum(send_counts))[: self.size]
+        return np.concatenate([theirs[self.rank] for theirs in self._board.exchange(self.rank, parts)])
+
+    def _split(self, ranks: Sequence[int]) -> Communicator | None:
+        if self.rank not in ranks:
+            return None
+        board = self._board.child(tuple(ranks))
+        members = [self.ranks[rank] for rank in ranks]
+        return ThreadCommunicator(list(ranks).index(self.rank), members, board, self._queue)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def run_threads(function: Callable[[Communicator], T], size: int) -> list[T]:
+    """Calls ``function`` with its communicator on ``size`` threads; returns the results in rank order.
+
+    The first error of any thread is raised here; the others are released from what they wait for.
+
+    Example:
+        >>> run_threads(lambda communicator: int(communicator.allreduce(communicator.rank, ReduceOp.SUM)), 3)
+        [3, 3, 3]
+    """
+    board = _Board(size)
+
+    def rank_main(rank: int) -> T:
+        queue = WorkQueue()
+        try:
+            return function(ThreadCommunicator(rank, range(size), board, queue))
+        except BaseException:
+            board.abort()
+            raise
+        finally:
+            queue.close()
+
+    with ThreadPoolExecutor(size) as executor:
+        futures = [executor.submit(rank_main, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception())]
+    for error in sorted(errors, key=lambda error: type(error) is EngineError):
+        raise error
+    return [future.result() for future in futures]

@@ -1,0 +1,92 @@
+"""Collectives that run while the caller goes on, in the order they were asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Generic, ParamSpec, TypeVar
+
+__all__ = ["Work", "WorkQueue"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Work(Generic[T]):
+    """A collective under way.
+
+    Example:
+        >>> queue = WorkQueue()
+        >>> queue.submit(lambda: 2 + 2).wait()
+        4
+        >>> queue.close()
+    """
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Blocks until the collective has ended, and returns its result or raises its error.
+
+        Args:
+            timeout: at most this many seconds; ``None`` waits for ever.
+
+        Raises:
+            TimeoutError: it has not ended by then; it goes on.
+        """
+        return self._future.result(timeout)
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._future.done()
+
+
+class WorkQueue:
+    """Runs one collective at a time, in the order of the calls.
+
+    Ranks must issue collectives in one order; a single queue for all communicators of a process keeps the
+    order in which the process asked, whether it waits for each one or not.
+    """
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._turn = threading.RLock()
+        self._last: Future[Any] | None = None
+
+    def submit(self, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Work[T]:
+        """Runs ``collective`` after all that were asked for before it, on the queue's own thread."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="choros-comm")
+
+        def run() -> T:
+            with self._turn:
+                return collective(*args, **kwargs)
+
+        future = self._executor.submit(run)
+        self._last = future
+        return Work(future)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """The calling thread's turn: what was submitted before has ended, nothing else runs meanwhile.
+
+        A blocking collective takes its turn on the caller's own thread, which saves the hand-over.
+        """
+        last = self._last
+        if last is not None and not self._on_own_thread():
+            # Its error, if any, belongs to whoever waits for that work.
+            last.exception()
+        with self._turn:
+            yield
+
+    def _on_own_thread(self) -> bool:
+        return threading.current_thread().name.startswith("choros-comm")
+
+    def close(self) -> None:
+        """Waits for what was submitted and ends the thread."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+            self._executor = None
+            self._last = None

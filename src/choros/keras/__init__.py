@@ -1,0 +1,102 @@
+"""Horovod's Keras face, for Keras 3 on TensorFlow, PyTorch and JAX.
+
+::
+
+    import choros.keras as hvd
+
+    hvd.init()
+    hvd.pin_device()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.fit(
+        hvd.shard((x, y), batch_size=128, shuffle=True),
+        shuffle=False,
+        callbacks=[
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.MetricAverageCallback(),
+        ],
+    )
+"""
+
+try:
+    import keras as _keras
+except ImportError as _error:
+    raise ImportError(
+        "choros.keras needs Keras 3 and a framework: pip install 'choros[tensorflow]', 'choros[torch]' or "
+        "'choros[jax]'."
+    ) from _error
+
+from choros.comm import (
+    ProcessSet,
+    ReduceOp,
+    add_process_set,
+    global_process_set,
+    init,
+    is_initialized,
+    remove_process_set,
+    shutdown,
+)
+from choros.comm.place import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
+from choros.keras import callbacks
+from choros.keras.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
+from choros.keras.data import shard
+from choros.keras.device import pin_device
+from choros.keras.optimizer import DistributedOptimizer
+from choros.keras.saving import load_model
+from choros.keras.variables import broadcast_global_variables, broadcast_variables
+from choros.parallel.compression import Compression
+from choros.parallel.objects import allgather_object, broadcast_object
+from choros.parallel.ops import barrier
+from choros.topology import shard_range
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+if _keras.backend.backend() == "jax":
+    import jax as _jax
+
+    # A step that waits for other ranks in a callback must not hold up the threads that feed it: with
+    # asynchronous dispatch and one core a rank, XLA can have none left (jax-ml/jax#25861).
+    _jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_variables",
+    "callbacks",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "pin_device",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "shard",
+    "shard_range",
+    "shutdown",
+    "size",
+]

@@ -1,0 +1,437 @@
+"""Horovod's callbacks for ``model.fit``, on all frameworks."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import keras
+import numpy as np
+
+from choros.comm import ReduceOp, global_process_set, topology
+from choros.errors import ConfigError
+from choros.keras.metrics import average_logs, count_examples, global_results
+from choros.keras.optimizer import Synchronizer
+from choros.keras.trainer import attach
+from choros.keras.variables import broadcast_variables, model_variables
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "Throughput",
+]
+
+
+class _Callback(keras.callbacks.Callback):
+    """What all choros callbacks do for the model: prepare it, and end each epoch on all ranks at once.
+
+    Ranks may have different numbers of batches. A rank that has no more goes along with the others before
+    anything that compares ranks or looks at the weights: before validation, else at the end of the epoch.
+    Whichever choros callback comes first does it.
+    """
+
+    _synchronizer: Synchronizer | None = None
+
+    def set_model(self, model: Any) -> None:
+        """Prepares the model; Keras calls it before it builds the training function."""
+        super().set_model(model)
+        self._synchronizer = attach(model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """A rank may train again."""
+        if self._synchronizer is not None:
+            self._synchronizer.in_epoch = True
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """In ``fit``, the epoch's batches are over."""
+        self._end_batches()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """The epoch's batches are over."""
+        self._end_batches()
+
+    def _end_batches(self) -> None:
+        if self._synchronizer is not None and self._synchronizer.in_epoch:
+            self._synchronizer.in_epoch = False
+            self._synchronizer.join(self.model.optimizer)
+
+
+@final
+class BroadcastGlobalVariablesCallback(_Callback):
+    """Starts all ranks from the weights and the optimizer state of one rank, before the first step.
+
+    Horovod does so after the first batch, whose loss then comes from weights that differ.
+
+    Args:
+        root_rank: the rank whose variables all get; a global rank.
+        device: Horovod's; has no effect.
+        local_variables: variables to leave out.
+
+    Example:
+        >>> BroadcastGlobalVariablesCallback(0).root_rank
+        0
+    """
+
+    def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        del device
+        self.root_rank = root_rank
+        self._left_out = {id(variable) for variable in local_variables or ()}
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcasts; the model and the optimizer are built by now."""
+        variables = [variable for variable in model_variables(self.model) if id(variable) not in self._left_out]
+        broadcast_variables(variables, self.root_rank)
+
+
+@final
+class MetricAverageCallback(_Callback):
+    """Replaces the metrics in the logs by those over all ranks' examples, for training and validation.
+
+    Callbacks that come after it (``EarlyStopping``, ``ReduceLROnPlateau``, the history and the progress bar's
+    last line) see the same numbers on every rank and decide alike. Put it before them.
+
+    Args:
+        device: Horovod's; has no effect.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        del device
+        self._training: dict[str, float] = {}
+        self._validation: dict[str, float] = {}
+        self._in_epoch = False
+        self._examples = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Forgets the last epoch."""
+        super().on_epoch_begin(epoch, logs)
+        self._training, self._validation = {}, {}
+        self._in_epoch = True
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Keeps the training metrics: validation uses the same variables."""
+        super().on_test_begin(logs)
+        if self._in_epoch:
+            self._keep_training()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Replaces the metrics of ``evaluate``, or keeps them for the end of the epoch."""
+        results = global_results(self.model)
+        if self._in_epoch or self._training:
+            self._validation = {f"val_{name}": value for name, value in results.items()}
+        _replace(logs, results)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Replaces the logs that all later callbacks see."""
+        super().on_epoch_end(epoch, logs)
+        if self._in_epoch:
+            self._keep_training()
+        if logs is None:
+            return
+        known = {**self._training, **self._validation}
+        others = {name: value for name, value in logs.items() if name not in known}
+        _replace(logs, known)
+        if others:
+            logs.update(average_logs(others, self._examples or 1))
+
+    def _keep_training(self) -> None:
+        self._in_epoch = False
+        self._examples = count_examples(self.model)
+        self._training = global_results(self.model)
+
+
+def _say(text: str) -> None:
+    """To the people who watch the training, as Keras' own progress."""
+    print(text, flush=True)  # noqa: T201
+
+
+def _replace(logs: dict[str, Any] | None, results: dict[str, float]) -> None:
+    if logs is not None:
+        logs.update({name: value for name, value in results.items() if name in logs})
+
+
+class LearningRateScheduleCallback(_Callback):
+    """Sets the learning rate to ``initial_lr * multiplier(epoch)``.
+
+    Args:
+        initial_lr: the rate that is multiplied; ``None`` takes the optimizer's when training begins.
+        multiplier: a number, or a function of the epoch; the epoch is a fraction if ``staircase`` is false.
+        start_epoch: the first epoch, counted from 0, in which the rate is set.
+        end_epoch: the first in which it is not any more; ``None`` for never.
+        staircase: set the rate once an epoch, else before every batch.
+        momentum_correction: when the rate changes, scale SGD's velocity along with it, so that past
+            gradients keep their weight (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, remark 3).
+        steps_per_epoch: batches an epoch; ``None`` takes what ``fit`` knows.
+
+    Example:
+        >>> halve = LearningRateScheduleCallback(0.1, multiplier=lambda epoch: 0.5 ** (epoch // 30))
+        >>> halve.rate_at(60)
+        0.025
+    """
+
+    def __init__(
+        self,
+        initial_lr: float | None = None,
+        multiplier: float | Callable[[float], float] = 1.0,
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.initial_lr = initial_lr
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self._multiplier = multiplier
+        self._epoch = 0
+
+    def rate_at(self, epoch: float) -> float:
+        """The learning rate at ``epoch``."""
+        factor = self._multiplier(epoch) if callable(self._multiplier) else self._multiplier
+        return (self.initial_lr or 0.0) * factor
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Finds out what the arguments left open."""
+        rate = _innermost(self.model.optimizer)._learning_rate
+        if not isinstance(rate, keras.Variable):
+            raise ConfigError(
+                "the optimizer's learning rate is a schedule of its own, which a callback cannot set: create the "
+                "optimizer with a number."
+            )
+        if self.initial_lr is None:
+            self.initial_lr = float(rate.numpy())
+        if not self.staircase:
+            self.steps_per_epoch = self.steps_per_epoch or (self.params or {}).get("steps")
+            if not self.steps_per_epoch:
+                raise ConfigError(
+                    f"{type(self).__name__} sets the rate before every batch and must know how many batches an epoch "
+                    "has; the data does not tell. Pass steps_per_epoch=…."
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Sets the rate of the epoch."""
+        super().on_epoch_begin(epoch, logs)
+        self._epoch = epoch
+        if self.staircase and self._is_on():
+            self._set(self.rate_at(epoch))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Sets the rate of the batch."""
+        if not self.staircase and self._is_on():
+            self._set(self.rate_at(self._epoch + batch / (self.steps_per_epoch or 1)))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Nothing, but on JAX it keeps Keras from calling callbacks in other threads."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds the rate to the logs."""
+        super().on_epoch_end(epoch, logs)
+        if logs is not None:
+            logs["learning_rate"] = float(self.model.optimizer.learning_rate)
+
+    def _is_on(self) -> bool:
+        return self._epoch >= self.start_epoch and (self.end_epoch is None or self._epoch < self.end_epoch)
+
+    def _set(self, rate: float) -> None:
+        optimizer = self.model.optimizer
+        previous = float(optimizer.learning_rate)
+        if rate == previous:
+            return
+        optimizer.learning_rate = rate
+        inner = _innermost(optimizer)
+        if self.momentum_correction and previous > 0 and getattr(inner, "momentum", None):
+            for velocity in inner.momentums:
+                velocity.assign(velocity * (rate / previous))
+
+
+def _innermost(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+@final
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over the first epochs.
+
+    For a rate that was multiplied by the number of ranks (Goyal et al. 2017).
+
+    Args:
+        initial_lr: the rate to arrive at; ``None`` takes the optimizer's when training begins.
+        warmup_epochs: how many epochs it takes.
+        momentum_correction: see ``LearningRateScheduleCallback``.
+        steps_per_epoch: batches an epoch; ``None`` takes what ``fit`` knows.
+        verbose: 1 says on rank 0 when the rate has arrived.
+
+    Example:
+        >>> import choros.keras as hvd
+        >>> hvd.init()
+        >>> LearningRateWarmupCallback(initial_lr=0.1, warmup_epochs=5).rate_at(0)
+        0.1
+    """
+
+    def __init__(
+        self,
+        initial_lr: float | None = None,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(
+            initial_lr=initial_lr,
+            multiplier=self._fraction,
+            start_epoch=0,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.warmup_epochs = warmup_epochs
+        self.verbose = verbose
+
+    def _fraction(self, epoch: float) -> float:
+        size = topology("LearningRateWarmupCallback").size
+        # One batch ahead, so that the last batch of the warm-up has the full rate.
+        progress = min(1.0, (epoch + 1 / (self.steps_per_epoch or math.inf)) / self.warmup_epochs)
+        return (1 + progress * (size - 1)) / size
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Says when the warm-up is over."""
+        super().on_epoch_end(epoch, logs)
+        if epoch == self.warmup_epochs - 1 and self.verbose and topology().rank == 0:
+            _say(
+                f"Epoch {epoch + 1}: warm-up over, the learning rate is {float(self.model.optimizer.learning_rate):g}."
+            )
+
+
+@final
+class BestModelCheckpoint(_Callback):
+    """Saves the model on rank 0 whenever the monitored metric is the best so far.
+
+    The file is written beside its final place and moved there, so that it is whole at any moment.
+
+    Args:
+        filepath: where to; may contain ``{epoch}`` and names of metrics, as in Keras' ``ModelCheckpoint``.
+        monitor: the name of a metric in the logs.
+        verbose: 1 says when the model was saved.
+        save_weights_only: save the weights (``….weights.h5``) in place of the whole model (``….keras``).
+        mode: ``min``, ``max``, or ``auto``: the larger the better for accuracies and AUCs, else the smaller.
+        save_freq: only ``"epoch"``: the best is known when the epoch's metrics are.
+    """
+
+    def __init__(
+        self,
+        filepath: str | os.PathLike[str] | None = None,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str = "epoch",
+    ) -> None:
+        super().__init__()
+        if mode not in ("auto", "min", "max"):
+            raise ConfigError(f"mode={mode!r} is not one of auto, min, max.")
+        if save_freq != "epoch":
+            raise ConfigError(f"save_freq={save_freq!r}: the best model is known once an epoch; use 'epoch'.")
+        larger = mode == "max" or (mode == "auto" and ("acc" in monitor or "auc" in monitor.lower()))
+        self.filepath = filepath
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_weights_only = save_weights_only
+        self._is_better = np.greater if larger else np.less
+        self.best = -np.inf if larger else np.inf
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Asks for the path before an epoch's work depends on it."""
+        if self.filepath is None:
+            raise ConfigError("BestModelCheckpoint needs filepath='….keras': where to save the best model.")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Saves, if this epoch was the best."""
+        super().on_epoch_end(epoch, logs)
+        if self.monitor not in (logs or {}):
+            raise ConfigError(f"BestModelCheckpoint monitors {self.monitor!r}; the logs have {sorted(logs or {})}.")
+        value = float(logs[self.monitor])
+        if not self._is_better(value, self.best):
+            return
+        self.best = value
+        if topology().rank == 0:
+            path = Path(str(self.filepath).format(epoch=epoch + 1, **logs))
+            self._save(path)
+            if self.verbose:
+                _say(f"Epoch {epoch + 1}: {self.monitor} {value:.5g}, saved to {path}.")
+
+    def _save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Keras chooses the format by the ending: keep it.
+        unfinished = path.with_name(f".unfinished.{path.name}")
+        if self.save_weights_only:
+            self.model.save_weights(unfinished, overwrite=True)
+        else:
+            self.model.save(unfinished, overwrite=True)
+        unfinished.replace(path)
+
+
+@final
+class Throughput(_Callback):
+    """Measures the examples that all ranks together train on in a second, without validation.
+
+    Adds ``images_per_s`` and ``epoch_s`` to the logs of each epoch, the same on every rank.
+
+    Args:
+        total_images: examples all ranks see in an epoch; 0 counts them.
+        verbose: 1 prints a line an epoch on rank 0.
+
+    Example:
+        >>> Throughput(total_images=60000).total_images
+        60000
+    """
+
+    def __init__(self, total_images: int = 0, verbose: int = 0) -> None:
+        super().__init__()
+        self.total_images = total_images
+        self.verbose = verbose
+        self._begin = 0.0
+        self._measured: tuple[float, float] | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Starts the clock."""
+        super().on_epoch_begin(epoch, logs)
+        self._measured = None
+        self._begin = time.perf_counter()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Stops the clock before validation."""
+        super().on_test_begin(logs)
+        self._measure()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Writes the logs."""
+        super().on_epoch_end(epoch, logs)
+        self._measure()
+        images, seconds = self._measured or (0.0, 1.0)
+        if logs is not None:
+            logs["images_per_s"] = images / seconds
+            logs["epoch_s"] = seconds
+        if self.verbose and topology().rank == 0:
+            _say(f"Epoch {epoch + 1}: {images / seconds:,.0f} images/s ({images:,.0f} in {seconds:.2f} s)")
+
+    def _measure(self) -> None:
+        """The images of all ranks, and the seconds of the slowest."""
+        if self._measured is not None:
+            return
+        communicator = global_process_set.communicator
+        seconds = float(communicator.allreduce(time.perf_counter() - self._begin, ReduceOp.MAX))
+        counted = float(communicator.allreduce(float(count_examples(self.model)), ReduceOp.SUM))
+        self._measured = (float(self.total_images or counted), max(seconds, 1e-9))

@@ -1,0 +1,83 @@
+"""One process, one accelerator, its share of the cores."""
+
+from __future__ import annotations
+
+import os
+
+import keras
+
+from choros.comm import topology
+
+__all__ = ["pin_device"]
+
+
+def pin_device(intra_op_threads: int | None = None, inter_op_threads: int | None = None) -> str:
+    """Gives this process the accelerator of its ``local_rank`` and its share of the host's threads.
+
+    Call it once after ``init()``, before the framework computes anything. It does what Horovod's scripts do
+    by hand: on TensorFlow visible devices, memory growth and both thread pools; on PyTorch the current
+    device and both pools; on JAX the visible device.
+
+    Args:
+        intra_op_threads: threads within an operation; ``None`` keeps what the launcher set, else the
+            framework's choice.
+        inter_op_threads: operations at once; likewise. JAX has no such setting.
+
+    Returns:
+        The device, such as ``"gpu:1"`` or ``"cpu"``.
+
+    Example:
+        >>> import choros.keras as hvd
+        >>> hvd.init()
+        >>> device = hvd.pin_device()
+    """
+    place = topology("pin_device()")
+    pin = {"tensorflow": _pin_tensorflow, "torch": _pin_torch, "jax": _pin_jax}[keras.backend.backend()]
+    intra = intra_op_threads or _from_environ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+    inter = inter_op_threads or _from_environ("TF_NUM_INTEROP_THREADS")
+    return pin(place.local_rank, intra, inter)
+
+
+def _from_environ(*names: str) -> int | None:
+    return next((int(value) for name in names if (value := os.environ.get(name, "")).isdigit()), None)
+
+
+def _pin_tensorflow(local_rank: int, intra: int | None, inter: int | None) -> str:
+    import tensorflow as tf
+
+    if intra:
+        tf.config.threading.set_intra_op_parallelism_threads(intra)
+    if inter:
+        tf.config.threading.set_inter_op_parallelism_threads(inter)
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return "cpu"
+    index = local_rank % len(gpus)
+    tf.config.set_visible_devices(gpus[index], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[index], True)
+    return f"gpu:{index}"
+
+
+def _pin_torch(local_rank: int, intra: int | None, inter: int | None) -> str:
+    import torch
+
+    if intra:
+        torch.set_num_threads(intra)
+    if inter and torch.get_num_interop_threads() != inter:
+        torch.set_num_interop_threads(inter)
+    if not torch.cuda.is_available():
+        return "cpu"
+    index = local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return f"gpu:{index}"
+
+
+def _pin_jax(local_rank: int, intra: int | None, inter: int | None) -> str:
+    del intra, inter  # XLA sizes its pool when it starts: the launcher has set it through NPROC.
+    import jax
+
+    # Asking JAX for its devices would start all of them: the visible ones are narrowed down before.
+    jax.config.update("jax_cuda_visible_devices", str(local_rank))
+    jax.config.update("jax_rocm_visible_devices", str(local_rank))
+    device = jax.local_devices()[0]
+    return "cpu" if device.platform == "cpu" else f"{device.platform}:{local_rank}"

@@ -1,0 +1,71 @@
+"""The ranks' metrics as one: over all examples, not over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from choros.arrays import adapter_of
+from choros.comm import ReduceOp, global_process_set
+
+__all__ = ["average_logs", "count_examples", "global_results"]
+
+
+def global_results(model: Any) -> dict[str, float]:
+    """The results of the model's metrics as if one process had seen all ranks' examples.
+
+    A Keras metric keeps sums (of losses, of hits, of weights) and divides when it is asked. The ranks' sums
+    are added up, so ratios such as precision or AUC come out right too. The model's own metric variables are
+    left as they were.
+
+    Returns:
+        Numbers by the names under which ``fit`` logs them; the same on every rank.
+    """
+    communicator = global_process_set.communicator
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    summed = [variable for variable in variables if variable.aggregation == "sum"]
+    own = [np.array(adapter_of(variable.value).to_host(variable.value)) for variable in summed]
+    together = communicator.grouped_allreduce(own, ReduceOp.SUM, name="metrics")
+    try:
+        _assign(summed, together)
+        results = _flat(model.get_metrics_result())
+    finally:
+        _assign(summed, own)
+    # The same sums need not give the same last bit everywhere, and ranks must decide alike.
+    values = communicator.broadcast(np.array(list(results.values()), np.float64), 0, name="metric results")
+    return dict(zip(results, map(float, values), strict=True))
+
+
+def average_logs(logs: dict[str, Any], examples: int) -> dict[str, float]:
+    """The mean of numbers that no metric of the model accounts for, weighted by examples.
+
+    Args:
+        logs: the same names on every rank.
+        examples: how many examples this rank's numbers stand for.
+    """
+    names = sorted(name for name, value in logs.items() if np.ndim(value) == 0 and not isinstance(value, str))
+    weighted = np.array([float(logs[name]) * examples for name in names] + [float(examples)])
+    total = global_process_set.communicator.allreduce(weighted, ReduceOp.SUM, name=f"logs {', '.join(names)}")
+    return {name: float(value / max(total[-1], 1.0)) for name, value in zip(names, total, strict=False)}
+
+
+def count_examples(model: Any) -> int:
+    """How many examples the model's metrics have seen on this rank; 0 if it has no loss metric."""
+    loss = next((metric for metric in model.metrics if metric.name == "loss" and hasattr(metric, "count")), None)
+    return 0 if loss is None else round(float(loss.count.numpy()))
+
+
+def _assign(variables: list[Any], values: Any) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _flat(results: dict[str, Any]) -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for name, value in results.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value))
+        else:
+            flat[name] = float(value)
+    return flat

@@ -1,0 +1,321 @@
+"""The distributed optimizer: a Keras optimizer whose ``apply`` first combines the ranks' gradients.
+
+``Optimizer.apply`` is the one place that every Keras trainer passes, on all frameworks. Reducing at its top
+means that clipping, accumulation, weight decay and moving averages see the gradient of the global batch::
+
+    train_step ──► apply(gradients) ──► [combine over ranks] ──► clip ──► accumulate ──► update ──► EMA
+
+The user's optimizer object is kept, its class is replaced by a subclass of the same name: its state, its
+saved name and the fast paths that Keras chooses by class stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import keras
+import numpy as np
+from keras.src import api_export
+from numpy.typing import NDArray
+
+from choros.arrays import ArraySpec, framework_adapter
+from choros.comm import ProcessSet, ReduceOp, global_process_set
+from choros.errors import ConfigError, NotInitializedError
+from choros.keras.variables import broadcast_variables
+from choros.parallel.compression import Compression, Compressor
+from choros.parallel.reducer import GradientReducer, ReduceConfig
+
+__all__ = ["DistributedOptimizer", "Synchronizer", "synchronizer_of", "wrap"]
+
+Array = NDArray[Any]
+_ATTRIBUTE = "_choros_synchronizer"
+
+
+@final
+class Synchronizer:
+    """What a distributed optimizer knows of the other ranks; one an optimizer.
+
+    Attributes:
+        reducer: does the exchange.
+        examples: how many examples the batch now being trained on has, told by the model's training step;
+            ``None`` if nobody tells, then ranks weigh alike.
+        in_epoch: batches may still come this epoch.
+    """
+
+    def __init__(self, config: ReduceConfig, *, scale_local_gradients: bool) -> None:
+        self.reducer = GradientReducer(config)
+        self.examples: Any = None
+        self.in_epoch = False
+        self._scale_local = scale_local_gradients
+        self._local: list[Any] = []
+
+    def add_local(self, variable: Any) -> None:
+        """Keeps ``variable``'s gradient out of the exchange."""
+        self._local.append(variable)
+
+    def is_local(self, variable: Any) -> bool:
+        """Whether ``variable``'s gradient stays on its rank."""
+        return any(variable is local for local in self._local)
+
+    @contextmanager
+    def batch_of(self, examples: Any) -> Iterator[None]:
+        """The block in which gradients of a batch of so many examples are applied."""
+        self.examples = examples
+        try:
+            yield
+        finally:
+            self.examples = None
+
+    def combine(self, gradients: Sequence[Any], variables: Sequence[Any], passes: Any) -> list[Any]:
+        """The gradients that this step's update is made from.
+
+        Args:
+            gradients: this rank's, ``None`` where a variable has none.
+            variables: the Keras variables they belong to.
+            passes: how many have been done so far.
+        """
+        config = self.reducer.config
+        gradients = list(gradients)
+        if not self.reducer.active:
+            factor = 1 if config.average_steps else config.steps
+            return gradients if factor == 1 else [None if g is None else g * factor for g in gradients]
+        shared: list[int] = []
+        local: list[int] = []
+        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is not None:
+                (local if self.is_local(variable) else shared).append(index)
+        combined = self._exchange([gradients[i] for i in shared], [variables[i] for i in shared], passes)
+        for index, gradient in zip(shared, combined, strict=True):
+            gradients[index] = gradient
+        if self._scale_local:
+            for index in local:
+                gradients[index] = gradients[index] / config.process_set.communicator.size
+        return gradients
+
+    def _exchange(self, gradients: list[Any], variables: list[Any], passes: Any) -> list[Any]:
+        adapter = framework_adapter(keras.backend.backend())
+        examples = 1 if self.examples is None else self.examples
+        steps = self.reducer.config.steps
+
+        def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
+            done, count, *parts = hosts
+            exchange = (int(done) + 1) % steps == 0
+            return self.reducer.reduce(parts, examples=int(count), exchange=exchange)
+
+        outputs = [ArraySpec(tuple(v.shape), _dtype(g)) for v, g in zip(variables, gradients, strict=True)]
+        progress = [keras.ops.convert_to_tensor(value, "int32") for value in (passes, examples)]
+        return adapter.host_call(on_host, [*progress, *gradients], outputs)
+
+    def join(self, optimizer: Any) -> None:
+        """Goes along with the ranks that still have batches this epoch, until none has.
+
+        Ranks that were done early then take over the weights and the optimizer state of one that was not,
+        so that all end the epoch alike, learning rate and all.
+        """
+        if not self.reducer.active:
+            return
+        variables = optimizer._trainable_variables
+        shared = [variable for variable in variables if not self.is_local(variable)]
+        last = self.reducer.join(tuple((tuple(v.shape), _dtype(v)) for v in shared))
+        if last is not None:
+            process_set = self.reducer.config.process_set
+            broadcast_variables([*shared, *optimizer.variables], process_set.ranks[last], process_set)
+
+
+class _Distributed:
+    """What the replaced class does before the optimizer's own methods."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Combines the ranks' gradients, then applies them."""
+        optimizer: Any = self
+        grads = list(grads)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            if not optimizer.built:
+                with keras.name_scope(optimizer.name):
+                    optimizer.build(trainable_variables)
+        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        grads = synchronizer_of(self).combine(grads, variables, _passes(self))  # type: ignore[union-attr]
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        """``apply`` as JAX's trainer calls it; Keras' own comes back to ``apply``, the loss scale's does not."""
+        optimizer: Any = self
+        if isinstance(self, keras.optimizers.LossScaleOptimizer):
+            mapping = list(zip(optimizer.variables, optimizer_variables, strict=True))
+            with keras.StatelessScope(state_mapping=mapping):
+                passes = keras.ops.convert_to_tensor(_passes(self))
+            synchronizer = synchronizer_of(self)
+            grads = synchronizer.combine(grads, optimizer._trainable_variables, passes)  # type: ignore[union-attr]
+        return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
+
+    def register_local_var(self, var: Any) -> None:
+        """Keeps the gradient of ``var`` on its rank (Horovod's name)."""
+        synchronizer_of(self).add_local(var)  # type: ignore[union-attr]
+
+
+_derived_classes: dict[type, type] = {}
+
+
+def _distributed_class(base: type) -> type:
+    """A subclass of ``base`` that passes for it when the optimizer is saved; one for each."""
+    if base in _derived_classes:
+        return _derived_classes[base]
+    namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    derived = type(base.__name__, (_Distributed, base), namespace)
+    public_name = api_export.REGISTERED_OBJS_TO_NAMES.get(base)
+    if public_name is not None:
+        api_export.REGISTERED_OBJS_TO_NAMES[derived] = public_name
+    _derived_classes[base] = derived
+    return derived
+
+
+def synchronizer_of(optimizer: Any) -> Synchronizer | None:
+    """The synchronizer of a distributed optimizer; ``None`` for others."""
+    return getattr(optimizer, _ATTRIBUTE, None)
+
+
+def wrap(optimizer: Any, synchronizer: Synchronizer) -> None:
+    """Makes ``optimizer`` a distributed one, in place."""
+    optimizer.__class__ = _distributed_class(type(optimizer))
+    # Past Keras' attribute tracking: this is no state of the optimizer.
+    object.__setattr__(optimizer, _ATTRIBUTE, synchronizer)
+
+
+def unwrap(optimizer: Any) -> Synchronizer:
+    """Takes back ``wrap``; gives the synchronizer to who wraps something around ``optimizer``."""
+    synchronizer: Synchronizer = optimizer.__dict__.pop(_ATTRIBUTE)
+    optimizer.__class__ = type(optimizer).__mro__[2]
+    return synchronizer
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Makes a Keras optimizer average gradients over all ranks before it applies them.
+
+    The average is over examples: ranks with batches of different sizes, or with fewer batches, count for
+    what they bring (a choros callback in ``model.fit`` tells the optimizer; without one, ranks weigh alike).
+
+    Args:
+        optimizer: any Keras 3 optimizer, a ``LossScaleOptimizer`` included. It is changed in place.
+        name: Horovod's; the optimizer keeps its own name.
+        device_dense: Horovod's; the engine decides where gradients are reduced.
+        device_sparse: Horovod's; likewise.
+        compression: ``Compression.fp16`` sends float16.
+        sparse_as_dense: Horovod's; sparse gradients are always made dense.
+        gradient_predivide_factor: averages divide by this much before the sum and by the rest after it.
+        op: ``Average`` or ``Sum``.
+        backward_passes_per_step: batches whose gradients are accumulated before ranks exchange them and
+            weights are updated.
+        average_aggregated_gradients: whether those batches' gradients are averaged or, as is Horovod's
+            default, summed.
+        num_groups: Horovod's older form of ``groups``.
+        groups: gradients that travel together: a number of groups, or lists of variables.
+        process_set: the ranks that train together; others go on alone.
+        scale_local_gradients: whether gradients of ``register_local_var`` are divided by the number of
+            ranks, to stay in proportion.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        NotInitializedError: before ``init()``.
+        ConfigError: an argument has a value that cannot be meant, or the optimizer is distributed already.
+
+    Example:
+        >>> import keras, choros.keras as hvd
+        >>> hvd.init()
+        >>> optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
+        >>> type(optimizer).__name__
+        'Adam'
+    """
+    del name, device_dense, device_sparse, sparse_as_dense
+    if process_set.included() is None:
+        raise NotInitializedError("DistributedOptimizer()")
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(
+            f"DistributedOptimizer takes a keras.optimizers.Optimizer, not a {type(optimizer).__name__}: create one, "
+            "such as keras.optimizers.Adam(), and pass it."
+        )
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if synchronizer_of(optimizer) or synchronizer_of(inner):
+        raise ConfigError("this optimizer is distributed already: wrap it once.")
+    base = inner or optimizer
+    steps = _accumulation_steps(base, backward_passes_per_step)
+    config = ReduceConfig(
+        op=op,
+        compressor=compression,
+        predivide_factor=gradient_predivide_factor,
+        groups=_groups(groups if groups is not None else num_groups, base),
+        steps=steps,
+        average_steps=average_aggregated_gradients or backward_passes_per_step == 1,
+        process_set=process_set,
+    )
+    synchronizer = Synchronizer(config, scale_local_gradients=scale_local_gradients)
+    if inner is None and keras.config.dtype_policy().name == "mixed_float16":
+        # compile() would put the loss scale around the exchange; ranks must exchange before it looks at gradients.
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
+    wrap(optimizer, synchronizer)
+    return optimizer
+
+
+def _accumulation_steps(optimizer: Any, backward_passes: int) -> int:
+    """How many passes the optimizer accumulates; makes Keras do it if Horovod's argument asks."""
+    own = optimizer.gradient_accumulation_steps
+    if backward_passes == 1:
+        return int(own or 1)
+    if own is not None:
+        raise ConfigError(
+            f"backward_passes_per_step={backward_passes} and the optimizer's own gradient_accumulation_steps={own} "
+            "are the same thing: use one of them."
+        )
+    if optimizer.built:
+        raise ConfigError(
+            "backward_passes_per_step needs an optimizer that has not been used: it adds accumulators, which are "
+            "made with the optimizer's other state."
+        )
+    optimizer.gradient_accumulation_steps = backward_passes
+    return backward_passes
+
+
+def _groups(groups: int | Sequence[Sequence[Any]], optimizer: Any) -> int | tuple[tuple[int, ...], ...] | None:
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ConfigError(f"groups={groups} must be 0 or more.")
+        return groups or None
+    if not optimizer.built:
+        raise ConfigError(
+            "groups=[[variable, …], …] needs to know the variables' order: call "
+            "optimizer.build(model.trainable_variables) first, or pass a number of groups."
+        )
+    place = {id(variable): index for index, variable in enumerate(optimizer._trainable_variables)}
+    try:
+        return tuple(tuple(place[id(variable)] for variable in group) for group in groups)
+    except KeyError:
+        raise ConfigError("groups names a variable that the optimizer does not train.") from None
+
+
+def _dtype(tensor: Any) -> np.dtype[np.generic]:
+    dtype: np.dtype[np.generic] = np.dtype(keras.backend.standardize_dtype(tensor.dtype))
+    return dtype
+
+
+def _passes(optimizer: Any) -> Any:
+    """The variable that counts ``apply``; ``optimizer.iterations`` counts updates, which may be fewer."""
+    return getattr(optimizer, "inner_optimizer", optimizer)._iterations

@@ -1,0 +1,3 @@
+"""chorosrun and choros.run: arguments become a job, a job becomes a command; start, watch, stop."""
+
+__all__: list[str] = []

@@ -1,0 +1,70 @@
+"""What a rank of ``choros.run`` runs: it gets the function, calls it and sends back what it returns."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+
+from choros.launch.contract import RESULT_FD
+from choros.launch.payload import read_framed, unpack
+from choros.topology import detect
+
+__all__ = ["main"]
+
+
+def _receive() -> bytes:
+    """The call, which mpirun gives to rank 0 alone."""
+    place = detect(os.environ)
+    body = read_framed(sys.stdin.fileno()) if place.rank == 0 else None
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    if place.size > 1:
+        body = _broadcast(body)
+    assert body is not None  # noqa: S101  (rank 0 has read it, the others have been given it)
+    return body
+
+
+def _broadcast(body: bytes | None) -> bytes:
+    """Gives all ranks rank 0's ``body``; then choros is as it was, for the function to initialise as it likes."""
+    from choros.comm import init, shutdown
+    from choros.parallel.objects import broadcast_object
+
+    init()
+    received: bytes = broadcast_object(body, root_rank=0, name="the function given to choros.run")
+    shutdown()
+    return received
+
+
+def _send(result: Any) -> None:
+    data = memoryview(cloudpickle.dumps(result))
+    descriptor = int(os.environ.pop(RESULT_FD))
+    while data:
+        data = data[os.write(descriptor, data) :]
+    os.close(descriptor)
+
+
+def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins in the user's function."""
+    here = os.path.dirname(__file__)
+    part = traceback
+    while part is not None and os.path.dirname(part.tb_frame.f_code.co_filename) == here:
+        part = part.tb_next
+    return part or traceback
+
+
+def main() -> None:
+    """Runs the call that stands on standard input."""
+    try:
+        result = unpack(_receive())()
+    except Exception as error:  # noqa: BLE001  (the hook shows it)
+        sys.excepthook(type(error), error.with_traceback(_of_the_user(error.__traceback__)), error.__traceback__)
+        sys.exit(1)
+    _send(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Which processor cores each rank of a host gets: whole physical ones, never two ranks on one.
+
+Two ranks that float over the same cores, each with a thread pool for all of them, run slower than one rank
+alone. So every rank is bound to its share and told how many threads that is worth.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Core", "Share", "divide", "physical_cores", "processor_quota", "share_of"]
+
+#: One physical core: the numbers of its hardware threads.
+Core = tuple[int, ...]
+
+_SYSFS = Path("/sys/devices/system/cpu")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank gets.
+
+    Attributes:
+        bind: the hardware threads to bind to; empty: do not bind.
+        threads: how many threads its pools should have.
+        crowded: the host has more ranks than cores, so waiting must not burn them.
+    """
+
+    bind: tuple[int, ...]
+    threads: int
+    crowded: bool = False
+
+
+def divide(cores: Sequence[Core], local_rank: int, local_size: int, quota: float | None = None) -> Share:
+    """The share of ``local_rank`` among ``local_size`` ranks.
+
+    Args:
+        cores: the host's physical cores that we may use, neighbours next to each other.
+        local_rank: which rank of the host.
+        local_size: how many ranks the host has.
+        quota: how many cores' worth of time the container may use, if that is limited.
+
+    Example:
+        >>> divide([(0, 4), (1, 5), (2, 6), (3, 7)], local_rank=1, local_size=2)
+        Share(bind=(2, 3, 6, 7), threads=2, crowded=False)
+        >>> divide([(0,), (1,)], local_rank=2, local_size=3)
+        Share(bind=(), threads=1, crowded=True)
+    """
+    count = len(cores)
+    if local_size > count:
+        return Share(bind=(), threads=1, crowded=True)
+    mine = cores[local_rank * count // local_size : (local_rank + 1) * count // local_size]
+    threads = len(mine)
+    if quota is not None:
+        threads = max(1, min(threads, int(quota / local_size)))
+    return Share(
+        bind=tuple(sorted(cpu for core in mine for cpu in core)),
+        threads=threads,
+        crowded=quota is not None and quota < local_size,
+    )
+
+
+def physical_cores(allowed: Sequence[int], sysfs: Path = _SYSFS) -> list[Core]:
+    """The physical cores that the hardware threads ``allowed`` belong to, in the order of their sockets.
+
+    Where the kernel does not tell which threads share a core, each counts as one.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for cpu in sorted(allowed):
+        groups.setdefault(_address(sysfs / f"cpu{cpu}" / "topology", cpu), []).append(cpu)
+    return [tuple(groups[address]) for address in sorted(groups)]
+
+
+def _address(topology: Path, cpu: int) -> tuple[int, int]:
+    """(socket, first thread of the core): equal for the threads of one core, sorted by socket."""
+    try:
+        package = int((topology / "physical_package_id").read_text())
+        siblings = (topology / "thread_siblings_list").read_text()
+        first = int(siblings.replace("-", ",").split(",")[0])
+    except (OSError, ValueError):
+        return (0, cpu)
+    return (package, first)
+
+
+def processor_quota(cgroup: Path = _CGROUP) -> float | None:
+    """How many cores' worth of time this container may use; ``None`` if it is not limited."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()[:2]
+    except (OSError, ValueError):
+        try:
+            quota = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    try:
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except ValueError:  # "max": not limited
+        return None
+
+
+def _allowed_processors() -> list[int]:
+    """The hardware threads this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def share_of(local_rank: int, local_size: int, bind: bool) -> Share:
+    """The share of a rank of this host, the one we run on.
+
+    Args:
+        local_rank: which rank of the host.
+        local_size: how many ranks the host has.
+        bind: whether to bind; if not, mpirun may have bound us already, and what we have is our own.
+    """
+    allowed = _allowed_processors()
+    cores = physical_cores(allowed)
+    if bind:
+        return divide(cores, local_rank, local_size, processor_quota())
+    bound_by_mpirun = len(allowed) < (os.cpu_count() or 1)
+    return Share(bind=(), threads=len(cores) if bound_by_mpirun else max(1, len(cores) // local_size))

@@ -1,0 +1,51 @@
+"""What ``chorosrun --dry-run`` prints: the command that would run, and what each rank would get. Runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from choros.launch.command import Command
+from choros.launch.cores import share_of
+from choros.launch.hosts import ranks_per_host
+from choros.launch.job import Job
+from choros.launch.settings import MEMORY, rank_settings
+
+__all__ = ["draft_text"]
+
+
+@dataclass(frozen=True)
+class _Place:
+    rank: int
+    host: str
+    local_rank: int
+    local_size: int
+
+
+def draft_text(job: Job, command: Command, environ: Mapping[str, str]) -> str:
+    """The command, ready for a shell, and below it a comment for every rank.
+
+    Args:
+        job: what would run.
+        command: the command that would run it.
+        environ: the user's environment.
+    """
+    remote = {host.name for host in job.remote}
+    lines = [str(command)]
+    for place in _places(job):
+        settings = "its host's cores are shared out there"
+        if place.host not in remote:
+            share = share_of(place.local_rank, place.local_size, job.options.bind)
+            cpus = ",".join(map(str, share.bind)) or "any"
+            added = rank_settings({**environ, **job.environment}, share)
+            words = [f"{name}={value}" for name, value in added.items() if name not in MEMORY]
+            settings = " ".join([f"cpus {cpus};", *words])
+        lines.append(f"# rank {place.rank} on {place.host}: {settings}")
+    return "\n".join(lines)
+
+
+def _places(job: Job) -> list[_Place]:
+    counts = ranks_per_host(job.hosts, job.size) or (job.size,)
+    names = [host.name for host in job.hosts] or ["localhost"]
+    pairs = [(name, local, count) for name, count in zip(names, counts, strict=False) for local in range(count)]
+    return [_Place(rank, name, local, count) for rank, (name, local, count) in enumerate(pairs)]

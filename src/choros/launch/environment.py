@@ -1,0 +1,66 @@
+"""Which of the user's environment variables travel to other hosts: all but those that belong to this one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from choros.errors import ConfigError
+
+__all__ = ["forwarded", "in_allocation", "parse_variables"]
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OF_THIS_HOST = {
+    "_", "DBUS_SESSION_BUS_ADDRESS", "DISPLAY", "EDITOR", "HOSTNAME", "HOST", "LOGNAME", "MAIL", "OLDPWD", "PAGER",
+    "PWD", "SHELL", "SHLVL", "TEMP", "TERM", "TERMCAP", "TMP", "TMPDIR", "TTY", "USER", "WAYLAND_DISPLAY", "WINDOWID",
+    "XAUTHORITY",
+}  # fmt: skip
+_OF_THIS_HOST_PREFIXES = (
+    "BASH_FUNC_", "GPG_", "HYDI_", "HYDRA_", "LC_", "LSB_", "LSF_", "OMPI_", "PBS_", "PMI_", "PMIX_", "PRTE_", "SLURM_",
+    "SSH_", "SUDO_", "XDG_",
+)  # fmt: skip
+#: Settings of Open MPI that a user makes, unlike the rest of ``OMPI_``: they hold on every host.
+_PREFIXES_KEPT = ("OMPI_MCA_",)
+#: Set when a scheduler has given us hosts; mpirun asks it which.
+_ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
+
+
+def forwarded(environ: Iterable[str]) -> list[str]:
+    """The names in ``environ`` that mean the same on another host, sorted.
+
+    Example:
+        >>> forwarded({"PATH": "/bin", "HOSTNAME": "a", "SSH_TTY": "x", "BASH_FUNC_m%%": "()", "CHOROS_ENGINE": "mpi"})
+        ['CHOROS_ENGINE', 'PATH']
+    """
+    return sorted(
+        name
+        for name in environ
+        if _IDENTIFIER.fullmatch(name)
+        and name not in _OF_THIS_HOST
+        and (name.startswith(_PREFIXES_KEPT) or not name.startswith(_OF_THIS_HOST_PREFIXES))
+    )
+
+
+def parse_variables(given: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """What ``--env KEY`` and ``--env KEY=VALUE`` ask for.
+
+    Example:
+        >>> parse_variables(["A=1=2", "B"], {"B": "here"})
+        {'A': '1=2', 'B': 'here'}
+    """
+    variables = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not _IDENTIFIER.fullmatch(name):
+            raise ConfigError(
+                f"--env {name!r}: this is no name of an environment variable. Write KEY=VALUE, or KEY alone."
+            )
+        if not equals and name not in environ:
+            raise ConfigError(f"--env {name}: {name} is not set here. Set it, or give a value with --env {name}=VALUE.")
+        variables[name] = value if equals else environ[name]
+    return variables
+
+
+def in_allocation(environ: Mapping[str, str]) -> bool:
+    """Whether a scheduler has given us hosts, which mpirun will use when it is told none."""
+    return any(name in environ for name in _ALLOCATIONS)

@@ -1,0 +1,107 @@
+"""The hosts of a job: ``-H a:4,b:4`` or a host file, and which of them is this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from choros.errors import ConfigError
+
+__all__ = ["Host", "own_names", "parse_hostfile", "parse_hosts", "ranks_per_host", "total_slots"]
+
+_NAME = r"(?P<name>\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9_][A-Za-z0-9_.-]*)"
+_HOST = re.compile(_NAME + r"(?::(?P<slots>\d+))?")
+_LINE = re.compile(_NAME + r"(?::(?P<short>\d+))?(?:\s+slots\s*=\s*(?P<slots>\d+))?(?:\s+max[-_]slots\s*=\s*\d+)?")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine, and how many ranks may run on it."""
+
+    name: str
+    slots: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """The hosts in ``name:slots,name:slots``; one slot where none is given.
+
+    Example:
+        >>> parse_hosts("a:4,b")
+        (Host(name='a', slots=4), Host(name='b', slots=1))
+    """
+    hosts = []
+    for part in text.split(","):
+        match = _HOST.fullmatch(part.strip())
+        if match is None:
+            raise ConfigError(
+                f"--hosts {text!r}: {part.strip()!r} is no host. Write it as name:slots,name:slots, like a:4,b:4."
+            )
+        hosts.append(Host(match["name"].strip("[]"), int(match["slots"] or 1)))
+    return _merged(hosts, f"--hosts {text!r}")
+
+
+def parse_hostfile(path: Path) -> tuple[Host, ...]:
+    """The hosts in a file with a line ``name slots=N`` or ``name:N`` each; ``#`` begins a comment."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hostfile {path}: it cannot be read ({error}).") from error
+    hosts = []
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.split("#")[0].strip()
+        if not content:
+            continue
+        match = _LINE.fullmatch(content)
+        if match is None:
+            raise ConfigError(f"--hostfile {path}, line {number}: {content!r} is not `name slots=N` or `name:N`.")
+        hosts.append(Host(match["name"].strip("[]"), int(match["slots"] or match["short"] or 1)))
+    if not hosts:
+        raise ConfigError(f"--hostfile {path} names no host.")
+    return _merged(hosts, f"--hostfile {path}")
+
+
+def _merged(hosts: Iterable[Host], where: str) -> tuple[Host, ...]:
+    """A host that is named twice has the slots of both."""
+    slots: dict[str, int] = {}
+    for host in hosts:
+        if host.slots < 1:
+            raise ConfigError(f"{where}: host {host.name} has no slots; give it at least one or leave it out.")
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    return tuple(Host(name, count) for name, count in slots.items())
+
+
+def total_slots(hosts: Iterable[Host]) -> int:
+    """How many ranks the hosts can take."""
+    return sum(host.slots for host in hosts)
+
+
+def ranks_per_host(hosts: Iterable[Host], size: int) -> tuple[int, ...]:
+    """How many of ``size`` ranks each host gets when one host is filled after the other.
+
+    Example:
+        >>> ranks_per_host(parse_hosts("a:2,b:2,c:2"), 3)
+        (2, 1)
+    """
+    counts = []
+    for host in hosts:
+        counts.append(min(host.slots, size))
+        size -= counts[-1]
+    return tuple(count for count in counts if count)
+
+
+def own_names() -> frozenset[str]:
+    """Every name and address by which this machine may be called on it."""
+    hostname = socket.gethostname()
+    names = {"localhost", "127.0.0.1", "::1", hostname, hostname.split(".")[0], os.uname().nodename}
+    for addresses in psutil.net_if_addrs().values():
+        names |= {address.address for address in addresses}
+    return frozenset(names)

@@ -1,0 +1,96 @@
+"""The flags of horovodrun that chorosrun does not have: for each, why, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["REFUSED", "refusal"]
+
+_ELASTIC = "elastic jobs are not yet in this release. Run with a fixed -np, and save checkpoints."
+_TUNING = "choros has no background thread whose cycles could be tuned; leave it out."
+_AUTOTUNE = "there is nothing to tune automatically: choros has no cycle time and no cache. Leave it out."
+_ALGORITHM = "Open MPI chooses the algorithm for each message size and layout of hosts; leave it out."
+_TIMELINE = "timelines are not yet in this release. Use your framework's profiler, such as keras' TensorBoard callback."
+_STALL = "the stall check is not yet in this release. Use --timeout to end a job that hangs."
+_YAML = "configuration files are not supported. Write the flags on the command line, or in a shell script."
+_LOGGING = (
+    "chorosrun's own messages are few and carry no time. Use --verbose to see what mpirun says, and --output-dir to "
+    "keep what ranks write."
+)
+
+REFUSED: dict[str, str] = {
+    "--disable-cache": "chorosrun checks hosts anew at every start and caches nothing; leave it out.",
+    "--config-file": _YAML,
+    "--fusion-threshold-mb": "the fusion threshold is an argument of the optimizer, not of the launcher; leave it out.",
+    "--cycle-time-ms": _TUNING,
+    "--cache-capacity": "choros has no response cache; leave it out.",
+    "--hierarchical-allreduce": _ALGORITHM,
+    "--no-hierarchical-allreduce": _ALGORITHM,
+    "--hierarchical-allgather": _ALGORITHM,
+    "--no-hierarchical-allgather": _ALGORITHM,
+    "--torus-allreduce": _ALGORITHM,
+    "--no-torus-allreduce": _ALGORITHM,
+    "--autotune": _AUTOTUNE,
+    "--no-autotune": _AUTOTUNE,
+    "--autotune-log-file": _AUTOTUNE,
+    "--autotune-warmup-samples": _AUTOTUNE,
+    "--autotune-steps-per-sample": _AUTOTUNE,
+    "--autotune-bayes-opt-max-samples": _AUTOTUNE,
+    "--autotune-gaussian-process-noise": _AUTOTUNE,
+    "--min-np": _ELASTIC,
+    "--min-num-proc": _ELASTIC,
+    "--max-np": _ELASTIC,
+    "--max-num-proc": _ELASTIC,
+    "--slots-per-host": _ELASTIC,
+    "--elastic-timeout": _ELASTIC,
+    "--reset-limit": _ELASTIC,
+    "--blacklist-cooldown-range": _ELASTIC,
+    "--host-discovery-script": _ELASTIC,
+    "--timeline-filename": _TIMELINE,
+    "--timeline-mark-cycles": _TIMELINE,
+    "--no-timeline-mark-cycles": _TIMELINE,
+    "--no-stall-check": _STALL,
+    "--stall-check": _STALL,
+    "--stall-check-warning-time-seconds": _STALL,
+    "--stall-check-shutdown-time-seconds": _STALL,
+    "--mpi-threads-disable": "choros never calls MPI from several threads at once; leave it out.",
+    "--no-mpi-threads-disable": "choros never calls MPI from several threads at once; leave it out.",
+    "--num-nccl-streams": "choros does not drive NCCL's streams itself; leave it out.",
+    "--thread-affinity": "choros has no background thread to pin; ranks are bound to whole cores by themselves.",
+    "--gloo-timeout-seconds": "choros does not use Gloo; --start-timeout limits how long a start may take.",
+    "--log-with-timestamp": _LOGGING,
+    "--log-without-timestamp": _LOGGING,
+    "-prefix-timestamp": _LOGGING,
+    "--prefix-output-with-timestamp": _LOGGING,
+    "--log-hide-timestamp": _LOGGING,
+    "--no-log-hide-timestamp": _LOGGING,
+    "--gloo": "the engine is MPI, installed with pip; leave it out.",
+    "--jsrun": "jsrun is not supported; chorosrun's mpirun runs inside an LSF allocation by itself. Leave it out.",
+}  # fmt: skip
+
+
+def refusal(words: Sequence[str], flags_with_value: frozenset[str]) -> str | None:
+    """What to say about the first refused flag among ``words``, ``None`` if there is none.
+
+    Only chorosrun's own words count: those before the command, which is where a word stands that is neither
+    a flag nor a flag's value.
+
+    Args:
+        words: chorosrun's arguments.
+        flags_with_value: chorosrun's own flags that take a value.
+
+    Example:
+        >>> refusal(["-np", "2", "--gloo", "python"], frozenset({"-np"}))
+        '--gloo: the engine is MPI, installed with pip; leave it out.'
+        >>> refusal(["-np", "2", "python", "--gloo"], frozenset({"-np"})) is None
+        True
+    """
+    position = 0
+    while position < len(words):
+        word, equals, _ = words[position].partition("=")
+        if word in REFUSED:
+            return f"{word}: {REFUSED[word]}"
+        if word == "--" or not word.startswith("-"):
+            return None
+        position += 2 if word in flags_with_value and not equals else 1
+    return None

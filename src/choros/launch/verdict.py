@@ -1,0 +1,181 @@
+"""How a job went, in words and as an exit code. Pure: from what became of its ranks."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from choros.errors import LaunchError
+from choros.launch.frames import Exit
+from choros.launch.messages import aborted_by_mpi, explain, lost_hosts
+from choros.launch.stopping import Reason
+from choros.launch.supervisor import Limits, Outcome
+
+__all__ = ["Verdict", "exception_name", "judge"]
+
+_EXCEPTION = re.compile(r"^(?:  \| )?([A-Za-z_][\w.]*)(?::.*)?$")
+_ADVICE: dict[int, str] = {
+    signal.SIGKILL: "out of memory, or somebody's kill -9?",
+    signal.SIGSEGV: "a bug in compiled code, or a library that does not fit this machine?",
+    signal.SIGBUS: "is shared memory (/dev/shm) full?",
+    signal.SIGILL: "a library built for another processor?",
+    signal.SIGABRT: "a library gave up; see what it wrote last.",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What chorosrun ends with.
+
+    Attributes:
+        exit_code: its exit code.
+        lines: what it says, in this order; the traceback of the rank that failed first comes last.
+        failure: how the rank that failed first ended, if one did.
+    """
+
+    exit_code: int
+    lines: tuple[str, ...] = ()
+    failure: Exit | None = None
+
+
+def judge(outcome: Outcome, limits: Limits) -> Verdict:
+    """How the job went.
+
+    Args:
+        outcome: what became of it.
+        limits: how long things might take, for the messages.
+    """
+    ends = list(outcome.exits.values())
+    failures = [end for end in ends if end.code != 0 and not end.stopped]
+    if outcome.reason in (Reason.INTERRUPT, Reason.TERMINATE, Reason.TIMEOUT):
+        return Verdict(outcome.reason.value, _stopped_lines(outcome, limits))
+    if not failures:  # MPI_Abort has the others stopped so fast that its caller may look stopped as well
+        failures = [end for end in ends if end.traceback]
+    if failures:
+        return _failed(outcome, _causes_first(outcome, failures))
+    if len(ends) == outcome.size and all(end.code == 0 for end in ends):
+        return Verdict(0)
+    return _lost(outcome, limits)
+
+
+def _causes_first(outcome: Outcome, failures: Sequence[Exit]) -> list[Exit]:
+    """In the order in which we heard of them, but for ranks that MPI ended because another had gone."""
+    victims = aborted_by_mpi(outcome.messages)
+    return sorted(failures, key=lambda end: end.rank in victims and not end.traceback)
+
+
+def _failed(outcome: Outcome, failures: Sequence[Exit]) -> Verdict:
+    first, others = failures[0], failures[1:]
+    if first.problem:
+        return Verdict(first.code, (f"chorosrun: on {first.host}, {first.problem}",), first)
+    lines = []
+    for kind in dict.fromkeys(_kind(end) for end in others):
+        alike = [end.rank for end in others if _kind(end) == kind]
+        lines.append(f"chorosrun: {_ranks(alike)} failed too: {kind}.")
+    lines.append(f"chorosrun: {_headline(first)}{_fate_of_others(outcome, failures)}.")
+    if first.traceback:
+        lines.append(first.traceback)
+    elif first.shown:
+        lines.append("chorosrun: its traceback is above.")
+    elif first.tail:
+        lines.append(f"The last it wrote to standard error:\n{first.tail}")
+    elif first.rank in aborted_by_mpi(outcome.messages):
+        lines.append(explain(outcome.messages))
+    return Verdict(first.code, tuple(lines), first)
+
+
+def _headline(end: Exit) -> str:
+    who = f"rank {end.rank} on {end.host}"
+    if end.signal:
+        advice = _ADVICE.get(end.signal, "")
+        return f"{who} was killed by {_signal_name(end.signal)} (signal {end.signal})" + (
+            f": {advice}" if advice else ""
+        )
+    exception = exception_name(end.traceback)
+    return f"{who} failed with exit code {end.code}" + (f" ({exception})" if exception else "")
+
+
+def _kind(end: Exit) -> str:
+    if end.signal:
+        return _signal_name(end.signal)
+    return exception_name(end.traceback) or f"exit code {end.code}"
+
+
+def _fate_of_others(outcome: Outcome, failures: Sequence[Exit]) -> str:
+    stopped = outcome.size - len(failures) - sum(end.code == 0 and not end.stopped for end in outcome.exits.values())
+    if stopped == 0:
+        return ""
+    if stopped == outcome.size - 1:
+        return "; the other rank was stopped" if stopped == 1 else f"; the other {stopped} ranks were stopped"
+    return f"; {stopped} other {'rank was' if stopped == 1 else 'ranks were'} stopped"
+
+
+def exception_name(traceback: str) -> str:
+    """The name of the exception a traceback ends with, empty if there is none.
+
+    Example:
+        >>> exception_name("Traceback (most recent call last):\\n  File …\\nchoros.errors.MismatchError: no\\nmore")
+        'MismatchError'
+    """
+    lines = traceback.splitlines()
+    begin = max((i for i, line in enumerate(lines) if "Traceback (most recent call last):" in line), default=None)
+    for line in lines[begin + 1 :] if begin is not None else ():
+        match = _EXCEPTION.match(line)
+        if match is not None:
+            return match[1].rsplit(".", 1)[-1]
+    return ""
+
+
+def _stopped_lines(outcome: Outcome, limits: Limits) -> tuple[str, ...]:
+    killed = [rank for rank, end in outcome.exits.items() if end.stopped and end.signal == signal.SIGKILL]
+    lines = []
+    for end in outcome.exits.values():
+        if exception_name(end.traceback) not in ("", "KeyboardInterrupt"):  # it failed while it was ending
+            lines += [f"chorosrun: {_headline(end)}.", end.traceback]
+    if killed:
+        lines.append(
+            f"chorosrun: {_ranks(killed)} did not end when asked, and {'was' if len(killed) == 1 else 'were'} killed."
+        )
+    if outcome.reason is Reason.TIMEOUT:
+        lines.append(f"chorosrun: the job ran longer than --timeout {limits.run:g} and was stopped.")
+    elif outcome.reason is Reason.INTERRUPT:
+        lines.append("chorosrun: interrupted.")
+    else:
+        lines.append("chorosrun: terminated.")
+    return tuple(lines)
+
+
+def _lost(outcome: Outcome, limits: Limits) -> Verdict:
+    """Ranks that never started, or of whose end nobody told us."""
+    code = LaunchError.exit_code
+    unheard = [start for rank, start in sorted(outcome.started.items()) if rank not in outcome.exits]
+    if len(outcome.started) < outcome.size:
+        missing = [rank for rank in range(outcome.size) if rank not in outcome.started]
+        what = f"mpirun could not start {_ranks(missing)}"
+        if outcome.reason is Reason.START_TIMEOUT:
+            what = f"{_ranks(missing)} did not start within --start-timeout {limits.start:g} s"
+    elif unheard:
+        lost = lost_hosts(outcome.messages)
+        gone = [start for start in unheard if start.host in lost]
+        hosts = ", ".join(sorted({start.host for start in gone or unheard}))
+        what = f"{_ranks([start.rank for start in gone or unheard])} on {hosts} disappeared"
+        if gone:
+            return Verdict(code, (f"chorosrun: {what}: the host went down, or cannot be reached any more.",))
+        what += ": the processes were killed, or the host went down"
+    else:
+        what = "mpirun ended the job"
+        code = outcome.mpirun_code if 0 < outcome.mpirun_code < 256 else code
+    return Verdict(code, (f"chorosrun: {what}. {explain(outcome.messages)}".rstrip(),))
+
+
+def _ranks(ranks: Sequence[int], most: int = 8) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    listed = ", ".join(map(str, sorted(ranks)[:most]))
+    return f"ranks {listed}" + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+
+
+def _signal_name(number: int) -> str:
+    return next((known.name for known in signal.Signals if known == number), "a real-time signal")

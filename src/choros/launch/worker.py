@@ -1,0 +1,363 @@
+"""The worker wrapper: one beside each rank, between mpirun and the user's command.
+
+::
+
+    chorosrun ──1──► mpirun ──2──► worker wrapper ──3──► COMMAND, the rank ──► its own children
+        ▲               │             │      ▲                │
+        └── frames ◄────┴── stdout ◄──┘      └── its stdout and stderr, through pipes
+
+    to the ranks   chorosrun sends mpirun   mpirun sends every wrapper   the wrapper sends the rank's group
+                   SIGUSR1, SIGUSR2         the same                     the same
+                   SIGALRM                  SIGALRM                      SIGINT
+                   SIGABRT                  SIGABRT                      SIGTERM
+                   SIGURG                   SIGURG                       SIGKILL; when it has ended: let go
+                   SIGTERM                  SIGTERM, SIGKILL 0.25 s on   SIGTERM, SIGKILL 0.1 s on
+
+mpirun kills the job when it is asked to end with SIGINT or SIGTERM, which leaves no time to save; so these two
+travel in the guise of signals that it passes on.
+
+A rank ends in the same way however it ends: every process it started is stopped, what it wrote last is read,
+one ``Exit`` frame tells chorosrun, and then the wrapper *stays* until chorosrun lets it go. mpirun would kill
+the other ranks a quarter of a second after the first wrapper ends with an error, or ends without
+``MPI_Finalize``; how long they have is chorosrun's to say.
+
+No rank is left behind: 1 and 3 are tethered (the kernel kills the child when its parent dies), and across 2
+the wrapper looks twice a second whether mpirun is still its parent.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from choros.errors import ChorosError
+from choros.launch.contract import CARRIED, RESULT_FD, Options
+from choros.launch.cores import share_of
+from choros.launch.directories import SESSION, VARIABLE, Directory, remove_stale, shared_memory
+from choros.launch.family import end_children, group_exists, signal_group
+from choros.launch.frames import Exit, Frame, Result, Start, Text, encode
+from choros.launch.holdback import HoldBack
+from choros.launch.lines import LineBuffer
+from choros.launch.place import repairs
+from choros.launch.settings import rank_settings
+from choros.launch.tether import adopt_orphans, die_with_parent
+from choros.topology import Topology, detect
+
+__all__ = ["Wrapper", "main"]
+
+_POLL = 0.5
+_ORPHANS_GRACE = 0.5
+#: What killed this rank will soon be felt by others: be the first to report it.
+_ORPHANS_GRACE_AFTER_FAILURE = 0.1
+_LAST_WORDS = 0.1
+_REPEAT = 2.0
+_TAIL_LINES = 10
+_RESULT_PIECE = 3 << 14
+_PIPE_READ = 1 << 16
+
+
+@dataclass
+class _Stream:
+    """One pipe from the rank."""
+
+    name: str
+    lines: LineBuffer = field(default_factory=LineBuffer)
+
+
+class Wrapper:
+    """Runs one rank's command, tells chorosrun about it, and ends it when told to."""
+
+    def __init__(self, place: Topology, options: Options, command: list[str]) -> None:
+        self._place = place
+        self._options = options
+        self._command = command
+        self._host = os.environ.get("PMIX_HOSTNAME") or socket.gethostname()
+        self._mpirun = os.getppid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._status: int | None = None
+        self._stopped = False
+        self._reported = False
+        self._released = False
+        self._hold = HoldBack()
+        self._tail: list[str] = []
+        self._selector = selectors.DefaultSelector()
+        self._last_words: float | None = None
+        self._memory: Directory | None = None
+        self._began = time.monotonic()
+
+    def run(self) -> int:
+        """Runs the command to its end; returns its exit code."""
+        self._listen()
+        problem = self._start()
+        if problem is None:
+            self._serve(until=lambda: self._status is not None)
+            self._end_family()
+            self._drain()
+        report = self._report(problem)
+        self._reported = True
+        self._send(report)
+        while not self._released:
+            self._serve(until=lambda: self._released, timeout=_REPEAT)
+            self._send(report)  # again and again: it is what the job's end hangs on
+        self._clean_up()
+        return report.code
+
+    # signals ------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Has signals wake the selector; from now on none ends the wrapper by itself."""
+        reader, writer = os.pipe()
+        for descriptor in (reader, writer):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._selector.register(reader, selectors.EVENT_READ, None)
+        for number in (*CARRIED, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if number == signal.SIGTERM:  # from mpirun itself: SIGKILL follows at once
+            self._last_words = time.monotonic() + _LAST_WORDS
+            self._released = True
+            self._pass_on(signal.SIGTERM)
+            return
+        meaning = CARRIED[signal.Signals(number)]
+        if meaning == signal.SIGKILL and self._reported:
+            self._released = True
+        self._pass_on(meaning)
+
+    def _pass_on(self, number: int) -> None:
+        if self._process is None or self._status is not None:
+            return
+        if number not in (signal.SIGUSR1, signal.SIGUSR2):
+            self._stopped = True
+        signal_group(self._process.pid, number)
+
+    # the command --------------------------------------------------------------------------------
+
+    def _start(self) -> str | None:
+        """Starts the command; returns why that is impossible, ``None`` if it runs."""
+        adopt_orphans()
+        if self._place.local_rank == 0:
+            remove_stale()
+        environ = self._environment()
+        result_reader, result_writer = os.pipe() if self._options.result else (None, None)
+        if result_writer is not None:
+            os.set_inheritable(result_writer, True)
+            environ[RESULT_FD] = str(result_writer)
+        wrapper = os.getpid()
+        try:
+            self._process = process = subprocess.Popen(
+                self._command,
+                env=environ,
+                stdin=None if self._options.stdin else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                process_group=0,
+                close_fds=False,  # Hydra's ranks talk to it through a descriptor they inherit
+                preexec_fn=lambda: _become_rank(wrapper),
+            )
+        except OSError as error:
+            return _why_not_started(self._command[0], error)
+        finally:
+            if result_writer is not None:
+                os.close(result_writer)
+        for name, pipe in (("out", process.stdout), ("err", process.stderr)):
+            self._selector.register(pipe or -1, selectors.EVENT_READ, _Stream(name))
+        if result_reader is not None:
+            self._selector.register(result_reader, selectors.EVENT_READ, _Stream("result"))
+        self._send(Start(self._place.rank, self._host, process.pid))
+        return None
+
+    def _environment(self) -> dict[str, str]:
+        share = share_of(self._place.local_rank, self._place.local_size, self._options.bind)
+        if share.bind and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, share.bind)
+        environ = dict(os.environ)
+        environ |= rank_settings(environ, share)
+        self._memory = shared_memory(environ)
+        if self._memory is not None:
+            environ[VARIABLE] = str(self._memory.path)
+        return environ
+
+    # the loop -----------------------------------------------------------------------------------
+
+    def _serve(self, until: Callable[[], bool], timeout: float | None = None) -> None:
+        """Passes on what the rank writes ``until`` something is so, for ``timeout`` seconds at most."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not until():
+            now = time.monotonic()
+            if end is not None and now >= end:
+                return
+            for key, _ in self._selector.select(min(_POLL, *self._waits(now))):
+                self._read(key)
+            self._reap()
+            self._show_due(time.monotonic())
+            self._look_around()
+
+    def _waits(self, now: float) -> list[float]:
+        waits = [self._hold.wait(now)] + [stream.lines.wait(now) for stream in self._streams()]
+        if self._last_words is not None:
+            waits.append(max(0.0, self._last_words - now))
+        return [_POLL, *(wait for wait in waits if wait is not None)]
+
+    def _streams(self) -> list[_Stream]:
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
+
+    def _read(self, key: selectors.SelectorKey) -> None:
+        try:
+            data = os.read(key.fd, _PIPE_READ)
+        except BlockingIOError:
+            return
+        if key.data is None:  # a signal's wake-up
+            return
+        if not data:
+            self._selector.unregister(key.fileobj)
+            self._show(key.data.name, key.data.lines.flush())
+        elif key.data.name == "result":
+            for start in range(0, len(data), _RESULT_PIECE):
+                piece = base64.b64encode(data[start : start + _RESULT_PIECE])
+                self._send(Result(self._place.rank, piece.decode("ascii")))
+        else:
+            self._show(key.data.name, key.data.lines.feed(data, time.monotonic()))
+
+    def _show(self, stream: str, lines: list[tuple[str, str]]) -> None:
+        now = time.monotonic()
+        for text, end in lines:
+            if stream == "out":
+                self._hold.alive(now)
+                self._send(Text(self._place.rank, stream, text, end))
+                continue
+            self._tail = [*self._tail[1 - _TAIL_LINES :], text]
+            if not self._hold.held and end != "\n":
+                self._send(Text(self._place.rank, stream, text, end))
+                continue
+            for line in self._hold.add(text, now):
+                self._send(Text(self._place.rank, stream, line))
+
+    def _show_due(self, now: float) -> None:
+        for stream in self._streams():
+            if stream.name == "out" or not self._hold.held:
+                self._show(stream.name, stream.lines.due(now))
+        if self._status is None:
+            for line in self._hold.due(now):
+                self._send(Text(self._place.rank, "err", line))
+
+    def _reap(self) -> None:
+        """Takes note of ended children: the rank, and orphans of its that are ours now."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if self._process is not None and pid == self._process.pid:
+                self._status = self._process.returncode = os.waitstatus_to_exitcode(status)
+
+    def _look_around(self) -> None:
+        now = time.monotonic()
+        if os.getppid() != self._mpirun:
+            self._released = True
+            self._stop_now()
+        elif self._last_words is not None and now >= self._last_words:
+            self._stop_now()
+
+    def _stop_now(self) -> None:
+        if self._process is not None and self._status is None:
+            self._stopped = True
+            signal_group(self._process.pid, signal.SIGKILL)
+
+    # the end ------------------------------------------------------------------------------------
+
+    def _end_family(self) -> None:
+        """Ends what the rank started: a moment to end by themselves (resource trackers tidy up), then by force."""
+        assert self._process is not None  # noqa: S101  (only called once it has run)
+        group = self._process.pid
+        patience = _ORPHANS_GRACE if self._status == 0 else _ORPHANS_GRACE_AFTER_FAILURE
+        self._serve(until=lambda: not group_exists(group) or self._released, timeout=patience)
+        signal_group(group, signal.SIGKILL)
+        end_children(self._reap)
+
+    def _drain(self) -> None:
+        """Reads what is left in the pipes; nobody writes to them any more."""
+        self._serve(until=lambda: not self._streams(), timeout=1.0)
+
+    def _report(self, problem: str | None) -> Exit:
+        if problem is not None:
+            code = 126 if problem.endswith("not executable.") else 127
+            return Exit(self._place.rank, self._host, code, problem=problem)
+        status = self._status or 0
+        return Exit(
+            self._place.rank,
+            self._host,
+            code=status if status >= 0 else 128 - status,
+            signal=max(0, -status),
+            stopped=self._stopped,
+            traceback="\n".join(self._hold.held),
+            shown=self._hold.shown,
+            tail="\n".join(self._tail),
+            seconds=round(time.monotonic() - self._began, 3),
+        )
+
+    def _send(self, frame: Frame) -> None:
+        """Writes a frame to mpirun; if nobody reads any more, the job is over."""
+        data = memoryview(encode(frame))
+        try:
+            while data:
+                data = data[os.write(1, data) :]
+        except OSError:
+            self._released = True
+            self._stop_now()
+
+    def _clean_up(self) -> None:
+        """Removes what the job has left in this host's memory; the last rank of the host finds it empty."""
+        if self._memory is not None:
+            self._memory.leave(self._place.local_rank)
+        session = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
+        if os.getppid() != self._mpirun and session.is_absolute():  # mpirun is gone and cannot do it
+            ours = session.parent.name.startswith(SESSION)
+            shutil.rmtree(session.parent if ours else session, ignore_errors=True)
+
+
+def _become_rank(wrapper: int) -> None:
+    """Runs in the child, before the command."""
+    die_with_parent(wrapper)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _why_not_started(program: str, error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return f"{program!r} is not executable."
+    if isinstance(error, FileNotFoundError):
+        return f"there is no command {program!r}."
+    return f"{program!r} cannot be started: {error.strerror or error}."
+
+
+def main() -> None:
+    """Runs the rank given on the command line."""
+    options, command = Options.parse(sys.argv[1:])
+    os.environ.update(repairs(os.environ, options.ranks_per_host))
+    try:
+        place = detect(os.environ)
+    except ChorosError as error:
+        sys.exit(f"choros: {error}")
+    os._exit(Wrapper(place, options, command).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Written once for all frameworks: collectives on their arrays, gradients, compression, shards."""

@@ -1,0 +1,33 @@
+import numpy as np
+import pytest
+
+from choros.arrays import adapter_of, framework_adapter
+from choros.errors import ConfigError
+from harness import FRAMEWORKS, case_names, check_case
+
+ADAPTERS = "arrays.adapter_cases"
+
+
+@pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
+@pytest.mark.parametrize("case", case_names(ADAPTERS))
+def test_adapter(case: str, framework: str) -> None:
+    check_case(ADAPTERS, 1, case, framework)
+
+
+@pytest.mark.parametrize("value", [1, 2.5, True, [1.0], (1, 2), np.float32(1), np.ones(3), None])
+def test_what_is_of_no_framework_is_numpys(value: object) -> None:
+    assert adapter_of(value) is framework_adapter("numpy")
+
+
+def test_number_comes_back_as_a_number_and_an_array_as_an_array() -> None:
+    adapter = framework_adapter("numpy")
+    for number in (True, 3, 2.5):
+        back = adapter.from_host(np.asarray(number), number)
+        assert (back, type(back)) == (number, type(number))
+    assert adapter.from_host(np.ones(1), 1.0).tolist() == [1.0]
+    assert isinstance(adapter.from_host(np.asarray(1), np.asarray(1)), np.ndarray)
+
+
+def test_unknown_framework_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="torch, tensorflow, jax; 'mxnet' is none of them"):
+        framework_adapter("mxnet")

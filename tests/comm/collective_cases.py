@@ -1,0 +1,275 @@
+"""What each collective does, whatever the engine, dtype, shape and number of ranks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from choros.comm import BFLOAT16, Communicator, ReduceOp
+from choros.comm.reduction import DTYPES
+from choros.errors import ConfigError
+from choros.topology import shard_range
+from comm.engines import on_ranks
+
+Array = NDArray
+SHAPES = [(), (0,), (3, 0), (5,), (2, 3, 4)]
+#: One for each way in which dtypes are brought into the format they are reduced in.
+KINDS = [np.dtype(np.float32), np.dtype(np.bool_), BFLOAT16]
+
+
+def values(rank: int, dtype: np.dtype, shape: tuple[int, ...] = (5,)) -> Array:
+    """Small whole numbers, others on each rank: exact in every dtype, and so is what is made of them."""
+    return ((np.arange(math.prod(shape)) + 3 * rank) % 4).reshape(shape).astype(dtype)
+
+
+def everybody(communicator: Communicator, dtype: np.dtype, shape: tuple[int, ...] = (5,)) -> list[Array]:
+    return [values(rank, dtype, shape) for rank in range(communicator.size)]
+
+
+def reduced(arrays: list[Array], op: ReduceOp) -> Array:
+    """The definition: in float64, where 0 and 1 are false and true, and then rounded to the dtype."""
+    function = {
+        ReduceOp.AVERAGE: np.mean,
+        ReduceOp.SUM: np.sum,
+        ReduceOp.MIN: np.min,
+        ReduceOp.MAX: np.max,
+        ReduceOp.PRODUCT: np.prod,
+    }[op]
+    return np.asarray(function(np.stack(arrays).astype(np.float64), axis=0)).astype(arrays[0].dtype)
+
+
+def operations(dtype: np.dtype) -> list[ReduceOp]:
+    return [op for op in ReduceOp if not (op is ReduceOp.AVERAGE and dtype == np.bool_)]
+
+
+def check_same(result: Array, expected: Array, *what: object) -> None:
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape), what
+    np.testing.assert_array_equal(result, expected, err_msg=str(what))
+
+
+@on_ranks
+def case_allreduce_combines_every_dtype_with_every_operation(communicator: Communicator) -> None:
+    for dtype in DTYPES:
+        arrays = everybody(communicator, dtype)
+        for op in operations(dtype):
+            check_same(communicator.allreduce(arrays[communicator.rank], op), reduced(arrays, op), dtype, op)
+
+
+@on_ranks
+def case_allreduce_keeps_the_shape(communicator: Communicator) -> None:
+    for dtype in KINDS:
+        for shape in SHAPES:
+            arrays = everybody(communicator, dtype, shape)
+            result = communicator.allreduce(arrays[communicator.rank], ReduceOp.SUM)
+            check_same(result, reduced(arrays, ReduceOp.SUM), dtype, shape)
+
+
+@on_ranks
+def case_arrays_may_lie_in_memory_as_they_like(communicator: Communicator) -> None:
+    def scattered(rank: int, dtype: np.dtype) -> Array:
+        return values(rank, dtype, (6, 4, 5))[::2, ::-1].transpose(2, 0, 1)
+
+    for dtype in KINDS:
+        arrays = [scattered(rank, dtype) for rank in range(communicator.size)]
+        mine = arrays[communicator.rank]
+        check_same(communicator.allreduce(mine, ReduceOp.MAX), reduced(arrays, ReduceOp.MAX), dtype)
+        check_same(communicator.allgather(mine), np.concatenate(arrays), dtype)
+        check_same(communicator.broadcast(mine), arrays[0], dtype)
+        start, end = shard_range(5, communicator.rank, communicator.size)
+        check_same(communicator.reducescatter(mine, ReduceOp.MAX), reduced(arrays, ReduceOp.MAX)[start:end], dtype)
+        splits = [1] * communicator.size
+        rows = np.stack([array[communicator.rank] for array in arrays])
+        check_same(communicator.alltoall(mine, splits)[0], rows, dtype)
+
+
+@on_ranks
+def case_inputs_are_only_read_and_results_are_the_callers(communicator: Communicator) -> None:
+    array = np.ones((communicator.size, 2), np.float32)
+    array.setflags(write=False)
+    for result in (
+        communicator.allreduce(array),
+        communicator.allgather(array),
+        communicator.broadcast(array),
+        communicator.reducescatter(array),
+        communicator.alltoall(array)[0],
+    ):
+        result += 1
+
+
+@on_ranks
+def case_average_of_integers_rounds_towards_zero(communicator: Communicator) -> None:
+    mine = np.array([7, -7, 0]) + (communicator.rank == 0) * np.array([1, -1, 0])
+    average = (7 * communicator.size + 1) // communicator.size
+    for dtype in (np.int8, np.int64):
+        check_same(communicator.allreduce(mine.astype(dtype)), np.array([average, -average, 0], dtype))
+
+
+@on_ranks
+def case_booleans_have_no_average(communicator: Communicator) -> None:
+    with pytest.raises(ConfigError, match="op=Max for 'any'"):
+        communicator.allreduce(True, ReduceOp.AVERAGE)
+
+
+@on_ranks
+def case_bfloat16_is_summed_in_float32(communicator: Communicator) -> None:
+    # Its numbers from 256 on are 2 apart, so that 256 + 1 + 1 would stay 256.
+    mine = np.full(3, 256 if communicator.rank == 0 else 1, BFLOAT16)
+    total = np.full(3, 256 + communicator.size - 1, np.float32).astype(BFLOAT16)
+    check_same(communicator.allreduce(mine, ReduceOp.SUM), total)
+    start, end = shard_range(3, communicator.rank, communicator.size)
+    check_same(communicator.reducescatter(mine, ReduceOp.SUM), total[start:end])
+
+
+@on_ranks
+def case_grouped_allreduce_takes_arrays_of_many_kinds(communicator: Communicator) -> None:
+    arrays = [[values(rank, dtype, shape) for dtype, shape in zip(KINDS, SHAPES, strict=False)] for rank in (0, 1, 2)]
+    results = communicator.grouped_allreduce(arrays[communicator.rank], ReduceOp.SUM)
+    for result, *parts in zip(results, *arrays[: communicator.size], strict=True):
+        check_same(result, reduced(parts, ReduceOp.SUM))
+    assert communicator.grouped_allreduce([]) == []
+
+
+@on_ranks
+def case_allgather_concatenates_rows_of_which_some_ranks_have_none(communicator: Communicator) -> None:
+    for dtype in DTYPES:
+        for inner in ((), (2,), (2, 0)):
+            arrays = [values(rank, dtype, (2 * rank, *inner)) for rank in range(communicator.size)]
+            check_same(communicator.allgather(arrays[communicator.rank]), np.concatenate(arrays), dtype, inner)
+
+
+@on_ranks
+def case_allgather_takes_a_scalar_for_one_row(communicator: Communicator) -> None:
+    check_same(communicator.allgather(np.float32(communicator.rank)), np.arange(communicator.size, dtype=np.float32))
+
+
+@on_ranks
+def case_broadcast_gives_the_array_of_each_root(communicator: Communicator) -> None:
+    for root in range(communicator.size):
+        for dtype in DTYPES:
+            mine = values(communicator.rank, dtype)
+            check_same(communicator.broadcast(mine, root), values(root, dtype), dtype, root)
+        for shape in SHAPES:
+            mine = values(communicator.rank, BFLOAT16, shape)
+            check_same(communicator.broadcast(mine, root), values(root, BFLOAT16, shape), shape, root)
+
+
+@on_ranks
+def case_reducescatter_gives_the_first_ranks_the_remainder(communicator: Communicator) -> None:
+    for dtype in DTYPES:
+        for rows in range(2 * communicator.size + 1):
+            arrays = everybody(communicator, dtype, (rows, 2))
+            start, end = shard_range(rows, communicator.rank, communicator.size)
+            for op in operations(dtype):
+                result = communicator.reducescatter(arrays[communicator.rank], op)
+                check_same(result, reduced(arrays, op)[start:end], dtype, rows, op)
+
+
+@on_ranks
+def case_alltoall_deals_out_rows_equally(communicator: Communicator) -> None:
+    for dtype in DTYPES:
+        arrays = everybody(communicator, dtype, (2 * communicator.size, 3))
+        rows, counts = communicator.alltoall(arrays[communicator.rank])
+        mine = slice(2 * communicator.rank, 2 * communicator.rank + 2)
+        check_same(rows, np.concatenate([array[mine] for array in arrays]), dtype)
+        check_same(counts, np.full(communicator.size, 2, np.int32))
+
+
+@on_ranks
+def case_alltoall_sends_as_many_rows_as_it_is_told(communicator: Communicator) -> None:
+    ranks = range(communicator.size)
+    splits = [[(sender + 2 * receiver) % 3 for receiver in ranks] for sender in ranks]
+    # One row more than is sent: it stays where it is.
+    arrays = [values(sender, np.dtype(np.float64), (sum(splits[sender]) + 1, 2)) for sender in ranks]
+    rows, counts = communicator.alltoall(arrays[communicator.rank], splits[communicator.rank])
+    meant_for_me = []
+    for sender in ranks:
+        start = sum(splits[sender][: communicator.rank])
+        meant_for_me.append(arrays[sender][start : start + splits[sender][communicator.rank]])
+    check_same(rows, np.concatenate(meant_for_me))
+    check_same(counts, np.array([len(part) for part in meant_for_me], np.int32))
+
+
+@on_ranks
+def case_what_no_rank_can_mean_is_the_same_error_on_all(communicator: Communicator) -> None:
+    size = communicator.size
+    for text, collective in {
+        "dtype complex64 cannot": lambda: communicator.allreduce(np.ones(2, np.complex64)),
+        "dtype object cannot": lambda: communicator.allgather(np.array([None])),
+        rf"root={size} is not one of the {size} ranks": lambda: communicator.broadcast(1.0, size),
+        "root=-1 is not": lambda: communicator.broadcast(1.0, -1),
+        "a scalar has no rows to scatter": lambda: communicator.reducescatter(1.0),
+        "a scalar has no rows to send": lambda: communicator.alltoall(1.0),
+        "must be . whole numbers": lambda: communicator.alltoall(np.ones(4), [1] * (size + 1)),
+        "none negative": lambda: communicator.alltoall(np.ones(4), [-1] * size),
+        "at most the 4 rows": lambda: communicator.alltoall(np.ones(4), [5] * size),
+        "not distinct ranks": lambda: communicator.split([0, 0]),
+        "ranks .* are not": lambda: communicator.split([size]),
+        r"ranks \[\] are not": lambda: communicator.split([]),
+    }.items():
+        with pytest.raises(ConfigError, match=text):
+            collective()
+    if size > 1:
+        with pytest.raises(ConfigError, match="cannot be dealt out equally"):
+            communicator.alltoall(np.ones(size + 1))
+
+
+@on_ranks
+def case_each_call_costs_one_control_message(communicator: Communicator) -> None:
+    rows = np.ones((communicator.size, 2))
+    for collective in (
+        lambda: communicator.allreduce(rows),
+        lambda: communicator.grouped_allreduce([rows, rows, rows]),
+        lambda: communicator.allgather(rows),
+        lambda: communicator.broadcast(rows),
+        lambda: communicator.reducescatter(rows),
+        lambda: communicator.alltoall(rows),
+        lambda: communicator.barrier(),
+        lambda: communicator.split([0]),
+    ):
+        before = communicator.collectives
+        collective()
+        assert communicator.collectives == before + 1
+
+
+@on_ranks
+def case_started_collectives_keep_their_order_among_blocking_ones(communicator: Communicator) -> None:
+    size = communicator.size
+    reductions = [communicator.start(communicator.allreduce, np.full(3, float(i)), ReduceOp.SUM) for i in range(4)]
+    check_same(communicator.allgather([communicator.rank]), np.arange(size))
+    gathering = communicator.start(communicator.allgather, [[communicator.rank]])
+    communicator.barrier()
+    assert gathering.done()
+    check_same(gathering.wait(), np.arange(size)[:, None])
+    for i, work in reversed(list(enumerate(reductions))):
+        check_same(work.wait(), np.full(3, float(i * size)))
+
+
+@on_ranks
+def case_error_of_a_started_collective_is_raised_by_wait(communicator: Communicator) -> None:
+    work = communicator.start(communicator.broadcast, 1.0, communicator.size)
+    assert communicator.allreduce(1, ReduceOp.SUM) == communicator.size
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="is not one of the"):
+            work.wait()
+
+
+@on_ranks
+def case_parts_work_at_the_same_time_and_can_be_split_again(communicator: Communicator) -> None:
+    halves = [list(range(start, communicator.size, 2)) for start in range(min(2, communicator.size))]
+    parts = [communicator.split(half[::-1]) for half in halves]
+    (mine,) = [part for part in parts if part is not None]
+    half = halves[communicator.rank % 2]
+    assert mine.ranks == tuple(half)
+    assert (mine.rank, mine.size) == (half.index(communicator.rank), len(half))
+    assert mine.allreduce(communicator.rank, ReduceOp.SUM) == sum(half)
+    last = mine.split([len(half) - 1])
+    assert (last is None) == (communicator.rank != half[-1])
+    if last is not None:
+        assert last.ranks == (half[-1],)
+        last.barrier()
+        last.close()
+    mine.close()
+    communicator.barrier()

@@ -1,0 +1,149 @@
+"""Joining and leaving a job, and its process sets; on three real ranks of one host."""
+
+from __future__ import annotations
+
+import pytest
+
+import choros
+from choros.comm import ReduceOp, topology
+from choros.errors import ConfigError, MismatchError, NotInitializedError
+from choros.topology import Topology
+
+LAUNCHER = "Open MPI's mpirun"
+
+
+def total(process_set: choros.ProcessSet = choros.global_process_set) -> int:
+    """The sum of the members' global ranks."""
+    return int(process_set.communicator.allreduce(choros.rank(), ReduceOp.SUM))
+
+
+def case_ranks_know_their_place() -> None:
+    place = Topology.from_hosts(["here"] * 3, choros.rank(), launcher=LAUNCHER)
+    assert topology() == place
+    assert (choros.rank(), choros.size()) == (place.rank, 3)
+    assert (choros.local_rank(), choros.local_size()) == (place.rank, 3)
+    assert (choros.cross_rank(), choros.cross_size(), choros.is_homogeneous()) == (0, 1, True)
+    assert choros.global_process_set.communicator.allgather([choros.rank()]).tolist() == [0, 1, 2]
+
+
+def case_init_a_second_time_changes_nothing() -> None:
+    communicator = choros.global_process_set.communicator
+    choros.init(process_sets=[[0]])
+    assert choros.global_process_set.communicator is communicator
+
+
+def case_a_job_can_be_left_and_joined_many_times() -> None:
+    for _ in range(30):
+        choros.shutdown()
+        assert not choros.is_initialized()
+        with pytest.raises(NotInitializedError):
+            total()
+        choros.init()
+        assert total() == 3
+
+
+def case_members_communicate_and_outsiders_are_told_that_they_cannot() -> None:
+    pair = choros.add_process_set([2, 0])
+    member = choros.rank() != 1
+    assert (pair.ranks, pair.size(), pair.included()) == ([0, 2], 2, member)
+    assert pair.rank() == {0: 0, 1: None, 2: 1}[choros.rank()]
+    if member:
+        assert total(pair) == 2
+    else:
+        with pytest.raises(ConfigError, match=r"this rank is not in ProcessSet\(.*ranks=\[0, 2\]\)"):
+            total(pair)
+    assert choros.remove_process_set(pair)
+
+
+def case_a_removed_set_cannot_be_used_but_added_again() -> None:
+    own = choros.ProcessSet([0, 1])
+    for _ in range(3):
+        assert choros.add_process_set(own) is own
+        assert own.process_set_id is not None
+        assert choros.remove_process_set(own)
+        assert (own.process_set_id, own.included(), own.size(), own.rank()) == (None, None, None, None)
+        with pytest.raises(NotInitializedError):
+            total(own)
+    assert not choros.remove_process_set(own)
+    assert not choros.remove_process_set(choros.global_process_set)
+
+
+def case_a_second_set_of_the_same_ranks_is_refused() -> None:
+    pair = choros.add_process_set([0, 1])
+    for ranks in ([1, 0], [2, 1, 0]):
+        with pytest.raises(ConfigError, match="has the same ranks already"):
+            choros.add_process_set(ranks)
+    assert choros.remove_process_set(pair)
+
+
+def case_sets_that_cannot_be_meant_are_refused() -> None:
+    for ranks in ([], [0, 3]):
+        with pytest.raises(ConfigError, match=r"not distinct ranks of 0 … 2"):
+            choros.add_process_set(ranks)
+
+
+def case_ranks_that_add_different_sets_mismatch() -> None:
+    with pytest.raises(MismatchError, match=r"split\(ranks=\[2\]\)"):
+        choros.add_process_set([2] if choros.rank() == 2 else [0, 1])
+    assert total() == 3
+
+
+def case_sets_overlap_and_take_turns_with_all_ranks() -> None:
+    low, high = choros.add_process_set([0, 1]), choros.add_process_set([1, 2])
+    for _ in range(20):
+        if low.included():
+            assert total(low) == 1
+        assert total() == 3
+        if high.included():
+            assert total(high) == 3
+    assert choros.remove_process_set(low)
+    assert choros.remove_process_set(high)
+
+
+def case_disjoint_sets_go_at_their_own_pace() -> None:
+    pair, single = choros.add_process_set([0, 1]), choros.add_process_set([2])
+    for _ in range(20 if choros.rank() == 2 else 3):
+        assert total(single if choros.rank() == 2 else pair) == (2 if choros.rank() == 2 else 1)
+    assert choros.remove_process_set(single)
+    assert choros.remove_process_set(pair)
+
+
+def case_init_registers_sets_and_shutdown_forgets_them() -> None:
+    pair = choros.ProcessSet([0, 1])
+    choros.shutdown()
+    choros.init(process_sets=[pair, [2]])
+    assert (pair.process_set_id, pair.included()) == (1, choros.rank() < 2)
+    choros.shutdown()
+    assert pair.process_set_id is None
+    choros.init(process_sets="dynamic")
+    assert choros.remove_process_set(choros.add_process_set([0, 1]))
+
+
+def case_init_of_some_ranks_numbers_them_anew() -> None:
+    rank = choros.rank()
+    choros.shutdown()
+    if rank == 0:
+        with pytest.raises(ConfigError, match=r"init\(comm=\[1, 2\]\) was called on rank 0"):
+            choros.init(comm=[1, 2])
+    else:
+        choros.init(comm=[1, 2])
+        assert topology() == Topology.from_hosts(["here"] * 2, rank - 1, launcher=LAUNCHER)
+        assert total() == 1
+        second = choros.add_process_set([1])
+        assert second.included() == (choros.rank() == 1)
+        choros.shutdown()
+    choros.init()
+
+
+def case_init_takes_a_communicator_of_mpi4py() -> None:
+    from mpi4py import MPI
+
+    rank = choros.rank()
+    choros.shutdown()
+    part = MPI.COMM_WORLD.Split(color=int(rank == 1), key=-rank)
+    choros.init(comm=part)
+    assert (choros.rank(), choros.size()) == {0: (1, 2), 1: (0, 1), 2: (0, 2)}[rank]
+    assert total() == sum(range(choros.size()))
+    choros.shutdown()
+    part.Free()
+    choros.init()

@@ -1,0 +1,102 @@
+"""Ranks that ask for different things are told so, all of them, and can go on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from choros.comm import Communicator, ReduceOp
+from choros.errors import ConfigError, MismatchError
+from comm.engines import on_ranks
+
+ONES = np.ones(4, np.float32)
+
+#: What all ranks but the last ask for, and what the last one does.
+DIFFERENT: dict[str, tuple[Callable[[Communicator], object], Callable[[Communicator], object]]] = {
+    "collective": (lambda c: c.allreduce(ONES), lambda c: c.allgather(ONES)),
+    "dtype": (lambda c: c.allreduce(ONES), lambda c: c.allreduce(ONES.astype(np.float64))),
+    "shape": (lambda c: c.allreduce(ONES), lambda c: c.allreduce(ONES[:3])),
+    "number of dimensions": (lambda c: c.allreduce(ONES), lambda c: c.allreduce(ONES[None])),
+    "inner shape": (lambda c: c.allgather(ONES[None]), lambda c: c.allgather(ONES[None, :3])),
+    "name": (lambda c: c.allreduce(ONES, name="a"), lambda c: c.allreduce(ONES, name="b")),
+    "no name": (lambda c: c.barrier(name="a"), lambda c: c.barrier()),
+    "operation": (lambda c: c.allreduce(ONES, ReduceOp.MIN), lambda c: c.allreduce(ONES, ReduceOp.MAX)),
+    "root": (lambda c: c.broadcast(ONES, 0), lambda c: c.broadcast(ONES, 1)),
+    "number of arrays": (lambda c: c.grouped_allreduce([ONES]), lambda c: c.grouped_allreduce([ONES, ONES])),
+    "members": (lambda c: c.split([0]), lambda c: c.split([1])),
+}
+
+
+def asked(error: MismatchError) -> dict[int, str]:
+    """What each rank asked for, as the text has it."""
+    lines = re.findall(r"^  ranks? ([\d, ]+): (.*)$", str(error), re.MULTILINE)
+    return {int(rank): request for ranks, request in lines for rank in ranks.split(", ")}
+
+
+def mismatch(communicator: Communicator, usual: Callable[[], object], other: Callable[[], object]) -> MismatchError:
+    with pytest.raises(MismatchError) as raised:
+        (other if communicator.rank == communicator.size - 1 else usual)()
+    return raised.value
+
+
+@on_ranks
+def case_every_difference_is_found_and_told_to_all_ranks(communicator: Communicator) -> None:
+    for what, (usual, other) in DIFFERENT.items():
+        error = mismatch(communicator, lambda: usual(communicator), lambda: other(communicator))  # noqa: B023
+        texts = communicator.allgather(np.frombuffer(str(error).encode(), np.uint8)).reshape(communicator.size, -1)
+        assert (texts == texts[0]).all(), what
+        assert asked(error).keys() == set(range(communicator.size)), what
+        assert len(set(asked(error).values())) == 2, what
+
+
+@on_ranks
+def case_text_tells_what_each_rank_asked_for_and_where(communicator: Communicator) -> None:
+    def usual() -> None:
+        communicator.allreduce(ONES, ReduceOp.SUM, name="loss")
+
+    def other() -> None:
+        communicator.broadcast(3, 1)
+
+    def at(function: Callable[[], None]) -> str:
+        return f"{Path(__file__)}:{function.__code__.co_firstlineno + 1}"
+
+    error = mismatch(communicator, usual, other)
+    expected = dict.fromkeys(
+        range(communicator.size), f"allreduce(name='loss', op=Sum, dtype=float32, shape=(4,)) at {at(usual)}"
+    )
+    expected[communicator.size - 1] = f"broadcast(root=1, dtype=int64, shape=()) at {at(other)}"
+    assert asked(error) == expected
+
+
+@on_ranks
+def case_ranks_that_disagree_on_the_order_fail_in_both_calls(communicator: Communicator) -> None:
+    first, second = communicator.barrier, lambda: communicator.allreduce(ONES)
+    mismatch(communicator, first, second)
+    mismatch(communicator, second, first)
+
+
+@on_ranks
+def case_what_is_wrong_on_one_rank_is_a_mismatch_on_the_others(communicator: Communicator) -> None:
+    wrong_here = communicator.rank == communicator.size - 1
+    array = np.ones(4, np.complex128 if wrong_here else np.float32)
+    with pytest.raises(ConfigError if wrong_here else MismatchError, match="dtype complex128 cannot be communicated"):
+        communicator.allreduce(array)
+
+
+@on_ranks
+def case_mismatch_of_a_started_collective_is_raised_by_wait(communicator: Communicator) -> None:
+    work = communicator.start(communicator.allreduce, ONES[communicator.rank :], ReduceOp.SUM)
+    assert communicator.allreduce(1, ReduceOp.SUM) == communicator.size
+    with pytest.raises(MismatchError, match=r"shape=\(4,\)"):
+        work.wait()
+
+
+@on_ranks
+def case_communicator_works_after_a_mismatch(communicator: Communicator) -> None:
+    mismatch(communicator, communicator.barrier, lambda: communicator.allreduce(ONES))
+    assert communicator.allreduce(communicator.rank, ReduceOp.MAX) == communicator.size - 1
+    assert communicator.allgather(ONES).shape == (4 * communicator.size,)

@@ -1,0 +1,162 @@
+"""A process' place in its job: alone here, with others in ``job_cases.py``, and when one leaves before the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import choros
+from choros.comm import context, on_init
+from choros.config import Config
+from choros.errors import ConfigError, EngineUnavailable, NotInitializedError
+from choros.parallel import objects, ops
+from choros.topology import ENVIRONMENTS, Topology
+from harness import CHOROSRUN, case_names, check_case
+
+JOBS = "comm.job_cases"
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing has started us, whoever started the tests."""
+    for launcher in ENVIRONMENTS:
+        monkeypatch.delenv(launcher.rank, raising=False)
+    for name in ("TF_CONFIG", "CHOROS_ENGINE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    choros.shutdown()
+
+
+@pytest.mark.parametrize("case", case_names(JOBS))
+def test_three_ranks(case: str) -> None:
+    check_case(JOBS, 3, case)
+
+
+# ── one rank that leaves ─────────────────────────────────────────────────────────────────────────
+
+#: What rank 0 does while rank 1 has ended, and the job's exit code.
+LEFT_ALONE = {
+    "fails": ("while True: total()", 1),
+    "gives up": (
+        "try:\n"
+        "    while True: total()\n"
+        "except choros.MismatchError as error:\n"
+        "    for _ in range(2):\n"
+        "        try: total()\n"
+        "        except choros.MismatchError as again: assert str(again) == str(error)\n"
+        "    print(error, flush=True)\n"
+        "    sys.exit(3)",
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize(("rest", "code"), LEFT_ALONE.values(), ids=LEFT_ALONE)
+def test_rank_whose_peer_has_ended_is_told_so_and_the_job_fails(rest: str, code: int) -> None:
+    script = (
+        "import sys, choros\n"
+        "choros.init()\n"
+        "total = lambda: choros.global_process_set.communicator.allreduce(1)\n"
+        "total()\n"
+        "if choros.rank() == 1: sys.exit()\n" + rest
+    )
+    command = [CHOROSRUN, "-np", "2", sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert "rank 1: shutdown()" in done.stdout + done.stderr
+
+
+# ── alone ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_process_that_nobody_started_is_a_job_of_one_rank() -> None:
+    choros.init()
+    assert (choros.rank(), choros.size(), choros.local_rank(), choros.local_size()) == (0, 1, 0, 1)
+    assert choros.global_process_set.included()
+    assert ops.allreduce(2.5) == 2.5
+
+
+NEED_INIT: dict[str, Callable[[], object]] = {
+    "rank": choros.rank,
+    "size": choros.size,
+    "local_rank": choros.local_rank,
+    "local_size": choros.local_size,
+    "cross_rank": choros.cross_rank,
+    "cross_size": choros.cross_size,
+    "is_homogeneous": choros.is_homogeneous,
+    "add_process_set": lambda: choros.add_process_set([0]),
+    "remove_process_set": lambda: choros.remove_process_set(choros.global_process_set),
+    "a collective": lambda: ops.allreduce(1.0),
+    "a collective of ProcessSet": lambda: objects.broadcast_object(1, process_set=choros.ProcessSet([0])),
+}
+
+
+@pytest.mark.parametrize("what", NEED_INIT)
+def test_before_init_and_after_shutdown_everything_says_that_it_needs_init(what: str) -> None:
+    for _ in range(2):
+        assert not choros.is_initialized()
+        with pytest.raises(
+            NotInitializedError, match=rf"^{what}.* called before choros was initialised: call init\(\)"
+        ):
+            NEED_INIT[what]()
+        choros.init()
+        choros.shutdown()
+
+
+def test_shutdown_before_init_and_twice_does_nothing() -> None:
+    choros.shutdown()
+    choros.init()
+    choros.shutdown()
+    choros.shutdown()
+
+
+def test_on_init_is_called_with_the_place_at_each_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[Topology] = []
+    monkeypatch.setattr(context, "_initializers", [])
+    on_init(places.append)
+    for _ in range(2):
+        choros.init()
+        choros.init()
+        choros.shutdown()
+    assert places == [Topology(), Topology()]
+
+
+def test_set_of_all_ranks_of_one_is_there_already() -> None:
+    choros.init()
+    with pytest.raises(ConfigError, match="has the same ranks already"):
+        choros.add_process_set([0])
+
+
+@pytest.mark.parametrize("ranks", [[0, 0], [-1]])
+def test_process_set_of_ranks_that_cannot_be(ranks: list[int]) -> None:
+    with pytest.raises(ConfigError, match="expected distinct ranks, 0 or more"):
+        choros.ProcessSet(ranks)
+
+
+TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "error", "text"),
+    [
+        ({"CHOROS_ENGINE": "nccl"}, ConfigError, "CHOROS_ENGINE='nccl' is not one of auto, local, mpi"),
+        ({**TWO_RANKS, "CHOROS_ENGINE": "local"}, ConfigError, "is for one rank, but torchrun started 2"),
+        (TWO_RANKS, EngineUnavailable, "Start the script with chorosrun -np 2"),
+    ],
+)
+def test_environment_that_no_engine_can_serve(
+    environ: dict[str, str], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match=text):
+        choros.init()
+    assert not choros.is_initialized()
+
+
+@pytest.mark.parametrize("environ", [{}, {"CHOROS_ENGINE": ""}, {"CHOROS_ENGINE": "auto"}])
+def test_engine_is_chosen_by_itself_unless_named(environ: dict[str, str]) -> None:
+    assert Config.from_environ(environ).engine == "auto"

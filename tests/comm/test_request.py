@@ -1,0 +1,45 @@
+import inspect
+from pathlib import Path
+
+import pytest
+
+import choros
+from choros.comm.request import Request, caller
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Request("barrier"), Request("allreduce")),
+        (Request("allreduce", "shape=(1,)"), Request("allreduce", "shape=(2,)")),
+        (Request("allreduce", "", "a"), Request("allreduce", "", "b")),
+        (Request("allreduce", "a"), Request("allreduce", "", "a")),
+    ],
+)
+def test_requests_that_differ_have_digests_that_differ(one: Request, other: Request) -> None:
+    assert one.digest != other.digest
+    assert 0 <= one.digest < 2**63
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        (Request("barrier"), "barrier()"),
+        (Request("barrier", name="end"), "barrier(name='end')"),
+        (Request("allreduce", "op=Sum", "x"), "allreduce(name='x', op=Sum)"),
+    ],
+)
+def test_text(request_: Request, text: str) -> None:
+    assert str(request_) == text
+
+
+def test_caller_is_the_innermost_line_outside_of_choros() -> None:
+    line = inspect.currentframe().f_lineno + 1
+    assert caller() == f"{__file__}:{line}"
+
+
+def test_caller_may_lie_beside_choros() -> None:
+    beside = f"{Path(choros.__file__).parent}_experiments/train.py"
+    names = {"caller": caller}
+    exec(compile("place = caller()", beside, "exec"), names)
+    assert names["place"] == f"{beside}:1"

@@ -1,0 +1,28 @@
+"""What only the engine of the tests does: it ends when one of its ranks does."""
+
+import pytest
+
+from choros.comm import Communicator
+from choros.comm.engines.threads import run_threads
+from choros.errors import EngineError
+
+
+def test_results_come_in_the_order_of_the_ranks() -> None:
+    assert run_threads(lambda communicator: communicator.rank, 3) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["all ranks", "a part of them"])
+def test_error_of_one_rank_releases_the_others_and_is_the_one_that_is_raised(split: bool) -> None:
+    def meet(communicator: Communicator) -> Communicator:
+        communicator.barrier()
+        return communicator.split([0, 1]) if split else communicator
+
+    def rank_main(communicator: Communicator) -> None:
+        if communicator.rank == 0:
+            meet(communicator)
+            raise ZeroDivisionError
+        with pytest.raises(EngineError, match="another thread of this communicator has ended"):
+            meet(communicator).barrier()
+
+    with pytest.raises(ZeroDivisionError):
+        run_threads(rank_main, 2)

@@ -1,0 +1,60 @@
+"""The examples, started the way their readers start them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness import CHOROSRUN, FRAMEWORKS, ROOT
+
+
+@dataclass(frozen=True)
+class Job:
+    """An example at work, under ``chorosrun`` if it has several ranks."""
+
+    launcher: subprocess.Popen[str]
+
+    @classmethod
+    def start(cls, example: str, *arguments: object, framework: str, cache: Path, ranks: int = 2) -> Job:
+        """Starts ``examples/{example}.py``; the bundled digits are, or will be, in ``cache``."""
+        if framework not in FRAMEWORKS:
+            pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+        command = [sys.executable, str(ROOT / "examples" / f"{example}.py"), *map(str, arguments)]
+        if ranks > 1:
+            command = [CHOROSRUN, "-np", str(ranks), *command]
+        environment = {
+            **os.environ,
+            "KERAS_BACKEND": framework,
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "XDG_CACHE_HOME": str(cache),
+        }
+        return cls(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+
+    def wait(self) -> str:
+        """Waits until the job ends, and asserts that it ends well.
+
+        Returns:
+            What it wrote.
+        """
+        output, _ = self.launcher.communicate()
+        assert self.launcher.returncode == 0, output
+        return output
+
+    def kill(self) -> None:
+        """``kill -9`` for the launcher and all ranks: nothing has a chance to clean up."""
+        if self.launcher.poll() is None:
+            launcher = psutil.Process(self.launcher.pid)
+            for process in [*launcher.children(recursive=True), launcher]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        with self.launcher:  # reads no more, and waits
+            pass

@@ -1,0 +1,117 @@
+"""chorosrun as a process, for tests: started, signalled, and looked at afterwards."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+CHOROSRUN = (sys.executable, "-P", "-m", "choros.launch.cli")
+#: What every job of the tests has in its environment, so that its processes can be told from others'.
+TAG = "CHOROS_TEST_TAG"
+
+
+@dataclass
+class Ended:
+    """How a job ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+class Running:
+    """A chorosrun that runs, with a tag of its own."""
+
+    def __init__(self, *words, env=None, cwd=None, start=CHOROSRUN):
+        self.tag = f"{os.getpid()}-{time.monotonic_ns()}"
+        environ = {**os.environ, **(env or {}), TAG: self.tag}
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            [*start, *map(str, words)],
+            env=environ,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="surrogateescape",
+        )
+        self.said = ""
+
+    def wait_for(self, count, word, seconds=60):
+        """Reads standard output until ``word`` has come ``count`` times; ranks say that they are ready so."""
+        end = time.monotonic() + seconds
+        while self.said.count(word) < count:
+            assert time.monotonic() < end, f"no {word} in:\n{self.said}"
+            line = self.process.stdout.readline()
+            assert line, f"ended before {word}:\n{self.said}\n{self.process.stderr.read()}"
+            self.said += line
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def end(self, seconds=60):
+        """Waits for its end."""
+        began = time.monotonic()
+        out, err = self.process.communicate(timeout=seconds)
+        return Ended(self.process.returncode, self.said + out, err, time.monotonic() - began)
+
+    def processes(self):
+        """All processes that carry the job's tag, but not chorosrun."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                ours = process.environ().get(TAG) == self.tag and process.pid != self.process.pid
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def assert_nothing_left(self, seconds=5):
+        """No process of the job, and none of its directories, is there after ``seconds``."""
+        end = time.monotonic() + seconds
+        while (left := self.processes() + self.directories()) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not left
+
+    def directories(self):
+        """The directories of the job, if its ranks have told its name: ``job=NAME``."""
+        names = {word.removeprefix("job=") for word in self.said.split() if word.startswith("job=")}
+        places = [Path("/dev/shm") / f"choros-job-{name}" for name in names]
+        places += [Path("/tmp") / f"choros-session-{name}" for name in names]
+        return [place for place in places if place.exists()]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in [self.process, *self.processes()]:
+            with contextlib.suppress(psutil.Error, OSError):
+                process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+
+def run(*words, seconds=60, **how):
+    """Runs chorosrun to its end and sees that nothing is left."""
+    with Running(*words, **how) as job:
+        ended = job.end(seconds)
+        job.assert_nothing_left()
+    return ended
+
+
+def rank_script(path, body):
+    """A Python script for ranks: knows its ``rank``, and says ``ready``."""
+    head = (
+        "import os, signal, subprocess, sys, time\n"
+        "rank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
+        "def ready():\n"
+        "    print('ready', 'job=' + os.environ['CHOROS_JOB'], flush=True)\n"
+    )
+    path.write_text(head + body)
+    return path

@@ -1,0 +1,125 @@
+"""Job → command line and environment, for each kind of mpirun."""
+
+import sys
+
+import pytest
+
+from choros.launch.command import plan
+from choros.launch.contract import Options
+from choros.launch.flavours import Hydra, IntelMpi, Mpirun, OpenMpi4, OpenMpi5
+from choros.launch.hosts import parse_hosts
+from choros.launch.job import Job, Ssh
+
+WORKER = (sys.executable, "-P", "-m", "choros.launch.worker")
+COMMAND = ("python", "train.py", "--lr", "0.1")
+
+
+def planned(job, flavour=None, environ=(), root=False):
+    mpirun = Mpirun("/bin/mpirun", flavour or OpenMpi5(), "")
+    return plan(job, mpirun, dict(environ), name="j1", session="/tmp/s", root=root)
+
+
+def words(job, flavour=None, environ=(), root=False):
+    return planned(job, flavour, environ, root).words
+
+
+HERE = Job(COMMAND, 4)
+THERE_HOSTS = parse_hosts("a:2,b:2")
+THERE = Job(
+    COMMAND, 4, hosts=THERE_HOSTS, remote=THERE_HOSTS, ssh=Ssh(port=2222), network_interfaces=("eth0", "eth1"), tcp=True
+)
+ENVIRON = {"PATH": "/bin", "SECRET": "hush", "HOSTNAME": "me", "SSH_TTY": "/dev/pts/1"}
+
+
+def test_open_mpi_5_here():
+    assert words(HERE) == (
+        *("/bin/mpirun", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"),
+        *("--prtemca", "prte_local_tmpdir_base", "/tmp/s", "-np", "4"),
+        *(*WORKER, "--", *COMMAND),
+    )
+
+
+def test_open_mpi_5_there():
+    assert words(THERE, environ=ENVIRON, root=True) == (
+        *("/bin/mpirun", "--allow-run-as-root", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"),
+        *("--prtemca", "prte_local_tmpdir_base", "/tmp/s"),
+        *("--prtemca", "plm_ssh_agent", "ssh -o BatchMode=yes -p 2222"),
+        *("--prtemca", "prte_if_include", "eth0,eth1", "--mca", "btl_tcp_if_include", "eth0,eth1"),
+        *("--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp", "-H", "a:2,b:2"),
+        *("-x", "CHOROS_JOB", "-x", "GLOO_SOCKET_IFNAME", "-x", "NCCL_SOCKET_IFNAME", "-x", "PATH", "-x", "SECRET"),
+        *("-np", "4", *WORKER, "--", *COMMAND),
+    )
+
+
+def test_open_mpi_4_there():
+    assert words(THERE, OpenMpi4(), ENVIRON) == (
+        *("/bin/mpirun", "--bind-to", "none", "--map-by", "slot", "--oversubscribe"),
+        *("--mca", "orte_local_tmpdir_base", "/tmp/s"),
+        *("--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2"),
+        *("--mca", "plm_rsh_agent", "ssh -o BatchMode=yes -p 2222"),
+        *("--mca", "oob_tcp_if_include", "eth0,eth1", "--mca", "btl_tcp_if_include", "eth0,eth1"),
+        *("--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp", "-H", "a:2,b:2"),
+        *("-x", "CHOROS_JOB", "-x", "GLOO_SOCKET_IFNAME", "-x", "NCCL_SOCKET_IFNAME", "-x", "PATH", "-x", "SECRET"),
+        *("-np", "4", *WORKER, "--", *COMMAND),
+    )
+
+
+@pytest.mark.parametrize(
+    ("flavour", "binding"), [(Hydra(), ("-bind-to", "none")), (IntelMpi(), ("-genv", "I_MPI_PIN", "0"))]
+)
+def test_hydra_there(flavour, binding):
+    job = Job(COMMAND, 4, hosts=THERE_HOSTS, remote=THERE_HOSTS)
+    assert words(job, flavour, ENVIRON) == (
+        *("/bin/mpirun", *binding, "-hosts", "a:2,b:2", "-launcher", "ssh", "-launcher-exec", "ssh"),
+        *("-genvlist", "CHOROS_JOB,PATH,SECRET", "-n", "4", *WORKER, "--", *COMMAND),
+    )
+
+
+def test_values_are_in_the_environment_only():
+    command = planned(Job(COMMAND, 2, hosts=THERE_HOSTS, remote=THERE_HOSTS, environment={"TOKEN": "s3cret"}))
+    assert command.environ["TOKEN"] == "s3cret"
+    assert "TOKEN" in command.words
+    assert not any("s3cret" in word for word in command.words)
+
+
+def test_nothing_is_forwarded_when_all_is_here():
+    assert "-x" not in words(Job(COMMAND, 2, hosts=parse_hosts("localhost:2")), environ=ENVIRON)
+
+
+def test_a_scheduler_may_give_us_hosts():
+    assert "-x" in words(HERE, environ={**ENVIRON, "SLURM_JOB_ID": "7"})
+
+
+def test_the_users_binding_replaces_ours():
+    job = Job(COMMAND, 2, binding_args=("--bind-to", "socket"), options=Options(bind=False))
+    assert words(job)[1:3] == ("--bind-to", "socket")
+    assert "--map-by" not in words(job)
+    assert "--no-bind" in words(job)
+
+
+def test_the_users_words_come_before_the_number_of_ranks():
+    job = Job(COMMAND, 2, mpi_args=("--mca", "pml", "ucx"))
+    assert words(job)[-len(WORKER) - len(COMMAND) - 6 :][:5] == ("--mca", "pml", "ucx", "-np", "2")
+
+
+@pytest.mark.parametrize(("hosts", "told"), [("a:2,b:1", ("--ranks-per-host=2,1",)), ("a:2,b:2", ()), ("a:3", ())])
+def test_wrappers_are_told_where_hosts_differ(hosts, told):
+    places = parse_hosts(hosts)
+    job = Job(COMMAND, sum(host.slots for host in places), hosts=places, remote=places)
+    assert tuple(word for word in words(job) if word.startswith("--ranks-per-host")) == told
+
+
+def test_a_rank_of_another_launcher_may_start_jobs():
+    environ = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMIX_SERVER_URI": "x", "RANK": "0", "TF_CONFIG": "{}"}
+    environ |= {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "HOME": "/root"}
+    assert planned(HERE, environ=environ).environ == {
+        "SLURM_PROCID": "0",
+        "SLURM_JOB_ID": "7",
+        "HOME": "/root",
+        "CHOROS_JOB": "j1",
+    }
+
+
+def test_options_survive_the_command_line():
+    options = Options(bind=False, stdin=True, result=True, ranks_per_host=(3, 1))
+    assert Options.parse([*options.words(), "--", "a", "--", "b"]) == (options, ["a", "--", "b"])

@@ -1,0 +1,101 @@
+"""Who gets which cores."""
+
+import pytest
+
+from choros.launch.cores import Share, divide, physical_cores, processor_quota
+from choros.launch.settings import MEMORY, THREADS, rank_settings
+
+FOUR = [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+@pytest.mark.parametrize(
+    ("cores", "local_size", "shares"),
+    [
+        (FOUR, 1, [(0, 1, 2, 3, 4, 5, 6, 7)]),
+        (FOUR, 2, [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        (FOUR, 3, [(0, 4), (1, 5), (2, 3, 6, 7)]),
+        (FOUR, 4, [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        (FOUR, 5, [(), (), (), (), ()]),
+        ([(0,), (1,)], 2, [(0,), (1,)]),
+    ],
+)
+def test_whole_cores_to_each_and_none_to_two(cores, local_size, shares):
+    given = [divide(cores, rank, local_size) for rank in range(local_size)]
+    assert [share.bind for share in given] == shares
+    assert all(share.crowded == (local_size > len(cores)) for share in given)
+    assert all(share.threads == max(1, len(share.bind) // len(cores[0])) for share in given)
+
+
+@pytest.mark.parametrize(("quota", "threads", "crowded"), [(8.0, 2, False), (2.0, 1, False), (1.5, 1, True)])
+def test_a_container_may_use_less_than_it_sees(quota, threads, crowded):
+    assert divide(FOUR, 0, 2, quota) == Share((0, 1, 4, 5), threads, crowded)
+
+
+def sysfs(directory, siblings, packages):
+    for cpu, (threads, package) in enumerate(zip(siblings, packages, strict=True)):
+        topology = directory / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(threads + "\n")
+        (topology / "physical_package_id").write_text(f"{package}\n")
+    return directory
+
+
+def test_threads_of_a_core_stay_together(tmp_path):
+    root = sysfs(tmp_path, ["0,4", "1,5", "2,6", "3,7"] * 2, [0, 0, 1, 1] * 2)
+    assert physical_cores(range(8), root) == FOUR
+
+
+def test_sockets_are_neighbourhoods(tmp_path):
+    root = sysfs(tmp_path, ["0", "1", "2", "3"], [0, 1, 0, 1])
+    assert physical_cores(range(4), root) == [(0,), (2,), (1,), (3,)]
+
+
+def test_ranges_of_siblings(tmp_path):
+    assert physical_cores(range(4), sysfs(tmp_path, ["0-1", "0-1", "2-3", "2-3"], [0] * 4)) == [(0, 1), (2, 3)]
+
+
+def test_only_what_we_may_use(tmp_path):
+    root = sysfs(tmp_path, ["0,4", "1,5", "2,6", "3,7"] * 2, [0] * 8)
+    assert physical_cores([1, 5, 6], root) == [(1, 5), (6,)]
+
+
+def test_a_kernel_that_does_not_tell(tmp_path):
+    assert physical_cores([3, 1], tmp_path) == [(1,), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("text", "quota"), [("200000 100000", 2.0), ("50000 100000", 0.5), ("max 100000", None), ("", None)]
+)
+def test_quota(tmp_path, text, quota):
+    (tmp_path / "cpu.max").write_text(text)
+    assert processor_quota(tmp_path) == quota
+
+
+def test_quota_of_the_old_kind(tmp_path):
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("300000\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert processor_quota(tmp_path) == 3.0
+
+
+def test_every_pool_is_told():
+    settings = rank_settings({}, Share((0, 1, 2), 3), "linux")
+    assert {name: settings[name] for name in THREADS} == dict.fromkeys(THREADS, "3")
+    assert settings["PYTHONUNBUFFERED"] == "1"
+    assert settings.keys() >= MEMORY.keys()
+    assert "OMPI_MCA_mpi_yield_when_idle" not in settings
+
+
+def test_the_users_settings_stay():
+    user = {"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": "", "MALLOC_ARENA_MAX": "4"}
+    settings = rank_settings(user, Share((0,), 1), "linux")
+    assert not settings.keys() & (user.keys() | MEMORY.keys())
+    assert settings["NPROC"] == "1"
+
+
+def test_waiting_ranks_yield_where_it_is_crowded():
+    assert rank_settings({}, Share((), 1, crowded=True))["OMPI_MCA_mpi_yield_when_idle"] == "1"
+
+
+def test_memory_is_glibcs():
+    assert not rank_settings({}, Share((0,), 1), "darwin").keys() & MEMORY.keys()

@@ -1,0 +1,103 @@
+"""Kinds of mpirun, accelerators, and what is installed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from choros.errors import ConfigError
+from choros.launch.accelerators import count_accelerators
+from choros.launch.build import build_text, version_text
+from choros.launch.flavours import Hydra, IntelMpi, Mpirun, OpenMpi4, OpenMpi5, detect_mpirun, flavour_of
+
+
+@pytest.mark.parametrize(
+    ("version", "flavour"),
+    [
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to …", OpenMpi5),
+        ("mpirun (Open MPI) 6.0.0", OpenMpi5),
+        ("mpirun (Open MPI) 4.1.6", OpenMpi4),
+        ("mpiexec (OpenRTE) 4.1.6", OpenMpi4),
+        ("prterun (PRRTE) 3.0.9", OpenMpi5),
+        ("HYDRA build details:\n    Version:  4.2.1", Hydra),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701", IntelMpi),
+        ("GNU coreutils 9", None),
+        ("", None),
+    ],
+)
+def test_kinds(version, flavour):
+    assert type(flavour_of(version)) is (flavour or type(None))
+
+
+def test_the_one_beside_python_is_taken():
+    mpirun = detect_mpirun()
+    assert Path(mpirun.path).parent == Path(sys.executable).parent
+    assert isinstance(mpirun.flavour, OpenMpi5)
+    assert mpirun.environment() == {}
+
+
+def script(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_clusters_own_brings_its_library(tmp_path):
+    path = script(tmp_path / "bin" / "mpirun", "echo 'mpirun (Open MPI) 4.1.6'")
+    (tmp_path / "lib").mkdir()
+    for name in ("libmpi.so", "libmpi.so.40"):
+        (tmp_path / "lib" / name).touch()
+    mpirun = detect_mpirun(str(path))
+    assert isinstance(mpirun.flavour, OpenMpi4)
+    assert mpirun.environment() == {"MPI4PY_LIBMPI": str(tmp_path / "lib" / "libmpi.so.40")}
+
+
+def test_an_unknown_one_is_refused(tmp_path):
+    path = script(tmp_path / "mpirun", "echo something else")
+    with pytest.raises(ConfigError, match=r"is not an mpirun that choros knows .* It says: 'something else'"):
+        detect_mpirun(str(path))
+
+
+def test_one_that_is_not_there():
+    with pytest.raises(ConfigError, match="--mpirun /none: there is no such program"):
+        detect_mpirun("/none")
+
+
+def test_accelerators_of_nvidia(tmp_path):
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "gpus" / name).mkdir(parents=True)
+    assert count_accelerators(tmp_path / "gpus", tmp_path / "none") == 2
+
+
+def test_accelerators_of_amd(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    for node, simds in enumerate((0, 416, 416)):
+        (tmp_path / "nodes" / str(node)).mkdir(parents=True)
+        (tmp_path / "nodes" / str(node) / "properties").write_text(f"cpu_cores_count 1\nsimd_count {simds}\n")
+    assert count_accelerators(tmp_path / "none", tmp_path / "nodes") == 2
+
+
+MPIRUN = Mpirun("/bin/mpirun", OpenMpi5(), "mpirun (Open MPI) 5.0.11")
+
+
+def test_build():
+    text = build_text(MPIRUN, installed={"jax", "keras", "mpi4py"}.__contains__)
+    for line in ("[X] JAX", "[ ] PyTorch", "[ ] TensorFlow", "[X] Keras", "[X] local", "[X] mpi"):
+        assert f"    {line}" in text
+    assert "[ ] mpi" in build_text("there is no mpirun", installed=lambda module: True)
+
+
+def test_build_imports_no_framework():
+    code = (
+        "import sys; from choros.launch.build import build_text; build_text('x'); "
+        "sys.exit(bool({'tensorflow', 'torch', 'jax', 'keras'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_versions():
+    lines = version_text(MPIRUN).splitlines()
+    assert [line.split()[0] for line in lines] == ["choros", "mpi4py", "mpirun:", "Python"]
+    assert "5.0.11" in lines[2]

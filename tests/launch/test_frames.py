@@ -1,0 +1,114 @@
+"""Frames, lines and tracebacks held back: what stands between a rank and the terminal."""
+
+import pytest
+
+from choros.launch.frames import Exit, Result, Start, Text, decode, encode
+from choros.launch.holdback import HoldBack
+from choros.launch.lines import LineBuffer
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Start(0, "host", 7),
+        Text(1, "out", "hello"),
+        Text(1, "err", "50%", "\r"),
+        Text(2, "out", "\x1e{}\n\r\x00 ünïcode 🎉", ""),
+        Text(0, "out", b"\xff\xfe\x80".decode("utf-8", "surrogateescape")),
+        Result(3, "AAAA"),
+        Exit(0, "host", 137, signal=9, stopped=True, traceback="Traceback\n  x", tail="t", seconds=0.5),
+    ],
+)
+def test_frames_arrive_as_they_were(frame):
+    line = encode(frame)
+    assert line.startswith(b"\x1e")
+    assert line.count(b"\n") == 1
+    assert line.endswith(b"\n")
+    assert decode(line.rstrip(b"\n")) == frame
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"hello", b"\x1e", b"\x1enull", b'\x1e{"kind":"none"}', b'\x1e{"kind":"text"}', b"\x1e{", b"\x1e[1]"]
+)
+def test_what_is_no_frame(line):
+    assert decode(line) is None
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([b"a\nb\n"], [("a", "\n"), ("b", "\n")]),
+        ([b"a", b"b\n"], [("ab", "\n")]),
+        ([b"a\r\nb\n"], [("a", "\n"), ("b", "\n")]),
+        ([b"a\r", b"\nb\n"], [("a", "\n"), ("b", "\n")]),
+        ([b" 1%\r 2%\r", b" 3%\n"], [(" 1%", "\r"), (" 2%", "\r"), (" 3%", "\n")]),
+        ([b"\n\n"], [("", "\n"), ("", "\n")]),
+        ([b"end"], [("end", "")]),
+        ([b"end\r"], [("end", "\r")]),
+    ],
+)
+def test_lines(pieces, lines):
+    buffer = LineBuffer()
+    got = [line for piece in pieces for line in buffer.feed(piece, now=0.0)]
+    assert got + buffer.flush() == lines
+
+
+def test_a_piece_of_a_line_is_passed_on_after_a_moment():
+    buffer = LineBuffer()
+    assert buffer.feed(b"Name? ", now=10.0) == []
+    assert buffer.due(now=10.1) == []
+    assert 0 < buffer.wait(now=10.1) < 0.2
+    assert buffer.due(now=10.3) == [("Name? ", "")]
+    assert buffer.wait(now=10.3) is None
+
+
+def test_a_character_in_two_pieces_keeps_its_bytes():
+    first, second = "é".encode()[:1], "é".encode()[1:]
+    buffer = LineBuffer()
+    texts = [text for piece in (first, second) for text, _ in (buffer.feed(piece, 0.0) or buffer.flush())]
+    assert "".join(texts).encode("utf-8", "surrogateescape") == "é".encode()
+
+
+def test_a_line_without_end_is_cut():
+    assert sum(len(text) for text, _ in LineBuffer().feed(b"x" * 200_000, 0.0)) >= 131072
+
+
+TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1', "ValueError: no"]
+
+
+def held(lines, hold=None):
+    hold = hold or HoldBack()
+    return hold, [shown for line in lines for shown in hold.add(line, now=0.0)]
+
+
+def test_ordinary_lines_pass():
+    assert held(["a", "b"])[1] == ["a", "b"]
+
+
+def test_a_traceback_is_held():
+    hold, shown = held(["a", *TRACEBACK, "during exit"])
+    assert shown == ["a"]
+    assert hold.held == [*TRACEBACK, "during exit"]
+    assert not hold.shown
+
+
+def test_a_rank_that_stays_silent_may_be_shutting_down():
+    hold, _ = held(TRACEBACK)
+    assert hold.due(now=2.5) == []
+    assert hold.due(now=3.1) == TRACEBACK
+    assert hold.shown
+
+
+def test_a_rank_that_goes_on_has_handled_it():
+    hold, _ = held(TRACEBACK)
+    hold.alive(now=0.5)
+    assert hold.due(now=1.4) == []
+    assert hold.due(now=1.6) == TRACEBACK
+    assert held(["after"], hold)[1] == ["after"]
+
+
+def test_the_next_traceback_is_held_again():
+    hold, _ = held(TRACEBACK)
+    hold.due(now=4.0)
+    assert held(TRACEBACK, hold)[1] == []
+    assert not hold.shown

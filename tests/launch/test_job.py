@@ -1,0 +1,33 @@
+"""Jobs that cannot be meant."""
+
+import pytest
+
+from choros.errors import ConfigError
+from choros.launch.hosts import parse_hosts
+from choros.launch.job import Job, Ssh
+
+
+def test_more_ranks_than_slots():
+    with pytest.raises(ConfigError, match=r"-np 5 asks for more ranks than the hosts have slots: a:2,b:2 have 4"):
+        Job(("x",), 5, hosts=parse_hosts("a:2,b:2"))
+
+
+def test_more_ranks_than_cores_is_allowed_here():
+    assert Job(("x",), 10_000).size == 10_000
+
+
+def test_no_ranks():
+    with pytest.raises(ConfigError, match="at least one rank"):
+        Job(("x",), 0)
+
+
+@pytest.mark.parametrize(
+    ("ssh", "words"),
+    [
+        (Ssh(), ["ssh", "-o", "BatchMode=yes"]),
+        (Ssh(port=22, identity_file="key"), ["ssh", "-o", "BatchMode=yes", "-p", "22", "-i", "key"]),
+        (Ssh(port=22, command="/bin/reach"), ["/bin/reach"]),
+    ],
+)
+def test_how_hosts_are_reached(ssh, words):
+    assert ssh.words() == words

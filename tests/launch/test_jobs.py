@@ -1,0 +1,248 @@
+"""Jobs of real processes: what is shown, what chorosrun ends with, what is left."""
+
+import os
+import re
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from launch.launched import Running, rank_script, run
+
+PYTHON = sys.executable
+
+
+def test_output_and_settings(tmp_path):
+    """One job for all that a job without a failure shows."""
+    script = rank_script(
+        tmp_path / "script.py",
+        "env = os.environ\n"
+        "print('out', rank, len(os.sched_getaffinity(0)), env['OMP_NUM_THREADS'], env['MKL_NUM_THREADS'])\n"
+        "print('err', rank, file=sys.stderr)\n"
+        "print('unbuffered:', os.environ['PYTHONUNBUFFERED'], 'mine:', os.environ['MINE'])\n"
+        "print('stdin:', repr(sys.stdin.read()))\n"
+        "sys.stdout.buffer.write(b'bytes \\xff\\x80\\n')\n"
+        "sys.stdout.write('50%\\r100%\\n')\n"
+        "print('no end', end='')\n"
+        "try:\n    1 / 0\nexcept ZeroDivisionError:\n    import traceback; traceback.print_exc()\n"
+        "time.sleep(1.5)\n"
+        "print('after', file=sys.stderr)\n",
+    )
+    ended = run(
+        *("-np", "2", "--output-dir", tmp_path / "logs"),
+        *("--env", "MINE=s3cret", "--env", "MKL_NUM_THREADS=5", PYTHON, script),
+    )
+    assert ended.code == 0, ended.err
+    for rank in range(2):
+        mine = [line for line in re.split(r"[\r\n]+", ended.out) if line.startswith(f"[{rank}] ")]
+        assert [line.removeprefix(f"[{rank}] ") for line in mine] == [
+            mine[0].removeprefix(f"[{rank}] "),
+            "unbuffered: 1 mine: s3cret",
+            "stdin: ''",
+            "bytes \udcff\udc80",
+            "50%",
+            "100%",
+            "no end",
+        ]
+        _, number, cpus, threads, mkl = mine[0].removeprefix(f"[{rank}] ").split()
+        assert (number, mkl) == (str(rank), "5")
+        assert 1 <= int(threads) <= int(cpus) <= os.cpu_count()
+        logs = tmp_path / "logs" / f"rank.{rank}"
+        assert (logs / "stdout").read_bytes().endswith(b"bytes \xff\x80\n50%\r100%\nno end")
+        errors = (logs / "stderr").read_text()
+        assert errors.startswith(f"err {rank}\nTraceback")
+        assert errors.endswith("ZeroDivisionError: division by zero\nafter\n")
+    assert ended.err.count("ZeroDivisionError: division by zero") == 2  # handled, and shown all the same
+    assert "chorosrun" not in ended.err
+
+
+def test_one_rank_looks_like_the_command_alone():
+    ended = run(PYTHON, "-c", "import sys; print('a'); print('b', file=sys.stderr)")
+    assert (ended.code, ended.out, ended.err) == (0, "a\n", "b\n")
+
+
+def test_no_prefix_and_more_ranks_than_cores():
+    size = os.cpu_count() + 1
+    code = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['OMPI_MCA_mpi_yield_when_idle'])"
+    ended = run("-np", size, "--no-prefix-output", PYTHON, "-c", code)
+    assert (ended.code, ended.out) == (0, "1 1\n" * size)
+
+
+def test_a_rank_that_raises(tmp_path):
+    """Rank 1 raises; rank 0 sleeps, rank 2 ignores SIGTERM, and has a child that does, too."""
+    script = rank_script(
+        tmp_path / "script.py",
+        "if rank == 2:\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+        "ready()\n"
+        "if rank == 1:\n"
+        "    time.sleep(0.5)\n"
+        "    raise ValueError('on purpose')\n"
+        "time.sleep(60)\n",
+    )
+    with Running("-np", "3", "--output-dir", tmp_path / "logs", PYTHON, script) as job:
+        job.wait_for(3, "ready")
+        assert len(job.processes()) >= 3
+        ended = job.end()
+        assert ended.seconds < 5 + 2  # five to stop the others; the sleep and a slow machine on top
+        job.assert_nothing_left(seconds=1)
+    assert ended.code == 1
+    headline = r"chorosrun: rank 1 on \S+ failed with exit code 1 \(ValueError\); the other 2 ranks were stopped\."
+    traceback = r"Traceback \(most recent call last\):\n(  .*\n)+ValueError: on purpose\n"
+    assert re.fullmatch(f"{headline}\n{traceback}", ended.err), ended.err
+    assert (ended.out + ended.err).count("ValueError: on purpose") == 1
+    assert (tmp_path / "logs" / "rank.1" / "stderr").read_text().endswith("ValueError: on purpose\n")
+
+
+def test_all_ranks_raise():
+    code = "import os, time; time.sleep(0.5); raise RuntimeError('same for all')"
+    ended = run("-np", "3", PYTHON, "-c", code)
+    assert ended.code == 1
+    assert (ended.out + ended.err).count("same for all") == 1
+    assert ended.err.rstrip().endswith("RuntimeError: same for all")
+
+
+def test_an_exit_code_of_its_own(tmp_path):
+    body = "print('last words', file=sys.stderr)\nif rank == 0: sys.exit(3)\ntime.sleep(60)\n"
+    ended = run("-np", "2", PYTHON, rank_script(tmp_path / "script.py", body))
+    assert ended.code == 3
+    assert re.search(r"chorosrun: rank 0 on \S+ failed with exit code 3; the other rank was stopped\.", ended.err)
+    assert ended.err.rstrip().endswith("standard error:\nlast words")
+
+
+def test_a_rank_that_is_killed(tmp_path):
+    body = "ready()\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
+    ended = run("-np", "2", PYTHON, rank_script(tmp_path / "script.py", body))
+    assert ended.code == 137
+    assert re.search(r"rank 1 on \S+ was killed by SIGKILL \(signal 9\): out of memory", ended.err)
+
+
+def test_ranks_may_end_one_after_the_other(tmp_path):
+    body = "print('leaves', rank); time.sleep(1.5 * rank)\nif rank == 1: print('still here')\n"
+    ended = run("-np", "2", PYTHON, rank_script(tmp_path / "script.py", body))
+    assert (ended.code, ended.err) == (0, "")
+    assert "[1] still here" in ended.out
+
+
+def test_ending_without_mpi_finalize_is_ending_well():
+    code = "import os; from mpi4py import MPI; MPI.COMM_WORLD.Barrier(); print('well', flush=True); os._exit(0)"
+    ended = run("-np", "2", PYTHON, "-c", code)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.count("well") == 2
+
+
+def test_mpi_abort():
+    code = "import time; from mpi4py import MPI; c = MPI.COMM_WORLD; c.Barrier(); c.rank or c.Abort(5); time.sleep(60)"
+    ended = run("-np", "2", PYTHON, "-c", code)
+    assert ended.code == 5
+    assert "chorosrun: " in ended.err
+
+
+def test_timeout(tmp_path):
+    with Running(
+        "-np", "2", "--timeout", "3", PYTHON, rank_script(tmp_path / "s.py", "ready(); time.sleep(60)")
+    ) as job:
+        ended = job.end()
+        job.assert_nothing_left()
+    assert ended.code == 124
+    assert ended.err == ("chorosrun: the job ran longer than --timeout 3 and was stopped.\n")
+
+
+def test_values_stand_on_no_command_line(tmp_path):
+    script = rank_script(tmp_path / "s.py", "ready(); time.sleep(60)")
+    with Running("-np", "2", "--env", "FROM_SHELL", PYTHON, script, env={"FROM_SHELL": "hush-hush"}) as job:
+        job.wait_for(2, "ready")
+        lines = [" ".join(process.cmdline()) for process in job.processes()]
+        assert len(lines) >= 5  # mpirun, two wrappers, two ranks
+        assert not [line for line in lines if "hush-hush" in line]
+        job.signal(signal.SIGINT)
+        assert job.end().code == 130
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ((), 2, "chorosrun: no command given. Example: chorosrun -np 2 python train.py"),
+        (("-np", "2"), 2, "no command given"),
+        (("-np", "0", "python"), 2, "0 is not in the range x>=1"),
+        (("--nope", "python"), 2, "--nope"),
+        (("-np", "2", "there-is-no-such-command"), 127, "chorosrun: there is no command 'there-is-no-such-command'."),
+        (("-np", "3", "-H", "localhost:2", "python"), 2, "-np 3 asks for more ranks than the hosts have slots"),
+        (("-H", "a:1", "--hostfile", "f", "python"), 2, "give one of them"),
+        (("--mpirun", "/none", "python"), 2, "--mpirun /none: there is no such program"),
+        (("--gloo", "python"), 2, "--gloo: the engine is MPI"),
+    ],
+)
+def test_what_cannot_be_meant(words, code, says):
+    ended = run(*words)
+    assert (ended.code, ended.out) == (code, "")
+    assert says in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_script_instead_of_a_command(tmp_path):
+    (tmp_path / "train.py").touch()
+    ended = run("./train.py", cwd=tmp_path)
+    assert ended.code == 127
+    assert "chorosrun … python ./train.py" in ended.err
+
+
+def test_hosts_that_do_not_exist():
+    hosts = ",".join(f"nohost-{number}.invalid:1" for number in range(99))
+    ended = run("-H", hosts, PYTHON, "-c", "pass")
+    assert ended.code == 68
+    assert ended.seconds < 15
+    assert "of 99 hosts cannot be reached (nohost-0.invalid: " in ended.err
+    assert "and 95 more" in ended.err
+
+
+def test_dry_run():
+    ended = run("-np", "2", "--env", "TOKEN=hush", "--dry-run", PYTHON, "a b.py")
+    command, *ranks = ended.out.splitlines()
+    assert ended.code == 0
+    assert command.startswith(os.path.join(os.path.dirname(PYTHON), "mpirun "))
+    assert command.endswith(f"-np 2 {PYTHON} -P -m choros.launch.worker -- {PYTHON} 'a b.py'")
+    assert [line.split(":")[0] for line in ranks] == ["# rank 0 on localhost", "# rank 1 on localhost"]
+    assert "hush" not in ended.out
+
+
+def test_versions_and_build():
+    assert run("--version").out.startswith("choros ")
+    assert "[X] mpi" in run("--check-build").out
+
+
+def test_heavy_output_arrives_whole():
+    code = "for i in range(4000): print(i, 'x' * (i % 700))"
+    ended = run("-np", "2", PYTHON, "-c", code)
+    for rank in range(2):
+        mine = [line for line in ended.out.splitlines() if line.startswith(f"[{rank}] ")]
+        assert mine == [f"[{rank}] {i} {'x' * (i % 700)}" for i in range(4000)]
+
+
+def test_a_reader_that_goes_away_ends_nothing(tmp_path):
+    script = rank_script(
+        tmp_path / "s.py", f"ready(); time.sleep(1); print('x'); open({str(tmp_path / 'done')!r}, 'w')"
+    )
+    with Running("-np", "1", PYTHON, script) as job:
+        job.wait_for(1, "ready")
+        job.process.stdout.close()
+        assert job.process.wait(30) == 0
+    assert (tmp_path / "done").exists()
+
+
+def test_no_zombies_and_no_busy_waiting(tmp_path):
+    """A job that sleeps takes next to no processor time in chorosrun and its wrappers."""
+    with Running("-np", "2", PYTHON, rank_script(tmp_path / "s.py", "ready(); time.sleep(60)")) as job:
+        job.wait_for(2, "ready")
+        ours = [psutil.Process(job.process.pid)]
+        ours += [process for process in job.processes() if "choros.launch.worker" in process.cmdline()[:5]]
+        assert len(ours) == 3
+        before = sum(sum(process.cpu_times()[:2]) for process in ours)
+        time.sleep(2)
+        assert sum(sum(process.cpu_times()[:2]) for process in ours) - before < 0.2
+        job.signal(signal.SIGTERM)
+        assert job.end().code == 143

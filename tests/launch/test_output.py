@@ -1,0 +1,69 @@
+"""Where ranks' output goes."""
+
+import io
+
+import pytest
+
+from choros.launch.frames import Text
+from choros.launch.output import Files, Output, Screen, use_colour
+
+
+def shown(frames, **how):
+    out, err = io.BytesIO(), io.BytesIO()
+    screen = Screen(out, err, prefix=how.get("prefix", True), colour=how.get("colour", False))
+    for frame in frames:
+        screen.write(frame)
+    screen.finish_line()
+    return out.getvalue(), err.getvalue()
+
+
+def test_lines_carry_their_rank():
+    frames = [Text(0, "out", "a"), Text(1, "err", "b"), Text(1, "out", "c")]
+    assert shown(frames) == (b"[0] a\n[1] c\n", b"[1] b\n")
+
+
+def test_without_prefix_bytes_pass_as_they_were():
+    raw = b"\xff\x80 50%\r100%\nend"
+    frames = [
+        Text(0, "out", raw[:6].decode("utf-8", "surrogateescape"), "\r"),
+        Text(0, "out", "100%"),
+        Text(0, "out", "end", ""),
+    ]
+    assert shown(frames, prefix=False) == (raw + b"\n", b"")
+
+
+def test_a_line_of_one_rank_is_not_broken_by_another():
+    frames = [Text(0, "out", "..", ""), Text(0, "out", "..", ""), Text(1, "out", "x"), Text(0, "out", ".")]
+    assert shown(frames)[0] == b"[0] ....\n[1] x\n[0] .\n"
+
+
+def test_progress_bars_are_recognisable():
+    frames = [Text(0, "out", "1%", "\r"), Text(1, "out", "1%", "\r"), Text(0, "out", "2%")]
+    assert shown(frames)[0] == b"[0] 1%\r[1] 1%\r[0] 2%\n"
+    assert shown(frames, colour=True)[0].count(b"\x1b[K\r") == 2
+
+
+def test_colour():
+    assert shown([Text(1, "out", "a")], colour=True)[0] == b"\x1b[33m[1] \x1b[0ma\n"
+
+
+@pytest.mark.parametrize(
+    ("environ", "terminal", "colour"),
+    [({}, True, True), ({}, False, False), ({"NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, True, False)],
+)
+def test_colour_only_where_it_is_wanted(environ, terminal, colour):
+    assert use_colour(environ, terminal) is colour
+
+
+def test_files(tmp_path):
+    output = Output(Screen(io.BytesIO(), io.BytesIO(), prefix=True, colour=False), Files(tmp_path / "new" / "logs"))
+    output.open(0)
+    output.open(1)
+    output.write(Text(0, "out", " 1%", "\r"))
+    output.write(Text(0, "out", "end"))
+    output.keep(0, "Traceback …")
+    output.close()
+    logs = tmp_path / "new" / "logs"
+    assert (logs / "rank.0" / "stdout").read_bytes() == b" 1%\rend\n"
+    assert (logs / "rank.0" / "stderr").read_text() == "Traceback …\n"
+    assert (logs / "rank.1" / "stdout").read_bytes() == b""

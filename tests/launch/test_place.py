@@ -1,0 +1,34 @@
+"""What Open MPI gets wrong about a rank's host."""
+
+import pytest
+
+from choros.launch.place import repairs
+from choros.topology import detect
+
+
+def told(rank, local_rank, local_size, size=3):
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
+    }
+
+
+@pytest.mark.parametrize(
+    ("environ", "counts", "local_size"),
+    [
+        (told(0, 0, 1), (2, 1), 2),
+        (told(1, 1, 1), (2, 1), 2),
+        (told(2, 0, 2), (2, 1), 1),
+        (told(1, 1, 1), (), 2),  # not known: at least what must be
+        (told(2, 1, 2), (2, 1), 2),  # dealt out in another way
+        (told(0, 0, 3), (3,), 3),
+    ],
+)
+def test_local_size(environ, counts, local_size):
+    assert detect({**environ, **repairs(environ, counts)}).local_size == local_size
+
+
+def test_others_are_left_alone():
+    assert repairs({"PMI_RANK": "0", "PMI_SIZE": "2"}, (2, 1)) == {}

@@ -1,0 +1,70 @@
+"""Hosts that cannot be reached are named, quickly."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from choros.errors import HostUnreachable, LaunchError
+from choros.launch.hosts import parse_hosts
+from choros.launch.job import Ssh
+from choros.launch.preflight import check_hosts
+
+
+@pytest.fixture
+def reach(tmp_path):
+    """An ssh of ours: hosts called ``good…`` let us in, ``hang…`` do not answer, others say no."""
+    script = tmp_path / "reach"
+    script.write_text(
+        '#!/bin/sh\ncase $1 in good*) exit 0;; hang*) exec sleep 30;; *) echo "no $1" >&2; exit 255;; esac\n'
+    )
+    script.chmod(0o755)
+    return Ssh(command=str(script))
+
+
+def test_all_let_us_in(reach):
+    check_hosts(parse_hosts("good1,good2"), reach, 10)
+
+
+def test_no_other_hosts():
+    check_hosts((), Ssh(command="/none"), 10)
+
+
+def test_who_does_not_is_named(reach):
+    with pytest.raises(HostUnreachable, match=r"2 of 3 hosts cannot be reached \(bad1: no bad1; bad2: no bad2\)"):
+        check_hosts(parse_hosts("bad1,good,bad2"), reach, 10)
+
+
+def test_many_are_counted(reach):
+    with pytest.raises(HostUnreachable, match=r"bad3: no bad3; bad4: no bad4; and 95 more\)"):
+        check_hosts(parse_hosts(",".join(f"bad{i}" for i in range(1, 100))), reach, 30)
+
+
+def test_who_does_not_answer_does_not_keep_us(reach):
+    began = time.monotonic()
+    with pytest.raises(HostUnreachable, match=r"the host cannot be reached \(hang: no answer within 1 s"):
+        check_hosts(parse_hosts("hang"), reach, 1)
+    assert time.monotonic() - began < 10
+
+
+def test_the_error_says_what_to_try(reach):
+    with pytest.raises(HostUnreachable, match=f"without a question: {reach.command} bad true"):
+        check_hosts(parse_hosts("bad"), reach, 10)
+
+
+def test_no_ssh_on_this_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="there is no ssh on this machine"):
+        check_hosts(parse_hosts("a"), Ssh(), 5)
+
+
+def test_no_such_program():
+    with pytest.raises(LaunchError, match="--ssh-command /none: there is no such program"):
+        check_hosts(parse_hosts("a"), Ssh(command="/none"), 5)
+
+
+def test_names_that_do_not_exist(monkeypatch):
+    monkeypatch.setattr("choros.launch.preflight._has_address", lambda name: False)
+    monkeypatch.setattr("shutil.which", lambda name: Path("/bin") / name)
+    with pytest.raises(HostUnreachable, match="no such name"):
+        check_hosts(parse_hosts("nohost-1.invalid"), Ssh(), 20)

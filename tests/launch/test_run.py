@@ -1,0 +1,109 @@
+"""choros.run: a function on several ranks."""
+
+import math
+import threading
+
+import pytest
+
+from choros.errors import ConfigError, JobTimeout, WorkerFailed
+from choros.launch.payload import Call, pack, read_framed, unpack
+from choros.launch.run import run
+
+
+def place(base, *, plus):
+    import choros
+
+    choros.init()
+    print("rank", choros.rank(), "of", choros.size())
+    return base + plus + choros.rank()
+
+
+def fail_on_one(rank):
+    import os
+    import time
+
+    if int(os.environ["OMPI_COMM_WORLD_RANK"]) == rank:
+        raise KeyError("on purpose")
+    time.sleep(60)
+
+
+def sleep():
+    import time
+
+    time.sleep(60)
+
+
+def leave():
+    raise SystemExit(0)
+
+
+def test_results_in_order(capsys, tmp_path):
+    assert run(place, (10,), {"plus": 100}, np=2, output_dir=tmp_path) == [110, 111]
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[0] rank 0 of 2", "[1] rank 1 of 2"]
+    assert (tmp_path / "rank.1" / "stdout").read_text() == "rank 1 of 2\n"
+
+
+def test_what_is_large_arrives():
+    factor = 3
+    data = bytes(range(256)) * 16384
+    lengths = run(lambda given: (given * factor)[-8 * 1024 * 1024 :], (data,), num_proc=2)
+    assert lengths == [(data * factor)[-8 * 1024 * 1024 :]] * 2
+
+
+def test_one_rank_needs_no_mpi():
+    assert run(math.sqrt, (16.0,), np=1) == [4.0]
+
+
+def test_environment_is_set():
+    assert run(lambda: __import__("os").environ["CHOROS_TEST_VALUE"], np=1, env={"CHOROS_TEST_VALUE": "x"}) == ["x"]
+
+
+def test_a_rank_that_fails():
+    with pytest.raises(WorkerFailed) as raised:
+        run(fail_on_one, (1,), np=2)
+    error = raised.value
+    assert (error.rank, error.exit_code) == (1, 1)
+    assert error.host
+    assert error.traceback.startswith("Traceback (most recent call last):\n")
+    assert "choros/launch" not in error.traceback
+    assert error.traceback.endswith("KeyError: 'on purpose'")
+    assert str(error).startswith(
+        f"rank 1 on {error.host} failed with exit code 1 (KeyError); the other rank was stopped."
+    )
+
+
+def test_a_job_that_takes_too_long():
+    with pytest.raises(JobTimeout, match=r"timeout=2 s"):
+        run(sleep, np=1, timeout=2, grace_period=1)
+
+
+def test_a_function_that_does_not_return():
+    with pytest.raises(Exception, match="rank 0 ended before the function had returned"):
+        run(leave, np=1)
+
+
+def test_from_another_thread():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(run(math.sqrt, (4.0,), np=1)))
+    thread.start()
+    thread.join(60)
+    assert results == [[2.0]]
+
+
+def test_hosts_are_given_once():
+    with pytest.raises(ConfigError, match="give one of them"):
+        run(sleep, hosts="a:1", hostfile="f")
+
+
+def test_a_call_survives_the_way(tmp_path):
+    file = tmp_path / "pipe"
+    file.write_bytes(pack(Call(lambda a, b=0: a + b, (1,), {"b": 2})) + b"what follows")
+    with file.open("rb") as pipe:
+        assert unpack(read_framed(pipe.fileno()))() == 3
+
+
+def test_a_call_that_is_cut_off(tmp_path):
+    file = tmp_path / "pipe"
+    file.write_bytes(pack(Call(max, (1, 2), {}))[:-1])
+    with file.open("rb") as pipe, pytest.raises(EOFError, match="cut off"):
+        read_framed(pipe.fileno())

@@ -1,0 +1,120 @@
+"""Signals reach the ranks, and nothing outlives its job, whoever is killed."""
+
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from launch.launched import Running, rank_script
+
+PYTHON = sys.executable
+
+#: Says which signals it got; at SIGINT and SIGTERM it takes a second to save. Has a child that says so as well.
+SAVES = """
+def handler(number, frame):
+    print('got', signal.Signals(number).name, flush=True)
+    if number in (signal.SIGINT, signal.SIGTERM):
+        time.sleep(1)
+        print('saved', flush=True)
+        sys.exit(0)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, handler)
+ready()
+while True:
+    time.sleep(0.05)
+"""
+STUBBORN = """
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+ready()
+time.sleep(60)
+"""
+IN_MPI = """
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+ready()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ranks_are_told_and_can_save(tmp_path, number, code):
+    with Running("-np", "2", PYTHON, rank_script(tmp_path / "s.py", SAVES)) as job:
+        job.wait_for(2, "ready")
+        if number == signal.SIGINT:
+            for user in (signal.SIGUSR1, signal.SIGUSR2):
+                job.signal(user)
+                job.wait_for(2, f"got {user.name}")
+        job.signal(number)
+        ended = job.end()
+        job.assert_nothing_left()
+    assert ended.code == code
+    assert ended.out.count(f"got {number.name}") == 2
+    assert ended.out.count("got SIG") == (6 if number == signal.SIGINT else 2)
+    assert ended.out.count("saved") == 2
+    assert "Traceback" not in ended.err
+
+
+def test_keyboard_interrupts_are_not_shown(tmp_path):
+    with Running("-np", "2", PYTHON, rank_script(tmp_path / "s.py", "ready(); time.sleep(60)")) as job:
+        job.wait_for(2, "ready")
+        job.signal(signal.SIGINT)
+        ended = job.end()
+    assert ended.code == 130
+    assert "KeyboardInterrupt" not in ended.err
+    assert ended.err.endswith("chorosrun: interrupted.\n")
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_who_does_not_end_is_killed(tmp_path, twice):
+    grace = "30" if twice else "1"
+    with Running("-np", "2", "--grace-period", grace, PYTHON, rank_script(tmp_path / "s.py", STUBBORN)) as job:
+        job.wait_for(2, "ready")
+        job.signal(signal.SIGINT)
+        if twice:
+            time.sleep(0.5)
+            job.signal(signal.SIGINT)
+        ended = job.end()
+        job.assert_nothing_left(seconds=1)
+    assert ended.code == 130
+    assert ended.seconds < 10
+    assert "chorosrun: ranks 0, 1 did not end when asked, and were killed." in ended.err
+
+
+def named(job, word):
+    return [process for process in job.processes() if any(word in part for part in process.cmdline())]
+
+
+@pytest.mark.parametrize("who", ["chorosrun", "prterun", "choros.launch.worker"])
+def test_whoever_is_killed_nothing_is_left(tmp_path, who):
+    with Running("-np", "2", PYTHON, rank_script(tmp_path / "s.py", IN_MPI)) as job:
+        job.wait_for(2, "ready")
+        assert len(job.directories()) == 2
+        if who == "chorosrun":
+            victim = psutil.Process(job.process.pid)
+        elif who == "prterun":
+            victim = next(p for p in job.processes() if p.name().startswith("prterun"))
+        else:
+            victim = next(p for p in named(job, who) if not p.name().startswith("prterun"))
+        victim.kill()
+        ended = job.end(seconds=30)
+        job.assert_nothing_left()
+    assert ended.code == (-signal.SIGKILL if who == "chorosrun" else 70), ended.err
+    if who != "chorosrun":
+        assert "chorosrun: rank" in ended.err
+
+
+def test_ctrl_c_in_the_terminal_reaches_chorosrun_alone(tmp_path):
+    """The terminal signals its foreground process group; mpirun and the ranks are in groups of their own."""
+    with Running("-np", "2", PYTHON, rank_script(tmp_path / "s.py", SAVES)) as job:
+        job.wait_for(2, "ready")
+        groups = [os.getpgid(process.pid) for process in job.processes()]
+        assert os.getpgid(job.process.pid) not in groups
+        assert len(set(groups)) == 5  # mpirun, two wrappers, two ranks
+        job.signal(signal.SIGTERM)
+        assert job.end().code == 143

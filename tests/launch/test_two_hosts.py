@@ -1,0 +1,176 @@
+"""Jobs over several hosts: network namespaces, joined by a bridge, reached by a script in ssh's place."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from choros.errors import WorkerFailed
+from choros.launch.run import run as choros_run
+from launch.launched import Running, rank_script, run
+
+PYTHON = sys.executable
+#: Host 10.77.N.1x → namespace x, with a host name of its own; what it was asked to run is noted.
+REACH = """#!/bin/sh
+host=$1; shift
+echo "$host $*" >> {log}
+exec ip netns exec {name}-${{host##*.1}} unshare --uts sh -c "hostname host-${{host##*.1}}; $*"
+"""
+
+
+@dataclass
+class Network:
+    """Two hosts, and how to reach them."""
+
+    hosts: tuple[str, str]
+    reach: Path
+    log: Path
+    namespaces: tuple[str, str]
+
+
+def ip(*words, check=True):
+    subprocess.run(["ip", *words], check=check, capture_output=True, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        pytest.skip("network namespaces need ip and unshare")
+    number = 20 + os.getpid() % 200
+    name, bridge = f"ch{number}", f"chb{number}"
+    namespaces = (f"{name}-1", f"{name}-2")
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no bridge can be made here: {error.stderr.decode().strip()}")
+    try:
+        ip("addr", "add", f"10.77.{number}.1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for host, namespace in enumerate(namespaces, 1):
+            ip("netns", "add", namespace)
+            ip("link", "add", f"{name}v{host}", "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            ip("link", "set", f"{name}v{host}", "master", bridge, "up")
+            ip("-n", namespace, "addr", "add", f"10.77.{number}.1{host}/24", "dev", "eth0")
+            ip("-n", namespace, "link", "set", "eth0", "up")
+            ip("-n", namespace, "link", "set", "lo", "up")
+        directory = tmp_path_factory.mktemp("reach")
+        reach, log = directory / "reach", directory / "log"
+        reach.write_text(REACH.format(name=name, log=log))
+        reach.chmod(0o755)
+        yield Network((f"10.77.{number}.11", f"10.77.{number}.12"), reach, log, namespaces)
+    finally:
+        for namespace in namespaces:
+            ip("netns", "del", namespace, check=False)
+        ip("link", "del", bridge, check=False)
+
+
+def session_directories():
+    return set(Path("/tmp").glob("prted.*"))
+
+
+def hosts_of(network, first=2, second=1):
+    return f"{network.hosts[0]}:{first},{network.hosts[1]}:{second}"
+
+
+def test_three_ranks_on_two_hosts(network, tmp_path):
+    script = rank_script(
+        tmp_path / "s.py",
+        "import choros\n"
+        "choros.init()\n"
+        "from choros.parallel.objects import allgather_object\n"
+        "print('place', choros.rank(), choros.size(), choros.local_rank(), choros.local_size(), os.uname().nodename)\n"
+        "print('others', allgather_object(choros.rank() * 10))\n"
+        "print('secret', os.environ['SECRET'], os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'])\n",
+    )
+    ended = run(
+        *("--ssh-command", network.reach, "-H", hosts_of(network), "--output-dir", tmp_path / "logs", PYTHON, script),
+        env={"SECRET": "hush-hush"},
+    )
+    assert ended.code == 0, ended.err
+    assert sorted(re.findall(r"place (.*)", ended.out)) == ["0 3 0 2 host-1", "1 3 1 2 host-1", "2 3 0 1 host-2"]
+    assert ended.out.count("others [0, 10, 20]") == 3
+    assert sorted(re.findall(r"secret (.*)", ended.out)) == ["hush-hush 1", "hush-hush 2", "hush-hush 2"]
+    assert "place 2" in (tmp_path / "logs" / "rank.2" / "stdout").read_text()
+    assert "prted" in network.log.read_text()
+    assert "hush-hush" not in network.log.read_text()
+
+
+def test_a_rank_that_fails_on_the_other_host(network, tmp_path):
+    script = rank_script(
+        tmp_path / "s.py",
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\nif rank == 2: sys.exit(7)\ntime.sleep(60)\n",
+    )
+    ended = run("--ssh-command", network.reach, "-H", hosts_of(network), PYTHON, script)
+    assert ended.code == 7
+    assert "chorosrun: rank 2 on host-2 failed with exit code 7; the other 2 ranks were stopped." in ended.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_on_other_hosts(network, tmp_path, number):
+    script = rank_script(
+        tmp_path / "s.py",
+        "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "ready()\ntime.sleep(60)\n",
+    )
+    before = session_directories()
+    with Running("--ssh-command", network.reach, "-H", hosts_of(network), PYTHON, script) as job:
+        job.wait_for(3, "ready")
+        assert len([process for process in job.processes() if process.name().startswith("prted")]) >= 2
+        job.signal(number)
+        assert job.end().code in (143, -signal.SIGKILL)
+        job.assert_nothing_left(seconds=10)
+    assert session_directories() == before
+
+
+def test_a_host_that_goes_down(network, tmp_path):
+    """Its daemon dies with all ranks; the others do not wait for ever."""
+    before = session_directories()
+    script = rank_script(tmp_path / "s.py", "ready()\ntime.sleep(60)\n")
+    with Running("--ssh-command", network.reach, "-H", hosts_of(network), PYTHON, script) as job:
+        job.wait_for(3, "ready")
+        pids = subprocess.run(
+            ["ip", "netns", "pids", network.namespaces[1]], capture_output=True, text=True, check=True
+        )
+        for pid in pids.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+        ended = job.end(seconds=30)
+        job.assert_nothing_left(seconds=10)
+    assert ended.code == 70
+    assert ended.err == (
+        "chorosrun: rank 2 on host-2 disappeared: the host went down, or cannot be reached any more.\n"
+    )
+    for directory in session_directories() - before:  # whoever could have removed it was killed
+        shutil.rmtree(directory)
+
+
+def test_a_host_that_does_not_let_us_in(network):
+    ended = run("--ssh-command", network.reach, "-H", f"{network.hosts[0]}:1,10.77.255.19:1", PYTHON, "-c", "pass")
+    assert ended.code == 68
+    assert "1 of 2 hosts cannot be reached (10.77.255.19: " in ended.err
+
+
+def test_a_function_on_two_hosts(network, capsys):
+    def function(factor):
+        import os
+
+        import choros
+
+        choros.init()
+        if factor == 0 and choros.rank() == 2:
+            raise ValueError("on purpose")
+        return choros.rank() * factor, os.uname().nodename
+
+    where = {"hosts": hosts_of(network), "ssh_command": str(network.reach)}
+    assert choros_run(function, (10,), **where) == [(0, "host-1"), (10, "host-1"), (20, "host-2")]
+    with pytest.raises(WorkerFailed, match="rank 2 on host-2") as raised:
+        choros_run(function, (0,), **where)
+    assert raised.value.host == "host-2"

@@ -1,0 +1,186 @@
+"""How a job went, in words."""
+
+import pytest
+
+from choros.launch.frames import Exit, Start
+from choros.launch.messages import explain
+from choros.launch.stopping import Reason, Stage, stages
+from choros.launch.supervisor import Limits, Outcome
+from choros.launch.verdict import exception_name, judge
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: no'
+STOPPED = {"code": 143, "signal": 15, "stopped": True}
+
+
+def outcome(*exits, size=3, reason=Reason.FAILURE, started=None, **rest):
+    starts = range(size) if started is None else started
+    return Outcome(
+        size, {rank: Start(rank, "h", 1) for rank in starts}, {end.rank: end for end in exits}, reason, **rest
+    )
+
+
+def verdict(*exits, **rest):
+    return judge(outcome(*exits, **rest), Limits(run=5))
+
+
+def test_all_is_well():
+    assert verdict(*(Exit(rank, "h", 0) for rank in range(3)), reason=None).exit_code == 0
+
+
+def test_the_first_failure_comes_last():
+    got = verdict(Exit(1, "b", 1, traceback=TRACEBACK), Exit(0, "a", **STOPPED), Exit(2, "c", **STOPPED))
+    assert got.exit_code == 1
+    assert got.lines == (
+        "chorosrun: rank 1 on b failed with exit code 1 (ValueError); the other 2 ranks were stopped.",
+        TRACEBACK,
+    )
+
+
+def test_later_failures_are_a_line_each_kind():
+    other = TRACEBACK.replace("ValueError", "choros.errors.MismatchError")
+    got = verdict(
+        *(Exit(rank, "h", 1, traceback=TRACEBACK if rank == 3 else other) for rank in (2, 0, 3)),
+        Exit(1, "h", **STOPPED),
+        size=4,
+    )
+    assert got.lines == (
+        "chorosrun: rank 0 failed too: MismatchError.",
+        "chorosrun: rank 3 failed too: ValueError.",
+        "chorosrun: rank 2 on h failed with exit code 1 (MismatchError); 1 other rank was stopped.",
+        other,
+    )
+
+
+def test_an_exit_code_of_its_own():
+    got = verdict(Exit(0, "h", 3, tail="last\nwords"), Exit(1, "h", **STOPPED), size=2)
+    assert got.exit_code == 3
+    assert got.lines == (
+        "chorosrun: rank 0 on h failed with exit code 3; the other rank was stopped.",
+        "The last it wrote to standard error:\nlast\nwords",
+    )
+
+
+@pytest.mark.parametrize(("number", "says"), [(9, "SIGKILL (signal 9): out of memory"), (11, "SIGSEGV (signal 11)")])
+def test_killed(number, says):
+    got = verdict(Exit(0, "h", 128 + number, signal=number), size=1)
+    assert got.exit_code == 128 + number
+    assert f"was killed by {says}" in got.lines[0]
+
+
+def test_a_traceback_that_was_shown_is_not_shown_again():
+    got = verdict(Exit(0, "h", 1, shown=True, tail="x"), size=1)
+    assert got.lines[-1] == "chorosrun: its traceback is above."
+
+
+def test_a_command_that_does_not_exist():
+    got = verdict(Exit(0, "h", 127, problem="there is no command 'x'."), Exit(1, "h", 127, problem="…"), size=2)
+    assert got.exit_code == 127
+    assert got.lines == ("chorosrun: on h, there is no command 'x'.",)
+
+
+@pytest.mark.parametrize(("reason", "code"), [(Reason.INTERRUPT, 130), (Reason.TERMINATE, 143), (Reason.TIMEOUT, 124)])
+def test_stopped_from_outside(reason, code):
+    interrupted = TRACEBACK.replace("ValueError: no", "KeyboardInterrupt")
+    got = verdict(
+        Exit(0, "h", 130, stopped=True, traceback=interrupted), Exit(1, "h", 0, stopped=True), size=2, reason=reason
+    )
+    assert got.exit_code == code
+    assert len(got.lines) == 1
+
+
+def test_who_had_to_be_killed_is_named():
+    got = verdict(Exit(0, "h", 137, signal=9, stopped=True), Exit(1, "h", 0), size=2, reason=Reason.TERMINATE)
+    assert got.lines[0] == "chorosrun: rank 0 did not end when asked, and was killed."
+
+
+def test_failing_while_ending_is_told():
+    got = verdict(Exit(0, "h", 1, stopped=True, traceback=TRACEBACK), size=1, reason=Reason.TERMINATE)
+    assert TRACEBACK in got.lines
+
+
+def test_mpirun_that_cannot_start():
+    got = verdict(
+        reason=None, started=(), messages=["----", "There are not enough slots available", "----"], mpirun_code=1
+    )
+    assert got.exit_code == 70
+    assert got.lines[0].startswith(
+        "chorosrun: mpirun could not start ranks 0, 1, 2. mpirun found fewer slots than ranks"
+    )
+    assert got.lines[0].endswith("There are not enough slots available")
+
+
+def test_a_slow_start():
+    got = verdict(Exit(0, "h", **STOPPED), started=(0,), reason=Reason.START_TIMEOUT)
+    assert (got.exit_code, got.lines) == (70, ("chorosrun: ranks 1, 2 did not start within --start-timeout 30 s.",))
+
+
+def test_a_lost_host():
+    got = verdict(Exit(0, "h", **STOPPED), Exit(1, "h", 0), reason=None, mpirun_code=1)
+    assert got.exit_code == 70
+    assert got.lines[0].startswith("chorosrun: rank 2 on h disappeared")
+
+
+def test_a_lost_host_that_mpirun_names():
+    got = verdict(reason=None, messages=["  Remote host:   h", "…"], mpirun_code=1)
+    assert got.lines == (
+        "chorosrun: ranks 0, 1, 2 on h disappeared: the host went down, or cannot be reached any more.",
+    )
+
+
+FATAL = [
+    "[h:0] *** An error occurred in Socket closed",
+    "[h:0] *** reported by process [91,0]",
+    "*** MPI_ERRORS_ARE_FATAL",
+]
+
+
+def test_who_falls_with_another_is_not_the_cause():
+    got = verdict(Exit(0, "h", 14), Exit(2, "h", 7), Exit(1, "h", **STOPPED), messages=FATAL)
+    assert got.exit_code == 7
+    assert got.lines[-1] == "chorosrun: rank 2 on h failed with exit code 7; 1 other rank was stopped."
+
+
+def test_an_error_of_mpi_is_shown_if_nothing_else_explains_it():
+    got = verdict(Exit(0, "h", 14), Exit(1, "h", **STOPPED), size=2, messages=FATAL)
+    assert got.lines[-1].startswith("MPI met an error that it does not survive. mpirun said:\n  [h:0] *** An error")
+
+
+def test_mpi_abort_shows_what_the_rank_said():
+    got = verdict(
+        Exit(1, "h", **STOPPED, traceback=TRACEBACK), Exit(0, "h", **STOPPED), reason=None, size=2, mpirun_code=5
+    )
+    assert got.lines[-1] == TRACEBACK
+
+
+@pytest.mark.parametrize(
+    ("traceback", "name"),
+    [
+        (TRACEBACK, "ValueError"),
+        (TRACEBACK.replace("ValueError: no", "KeyboardInterrupt"), "KeyboardInterrupt"),
+        (TRACEBACK.replace("ValueError", "a.b.Custom"), "Custom"),
+        (TRACEBACK + "\n\nDuring handling …:\n\n" + TRACEBACK.replace("ValueError", "OSError"), "OSError"),
+        (TRACEBACK + "\nWARNING: leaked semaphores", "ValueError"),
+        ("", ""),
+        ("no traceback", ""),
+    ],
+)
+def test_exception_names(traceback, name):
+    assert exception_name(traceback) == name
+
+
+def test_nothing_to_explain():
+    assert explain(["-----", ""]) == ""
+
+
+def test_stages():
+    names = {reason: [stage.signal.name for stage in stages(reason, 20)] for reason in Reason}
+    assert names == {
+        Reason.FAILURE: ["SIGTERM", "SIGKILL"],
+        Reason.INTERRUPT: ["SIGINT", "SIGKILL"],
+        Reason.TERMINATE: ["SIGTERM", "SIGKILL"],
+        Reason.TIMEOUT: ["SIGTERM", "SIGKILL"],
+        Reason.START_TIMEOUT: ["SIGKILL"],
+    }
+    assert stages(Reason.INTERRUPT, 20)[0].seconds == 20
+    assert sum(stage.seconds for stage in stages(Reason.FAILURE, 20)) < 5
+    assert isinstance(stages(Reason.FAILURE, 20)[0], Stage)

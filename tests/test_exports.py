@@ -1,0 +1,44 @@
+"""Everything public, by name. To add a name to the library is to add it here."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import choros
+from harness import FRAMEWORKS
+
+CHOROS = """
+ChorosError ConfigError EngineError EngineUnavailable HostUnreachable JobTimeout LaunchError MismatchError
+NotInitializedError ProcessSet WorkerFailed __version__ add_process_set cross_rank cross_size global_process_set init
+is_homogeneous is_initialized local_rank local_size rank remove_process_set run shard_range shutdown size
+"""
+
+CHOROS_KERAS = """
+Average Compression DistributedOptimizer Max Min ProcessSet Product Sum add_process_set allgather allgather_object
+allreduce alltoall barrier broadcast broadcast_global_variables broadcast_object broadcast_variables callbacks
+cross_rank cross_size global_process_set init is_homogeneous is_initialized load_model local_rank local_size
+pin_device rank reducescatter remove_process_set shard shard_range shutdown size
+"""
+
+
+def test_choros() -> None:
+    assert choros.__all__ == CHOROS.split()
+    assert [name for name in choros.__all__ if not hasattr(choros, name)] == []
+
+
+def test_choros_keras() -> None:
+    script = (
+        "import json, choros.keras as hvd\n"
+        "print(json.dumps([hvd.__all__, [name for name in hvd.__all__ if not hasattr(hvd, name)]]))"
+    )
+    environ = {**os.environ, "KERAS_BACKEND": FRAMEWORKS[-1]}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, check=True, stdout=subprocess.PIPE, timeout=100)
+    assert json.loads(done.stdout) == [CHOROS_KERAS.split(), []]
+
+
+def test_what_choros_does_not_have_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'choros' has no attribute 'allreduce_async'"):
+        choros.allreduce_async  # noqa: B018

@@ -1,0 +1,30 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import ROOT
+
+HEAVY = {"tensorflow", "torch", "jax", "keras", "grain", "mpi4py"}
+
+
+def test_imports_point_one_way() -> None:
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import choros",
+        "import choros.launch.cli",
+        "import choros.comm.engines.threads",
+        "import choros.parallel.reducer",
+        "import choros; choros.init(); from choros.parallel.objects import allgather_object as a; a(choros.rank())",
+    ],
+)
+def test_no_framework_and_no_mpi_is_loaded_by(script: str) -> None:
+    check = f"\nimport sys; loaded = {HEAVY!r} & set(sys.modules); assert not loaded, loaded"
+    subprocess.run([sys.executable, "-c", script + check], check=True, timeout=60)

@@ -1,0 +1,137 @@
+import json
+
+import pytest
+
+from choros.errors import ConfigError
+from choros.topology import Topology, detect
+
+
+def open_mpi(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
+    }
+
+
+def mpich(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    return {
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": str(size),
+        "MPI_LOCALRANKID": str(local_rank),
+        "MPI_LOCALNRANKS": str(local_size),
+    }
+
+
+def torchrun(rank: int, size: int, local_rank: int, local_size: int, host: int, hosts: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(hosts),
+    }
+
+
+def slurm(rank: int, size: int, local_rank: int, host: int, tasks: str) -> dict[str, str]:
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_NODEID": str(host),
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+    }
+
+
+#: What a batch script sees: it is no rank, whatever the job has asked for.
+SBATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "8"}
+
+
+def tf_config(role: str, index: int, **cluster: list[str]) -> dict[str, str]:
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})}
+
+
+PLACES = {
+    "alone": ({}, Topology()),
+    "Open MPI, one host": (open_mpi(1, 2, 1, 2), Topology(1, 2, 1, 2, 0, 1, True, "Open MPI's mpirun")),
+    "Open MPI, two hosts": (open_mpi(3, 4, 1, 2), Topology(3, 4, 1, 2, 1, 2, True, "Open MPI's mpirun")),
+    "Open MPI, uneven hosts": (open_mpi(0, 3, 0, 2), Topology(0, 3, 0, 2, 0, 2, False, "Open MPI's mpirun")),
+    "MPICH": (mpich(5, 6, 1, 2), Topology(5, 6, 1, 2, 2, 3, True, "MPICH's mpiexec")),
+    "torchrun": (torchrun(3, 4, 1, 2, 1, 2), Topology(3, 4, 1, 2, 1, 2, True, "torchrun")),
+    "srun, uneven hosts": (slurm(6, 7, 0, 3, "2(x3),1"), Topology(6, 7, 0, 1, 3, 4, False, "srun")),
+    "srun, not on every host": (slurm(5, 7, 1, 2, "2(x3),1"), Topology(5, 7, 1, 2, 2, 3, False, "srun")),
+    "srun, cyclic, host unlike block-wise": (slurm(1, 4, 0, 1, "2(x2)"), Topology(1, 4, 0, 2, 1, 2, True, "srun")),
+    "srun, cyclic, host like block-wise": (slurm(2, 8, 1, 0, "4(x2)"), Topology(2, 8, 1, 4, 0, 2, True, "srun")),
+    "sbatch script without srun": (SBATCH, Topology()),
+    "mpirun inside SLURM": ({**SBATCH, **open_mpi(1, 2, 1, 2)}, Topology(1, 2, 1, 2, 0, 1, True, "Open MPI's mpirun")),
+    "torchrun inside srun": (
+        {**slurm(1, 2, 0, 1, "1(x2)"), **torchrun(5, 8, 1, 4, 1, 2)},
+        Topology(5, 8, 1, 4, 1, 2, True, "torchrun"),
+    ),
+    "TF_CONFIG, chief comes first": (
+        tf_config("worker", 0, chief=["a:1"], worker=["b:1", "b:2"]),
+        Topology(1, 3, 0, 2, 1, 2, False, "TF_CONFIG"),
+    ),
+    "TF_CONFIG, same host": (
+        tf_config("worker", 1, worker=["localhost:1", "localhost:2"]),
+        Topology(1, 2, 1, 2, 0, 1, True, "TF_CONFIG"),
+    ),
+    "TF_CONFIG, two hosts": (
+        tf_config("worker", 1, worker=["a:1", "b:1"]),
+        Topology(1, 2, 0, 1, 1, 2, True, "TF_CONFIG"),
+    ),
+    "TF_CONFIG, no cluster": ({"TF_CONFIG": '{"cluster": {}, "task": {"type": "worker", "index": 0}}'}, Topology()),
+    "TF_CONFIG, empty": ({"TF_CONFIG": ""}, Topology()),
+    "launchers that agree": (
+        {**open_mpi(1, 2, 1, 2), **tf_config("worker", 1, worker=["a:1", "b:1"])},
+        Topology(1, 2, 1, 2, 0, 1, True, "Open MPI's mpirun"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("environ", "place"), PLACES.values(), ids=PLACES)
+def test_place(environ: dict[str, str], place: Topology) -> None:
+    assert detect(environ) == place
+
+
+def test_ranks_dealt_out_cyclically_each_have_a_place_of_their_own() -> None:
+    places = [detect(slurm(rank, 8, rank // 2, rank % 2, "4(x2)")) for rank in range(8)]
+    assert len({(place.local_rank, place.cross_rank) for place in places}) == 8
+
+
+CONTRADICTIONS = {
+    "two launchers": (
+        {**open_mpi(0, 2, 0, 2), **torchrun(0, 4, 0, 4, 0, 1)},
+        ("OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=2", "RANK=0", "WORLD_SIZE=4", "Unset"),
+    ),
+    "launcher and TF_CONFIG": (
+        {**mpich(0, 2, 0, 2), **tf_config("worker", 1, worker=["a:1", "b:1"])},
+        ("PMI_RANK=0", "TF_CONFIG (rank 1 of 2)"),
+    ),
+    "rank not below the size": (mpich(2, 2, 0, 2), ("PMI_RANK=2", "PMI_SIZE=2")),
+    "negative rank": (mpich(-1, 2, 0, 2), ("PMI_RANK=-1",)),
+    "local rank not below the local size": (open_mpi(1, 4, 2, 2), ("LOCAL_RANK=2", "LOCAL_SIZE=2")),
+    "more ranks on the host than in the job": (open_mpi(1, 2, 2, 3), ("LOCAL_SIZE=3", "WORLD_SIZE=2")),
+    "not a number": ({**open_mpi(0, 2, 0, 2), "OMPI_COMM_WORLD_RANK": "one"}, ("OMPI_COMM_WORLD_RANK='one'",)),
+    "no number": ({**open_mpi(0, 2, 0, 2), "OMPI_COMM_WORLD_SIZE": ""}, ("OMPI_COMM_WORLD_SIZE=''",)),
+    "tasks that do not add up": (
+        slurm(0, 5, 0, 0, "2(x2)"),
+        ("SLURM_STEP_TASKS_PER_NODE='2(x2)'", "SLURM_STEP_NUM_TASKS=5"),
+    ),
+    "tasks that cannot be read": (slurm(0, 2, 0, 0, "2x1"), ("SLURM_STEP_TASKS_PER_NODE='2x1'", "2(x3),1")),
+    "a host that is not listed": (slurm(0, 2, 0, 2, "1(x2)"), ("SLURM_NODEID=2", "SLURM_STEP_TASKS_PER_NODE")),
+    "a place the host does not have": (slurm(0, 2, 1, 0, "1(x2)"), ("SLURM_LOCALID=1", "SLURM_STEP_TASKS_PER_NODE")),
+    "TF_CONFIG is no JSON": ({"TF_CONFIG": "{"}, ("TF_CONFIG", "Expected JSON like")),
+    "TF_CONFIG has no task": ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, ("TF_CONFIG", "'task'")),
+    "TF_CONFIG's task is not listed": (tf_config("worker", 2, worker=["a:1", "b:1"]), ("worker:2", "worker:0")),
+    "TF_CONFIG's role does not train": (tf_config("ps", 0, worker=["a:1"], ps=["b:1"]), ("ps:0", "worker:0")),
+}
+
+
+@pytest.mark.parametrize(("environ", "named"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_contradiction_is_an_error_that_names_the_variables(environ: dict[str, str], named: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        detect(environ)
+    assert [text for text in named if text not in str(raised.value)] == []
