@@ -72,6 +72,7 @@ def _run_here(case: Callable[[], None]) -> str:
                 warnings.filterwarnings("ignore", text)
             case()
     except Exception:  # noqa: BLE001  (all that may go wrong is the result)
+        traceback.print_exc()  # The other ranks may never come to where results are gathered.
         return traceback.format_exc()
     return ""
 

@@ -198,6 +198,9 @@ def case_what_no_rank_can_mean_is_the_same_error_on_all(communicator: Communicat
     for text, collective in {
         "dtype complex64 cannot": lambda: communicator.allreduce(np.ones(2, np.complex64)),
         "dtype object cannot": lambda: communicator.allgather(np.array([None])),
+        "dtype <U1 cannot": lambda: communicator.broadcast("x"),
+        "dtype complex128 cannot": lambda: communicator.reducescatter(np.ones(4, complex)),
+        "dtype datetime64.* cannot": lambda: communicator.alltoall(np.zeros(size, "datetime64[s]")),
         rf"root={size} is not one of the {size} ranks": lambda: communicator.broadcast(1.0, size),
         "root=-1 is not": lambda: communicator.broadcast(1.0, -1),
         "a scalar has no rows to scatter": lambda: communicator.reducescatter(1.0),

@@ -73,10 +73,18 @@ class Running:
                     found.append(process)
         return found
 
+    def assert_nothing_runs(self, seconds=5):
+        """No process of the job is there after ``seconds``."""
+        end = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not left, [process.cmdline() for process in left]
+
     def assert_nothing_left(self, seconds=5):
         """No process of the job, and none of its directories, is there after ``seconds``."""
         end = time.monotonic() + seconds
-        while (left := self.processes() + self.directories()) and time.monotonic() < end:
+        self.assert_nothing_runs(seconds)
+        while (left := self.directories()) and time.monotonic() < end:
             time.sleep(0.1)
         assert not left
 

@@ -43,6 +43,11 @@ def test_progress_bars_are_recognisable():
     assert shown(frames, colour=True)[0].count(b"\x1b[K\r") == 2
 
 
+def test_progress_bars_that_begin_with_a_carriage_return():
+    frames = [Text(0, "out", "", "\r"), Text(0, "out", "1%", ""), Text(0, "out", "", "\r"), Text(0, "out", "2%")]
+    assert shown(frames)[0] == b"[0] 1%\r[0] 2%\n"
+
+
 def test_colour():
     assert shown([Text(1, "out", "a")], colour=True)[0] == b"\x1b[33m[1] \x1b[0ma\n"
 

@@ -170,6 +170,7 @@ def test_exception_names(traceback, name):
 
 def test_nothing_to_explain():
     assert explain(["-----", ""]) == ""
+    assert "does not say why" in verdict(reason=None, started=(), mpirun_code=1).lines[0]
 
 
 def test_stages():

@@ -112,7 +112,7 @@ CONTRADICTIONS = {
     ),
     "rank not below the size": (mpich(2, 2, 0, 2), ("PMI_RANK=2", "PMI_SIZE=2")),
     "negative rank": (mpich(-1, 2, 0, 2), ("PMI_RANK=-1",)),
-    "local rank not below the local size": (open_mpi(1, 4, 2, 2), ("LOCAL_RANK=2", "LOCAL_SIZE=2")),
+    "local rank not below the local size": (torchrun(1, 4, 2, 2, 0, 2), ("LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2")),
     "more ranks on the host than in the job": (open_mpi(1, 2, 2, 3), ("LOCAL_SIZE=3", "WORLD_SIZE=2")),
     "not a number": ({**open_mpi(0, 2, 0, 2), "OMPI_COMM_WORLD_RANK": "one"}, ("OMPI_COMM_WORLD_RANK='one'",)),
     "no number": ({**open_mpi(0, 2, 0, 2), "OMPI_COMM_WORLD_SIZE": ""}, ("OMPI_COMM_WORLD_SIZE=''",)),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from choros.keras.optimizer import DistributedOptimizer
 from choros.parallel.compression import Compression, Compressor
@@ -44,21 +46,28 @@ def load_model(
     objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
     model = keras.saving.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is not None:
-        model.optimizer = DistributedOptimizer(_bound(model.optimizer, model), compression=compression)
+        optimizer = _bound(model.optimizer, model, Path(filepath))
+        model.optimizer = DistributedOptimizer(optimizer, compression=compression)
     return model
 
 
-def _bound(optimizer: Any, model: Any) -> Any:
-    """The optimizer, made for the model's variables.
+def _bound(optimizer: Any, model: Any, path: Path) -> Any:
+    """The optimizer with its state, made for the model's variables.
 
-    Keras (3.15) restores the optimizer of an ``.h5`` file for variables that a sequential model then replaces,
-    so that it refuses to train it; its state is right, and in the same order.
+    Keras (3.15) builds the optimizer of an ``.h5`` file before a sequential model has its variables, and then
+    neither restores its state nor lets it train the model.
     """
-    known = {id(variable) for variable in optimizer._trainable_variables}
-    if not optimizer.built or all(id(variable) in known for variable in model.trainable_variables):
+    known = {id(variable) for variable in optimizer._trainable_variables} if optimizer.built else set()
+    if path.suffix not in (".h5", ".hdf5") or all(id(variable) in known for variable in model.trainable_variables):
         return optimizer
+    import h5py
+    from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
+
     bound = type(optimizer).from_config(optimizer.get_config())
     bound.build(model.trainable_variables)
-    for variable, restored in zip(bound.variables, optimizer.variables, strict=True):
-        variable.assign(restored)
+    with h5py.File(path) as file:
+        if "optimizer_weights" in file:
+            saved = load_optimizer_weights_from_hdf5_group(file)
+            for variable, value in zip(bound.variables, saved, strict=True):
+                variable.assign(np.asarray(value))
     return bound

@@ -50,8 +50,9 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
         root: whether we are root.
     """
     full = {**_without_ranks(environ), **mpirun.environment(), **job.environment, JOB: name}
-    for variable in _INTERFACE_VARIABLES if job.network_interfaces else ():
-        full.setdefault(variable, ",".join(job.network_interfaces))
+    interfaces = ",".join(job.network_interfaces)
+    for variable in _INTERFACE_VARIABLES if interfaces and "/" not in interfaces else ():
+        full.setdefault(variable, interfaces)
     elsewhere = bool(job.remote) or (not job.hosts and in_allocation(environ))
     forward = forwarded(full) if elsewhere else []
     words = [mpirun.path, *mpirun.flavour.arguments(job, session, root, forward)]

@@ -48,6 +48,8 @@ _ALL_CARRIERS = {
     signal.SIGKILL: signal.SIGURG,
 }
 
+#: Open MPI's daemons miss each other after half a minute; they would take eight.
+_KEEPALIVE = {"oob_tcp_keepalive_time": "10", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "4"}
 _HYDRA_CARRIERS = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGINT: signal.SIGALRM, signal.SIGTERM: signal.SIGALRM}
 
 
@@ -64,6 +66,7 @@ class OpenMpi5(Flavour):
         words += ["--prtemca", "prte_local_tmpdir_base", session]
         if job.remote:
             words += ["--prtemca", "plm_ssh_agent", " ".join(job.ssh.words())]
+            words += [word for name, value in _KEEPALIVE.items() for word in ("--prtemca", name, value)]
         if job.network_interfaces:
             interfaces = ",".join(job.network_interfaces)
             words += ["--prtemca", "prte_if_include", interfaces, "--mca", "btl_tcp_if_include", interfaces]
@@ -85,6 +88,7 @@ class OpenMpi4(Flavour):
         words += ["--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2"]
         if job.remote:
             words += ["--mca", "plm_rsh_agent", " ".join(job.ssh.words())]
+            words += [word for name, value in _KEEPALIVE.items() for word in ("--mca", name, value)]
         if job.network_interfaces:
             interfaces = ",".join(job.network_interfaces)
             words += ["--mca", "oob_tcp_if_include", interfaces, "--mca", "btl_tcp_if_include", interfaces]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["aborted_by_mpi", "explain", "lost_hosts"]
+__all__ = ["aborted_by_mpi", "explain", "lost_hosts", "met_shutdown"]
 
 #: What mpirun says → what it means.
 _KNOWN = {
@@ -54,3 +54,13 @@ def lost_hosts(messages: Iterable[str]) -> frozenset[str]:
     """
     found = (_LOST.search(line) for line in messages)
     return frozenset((match[1] or match[2]).rstrip(".,") for match in found if match is not None)
+
+
+def met_shutdown(traceback: str) -> bool:
+    """Whether a rank failed because it wanted to communicate with one that was ending.
+
+    Example:
+        >>> met_shutdown("choros.errors.MismatchError: …\\n  rank 0: barrier()\\n  rank 1: shutdown()")
+        True
+    """
+    return "MismatchError" in traceback and ": shutdown()" in traceback

@@ -91,7 +91,7 @@ _OPTIONS = (
     _option("Where", "-i", "--ssh-identity-file", metavar="FILE", help="The private key to show them."),
     _option("Where", "--ssh-command", metavar="PATH", help="What to call in ssh's place, as PATH host command..."),
     _option("Where", "--network-interfaces", "--network-interface", default="", metavar="NAME,...",
-            help="Talk through these interfaces only."),
+            help="Talk through these interfaces only: names that every host has, or networks like 10.0.0.0/24."),
     _option("Where", "--tcp", is_flag=True, help="Talk through TCP only, whatever faster network there is."),
     _option("Output", "--prefix-output/--no-prefix-output", default=None,
             help="Put [rank] in front of every line. Default: if there is more than one rank."),

@@ -51,6 +51,8 @@ class Screen:
         writer = (frame.rank, frame.stream)
         stream = self._streams[frame.stream]
         data = b""
+        if self._prefix and self._open != writer and (frame.text, frame.end) == ("", "\r"):
+            return  # back to the beginning of a line of which nothing stands there
         if self._prefix and self._open != writer:
             self.finish_line()
             data = self._label(frame.rank)

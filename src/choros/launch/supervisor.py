@@ -16,19 +16,18 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import subprocess
-import sys
 import time
 from base64 import b64decode
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from choros.launch import tether
 from choros.launch.command import Command
 from choros.launch.frames import MARK, Exit, Frame, Result, Start, Text, decode
 from choros.launch.inbox import SignalInbox
+from choros.launch.messages import met_shutdown
 from choros.launch.output import Output
+from choros.launch.process import MpirunProcess
 from choros.launch.stopping import Reason, Stage, stages
 
 __all__ = ["Limits", "Outcome", "supervise"]
@@ -36,7 +35,11 @@ __all__ = ["Limits", "Outcome", "supervise"]
 _MESSAGES = 400
 _PIPE_READ = 1 << 16
 _PATIENCE = 2.0
+#: A rank that has said its farewell may still have a framework to take down.
+_TO_END_BY_ITSELF = 1.0
 _TO_LET_GO = 3.0
+_TO_LISTEN = 1.0
+_LOOK_AROUND = 0.5
 
 
 @dataclass(frozen=True)
@@ -126,18 +129,10 @@ class _Supervisor:
         self._held_signals: list[signal.Signals] = []
         self._letting_go = False
         self._unfinished = {"out": b"", "err": b""}
-        self._mpirun = subprocess.Popen(
-            [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command.words],
-            env=dict(command.environ),
-            stdin=subprocess.PIPE if payload is not None else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
+        self._mpirun = MpirunProcess(command, stdin=payload is not None)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._mpirun.stdout or -1, selectors.EVENT_READ, "out")
-        self._selector.register(self._mpirun.stderr or -1, selectors.EVENT_READ, "err")
+        self._selector.register(self._mpirun.stdout, selectors.EVENT_READ, "out")
+        self._selector.register(self._mpirun.stderr, selectors.EVENT_READ, "err")
         self._selector.register(inbox, selectors.EVENT_READ, "signals")
 
     def run(self) -> Outcome:
@@ -146,19 +141,32 @@ class _Supervisor:
         if self._limits.run is not None:
             self._set_deadline("run", self._limits.run, lambda: self._stop(Reason.TIMEOUT))
         try:
-            while len(self._selector.get_map()) > 1:  # mpirun's pipes are open
+            while not self._mpirun.has_ended() and self._pipes_are_open():
                 self._turn()
+            self._listen_to_the_end()
         finally:
-            self._end_mpirun()
+            self._selector.close()
+            self._outcome.mpirun_code = self._mpirun.finish()
+        self._end_lost_ranks()
         for exit_ in self._outcome.exits.values():
             self._output.keep(exit_.rank, exit_.traceback)
         self._output.close()
         return self._outcome
 
+    def _pipes_are_open(self) -> bool:
+        return len(self._selector.get_map()) > 1
+
+    def _listen_to_the_end(self) -> None:
+        """mpirun is gone; what it wrote last is in its pipes, which an ssh client may hold open for minutes."""
+        self._deadlines.clear()
+        end = time.monotonic() + _TO_LISTEN
+        while self._pipes_are_open() and time.monotonic() < end:
+            self._turn()
+
     def _turn(self) -> None:
         now = time.monotonic()
-        waits = [max(0.0, when - now) for when, _ in self._deadlines.values()]
-        for key, _ in self._selector.select(min(waits, default=None)):
+        waits = [_LOOK_AROUND] + [max(0.0, when - now) for when, _ in self._deadlines.values()]
+        for key, _ in self._selector.select(min(waits)):
             if key.data == "signals":
                 for number in self._inbox.read():
                     self._on_signal(number)
@@ -211,8 +219,8 @@ class _Supervisor:
         self._outcome.started[frame.rank] = frame
         self._output.open(frame.rank)
         self._deadlines.pop("progress", None)
-        if frame.rank == 0 and self._payload is not None and self._mpirun.stdin is not None:
-            os.set_blocking(self._mpirun.stdin.fileno(), False)
+        if frame.rank == 0 and self._payload is not None:
+            os.set_blocking(self._mpirun.stdin, False)
             self._selector.register(self._mpirun.stdin, selectors.EVENT_WRITE, "payload")
         if len(self._outcome.started) == self._outcome.size:
             self._deadlines.pop("start", None)
@@ -225,6 +233,9 @@ class _Supervisor:
         self._outcome.exits[frame.rank] = frame
         if len(self._outcome.exits) == self._outcome.size:
             self._let_go()
+        elif frame.code != 0 and met_shutdown(frame.traceback):
+            # Whom it met is ending by itself, and its exit code tells why: let it.
+            self._set_deadline("failure", _TO_END_BY_ITSELF, lambda: self._stop(Reason.FAILURE))
         elif frame.code != 0:
             self._stop(Reason.FAILURE)
 
@@ -248,8 +259,8 @@ class _Supervisor:
                 self._send(number)
             return
         reason = Reason.INTERRUPT if number == signal.SIGINT else Reason.TERMINATE
-        if self._outcome.reason in (Reason.INTERRUPT, Reason.TERMINATE):
-            self._stages = self._stages[-1:]  # asked twice: by force
+        if self._outcome.reason is not None:  # we are at it already: by force, then
+            self._stages = self._stages[-1:]
             self._next_stage()
         else:
             self._stop(reason)
@@ -258,7 +269,7 @@ class _Supervisor:
         if self._outcome.reason is not None or self._letting_go:
             return
         self._outcome.reason = reason
-        for name in ("progress", "start", "run"):
+        for name in ("progress", "start", "run", "failure"):
             self._deadlines.pop(name, None)
         self._stages = stages(reason, self._limits.grace)
         if reason in (Reason.INTERRUPT, Reason.TERMINATE) and self._outcome.started:
@@ -289,34 +300,18 @@ class _Supervisor:
             self._terminate_mpirun()
 
     def _terminate_mpirun(self) -> None:
-        self._mpirun.send_signal(signal.SIGTERM)
-        self._set_deadline("mpirun", _TO_LET_GO, self._mpirun.kill)
+        self._mpirun.send(signal.SIGTERM)
+        self._set_deadline("mpirun", _TO_LET_GO, lambda: self._mpirun.send(signal.SIGKILL))
 
     def _send(self, number: signal.Signals) -> None:
         """Sends the ranks a signal, in the guise that mpirun passes on."""
         carrier = self._carriers.get(number)
         if carrier is not None:
-            self._mpirun.send_signal(carrier)
+            self._mpirun.send(carrier)
         elif number == signal.SIGKILL:
-            self._mpirun.send_signal(signal.SIGTERM)
+            self._mpirun.send(signal.SIGTERM)
         else:
             self._output.screen.say(f"chorosrun: this mpirun cannot pass {number.name} on; the ranks did not get it.")
-
-    def _end_mpirun(self) -> None:
-        """mpirun has closed its pipes, or we are leaving because of an error: make sure that it ends."""
-        for pipe in (self._mpirun.stdin, self._mpirun.stdout, self._mpirun.stderr):
-            if pipe is not None:
-                pipe.close()
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
-            if number is not None:
-                self._mpirun.send_signal(number)
-            try:
-                self._outcome.mpirun_code = self._mpirun.wait(_TO_LET_GO)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        self._selector.close()
-        self._end_lost_ranks()
 
     def _end_lost_ranks(self) -> None:
         """A rank whose wrapper could not report its end, because it was killed, may have left processes here."""
@@ -328,8 +323,5 @@ class _Supervisor:
                     continue
 
     def _say_starting(self) -> None:
-        self._output.screen.say(f"chorosrun: starting {_count(self._outcome.size, 'rank')} …")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+        ranks = "rank" if self._outcome.size == 1 else "ranks"
+        self._output.screen.say(f"chorosrun: starting {self._outcome.size} {ranks} …")

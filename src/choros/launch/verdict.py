@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from choros.errors import LaunchError
 from choros.launch.frames import Exit
-from choros.launch.messages import aborted_by_mpi, explain, lost_hosts
+from choros.launch.messages import aborted_by_mpi, explain, lost_hosts, met_shutdown
 from choros.launch.stopping import Reason
 from choros.launch.supervisor import Limits, Outcome
 
@@ -61,9 +61,13 @@ def judge(outcome: Outcome, limits: Limits) -> Verdict:
 
 
 def _causes_first(outcome: Outcome, failures: Sequence[Exit]) -> list[Exit]:
-    """In the order in which we heard of them, but for ranks that MPI ended because another had gone."""
+    """In the order in which we heard of them, but for ranks that failed because another had gone."""
     victims = aborted_by_mpi(outcome.messages)
-    return sorted(failures, key=lambda end: end.rank in victims and not end.traceback)
+
+    def is_consequence(end: Exit) -> bool:
+        return (end.rank in victims and not end.traceback) or met_shutdown(end.traceback)
+
+    return sorted(failures, key=is_consequence)
 
 
 def _failed(outcome: Outcome, failures: Sequence[Exit]) -> Verdict:
@@ -156,6 +160,8 @@ def _lost(outcome: Outcome, limits: Limits) -> Verdict:
         what = f"mpirun could not start {_ranks(missing)}"
         if outcome.reason is Reason.START_TIMEOUT:
             what = f"{_ranks(missing)} did not start within --start-timeout {limits.start:g} s"
+        elif not explain(outcome.messages):
+            what += " and does not say why. With --network-interfaces, every host needs interfaces of these names"
     elif unheard:
         lost = lost_hosts(outcome.messages)
         gone = [start for start in unheard if start.host in lost]

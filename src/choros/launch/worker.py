@@ -27,7 +27,6 @@ the wrapper looks twice a second whether mpirun is still its parent.
 
 from __future__ import annotations
 
-import base64
 import os
 import selectors
 import shutil
@@ -36,8 +35,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from choros.errors import ChorosError
@@ -45,12 +43,11 @@ from choros.launch.contract import CARRIED, RESULT_FD, Options
 from choros.launch.cores import share_of
 from choros.launch.directories import SESSION, VARIABLE, Directory, remove_stale, shared_memory
 from choros.launch.family import end_children, group_exists, signal_group
-from choros.launch.frames import Exit, Frame, Result, Start, Text, encode
-from choros.launch.holdback import HoldBack
-from choros.launch.lines import LineBuffer
+from choros.launch.frames import Exit, Frame, Start, encode
 from choros.launch.place import repairs
 from choros.launch.settings import rank_settings
 from choros.launch.tether import adopt_orphans, die_with_parent
+from choros.launch.transcript import ERR, OUT, RESULT, Transcript
 from choros.topology import Topology, detect
 
 __all__ = ["Wrapper", "main"]
@@ -61,17 +58,7 @@ _ORPHANS_GRACE = 0.5
 _ORPHANS_GRACE_AFTER_FAILURE = 0.1
 _LAST_WORDS = 0.1
 _REPEAT = 2.0
-_TAIL_LINES = 10
-_RESULT_PIECE = 3 << 14
 _PIPE_READ = 1 << 16
-
-
-@dataclass
-class _Stream:
-    """One pipe from the rank."""
-
-    name: str
-    lines: LineBuffer = field(default_factory=LineBuffer)
 
 
 class Wrapper:
@@ -88,8 +75,8 @@ class Wrapper:
         self._stopped = False
         self._reported = False
         self._released = False
-        self._hold = HoldBack()
-        self._tail: list[str] = []
+        self._early: list[int] = []
+        self._transcript = Transcript(place.rank)
         self._selector = selectors.DefaultSelector()
         self._last_words: float | None = None
         self._memory: Directory | None = None
@@ -139,7 +126,10 @@ class Wrapper:
         self._pass_on(meaning)
 
     def _pass_on(self, number: int) -> None:
-        if self._process is None or self._status is not None:
+        if self._process is None:
+            self._early.append(number)
+            return
+        if self._status is not None:
             return
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             self._stopped = True
@@ -175,10 +165,11 @@ class Wrapper:
         finally:
             if result_writer is not None:
                 os.close(result_writer)
-        for name, pipe in (("out", process.stdout), ("err", process.stderr)):
-            self._selector.register(pipe or -1, selectors.EVENT_READ, _Stream(name))
-        if result_reader is not None:
-            self._selector.register(result_reader, selectors.EVENT_READ, _Stream("result"))
+        for name, pipe in ((OUT, process.stdout), (ERR, process.stderr), (RESULT, result_reader)):
+            if pipe is not None:
+                self._selector.register(pipe, selectors.EVENT_READ, name)
+        for number in self._early:
+            self._pass_on(number)
         self._send(Start(self._place.rank, self._host, process.pid))
         return None
 
@@ -202,19 +193,21 @@ class Wrapper:
             now = time.monotonic()
             if end is not None and now >= end:
                 return
-            for key, _ in self._selector.select(min(_POLL, *self._waits(now))):
+            for key, _ in self._selector.select(min(self._waits(now))):
                 self._read(key)
             self._reap()
-            self._show_due(time.monotonic())
+            if self._status is None:
+                self._send_all(self._transcript.due(time.monotonic()))
             self._look_around()
 
     def _waits(self, now: float) -> list[float]:
-        waits = [self._hold.wait(now)] + [stream.lines.wait(now) for stream in self._streams()]
-        if self._last_words is not None:
+        waits = self._transcript.waits(now) if self._status is None else []
+        if self._last_words is not None and self._status is None:
             waits.append(max(0.0, self._last_words - now))
-        return [_POLL, *(wait for wait in waits if wait is not None)]
+        return [_POLL, *waits]
 
-    def _streams(self) -> list[_Stream]:
+    def _pipes(self) -> list[str]:
+        """The rank's pipes that are still open."""
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
     def _read(self, key: selectors.SelectorKey) -> None:
@@ -226,35 +219,7 @@ class Wrapper:
             return
         if not data:
             self._selector.unregister(key.fileobj)
-            self._show(key.data.name, key.data.lines.flush())
-        elif key.data.name == "result":
-            for start in range(0, len(data), _RESULT_PIECE):
-                piece = base64.b64encode(data[start : start + _RESULT_PIECE])
-                self._send(Result(self._place.rank, piece.decode("ascii")))
-        else:
-            self._show(key.data.name, key.data.lines.feed(data, time.monotonic()))
-
-    def _show(self, stream: str, lines: list[tuple[str, str]]) -> None:
-        now = time.monotonic()
-        for text, end in lines:
-            if stream == "out":
-                self._hold.alive(now)
-                self._send(Text(self._place.rank, stream, text, end))
-                continue
-            self._tail = [*self._tail[1 - _TAIL_LINES :], text]
-            if not self._hold.held and end != "\n":
-                self._send(Text(self._place.rank, stream, text, end))
-                continue
-            for line in self._hold.add(text, now):
-                self._send(Text(self._place.rank, stream, line))
-
-    def _show_due(self, now: float) -> None:
-        for stream in self._streams():
-            if stream.name == "out" or not self._hold.held:
-                self._show(stream.name, stream.lines.due(now))
-        if self._status is None:
-            for line in self._hold.due(now):
-                self._send(Text(self._place.rank, "err", line))
+        self._send_all(self._transcript.feed(key.data, data, time.monotonic()))
 
     def _reap(self) -> None:
         """Takes note of ended children: the rank, and orphans of its that are ours now."""
@@ -294,7 +259,7 @@ class Wrapper:
 
     def _drain(self) -> None:
         """Reads what is left in the pipes; nobody writes to them any more."""
-        self._serve(until=lambda: not self._streams(), timeout=1.0)
+        self._serve(until=lambda: not self._pipes(), timeout=1.0)
 
     def _report(self, problem: str | None) -> Exit:
         if problem is not None:
@@ -307,11 +272,15 @@ class Wrapper:
             code=status if status >= 0 else 128 - status,
             signal=max(0, -status),
             stopped=self._stopped,
-            traceback="\n".join(self._hold.held),
-            shown=self._hold.shown,
-            tail="\n".join(self._tail),
+            traceback=self._transcript.traceback,
+            shown=self._transcript.shown,
+            tail=self._transcript.tail,
             seconds=round(time.monotonic() - self._began, 3),
         )
+
+    def _send_all(self, frames: Iterable[Frame]) -> None:
+        for frame in frames:
+            self._send(frame)
 
     def _send(self, frame: Frame) -> None:
         """Writes a frame to mpirun; if nobody reads any more, the job is over."""

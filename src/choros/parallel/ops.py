@@ -54,9 +54,13 @@ def allreduce(
         value = float(value)
 
     def reduce(host: Array) -> Array:
-        wire = host if host.dtype == BFLOAT16 else host.astype(compression.wire_dtype(host.dtype), copy=False)
-        reduced = communicator.allreduce(_scaled(wire, prescale_factor), op, name=name or "")
-        return _scaled(reduced, postscale_factor).astype(host.dtype, copy=False)
+        wire = host.dtype if host.dtype == BFLOAT16 else compression.wire_dtype(host.dtype)
+        factor, wire_op = prescale_factor, op
+        if op is ReduceOp.AVERAGE and wire != host.dtype:
+            # Divided before it is made small: the sum need not fit what travels.
+            factor, wire_op = prescale_factor / communicator.size, ReduceOp.SUM
+        reduced = communicator.allreduce(_scaled(host, factor).astype(wire, copy=False), wire_op, name=name or "")
+        return _scaled(reduced.astype(host.dtype, copy=False), postscale_factor)
 
     return _call(reduce, value, lambda spec: spec.shape)
 

@@ -25,7 +25,8 @@ class Environment:
     """The variables in which one launcher tells a process its place.
 
     ``rank`` and ``size`` are always set by the launcher; the others may be missing. ``tasks_per_host`` is
-    SLURM's list of ranks on each host (``2(x3),1``), ``host_rank`` and ``host_count`` count hosts.
+    SLURM's list of ranks on each host (``2(x3),1``), ``host_rank`` and ``host_count`` count hosts. Without
+    ``tells_local_size`` the launcher's number of ranks on a host is not to be relied on; the engine finds it out.
     """
 
     launcher: str
@@ -36,6 +37,7 @@ class Environment:
     host_rank: str = ""
     host_count: str = ""
     tasks_per_host: str = ""
+    tells_local_size: bool = True
 
     def read(self, environ: Environ) -> Topology | None:
         """The place ``environ`` gives, ``None`` if this launcher did not start the process."""
@@ -51,6 +53,8 @@ class Environment:
             return self._from_tasks_per_host(environ, rank, size)
         local_rank = _integer(environ, self.local_rank, default=0)
         local_size = _integer(environ, self.local_size, default=1)
+        if not self.tells_local_size:
+            local_size = max(local_size, local_rank + 1)
         if not 0 <= local_rank < local_size <= size:
             raise ConfigError(
                 f"{self.local_rank}={local_rank}, {self.local_size}={local_size} and {self.size}={size} "
@@ -96,6 +100,7 @@ OPEN_MPI = Environment(
     size="OMPI_COMM_WORLD_SIZE",
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
     local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    tells_local_size=False,  # Open MPI 5 gives ranks on unequal hosts one and the same.
 )
 MPICH = Environment(
     "MPICH's mpiexec",
