@@ -50,3 +50,10 @@ def test_results_come_in_pieces():
     frames = list(Transcript(1).feed(RESULT, b"x" * 100_000, 0.0))
     assert len(frames) == 3
     assert all(isinstance(frame, Result) for frame in frames)
+
+
+def test_a_message_of_several_lines_is_one_with_its_traceback():
+    script = Transcript(0)
+    list(script.feed(ERR, TRACEBACK + b"more\nand more\n", 0.0))
+    assert list(script.due(2.5)) == []
+    assert script.traceback.endswith("and more")

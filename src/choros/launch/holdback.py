@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 __all__ = ["HoldBack"]
 
 _BEGINNINGS = ("Traceback (most recent call last):", "  + Exception Group Traceback (most recent call last):")
+#: Lines that follow each other faster are one message: many exceptions say more than a line.
+_ONE_BREATH = 0.2
 #: A rank that keeps writing after a traceback is alive.
 _AFTER_MORE_OUTPUT = 1.0
 #: One that is silent may be shutting down, which takes a framework its time.
@@ -38,6 +40,7 @@ class HoldBack:
     shown: bool = False
     _deadline: float = 0.0
     _ended: bool = False
+    _last: float = 0.0
 
     def add(self, line: str, now: float) -> list[str]:
         """Takes a line; returns the lines to show now."""
@@ -46,7 +49,9 @@ class HoldBack:
                 return [line]
             self._ended, self.shown = False, False
         self.held.append(line)
-        self._deadline = now + (_AFTER_MORE_OUTPUT if self._ended else _AFTER_SILENCE)
+        goes_on = self._ended and now - self._last > _ONE_BREATH
+        self._deadline = now + (_AFTER_MORE_OUTPUT if goes_on else _AFTER_SILENCE)
+        self._last = now
         self._note_end(line)
         return []
 
