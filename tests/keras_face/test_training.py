@@ -13,26 +13,13 @@ CORE = (
     "case_ranks_with_other_numbers_of_batches",
     "case_process_set_trains_its_members_only",
 )
-#: Keras hands all kinds of data to JAX as the NumPy batches that it makes of a PyDataset, which is tried; each of
-#: these would only compile the same step once more, the slowest thing that the suite does.
-LEFT_OUT_ON_JAX = (
-    "case_shard_of_a_torch_data_loader",
-    "case_shard_of_a_torch_stream",
-    "case_shard_of_grain",
-    "case_shard_of_tf_data",
-)
-CASES = {
-    framework: tuple(case for case in case_names(MODULE) if framework != "jax" or case not in LEFT_OUT_ON_JAX)
-    for framework in FRAMEWORKS
-}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("framework", "case"), [(framework, case) for framework, cases in CASES.items() for case in cases]
-)
-def test_two_ranks(framework: str, case: str) -> None:
-    check_case(MODULE, 2, case, framework, CASES[framework])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("case", case_names(MODULE))
+def test_two_ranks(case: str, framework: str) -> None:
+    check_case(MODULE, 2, case, framework)
 
 
 @pytest.mark.timeout(300)
