@@ -17,10 +17,19 @@ is_homogeneous is_initialized local_rank local_size rank remove_process_set run 
 """
 
 CHOROS_KERAS = """
+Average Compression DiLoCoCallback DistributedOptimizer LocalSGDCallback Max Min ProcessSet Product Sum
+add_process_set allgather allgather_object allreduce alltoall barrier broadcast broadcast_global_variables
+broadcast_object broadcast_variables callbacks cross_rank cross_size global_process_set init is_homogeneous
+is_initialized load_model local_rank local_size pin_device rank reducescatter remove_process_set shard shard_range
+shutdown size
+"""
+
+CHOROS_TORCH = """
 Average Compression DistributedOptimizer Max Min ProcessSet Product Sum add_process_set allgather allgather_object
-allreduce alltoall barrier broadcast broadcast_global_variables broadcast_object broadcast_variables callbacks
-cross_rank cross_size global_process_set init is_homogeneous is_initialized load_model local_rank local_size
-pin_device rank reducescatter remove_process_set shard shard_range shutdown size
+allreduce allreduce_ allreduce_async allreduce_async_ alltoall barrier broadcast broadcast_ broadcast_object
+broadcast_optimizer_state broadcast_parameters cross_rank cross_size global_process_set grouped_allreduce init
+is_homogeneous is_initialized join local_rank local_size poll rank reducescatter remove_process_set shard_range
+shutdown size synchronize
 """
 
 
@@ -37,6 +46,14 @@ def test_choros_keras() -> None:
     environ = {**os.environ, "KERAS_BACKEND": FRAMEWORKS[-1]}
     done = subprocess.run([sys.executable, "-c", script], env=environ, check=True, stdout=subprocess.PIPE, timeout=100)
     assert json.loads(done.stdout) == [CHOROS_KERAS.split(), []]
+
+
+def test_choros_torch() -> None:
+    pytest.importorskip("torch")
+    import choros.torch as hvd
+
+    assert hvd.__all__ == CHOROS_TORCH.split()
+    assert [name for name in hvd.__all__ if not hasattr(hvd, name)] == []
 
 
 def test_what_choros_does_not_have_is_an_attribute_error() -> None:

@@ -6,6 +6,7 @@ its mind half-way. ``chorosrun`` forwards them to every rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -34,11 +35,42 @@ class Variable:
 ENGINE = Variable(
     "CHOROS_ENGINE",
     "auto",
-    ("auto", "local", "mpi"),
-    "the engine that moves bytes: auto takes local for one rank and mpi for more.",
+    ("auto", "local", "mpi", "torch", "xla"),
+    "the engine that moves bytes: auto takes local for one rank, mpi for ranks that MPI knows, torch for others.",
 )
 
-VARIABLES: tuple[Variable, ...] = (ENGINE,)
+AUTOTUNE = Variable(
+    "CHOROS_AUTOTUNE",
+    "0",
+    ("0", "1"),
+    "whether ranks measure, when they start, which sizes of messages are fastest here.",
+)
+OVERLAP = Variable(
+    "CHOROS_OVERLAP",
+    "auto",
+    ("auto", "0", "1"),
+    "whether gradients are exchanged while the backward pass still runs: auto does so on accelerators.",
+)
+ALLOCATOR = Variable(
+    "CHOROS_ALLOCATOR",
+    "glibc",
+    ("glibc", "jemalloc", "tcmalloc", "system"),
+    "what gives ranks their memory: glibc is told to keep its pages, system is left as it is.",
+)
+LOG_LEVEL = Variable(
+    "CHOROS_LOG_LEVEL",
+    "WARNING",
+    ("DEBUG", "INFO", "WARNING", "ERROR"),
+    "what is said on standard error: INFO tells which engine was taken and why. chorosrun --verbose sets it to INFO.",
+)
+START_TIMEOUT = Variable(
+    "CHOROS_START_TIMEOUT",
+    "300",
+    (),
+    "the seconds that ranks started without MPI may take to meet.",
+)
+
+VARIABLES: tuple[Variable, ...] = (ENGINE, AUTOTUNE, OVERLAP, ALLOCATOR, LOG_LEVEL, START_TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -51,8 +83,30 @@ class Config:
     """
 
     engine: str
+    autotune: bool
+    overlap: bool | None
+    log_level: str
+    start_timeout: float
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
         """Reads ``environ``; a ``ConfigError`` names the first variable whose value cannot be meant."""
-        return cls(engine=ENGINE.read(environ))
+        overlap = OVERLAP.read(environ)
+        return cls(
+            engine=ENGINE.read(environ),
+            autotune=AUTOTUNE.read(environ) == "1",
+            overlap=None if overlap == "auto" else overlap == "1",
+            log_level=LOG_LEVEL.read(environ),
+            start_timeout=_seconds(START_TIMEOUT, environ),
+        )
+
+
+def _seconds(variable: Variable, environ: Mapping[str, str]) -> float:
+    text = variable.read(environ)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{variable.name}={text!r} is not a number of seconds above 0. It is {variable.help}")
+    return seconds

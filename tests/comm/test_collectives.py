@@ -5,6 +5,7 @@ import pytest
 from comm.engines import ALONE, TOGETHER, check
 from harness import case_names
 
+pytestmark = pytest.mark.timeout(300)
 COLLECTIVES = "comm.collective_cases"
 MISMATCHES = "comm.mismatch_cases"
 

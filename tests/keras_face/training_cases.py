@@ -12,12 +12,14 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import keras
 import numpy as np
 import pytest
 
 import choros.keras as hvd
+from choros.keras.optimizer import synchronizer_of
 
 BACKEND = keras.backend.backend()
 FEATURES, CLASSES, BATCH = 8, 3, 16
@@ -477,6 +479,14 @@ def case_groups_of_variables():
     fit(model, hvd.shard(data(), batch_size=BATCH))
     expected, _ = reference("sgd")
     assert_same_weights(model, expected)
+
+
+def case_gradients_sent_during_the_backward_pass():
+    with patch.dict(os.environ, {"CHOROS_OVERLAP": "1"}), patch("choros.keras.optimizer.BUCKET_BYTES", 256):
+        check_transparent("adam", UNEVEN, hvd.shard(data(), batch_size=BATCH))
+        wide = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    three = (((64,), np.dtype("float32")),) * 3
+    assert synchronizer_of(wide).reducer.config.bucket_indices(three) == [(2,), (1,), (0,)]
 
 
 def case_fp16_compression_is_close():

@@ -125,6 +125,10 @@ CONTRADICTIONS = {
     "a place the host does not have": (slurm(0, 2, 1, 0, "1(x2)"), ("SLURM_LOCALID=1", "SLURM_STEP_TASKS_PER_NODE")),
     "TF_CONFIG is no JSON": ({"TF_CONFIG": "{"}, ("TF_CONFIG", "Expected JSON like")),
     "TF_CONFIG has no task": ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, ("TF_CONFIG", "'task'")),
+    "TF_CONFIG's addresses are no list": (
+        {"TF_CONFIG": '{"cluster": {"worker": "a:1"}, "task": {"type": "worker", "index": 0}}'},
+        ("cluster['worker'] is 'a:1', not a list of addresses", "Expected JSON like"),
+    ),
     "TF_CONFIG's task is not listed": (tf_config("worker", 2, worker=["a:1", "b:1"]), ("worker:2", "worker:0")),
     "TF_CONFIG's role does not train": (tf_config("ps", 0, worker=["a:1"], ps=["b:1"]), ("ps:0", "worker:0")),
 }

@@ -7,15 +7,19 @@ primitives, the abstract methods at the end.
 
 from __future__ import annotations
 
+import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar, final
+from typing import Any, ClassVar, ParamSpec, Self, TypeVar, final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from choros.comm.reduction import ReduceOp, check_dtype, from_working, to_working, working_op
+from choros.comm.fusion import PIECE_BYTES, Bucket, Layout, Piece, pack, plan_fusion, views
+from choros.comm.memory import aligned_empty
+from choros.comm.reduction import ReduceOp, check_dtype, from_working, working_dtype, working_op
 from choros.comm.request import Request, caller, mismatch_text
 from choros.comm.work import Work, WorkQueue
 from choros.errors import ConfigError, MismatchError
@@ -26,6 +30,8 @@ __all__ = ["SHUTDOWN", "Communicator"]
 P = ParamSpec("P")
 T = TypeVar("T")
 Array = NDArray[Any]
+#: A dtype and a shape.
+Kind = tuple[np.dtype[np.generic], tuple[int, ...]]
 
 #: What a rank asks for when it ends: meets no other collective, so ranks that still call one learn of it.
 SHUTDOWN = Request("shutdown")
@@ -44,29 +50,41 @@ class Communicator(ABC):
         size: the number of members.
         ranks: the members' global ranks, ascending.
         collectives: how many collectives this process has taken part in.
+        piece_bytes: arrays travel in pieces of at most so many bytes.
+        moves_tensors: whether torch's tensors on the CPU are moved as they are, too.
+        bytes_sent: how many bytes of arrays it has brought to them: what a compression makes smaller.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], queue: WorkQueue) -> None:
+    moves_tensors: ClassVar[bool] = False
+
+    def __init__(self, rank: int, ranks: Sequence[int], queue: WorkQueue, piece_bytes: int = PIECE_BYTES) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.collectives = 0
+        self.bytes_sent = 0
+        self.piece_bytes = piece_bytes
         self._queue = queue
         self._over = ""
+        self._scratch: NDArray[np.uint8] | None = None
 
     # ── collectives ──────────────────────────────────────────────────────────────────────────────
 
     @final
-    def allreduce(self, array: ArrayLike, op: ReduceOp = ReduceOp.AVERAGE, *, name: str = "") -> Array:
+    def allreduce(
+        self, array: ArrayLike, op: ReduceOp = ReduceOp.AVERAGE, *, name: str = "", out: Array | None = None
+    ) -> Array:
         """Reduces ``array`` over all ranks; every rank gets the result.
 
         Args:
             array: any shape, including scalars and 0 elements; the same shape and dtype on every rank.
             op: how values are combined.
             name: shown in errors; ranks that give different names mismatch.
+            out: where the result goes: contiguous, of the same shape and dtype; may be ``array`` itself. An array
+                from ``empty`` that is reduced into itself moves no byte more than it must.
 
         Returns:
-            An array of the same shape and dtype.
+            ``out``, or a new array of the same shape and dtype.
 
         Raises:
             MismatchError: ranks called it differently.
@@ -77,7 +95,20 @@ class Communicator(ABC):
             >>> LocalCommunicator().allreduce([1.0, 2.0])
             array([1., 2.])
         """
-        return self._allreduce_all("allreduce", [np.asarray(array)], op, name)[0]
+        source = np.asarray(array)
+        if out is None:
+            return self._allreduce_all("allreduce", [source], op, name)[0]
+        in_place = out is source and (self.size == 1 or self._is_registered(out))
+        if not in_place or working_dtype(out.dtype) != out.dtype:
+            return self._allreduce_all("allreduce", [source], op, name, [out])[0]
+        with self.turn():
+            problem = _problem(out.dtype, op) or _problem_of_out(source, out)
+            self.agree(_request("allreduce in place", op, ((out.dtype, out.shape),), name), problem=problem)
+            flat = out.reshape(-1)
+            self.reduce_in_place(flat, working_op(out.dtype, op))
+            if op is ReduceOp.AVERAGE:
+                from_working(flat, flat, op, self.size)
+        return out
 
     @final
     def grouped_allreduce(
@@ -85,6 +116,32 @@ class Communicator(ABC):
     ) -> list[Array]:
         """``allreduce`` of several arrays, checked with one control message for all of them."""
         return self._allreduce_all("grouped_allreduce", [np.asarray(array) for array in arrays], op, name)
+
+    @final
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
+        """A new array in the memory that this engine reduces fastest; every rank must call it.
+
+        On the mpi engine ranks of one host share that memory: ``allreduce(array, out=array)`` then needs no copy.
+        It is given back when the communicator is closed, as by ``shutdown()``; do not touch the array after that.
+
+        Args:
+            shape: the same on every rank; values are whatever lay there.
+            dtype: likewise.
+
+        Example:
+            >>> from choros.comm.engines.local import LocalCommunicator
+            >>> communicator = LocalCommunicator()
+            >>> array = communicator.empty((2, 3))
+            >>> array.fill(1)
+            >>> float(communicator.allreduce(array, out=array).sum())
+            6.0
+        """
+        dtype = np.dtype(dtype)
+        dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
+        with self.turn():
+            self.agree(Request("empty", f"dtype={dtype}, shape={dimensions}"))
+            memory = self._allocate(max(1, math.prod(dimensions) * dtype.itemsize))
+        return memory[: math.prod(dimensions) * dtype.itemsize].view(dtype).reshape(dimensions)
 
     @final
     def allgather(self, array: ArrayLike, *, name: str = "") -> Array:
@@ -100,9 +157,9 @@ class Communicator(ABC):
         rows = np.atleast_1d(np.asarray(array))
         request = Request("allgather", f"dtype={rows.dtype}, shape=(any, {_inner(rows)})", name)
         with self.turn():
-            extents = self.agree(request, extent=len(rows), problem=_problem(rows))
+            extents = self.agree(request, extent=len(rows), problem=_problem(rows.dtype))
             row_bytes = rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
-            received = self._allgather(_bytes(rows), [extent * row_bytes for extent in extents])
+            received = self.gather_bytes(_bytes(rows), [extent * row_bytes for extent in extents])
         return received.view(rows.dtype).reshape(sum(extents), *rows.shape[1:])
 
     @final
@@ -116,12 +173,13 @@ class Communicator(ABC):
         """
         source = np.asarray(array)
         request = Request("broadcast", f"root={root}, dtype={source.dtype}, shape={source.shape}", name)
-        problem = _problem(source)
+        problem = _problem(source.dtype)
         if not 0 <= root < self.size:
             problem = ConfigError(f"broadcast: root={root} is not one of the {self.size} ranks 0 … {self.size - 1}.")
         with self.turn():
             self.agree(request, problem=problem)
             buffer = source.flatten()
+            self.bytes_sent += buffer.nbytes if root == self.rank else 0
             self._broadcast(buffer.view(np.uint8), root)
         return buffer.reshape(source.shape)
 
@@ -138,7 +196,7 @@ class Communicator(ABC):
         """
         rows = np.asarray(array)
         request = Request("reducescatter", f"op={op.value}, dtype={rows.dtype}, shape={rows.shape}", name)
-        problem = _problem(rows, op)
+        problem = _problem(rows.dtype, op)
         if rows.ndim == 0:
             problem = ConfigError("reducescatter: a scalar has no rows to scatter; give it at least one dimension.")
         with self.turn():
@@ -146,9 +204,14 @@ class Communicator(ABC):
             row_items = int(np.prod(rows.shape[1:], dtype=np.int64))
             shares = [shard_range(len(rows), rank, self.size) for rank in range(self.size)]
             counts = [(end - start) * row_items for start, end in shares]
-            working = self._reducescatter(to_working(rows), counts, working_op(rows.dtype, op))
+            working = np.empty(rows.size, working_dtype(rows.dtype))
+            np.copyto(working, _flat(rows))
+            self.bytes_sent += working.nbytes
+            working = self._reducescatter(working, counts, working_op(rows.dtype, op))
         start, end = shares[self.rank]
-        return from_working(working, rows.dtype, op, self.size).reshape(end - start, *rows.shape[1:])
+        result = np.empty((end - start, *rows.shape[1:]), rows.dtype)
+        from_working(working, result.reshape(-1), op, self.size)
+        return result
 
     @final
     def alltoall(
@@ -168,11 +231,11 @@ class Communicator(ABC):
         request = Request("alltoall", f"dtype={rows.dtype}, shape=(any, {_inner(rows)})", name)
         with self.turn():
             counts, problem = _splits(rows, splits, self.size)
-            self.agree(request, problem=problem or _problem(rows))
+            self.agree(request, problem=problem or _problem(rows.dtype))
             eights = [counts.itemsize] * self.size
             received_counts = self._alltoall(counts.view(np.uint8), eights, eights).view(np.int64)
             row_bytes = rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
-            received = self._alltoall(
+            received = self.deal_bytes(
                 _bytes(rows),
                 [int(count) * row_bytes for count in counts],
                 [int(count) * row_bytes for count in received_counts],
@@ -202,7 +265,7 @@ class Communicator(ABC):
         return self._queue.submit(collective, *args, **kwargs)
 
     @final
-    def split(self, ranks: Sequence[int]) -> Communicator | None:
+    def split(self, ranks: Sequence[int]) -> Self | None:
         """A communicator of some members only; every member must call it.
 
         Args:
@@ -219,6 +282,20 @@ class Communicator(ABC):
         with self.turn():
             self.agree(Request("split", f"ranks={chosen}"), problem=problem)
             return self._split(chosen)
+
+    @final
+    def only(self, ranks: Sequence[int]) -> Self:
+        """``split`` in place of this communicator, which is closed; its members count as all ranks there are.
+
+        Raises:
+            ConfigError: this rank is not among them.
+        """
+        members = self.split(ranks)
+        self.close()
+        if members is None:
+            raise ConfigError(f"init(comm={list(ranks)}) was called on rank {self.rank}, which is not in the list.")
+        members.ranks = tuple(range(members.size))
+        return members
 
     # ── building blocks ──────────────────────────────────────────────────────────────────────────
 
@@ -245,17 +322,20 @@ class Communicator(ABC):
         self.collectives += 1
         if problem is not None:
             request = Request(request.collective, f"refused: {problem}", request.name)
-        table = self._exchange(np.array([request.digest, extent], np.int64))
-        agreed = bool((table[:, 0] == request.digest).all())
-        comparison = "" if agreed else self._compare(request)
-        if SHUTDOWN.digest in table[:, 0]:
+        # Plain integers: this runs in every step, and for some ranks they are compared faster than arrays.
+        told: list[list[int]] = self._exchange(np.array((request.digest, extent), np.int64)).tolist()
+        for digest, _ in told:
+            if digest != request.digest:
+                break
+        else:
+            if problem is not None:
+                raise problem
+            return [extent for _, extent in told]
+        comparison = self._compare(request)
+        if any(digest == SHUTDOWN.digest for digest, _ in told):
             # A rank has left: whoever waited for it again would wait for ever.
             self._over = comparison
-        if problem is not None:
-            raise problem
-        if not agreed:
-            raise MismatchError(comparison)
-        return [int(value) for value in table[:, 1]]
+        raise problem or MismatchError(comparison)
 
     @final
     def reduce_in_place(self, buffer: Array, op: ReduceOp) -> None:
@@ -265,19 +345,86 @@ class Communicator(ABC):
             buffer: of a dtype engines reduce themselves: not bool, not bfloat16.
             op: anything but ``AVERAGE``.
         """
+        self.bytes_sent += buffer.nbytes
         self._allreduce(buffer, op)
 
-    def _allreduce_all(self, collective: str, arrays: list[Array], op: ReduceOp, name: str) -> list[Array]:
-        each = "; ".join(f"dtype={array.dtype}, shape={array.shape}" for array in arrays)
-        problems = [problem for array in arrays if (problem := _problem(array, op))]
+    @final
+    def reduce_pieces(
+        self,
+        bucket: Bucket,
+        op: ReduceOp,
+        fill: Callable[[Piece, Array], None],
+        empty: Callable[[Array, Piece], None],
+    ) -> None:
+        """Reduces what ``fill`` writes and ``empty`` reads, piece by piece, in memory that is fast to reduce.
+
+        Unchecked: call it inside a ``turn`` after ``agree``.
+
+        Args:
+            bucket: planned with this communicator's ``piece_bytes``; the same on every rank.
+            op: anything but ``AVERAGE``.
+            fill: writes a piece to the given message.
+            empty: reads its result from the given message.
+        """
+        for piece in bucket.pieces:
+            message = self._stage()[: (piece.stop - piece.start) * bucket.wire.itemsize].view(bucket.wire)
+            fill(piece, message)
+            self.reduce_in_place(message, op)
+            empty(message, piece)
+
+    @final
+    def gather_bytes(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
+        """Concatenates the ranks' bytes, unchecked: call it inside a ``turn`` after ``agree``.
+
+        Args:
+            send: this rank's.
+            counts: how many bytes each rank brings.
+        """
+        self.bytes_sent += send.nbytes
+        return self._allgather(send, counts)
+
+    @final
+    def deal_bytes(
+        self, send: NDArray[np.uint8], send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> NDArray[np.uint8]:
+        """Sends ``send_counts[i]`` bytes to rank ``i`` and concatenates ``receive_counts[i]`` from each.
+
+        Unchecked: call it inside a ``turn`` after ``agree``.
+        """
+        self.bytes_sent += send.nbytes
+        return self._alltoall(send, send_counts, receive_counts)
+
+    def _allreduce_all(
+        self, collective: str, arrays: list[Array], op: ReduceOp, name: str, outs: list[Array] | None = None
+    ) -> list[Array]:
+        kinds = tuple([(array.dtype, array.shape) for array in arrays])
+        request = _request(collective, op, kinds, name)
+        problems = [problem for dtype in {dtype for dtype, _ in kinds} if (problem := _problem(dtype, op))]
+        problems += [problem for pair in zip(arrays, outs or (), strict=False) if (problem := _problem_of_out(*pair))]
         with self.turn():
-            self.agree(Request(collective, f"op={op.value}, {each}", name), problem=next(iter(problems), None))
-            results = []
-            for array in arrays:
-                working = to_working(array)
-                self.reduce_in_place(working, working_op(array.dtype, op))
-                results.append(from_working(working, array.dtype, op, self.size).reshape(array.shape))
+            self.agree(request, problem=next(iter(problems), None))
+            flats = [_flat(array) for array in arrays]
+            results = list(outs or arrays)
+            layout, buckets = _plan(kinds, self.piece_bytes)
+            for bucket in buckets:
+                flat = aligned_empty((bucket.size,), bucket.dtype) if outs is None else outs[0].reshape(-1)
+
+                def fill(piece: Piece, message: Array) -> None:
+                    pack(piece, flats, message)
+
+                def empty(message: Array, piece: Piece, flat: Array = flat) -> None:
+                    from_working(message, flat[piece.start : piece.stop], op, self.size)
+
+                self.reduce_pieces(bucket, working_op(bucket.dtype, op), fill, empty)
+                if outs is None:
+                    views(bucket, flat, layout, results)
         return results
+
+    def _stage(self) -> NDArray[np.uint8]:
+        """Where pieces are packed; asked for once, and again if pieces become larger."""
+        if self._scratch is None or self._scratch.nbytes < self.piece_bytes:
+            self._scratch = self._allocate(self.piece_bytes)
+        return self._scratch
 
     def _compare(self, request: Request) -> str:
         text = str(request) if request == SHUTDOWN else f"{request} at {caller()}"
@@ -316,8 +463,17 @@ class Communicator(ABC):
     ) -> NDArray[np.uint8]:
         """Sends ``send_counts[i]`` bytes to rank ``i`` and concatenates ``receive_counts[i]`` from each."""
 
+    def _allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """``nbytes`` bytes that ``_allreduce`` is fast on; called by all members alike."""
+        return aligned_empty((nbytes,), np.dtype(np.uint8))
+
+    def _is_registered(self, buffer: Array) -> bool:
+        """Whether ``buffer`` lies in memory from ``_allocate`` that ``_allreduce`` treats in another way."""
+        del buffer
+        return False
+
     @abstractmethod
-    def _split(self, ranks: Sequence[int]) -> Communicator | None:
+    def _split(self, ranks: Sequence[int]) -> Self | None:
         """The communicator of the members ``ranks``; called by all members."""
 
     @abstractmethod
@@ -329,13 +485,38 @@ def _bytes(array: Array) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+def _flat(array: Array) -> Array:
+    flat = array.reshape(-1)
+    return flat.view(np.uint8) if flat.dtype == np.bool_ else flat
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(kinds: tuple[Kind, ...], piece_bytes: int) -> tuple[Layout, tuple[Bucket, ...]]:
+    """Kept, as are requests. Arrays of one dtype travel together."""
+    layout = tuple((shape, dtype) for dtype, shape in kinds)
+    return layout, plan_fusion(layout, [range(len(layout))], working_dtype, piece_bytes)
+
+
+@functools.lru_cache(maxsize=256)
+def _request(collective: str, op: ReduceOp, kinds: tuple[Kind, ...], name: str) -> Request:
+    """Kept, as most requests are made every step; so is their digest."""
+    each = "; ".join(f"dtype={dtype}, shape={shape}" for dtype, shape in kinds)
+    return Request(collective, f"op={op.value}, {each}", name)
+
+
+def _problem_of_out(array: Array, out: Array) -> ConfigError | None:
+    if (out.shape, out.dtype) == (array.shape, array.dtype) and out.flags.c_contiguous and out.flags.writeable:
+        return None
+    return ConfigError(f"out must be a writable, contiguous array of dtype {array.dtype} and shape {array.shape}.")
+
+
 def _inner(rows: Array) -> str:
     return ", ".join(map(str, rows.shape[1:]))
 
 
-def _problem(array: Array, op: ReduceOp | None = None) -> ConfigError | None:
+def _problem(dtype: np.dtype[np.generic], op: ReduceOp | None = None) -> ConfigError | None:
     try:
-        check_dtype(array.dtype, op)
+        check_dtype(dtype, op)
     except ConfigError as error:
         return error
     return None

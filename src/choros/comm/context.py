@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +14,9 @@ from typing import Any
 
 from choros.comm.communicator import SHUTDOWN, Communicator
 from choros.comm.process_set import ProcessSet
+from choros.comm.selection import select
 from choros.config import Config
-from choros.errors import ConfigError, EngineError, EngineUnavailable, MismatchError, NotInitializedError
+from choros.errors import ConfigError, EngineError, MismatchError, NotInitializedError
 from choros.topology import Topology, detect
 
 __all__ = [
@@ -42,6 +45,7 @@ class _Job:
 #: All ranks (Horovod's ``global_process_set``); usable after ``init()``.
 global_process_set = ProcessSet([])
 
+_log = logging.getLogger("choros")
 _job: _Job | None = None
 #: An exception ended the main program: its rank must die, not wait for the others.
 _crashed = False
@@ -74,6 +78,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
     if _job is not None:
         return
     _install_hooks()
+    _show_log(Config.from_environ(os.environ).log_level)
     communicator, place, finalize = _start_engine(os.environ, detect(os.environ), comm)
     _job = _Job(place, communicator, finalize)
     global_process_set.register(0, range(communicator.size), communicator)
@@ -175,25 +180,23 @@ def _nothing() -> None:
 def _start_engine(
     environ: Mapping[str, str], place: Topology, comm: Any
 ) -> tuple[Communicator, Topology, Callable[[], None]]:
-    """The engine for this job: ``local`` for one rank, else ``mpi``; imported only when chosen."""
-    engine = Config.from_environ(environ).engine
-    if engine == "auto":
-        engine = "local" if place.size == 1 and comm in (None, [0]) else "mpi"
-    if engine == "local":
-        if place.size > 1:
-            raise ConfigError(f"CHOROS_ENGINE=local is for one rank, but {place.launcher} started {place.size}.")
-        from choros.comm.engines.local import LocalCommunicator
+    """Starts the engine for this job, which is imported only now that it is chosen."""
+    choice = select(environ, place, comm)
+    if place.rank == 0:
+        _log.info(choice)
+    engine = importlib.import_module(f"choros.comm.engines.{choice.engine}")
+    communicator, place = engine.start(place, comm)
+    return communicator, place, engine.finalize
 
-        return LocalCommunicator(), place, _nothing
-    if place.launcher in ("torchrun", "TF_CONFIG"):
-        raise EngineUnavailable(
-            f"{place.launcher} started {place.size} ranks, and the mpi engine cannot join ranks that MPI's own "
-            f"launchers did not start. Start the script with chorosrun -np {place.size} in place of it."
-        )
-    from choros.comm.engines import mpi
 
-    communicator, place = mpi.start(place, comm)
-    return communicator, place, mpi.finalize
+def _show_log(level: str) -> None:
+    """Shows what choros logs on standard error, unless the program has a level and handlers of its own."""
+    if _log.level == logging.NOTSET:
+        _log.setLevel(level)
+    if not _log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        _log.addHandler(handler)
 
 
 def _install_hooks() -> None:

@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from choros.errors import ConfigError
 
-__all__ = ["BFLOAT16", "DTYPES", "ReduceOp", "check_dtype", "from_working", "to_working", "working_op"]
+__all__ = [
+    "BFLOAT16",
+    "DTYPES",
+    "UFUNCS",
+    "ReduceOp",
+    "check_dtype",
+    "from_working",
+    "working_dtype",
+    "working_op",
+]
 
 BFLOAT16: np.dtype[np.generic] = np.dtype(ml_dtypes.bfloat16)
 
@@ -21,6 +30,8 @@ DTYPES: tuple[np.dtype[np.generic], ...] = (
     *(np.dtype(name) for name in ("float16", "float32", "float64")),
     BFLOAT16,
 )
+
+_KNOWN = frozenset(DTYPES)
 
 
 class ReduceOp(enum.Enum):
@@ -37,9 +48,18 @@ class ReduceOp(enum.Enum):
     PRODUCT = "Product"
 
 
+#: What NumPy calls the operations that engines carry out.
+UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+
 def check_dtype(dtype: np.dtype[np.generic], op: ReduceOp | None = None) -> None:
     """A ``ConfigError`` if ``dtype`` cannot be moved, or not be reduced with ``op``."""
-    if dtype not in DTYPES:
+    if dtype not in _KNOWN:
         names = ", ".join(str(known) for known in DTYPES)
         raise ConfigError(f"arrays of dtype {dtype} cannot be communicated; the dtypes that can are {names}.")
     if op is ReduceOp.AVERAGE and dtype == np.bool_:
@@ -56,25 +76,23 @@ def working_op(dtype: np.dtype[np.generic], op: ReduceOp) -> ReduceOp:
     return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
 
 
-def to_working(array: NDArray[Any]) -> NDArray[Any]:
-    """A flat copy of ``array`` in the format its dtype is reduced in."""
-    if array.dtype == BFLOAT16:
-        return array.astype(np.float32).reshape(-1)
-    if array.dtype == np.bool_:
-        return array.astype(np.uint8).reshape(-1)
-    return array.flatten()
+def working_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
+    """The dtype an engine reduces for arrays of ``dtype``."""
+    if dtype == BFLOAT16:
+        return np.dtype(np.float32)
+    return np.dtype(np.uint8) if dtype == np.bool_ else dtype
 
 
-def from_working(working: NDArray[Any], dtype: np.dtype[np.generic], op: ReduceOp, size: int) -> NDArray[Any]:
-    """What ``size`` ranks' reduced ``working`` copy means in ``dtype``; divides if ``op`` is the average."""
-    if op is ReduceOp.AVERAGE:
-        if working.dtype.kind in "iu":
-            quotient = working // size
-            # Floor division rounds down; an average rounds towards zero.
-            quotient += (working < 0) & (quotient * size != working)
-            working = quotient
-        else:
-            working /= working.dtype.type(size)
-    if dtype == np.bool_:
-        return working.view(np.bool_)
-    return working.astype(dtype, copy=False)
+def from_working(working: NDArray[Any], flat: NDArray[Any], op: ReduceOp, size: int) -> None:
+    """Writes what ``size`` ranks' reduced ``working`` items mean to ``flat``; divides if ``op`` is the average."""
+    if flat.dtype == np.bool_:
+        flat = flat.view(np.uint8)
+    if op is not ReduceOp.AVERAGE:
+        np.copyto(flat, working, casting="unsafe")
+    elif working.dtype.kind in "iu":
+        quotient = working // size
+        # Floor division rounds down; an average rounds towards zero.
+        quotient += (working < 0) & (quotient * size != working)
+        np.copyto(flat, quotient)
+    else:
+        np.divide(working, working.dtype.type(size), out=flat, casting="unsafe")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, Generic, ParamSpec, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Generic, ParamSpec, TypeVar, final
 
 __all__ = ["Work", "WorkQueue"]
 
@@ -43,6 +43,18 @@ class Work(Generic[T]):
         return self._future.done()
 
 
+@final
+class _Turn(AbstractContextManager[None]):
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
 class WorkQueue:
     """Runs one collective at a time, in the order of the calls.
 
@@ -53,6 +65,7 @@ class WorkQueue:
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
         self._turn = threading.RLock()
+        self._blocking_turn = _Turn(self._turn)
         self._last: Future[Any] | None = None
 
     def submit(self, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Work[T]:
@@ -68,8 +81,7 @@ class WorkQueue:
         self._last = future
         return Work(future)
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> AbstractContextManager[None]:
         """The calling thread's turn: what was submitted before has ended, nothing else runs meanwhile.
 
         A blocking collective takes its turn on the caller's own thread, which saves the hand-over.
@@ -78,8 +90,7 @@ class WorkQueue:
         if last is not None and not self._on_own_thread():
             # Its error, if any, belongs to whoever waits for that work.
             last.exception()
-        with self._turn:
-            yield
+        return self._blocking_turn
 
     def _on_own_thread(self) -> bool:
         return threading.current_thread().name.startswith("choros-comm")

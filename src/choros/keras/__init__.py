@@ -41,6 +41,7 @@ from choros.keras import callbacks
 from choros.keras.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
 from choros.keras.data import shard
 from choros.keras.device import pin_device
+from choros.keras.local_sgd import DiLoCoCallback, LocalSGDCallback
 from choros.keras.optimizer import DistributedOptimizer
 from choros.keras.saving import load_model
 from choros.keras.variables import broadcast_global_variables, broadcast_variables
@@ -65,7 +66,9 @@ if _keras.backend.backend() == "jax":
 __all__ = [
     "Average",
     "Compression",
+    "DiLoCoCallback",
     "DistributedOptimizer",
+    "LocalSGDCallback",
     "Max",
     "Min",
     "ProcessSet",

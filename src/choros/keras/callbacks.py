@@ -16,7 +16,7 @@ from choros.comm import ReduceOp, global_process_set, topology
 from choros.errors import ConfigError
 from choros.keras.metrics import average_logs, count_examples, global_results
 from choros.keras.optimizer import Synchronizer
-from choros.keras.trainer import attach
+from choros.keras.trainer import attach, is_spread, join
 from choros.keras.variables import broadcast_variables, model_variables
 
 __all__ = [
@@ -60,7 +60,7 @@ class _Callback(keras.callbacks.Callback):
     def _end_batches(self) -> None:
         if self._synchronizer is not None and self._synchronizer.in_epoch:
             self._synchronizer.in_epoch = False
-            self._synchronizer.join(self.model.optimizer)
+            join(self.model)
 
 
 @final
@@ -87,7 +87,8 @@ class BroadcastGlobalVariablesCallback(_Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts; the model and the optimizer are built by now."""
-        variables = [variable for variable in model_variables(self.model) if id(variable) not in self._left_out]
+        variables = model_variables(self.model, seeds=is_spread(self.model))
+        variables = [variable for variable in variables if id(variable) not in self._left_out]
         broadcast_variables(variables, self.root_rank)
 
 
@@ -145,7 +146,7 @@ class MetricAverageCallback(_Callback):
     def _keep_training(self) -> None:
         self._in_epoch = False
         self._examples = count_examples(self.model)
-        self._training = global_results(self.model)
+        self._training = global_results(self.model, counted=is_spread(self.model))
 
 
 def _say(text: str) -> None:
@@ -433,5 +434,7 @@ class Throughput(_Callback):
             return
         communicator = global_process_set.communicator
         seconds = float(communicator.allreduce(time.perf_counter() - self._begin, ReduceOp.MAX))
-        counted = float(communicator.allreduce(float(count_examples(self.model)), ReduceOp.SUM))
+        # Metrics of a step of all ranks have counted everybody's.
+        op = ReduceOp.MAX if is_spread(self.model) else ReduceOp.SUM
+        counted = float(communicator.allreduce(float(count_examples(self.model)), op))
         self._measured = (float(self.total_images or counted), max(seconds, 1e-9))

@@ -34,7 +34,7 @@ def allreduce(
         prescale_factor: what values are multiplied by before they are combined.
         postscale_factor: what they are multiplied by afterwards.
         op: how values are combined.
-        compression: the dtype in which they travel.
+        compression: the dtype in which they travel, that of ``none`` or ``fp16``.
         process_set: the ranks that take part.
 
     Raises:

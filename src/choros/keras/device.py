@@ -8,7 +8,7 @@ import keras
 
 from choros.comm import topology
 
-__all__ = ["pin_device"]
+__all__ = ["accelerated", "pin_device"]
 
 
 def pin_device(intra_op_threads: int | None = None, inter_op_threads: int | None = None) -> str:
@@ -76,8 +76,30 @@ def _pin_jax(local_rank: int, intra: int | None, inter: int | None) -> str:
     del intra, inter  # XLA sizes its pool when it starts: the launcher has set it through NPROC.
     import jax
 
+    from choros.comm.engines import xla
+
+    if xla.mesh() is not None:  # has given this process its devices, which may be several
+        device = jax.local_devices()[0]
+        return "cpu" if device.platform == "cpu" else f"{device.platform}:{device.local_hardware_id}"
     # Asking JAX for its devices would start all of them: the visible ones are narrowed down before.
     jax.config.update("jax_cuda_visible_devices", str(local_rank))
     jax.config.update("jax_rocm_visible_devices", str(local_rank))
     device = jax.local_devices()[0]
     return "cpu" if device.platform == "cpu" else f"{device.platform}:{local_rank}"
+
+
+def accelerated() -> bool:
+    """Whether the framework computes on something else than the CPU."""
+    match keras.backend.backend():
+        case "tensorflow":
+            import tensorflow as tf
+
+            return bool(tf.config.list_physical_devices("GPU"))
+        case "torch":
+            import torch
+
+            return bool(torch.cuda.is_available())
+        case _:
+            import jax
+
+            return bool(jax.default_backend() != "cpu")

@@ -12,18 +12,23 @@ from choros.comm import ReduceOp, global_process_set
 __all__ = ["average_logs", "count_examples", "global_results"]
 
 
-def global_results(model: Any) -> dict[str, float]:
+def global_results(model: Any, *, counted: bool = False) -> dict[str, float]:
     """The results of the model's metrics as if one process had seen all ranks' examples.
 
     A Keras metric keeps sums (of losses, of hits, of weights) and divides when it is asked. The ranks' sums
     are added up, so ratios such as precision or AUC come out right too. The model's own metric variables are
     left as they were.
 
+    Args:
+        model: with metrics of the same names on every rank.
+        counted: every rank's metrics have seen all ranks' examples already.
+
     Returns:
         Numbers by the names under which ``fit`` logs them; the same on every rank.
     """
     communicator = global_process_set.communicator
-    variables = [variable for metric in model.metrics for variable in metric.variables]
+    metrics = () if counted else model.metrics
+    variables = [variable for metric in metrics for variable in metric.variables]
     summed = [variable for variable in variables if variable.aggregation == "sum"]
     own = [np.array(adapter_of(variable.value).to_host(variable.value)) for variable in summed]
     together = communicator.grouped_allreduce(own, ReduceOp.SUM, name="metrics")

@@ -11,6 +11,7 @@ saved name and the fast paths that Keras chooses by class stay as they are.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -20,12 +21,15 @@ import numpy as np
 from keras.src import api_export
 from numpy.typing import NDArray
 
-from choros.arrays import ArraySpec, framework_adapter
+from choros.arrays import ArraySpec, HostFunction, framework_adapter
 from choros.comm import ProcessSet, ReduceOp, global_process_set
+from choros.config import Config
 from choros.errors import ConfigError, NotInitializedError
+from choros.keras.device import accelerated
 from choros.keras.variables import broadcast_variables
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.reducer import GradientReducer, ReduceConfig
+from choros.parallel.device import device_to_reduce_on
+from choros.parallel.reducer import BUCKET_BYTES, GradientReducer, ReduceConfig
 
 __all__ = ["DistributedOptimizer", "Synchronizer", "synchronizer_of", "wrap"]
 
@@ -48,6 +52,8 @@ class Synchronizer:
         self.reducer = GradientReducer(config)
         self.examples: Any = None
         self.in_epoch = False
+        self._of_all_ranks = False
+        self._overlap: Any = None
         self._scale_local = scale_local_gradients
         self._local: list[Any] = []
 
@@ -59,14 +65,24 @@ class Synchronizer:
         """Whether ``variable``'s gradient stays on its rank."""
         return any(variable is local for local in self._local)
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether all ranks have all gradients in common."""
+        return self.reducer.config.process_set is global_process_set and not self._local
+
     @contextmanager
-    def batch_of(self, examples: Any) -> Iterator[None]:
-        """The block in which gradients of a batch of so many examples are applied."""
-        self.examples = examples
+    def batch_of(self, examples: Any, *, of_all_ranks: bool = False) -> Iterator[None]:
+        """The block in which gradients of a batch of so many examples are applied.
+
+        Args:
+            examples: how many.
+            of_all_ranks: the batch is the global one, so that its gradients need no exchange.
+        """
+        self.examples, self._of_all_ranks = examples, of_all_ranks
         try:
             yield
         finally:
-            self.examples = None
+            self.examples, self._of_all_ranks = None, False
 
     def combine(self, gradients: Sequence[Any], variables: Sequence[Any], passes: Any) -> list[Any]:
         """The gradients that this step's update is made from.
@@ -78,8 +94,10 @@ class Synchronizer:
         """
         config = self.reducer.config
         gradients = list(gradients)
-        if not self.reducer.active:
+        if self._of_all_ranks or not self.reducer.active:
             factor = 1 if config.average_steps else config.steps
+            if self._of_all_ranks and config.op is ReduceOp.SUM:
+                factor *= config.process_set.communicator.size
             return gradients if factor == 1 else [None if g is None else g * factor for g in gradients]
         shared: list[int] = []
         local: list[int] = []
@@ -95,18 +113,53 @@ class Synchronizer:
         return gradients
 
     def _exchange(self, gradients: list[Any], variables: list[Any], passes: Any) -> list[Any]:
-        adapter = framework_adapter(keras.backend.backend())
         examples = 1 if self.examples is None else self.examples
-        steps = self.reducer.config.steps
+        outputs = [ArraySpec(tuple(v.shape), _dtype(g)) for v, g in zip(variables, gradients, strict=True)]
+        config = self.reducer.config
+        if keras.backend.backend() == "torch" and (config.bucket_bytes is not None or config.device is not None):
+            return self._exchange_tensors(gradients, variables, (int(passes) + 1) % config.steps == 0)
+        if config.bucket_bytes is not None:
+            return self._exchange_buckets(gradients, outputs, examples)
+        steps = config.steps
 
         def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
             done, count, *parts = hosts
             exchange = (int(done) + 1) % steps == 0
             return self.reducer.reduce(parts, examples=int(count), exchange=exchange)
 
-        outputs = [ArraySpec(tuple(v.shape), _dtype(g)) for v, g in zip(variables, gradients, strict=True)]
-        progress = [keras.ops.convert_to_tensor(value, "int32") for value in (passes, examples)]
-        return adapter.host_call(on_host, [*progress, *gradients], outputs)
+        return _host_call(on_host, (passes, examples), gradients, outputs)
+
+    def _exchange_tensors(self, gradients: list[Any], variables: list[Any], exchange: bool) -> list[Any]:
+        """On torch: during the backward pass, or without a way over the host, or both."""
+        from choros.keras.torch_overlap import TorchOverlap
+
+        if self.reducer.config.bucket_bytes is None:
+            examples = 1 if self.examples is None else int(self.examples)
+            return self.reducer.reduce(gradients, examples=examples, exchange=exchange)
+        if self._overlap is None:
+            self._overlap = TorchOverlap(self.reducer, lambda: self.examples)
+        return list(self._overlap.combine(gradients, variables))
+
+    def _exchange_buckets(self, gradients: list[Any], outputs: list[ArraySpec], examples: Any) -> list[Any]:
+        """A call a bucket: a compiled step can make it as soon as those gradients are there.
+
+        The calls have side effects, so the frameworks keep them in this order, on every rank.
+        """
+        buckets = self.reducer.plan(tuple((output.shape, output.dtype) for output in outputs))  # type: ignore[misc]
+        combined = list(gradients)
+        for bucket, indices in enumerate(buckets):
+
+            def on_host(hosts: Sequence[Array], bucket: int = bucket) -> Sequence[Array]:
+                count, *parts = hosts
+                if bucket == 0:
+                    self.reducer.begin(int(count))
+                return self.reducer.send(bucket, parts)
+
+            part = [outputs[index] for index in indices]
+            results = _host_call(on_host, (examples,), [gradients[index] for index in indices], part)
+            for index, result in zip(indices, results, strict=True):
+                combined[index] = result
+        return combined
 
     def join(self, optimizer: Any) -> None:
         """Goes along with the ranks that still have batches this epoch, until none has.
@@ -122,6 +175,12 @@ class Synchronizer:
         if last is not None:
             process_set = self.reducer.config.process_set
             broadcast_variables([*shared, *optimizer.variables], process_set.ranks[last], process_set)
+
+
+def _host_call(function: HostFunction, numbers: Sequence[Any], arrays: Sequence[Any], outputs: Any) -> list[Any]:
+    adapter = framework_adapter(keras.backend.backend())
+    inputs = [keras.ops.convert_to_tensor(number, "int32") for number in numbers]
+    return adapter.host_call(function, [*inputs, *arrays], outputs)
 
 
 class _Distributed:
@@ -217,7 +276,7 @@ def DistributedOptimizer(
         name: Horovod's; the optimizer keeps its own name.
         device_dense: Horovod's; the engine decides where gradients are reduced.
         device_sparse: Horovod's; likewise.
-        compression: ``Compression.fp16`` sends float16.
+        compression: how gradients travel, such as ``Compression.fp16``; see docs/compression.md.
         sparse_as_dense: Horovod's; sparse gradients are always made dense.
         gradient_predivide_factor: averages divide by this much before the sum and by the rest after it.
         op: ``Average`` or ``Sum``.
@@ -258,6 +317,9 @@ def DistributedOptimizer(
         raise ConfigError("this optimizer is distributed already: wrap it once.")
     base = inner or optimizer
     steps = _accumulation_steps(base, backward_passes_per_step)
+    device = _device_to_reduce_on(process_set, compression)
+    # Tensors that do not leave a GPU are exchanged in the stream that computes them, after it.
+    overlap = steps == 1 and _overlaps() and (device is None or device.type == "cpu")
     config = ReduceConfig(
         op=op,
         compressor=compression,
@@ -265,6 +327,8 @@ def DistributedOptimizer(
         groups=_groups(groups if groups is not None else num_groups, base),
         steps=steps,
         average_steps=average_aggregated_gradients or backward_passes_per_step == 1,
+        bucket_bytes=BUCKET_BYTES if overlap else None,
+        device=device,
         process_set=process_set,
     )
     synchronizer = Synchronizer(config, scale_local_gradients=scale_local_gradients)
@@ -273,6 +337,23 @@ def DistributedOptimizer(
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     wrap(optimizer, synchronizer)
     return optimizer
+
+
+def _device_to_reduce_on(process_set: ProcessSet, compression: Compressor) -> Any:
+    """Where gradients are summed without a way over the host; ``None`` elsewhere than on torch."""
+    if keras.backend.backend() != "torch" or not process_set.included():
+        return None
+    import torch
+    from keras.src.backend.torch.core import get_device
+
+    device = torch.empty(0, device=get_device()).device
+    return device_to_reduce_on(process_set.communicator, compression, [device])
+
+
+def _overlaps() -> bool:
+    """Whether the exchange runs beside the backward pass: on a CPU it would take its cores from it."""
+    asked = Config.from_environ(os.environ).overlap
+    return accelerated() if asked is None else asked
 
 
 def _accumulation_steps(optimizer: Any, backward_passes: int) -> int:

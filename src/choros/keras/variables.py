@@ -64,17 +64,21 @@ def broadcast_global_variables(root_rank: int) -> None:
         broadcast_variables(model_variables(model), root_rank)
 
 
-def model_variables(model: Any) -> list[Any]:
+def model_variables(model: Any, *, seeds: bool = False) -> list[Any]:
     """The weights of a model and the state of its optimizer.
 
-    Seeds of random layers are left out: dropout should differ between ranks that see different examples.
+    Args:
+        model: built.
+        seeds: with those of its random layers. Dropout should differ between ranks that see different
+            examples, but not where one step sees the examples of all.
     """
+    variables = list(model.variables if seeds else model.weights)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
-        return list(model.weights)
+        return variables
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
-    return [*model.weights, *optimizer.variables]
+    return [*variables, *optimizer.variables]
 
 
 def _value(variable: Any) -> Any:

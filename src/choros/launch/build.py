@@ -37,6 +37,7 @@ def build_text(mpirun: Mpirun | str, installed: Callable[[str], bool] | None = N
     lines += [_row(there(module), _label(name, module)) for name, module in _FRAMEWORKS.items()]
     lines += ["", "Available faces:", _row(there("keras"), _label("Keras", "keras"))]
     lines += ["", "Available engines:", _row(True, "local (one process)"), _row(mpi, "mpi")]
+    lines += [_row(there("torch"), "torch (Gloo, NCCL)"), _row(there("jax"), "xla (JAX)")]
     lines += ["", f"Accelerators on this host: {count_accelerators()}"]
     lines += ["mpirun: " + (mpirun if isinstance(mpirun, str) else f"{mpirun.version} ({mpirun.path})")]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What ``chorosrun --dry-run`` prints: the command that would run, and what each rank would get. Runs nothing."""
+"""What ``chorosrun --dry-run`` and ``--verbose`` print: the command, and what each rank gets. Runs nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from choros.launch.command import Command
 from choros.launch.cores import share_of
 from choros.launch.hosts import ranks_per_host
 from choros.launch.job import Job
-from choros.launch.settings import MEMORY, rank_settings
+from choros.launch.settings import rank_settings
 
-__all__ = ["draft_text"]
+__all__ = ["draft_text", "preparation"]
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,28 @@ def draft_text(job: Job, command: Command, environ: Mapping[str, str]) -> str:
         command: the command that would run it.
         environ: the user's environment.
     """
+    return "\n".join([str(command), *(f"# {line}" for line in preparation(job, environ))])
+
+
+def preparation(job: Job, environ: Mapping[str, str]) -> list[str]:
+    """A line for every rank: its host, its cores and what is added to its environment.
+
+    Args:
+        job: what runs.
+        environ: the user's environment.
+    """
     remote = {host.name for host in job.remote}
-    lines = [str(command)]
+    lines = []
     for place in _places(job):
         settings = "its host's cores are shared out there"
         if place.host not in remote:
             share = share_of(place.local_rank, place.local_size, job.options.bind)
             cpus = ",".join(map(str, share.bind)) or "any"
             added = rank_settings({**environ, **job.environment}, share)
-            words = [f"{name}={value}" for name, value in added.items() if name not in MEMORY]
+            words = [f"{name}={value}" for name, value in added.items()]
             settings = " ".join([f"cpus {cpus};", *words])
-        lines.append(f"# rank {place.rank} on {place.host}: {settings}")
-    return "\n".join(lines)
+        lines.append(f"rank {place.rank} on {place.host}: {settings}")
+    return lines
 
 
 def _places(job: Job) -> list[_Place]:

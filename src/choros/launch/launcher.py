@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from choros.config import LOG_LEVEL
 from choros.errors import LaunchError
 from choros.launch.command import Command, plan
 from choros.launch.contract import JOB
 from choros.launch.directories import SESSION, remove_stale, session_directory, shared_memory
+from choros.launch.draft import preparation
 from choros.launch.flavours import Mpirun
 from choros.launch.job import Job
 from choros.launch.output import Output
@@ -51,7 +53,7 @@ def launch(
         output: where the ranks' output goes.
         limits: how long things may take.
         payload: bytes for rank 0's standard input.
-        verbose: show what mpirun says, and what is started.
+        verbose: show what mpirun says, and what is started; ranks say which engine they take.
 
     Raises:
         HostUnreachable: a host does not exist or does not let us in.
@@ -66,10 +68,14 @@ def launch(
     if session is None:
         raise LaunchError(f"no directory can be made in {tempfile.gettempdir()}: is it full, or read-only?")
     memory = shared_memory({JOB: name})
+    if verbose:
+        environ = {LOG_LEVEL.name: "INFO", **environ}
     try:
         command = plan(job, mpirun, environ, name=name, session=str(session.path), root=_is_root())
         if verbose:
             output.screen.say(f"chorosrun: {command}")
+            for line in preparation(job, environ):
+                output.screen.say(f"chorosrun: {line}")
             output.screen.say(f"chorosrun: hosts checked and command planned in {time.monotonic() - began:.2f} s")
         return supervise(
             command,

@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from choros.errors import ChorosError
+from choros.errors import ChorosError, ConfigError
 from choros.launch.contract import CARRIED, RESULT_FD, Options
 from choros.launch.cores import share_of
 from choros.launch.directories import SESSION, VARIABLE, Directory, remove_stale, shared_memory
@@ -142,7 +142,10 @@ class Wrapper:
         adopt_orphans()
         if self._place.local_rank == 0:
             remove_stale()
-        environ = self._environment()
+        try:
+            environ = self._environment()
+        except ConfigError as error:
+            return str(error)
         result_reader, result_writer = os.pipe() if self._options.result else (None, None)
         if result_writer is not None:
             os.set_inheritable(result_writer, True)

@@ -37,7 +37,7 @@ def allreduce(
         name: shown in errors; ranks that give different names mismatch.
         prescale_factor: what floating-point values are multiplied by before they are combined.
         postscale_factor: what they are multiplied by afterwards.
-        compression: the dtype in which they travel.
+        compression: the dtype in which they travel, ``none``'s or ``fp16``'s; the others are for gradients.
         process_set: the ranks that take part.
 
     Returns:

@@ -14,21 +14,26 @@ that joined early take over the weights of one that saw the last batch.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from choros.comm import ProcessSet, ReduceOp, Request, global_process_set
+from choros.comm import Communicator, ProcessSet, ReduceOp, Request, global_process_set
 from choros.errors import ConfigError, EngineError
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.fusion import FusionBuffers, Layout, plan_fusion
+from choros.parallel.compression.casts import NoCompression
+from choros.parallel.device import DeviceExchange
+from choros.parallel.exchange import Array, Exchange, Layout, layout_of, zeros_like
 
-__all__ = ["GradientReducer", "ReduceConfig", "layout_of"]
+__all__ = ["BUCKET_BYTES", "GradientReducer", "ReduceConfig"]
 
-Array = NDArray[Any]
+#: What is sent at once while the backward pass still runs: large enough that handing it over to another thread costs
+#: little, small enough that the first bucket is full early.
+BUCKET_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,14 @@ class ReduceConfig:
 
     Attributes:
         op: ``AVERAGE`` (over examples) or ``SUM``.
-        compressor: the dtype in which gradients travel.
+        compressor: how gradients travel.
         predivide_factor: averages divide by this much before the sum, by the rest after it.
         groups: gradients that travel together: a number of groups, or lists of indices; ``None`` for all.
         steps: backward passes for each exchange.
         average_steps: whether the passes of one exchange are averaged or summed.
+        bucket_bytes: gradients are combined in buckets of about so many bytes, the last ones first, as the
+            backward pass gives them; ``None``: all at once.
+        device: where torch's tensors are summed without a way over the host; ``None``: gradients are host arrays.
         process_set: the ranks that share gradients.
     """
 
@@ -51,6 +59,8 @@ class ReduceConfig:
     groups: int | tuple[tuple[int, ...], ...] | None = None
     steps: int = 1
     average_steps: bool = True
+    bucket_bytes: int | None = None
+    device: Any = None
     process_set: ProcessSet = field(default=global_process_set)
 
     def __post_init__(self) -> None:
@@ -73,10 +83,34 @@ class ReduceConfig:
         rest = sorted(set(range(count)) - {index for group in named for index in group})
         return [group for group in (*named, rest) if group]
 
+    def bucket_indices(self, layout: Layout) -> list[tuple[int, ...]]:
+        """Which gradients are combined together, in the order in which they are sent.
 
-def layout_of(arrays: Sequence[Array]) -> Layout:
-    """The shapes and dtypes of ``arrays``."""
-    return tuple((array.shape, array.dtype) for array in arrays)
+        Example:
+            >>> matrix = ((256, 256), np.dtype("float32"))
+            >>> ReduceConfig(bucket_bytes=2**19).bucket_indices((matrix, matrix, matrix))
+            [(2, 1), (0,)]
+        """
+        if self.bucket_bytes is None:
+            return [tuple(range(len(layout)))]
+        buckets: list[list[int]] = [[]]
+        filled = 0
+        for index in reversed(range(len(layout))):
+            shape, dtype = layout[index]
+            if filled >= self.bucket_bytes:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(index)
+            filled += math.prod(shape) * dtype.itemsize
+        return [tuple(bucket) for bucket in buckets]
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Gradients that are combined together, and what combines them."""
+
+    indices: tuple[int, ...]
+    exchange: Exchange
 
 
 @final
@@ -103,8 +137,12 @@ class GradientReducer:
     def __init__(self, config: ReduceConfig) -> None:
         self.config = config
         self._layout: Layout | None = None
+        self._communicator: Communicator | None = None
         self._request = Request("gradients")
-        self._buffers = FusionBuffers((), ())
+        self._buckets: tuple[_Bucket, ...] = ()
+        self._scales = (1.0, 1.0)
+        self._folds = False
+        self._brings = True
         self._pending: list[Array] | None = None
         self._pending_examples = 0
         self._active: list[int] | None = None
@@ -130,20 +168,56 @@ class GradientReducer:
         Raises:
             MismatchError: ranks have different gradients, or one has none to give.
         """
-        self._plan(layout_of(gradients))
+        self.plan(layout_of(gradients))
         if not exchange:
             self._keep(gradients, examples)
-            return [np.zeros_like(gradient) for gradient in gradients]
-        if self._pending is None:
-            weight = examples if self._weighted else 1
-            reduced = self._exchange(gradients, weight, examples, joined=False)
-        else:
+            return [zeros_like(gradient) for gradient in gradients]
+        weight = examples if self._weighted else 1
+        if self._pending is not None:
             self._keep(gradients, examples)
-            reduced = self._exchange(self._pending, 1, self._pending_examples, joined=False)
+            gradients, examples, weight = self._pending, self._pending_examples, 1
             self._pending, self._pending_examples = None, 0
+        reduced = self._step(gradients, weight, examples, joined=False)
         if reduced is None:
             raise EngineError(f"a batch of {examples} examples was told, which ranks take for none.")
         return reduced
+
+    def plan(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        """Prepares for gradients of ``layout``; which of them are in each bucket, in the order they are sent."""
+        communicator = self.config.process_set.communicator
+        if layout != self._layout or communicator is not self._communicator:
+            self._layout, self._communicator = layout, communicator
+            # float16 may not hold the sum of what is not scaled yet.
+            wide = all(dtype != np.float16 for _, dtype in layout)
+            self._folds = wide and isinstance(self.config.compressor, NoCompression)
+            config = self.config
+            self._buckets = tuple(
+                _Bucket(indices, self._exchange_for(layout, indices)) for indices in config.bucket_indices(layout)
+            )
+            each = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in layout)
+            sent = "; ".join(bucket.exchange.description for bucket in self._buckets)
+            scales = f"op={config.op.value}, steps={config.steps}, predivide_factor={config.predivide_factor}"
+            self._request = Request("gradients", f"{scales}, {len(layout)} arrays: {each}; sent as {sent}")
+        return tuple(bucket.indices for bucket in self._buckets)
+
+    def begin(self, examples: int) -> None:
+        """Starts a step whose buckets are sent one by one, each as soon as it is full; ``plan`` comes first.
+
+        Args:
+            examples: as for ``reduce``.
+        """
+        self._agree(examples if self._weighted else 1, examples, joined=False)
+        self._brings = examples > 0
+
+    def send(self, bucket: int, gradients: Sequence[Array]) -> list[Array]:
+        """Combines one bucket; every rank sends the buckets in the order of ``plan``.
+
+        Args:
+            bucket: its place in the plan.
+            gradients: those whose indices the plan lists.
+        """
+        with self.config.process_set.communicator.turn():
+            return self._sum(bucket, gradients if self._brings else None)
 
     def join(self, layout: Layout) -> int | None:
         """Goes along with the ranks that still have batches, until none has.
@@ -155,8 +229,8 @@ class GradientReducer:
             A rank (of the process set) that took part in the last update, if there is one that did not:
             then all must take over its weights. ``None`` if all ranks had equally many updates.
         """
-        self._plan(self._layout or layout)
-        while self._exchange(self._pending, 1, self._pending_examples, joined=True) is not None:
+        self.plan(self._layout or layout)
+        while self._step(self._pending, 1, self._pending_examples, joined=True) is not None:
             self._pending, self._pending_examples = None, 0
         active, self._active = self._active, None
         everybody = self.config.process_set.communicator.size
@@ -166,47 +240,67 @@ class GradientReducer:
     def _weighted(self) -> bool:
         return self.config.op is ReduceOp.AVERAGE
 
-    def _plan(self, layout: Layout) -> None:
-        if layout == self._layout:
-            return
-        self._layout = layout
-        buckets = plan_fusion(layout, self.config.group_indices(len(layout)), self.config.compressor)
-        self._buffers = FusionBuffers(layout, buckets)
-        config = self.config
-        each = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in layout)
-        sent = ", ".join(f"{bucket.dtype}[{bucket.size}]" for bucket in buckets)
-        scales = f"op={config.op.value}, steps={config.steps}, predivide_factor={config.predivide_factor}"
-        self._request = Request("gradients", f"{scales}, {len(layout)} arrays: {each}; sent as {sent}")
+    def _exchange_for(self, layout: Layout, indices: Sequence[int]) -> Exchange:
+        """What moves the gradients ``indices``; groups of arrays keep together within a bucket."""
+        place = {index: position for position, index in enumerate(indices)}
+        groups = [[place[i] for i in group if i in place] for group in self.config.group_indices(len(layout))]
+        part = tuple(layout[index] for index in indices)
+        groups = [group for group in groups if group]
+        communicator, compressor = self.config.process_set.communicator, self.config.compressor
+        if self.config.device is not None:
+            return DeviceExchange(communicator, part, groups, compressor.wire_dtype, self.config.device)
+        return compressor.exchange(communicator, part, groups)
 
     def _keep(self, gradients: Sequence[Array], examples: int) -> None:
         weight = examples if self._weighted else 1
         with np.errstate(over="ignore", invalid="ignore"):
-            parts = [gradient * gradient.dtype.type(weight) for gradient in gradients]
+            parts = [gradient * weight for gradient in gradients]
             if self._pending is not None:
                 parts = [kept + part for kept, part in zip(self._pending, parts, strict=True)]
         self._pending = parts
         self._pending_examples += examples
 
-    def _exchange(
+    def _step(
         self, gradients: Sequence[Array] | None, weight: int, examples: int, *, joined: bool
     ) -> list[Array] | None:
-        """One step of all ranks; a joined rank tells the examples it has kept as a negative number."""
+        """One step of all ranks; ``None`` if all have joined."""
+        with self.config.process_set.communicator.turn():
+            if not self._agree(weight, examples, joined=joined):
+                return None
+            results: dict[int, Array] = {}
+            for number, bucket in enumerate(self._buckets):
+                # The mean over no examples is not a number: such a rank brings zeros.
+                mine = [gradients[index] for index in bucket.indices] if gradients and examples else None
+                results.update(zip(bucket.indices, self._sum(number, mine), strict=True))
+        return [results[index] for index in range(len(results))]
+
+    def _agree(self, weight: int, examples: int, *, joined: bool) -> bool:
+        """The control message; a joined rank tells the examples it has kept as a negative number.
+
+        Returns:
+            Whether any rank had a batch.
+        """
         communicator = self.config.process_set.communicator
         with communicator.turn():
             told = communicator.agree(self._request, extent=-examples if joined else examples)
-            active = [rank for rank, count in enumerate(told) if count > 0]
-            if not active:
-                return None
+        active = [rank for rank, count in enumerate(told) if count > 0]
+        if active:
             self._active = active
-            before, after = self._scales(weight, sum(map(abs, told)), communicator.size)
-            # Infinities are for the loss scale to find, not for NumPy to warn of.
-            with np.errstate(over="ignore", invalid="ignore"):
-                # The mean over no examples is not a number.
-                self._buffers.pack(gradients if examples else None, before)
-                self._buffers.reduce(lambda piece: communicator.reduce_in_place(piece, ReduceOp.SUM))
-                return self._buffers.unpack(after)
+            before, after = self._scales_of(weight, sum(map(abs, told)), communicator.size)
+            # What all ranks multiply by alike can be done on the way out, where it costs nothing.
+            alike = self._folds and len(set(told)) == 1
+            self._scales = (1.0, before * after) if alike else (before, after)
+        return bool(active)
 
-    def _scales(self, weight: int, examples: int, size: int) -> tuple[float, float]:
+    def _sum(self, bucket: int, gradients: Sequence[Array] | None) -> list[Array]:
+        if bucket > 0:
+            # Between buckets the user's program goes on: another collective of one rank's must not meet ours.
+            self.config.process_set.communicator.agree(_bucket_request(bucket))
+        # Infinities are for the loss scale to find, not for NumPy to warn of.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._buckets[bucket].exchange.sum(gradients, *self._scales)
+
+    def _scales_of(self, weight: int, examples: int, size: int) -> tuple[float, float]:
         """What gradients are multiplied by before and after the sum."""
         steps = self.config.steps
         if not self._weighted:
@@ -216,3 +310,8 @@ class GradientReducer:
         if factor == 1.0:
             return weight / examples, after
         return weight * size / examples / factor, after * factor / size
+
+
+@functools.lru_cache(maxsize=256)
+def _bucket_request(bucket: int) -> Request:
+    return Request("gradients", f"bucket {bucket}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from choros.errors import ConfigError
 from choros.topology.topology import Topology
 
-__all__ = ["ENVIRONMENTS", "Environment", "detect"]
+__all__ = ["ENVIRONMENTS", "TF_CONFIG", "TF_CONFIG_ROLES", "WITHOUT_MPI", "Environment", "detect"]
 
 Environ = Mapping[str, str]
 
@@ -137,7 +137,10 @@ ENVIRONMENTS = (*RANK_LAUNCHERS, SLURM)
 
 TF_CONFIG = "TF_CONFIG"
 #: The roles of TF_CONFIG that train together, in the order in which their tasks are counted as ranks.
-_TF_CONFIG_ROLES = ("chief", "master", "worker")
+TF_CONFIG_ROLES = ("chief", "master", "worker")
+
+#: The launchers that know nothing of MPI: its library, loaded by one of their ranks, sees that rank alone.
+WITHOUT_MPI = (TORCHRUN.launcher, TF_CONFIG)
 
 
 def detect(environ: Environ) -> Topology:
@@ -208,8 +211,12 @@ def _read_tf_config(environ: Environ) -> Topology | None:
         cluster = json.loads(text)
         tasks = cluster.get("cluster", {})
         role, index = cluster["task"]["type"], int(cluster["task"]["index"])
-        places = [(kind, i) for kind in _TF_CONFIG_ROLES for i in range(len(tasks.get(kind, ())))]
-        hosts = [str(address).rsplit(":", 1)[0] for kind in _TF_CONFIG_ROLES for address in tasks.get(kind, ())]
+        lists = [(kind, tasks.get(kind, [])) for kind in TF_CONFIG_ROLES]
+        for kind, addresses in lists:
+            if not (isinstance(addresses, list) and all(isinstance(address, str) for address in addresses)):
+                raise TypeError(f"cluster[{kind!r}] is {addresses!r}, not a list of addresses")
+        places = [(kind, i) for kind, addresses in lists for i in range(len(addresses))]
+        hosts = [address.rsplit(":", 1)[0] for _, addresses in lists for address in addresses]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{TF_CONFIG} cannot be read ({type(error).__name__}: {error}). Expected JSON like "

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from choros.comm.communicator import Array, Communicator
 from choros.comm.reduction import ReduceOp
 from choros.comm.work import WorkQueue
+from choros.topology import Topology
 
-__all__ = ["LocalCommunicator"]
+__all__ = ["LocalCommunicator", "finalize", "start"]
 
 
 @final
@@ -50,9 +51,19 @@ class LocalCommunicator(Communicator):
         del receive_counts
         return send[: send_counts[0]].copy()
 
-    def _split(self, ranks: Sequence[int]) -> Communicator | None:
+    def _split(self, ranks: Sequence[int]) -> LocalCommunicator | None:
         del ranks
         return LocalCommunicator(self.ranks[0], self._queue)
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+def start(topology: Topology, comm: object = None) -> tuple[LocalCommunicator, Topology]:
+    """The communicator of a process alone, and its place."""
+    del comm
+    return LocalCommunicator(), topology
+
+
+def finalize() -> None:
+    """Nothing to end."""

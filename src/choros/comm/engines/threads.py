@@ -11,20 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.communicator import Array, Communicator
-from choros.comm.reduction import ReduceOp
+from choros.comm.reduction import UFUNCS, ReduceOp
 from choros.comm.work import WorkQueue
 from choros.errors import EngineError
 
 __all__ = ["ThreadCommunicator", "run_threads"]
 
 T = TypeVar("T")
-
-_UFUNCS = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PRODUCT: np.multiply,
-}
 
 
 class _Board:
@@ -72,7 +65,7 @@ class ThreadCommunicator(Communicator):
 
     def _allreduce(self, buffer: Array, op: ReduceOp) -> None:
         parts = self._board.exchange(self.rank, buffer.copy())
-        buffer[...] = _UFUNCS[op].reduce(parts, axis=0)
+        buffer[...] = UFUNCS[op].reduce(parts, axis=0)
 
     def _allgather(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
         del counts
@@ -93,7 +86,7 @@ class ThreadCommunicator(Communicator):
         parts = np.split(send, np.cumsum(send_counts))[: self.size]
         return np.concatenate([theirs[self.rank] for theirs in self._board.exchange(self.rank, parts)])
 
-    def _split(self, ranks: Sequence[int]) -> Communicator | None:
+    def _split(self, ranks: Sequence[int]) -> ThreadCommunicator | None:
         if self.rank not in ranks:
             return None
         board = self._board.child(tuple(ranks))

@@ -1,0 +1,199 @@
+"""``choros bench``: parses and prints; everything else is in the modules beside this one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from choros.bench import allreduce as sums
+from choros.bench import overhead as costs
+from choros.bench import train as training
+from choros.bench.cases import MODELS
+from choros.bench.contender import check_names, chosen
+from choros.bench.contest import Effort
+from choros.bench.plot import plot_rows, plot_sizes
+from choros.bench.session import ENOUGH_ROUNDS, Session
+from choros.bench.sizes import parse_sizes
+from choros.errors import ConfigError
+
+__all__ = ["bench"]
+
+#: How long a turn lasts: of calls that take microseconds or milliseconds, of training steps.
+_CALLS_SECONDS, _STEPS_SECONDS = 0.02, 2.0
+#: A call of ``fit`` costs something by itself; in a real training it has hundreds of steps.
+_FEWEST_STEPS = 8
+_SIZES = ("4KiB", "256KiB", "4MiB", "16MiB", "64MiB")
+_SIZES_HELP = "Bytes of the array; 1MiB..256MiB is every fourfold size between them."
+_MODEL_HELP = "cnn: of the MNIST example; mlp: 20 million parameters."
+_EPILOG = """\
+\b
+Every contender found installed runs in the same invocation, in turns, started as its users start it. Printed
+are the best and the median round, the CPU time, and the ratios of all three: peer / choros.
+\b
+Exit codes:
+  0         choros was measured; peers that are missing are named with the reason
+  1         choros itself could not be measured
+  2         arguments that cannot be meant
+  130, 143  ended by Ctrl-C, by SIGTERM; every process that was started is ended
+"""
+
+
+@dataclass(frozen=True)
+class _Common:
+    """The options that all commands have."""
+
+    rounds: int
+    burst: float
+    only: tuple[str, ...]
+    plot: Path | None
+    json_file: Path | None
+
+    def session(self) -> Session:
+        """What holds the contests."""
+        return Session(self.plot, self.json_file)
+
+
+def _with_common(seconds: float) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Gives a command ``_Common``'s options; a turn lasts ``seconds`` unless told."""
+    options = (
+        click.option("--rounds", type=click.IntRange(min=1), default=ENOUGH_ROUNDS, show_default=True,
+                     help="How often each contender gets its turn."),
+        click.option("--burst", type=click.FloatRange(min=0, min_open=True), default=seconds, show_default=True,
+                     metavar="SECONDS", help="How long a turn lasts, about."),
+        click.option("--only", multiple=True, metavar="NAME",
+                     help="Only this contender, by its name in the tables, and choros; may be given more than once."),
+        click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png",
+                     help="Draw the figures, too."),
+        click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+                     help="Write all figures, with the machine."),
+    )  # fmt: skip
+
+    def decorate(function: Callable[..., int]) -> Callable[..., int]:
+        @wraps(function)
+        def command(**given: Any) -> int:
+            return function(common=_Common(**{each.name: given.pop(each.name) for each in fields(_Common)}), **given)
+
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@click.group(epilog=_EPILOG, invoke_without_command=True)
+@click.pass_context
+def bench(context: click.Context) -> None:
+    """Measures choros and its peers in one run: what counts is the ratio."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@bench.command(epilog=_EPILOG)
+@click.option("--sizes", default=",".join(_SIZES), show_default=True, metavar="SIZE,...", help=_SIZES_HELP)
+@click.option("--dtype", type=click.Choice(sums.DTYPES), default="float32", show_default=True, help="Of the array.")
+@click.option("-np", "--ranks", default="2", show_default=True, metavar="N,...", help="How many; 1,2,4,8: one by one.")
+@_with_common(_CALLS_SECONDS)
+def allreduce(sizes: str, dtype: str, ranks: str, common: _Common) -> int:
+    """Sums an array over all ranks: choros, raw mpi4py, torch Gloo, Horovod, and a memcpy as the limit.
+
+    \b
+    Examples:
+      choros bench allreduce
+      choros bench allreduce --sizes 4KiB,64MiB --dtype float16 --json sums.json
+      choros bench allreduce --ranks 1,2,4,8 --sizes 1MiB..256MiB --only memcpy --plot scaling.png
+    """
+    session, effort = common.session(), Effort(common.rounds, common.burst, many_runs=True)
+    wanted, numbers = parse_sizes(sizes), _parse_ranks(ranks)
+    check_names(common.only, [each.name for each in sums.CONTENDERS])
+    contenders = chosen(sums.CONTENDERS, common.only)
+    with session:
+        for number in numbers:
+            outcome = session.hold(contenders, sums.cases(wanted, dtype), number, effort)
+            session.rows += sums.rows(outcome, number)
+    singles = [row for row in session.rows if row.bench == "allreduce"]
+    return session.report(sums.tables(session.rows), lambda path: plot_sizes(singles, path, session.machine["cores"]))
+
+
+_FRAMEWORK = click.option("--framework", type=click.Choice([*training.CONTENDERS, "all"]), default="all",
+                          show_default=True, help="Which to train with; all: those that are installed.")  # fmt: skip
+_MODEL = click.option("--model", type=click.Choice([*MODELS, "all"]), default="all", show_default=True,
+                      help=_MODEL_HELP)  # fmt: skip
+_BATCH = click.option("--batch-size", type=click.IntRange(min=1), metavar="N",
+                      help="Examples on each rank and step. Default: 128 (cnn), 32 (mlp).")  # fmt: skip
+
+
+@bench.command(epilog=_EPILOG)
+@_FRAMEWORK
+@_MODEL
+@_BATCH
+@click.option("-np", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="How many.")
+@_with_common(_STEPS_SECONDS)
+def train(framework: str, model: str, batch_size: int | None, ranks: int, common: _Common) -> int:
+    """Trains models: choros, torch DDP, MirroredStrategy, MultiWorkerMirroredStrategy, keras.distribution, Horovod.
+
+    \b
+    Examples:
+      choros bench train
+      choros bench train --framework torch --model mlp --json steps.json
+    """
+    session, effort = common.session(), Effort(common.rounds, common.burst, many_runs=False, fewest=_FEWEST_STEPS)
+    wanted = training.frameworks(framework, _installed())
+    contenders = {name: training.CONTENDERS[name] for name in wanted}
+    check_names(common.only, [each.name for group in contenders.values() for each in group])
+    with session:
+        for name, group in contenders.items():
+            outcome = session.hold(
+                chosen(group, common.only), training.cases(model, batch_size), ranks, effort, f"{name}: "
+            )
+            session.rows += training.rows(outcome, ranks, name)
+    title, sections = f"training step, {ranks} ranks", training.sections(session.rows)
+    return session.report([training.table(title, sections)], lambda path: plot_rows(sections, path, title))
+
+
+@bench.command(epilog=_EPILOG)
+@_FRAMEWORK
+@click.option("--model", type=click.Choice(list(MODELS)), default="cnn", show_default=True, help=_MODEL_HELP)
+@_BATCH
+@_with_common(_STEPS_SECONDS)
+def overhead(framework: str, model: str, batch_size: int | None, common: _Common) -> int:
+    """What choros costs one rank, what a second one gains, and where a step's communication goes.
+
+    One rank has one core. Two ranks are compared with plain Keras on both cores at once, each for itself, which
+    is what the machine allows. All are started by chorosrun, in the same environment.
+
+    \b
+    Examples:
+      choros bench overhead
+      choros bench overhead --framework tensorflow --batch-size 2048 --rounds 30
+    """
+    session, effort = common.session(), Effort(common.rounds, common.burst, many_runs=False, fewest=_FEWEST_STEPS)
+    check_names(common.only, [each.name for each in costs.CONTENDERS])
+    wanted = training.frameworks(framework, _installed())
+    with session:
+        for name in wanted:
+            contenders = training.of(name, *chosen(costs.CONTENDERS, common.only))
+            outcome = session.hold(contenders, training.cases(model, batch_size), 2, effort, f"{name}: ")
+            session.rows += costs.rows(outcome, name)
+        brief = Effort(common.rounds, _CALLS_SECONDS, many_runs=True)
+        parts = session.hold([costs.PARTS_CONTENDER], costs.PART_CASES, 2, brief)
+        session.rows += costs.part_rows(parts)
+    steps = [row for row in session.rows if "framework" in row.facts]
+    title = "training step, 1 and 2 ranks"
+    return session.report(costs.tables(session.rows), lambda path: plot_rows(training.sections(steps), path, title))
+
+
+def _installed() -> list[str]:
+    return [name for name in training.CONTENDERS if importlib.util.find_spec(name) is not None]
+
+
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise ConfigError(f"--ranks {text}: write numbers of ranks, such as 2 or 1,2,4,8.")
+    return tuple(dict.fromkeys(map(int, numbers)))

@@ -1,0 +1,111 @@
+"""What is made of measurements: bursts become a summary, two summaries become ratios."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Burst", "Ratios", "Summary", "Timing", "burst_of", "format_seconds", "ratios", "summarise"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one process measured in a burst.
+
+    Attributes:
+        begins: when each run began, in seconds of a clock that all processes of the machine share.
+        ends: when it ended.
+        cpu_s: CPU time of the process, and of its children that ended, during all runs.
+    """
+
+    begins: tuple[float, ...]
+    ends: tuple[float, ...]
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Burst:
+    """One round of a contender.
+
+    Attributes:
+        seconds: wall time for one unit of work.
+        cpu_s: CPU time of all its processes for one unit of work.
+    """
+
+    seconds: float
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All rounds of a contender, in seconds for one unit of work: the best, the median, the median CPU time."""
+
+    best_s: float
+    median_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """A peer's summary divided by ours: above 1, we take less."""
+
+    best: float
+    median: float
+    cpu: float
+
+
+def burst_of(timings: Sequence[Timing], units: int) -> Burst:
+    """What the processes' timings of one burst come to.
+
+    A run lasts from when the last process begins, which leaves out how well a barrier holds them together,
+    until the slowest is done.
+
+    Args:
+        timings: those of the processes that took part.
+        units: units of work in one run.
+
+    Example:
+        >>> burst_of([Timing((0.0,), (4.0,), 4.0), Timing((1.0,), (5.0,), 2.0)], units=2)
+        Burst(seconds=2.0, cpu_s=3.0)
+    """
+    begins = map(max, zip(*(timing.begins for timing in timings), strict=True))
+    ends = map(max, zip(*(timing.ends for timing in timings), strict=True))
+    runs = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    return Burst(statistics.fmean(runs) / units, sum(timing.cpu_s for timing in timings) / (len(runs) * units))
+
+
+def summarise(bursts: Sequence[Burst]) -> Summary:
+    """The best and the median of ``bursts``.
+
+    Example:
+        >>> summarise([Burst(3.0, 1.0), Burst(1.0, 2.0), Burst(8.0, 6.0)])
+        Summary(best_s=1.0, median_s=3.0, cpu_s=2.0)
+    """
+    seconds = [burst.seconds for burst in bursts]
+    return Summary(min(seconds), statistics.median(seconds), statistics.median(burst.cpu_s for burst in bursts))
+
+
+def ratios(peer: Summary, ours: Summary) -> Ratios:
+    """How much more the peer takes.
+
+    Example:
+        >>> ratios(Summary(2.0, 6.0, 1.0), Summary(1.0, 2.0, 2.0))
+        Ratios(best=2.0, median=3.0, cpu=0.5)
+    """
+    cpu = peer.cpu_s / ours.cpu_s if ours.cpu_s else float("nan")  # the clock of CPU time may be coarse
+    return Ratios(peer.best_s / ours.best_s, peer.median_s / ours.median_s, cpu)
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits and a unit.
+
+    Example:
+        >>> format_seconds(8.14e-6), format_seconds(0.0144), format_seconds(2.5), format_seconds(0.12345)
+        ('8.14 µs', '14.4 ms', '2.50 s', '123 ms')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        value = seconds * scale
+        if value >= 1 or unit == "µs":
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    raise AssertionError

@@ -1,0 +1,87 @@
+"""``choros bench overhead``: the contenders, and what is made of their figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from choros.bench.cases import PARTS, PartCase, TrainCase
+from choros.bench.contender import CHOROS, Contender
+from choros.bench.contest import Outcome
+from choros.bench.figures import Ratios, Summary, format_seconds, ratios
+from choros.bench.report import Row, Table
+from choros.bench.start import chorosrun, one_core
+from choros.bench.train import sections
+
+__all__ = ["CONTENDERS", "PARTS_CONTENDER", "PART_CASES", "part_rows", "rows", "tables"]
+
+PLAIN = "plain Keras"
+
+CONTENDERS = (
+    Contender(CHOROS, chorosrun, "train_choros"),
+    Contender("choros, 1 rank", one_core, "train_choros", single=True),
+    Contender(PLAIN, one_core, "train_plain", single=True),
+    Contender("plain Keras, twice", chorosrun, "train_plain"),
+)
+PARTS_CONTENDER = Contender(CHOROS, chorosrun, "parts")
+PART_CASES = tuple(PartCase(part) for part in PARTS)
+
+#: What rows call the contenders: the peer and how many ranks.
+_ROWS = {CHOROS: (CHOROS, 2), "choros, 1 rank": (CHOROS, 1), PLAIN: (PLAIN, 1), "plain Keras, twice": (PLAIN, 2)}
+
+
+def rows(outcome: Outcome[TrainCase], framework: str) -> list[Row]:
+    """What was measured with ``framework``."""
+    made = []
+    for (case, name), summary in outcome.summaries.items():
+        peer, ranks = _ROWS[name]
+        facts = {"framework": framework, **case.facts, "images_per_s": case.batch * ranks / summary.best_s}
+        made.append(Row("overhead", peer, ranks, summary, facts))
+    return made
+
+
+def part_rows(outcome: Outcome[PartCase]) -> list[Row]:
+    """What the parts of a step take on two ranks."""
+    return [Row("overhead", name, 2, summary, case.facts) for (case, name), summary in outcome.summaries.items()]
+
+
+def tables(measured: Sequence[Row]) -> list[Table]:
+    """Training steps with what they come to, and the parts of a step."""
+    steps = sections([row for row in measured if "framework" in row.facts])
+    columns = ("", "images/s", "best", "median", "CPU")
+    training = Table(
+        "training step, 1 and 2 ranks",
+        columns,
+        tuple((label, tuple(map(_cells, section))) for label, section in steps),
+        tuple(note for label, section in steps for note in _notes(label, section)),
+    )
+    parts = [row for row in measured if "part" in row.facts]
+    lines = tuple((row.facts["part"], *_times(row.summary)) for row in parts)
+    title = "communication, 2 ranks"
+    return [training, Table(title, ("", "best", "median", "CPU"), (("the CNN's gradients", lines),))]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    who = f"{row.peer}, {row.ranks} rank{'s' if row.ranks > 1 else ''}"
+    return who, f"{row.facts['images_per_s']:,.0f}", *_times(row.summary)
+
+
+def _times(summary: Summary) -> tuple[str, str, str]:
+    return format_seconds(summary.best_s), format_seconds(summary.median_s), format_seconds(summary.cpu_s)
+
+
+def _notes(label: str, section: Sequence[Row]) -> list[str]:
+    found = {(row.peer, row.ranks): row.summary for row in section}
+    comparisons = (
+        ("time of choros, 1 rank / plain Keras", (CHOROS, 1), (PLAIN, 1), 1),
+        ("speed of choros, 2 ranks / 1 rank", (CHOROS, 1), (CHOROS, 2), 2),
+        ("what the machine allows: plain Keras, twice / once", (PLAIN, 1), (PLAIN, 2), 2),
+    )
+    return [
+        f"{label}: {what}: {_text(ratios(found[above], found[below]), factor)}"
+        for what, above, below, factor in comparisons
+        if above in found and below in found
+    ]
+
+
+def _text(relation: Ratios, factor: int) -> str:
+    return f"best {relation.best * factor:.3f}, median {relation.median * factor:.3f}, CPU {relation.cpu * factor:.3f}"

@@ -1,0 +1,101 @@
+"""The figures as pictures, by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from choros.bench.contender import CHOROS
+from choros.bench.model import AlphaBeta, fit
+from choros.bench.report import Row
+from choros.bench.sizes import format_bytes
+from choros.errors import ConfigError
+
+__all__ = ["check_matplotlib", "fits", "plot_rows", "plot_sizes", "scaling_title"]
+
+
+def check_matplotlib() -> None:
+    """Raises a ``ConfigError`` if matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'choros[bench]'") from error
+
+
+def fits(rows: Sequence[Row]) -> list[AlphaBeta]:
+    """The α-β model of choros' allreduce, for each number of ranks, 2 or more."""
+    return [model for ranks, sizes, seconds in _series(rows, CHOROS) if (model := fit(ranks, sizes, seconds))]
+
+
+def scaling_title(ranks: Sequence[int], cores: int) -> str:
+    """What the plot of several numbers of ranks is called.
+
+    Example:
+        >>> scaling_title([1, 2, 4], cores=2)
+        'allreduce by choros; 4 ranks share 2 cores'
+    """
+    crowded = [str(number) for number in ranks if number > cores]
+    share = f"; {' and '.join(crowded)} ranks share {cores} cores" if crowded else ""
+    return f"allreduce by {CHOROS}{share}"
+
+
+def plot_sizes(rows: Sequence[Row], path: Path, cores: int) -> None:
+    """Time against bytes: all contenders; for several numbers of ranks, choros with the fitted α-β model."""
+    figure, axes = _figure()
+    numbers = sorted({row.ranks for row in rows})
+    if len(numbers) == 1:
+        for peer in dict.fromkeys(row.peer for row in rows):
+            for _, sizes, seconds in _series(rows, peer):
+                axes.plot(sizes, seconds, marker="o", linewidth=2.5 if peer == CHOROS else 1, label=peer)
+        axes.set_title(f"allreduce, {numbers[0]} ranks, best rounds")
+    else:
+        models = {model.ranks: model for model in fits(rows)}
+        for ranks, sizes, seconds in _series(rows, CHOROS):
+            (points,) = axes.plot(sizes, seconds, "o", label=f"{ranks} rank{'s' if ranks > 1 else ''}")
+            if model := models.get(ranks):
+                label = f"  α = {model.alpha_s * 1e6:.3g} µs, β = {model.beta_s * 1e9:.3g} ns/byte"
+                axes.plot(sizes, [model.seconds(size) for size in sizes], color=points.get_color(), label=label)
+        axes.set_title(scaling_title(numbers, cores))
+        axes.text(0.98, 0.02, "lines: T = 2 lg p α + 2 (p−1)/p n β", transform=axes.transAxes, ha="right")
+    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")
+    ticks = sorted({row.facts["bytes"] for row in rows})
+    axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks], rotation=45)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def plot_rows(sections: Sequence[tuple[str, Sequence[Row]]], path: Path, title: str) -> None:
+    """A bar for each contender's best round and a mark for its median, a group for each section."""
+    figure, axes = _figure()
+    labels: list[str] = []
+    for label, rows in sections:
+        places = range(len(labels), len(labels) + len(rows))
+        axes.barh(places, [row.summary.best_s * 1e3 for row in rows], label=label)
+        axes.plot([row.summary.median_s * 1e3 for row in rows], places, "k|", markersize=12)
+        labels += [f"{row.peer}, {row.ranks} rank{'s' if row.ranks > 1 else ''}" for row in rows]
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel="milliseconds a step: best round (bar), median (mark)")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _series(rows: Sequence[Row], peer: str) -> list[tuple[int, list[int], list[float]]]:
+    """``peer``'s best times by number of ranks: (ranks, sizes, seconds)."""
+    series = []
+    for ranks in sorted({row.ranks for row in rows}):
+        chosen = [row for row in rows if (row.peer, row.ranks) == (peer, ranks)]
+        points = sorted((row.facts["bytes"], row.summary.best_s) for row in chosen)
+        if points:
+            series.append((ranks, [size for size, _ in points], [seconds for _, seconds in points]))
+    return series
+
+
+def _figure() -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # not pyplot: there may be no display
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    return figure, figure.subplots()

@@ -1,0 +1,177 @@
+"""What is shown and written: rows, tables, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from choros.bench.contender import CHOROS
+from choros.bench.contest import Absence
+from choros.bench.figures import Ratios, Summary, format_seconds, ratios
+from choros.errors import ConfigError
+
+__all__ = ["Row", "Table", "absence_lines", "as_json", "check_writable", "compare", "plain", "show", "write_json"]
+
+_MEASURED = ("best", "median", "CPU")
+_RATIOS = ("best÷", "median÷", "CPU÷")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender's figures for one piece of work.
+
+    Attributes:
+        bench: ``allreduce``, ``grouped``, ``train`` or ``overhead``.
+        peer: the contender's name; ``choros`` for ours.
+        ranks: how many worked.
+        summary: seconds for one allreduce, or for one training step.
+        facts: what else tells this row from others: ``bytes``, ``dtype``, ``framework``, ``model`` …
+    """
+
+    bench: str
+    peer: str
+    ranks: int
+    summary: Summary
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """The row of the JSON file.
+
+        Example:
+            >>> Row("train", "choros", 2, Summary(1.0, 2.0, 3.0), {"batch": 8}).as_json()
+            {'bench': 'train', 'peer': 'choros', 'ranks': 2, 'best_s': 1.0, 'median_s': 2.0, 'cpu_s': 3.0, 'batch': 8}
+        """
+        summary = {"best_s": self.summary.best_s, "median_s": self.summary.median_s, "cpu_s": self.summary.cpu_s}
+        return {"bench": self.bench, "peer": self.peer, "ranks": self.ranks, **summary, **self.facts}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as text: names in the first column, figures in the others.
+
+    Attributes:
+        title: what is compared.
+        columns: headings.
+        sections: a line above its rows, and the rows' cells.
+        notes: lines below it.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    sections: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]
+    notes: tuple[str, ...] = ()
+
+
+def compare(
+    title: str, sections: Sequence[tuple[str, Sequence[Row]]], *, throughput: bool = False, notes: Iterable[str] = ()
+) -> Table:
+    """A table of contenders, each peer's figures divided by choros'.
+
+    Args:
+        title: what is compared.
+        sections: a label, and the rows that do the same work.
+        throughput: whether rows have ``images_per_s``, to be shown.
+        notes: lines below it.
+    """
+    columns = ("", *(("images/s",) if throughput else ()), *_MEASURED, *_RATIOS)
+    return Table(title, columns, tuple((label, _cells(rows, throughput)) for label, rows in sections), tuple(notes))
+
+
+def _cells(rows: Sequence[Row], throughput: bool) -> tuple[tuple[str, ...], ...]:
+    ours = next((row.summary for row in rows if row.peer == CHOROS), None)
+    cells: list[tuple[str, ...]] = []
+    for row in rows:
+        speed = (f"{row.facts['images_per_s']:,.0f}",) if throughput else ()
+        seconds = map(format_seconds, (row.summary.best_s, row.summary.median_s, row.summary.cpu_s))
+        relation = ("", "", "") if ours is None or row.peer == CHOROS else _three(ratios(row.summary, ours))
+        cells.append((row.peer, *speed, *seconds, *relation))
+    return tuple(cells)
+
+
+def _three(relation: Ratios) -> tuple[str, str, str]:
+    return f"{relation.best:.2f}", f"{relation.median:.2f}", f"{relation.cpu:.2f}"
+
+
+def absence_lines(absences: Iterable[Absence]) -> list[str]:
+    """A line for each contender that is not in the tables, or not in all, with the reason.
+
+    Example:
+        >>> absence_lines([Absence("Horovod", "", "not installed (horovod)")])
+        ['not measured: Horovod: not installed (horovod)']
+    """
+    return [f"not measured: {absence.name}{absence.since}: {absence.reason}" for absence in absences]
+
+
+def plain(table: Table) -> str:
+    """The table in plain text.
+
+    Example:
+        >>> print(plain(Table("Sums", ("", "best"), (("4 KiB", (("choros", "8 µs"),)),), ("A note.",))))
+        Sums
+                  best
+        4 KiB
+          choros  8 µs
+        A note.
+    """
+    rows = [("  " + name, *figures) for _, section in table.sections for name, *figures in section]
+    widths = [max(map(len, column)) for column in zip(table.columns, *rows, strict=True)]
+
+    def line(name: str, *figures: str) -> str:
+        cells = (cell.rjust(width) for cell, width in zip(figures, widths[1:], strict=True))
+        return "  ".join((name.ljust(widths[0]), *cells)).rstrip()
+
+    lines = [table.title, line(*table.columns)]
+    for label, section in table.sections:
+        lines += [label, *(line("  " + name, *figures) for name, *figures in section)]
+    return "\n".join([*lines, *table.notes])
+
+
+def show(table: Table, stream: TextIO = sys.stdout) -> None:
+    """Prints the table: drawn on a terminal, where ``rich`` is installed; in plain text elsewhere."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table as Drawn
+    except ImportError:
+        print(plain(table), file=stream)
+        return
+    if not stream.isatty():
+        print(plain(table), file=stream)
+        return
+    drawn = Drawn(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+    names, *figures = table.columns
+    drawn.add_column(names)
+    for heading in figures:
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for label, section in table.sections:
+        drawn.add_row(label, style="italic")
+        for row in section:
+            drawn.add_row(*row, style="bold" if row[0] == CHOROS else None)
+        drawn.add_section()
+    console = Console(file=stream, highlight=False, markup=False)
+    console.print(drawn)
+    for note in table.notes:
+        console.print(note)
+
+
+def as_json(machine: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """What the JSON file holds."""
+    return {"machine": dict(machine), "rows": [row.as_json() for row in rows]}
+
+
+def write_json(path: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Writes ``path`` whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(as_json(machine, rows), indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Raises a ``ConfigError`` if ``path`` cannot be written: better now than after ten minutes."""
+    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"{option} {path}: cannot be written. Name a file in a directory that exists and is yours.")

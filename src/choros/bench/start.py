@@ -1,0 +1,142 @@
+"""How the users of each peer start it: the commands, as pure functions.
+
+Nothing is set that a user of the peer would not have: raw MPI is bound as its mpirun binds, torchrun gives
+each process one thread, TensorFlow in one process has all cores. What chorosrun prepares for a rank is part
+of what choros is; ``mpi4py prepared`` shows how much of its speed that is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from choros.launch.cores import physical_cores
+from choros.launch.flavours import OpenMpi4, OpenMpi5, detect_mpirun
+
+__all__ = [
+    "Command", "Starter", "chorosrun", "horovodrun", "jax_cluster", "logical_cpus", "mpirun", "one_core", "tf_cluster",
+    "torchrun", "xla_devices",
+]  # fmt: skip
+
+_LOCALHOST = "127.0.0.1"
+_CONFINE = (
+    "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); os.execv(sys.argv[2], sys.argv[2:])"
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process to start: its words, and what they add to the environment."""
+
+    words: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+#: Given how many ranks and the words of a worker (``-m module argument …``, for Python), the commands.
+Starter = Callable[[int, Sequence[str]], list[Command]]
+
+
+def chorosrun(ranks: int, worker: Sequence[str]) -> list[Command]:
+    """As choros' users start a script.
+
+    Example:
+        >>> (command,) = chorosrun(2, ["-m", "worker"])
+        >>> command.words[1:]  # doctest: +ELLIPSIS
+        ('-m', 'choros.launch.cli', '-np', '2', '--start-timeout', '120', ..., '-m', 'worker')
+    """
+    words = (sys.executable, "-m", "choros.launch.cli", "-np", str(ranks), "--start-timeout", "120")
+    return [Command((*words, "--no-prefix-output", sys.executable, *worker))]
+
+
+def one_core(_ranks: int, worker: Sequence[str]) -> list[Command]:
+    """chorosrun with one rank, on one core: what a rank has where there are as many as cores."""
+    (command,) = chorosrun(1, worker)
+    if not hasattr(os, "sched_getaffinity"):
+        return [command]
+    core = physical_cores(sorted(os.sched_getaffinity(0)))[0]
+    return [Command((sys.executable, "-c", _CONFINE, ",".join(map(str, core)), *command.words), command.environ)]
+
+
+def mpirun(ranks: int, worker: Sequence[str]) -> list[Command]:
+    """``mpirun -np N``, with its defaults; it must be told only that we are root, or that cores are too few."""
+    found = detect_mpirun()
+    words = [found.path]
+    if isinstance(found.flavour, (OpenMpi4, OpenMpi5)):
+        words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        words += ["--oversubscribe"] if ranks > (os.cpu_count() or 1) else []
+    return [Command((*words, "-np", str(ranks), sys.executable, *worker), found.environment())]
+
+
+def torchrun(ranks: int, worker: Sequence[str]) -> list[Command]:
+    """PyTorch's launcher, which gives each process one thread."""
+    words = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return [Command((*words, *worker))]
+
+
+def horovodrun(ranks: int, worker: Sequence[str]) -> list[Command]:
+    """Horovod's launcher."""
+    return [Command(("horovodrun", "-np", str(ranks), sys.executable, *worker))]
+
+
+def logical_cpus(ranks: int, worker: Sequence[str]) -> list[Command]:
+    """One process, told on its command line into how many devices it is to divide the CPU."""
+    return [Command((sys.executable, *worker, str(ranks)))]
+
+
+def xla_devices(ranks: int, worker: Sequence[str]) -> list[Command]:
+    """One process in which XLA takes the CPU for so many devices."""
+    return [Command((sys.executable, *worker), {"XLA_FLAGS": f"--xla_force_host_platform_device_count={ranks}"})]
+
+
+def tf_cluster(ranks: int, worker: Sequence[str]) -> list[Command]:
+    """A process for each rank, told of the others by ``TF_CONFIG``."""
+    return _tf_cluster_at(_free_ports(ranks), worker)
+
+
+def _tf_cluster_at(ports: Sequence[int], worker: Sequence[str]) -> list[Command]:
+    """The processes of a cluster on these ports.
+
+    Example:
+        >>> _tf_cluster_at([1, 2], ["-m", "worker"])[1].environ["TF_CONFIG"]
+        '{"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 1}}'
+    """
+    cluster = {"worker": [f"{_LOCALHOST}:{port}" for port in ports]}
+    return [
+        Command(
+            (sys.executable, *worker),
+            {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})},
+        )
+        for index in range(len(ports))
+    ]
+
+
+def jax_cluster(ranks: int, worker: Sequence[str]) -> list[Command]:
+    """A process for each rank, told by the variables that ``keras.distribution.initialize`` reads."""
+    (port,) = _free_ports(1)
+    return [
+        Command(
+            (sys.executable, *worker),
+            {
+                "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"{_LOCALHOST}:{port}",
+                "KERAS_DISTRIBUTION_NUM_PROCESSES": str(ranks),
+                "KERAS_DISTRIBUTION_PROCESS_ID": str(rank),
+            },
+        )
+        for rank in range(ranks)
+    ]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((_LOCALHOST, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,32 @@
+"""``tf.distribute.MirroredStrategy`` on logical CPUs, whose number the command line gives, and Keras' ``fit``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from choros.bench.channel import Prepare, Task, serve
+from choros.bench.workers.keras_training import compiled, fit_task
+
+
+def join() -> Prepare:
+    """Divides the CPU."""
+    devices = int(sys.argv[1])
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(devices)])
+
+    def prepare(case: Any) -> Task:
+        keras.utils.clear_session()
+        with strategy.scope():
+            model = compiled(case.model)
+        return fit_task(model, case, case.batch * devices)
+
+    return prepare
+
+
+if __name__ == "__main__":
+    serve(join)

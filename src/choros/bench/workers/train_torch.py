@@ -1,0 +1,96 @@
+"""A loop in plain PyTorch: with ``choros``' optimizer, ``ddp`` on Gloo, or ``horovod``'s optimizer."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from choros.bench.cases import MODELS
+from choros.bench.channel import Prepare, Task, serve
+from choros.bench.workers.examples import CLASSES, examples
+
+
+def main() -> None:
+    """Runs the kind that the command line names."""
+    (kind,) = sys.argv[1:]
+    serve({"choros": choros, "ddp": ddp, "horovod": horovod}[kind])
+
+
+def choros() -> Prepare:
+    """Trains with choros' optimizer."""
+    import choros.torch as hvd
+
+    hvd.init()
+
+    def prepare(case: Any) -> Task:
+        model, optimizer = build(case.model)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        return loop_task(model, hvd.DistributedOptimizer(optimizer, model.named_parameters()), case)
+
+    return prepare
+
+
+def ddp() -> Prepare:
+    """Trains a model in ``DistributedDataParallel``."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+
+    def prepare(case: Any) -> Task:
+        model, optimizer = build(case.model)
+        return loop_task(nn.parallel.DistributedDataParallel(model), optimizer, case)
+
+    return prepare
+
+
+def horovod() -> Prepare:
+    """Trains with Horovod's optimizer."""
+    import horovod.torch as hvd
+
+    hvd.init()
+
+    def prepare(case: Any) -> Task:
+        model, optimizer = build(case.model)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        return loop_task(model, hvd.DistributedOptimizer(optimizer, model.named_parameters()), case)
+
+    return prepare
+
+
+def build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The models of ``keras_training``, and their optimizers."""
+    torch.manual_seed(0)
+    if name == "cnn":
+        convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)]
+        dense = [nn.Dropout(0.25), nn.Flatten(), nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(0.5)]
+        model = nn.Sequential(*convolutions, *dense, nn.Linear(128, CLASSES))
+        return model, torch.optim.Adam(model.parameters())
+    inputs = MODELS[name].example[0]
+    hidden = [nn.Linear(inputs, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU()]
+    model = nn.Sequential(*hidden, nn.Linear(4096, CLASSES))
+    return model, torch.optim.SGD(model.parameters(), 0.01)
+
+
+def loop_task(model: nn.Module, optimizer: Any, case: Any) -> Task:
+    """The training loop as a task, a unit being a step."""
+    steps = 16
+    arrays = examples(case, steps * case.batch)
+    images, labels = (torch.from_numpy(array).reshape(steps, case.batch, *array.shape[1:]) for array in arrays)
+    if case.model == "cnn":
+        images = images.movedim(-1, 2).contiguous()
+    loss = nn.CrossEntropyLoss()
+
+    def run(units: int) -> None:
+        for unit in range(units):
+            optimizer.zero_grad()
+            loss(model(images[unit % steps]), labels[unit % steps]).backward()
+            optimizer.step()
+
+    return Task(run)
+
+
+if __name__ == "__main__":
+    main()

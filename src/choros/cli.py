@@ -1,0 +1,63 @@
+"""``choros``: the command with commands. ``chorosrun`` is one of its own, as ``horovodrun`` is."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+import click
+
+from choros import __version__
+from choros.bench.cli import bench
+from choros.errors import ChorosError
+
+__all__ = ["main"]
+
+_HELP = """\
+Data-parallel deep learning: tools beside the library.
+
+\b
+Examples:
+  chorosrun -np 2 python train.py     train on two processes (chorosrun --help)
+  choros bench allreduce              choros against MPI, Gloo and memcpy, here
+  choros bench train                  training steps against DDP, tf.distribute, keras.distribution
+"""
+
+
+@click.group(help=_HELP, context_settings={"max_content_width": 110}, invoke_without_command=True)
+@click.version_option(__version__, prog_name="choros", message="%(prog)s %(version)s")
+@click.pass_context
+def choros(context: click.Context) -> None:
+    """See ``_HELP``."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+choros.add_command(bench)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs ``choros`` with ``arguments``, those of this process by default, and ends it."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        code = choros.main(None if arguments is None else list(arguments), prog_name="choros", standalone_mode=False)
+    except click.ClickException as error:
+        click.echo(f"choros: {error.format_message()}\nTry choros --help.", err=True)
+        code = error.exit_code
+    except ChorosError as error:
+        click.echo(f"choros: {error}", err=True)
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    sys.exit(code)
+
+
+def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)  # through every block that has something to end
+
+
+if __name__ == "__main__":
+    main()

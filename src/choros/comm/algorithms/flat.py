@@ -1,0 +1,38 @@
+"""MPI's own allreduce over all ranks, in pieces.
+
+Open MPI moves 64 MiB in pieces of some MiB in a third of the time that one call takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from choros.comm.algorithms.algorithm import AllreduceAlgorithm
+from choros.comm.fusion import PIECE_BYTES
+from choros.comm.reduction import ReduceOp
+
+__all__ = ["FlatAllreduce"]
+
+_OPS = {
+    ReduceOp.SUM: MPI.SUM,
+    ReduceOp.MIN: MPI.MIN,
+    ReduceOp.MAX: MPI.MAX,
+    ReduceOp.PRODUCT: MPI.PROD,
+}
+
+
+@final
+class FlatAllreduce(AllreduceAlgorithm):
+    """For small messages, and where no two ranks share a host."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+
+    def allreduce(self, buffer: NDArray[Any], op: ReduceOp) -> None:
+        """See ``AllreduceAlgorithm``."""
+        items = PIECE_BYTES // buffer.itemsize
+        for start in range(0, buffer.size, items):
+            self._comm.Allreduce(MPI.IN_PLACE, buffer[start : start + items], _OPS[op])

@@ -1,0 +1,81 @@
+"""``CHOROS_AUTOTUNE=1``: the sizes that are fastest here, measured when the job starts.
+
+Every rank measures every candidate together with the others; the times are then exchanged, and all choose the
+candidate whose slowest rank was the fastest: the same one, as they look at the same numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from choros.comm.algorithms.algorithm import Tuning
+from choros.comm.reduction import ReduceOp
+
+if TYPE_CHECKING:
+    from choros.comm.engines.mpi import MpiCommunicator
+
+__all__ = ["autotune", "best"]
+
+T = TypeVar("T")
+
+_PIECES = tuple(1 << shift for shift in (19, 20, 21, 22, 23))
+_CHUNKS = tuple(1 << shift for shift in (17, 18, 19, 20, 21))
+_WINDOWS = tuple(1 << shift for shift in (12, 14, 16, 18))
+_ROUNDS = 5
+#: Shared memory for no message at all.
+_NEVER = 1 << 62
+
+
+def autotune(communicator: MpiCommunicator, megabytes: int = 16) -> Tuning:
+    """Measures, and from then on uses, the best sizes for ``communicator``; every rank must call it.
+
+    Args:
+        communicator: of all ranks.
+        megabytes: the size of the array that pieces are measured on.
+
+    Returns:
+        What was chosen.
+    """
+    large = np.ones(megabytes << 18, np.float32)
+    tuning = _choose(communicator, [replace(communicator.tuning, piece_bytes=size) for size in _PIECES], large)
+    tuning = _choose(communicator, [replace(tuning, chunk_bytes=size) for size in _CHUNKS], large)
+    windows = [replace(tuning, window_bytes=size) for size in (*_WINDOWS, _NEVER)]
+    # From which size on is found below the largest candidate: what wins there wins above.
+    return _choose(communicator, windows, *(np.ones(size // 4, np.float32) for size in _WINDOWS), large)
+
+
+def _choose(communicator: MpiCommunicator, candidates: Sequence[Tuning], *arrays: np.ndarray) -> Tuning:
+    times = np.full((len(candidates), len(arrays)), np.inf)
+    for _ in range(_ROUNDS):
+        for row, candidate in enumerate(candidates):
+            communicator.tune(candidate)
+            for column, array in enumerate(arrays):
+                communicator.barrier()
+                begin = time.perf_counter()
+                communicator.allreduce(array, ReduceOp.MAX, out=array)
+                times[row, column] = min(times[row, column], time.perf_counter() - begin)
+    # Sizes differ by orders of magnitude: each counts by how much slower than the best it is.
+    relative = (times / times.min(axis=0)).sum(axis=1)
+    chosen = best(candidates, communicator.allgather(relative[np.newaxis]).tolist())
+    communicator.tune(chosen)
+    return chosen
+
+
+def best(candidates: Sequence[T], times: Sequence[Sequence[float]]) -> T:
+    """The candidate whose slowest rank was the fastest.
+
+    Args:
+        candidates: what was measured.
+        times: for each rank, the time of each candidate.
+
+    Example:
+        >>> best(["flat", "window"], [[2.0, 1.5], [2.0, 1.0]])
+        'window'
+    """
+    slowest = [max(column) for column in zip(*times, strict=True)]
+    return candidates[slowest.index(min(slowest))]

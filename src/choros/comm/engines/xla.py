@@ -1,0 +1,208 @@
+"""The engine for JAX on accelerators: device arrays are reduced inside the compiled step, by XLA.
+
+Hosts still need a control plane: collectives of host arrays stay with MPI, or with ``local`` for a process alone.
+What this engine adds is one mesh of all devices of all processes::
+
+    rank 0                                   rank 1
+    mpi.start                                mpi.start
+    where do I listen? ── broadcast ───────► there                     host collectives are MPI's from here on
+    jax.distributed.initialize ◄── gRPC ───► jax.distributed.initialize
+    mesh: gpu 0, gpu 1, gpu 2, gpu 3         the same                  NCCL, Gloo or the TPUs' links move the arrays
+
+``jax.distributed`` can be initialised once a process and before JAX has looked for devices; a second ``init()``
+finds it running. Its own ways to die are turned down: chorosrun watches the processes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from choros.comm.address import LOOPBACK, outward_address
+from choros.comm.communicator import Communicator
+from choros.comm.engines.local import LocalCommunicator
+from choros.comm.request import Request
+from choros.errors import ConfigError, EngineError, EngineUnavailable
+from choros.topology import Topology
+
+__all__ = ["BATCH_AXIS", "finalize", "mesh", "start"]
+
+#: The first that can do without its preemption service.
+_OLDEST_JAX = (0, 8, 0)
+#: The name of the mesh's only axis, along which examples are dealt out.
+BATCH_AXIS = "batch"
+#: A process that says nothing for so long is taken for dead, by those that nobody else has told.
+_HEARTBEAT_SECONDS = 30
+#: How long a process that ends waits for the others to end too.
+_SHUTDOWN_SECONDS = 10
+_OPTIONS = {
+    # Ranks are stopped with SIGTERM, which JAX would take for a notice to save and go on.
+    "jax_enable_preemption_service": False,
+    # Else a process aborts as soon as another has died, and it is no longer clear who was the first.
+    "jax_enable_recoverability": True,
+    "jax_cpu_collectives_implementation": "gloo",
+}
+#: The longest address of a coordinator.
+_ADDRESS_BYTES = 256
+
+_mesh: jax.sharding.Mesh | None = None
+#: The ranks that MPI has joined, for when they part.
+_farewell: Communicator | None = None
+
+
+def start(topology: Topology, comm: Any = None) -> tuple[Communicator, Topology]:
+    """Joins the processes' devices in one mesh; the communicator for host arrays, and the place of this process.
+
+    A process alone needs no MPI: its mesh has the devices it sees. Of several on one host each takes the
+    accelerator of its ``local_rank``, unless ``JAX_LOCAL_DEVICE_IDS`` lists others.
+
+    Args:
+        topology: what the launcher's environment says.
+        comm: as for the mpi engine.
+
+    Raises:
+        EngineUnavailable: JAX is too old.
+        ConfigError: JAX has looked for devices already, so that it cannot be told of the others'.
+        EngineError: the processes cannot reach each other.
+    """
+    global _farewell, _mesh
+    if jax.__version_info__ < _OLDEST_JAX:
+        raise EngineUnavailable(
+            f"the xla engine needs JAX {'.'.join(map(str, _OLDEST_JAX))} or later, and this is {jax.__version__}: pip "
+            "install -U jax."
+        )
+    if topology.size == 1 and comm in (None, [0]):
+        communicator: Communicator = LocalCommunicator()
+        place = topology
+    else:
+        from choros.comm.engines import mpi
+
+        communicator, place = mpi.start(topology, comm)
+        if communicator.size > 1:
+            _join(communicator, place)
+        _farewell = _farewell or communicator.split(range(communicator.size))
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    _mesh = jax.sharding.Mesh(np.array(devices), (BATCH_AXIS,))
+    return communicator, place
+
+
+def mesh() -> jax.sharding.Mesh | None:
+    """All devices of all processes in the order of the ranks; ``None`` unless this engine was started.
+
+    What the faces ask to learn whether gradients are reduced in the compiled step.
+    """
+    return _mesh
+
+
+def finalize() -> None:
+    """Leaves ``jax.distributed``, then MPI; call it once, when the process ends.
+
+    Rank 0 is the last to leave, as it holds the others together.
+    """
+    if _farewell is None:
+        return
+    if _farewell.rank == 0:
+        _farewell.barrier()
+    _leave_jax()
+    if _farewell.rank != 0:
+        _farewell.barrier()
+    _farewell.close()
+    from choros.comm.engines import mpi
+
+    mpi.finalize()
+
+
+def _join(communicator: Communicator, place: Topology) -> None:
+    """Initialises ``jax.distributed`` on all ranks, or raises on all of them."""
+    joined = jax.distributed.is_initialized()
+    problem = _problem(communicator, joined=joined)
+    with communicator.turn():
+        communicator.agree(Request("start of jax.distributed", f"running={joined}"), problem=problem)
+    if joined:
+        return
+    address = _agreed_address(communicator, place)
+    for option, value in _OPTIONS.items():
+        jax.config.update(option, value)
+    try:
+        jax.distributed.initialize(
+            coordinator_address=address,
+            num_processes=communicator.size,
+            process_id=communicator.rank,
+            local_device_ids=_local_devices(place, os.environ),
+            cluster_detection_method="deactivate",
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        )
+    except RuntimeError as error:
+        raise EngineError(
+            f"rank {communicator.rank} could not join the others at {address}: {error}. If that is no address of rank "
+            "0's host, set JAX_COORDINATOR_ADDRESS=host:port."
+        ) from error
+    _leave_to_finalize()
+
+
+def _problem(communicator: Communicator, *, joined: bool) -> ConfigError | None:
+    """Why this process cannot be one of the mesh, if it cannot."""
+    from jax._src.xla_bridge import backends_are_initialized
+
+    if not joined and backends_are_initialized():
+        return ConfigError(
+            "JAX has looked for devices before init() could join it with the other processes: call init() first, "
+            "before anything that makes an array or a model."
+        )
+    if joined and (jax.process_index(), jax.process_count()) != (communicator.rank, communicator.size):
+        return ConfigError(
+            f"rank {communicator.rank} of {communicator.size} is process {jax.process_index()} of "
+            f"{jax.process_count()} in jax.distributed, which was initialised before: leave that to init(), and give "
+            "it the same ranks whenever it is called."
+        )
+    return None
+
+
+def _leave_to_finalize() -> None:
+    """Keeps a rank that dies of an exception from taking leave of the others, and from waiting for them.
+
+    JAX would do so when Python ends. Where rank 0 did it, the others would die of that, and be blamed.
+    """
+    from jax._src import api, distributed
+
+    atexit.unregister(api.clean_up)
+    for part in (distributed.global_state.client, distributed.global_state.service):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))  # never destroyed, which is taking leave too
+
+
+def _leave_jax() -> None:
+    from jax._src import api
+
+    api.clean_up()  # gives devices back before jax.distributed.shutdown()
+
+
+def _agreed_address(communicator: Communicator, place: Topology) -> str:
+    """Where rank 0 listens: ``JAX_COORDINATOR_ADDRESS`` if it is set there, else a free port."""
+    text = np.zeros(_ADDRESS_BYTES, np.uint8)
+    if communicator.rank == 0:
+        mine = os.environ.get("JAX_COORDINATOR_ADDRESS") or _free_address(one_host=place.local_size == place.size)
+        text[: len(mine)] = np.frombuffer(mine.encode(), np.uint8)
+    return communicator.broadcast(text, 0, name="address of jax.distributed").tobytes().rstrip(b"\0").decode()
+
+
+def _free_address(*, one_host: bool) -> str:
+    """An address of this host that all ranks reach, and a port of it that nobody listens to."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{LOOPBACK if one_host else outward_address()}:{probe.getsockname()[1]}"
+
+
+def _local_devices(place: Topology, environ: Mapping[str, str]) -> list[int] | None:
+    """The accelerators this process takes; ``None`` for all it sees, or for those that JAX's variable lists."""
+    if place.local_size == 1 or environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return None
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return [place.local_rank % len(visible.split(",")) if visible else place.local_rank]

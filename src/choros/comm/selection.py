@@ -1,0 +1,160 @@
+"""Which engine moves the bytes, and why: one table, read from the top; the first row that holds counts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from choros.config import ENGINE, Config
+from choros.errors import ChorosError, ConfigError, EngineUnavailable
+from choros.topology import WITHOUT_MPI, Topology
+
+__all__ = ["CHOICES", "REFUSALS", "Choice", "Refusal", "Row", "Situation", "is_installed", "select"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine, the name of its module in ``comm/engines``, and why it was taken."""
+
+    engine: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"engine {self.engine}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the choice depends on.
+
+    Attributes:
+        asked: the value of ``CHOROS_ENGINE``.
+        topology: what the launcher says.
+        comm: what ``init`` was given.
+        installed: whether a module can be imported.
+    """
+
+    asked: str
+    topology: Topology
+    comm: Any
+    installed: Callable[[str], bool]
+
+    @property
+    def is_alone(self) -> bool:
+        """No other rank takes part."""
+        return self.topology.size == 1 and self.comm in (None, [0])
+
+    @property
+    def is_without_mpi(self) -> bool:
+        """Other ranks take part, and MPI knows nothing of them."""
+        return self.topology.launcher in WITHOUT_MPI and self.topology.size > 1
+
+    @property
+    def has_mpi_communicator(self) -> bool:
+        """``init`` was given a communicator of mpi4py."""
+        return self.comm is not None and not isinstance(self.comm, Sequence)
+
+
+@dataclass(frozen=True)
+class Row:
+    """An engine, and when it is taken; ``reason`` may name the ``launcher`` and the ``size``."""
+
+    engine: str
+    reason: str
+    holds: Callable[[Situation], bool]
+
+
+def _asked_for(engine: str) -> Row:
+    return Row(engine, f"{ENGINE.name}={engine}", lambda situation: situation.asked == engine)
+
+
+CHOICES: tuple[Row, ...] = (
+    *(_asked_for(engine) for engine in ENGINE.choices if engine != "auto"),
+    Row("local", "one rank: nothing to move", lambda situation: situation.is_alone),
+    Row("mpi", "init() was given an MPI communicator", lambda situation: situation.has_mpi_communicator),
+    Row("torch", "{launcher} started {size} ranks without MPI", lambda situation: situation.is_without_mpi),
+    Row("mpi", "{launcher} started {size} ranks", lambda _: True),
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an engine cannot be taken, and when; ``text`` may name the ``launcher`` and the ``size``."""
+
+    engine: str
+    error: type[ChorosError]
+    text: str
+    holds: Callable[[Situation], bool]
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "local",
+        ConfigError,
+        "CHOROS_ENGINE=local is for one rank, but {launcher} started {size}.",
+        lambda situation: situation.topology.size > 1,
+    ),
+    Refusal(
+        "mpi",
+        EngineUnavailable,
+        "{launcher} started {size} ranks, and the mpi engine cannot join ranks that MPI's own launchers did not start. "
+        "Start the script with chorosrun -np {size} in place of it, or unset CHOROS_ENGINE: the torch engine can.",
+        lambda situation: situation.is_without_mpi,
+    ),
+    Refusal(
+        "torch",
+        EngineUnavailable,
+        "{launcher} started {size} ranks, and the torch engine, which moves their bytes, needs PyTorch: pip install "
+        "torch. Without it, start the script with chorosrun -np {size}.",
+        lambda situation: not situation.installed("torch"),
+    ),
+    Refusal(
+        "torch",
+        ConfigError,
+        "init() was given an MPI communicator, which only the mpi engine takes: unset CHOROS_ENGINE, or give init() a "
+        "list of ranks.",
+        lambda situation: situation.has_mpi_communicator,
+    ),
+    Refusal(
+        "xla",
+        EngineUnavailable,
+        "CHOROS_ENGINE=xla needs JAX: pip install jax. Without it, unset CHOROS_ENGINE.",
+        lambda situation: not situation.installed("jax"),
+    ),
+)
+
+
+def is_installed(module: str) -> bool:
+    """Whether ``module`` could be imported; it is not."""
+    return importlib.util.find_spec(module) is not None
+
+
+def select(
+    environ: Mapping[str, str], topology: Topology, comm: Any = None, installed: Callable[[str], bool] = is_installed
+) -> Choice:
+    """The engine for this job, the same on every rank.
+
+    Args:
+        environ: the environment, usually ``os.environ``.
+        topology: what the launcher says.
+        comm: what ``init`` was given.
+        installed: whether a module can be imported.
+
+    Raises:
+        ConfigError: ``CHOROS_ENGINE`` asks for what cannot be meant.
+        EngineUnavailable: the engine that is needed cannot run here.
+
+    Example:
+        >>> print(select({}, Topology()))
+        engine local: one rank: nothing to move
+        >>> print(select({}, Topology(rank=1, size=4, launcher="mpirun")))
+        engine mpi: mpirun started 4 ranks
+    """
+    situation = Situation(Config.from_environ(environ).engine, topology, comm, installed)
+    row = next(row for row in CHOICES if row.holds(situation))
+    for refusal in REFUSALS:
+        if refusal.engine == row.engine and refusal.holds(situation):
+            raise refusal.error(refusal.text.format(launcher=topology.launcher, size=topology.size))
+    return Choice(row.engine, row.reason.format(launcher=topology.launcher, size=topology.size))

@@ -1,0 +1,159 @@
+"""Local SGD and DiLoCo in ``model.fit``: ranks train alone and agree on weights now and then.
+
+The optimizer is a plain one, and the training step is Keras' own, compiled as Keras compiles it: nothing is
+exchanged within it. See ``parallel/local_updates.py`` for what is exchanged between steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import keras
+from numpy.typing import NDArray
+
+from choros.arrays import adapter_of
+from choros.comm import ProcessSet, global_process_set
+from choros.errors import ConfigError, NotInitializedError
+from choros.keras.metrics import count_examples
+from choros.keras.optimizer import synchronizer_of
+from choros.keras.variables import broadcast_variables, model_variables
+from choros.parallel.compression import Compression, Compressor
+from choros.parallel.local_updates import LocalUpdates, OuterSGD
+
+__all__ = ["DiLoCoCallback", "LocalSGDCallback"]
+
+
+def LocalSGDCallback(
+    every: int,
+    compression: Compressor = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> keras.callbacks.Callback:
+    """Averages the ranks' weights every so many steps, and at the end of each epoch.
+
+    Bytes are those of synchronous training divided by ``every``. All ranks begin with rank 0's weights; each keeps
+    its optimizer's state. The average is over the examples that each has trained on since the last one; ranks may
+    have different numbers of batches. Put it before callbacks that compare ranks, such as
+    ``MetricAverageCallback``. Stich 2019, https://arxiv.org/abs/1805.09767.
+
+    Args:
+        every: steps from one average to the next.
+        compression: how the change of the weights travels.
+        process_set: the ranks that train together; others go on alone.
+
+    Raises:
+        NotInitializedError: before ``init()``.
+        ConfigError: ``every`` is not a positive number; in ``fit``, the optimizer is a distributed one.
+
+    Example:
+        >>> import choros.keras as hvd
+        >>> hvd.init()
+        >>> callbacks = [hvd.LocalSGDCallback(every=8), hvd.callbacks.MetricAverageCallback()]
+    """
+    return _LocalUpdatesCallback(LocalUpdates(every, compressor=compression, process_set=process_set))
+
+
+def DiLoCoCallback(
+    every: int = 500,
+    outer_learning_rate: float = 0.7,
+    outer_momentum: float = 0.9,
+    nesterov: bool = True,
+    compression: Compressor = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> keras.callbacks.Callback:
+    """Like ``LocalSGDCallback``, but the mean change of the weights is a gradient for an outer optimizer.
+
+    With an outer momentum ranks can train alone for much longer. Defaults are the paper's, whose inner optimizer
+    is AdamW (Douillard et al. 2023, https://arxiv.org/abs/2311.08105).
+
+    Args:
+        every: steps from one exchange to the next; the end of an epoch is one, too.
+        outer_learning_rate: of the outer SGD.
+        outer_momentum: likewise.
+        nesterov: whether that momentum is Nesterov's.
+        compression: how the change of the weights travels.
+        process_set: the ranks that train together; others go on alone.
+
+    Raises:
+        NotInitializedError: before ``init()``.
+        ConfigError: an argument has a value that cannot be meant; in ``fit``, the optimizer is a distributed one.
+
+    Example:
+        >>> import choros.keras as hvd
+        >>> hvd.init()
+        >>> callback = hvd.DiLoCoCallback(every=100, compression=hvd.Compression.int8)
+    """
+    outer = OuterSGD(outer_learning_rate, outer_momentum, nesterov)
+    return _LocalUpdatesCallback(LocalUpdates(every, outer, compressor=compression, process_set=process_set))
+
+
+@final
+class _LocalUpdatesCallback(keras.callbacks.Callback):
+    """Tells ``updates`` of each step, and gives the model the weights that come of it."""
+
+    def __init__(self, updates: LocalUpdates) -> None:
+        super().__init__()
+        included = updates.process_set.included()
+        if included is None:
+            raise NotInitializedError("a callback that exchanges weights")
+        self._updates = updates
+        self._included = included
+        self._in_epoch = False
+        self._batches = 0
+        self._examples = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Starts all ranks alike; the model and the optimizer are built by now."""
+        optimizer = self.model.optimizer
+        if synchronizer_of(optimizer) or synchronizer_of(getattr(optimizer, "inner_optimizer", None)):
+            raise ConfigError(
+                "the optimizer is distributed, so ranks exchange gradients at every step: compile the model with the "
+                "plain optimizer to exchange weights every so many."
+            )
+        if self._included:
+            process_set = self._updates.process_set
+            broadcast_variables(model_variables(self.model), process_set.ranks[0], process_set)
+            self._updates.start(self._read())
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Keras counts batches and examples anew."""
+        self._in_epoch = True
+        self._batches, self._examples = 0, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Exchanges weights if it is time to."""
+        steps, self._batches = batch + 1 - self._batches, batch + 1
+        if self._included and self._updates.step(steps):
+            self._synchronize()
+            self._write(self._updates.exchange(self._read(), examples=self._count()))
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """In ``fit``, the epoch's batches are over."""
+        self._end_batches()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """The epoch's batches are over."""
+        self._end_batches()
+
+    def _end_batches(self) -> None:
+        if self._included and self._in_epoch:
+            self._in_epoch = False
+            self._write(self._updates.finish(self._read(), examples=self._count()))
+
+    def _count(self) -> int:
+        """Examples since the last exchange; batches, if the model has no loss metric that tells."""
+        examples = count_examples(self.model) or self._batches
+        new, self._examples = examples - self._examples, examples
+        return new
+
+    def _synchronize(self) -> None:
+        """On JAX the weights are elsewhere during an epoch; Keras takes them up again before its next step."""
+        if keras.backend.backend() == "jax":
+            self.model.jax_state_sync()
+
+    def _read(self) -> list[NDArray[Any]]:
+        values = [variable.value for variable in self.model.trainable_variables]
+        return [adapter_of(value).to_host(value) for value in values]
+
+    def _write(self, weights: list[NDArray[Any]]) -> None:
+        for variable, weight in zip(self.model.trainable_variables, weights, strict=True):
+            variable.assign(weight)

@@ -1,0 +1,58 @@
+"""How gradients are made smaller on their way: one interface, one file a way.
+
+::
+
+    Compressor ──makes──► Exchange, which keeps buffers and errors from step to step
+    ├── NoCompression, Float16      casts.py       FusedExchange: an allreduce, in that dtype
+    ├── Bfloat16                    bfloat16.py  ┐ VectorExchange: arrays laid end to end in one
+    ├── Int8                        int8.py      │ float32 vector, which a VectorSum adds up:
+    ├── TopK                        top_k.py     ┘ SlicedSum (sliced.py) or TopKSum
+    └── PowerSGD                    power_sgd.py   two small allreduces for all matrices
+
+What is not worth it, or cannot be compressed, travels as it is (``selection.py``).
+"""
+
+from __future__ import annotations
+
+from choros.parallel.compression.bfloat16 import Bfloat16
+from choros.parallel.compression.casts import Float16, NoCompression
+from choros.parallel.compression.compressor import Compressor
+from choros.parallel.compression.int8 import Int8
+from choros.parallel.compression.power_sgd import PowerSGD
+from choros.parallel.compression.top_k import TopK
+
+__all__ = ["Compression", "Compressor"]
+
+
+class Compression:
+    """How gradients travel; Horovod has ``none`` and ``fp16``.
+
+    ========================  ====================  ======================================================
+    ``none``                  4 bytes an item       as they are
+    ``fp16``                  2                     values are averaged before they are sent, so that their
+                                                    sum does not overflow; parts below 6e-8 are lost
+    ``bf16``                  2                     summed in float32 and rounded once: no overflow
+    ``int8``                  1.02                  blocks of 256 share a scale; the error is kept
+    ``top_k(ratio=0.01)``     8 × ``ratio``         the largest items; the others are kept for later
+    ``power_sgd(rank=4)``     4 × rank × (n + m)    of an n × m matrix; the error is kept
+    ========================  ====================  ======================================================
+
+    Example:
+        >>> from choros.parallel.reducer import GradientReducer, ReduceConfig
+        >>> reducer = GradientReducer(ReduceConfig(compressor=Compression.power_sgd(rank=2)))
+    """
+
+    none: Compressor = NoCompression()
+    fp16: Compressor = Float16()
+    bf16: Compressor = Bfloat16()
+    int8: Compressor = Int8()
+
+    @staticmethod
+    def top_k(ratio: float = 0.01) -> Compressor:
+        """See ``TopK``."""
+        return TopK(ratio)
+
+    @staticmethod
+    def power_sgd(rank: int = 4) -> Compressor:
+        """See ``PowerSGD``."""
+        return PowerSGD(rank)

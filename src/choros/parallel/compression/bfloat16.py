@@ -1,0 +1,55 @@
+"""Two bytes an item with float32's range."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import final
+
+import numpy as np
+
+from choros.comm import BFLOAT16, Communicator
+from choros.parallel.compression.compressor import Compressor, DType, is_floating, refuse_lone
+from choros.parallel.compression.selection import SelectiveExchange
+from choros.parallel.compression.sliced import Bytes, Codec, SlicedSum
+from choros.parallel.compression.vector import Vector, VectorExchange
+from choros.parallel.exchange import Exchange, Layout
+
+__all__ = ["Bfloat16"]
+
+
+@final
+class _Bfloat16Codec(Codec):
+    name = "bfloat16"
+
+    def nbytes(self, count: int) -> int:
+        return 2 * count
+
+    def encode(self, numbers: Vector) -> Bytes:
+        return numbers.astype(BFLOAT16).view(np.uint8)
+
+    def decode(self, data: Bytes, count: int) -> Vector:
+        del count
+        return data.view(BFLOAT16).astype(np.float32)
+
+
+@final
+class Bfloat16(Compressor):
+    """Gradients travel in bfloat16, the upper half of a float32, and are summed in float32.
+
+    Unlike float16 nothing overflows or vanishes; 8 bits of precision remain. Rounding is to nearest, an error
+    without a direction, so none is kept. Arrays of float16 travel as they are.
+    """
+
+    def wire_dtype(self, dtype: DType) -> DType:
+        """See ``refuse_lone``."""
+        return refuse_lone("bf16", dtype)
+
+    def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
+        """See ``Compressor``."""
+        float16 = np.dtype(np.float16)
+        chosen = [index for index, (_, dtype) in enumerate(layout) if is_floating(dtype) and dtype != float16]
+        compressing = partial(
+            VectorExchange, method=partial(SlicedSum, communicator, codec=_Bfloat16Codec()), feedback=False
+        )
+        return SelectiveExchange(communicator, layout, groups, chosen, compressing)

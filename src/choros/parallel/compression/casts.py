@@ -1,0 +1,46 @@
+"""Gradients as they are, and gradients in float16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from choros.comm import BFLOAT16, Communicator
+from choros.parallel.compression.compressor import Compressor, DType, is_floating
+from choros.parallel.exchange import Exchange, Layout
+from choros.parallel.fusion import FusedExchange
+
+__all__ = ["Float16", "NoCompression", "plain_dtype"]
+
+
+def plain_dtype(dtype: DType) -> DType:
+    """The dtype in which uncompressed arrays are summed, hence sent: float32 for bfloat16, all else as it is."""
+    return np.dtype(np.float32) if dtype == BFLOAT16 else dtype
+
+
+@final
+class NoCompression(Compressor):
+    """Gradients travel as they are."""
+
+    def wire_dtype(self, dtype: DType) -> DType:
+        """See ``plain_dtype``."""
+        return plain_dtype(dtype)
+
+    def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
+        """See ``Compressor``."""
+        return FusedExchange(communicator, layout, groups, self.wire_dtype)
+
+
+@final
+class Float16(Compressor):
+    """Gradients travel, and are summed, in float16."""
+
+    def wire_dtype(self, dtype: DType) -> DType:
+        """float16 for every floating-point format."""
+        return np.dtype(np.float16) if is_floating(dtype) else dtype
+
+    def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
+        """See ``Compressor``."""
+        return FusedExchange(communicator, layout, groups, self.wire_dtype)

@@ -1,0 +1,230 @@
+"""The collectives with the arguments of Horovod's PyTorch face.
+
+They are for values: a result carries no gradient, whatever tensor it was made from.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from choros.arrays import framework_adapter
+from choros.comm import ProcessSet, ReduceOp, Work, global_process_set
+from choros.errors import ConfigError
+from choros.parallel import ops
+from choros.parallel.compression import Compression, Compressor
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "grouped_allreduce",
+    "poll",
+    "reducescatter",
+    "synchronize",
+]
+
+T = TypeVar("T")
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduces ``tensor`` over the ranks: their average, if ``op`` says nothing else.
+
+    Args:
+        tensor: any shape, the same shape and dtype on every rank; a number gives a number.
+        average: Horovod's older form of ``op``; deprecated.
+        name: shown in errors; ranks that give different names mismatch.
+        compression: the dtype in which values travel.
+        op: how values are combined.
+        prescale_factor: what values are multiplied by before they are combined.
+        postscale_factor: what they are multiplied by afterwards.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor of the same shape and dtype, on the same device.
+
+    Raises:
+        ConfigError: both ``average`` and ``op`` are given.
+
+    Example:
+        >>> import torch, choros.torch as hvd
+        >>> hvd.init()
+        >>> hvd.allreduce(torch.ones(2), op=hvd.Sum)
+        tensor([1., 1.])
+    """
+    return ops.allreduce(
+        tensor,
+        _op(average, op),
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        process_set=process_set,
+    )
+
+
+def allreduce_(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """``allreduce`` that overwrites ``tensor``, and returns it."""
+    reduced = allreduce(
+        tensor, average, name, Compression.none, op, prescale_factor, postscale_factor, process_set=process_set
+    )
+    return _overwrite(tensor, reduced)
+
+
+def allreduce_async(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Work[Any]:
+    """Starts ``allreduce`` and returns at once; ``synchronize`` gives the result.
+
+    ``tensor`` must not be changed until then.
+
+    Example:
+        >>> import torch, choros.torch as hvd
+        >>> hvd.init()
+        >>> handle = hvd.allreduce_async(torch.ones(2))
+        >>> hvd.synchronize(handle)
+        tensor([1., 1.])
+    """
+    op = _op(average, op)
+    return _start(
+        process_set,
+        tensor,
+        lambda: allreduce(
+            tensor, None, name, Compression.none, op, prescale_factor, postscale_factor, process_set=process_set
+        ),
+    )
+
+
+def allreduce_async_(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Work[Any]:
+    """``allreduce_async`` that overwrites ``tensor``."""
+    op = _op(average, op)
+    return _start(
+        process_set,
+        tensor,
+        lambda: allreduce_(tensor, None, name, op, prescale_factor, postscale_factor, process_set),
+    )
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """``allreduce`` of several tensors, in as few messages as can be."""
+    adapter = framework_adapter("torch")
+    op = _op(average, op)
+    communicator = process_set.communicator
+    hosts = communicator.grouped_allreduce([adapter.to_host(tensor) for tensor in tensors], op, name=name or "")
+    return [adapter.from_host(host, tensor) for host, tensor in zip(hosts, tensors, strict=True)]
+
+
+def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Concatenates the ranks' tensors along the first dimension, which may differ between ranks."""
+    return ops.allgather(tensor, name=name, process_set=process_set)
+
+
+def broadcast(
+    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Gives every rank the ``tensor`` of the global rank ``root_rank``: one shape and dtype, or a number."""
+    return ops.broadcast(tensor, root_rank, name=name, process_set=process_set)
+
+
+def broadcast_(
+    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """``broadcast`` that overwrites ``tensor``, and returns it."""
+    return _overwrite(tensor, broadcast(tensor, root_rank, name, process_set))
+
+
+def alltoall(
+    tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Sends rows of ``tensor`` to every rank and gathers those meant for this one.
+
+    Returns:
+        The rows received; with ``splits`` (rows for each rank) a pair of them and how many each rank sent.
+    """
+    return ops.alltoall(tensor, splits, name=name, process_set=process_set)
+
+
+def reducescatter(
+    tensor: Any,
+    name: str | None = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduces ``tensor`` over the ranks and gives each its rows; the first ranks get the remainder."""
+    return ops.reducescatter(tensor, op, name=name, process_set=process_set)
+
+
+def synchronize(handle: Work[T]) -> T:
+    """Waits for what ``…_async`` has started, and returns its result or raises its error."""
+    return handle.wait()
+
+
+def poll(handle: Work[Any]) -> bool:
+    """Whether ``synchronize`` would return at once."""
+    return handle.done()
+
+
+def _op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+    if average is None:
+        return op or ReduceOp.AVERAGE
+    if op is not None:
+        raise ConfigError("allreduce: give op or average, not both; average is the older form.")
+    warnings.warn("allreduce(average=…) is deprecated: use op=Average or op=Sum.", DeprecationWarning, stacklevel=3)
+    return ReduceOp.AVERAGE if average else ReduceOp.SUM
+
+
+def _overwrite(tensor: Any, value: Any) -> Any:
+    with torch.no_grad():
+        return tensor.copy_(value)
+
+
+def _start(process_set: ProcessSet, tensor: Any, collective: Callable[[], T]) -> Work[T]:
+    if tensor.device.type != "cpu":
+        # The other thread has a stream of its own, which would not wait for what computes the tensor.
+        torch.accelerator.synchronize(tensor.device)
+    return process_set.communicator.start(collective)

@@ -1,0 +1,93 @@
+"""The commands, for real: that they run and what they write, not how fast anything is."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness import FRAMEWORKS
+
+CHOROS = [sys.executable, "-m", "choros.cli"]
+BENCH = [*CHOROS, "bench"]
+ONCE = ["--rounds", "1", "--burst", "0.001"]
+
+
+def run(*words: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*BENCH, *words], capture_output=True, text=True, timeout=timeout)
+
+
+def test_allreduce(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    only = [word for name in ("mpi4py", "torch Gloo", "Horovod", "memcpy") for word in ("--only", name)]
+    done = run("allreduce", "--sizes", "4KiB", *only, *ONCE, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "rounds: 1 are too few to compare contenders by" in done.stdout
+    assert "not measured: Horovod" in done.stdout or "Horovod " in done.stdout
+    written = json.loads(file.read_text())
+    assert {"cpu", "cores", "memory_bytes", "os", "python", "versions"} <= written["machine"].keys()
+    rows = {row["peer"]: row for row in written["rows"] if row["bench"] == "allreduce"}
+    assert {"choros", "mpi4py", "memcpy"} <= rows.keys()
+    assert ("torch Gloo" in rows) == ("torch" in FRAMEWORKS)
+    assert all((row["ranks"], row["bytes"], row["dtype"]) == (2, 4096, "float32") for row in rows.values())
+    assert all(0 < row["best_s"] <= row["median_s"] for row in rows.values())
+    assert all(row["cpu_s"] >= 0 for row in rows.values())
+    assert {row["bytes"] for row in written["rows"] if row["bench"] == "grouped"} == {467_012, 31_038_084}
+
+
+@pytest.mark.parametrize("framework", [name for name in ("torch", "jax", "tensorflow") if name in FRAMEWORKS][:1])
+def test_train(framework: str, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    options = ["--framework", framework, "--model", "cnn", "--batch-size", "2"]
+    done = run("train", *options, *ONCE, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    peers = {"torch": {"torch DDP"}, "tensorflow": {"MirroredStrategy", "MultiWorkerMirroredStrategy"}}
+    others = peers.get(framework, {"keras.distribution (processes)", "keras.distribution (devices)"})
+    assert {"choros", *others} <= {row["peer"] for row in rows}, done.stdout
+    for row in rows:
+        assert (row["bench"], row["framework"], row["model"], row["ranks"]) == ("train", framework, "cnn", 2)
+        assert row["images_per_s"] == pytest.approx(4 / row["best_s"])
+
+
+def test_ctrl_c_ends_everything() -> None:
+    process = subprocess.Popen([*BENCH, "allreduce"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    family: list[psutil.Process] = []
+    while len(family) < 3:  # a launcher, what it starts, and what that starts
+        family = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["allreduce", "--sizes", "4KB"], "Write sizes like 4KiB"),
+        (["allreduce", "--ranks", "two"], "write numbers of ranks"),
+        (["allreduce", "--only", "gloo"], "There are: 'choros', 'choros, any array'"),
+        (["allreduce", "--json", "/no/such/place"], "cannot be written"),
+        (["train", "--framework", "theano"], "'theano' is not one of"),
+        (["overhead", "--rounds", "0"], "is not in the range"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(words: list[str], text: str) -> None:
+    done = run(*words)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_teaches() -> None:
+    for words, text in (([], "choros bench train"), (["bench", "--help"], "Exit codes")):
+        done = subprocess.run([*CHOROS, *words], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0
+        assert text in done.stdout
+    done = subprocess.run([*CHOROS, "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("choros ")

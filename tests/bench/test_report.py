@@ -1,0 +1,120 @@
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from choros.bench.allreduce import tables
+from choros.bench.figures import Burst, Ratios, Summary, Timing, burst_of, format_seconds, ratios, summarise
+from choros.bench.model import AlphaBeta
+from choros.bench.overhead import tables as overhead_tables
+from choros.bench.plot import plot_rows, plot_sizes, scaling_title
+from choros.bench.report import Row, check_writable, compare, plain, show, write_json
+from choros.errors import ConfigError
+
+PNG = b"\x89PNG"
+
+
+def row(peer: str, best: float, bytes_: int = 1 << 24, ranks: int = 2, bench: str = "allreduce") -> Row:
+    facts = {"bytes": bytes_, "dtype": "float32", "model": "U-Net", "arrays": 26}
+    return Row(bench, peer, ranks, Summary(best, 2 * best, 3 * best), facts)
+
+
+def test_a_run_lasts_from_the_last_that_begins_to_the_last_that_ends() -> None:
+    first = Timing(begins=(0.0, 10.0), ends=(2.0, 14.0), cpu_s=4.0)
+    second = Timing(begins=(1.0, 9.0), ends=(3.0, 12.0), cpu_s=2.0)
+    assert burst_of([first, second], units=1) == Burst(seconds=3.0, cpu_s=3.0)
+
+
+def test_summary_and_ratios() -> None:
+    ours = summarise([Burst(2.0, 1.0), Burst(1.0, 5.0), Burst(4.0, 3.0)])
+    assert ours == Summary(best_s=1.0, median_s=2.0, cpu_s=3.0)
+    assert ratios(Summary(3.0, 4.0, 1.5), ours) == Ratios(best=3.0, median=2.0, cpu=0.5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(9.99e-7, "1.00 µs"), (1.25e-5, "12.5 µs"), (0.001, "1.00 ms"), (0.5, "500 ms"), (75, "75.0 s")],
+)
+def test_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_a_table_has_all_three_ratios() -> None:
+    rows = [row("choros", 1e-3), row("mpi4py", 2e-3)]
+    assert plain(compare("sums", [("16 MiB", rows)], notes=["a note"])).splitlines() == [
+        "sums",
+        "             best   median      CPU  best÷  median÷  CPU÷",
+        "16 MiB",
+        "  choros  1.00 ms  2.00 ms  3.00 ms",
+        "  mpi4py  2.00 ms  4.00 ms  6.00 ms   2.00     2.00  2.00",
+        "a note",
+    ]
+
+
+def test_a_table_without_choros_has_no_ratios() -> None:
+    assert plain(compare("", [("", [row("mpi4py", 1.0)])])).splitlines()[3] == "  mpi4py  1.00 s  2.00 s  3.00 s"
+
+
+def test_what_is_not_a_terminal_gets_plain_text() -> None:
+    table = compare("sums", [("16 MiB", [row("choros", 1e-3)])])
+    stream = io.StringIO()
+    show(table, stream)
+    assert stream.getvalue() == plain(table) + "\n"
+
+
+def test_the_notes_of_allreduce() -> None:
+    rows = [row("choros", 1e-3), row("memcpy", 8e-4), row("choros", 2e-5, 4096), row("memcpy", 1e-6, 4096)]
+    rows += [row("choros", 1.1, bench="grouped"), row("choros, any array", 1.0, bench="grouped")]
+    single, grouped = tables(rows)
+    assert "16 MiB: 80% of a memcpy's speed (median 80%)" in single.notes
+    assert not any(note.startswith("4 KiB") for note in single.notes)
+    assert any(note.startswith("α-β model of choros: α = ") for note in single.notes)
+    assert grouped.notes[0] == "U-Net: 26 gradients, 16 MiB: 1.10 times one allreduce of the same bytes (median 1.10)"
+
+
+def test_the_notes_of_overhead() -> None:
+    facts = {"framework": "jax", "model": "cnn", "batch": 8, "images_per_s": 1.0}
+    figures = {("choros", 2): 1.25, ("choros", 1): 1.0, ("plain Keras", 1): 0.5, ("plain Keras", 2): 0.625}
+    rows = [Row("overhead", peer, ranks, Summary(t, t, t), facts) for (peer, ranks), t in figures.items()]
+    steps, _ = overhead_tables(rows)
+    assert [note.split(": ", 1)[1] for note in steps.notes] == [
+        "time of choros, 1 rank / plain Keras: best 2.000, median 2.000, CPU 2.000",
+        "speed of choros, 2 ranks / 1 rank: best 1.600, median 1.600, CPU 1.600",
+        "what the machine allows: plain Keras, twice / once: best 1.600, median 1.600, CPU 1.600",
+    ]
+
+
+def test_json_is_written_whole(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    write_json(file, {"cores": 2}, [row("choros", 1.0)])
+    written = json.loads(file.read_text())
+    assert list(written) == ["machine", "rows"]
+    assert {"bench", "peer", "ranks", "best_s", "median_s", "cpu_s", "bytes", "dtype"} <= written["rows"][0].keys()
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_files_that_cannot_be_written_are_refused_beforehand(tmp_path: Path) -> None:
+    check_writable("--json", tmp_path / "new")
+    for path in (tmp_path, tmp_path / "missing" / "file"):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            check_writable("--json", path)
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        row(peer, AlphaBeta(2, 1e-6, 1e-9).seconds(size) * ranks, size, ranks)
+        for peer in ("choros", "mpi4py")
+        for size in (1 << 20, 1 << 24)
+        for ranks in (1, 2, 4)
+    ]
+    plot_sizes(rows, tmp_path / "scaling.png", cores=2)
+    plot_sizes([row for row in rows if row.ranks == 2], tmp_path / "contenders.png", cores=2)
+    plot_rows([("cnn", rows[:2])], tmp_path / "steps.png", "steps")
+    assert all(path.read_bytes().startswith(PNG) for path in tmp_path.iterdir())
+
+
+def test_the_plot_says_where_ranks_share_cores() -> None:
+    assert scaling_title([1, 2], cores=2) == "allreduce by choros"
+    assert scaling_title([2, 4, 8], cores=2) == "allreduce by choros; 4 and 8 ranks share 2 cores"

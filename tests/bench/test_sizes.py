@@ -1,0 +1,35 @@
+import pytest
+
+from choros.bench.sizes import format_bytes, parse_sizes
+from choros.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("7", (7,)),
+        ("4KiB", (4096,)),
+        ("4kib, 1 MiB", (4096, 1 << 20)),
+        ("1MiB..256MiB", (1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)),
+        ("1MiB..3MiB", (1 << 20, 3 << 20)),
+        ("4B,4B..4B", (4,)),
+    ],
+)
+def test_sizes(text: str, sizes: tuple[int, ...]) -> None:
+    assert parse_sizes(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "4KB", "x", "1MiB,", "-4", "0", "1.5MiB", "1MiB..", "..1MiB"])
+def test_what_is_no_size_is_an_error_that_shows_one(text: str) -> None:
+    with pytest.raises(ConfigError, match="Write sizes like 4KiB"):
+        parse_sizes(text)
+
+
+def test_an_empty_range_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="the range is empty"):
+        parse_sizes("2MiB..1MiB")
+
+
+@pytest.mark.parametrize("size", [1, 4096, 1 << 20, 3 << 30])
+def test_what_is_written_can_be_read(size: int) -> None:
+    assert parse_sizes(format_bytes(size)) == (size,)

@@ -1,0 +1,134 @@
+"""Allreduce through shared memory, on one host and on hosts that are pretended by splitting this one's ranks."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from mpi4py import MPI
+
+from choros.comm import Communicator, ReduceOp, global_process_set
+from choros.comm.algorithms.algorithm import Tuning
+from choros.comm.algorithms.tuning import autotune
+from choros.comm.engines.mpi import MpiCommunicator
+from choros.comm.work import WorkQueue
+
+SMALL = Tuning(piece_bytes=4096, window_bytes=64, chunk_bytes=256)
+
+
+def everybody() -> Communicator:
+    return global_process_set.communicator
+
+
+@contextmanager
+def on_hosts(*hosts: int, tuning: Tuning = SMALL) -> Iterator[MpiCommunicator]:
+    """A communicator of all ranks that takes rank ``i`` to be on host ``hosts[i]``."""
+    comm = MPI.Intracomm(MPI.COMM_WORLD.Dup())
+    host = MPI.Intracomm(comm.Split(hosts[comm.Get_rank()], comm.Get_rank()))
+    communicator = MpiCommunicator(comm, range(comm.Get_size()), WorkQueue(), tuning, host)
+    yield communicator
+    communicator.close()
+
+
+def layouts() -> list[tuple[int, ...]]:
+    size = MPI.COMM_WORLD.Get_size()
+    together, apart = (0,) * size, tuple(range(size))
+    return [together, apart, *([(0, 0, 1), (0, 1, 1), (0, 1, 0)] if size == 3 else [])]
+
+
+def values(rank: int, items: int, dtype: str) -> np.ndarray:
+    return ((np.arange(items) * 7 + rank * 3) % 5 + 1).astype(dtype)
+
+
+def case_shared_memory_and_messages_give_the_same() -> None:
+    ops = {ReduceOp.SUM: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
+    for hosts in layouts():
+        with on_hosts(*hosts) as communicator:
+            for items in (0, 1, 2, 17, 1000, 5000):
+                for dtype in ("float32", "int64", "float16", "bool", "uint8"):
+                    for op, ufunc in ops.items():
+                        ranks = [values(rank, items, dtype) for rank in range(communicator.size)]
+                        got = communicator.allreduce(ranks[communicator.rank], op)
+                        expected = ufunc.reduce(ranks).astype(dtype)
+                        np.testing.assert_array_equal(got, expected, err_msg=f"{hosts} {items} {dtype} {op}")
+
+
+def case_array_in_shared_memory_is_reduced_in_place() -> None:
+    for hosts in layouts():
+        with on_hosts(*hosts) as communicator:
+            array = communicator.empty((40, 30), np.float64)
+            for step in range(3):
+                array[...] = communicator.rank + step
+                assert communicator.allreduce(array, out=array) is array
+                np.testing.assert_array_equal(array, (communicator.size - 1) / 2 + step)
+            part = array[10:20]
+            part[...] = 1
+            communicator.allreduce(part, ReduceOp.SUM, out=part)
+            assert float(array.sum()) == 30 * (30 * ((communicator.size - 1) / 2 + 2) + 10 * communicator.size)
+
+
+def case_result_goes_where_it_is_asked_to() -> None:
+    communicator = everybody()
+    source, out = np.full((3, 4), 1.5 + communicator.rank), np.empty((3, 4))
+    assert communicator.allreduce(source, ReduceOp.MAX, out=out) is out
+    np.testing.assert_array_equal(out, 0.5 + communicator.size)
+    assert source[0, 0] == 1.5 + communicator.rank
+
+
+def case_all_ranks_have_the_same_bits() -> None:
+    size = MPI.COMM_WORLD.Get_size()
+    for hosts in layouts():
+        with on_hosts(*hosts) as communicator:
+            array = np.random.default_rng(communicator.rank).normal(size=3001).astype(np.float32)
+            sums = communicator.allgather(communicator.allreduce(array, ReduceOp.SUM)).reshape(size, -1)
+            assert (sums == sums[0]).all()
+
+
+def case_parts_of_the_ranks_have_memory_of_their_own() -> None:
+    everyone = everybody()
+    array = everyone.empty(10000)
+    part = everyone.split([0, everyone.size - 1])
+    array.fill(1)
+    if part is not None:
+        inner = part.empty(10000)
+        inner.fill(2)
+        part.allreduce(inner, ReduceOp.SUM, out=inner)
+        assert (inner == 2 * part.size).all()
+        part.close()
+    everyone.allreduce(array, ReduceOp.SUM, out=array)
+    assert (array == everyone.size).all()
+
+
+def case_autotune_chooses_the_same_on_every_rank() -> None:
+    communicator = everybody()
+    tuning = autotune(communicator, megabytes=1)
+    chosen = [tuning.piece_bytes, tuning.window_bytes, tuning.chunk_bytes]
+    np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), ReduceOp.MAX), chosen)
+    np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), ReduceOp.MIN), chosen)
+    array = np.full(1 << 20, 1.0, np.float32)
+    assert (communicator.allreduce(array, ReduceOp.SUM) == communicator.size).all()
+
+
+def case_memory_does_not_grow() -> None:
+    communicator = everybody()
+    array, registered = np.ones(30000, np.float32), communicator.empty(30000)
+    registered.fill(1)
+
+    def reduce(times: int) -> int:
+        for _ in range(times):
+            communicator.allreduce(array)
+            communicator.allreduce(registered, out=registered)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = reduce(500)
+    assert reduce(4500) - before < 2000, "kilobytes more after 9,000 allreduces more"
+
+
+def case_a_gibibyte() -> None:
+    communicator = everybody()
+    array = np.full(1 << 28, 1.0 + communicator.rank, np.float32)
+    communicator.allreduce(array, ReduceOp.SUM, out=array)
+    size = communicator.size
+    assert array[0] == array[-1] == array[1 << 27] == size * (size + 1) / 2

@@ -1,0 +1,115 @@
+"""Tensors exchanged where they lie, whatever the control plane: on the CPU through Gloo, on GPUs through NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import choros
+from choros.comm import ReduceOp, global_process_set
+from choros.comm.engines.torch import DeviceGroup
+from choros.errors import ConfigError, EngineUnavailable, MismatchError
+
+CPU = torch.device("cpu")
+
+
+def device_groups() -> Iterator[DeviceGroup]:
+    """Groups of all ranks: of the CPU, and of GPUs where there are enough, or NCCL lets ranks share them."""
+    devices = [CPU]
+    cards = torch.cuda.device_count()
+    if cards and (
+        cards >= choros.local_size() or torch.distributed.ProcessGroupNCCL.get_runtime_nccl_version() >= (2, 30)
+    ):
+        devices.append(torch.device("cuda", choros.local_rank() % cards))
+    for device in devices:
+        group = DeviceGroup(global_process_set.communicator, device)
+        assert group.device == device
+        yield group
+        group.close()
+
+
+def on_each_device(body: Callable[[DeviceGroup], None]) -> Callable[[], None]:
+    def case() -> None:
+        for group in device_groups():
+            body(group)
+
+    return case
+
+
+def case_device_that_cannot_be_is_an_error_on_all_ranks() -> None:
+    with pytest.raises(EngineUnavailable, match="tensors on meta cannot be moved where they lie"):
+        DeviceGroup(global_process_set.communicator, torch.device("meta"))
+    mine = torch.device("meta") if choros.rank() == 0 else CPU
+    with pytest.raises(EngineUnavailable if choros.rank() == 0 else MismatchError, match="tensors on meta"):
+        DeviceGroup(global_process_set.communicator, mine)
+
+
+@on_each_device
+def case_device_group_reduces_in_place(group: DeviceGroup) -> None:
+    everybody = [(torch.arange(6).reshape(2, 3) + 3 * rank) % 4 - 1 for rank in range(choros.size())]
+    stacked = torch.stack(everybody).to(group.device, torch.float64)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64):
+        for op, expected in {
+            ReduceOp.SUM: stacked.sum(0),
+            ReduceOp.MIN: stacked.amin(0),
+            ReduceOp.MAX: stacked.amax(0),
+            ReduceOp.PRODUCT: stacked.prod(0),
+            ReduceOp.AVERAGE: stacked.mean(0),
+        }.items():
+            tensor = everybody[choros.rank()].to(group.device, dtype, copy=True)
+            group.allreduce(tensor, op)
+            # An integer average rounds towards zero, which is what the conversion does.
+            torch.testing.assert_close(tensor, expected.to(dtype))
+
+
+@on_each_device
+def case_device_group_takes_truth_values_and_tensors_with_gradients(group: DeviceGroup) -> None:
+    mine = torch.tensor([choros.rank() == 0, True], device=group.device)
+    group.allreduce(mine, ReduceOp.MIN)
+    assert mine.tolist() == [choros.size() == 1, True]
+    weight = torch.nn.Parameter(torch.full((3,), float(choros.rank()), device=group.device))
+    group.broadcast(weight, choros.size() - 1)
+    assert weight.tolist() == [choros.size() - 1.0] * 3
+    group.allreduce(weight, ReduceOp.SUM)
+    assert weight.tolist() == [choros.size() * (choros.size() - 1.0)] * 3
+    group.allreduce(torch.empty(0, device=group.device))
+
+
+@on_each_device
+def case_device_group_concatenates_rows_of_which_some_ranks_have_none(group: DeviceGroup) -> None:
+    def rows(rank: int, count: int) -> torch.Tensor:
+        return torch.full((count, 2), rank, dtype=torch.bfloat16, device=group.device)
+
+    for parts in (
+        [rows(rank, 2) for rank in range(choros.size())],
+        [rows(rank, rank) for rank in range(choros.size())],
+    ):
+        torch.testing.assert_close(group.allgather(parts[choros.rank()]), torch.cat(parts))
+    assert group.allgather(torch.tensor(choros.rank(), device=group.device)).tolist() == list(range(choros.size()))
+
+
+@on_each_device
+def case_device_group_finds_what_ranks_do_not_ask_alike(group: DeviceGroup) -> None:
+    last = choros.rank() == choros.size() - 1
+
+    def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(shape, device=group.device).to(dtype)
+
+    with pytest.raises(MismatchError, match=r"device allreduce\(op=Average, dtype=torch.float32, shape=\(4,\)\)"):
+        group.allreduce(ones(4 if last else 3))
+    with pytest.raises(ConfigError if last else MismatchError, match="not contiguous"):
+        group.allreduce(ones(2, 2).T if last else ones(2, 2))
+    for text, collective in {
+        "complex64 cannot": lambda: group.allreduce(ones(2, dtype=torch.complex64)),
+        "bits8 cannot": lambda: group.allreduce(torch.empty(2, dtype=torch.bits8, device=group.device)),
+        "booleans have no average": lambda: group.allreduce(ones(2, dtype=torch.bool)),
+        "root=9 is not": lambda: group.broadcast(ones(2), 9),
+        "a tensor on meta was given": lambda: group.allgather(torch.ones(2, device="meta")),
+    }.items():
+        with pytest.raises(ConfigError, match=text):
+            collective()
+    tensor = ones(1)
+    group.allreduce(tensor, ReduceOp.SUM)
+    assert tensor == choros.size()

@@ -1,0 +1,73 @@
+"""Which engine is taken, and why: the table, and what ``--verbose`` shows of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from choros.comm.selection import Choice, select
+from choros.config import ENGINE
+from choros.errors import ChorosError, ConfigError, EngineUnavailable
+from choros.topology import Topology
+from harness import CHOROSRUN
+
+MPIRUN, TORCHRUN = "Open MPI's mpirun", "torchrun"
+
+
+def ranks(size: int, launcher: str) -> Topology:
+    return Topology.from_hosts(["here"] * size, size - 1, launcher=launcher)
+
+
+ALONE = Topology()
+#: ``CHOROS_ENGINE``, who started how many ranks, what ``init`` is given, and what is chosen.
+CHOICES = {
+    "alone": ("", ALONE, None, Choice("local", "one rank: nothing to move")),
+    "alone and says so": ("auto", ALONE, [0], Choice("local", "one rank: nothing to move")),
+    "mpirun of one": ("", ranks(1, MPIRUN), None, Choice("local", "one rank: nothing to move")),
+    "torchrun of one": ("", ranks(1, TORCHRUN), None, Choice("local", "one rank: nothing to move")),
+    "mpirun": ("", ranks(4, MPIRUN), None, Choice("mpi", "Open MPI's mpirun started 4 ranks")),
+    "srun": ("", ranks(2, "srun"), None, Choice("mpi", "srun started 2 ranks")),
+    "torchrun": ("", ranks(2, TORCHRUN), None, Choice("torch", "torchrun started 2 ranks without MPI")),
+    "TF_CONFIG": ("", ranks(3, "TF_CONFIG"), [0, 2], Choice("torch", "TF_CONFIG started 3 ranks without MPI")),
+    "some ranks of mpirun": ("", ranks(4, MPIRUN), [0, 1], Choice("mpi", "Open MPI's mpirun started 4 ranks")),
+    "communicator": ("", ALONE, object(), Choice("mpi", "init() was given an MPI communicator")),
+    "local asked for": ("local", ALONE, None, Choice("local", "CHOROS_ENGINE=local")),
+    "mpi asked for": ("mpi", ALONE, None, Choice("mpi", "CHOROS_ENGINE=mpi")),
+    "torch asked for under mpirun": ("torch", ranks(2, MPIRUN), None, Choice("torch", "CHOROS_ENGINE=torch")),
+    "xla asked for": ("xla", ranks(2, MPIRUN), None, Choice("xla", "CHOROS_ENGINE=xla")),
+}
+
+
+@pytest.mark.parametrize(("asked", "topology", "comm", "choice"), CHOICES.values(), ids=CHOICES)
+def test_choice(asked: str, topology: Topology, comm: object, choice: Choice) -> None:
+    assert select({ENGINE.name: asked}, topology, comm, installed=lambda _: True) == choice
+
+
+#: The same, what is not installed, and what the error says.
+REFUSALS = {
+    "unknown": ("nccl", ALONE, None, "", ConfigError, "'nccl' is not one of auto, local, mpi, torch, xla"),
+    "local for many": ("local", ranks(2, MPIRUN), None, "", ConfigError, "is for one rank, but Open MPI's mpirun"),
+    "mpi under torchrun": ("mpi", ranks(2, TORCHRUN), None, "", EngineUnavailable, "with chorosrun -np 2 in place"),
+    "communicator under torchrun": ("", ranks(2, TORCHRUN), object(), "", EngineUnavailable, "mpi engine cannot join"),
+    "communicator for torch": ("torch", ranks(2, MPIRUN), object(), "", ConfigError, "only the mpi engine takes"),
+    "no torch": ("", ranks(2, "TF_CONFIG"), None, "torch", EngineUnavailable, "pip install torch"),
+    "no torch, asked for": ("torch", ranks(2, MPIRUN), None, "torch", EngineUnavailable, "chorosrun -np 2"),
+    "no jax": ("xla", ranks(2, MPIRUN), None, "jax", EngineUnavailable, "pip install jax"),
+}
+
+
+@pytest.mark.parametrize(("asked", "topology", "comm", "missing", "error", "text"), REFUSALS.values(), ids=REFUSALS)
+def test_refusal(
+    asked: str, topology: Topology, comm: object, missing: str, error: type[ChorosError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        select({ENGINE.name: asked}, topology, comm, installed=lambda module: module != missing)
+
+
+def test_verbose_shows_it_once() -> None:
+    command = [CHOROSRUN, "-np", "2", "--verbose", sys.executable, "-c", "import choros; choros.init()"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stderr.count("choros: engine mpi: Open MPI's mpirun started 2 ranks") == 1

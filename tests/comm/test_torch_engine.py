@@ -1,0 +1,143 @@
+"""The torch engine on real processes: ranks of torchrun, of ``TF_CONFIG`` and of MPI, and starts that fail."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import choros
+from choros.errors import ConfigError, EngineUnavailable
+from choros.topology import ENVIRONMENTS
+from comm.engines import ALSO_ON_TORCH, on_torch
+from comm.starts import by_hand, free_port, run_cases, together
+from harness import FRAMEWORKS, case_names, check_case
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(300)
+
+OVER_MPI = "comm.torch_over_mpi_cases"
+OVER_MPI_CASES = (*case_names("comm.device_cases"), *case_names(OVER_MPI))
+TRAINING = "keras_face.training_cases"
+SAME_WEIGHTS = "case_sgd_with_momentum_on_uneven_batches"
+
+
+@pytest.mark.parametrize("case", [*case_names("comm.torch_cases"), *case_names("comm.device_cases"), *ALSO_ON_TORCH])
+def test_ranks_of_torchrun(case: str) -> None:
+    on_torch(case)
+
+
+@pytest.mark.parametrize("case", OVER_MPI_CASES)
+def test_ranks_of_mpi(case: str) -> None:
+    check_case(OVER_MPI, 2, case, cases=OVER_MPI_CASES)
+
+
+@pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="tensorflow is not among CHOROS_TEST_FRAMEWORKS")
+def test_ranks_of_tf_config_train_tensorflow() -> None:
+    errors = run_cases(TRAINING, "TF_CONFIG", 2, "tensorflow", (SAME_WEIGHTS,))
+    assert not errors[SAME_WEIGHTS], errors[SAME_WEIGHTS]
+
+
+DIES = """
+import os, choros
+choros.init()
+total = lambda: choros.global_process_set.communicator.allreduce(1)
+total()
+if choros.rank() == 1: os._exit(7)
+try: total()
+except choros.EngineError as error: print(type(error).__name__, error)
+"""
+
+
+def test_rank_whose_peer_has_died_gets_an_error_and_the_log_names_the_engine() -> None:
+    environs = [{**environ, "CHOROS_LOG_LEVEL": "INFO"} for environ in by_hand(2)]
+    (code, output), (code_of_dead, other_output) = together([sys.executable, "-c", DIES], environs)
+    assert (code, code_of_dead) == (0, 7), output + other_output
+    assert "choros: engine torch: torchrun started 2 ranks without MPI" in output
+    assert "EngineError Gloo failed in the check of a collective" in output
+    assert "Another rank has ended, or cannot be reached any more" in output
+    assert "engine" not in other_output
+
+
+# ── starts that fail ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Sets what a launcher would; nothing else has started us."""
+    for launcher in ENVIRONMENTS:
+        monkeypatch.delenv(launcher.rank, raising=False)
+    for name in ("TF_CONFIG", "CHOROS_ENGINE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CHOROS_START_TIMEOUT", "0.2")
+    yield monkeypatch
+    choros.shutdown()
+
+
+def set_environ(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_master_that_nobody_is_at(start: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    set_environ(start, RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    with pytest.raises(EngineUnavailable, match=rf"rank 1: nothing answers at 127\.0\.0\.1:{port}.* within 0.2 s"):
+        choros.init()
+
+
+def test_master_whose_name_is_unknown(start: pytest.MonkeyPatch) -> None:
+    set_environ(start, RANK=1, WORLD_SIZE=2, MASTER_ADDR="nowhere.invalid", MASTER_PORT=1)
+    with pytest.raises(EngineUnavailable, match=r"nothing answers at nowhere\.invalid:1"):
+        choros.init()
+
+
+def test_rank_that_does_not_come(start: pytest.MonkeyPatch) -> None:
+    set_environ(start, RANK=0, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    with pytest.raises(EngineUnavailable, match=r"ranks 1, 2 of 3 did not come within 0.2 s"):
+        choros.init()
+
+
+def test_port_that_is_taken(start: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        set_environ(start, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        with pytest.raises(EngineUnavailable, match=rf"rank 0 cannot listen at 127\.0\.0\.1:{port}"):
+            choros.init()
+
+
+def test_no_place_to_meet(start: pytest.MonkeyPatch) -> None:
+    start.delenv("MASTER_ADDR", raising=False)
+    set_environ(start, RANK=0, WORLD_SIZE=2)
+    with pytest.raises(EngineUnavailable, match=r"MASTER_ADDR and MASTER_PORT, where they meet, are not set"):
+        choros.init()
+
+
+def test_patience_that_is_no_number(start: pytest.MonkeyPatch) -> None:
+    set_environ(start, CHOROS_START_TIMEOUT="soon")
+    with pytest.raises(ConfigError, match="CHOROS_START_TIMEOUT='soon' is not a number of seconds above 0"):
+        choros.init()
+
+
+def test_without_torch_the_engine_says_how_to_get_it() -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from choros.errors import EngineUnavailable\n"
+        "try: import choros.comm.engines.torch\n"
+        "except EngineUnavailable as error: assert 'pip install torch' in str(error)\n"
+        "else: raise AssertionError"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_engine_is_forced_on_a_process_alone(start: pytest.MonkeyPatch) -> None:
+    set_environ(start, CHOROS_ENGINE="torch", CHOROS_START_TIMEOUT=60)
+    choros.init()
+    communicator = choros.global_process_set.communicator
+    assert type(communicator).__name__ == "TorchCommunicator"
+    assert communicator.allgather([[1], [2]]).tolist() == [[1], [2]]
+    assert communicator.allreduce(2.5) == 2.5

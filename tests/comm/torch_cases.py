@@ -1,0 +1,73 @@
+"""What the torch engine must do, on ranks that MPI did not start; with the cases that every engine must pass."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import choros
+from choros.comm import ReduceOp, global_process_set, topology
+from choros.comm.engines.torch import DeviceGroup, TorchCommunicator
+from choros.errors import ConfigError
+from choros.topology import Topology
+from comm.collective_cases import *  # noqa: F403
+from comm.device_cases import *  # noqa: F403
+from comm.device_cases import CPU
+from comm.job_cases import *  # noqa: F403
+from comm.mismatch_cases import *  # noqa: F403
+from keras_face.training_cases import case_sgd_with_momentum_on_uneven_batches  # noqa: F401
+
+
+def total() -> int:
+    return int(global_process_set.communicator.allreduce(1, ReduceOp.SUM))
+
+
+# ── starting ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def case_place_is_that_of_ranks_on_one_host_who_listen_to_it_alone() -> None:
+    assert topology() == Topology.from_hosts(["here"] * choros.size(), choros.rank(), launcher="torchrun")
+    assert global_process_set.communicator.address == "127.0.0.1"
+
+
+def case_neither_mpi_nor_the_default_group_is_touched() -> None:
+    assert isinstance(global_process_set.communicator, TorchCommunicator)
+    assert "mpi4py" not in sys.modules
+    assert not dist.is_initialized()
+
+
+def case_the_default_group_stays_free_for_the_user() -> None:
+    dist.init_process_group("gloo")
+    values = torch.ones(2)
+    dist.all_reduce(values)
+    assert total() == values[0] == choros.size()
+    dist.destroy_process_group()
+
+
+def case_init_of_some_ranks_numbers_them_anew() -> None:
+    rank, size = choros.rank(), choros.size()
+    choros.shutdown()
+    if rank == 0:
+        with pytest.raises(ConfigError, match=r"init\(comm=\[1, 2\]\) was called on rank 0"):
+            choros.init(comm=[1, 2])
+    else:
+        choros.init(comm=[1, 2])
+        assert topology() == Topology.from_hosts(["here"] * 2, rank - 1, launcher="torchrun")
+        assert total() == 2
+        choros.shutdown()
+    choros.init()
+    assert total() == size
+
+
+def case_device_group_of_a_process_set() -> None:
+    pair = choros.add_process_set([0, 1])
+    if pair.included():
+        group = DeviceGroup(pair.communicator, CPU)
+        tensor = torch.tensor([choros.rank()])
+        group.allreduce(tensor, ReduceOp.SUM)
+        assert tensor == 1
+        group.close()
+    assert choros.remove_process_set(pair)

@@ -1,0 +1,29 @@
+"""The torch engine on ranks that MPI started; with the cases of tensors, whose control plane is MPI."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+import choros
+from choros.comm import global_process_set, topology
+from choros.comm.engines.torch import TorchCommunicator
+from comm.device_cases import *  # noqa: F403
+
+
+def case_mpi_started_ranks_can_take_the_torch_engine() -> None:
+    assert not isinstance(global_process_set.communicator, TorchCommunicator)
+    place = topology()
+    choros.shutdown()
+    os.environ["CHOROS_ENGINE"] = "torch"
+    for _ in range(2):
+        choros.init()
+        assert topology() == place
+        communicator = global_process_set.communicator
+        assert isinstance(communicator, TorchCommunicator)
+        np.testing.assert_array_equal(communicator.allgather([choros.rank()]), range(choros.size()))
+        choros.shutdown()
+    del os.environ["CHOROS_ENGINE"]
+    choros.init()
+    assert not isinstance(global_process_set.communicator, TorchCommunicator)

@@ -1,0 +1,85 @@
+"""The xla engine on real processes, CPUs standing for accelerators; the cases are in ``xla_cases.py``."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from harness import CHOROSRUN, FRAMEWORKS, case_names, check_case
+
+MODULE = "keras_face.xla_cases"
+FAST_TO_COMPILE = "--xla_backend_optimization_level=0"
+TRANSPARENCY = ("case_twenty_steps_are_those_of_one_device",)
+
+pytestmark = pytest.mark.skipif("jax" not in FRAMEWORKS, reason="needs JAX")
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHOROS_ENGINE", "xla")
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={count} {FAST_TO_COMPILE}")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", case_names(MODULE))
+def test_two_processes_with_two_devices(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices(monkeypatch, 2)
+    check_case(MODULE, 2, case, "jax")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("ranks", "count"), [(1, 4), (2, 1)])
+def test_other_layouts(ranks: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices(monkeypatch, count)
+    check_case(MODULE, ranks, *TRANSPARENCY, "jax", TRANSPARENCY)
+
+
+KILLED = """
+import os, signal, sys
+sys.modules["tensorflow"] = None
+import numpy as np
+import choros.keras as hvd
+hvd.init()
+import keras
+
+class Kill(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if hvd.rank() == 1 and batch == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+model = keras.Sequential([keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), Kill()]
+model.fit(np.zeros((40, 2)), np.zeros((40, 1)), batch_size=2, verbose=0, callbacks=callbacks)
+"""
+
+TOO_LATE = """
+import os, jax, choros
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    jax.devices()
+choros.init()
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    command = [CHOROSRUN, "-np", "2", sys.executable, "-c", program]
+    return subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_rank_ends_the_job() -> None:
+    done = run(KILLED)
+    assert done.returncode == 128 + 9
+    assert "rank 1" in done.stderr
+
+
+def test_init_after_jax_has_looked_for_devices() -> None:
+    done = run(TOO_LATE)
+    assert done.returncode != 0
+    assert "call init() first" in done.stderr

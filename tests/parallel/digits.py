@@ -1,0 +1,75 @@
+"""A small network on real digits, in NumPy: what compressions and local updates must learn as well."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits
+
+HIDDEN, BATCH, TRAINING = 128, 64, 1280
+
+Arrays = list[NDArray]
+
+
+@functools.cache
+def data() -> tuple[NDArray, NDArray]:
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    return (digits.data[order] / 16).astype(np.float32), digits.target[order]
+
+
+def batches(rank: int, size: int, epochs: int, seed: int = 0) -> Iterator[NDArray]:
+    """This rank's part of each batch of ``BATCH`` training examples, as indices."""
+    generator = np.random.default_rng(seed)
+    for _ in range(epochs):
+        for batch in generator.permutation(TRAINING).reshape(-1, BATCH):
+            yield batch[rank::size]
+
+
+def initial_weights() -> Arrays:
+    generator = np.random.default_rng(1)
+    shapes = ((64, HIDDEN), (HIDDEN,), (HIDDEN, 10), (10,))
+    return [generator.normal(size=shape, scale=shape[0] ** -0.5).astype(np.float32) for shape in shapes]
+
+
+def gradients(weights: Arrays, batch: NDArray) -> Arrays:
+    """Of the mean cross-entropy of a network with one hidden layer."""
+    first, first_bias, second, second_bias = weights
+    x, y = (part[batch] for part in data())
+    hidden = np.maximum(x @ first + first_bias, 0)
+    logits = hidden @ second + second_bias
+    scores = np.exp(logits - logits.max(axis=1, keepdims=True))
+    error = scores / scores.sum(axis=1, keepdims=True)
+    error[np.arange(len(y)), y] -= 1
+    error /= np.float32(len(y))
+    below = error @ second.T * (hidden > 0)
+    return [x.T @ below, below.sum(0), hidden.T @ error, error.sum(0)]
+
+
+def accuracy(weights: Arrays) -> float:
+    """On the examples that are not trained on."""
+    first, first_bias, second, second_bias = weights
+    x, y = (part[TRAINING:] for part in data())
+    logits = np.maximum(x @ first + first_bias, 0) @ second + second_bias
+    return float((logits.argmax(axis=1) == y).mean())
+
+
+@dataclass
+class SGD:
+    """Plain SGD with momentum, on ``weights`` in place."""
+
+    weights: Arrays
+    rate: float = 0.1
+    momentum: float = 0.9
+    velocities: Arrays = field(default_factory=list)
+
+    def step(self, gradients: Arrays) -> None:
+        self.velocities = self.velocities or [np.zeros_like(weight) for weight in self.weights]
+        for weight, velocity, gradient in zip(self.weights, self.velocities, gradients, strict=True):
+            velocity *= np.float32(self.momentum)
+            velocity += gradient
+            weight -= np.float32(self.rate) * velocity

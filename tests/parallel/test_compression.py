@@ -1,0 +1,277 @@
+"""Compressions on ranks that are threads: what arrives, what is kept, how many bytes, and that models learn."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from choros.comm import BFLOAT16, ProcessSet, ReduceOp
+from choros.errors import ConfigError, MismatchError
+from choros.parallel import ops
+from choros.parallel.compression import Compression, Compressor
+from choros.parallel.compression.int8 import BLOCK
+from choros.parallel.compression.power_sgd import matrix_shape
+from choros.parallel.exchange import layout_of
+from choros.parallel.reducer import GradientReducer, ReduceConfig
+from harness import case_names, check_case
+from parallel.digits import SGD, accuracy, batches, gradients, initial_weights
+from parallel.threads import on_threads
+
+COMPRESSORS = {
+    "none": Compression.none,
+    "fp16": Compression.fp16,
+    "bf16": Compression.bf16,
+    "int8": Compression.int8,
+    "top_k": Compression.top_k(0.05),
+    "power_sgd": Compression.power_sgd(2),
+}
+LOSSY = ["int8", "top_k", "power_sgd"]
+CASES = "parallel.compression_cases"
+
+
+def arrays(seed: int) -> list[NDArray]:
+    """Kernels of a dense layer and a convolution, and what is not compressed by everybody."""
+    generator = np.random.default_rng(seed)
+    shapes = ((64, 48), (3, 3, 16, 24), (48,), (), (0, 5))
+    dtypes = (np.float32, np.float64, np.float32, BFLOAT16, np.float32)
+    made = [generator.normal(size=shape).astype(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return [*made, generator.integers(-9, 9, (40, 40)), generator.normal(size=7).astype(np.float16)]
+
+
+def reduce(
+    compressor: Compressor, ranks: Sequence[Sequence[Sequence[NDArray]]], op: ReduceOp = ReduceOp.SUM, groups: int = 1
+) -> list[list[list[NDArray]]]:
+    """What each rank gets at each of its steps."""
+
+    def rank_main(process_set: ProcessSet) -> list[list[NDArray]]:
+        config = ReduceConfig(op=op, compressor=compressor, groups=groups, process_set=process_set)
+        reducer = GradientReducer(config)
+        results = [reducer.reduce(step, examples=1) for step in ranks[process_set.communicator.rank]]
+        reducer.join(layout_of(ranks[0][0]))
+        return results
+
+    return on_threads(len(ranks), rank_main)
+
+
+# ── what arrives ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_ranks_get_the_same_arrays_of_the_same_kind(name: str, ranks: int, groups: int) -> None:
+    steps = [[arrays(10 * rank + step) for step in range(3)] for rank in range(ranks)]
+    results = reduce(COMPRESSORS[name], steps, groups=groups)
+    for step in range(3):
+        for index, given in enumerate(steps[0][step]):
+            got = [result[step][index] for result in results]
+            assert {(array.shape, array.dtype) for array in got} == {(given.shape, given.dtype)}
+            for other in got:
+                np.testing.assert_array_equal(other, got[0])
+    for given, result in zip(zip(*(rank[0] for rank in steps), strict=True), results[0][0], strict=True):
+        if result.dtype.kind == "i":  # whole numbers are never rounded
+            np.testing.assert_array_equal(result, sum(given))
+
+
+def test_bf16_rounds_what_is_sent_and_the_sum_but_not_between() -> None:
+    mine = [arrays(rank)[0] for rank in range(3)]
+    total = np.zeros_like(mine[0])
+    for array in mine:
+        total += array.astype(BFLOAT16).astype(np.float32)
+    (result,) = reduce(Compression.bf16, [[[array]] for array in mine])[0][0]
+    np.testing.assert_array_equal(result, total.astype(BFLOAT16).astype(np.float32))
+
+
+def test_bf16_has_the_range_of_float32() -> None:
+    small, large = np.full(3, 1e-30, np.float32), np.full(3, 1e30, np.float32)
+    for result in reduce(Compression.bf16, [[[small, large]]] * 2)[0][0]:
+        assert (result > 0).all()
+        assert np.isfinite(result).all()
+
+
+def test_int8_errs_by_half_a_step_of_the_block() -> None:
+    given = np.random.default_rng(0).normal(size=3 * BLOCK + 5).astype(np.float32)
+    given[BLOCK] = 1000  # coarsens its own block only
+    ((result,),) = reduce(Compression.int8, [[[given]]])[0]
+    # One rank rounds what it sends and, as the owner of the slice, the sum.
+    for start in range(0, len(given), BLOCK):
+        block = slice(start, start + BLOCK)
+        assert np.abs(result[block] - given[block]).max() <= 1.01 * np.abs(given[block]).max() / 127
+
+
+def test_top_k_sends_the_largest_items() -> None:
+    one, other = np.zeros(2000, np.float32), np.zeros(2000, np.float32)
+    one[[3, 7, 11]], other[[7, 1999]] = (5.0, -4.0, 1.0), (-3.0, 2.0)
+    ((result,),) = reduce(Compression.top_k(0.001), [[[one]], [[other]]])[0]
+    assert {int(index): float(result[index]) for index in np.flatnonzero(result)} == {3: 5.0, 7: -7.0, 1999: 2.0}
+
+
+def test_power_sgd_gives_a_matrix_of_that_rank_exactly() -> None:
+    generator = np.random.default_rng(0)
+    steps = []
+    for _ in range(2):  # the ranks' columns lie in one plane: so does their sum's
+        rows = generator.normal(size=(2, 50)).astype(np.float32)
+        steps.append([[np.array([[1, 0], [0, 1]] * 30, np.float32) @ rows]])
+    ((result,),) = reduce(Compression.power_sgd(2), steps)[0]
+    np.testing.assert_allclose(result, steps[0][0][0] + steps[1][0][0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"), [((), (1, 1)), ((7,), (1, 7)), ((5, 4, 3), (5, 12)), ((1, 64, 3), (64, 3))]
+)
+def test_arrays_are_cut_into_matrices_where_these_are_nearest_to_square(shape: tuple, matrix: tuple) -> None:
+    assert matrix_shape(shape) == matrix
+
+
+# ── the error that is kept ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", LOSSY)
+def test_nothing_is_lost_but_late(name: str, ranks: int) -> None:
+    """What arrived so far, and what would arrive if nothing new came, is all that was sent."""
+    given = [arrays(rank)[0] for rank in range(ranks)]
+    silent = [np.zeros_like(given[0])]
+    steps = [[[mine]] * 5 + [silent] * 600 for mine in given]
+    results = reduce(COMPRESSORS[name], steps)[0]
+    arrived = np.sum([step[0] for step in results], axis=0)
+    np.testing.assert_allclose(arrived, 5 * sum(given), rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_rank_that_has_joined_still_brings_what_it_kept(name: str) -> None:
+    first, zeros = [arrays(0)[0]], [np.zeros_like(arrays(0)[0])]
+    results = reduce(COMPRESSORS[name], [[zeros] * 601, [first]])[0]
+    arrived = np.sum([step[0] for step in results], axis=0)
+    # Of what rank 1 brings, its first gradient counts half: two examples, one of them its.
+    np.testing.assert_allclose(2 * arrived, 2 * first[0], rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_what_is_not_finite_arrives_everywhere_and_is_forgotten(name: str, value: float) -> None:
+    ok = [arrays(0)[0]]
+    overflow = [ok[0].copy()]
+    overflow[0][5, 7] = value
+    undisturbed = reduce(COMPRESSORS[name], [[ok, ok]] * 2)
+    disturbed = reduce(COMPRESSORS[name], [[ok, ok, ok], [ok, overflow, ok]])
+    for rank in range(2):
+        assert not np.isfinite(disturbed[rank][1][0]).all()
+        np.testing.assert_array_equal(disturbed[rank][2][0], undisturbed[rank][1][0])
+
+
+# ── bytes ────────────────────────────────────────────────────────────────────────────────────────
+
+#: Items of ``arrays()`` by what can be done with them.
+KERNEL, CONVOLUTION, BIAS, SCALAR, WHOLE, HALF = 64 * 48, 9 * 16 * 24, 48, 1, 40 * 40, 7
+UNCOMPRESSED = 8 * WHOLE + 2 * HALF
+
+
+def slices(items: int, bytes_of: Callable[[int], int]) -> int:
+    """What rank 0 of two brings: both its slices dealt out, and the sum of its own."""
+    mine, others = (items + 1) // 2, items // 2
+    return 2 * bytes_of(mine) + bytes_of(others)
+
+
+BYTES = {
+    "none": 4 * KERNEL + 8 * CONVOLUTION + 4 * BIAS + 4 * SCALAR + UNCOMPRESSED,
+    "fp16": 2 * (KERNEL + CONVOLUTION + BIAS + SCALAR) + UNCOMPRESSED,
+    "bf16": slices(KERNEL + CONVOLUTION + BIAS + SCALAR, lambda n: 2 * n) + UNCOMPRESSED,
+    "int8": slices(KERNEL + CONVOLUTION + BIAS + SCALAR + HALF, lambda n: n + 4 * -(-n // BLOCK)) + 8 * WHOLE,
+    "top_k": 8 * -(-(KERNEL + CONVOLUTION) * 5 // 100) + 4 * BIAS + 4 * SCALAR + UNCOMPRESSED,
+    "power_sgd": 4 * 2 * (64 + 48 + 144 + 24) + 4 * BIAS + 4 * SCALAR + UNCOMPRESSED,
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_bytes_are_those_of_theory(name: str) -> None:
+    def rank_main(process_set: ProcessSet) -> int:
+        reducer = GradientReducer(ReduceConfig(compressor=COMPRESSORS[name], process_set=process_set))
+        for _ in range(3):
+            reducer.reduce(arrays(0), examples=1)
+        return process_set.communicator.bytes_sent
+
+    assert on_threads(2, rank_main)[0] == 3 * BYTES[name]
+
+
+# ── learning ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@functools.cache
+def learned(name: str) -> float:
+    """The accuracy on digits after training on two ranks."""
+
+    def rank_main(process_set: ProcessSet) -> float:
+        reducer = GradientReducer(ReduceConfig(compressor=COMPRESSORS[name], process_set=process_set))
+        optimizer = SGD(initial_weights())
+        for batch in batches(process_set.communicator.rank, 2, epochs=20):
+            optimizer.step(reducer.reduce(gradients(optimizer.weights, batch), examples=len(batch)))
+        return accuracy(optimizer.weights)
+
+    one, other = on_threads(2, rank_main)
+    assert one == other
+    return one
+
+
+@pytest.mark.parametrize("name", [name for name in COMPRESSORS if name != "none"])
+def test_digits_are_learned_as_well_as_without(name: str) -> None:
+    assert learned("none") > 0.97
+    assert abs(learned(name) - learned("none")) <= 0.01
+
+
+# ── what cannot be meant ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("ratio", [0.0, -1.0, 1.5, float("nan")])
+def test_top_k_of_no_share_of_the_items(ratio: float) -> None:
+    with pytest.raises(ConfigError, match="a share of the items is more than 0 and at most 1"):
+        Compression.top_k(ratio)
+
+
+def test_power_sgd_of_no_rank() -> None:
+    with pytest.raises(ConfigError, match=r"power_sgd\(rank=0\): a matrix has a rank of 1 or more"):
+        Compression.power_sgd(0)
+
+
+@pytest.mark.parametrize("name", ["bf16", *LOSSY])
+def test_single_arrays_are_not_for_compressions_of_gradients(name: str) -> None:
+    def rank_main(process_set: ProcessSet) -> None:
+        whole = np.arange(3)
+        np.testing.assert_array_equal(
+            ops.allreduce(whole, compression=COMPRESSORS[name], process_set=process_set), whole
+        )
+        with pytest.raises(ConfigError, match=rf"compression={name}: an allreduce of a single array .* none or fp16"):
+            ops.allreduce(np.ones(3), compression=COMPRESSORS[name], process_set=process_set)
+
+    on_threads(2, rank_main)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Compression.none, Compression.bf16),
+        (Compression.int8, Compression.bf16),
+        (Compression.top_k(0.1), Compression.top_k(0.2)),
+        (Compression.power_sgd(1), Compression.power_sgd(2)),
+    ],
+)
+def test_ranks_that_compress_differently_mismatch(one: Compressor, other: Compressor) -> None:
+    def rank_main(process_set: ProcessSet) -> None:
+        compressor = other if process_set.rank() else one
+        reducer = GradientReducer(ReduceConfig(compressor=compressor, process_set=process_set))
+        with pytest.raises(MismatchError, match="sent as"):
+            reducer.reduce([np.ones((64, 64), np.float32)], examples=1)
+
+    on_threads(2, rank_main)
+
+
+# ── on real ranks ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("case", case_names(CASES))
+def test_three_ranks(case: str) -> None:
+    check_case(CASES, 3, case)

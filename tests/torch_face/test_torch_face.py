@@ -1,0 +1,29 @@
+"""The PyTorch face on two real ranks; the cases are in ``torch_cases.py``."""
+
+import pytest
+
+from choros.parallel.torch_backward import overlaps
+from harness import FRAMEWORKS, case_names, check_case
+
+MODULE = "torch_face.torch_cases"
+
+
+@pytest.mark.skipif("torch" not in FRAMEWORKS, reason="CHOROS_TEST_FRAMEWORKS does not name torch")
+@pytest.mark.parametrize("case", case_names(MODULE))
+def test_two_ranks(case: str) -> None:
+    check_case(MODULE, 2, case, "torch")
+
+
+@pytest.mark.parametrize(
+    ("told", "devices", "expected"),
+    [
+        ("auto", ["cpu", "cpu"], False),
+        ("auto", ["cpu", "cuda"], True),
+        ("auto", [], False),
+        ("0", ["cuda"], False),
+        ("1", ["cpu"], True),
+    ],
+)
+def test_overlaps(told: str, devices: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHOROS_OVERLAP", told)
+    assert overlaps(devices) is expected

@@ -1,0 +1,554 @@
+"""The PyTorch face on two ranks: training equals plain torch on the global batch; see ``test_torch_face.py``.
+
+Every case of training runs with and without overlap, in buckets of a few hundred bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import choros.torch as hvd
+import choros.torch.optimizer
+from choros.errors import ConfigError, MismatchError
+from choros.parallel.reducer import GradientReducer, ReduceConfig
+from choros.parallel.torch_backward import BackwardExchange
+
+FEATURES, CLASSES, BATCH, STEPS = 6, 3, 8, 5
+Make = Callable[..., torch.optim.Optimizer]
+SGD: Make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+ADAM: Make = functools.partial(torch.optim.Adam, lr=0.01)
+
+
+@contextmanager
+def overlapping(overlap: bool) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHOROS_OVERLAP", str(int(overlap)))
+        patch.setattr(choros.torch.optimizer, "BUCKET_BYTES", 256)
+        yield
+
+
+def with_and_without_overlap(case: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(case)
+    def twice() -> None:
+        for overlap in (False, True):
+            with overlapping(overlap):
+                case()
+
+    return twice
+
+
+def build(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(FEATURES, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(16, CLASSES))
+
+
+def batches(steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    shape = (BATCH, FEATURES)
+    return [
+        (torch.randn(shape, generator=generator), torch.randint(0, CLASSES, (BATCH,), generator=generator))
+        for _ in range(steps)
+    ]
+
+
+def part(batch: tuple[torch.Tensor, torch.Tensor], rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's half of a batch."""
+    half = slice(*hvd.shard_range(BATCH, hvd.rank() if rank is None else rank, 2))
+    return batch[0][half], batch[1][half]
+
+
+def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def train(model: torch.nn.Module, optimizer: Any, data: Sequence[Any], *, set_to_none: bool = True) -> None:
+    for batch in data:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def plainly(make: Make = SGD) -> torch.nn.Module:
+    """A model trained by plain torch on the global batches."""
+    model = build()
+    train(model, make(model.parameters()), batches())
+    return model
+
+
+def same(model: torch.nn.Module, other: torch.nn.Module, tolerance: float = 1e-5) -> None:
+    for (name, ours), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(
+            ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def parts() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [part(batch) for batch in batches()]
+
+
+@with_and_without_overlap
+def case_sgd_and_adam() -> None:
+    for make, set_to_none in itertools.product((SGD, ADAM), (True, False)):
+        model = build()
+        optimizer = hvd.DistributedOptimizer(make(model.parameters()), named_parameters=model.named_parameters())
+        train(model, optimizer, parts(), set_to_none=set_to_none)
+        same(model, plainly(make))
+
+
+@with_and_without_overlap
+def case_gradients_that_are_accumulated() -> None:
+    model, reference = build(), build()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), backward_passes_per_step=2)
+    plain = SGD(reference.parameters())
+    for two in zip(batches(6)[::2], batches(6)[1::2], strict=True):
+        for net, opt, own in ((model, optimizer, part), (reference, plain, lambda batch: batch)):
+            opt.zero_grad()
+            for batch in two:
+                (loss_of(net, own(batch)) / 2).backward()
+            opt.step()
+    same(model, reference)
+
+
+@with_and_without_overlap
+def case_fewer_passes_than_told_are_exchanged_too() -> None:
+    model = build()
+    train(model, hvd.DistributedOptimizer(SGD(model.parameters()), backward_passes_per_step=3), parts())
+    same(model, plainly())
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = build()
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(CLASSES, CLASSES) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](self.body(x))
+
+
+@with_and_without_overlap
+def case_parameters_that_a_rank_or_no_rank_uses() -> None:
+    def loss(net: TwoHeads, batch: Any, rank: int) -> torch.Tensor:
+        x, y = part(batch, rank)
+        return torch.nn.functional.cross_entropy(net(x, rank), y)
+
+    model, reference = TwoHeads(), TwoHeads()
+    optimizer = hvd.DistributedOptimizer(ADAM(model.parameters()))
+    plain = ADAM(reference.parameters())
+    for batch in batches():
+        optimizer.zero_grad()
+        loss(model, batch, hvd.rank()).backward()
+        optimizer.step()
+        plain.zero_grad()
+        ((loss(reference, batch, 0) + loss(reference, batch, 1)) / 2).backward()
+        plain.step()
+    same(model, reference)
+
+
+@with_and_without_overlap
+def case_parameters_that_are_frozen_and_thawed() -> None:
+    def train_in_parts(net: torch.nn.Module, opt: Any, data: Sequence[Any]) -> None:
+        for thawed, batch in enumerate(data):
+            net[0].requires_grad_(thawed >= 2)
+            train(net, opt, [batch])
+
+    model, reference = build(), build()
+    train_in_parts(model, hvd.DistributedOptimizer(SGD(model.parameters())), parts())
+    train_in_parts(reference, SGD(reference.parameters()), batches())
+    same(model, reference)
+    assert not torch.equal(model[0].weight, build()[0].weight)
+
+
+@with_and_without_overlap
+def case_groups_of_parameters() -> None:
+    def groups(net: torch.nn.Module) -> list[dict[str, Any]]:
+        return [{"params": net[4].parameters(), "lr": 0.01}, {"params": net[2].parameters()}]
+
+    model, reference = build(), build()
+    optimizer, plain = hvd.DistributedOptimizer(SGD(groups(model))), SGD(groups(reference))
+    train(model, optimizer, parts()[:2])
+    train(reference, plain, batches()[:2])
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    plain.add_param_group({"params": list(reference[0].parameters())})
+    train(model, optimizer, parts()[2:])
+    train(reference, plain, batches()[2:])
+    same(model, reference)
+
+
+@with_and_without_overlap
+def case_arguments_that_change_how_but_not_what() -> None:
+    reference = plainly()
+    for arguments in (
+        {"groups": 2},
+        {"num_groups": 3},
+        {"gradient_predivide_factor": 4.0},
+        {"sparse_as_dense": True},
+        {"groups": lambda net: [list(net[4].parameters()), [net[0].weight]]},
+    ):
+        model = build()
+        given = {name: value(model) if callable(value) else value for name, value in arguments.items()}
+        train(model, hvd.DistributedOptimizer(SGD(model.parameters()), **given), parts())
+        same(model, reference)
+
+
+@with_and_without_overlap
+def case_sum() -> None:
+    model = build()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), op=hvd.Sum)
+    for batch in parts():
+        optimizer.zero_grad()
+        (loss_of(model, batch) / 2).backward()
+        optimizer.step()
+    same(model, plainly())
+
+
+@with_and_without_overlap
+def case_compression() -> None:
+    communicator = hvd.global_process_set.communicator
+    sent = {}
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        model = build()
+        before = communicator.bytes_sent
+        train(model, hvd.DistributedOptimizer(SGD(model.parameters()), compression=compression), parts())
+        sent[compression] = communicator.bytes_sent - before
+        same(model, plainly(), tolerance=5e-3)
+    assert sent[hvd.Compression.none] == 2 * sent[hvd.Compression.fp16]
+
+
+@with_and_without_overlap
+def case_bfloat16_and_sparse_gradients() -> None:
+    model = build().to(torch.bfloat16)
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    x, y = parts()[0]
+    torch.nn.functional.cross_entropy(model(x.to(torch.bfloat16)), y).backward()
+    mine = [parameter.grad.clone() for parameter in model.parameters()]
+    optimizer.synchronize()
+    for parameter, gradient in zip(model.parameters(), mine, strict=True):
+        both = hvd.allgather(gradient[None])
+        torch.testing.assert_close(parameter.grad, both.float().mean(0).to(torch.bfloat16))
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+    table(torch.tensor([hvd.rank(), 3])).sum().backward()
+    optimizer.synchronize()
+    assert table.weight.grad[:, 0].tolist() == [0.5, 0.5, 0, 1]
+
+
+@with_and_without_overlap
+def case_clipping_sees_the_gradient_of_all_ranks() -> None:
+    reference = build()
+    plain = SGD(reference.parameters())
+    for batch in batches():
+        plain.zero_grad()
+        loss_of(reference, batch).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        plain.step()
+    for skip in (True, False):
+        model = build()
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+        for batch in parts():
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if skip:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        same(model, reference)
+
+
+@with_and_without_overlap
+def case_a_gradient_changed_too_early_is_an_error() -> None:
+    model = build()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    for change in (
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True),
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+        lambda: setattr(model[0].weight, "grad", torch.zeros_like(model[0].weight)),
+    ):
+        loss_of(model, parts()[0]).backward()
+        change()
+        with pytest.raises(ConfigError, match=r"call optimizer\.synchronize\(\) after backward"):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@with_and_without_overlap
+def case_loss_scaling() -> None:
+    model = build()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for index, batch in enumerate(parts()):
+        optimizer.zero_grad()
+        # One rank's gradient is not finite: all ranks skip the step.
+        scaler.scale(loss_of(model, batch) * (float("inf") if index == 2 and hvd.rank() == 1 else 1.0)).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    reference = build()
+    train(reference, SGD(reference.parameters()), [batch for index, batch in enumerate(batches()) if index != 2])
+    same(model, reference)
+
+
+@with_and_without_overlap
+def case_zero_grad_and_backward_out_of_turn() -> None:
+    model = build()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    loss_of(model, parts()[0]).backward()
+    with pytest.raises(ConfigError, match="between backward"):
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    loss_of(model, parts()[0]).backward()
+    with pytest.raises(ConfigError, match="backward_passes_per_step is 1"):
+        loss_of(model, parts()[0]).backward()
+
+
+@with_and_without_overlap
+def case_closures() -> None:
+    model = build()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    for index, batch in enumerate(parts()):
+
+        def closure(batch: Any = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        assert (optimizer.step(closure) if index % 2 else optimizer.step(closure=closure)) > 0
+    same(model, plainly())
+
+
+@with_and_without_overlap
+def case_learning_rate_schedulers() -> None:
+    reference = build()
+    plain = SGD(reference.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+    for batch in batches():
+        train(reference, plain, [batch])
+        scheduler.step()
+    for made_before in (True, False):
+        model = build()
+        optimizer = SGD(model.parameters())
+        if made_before:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        hvd.DistributedOptimizer(optimizer)
+        if not made_before:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for batch in parts():
+            train(model, optimizer, [batch])
+            scheduler.step()
+        same(model, reference)
+
+
+def case_the_optimizer_stays_what_it_was() -> None:
+    model = build()
+    optimizer = ADAM(model.parameters())
+    assert hvd.DistributedOptimizer(optimizer) is optimizer
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert repr(optimizer).startswith("Adam (")
+    train(model, optimizer, parts()[:2])
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    for other in (ADAM(build().parameters()), hvd.DistributedOptimizer(ADAM(build().parameters()))):
+        other.load_state_dict(saved)
+        assert other.state_dict()["state"][0]["step"] == 2
+    train(model, optimizer, parts()[2:])
+    trained = copy.deepcopy(model.state_dict())
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, parts()[2:])
+    torch.testing.assert_close(model.state_dict(), trained)
+    assert type(copy.deepcopy(optimizer)) is type(pickle.loads(pickle.dumps(optimizer))) is torch.optim.Adam
+    copy.deepcopy(optimizer).zero_grad()
+    pickle.loads(pickle.dumps(model))
+
+
+@with_and_without_overlap
+def case_ranks_that_start_unlike() -> None:
+    model = build(seed=hvd.rank())
+    model.register_buffer("count", torch.tensor(hvd.rank()))
+    optimizer = SGD(model.parameters(), lr=0.1 if hvd.rank() == 0 else 0.7)
+    if hvd.rank() == 0:
+        train(model, optimizer, batches()[:1])
+    hvd.DistributedOptimizer(optimizer)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, parts()[1:])
+    model.__delattr__("count")
+    same(model, plainly())
+    hvd.broadcast_parameters(model.named_parameters(), root_rank=1)
+    other = hvd.broadcast_object(model, root_rank=1)
+    same(model, other, tolerance=0)
+
+
+@with_and_without_overlap
+def case_join() -> None:
+    gc.collect()  # optimizers of earlier cases
+    model, reference = build(), build()
+    optimizer = hvd.DistributedOptimizer(ADAM(model.parameters()))
+    plain = ADAM(reference.parameters())
+    train(model, optimizer, parts() if hvd.rank() == 1 else parts()[:2])
+    train(reference, plain, [*batches()[:2], *(part(batch, rank=1) for batch in batches()[2:])])
+    assert hvd.join() == 1
+    same(model, reference)
+    assert optimizer.state_dict()["state"][0]["step"] == STEPS
+    train(model, optimizer, parts()[:1])
+    train(reference, plain, batches()[:1])
+    assert hvd.join() == 0
+    same(model, reference)
+    loss_of(model, parts()[0]).backward()
+    with pytest.raises(ConfigError, match=r"call step\(\) first"):
+        hvd.join()
+    optimizer.synchronize()
+    another = hvd.DistributedOptimizer(SGD(build().parameters()))
+    with pytest.raises(ConfigError, match="this process has 2"):
+        hvd.join()
+    del another, optimizer
+    gc.collect()
+
+
+@with_and_without_overlap
+def case_unlike_models() -> None:
+    model = build()
+    if hvd.rank() == 1:
+        model[4] = torch.nn.Linear(16, CLASSES + 1)
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    loss_of(model, parts()[0]).backward()
+    with pytest.raises(MismatchError, match=r"float32\[4, 16\]"):
+        optimizer.step()
+    with pytest.raises(MismatchError, match="4, 16"):
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.barrier()
+
+
+@with_and_without_overlap
+def case_process_sets() -> None:
+    alone = hvd.add_process_set([0])
+    model, reference = build(), build()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), process_set=alone)
+    train(model, optimizer, parts())
+    train(reference, SGD(reference.parameters()), parts())
+    same(model, reference, tolerance=0)
+    hvd.remove_process_set(alone)
+
+
+def case_arguments_that_cannot_be_meant() -> None:
+    model = build()
+    names = list(model.named_parameters())
+    for text, arguments in {
+        "more than once": {"named_parameters": [*names, names[0]]},
+        "lacks 5": {"named_parameters": names[:1]},
+        r"pairs \(name, parameter\)": {"named_parameters": model.parameters()},
+        "must be 1 or more": {"backward_passes_per_step": 0},
+        "Average or Sum": {"op": hvd.Max},
+        "groups=-1": {"groups": -1},
+        "does not train": {"groups": [[torch.zeros(1)]]},
+    }.items():
+        with pytest.raises(ConfigError, match=text):
+            hvd.DistributedOptimizer(SGD(model.parameters()), **arguments)
+    with pytest.raises(ConfigError, match="not a Sequential"):
+        hvd.DistributedOptimizer(model)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ConfigError, match="already"):
+        hvd.DistributedOptimizer(hvd.DistributedOptimizer(SGD(model.parameters())))
+
+
+def case_collectives() -> None:
+    rank = float(hvd.rank())
+    tensor = torch.tensor([rank, 2.0])
+    assert hvd.allreduce(tensor, name="mean").tolist() == [0.5, 2]
+    assert hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=2.0, compression=hvd.Compression.fp16).tolist() == [2, 8]
+    assert hvd.allreduce(hvd.rank()) == 0.5
+    with pytest.warns(DeprecationWarning, match="op=Average or op=Sum"):
+        assert hvd.allreduce(tensor, average=False).tolist() == [1, 4]
+    with pytest.raises(ConfigError, match="not both"):
+        hvd.allreduce(tensor, average=True, op=hvd.Sum)
+    inplace = tensor.clone()
+    assert hvd.allreduce_(inplace, op=hvd.Max) is inplace
+    assert inplace.tolist() == [1, 2]
+    first, second = hvd.grouped_allreduce([tensor, torch.tensor([[hvd.rank()]])], op=hvd.Sum)
+    assert (first.tolist(), second.tolist()) == ([1, 4], [[1]])
+    assert hvd.allgather(tensor[None][: hvd.rank() + 1]).tolist() == [[0, 2], [1, 2]]
+    assert hvd.broadcast(tensor, root_rank=1).tolist() == [1, 2]
+    weight = torch.nn.Parameter(tensor.clone())
+    assert hvd.broadcast_(weight, root_rank=1) is weight
+    assert weight.tolist() == [1, 2]
+    assert hvd.alltoall(tensor).tolist() == ([2, 2] if hvd.rank() else [0, 1])
+    received, splits = hvd.alltoall(tensor, splits=torch.tensor([0, 2]))
+    assert (received.tolist(), splits.tolist()) == (([0, 2, 1, 2], [2, 2]) if hvd.rank() else ([], [0, 0]))
+    assert hvd.reducescatter(tensor, op=hvd.Sum).tolist() == ([4] if hvd.rank() else [1])
+    assert hvd.allgather_object(hvd.rank()) == [0, 1]
+
+
+def case_collectives_under_way() -> None:
+    tensors = [torch.full((1000,), float(hvd.rank() + index)) for index in range(8)]
+    handles = [hvd.allreduce_async(tensor, name=str(index)) for index, tensor in enumerate(tensors)]
+    inplace = hvd.allreduce_async_(tensors[0].clone(), op=hvd.Sum)
+    assert [hvd.synchronize(handle)[0].item() for handle in handles] == [index + 0.5 for index in range(8)]
+    assert all(map(hvd.poll, handles))
+    overwritten = tensors[1].clone()
+    assert hvd.synchronize(hvd.allreduce_async_(overwritten, op=hvd.Sum)) is overwritten
+    assert overwritten[0] == 3
+    assert hvd.synchronize(inplace)[0] == 1
+    with pytest.raises(MismatchError, match="name='1'"):
+        hvd.synchronize(hvd.allreduce_async(tensors[0], name=str(hvd.rank())))
+
+
+def case_backward_passes_that_are_nobody_elses_business() -> None:
+    """What the Keras face needs of ``BackwardExchange``: weights by examples, and hooks that know when to rest."""
+    model = build()
+    parameters = list(model.parameters())
+    examples: list[int] = []
+    reducer = GradientReducer(ReduceConfig(bucket_bytes=256))
+    exchange = BackwardExchange(reducer, parameters, overlap=True, examples=lambda: examples[-1] if examples else None)
+    communicator = hvd.global_process_set.communicator
+
+    def backward(rows: slice) -> list[torch.Tensor]:
+        model.zero_grad()
+        x, y = batches()[0]
+        loss_of(model, (x[rows], y[rows])).backward()
+        return [parameter.grad for parameter in parameters if parameter.requires_grad]
+
+    whole = [gradient.clone() for gradient in backward(slice(None))]
+    mine = slice(0, 3) if hvd.rank() == 0 else slice(3, 8)
+    for step in range(3):
+        examples.append(3 if hvd.rank() == 0 else 5)
+        gradients = backward(mine)
+        torch.testing.assert_close(exchange.combine(parameters, gradients), whole, rtol=1e-5, atol=1e-6)
+        examples.clear()
+        before = communicator.collectives
+        for _ in range(1 + hvd.rank()):
+            backward(mine)
+        assert communicator.collectives == before, step
+    model[0].requires_grad_(False)
+    examples.append(1)
+    combined = exchange.combine(parameters[2:], backward(slice(None)))
+    torch.testing.assert_close(combined, whole[2:], rtol=1e-5, atol=1e-6)
+
+
+def case_an_exchange_ends_with_its_optimizer() -> None:
+    model = build()
+    with overlapping(True):
+        del_me = hvd.DistributedOptimizer(SGD(model.parameters()))
+        train(model, del_me, parts()[:2])
+        del del_me
+        gc.collect()
+        before = hvd.global_process_set.communicator.collectives
+        loss_of(model, parts()[0]).backward()
+        loss_of(model, parts()[0]).backward()
+        assert hvd.global_process_set.communicator.collectives == before
