@@ -346,6 +346,15 @@ def case_compiled_with_xla_where_there_is_xla():
     assert_same_weights(model, expected)
 
 
+def case_large_gradients_with_one_core_a_rank():
+    # XLA copies a callback's large arguments on a thread of its pool: there must be one besides the callback's.
+    for _ in range(3):
+        model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(2048), keras.layers.Dense(CLASSES)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+        model.fit(np.ones((32, 512), "float32"), np.ones((32, CLASSES)), batch_size=8, verbose=0, callbacks=callbacks())
+        assert_same_on_all_ranks(model)
+
+
 def case_run_eagerly():
     expected, _ = reference("sgd", epochs=1)
     model = build(alike=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()), run_eagerly=True)

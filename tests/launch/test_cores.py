@@ -82,6 +82,7 @@ def test_quota_of_the_old_kind(tmp_path):
 def test_every_pool_is_told():
     settings = rank_settings({}, Share((0, 1, 2), 3), "linux")
     assert {name: settings[name] for name in THREADS} == dict.fromkeys(THREADS, "3")
+    assert settings["NPROC"] == "3"
     assert settings["PYTHONUNBUFFERED"] == "1"
     assert settings.keys() >= MEMORY.keys()
     assert "OMPI_MCA_mpi_yield_when_idle" not in settings
@@ -91,7 +92,7 @@ def test_the_users_settings_stay():
     user = {"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": "", "MALLOC_ARENA_MAX": "4"}
     settings = rank_settings(user, Share((0,), 1), "linux")
     assert not settings.keys() & (user.keys() | MEMORY.keys())
-    assert settings["NPROC"] == "1"
+    assert settings["NPROC"] == "2", "XLA needs a thread besides the one that waits for other ranks"
 
 
 def test_waiting_ranks_yield_where_it_is_crowded():

@@ -57,11 +57,9 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 if _keras.backend.backend() == "jax":
-    import jax as _jax
+    from choros.keras.device import spare_xla_thread as _spare_xla_thread
 
-    # A step that waits for other ranks in a callback must not hold up the threads that feed it: with
-    # asynchronous dispatch and one core a rank, XLA can have none left (jax-ml/jax#25861).
-    _jax.config.update("jax_cpu_enable_async_dispatch", False)
+    _spare_xla_thread()
 
 __all__ = [
     "Average",

@@ -8,7 +8,10 @@ import keras
 
 from choros.comm import topology
 
-__all__ = ["accelerated", "pin_device"]
+__all__ = ["accelerated", "pin_device", "spare_xla_thread"]
+
+#: One for a callback, one for its arguments.
+_XLA_THREADS = 2
 
 
 def pin_device(intra_op_threads: int | None = None, inter_op_threads: int | None = None) -> str:
@@ -103,3 +106,18 @@ def accelerated() -> bool:
             import jax
 
             return bool(jax.default_backend() != "cpu")
+
+
+def spare_xla_thread() -> None:
+    """Sees to it that a step of JAX which waits for other ranks in a callback can go on (jax-ml/jax#25861).
+
+    The callback holds a thread of XLA's pool, and its arguments are copied by another: with one core, and so one
+    thread, a step on large arrays would wait for itself. Comes before JAX computes anything.
+    """
+    import jax
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    told = os.environ.get("NPROC", "")
+    if (int(told) if told.isdigit() else cores) < _XLA_THREADS:
+        os.environ["NPROC"] = str(_XLA_THREADS)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)

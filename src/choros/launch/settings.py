@@ -19,7 +19,6 @@ THREADS = (
     "MKL_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "TF_NUM_INTRAOP_THREADS",
-    "NPROC",  # XLA's pool on the CPU
 )
 
 
@@ -31,12 +30,14 @@ def rank_settings(environ: Mapping[str, str], share: Share, platform: str = sys.
 
     Example:
         >>> rank_settings({"OMP_NUM_THREADS": "8"}, Share(bind=(0,), threads=1), "darwin")["NPROC"]
-        '1'
+        '2'
         >>> "OMP_NUM_THREADS" in rank_settings({"OMP_NUM_THREADS": "8"}, Share(bind=(0,), threads=1))
         False
     """
     wanted = {"PYTHONUNBUFFERED": "1"}
     wanted |= dict.fromkeys(THREADS, str(share.threads))
+    # XLA's pool on the CPU: the thread that waits for other ranks must not be its only one.
+    wanted["NPROC"] = str(max(2, share.threads))
     wanted["TF_NUM_INTEROP_THREADS"] = "1" if share.threads == 1 else "2"
     if share.crowded:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
