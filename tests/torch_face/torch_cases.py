@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import choros.torch as hvd
-import choros.torch.optimizer
 from choros.errors import ConfigError, MismatchError
 from choros.parallel.reducer import GradientReducer, ReduceConfig
 from choros.parallel.torch_backward import BackwardExchange
@@ -33,7 +32,7 @@ ADAM: Make = functools.partial(torch.optim.Adam, lr=0.01)
 def overlapping(overlap: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHOROS_OVERLAP", str(int(overlap)))
-        patch.setattr(choros.torch.optimizer, "BUCKET_BYTES", 256)
+        patch.setattr("choros.parallel.reducer._BUCKET_BYTES", 256)
         yield
 
 

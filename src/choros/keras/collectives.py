@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import keras
 
 from choros.comm import ProcessSet, ReduceOp, global_process_set
-from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.compression import Compression, Compressor
 
@@ -46,14 +44,9 @@ def allreduce(
         >>> hvd.allreduce(2.5, op=hvd.Sum)
         2.5
     """
-    if average is not None:
-        if op is not None:
-            raise ConfigError("allreduce: give op or average, not both; average is the older form.")
-        warnings.warn("allreduce(average=…) is deprecated: use op=Average or op=Sum.", DeprecationWarning, stacklevel=2)
-        op = ReduceOp.AVERAGE if average else ReduceOp.SUM
     return ops.allreduce(
         _tensor(value),
-        op or ReduceOp.AVERAGE,
+        ops.op_of(average, op),
         name=name,
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,

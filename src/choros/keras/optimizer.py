@@ -11,7 +11,6 @@ saved name and the fast paths that Keras chooses by class stay as they are.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -23,13 +22,12 @@ from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec, HostFunction, framework_adapter
 from choros.comm import ProcessSet, ReduceOp, global_process_set
-from choros.config import Config
 from choros.errors import ConfigError, NotInitializedError
 from choros.keras.device import accelerated
 from choros.keras.variables import broadcast_variables
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.device import device_to_reduce_on
-from choros.parallel.reducer import BUCKET_BYTES, GradientReducer, ReduceConfig
+from choros.parallel.reducer import GradientReducer, ReduceConfig, bucket_bytes, indices_of_groups
 
 __all__ = ["DistributedOptimizer", "Synchronizer", "synchronizer_of", "wrap"]
 
@@ -318,8 +316,6 @@ def DistributedOptimizer(
     base = inner or optimizer
     steps = _accumulation_steps(base, backward_passes_per_step)
     device = _device_to_reduce_on(process_set, compression)
-    # Tensors that do not leave a GPU are exchanged in the stream that computes them, after it.
-    overlap = steps == 1 and _overlaps() and (device is None or device.type == "cpu")
     config = ReduceConfig(
         op=op,
         compressor=compression,
@@ -327,7 +323,7 @@ def DistributedOptimizer(
         groups=_groups(groups if groups is not None else num_groups, base),
         steps=steps,
         average_steps=average_aggregated_gradients or backward_passes_per_step == 1,
-        bucket_bytes=BUCKET_BYTES if overlap else None,
+        bucket_bytes=bucket_bytes(accelerated=accelerated(), device=device) if steps == 1 else None,
         device=device,
         process_set=process_set,
     )
@@ -350,12 +346,6 @@ def _device_to_reduce_on(process_set: ProcessSet, compression: Compressor) -> An
     return device_to_reduce_on(process_set.communicator, compression, [device])
 
 
-def _overlaps() -> bool:
-    """Whether the exchange runs beside the backward pass: on a CPU it would take its cores from it."""
-    asked = Config.from_environ(os.environ).overlap
-    return accelerated() if asked is None else asked
-
-
 def _accumulation_steps(optimizer: Any, backward_passes: int) -> int:
     """How many passes the optimizer accumulates; makes Keras do it if Horovod's argument asks."""
     own = optimizer.gradient_accumulation_steps
@@ -376,20 +366,12 @@ def _accumulation_steps(optimizer: Any, backward_passes: int) -> int:
 
 
 def _groups(groups: int | Sequence[Sequence[Any]], optimizer: Any) -> int | tuple[tuple[int, ...], ...] | None:
-    if isinstance(groups, int):
-        if groups < 0:
-            raise ConfigError(f"groups={groups} must be 0 or more.")
-        return groups or None
-    if not optimizer.built:
+    if not isinstance(groups, int) and not optimizer.built:
         raise ConfigError(
             "groups=[[variable, …], …] needs to know the variables' order: call "
             "optimizer.build(model.trainable_variables) first, or pass a number of groups."
         )
-    place = {id(variable): index for index, variable in enumerate(optimizer._trainable_variables)}
-    try:
-        return tuple(tuple(place[id(variable)] for variable in group) for group in groups)
-    except KeyError:
-        raise ConfigError("groups names a variable that the optimizer does not train.") from None
+    return indices_of_groups(groups, optimizer._trainable_variables if optimizer.built else (), "variable")
 
 
 def _dtype(tensor: Any) -> np.dtype[np.generic]:

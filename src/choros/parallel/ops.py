@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from choros.comm import BFLOAT16, ProcessSet, ReduceOp, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
 
-__all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_arrays", "reducescatter"]
+__all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_arrays", "op_of", "reducescatter"]
 
 Array = NDArray[Any]
 
@@ -63,6 +64,26 @@ def allreduce(
         return _scaled(reduced.astype(host.dtype, copy=False), postscale_factor)
 
     return _call(reduce, value, lambda spec: spec.shape)
+
+
+def op_of(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+    """What Horovod's two arguments of ``allreduce`` come to: the average, if neither is given.
+
+    The warning that ``average`` is deprecated points at the caller of the function that calls this.
+
+    Raises:
+        ConfigError: both are given.
+
+    Example:
+        >>> op_of(None, ReduceOp.SUM)
+        <ReduceOp.SUM: 'Sum'>
+    """
+    if average is None:
+        return op or ReduceOp.AVERAGE
+    if op is not None:
+        raise ConfigError("allreduce: give op or average, not both; average is the older form.")
+    warnings.warn("allreduce(average=…) is deprecated: use op=Average or op=Sum.", DeprecationWarning, stacklevel=3)
+    return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
 def allgather(value: Any, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:

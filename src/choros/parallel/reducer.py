@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -23,17 +24,58 @@ from typing import Any, final
 import numpy as np
 
 from choros.comm import Communicator, ProcessSet, ReduceOp, Request, global_process_set
+from choros.config import Config
 from choros.errors import ConfigError, EngineError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.compression.casts import NoCompression
 from choros.parallel.device import DeviceExchange
 from choros.parallel.exchange import Array, Exchange, Layout, layout_of, zeros_like
 
-__all__ = ["BUCKET_BYTES", "GradientReducer", "ReduceConfig"]
+__all__ = ["GradientReducer", "ReduceConfig", "bucket_bytes", "indices_of_groups"]
 
 #: What is sent at once while the backward pass still runs: large enough that handing it over to another thread costs
 #: little, small enough that the first bucket is full early.
-BUCKET_BYTES = 8 << 20
+_BUCKET_BYTES = 8 << 20
+
+
+def bucket_bytes(*, accelerated: bool, device: Any) -> int | None:
+    """The size of buckets that are sent during the backward pass, ``None`` if gradients are sent after it.
+
+    ``CHOROS_OVERLAP`` says so, or else where the model is: on a CPU the exchange would take its cores from the backward
+    pass. Tensors that do not leave a GPU are exchanged in the stream that computes them, after it.
+
+    Args:
+        accelerated: the model is on something else than the CPU.
+        device: as in ``ReduceConfig``.
+    """
+    if device is not None and device.type != "cpu":
+        return None
+    told = Config.from_environ(os.environ).overlap
+    return _BUCKET_BYTES if (accelerated if told is None else told) else None
+
+
+def indices_of_groups(
+    groups: int | Sequence[Sequence[Any]], trained: Sequence[Any], kind: str
+) -> int | tuple[tuple[int, ...], ...] | None:
+    """``ReduceConfig.groups`` from a face's argument: a number of groups, or lists of what is trained.
+
+    Args:
+        groups: the argument; 0 is none.
+        trained: all that the optimizer trains, in order.
+        kind: what these are called.
+
+    Raises:
+        ConfigError: the number is negative, or a group has something that is not trained.
+    """
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ConfigError(f"groups={groups} must be 0 or more.")
+        return groups or None
+    place = {id(each): index for index, each in enumerate(trained)}
+    try:
+        return tuple(tuple(place[id(each)] for each in group) for group in groups)
+    except KeyError:
+        raise ConfigError(f"groups names a {kind} that the optimizer does not train.") from None
 
 
 @dataclass(frozen=True)

@@ -16,30 +16,19 @@ bucket and those after it. Without overlap hooks only count, and ``combine`` exc
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from choros.arrays import framework_adapter
 from choros.comm import Work
-from choros.config import Config
 from choros.errors import ConfigError
 from choros.parallel.exchange import Array, Layout
 from choros.parallel.reducer import GradientReducer
 
-__all__ = ["BackwardExchange", "overlaps"]
-
-
-def overlaps(devices: Iterable[str]) -> bool:
-    """Whether gradients on torch devices of these types are exchanged during the backward pass.
-
-    ``CHOROS_OVERLAP`` says so, or else the device: on a CPU the exchange would take time from the backward pass.
-    """
-    told = Config.from_environ(os.environ).overlap
-    return any(device != "cpu" for device in devices) if told is None else told
+__all__ = ["BackwardExchange"]
 
 
 @dataclass

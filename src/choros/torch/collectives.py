@@ -5,7 +5,6 @@ They are for values: a result carries no gradient, whatever tensor it was made f
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +12,6 @@ import torch
 
 from choros.arrays import framework_adapter
 from choros.comm import ProcessSet, ReduceOp, Work, global_process_set
-from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.compression import Compression, Compressor
 
@@ -71,7 +69,7 @@ def allreduce(
     """
     return ops.allreduce(
         tensor,
-        _op(average, op),
+        ops.op_of(average, op),
         name=name,
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
@@ -116,7 +114,7 @@ def allreduce_async(
         >>> hvd.synchronize(handle)
         tensor([1., 1.])
     """
-    op = _op(average, op)
+    op = ops.op_of(average, op)
     return _start(
         process_set,
         tensor,
@@ -136,7 +134,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Work[Any]:
     """``allreduce_async`` that overwrites ``tensor``."""
-    op = _op(average, op)
+    op = ops.op_of(average, op)
     return _start(
         process_set,
         tensor,
@@ -153,7 +151,7 @@ def grouped_allreduce(
 ) -> list[Any]:
     """``allreduce`` of several tensors, in as few messages as can be."""
     adapter = framework_adapter("torch")
-    op = _op(average, op)
+    op = ops.op_of(average, op)
     communicator = process_set.communicator
     hosts = communicator.grouped_allreduce([adapter.to_host(tensor) for tensor in tensors], op, name=name or "")
     return [adapter.from_host(host, tensor) for host, tensor in zip(hosts, tensors, strict=True)]
@@ -207,15 +205,6 @@ def synchronize(handle: Work[T]) -> T:
 def poll(handle: Work[Any]) -> bool:
     """Whether ``synchronize`` would return at once."""
     return handle.done()
-
-
-def _op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    if average is None:
-        return op or ReduceOp.AVERAGE
-    if op is not None:
-        raise ConfigError("allreduce: give op or average, not both; average is the older form.")
-    warnings.warn("allreduce(average=…) is deprecated: use op=Average or op=Sum.", DeprecationWarning, stacklevel=3)
-    return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
 def _overwrite(tensor: Any, value: Any) -> Any:

@@ -24,8 +24,8 @@ from choros.comm import ProcessSet, ReduceOp, global_process_set
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.device import device_to_reduce_on
-from choros.parallel.reducer import BUCKET_BYTES, GradientReducer, ReduceConfig
-from choros.parallel.torch_backward import BackwardExchange, overlaps
+from choros.parallel.reducer import GradientReducer, ReduceConfig, bucket_bytes, indices_of_groups
+from choros.parallel.torch_backward import BackwardExchange
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = ["DistributedOptimizer", "join"]
@@ -206,21 +206,20 @@ def DistributedOptimizer(
     if process_set.included():
         devices = [parameter.device for parameter in parameters]
         device = device_to_reduce_on(process_set.communicator, compression, devices)
-    # Tensors that do not leave a GPU are exchanged in the stream that computes them, after it.
-    overlap = overlaps(p.device.type for p in parameters) and (device is None or device.type == "cpu")
+    buckets = bucket_bytes(accelerated=any(p.device.type != "cpu" for p in parameters), device=device)
     config = ReduceConfig(
         op=op,
         compressor=compression,
         predivide_factor=gradient_predivide_factor,
-        groups=_groups(groups if groups is not None else num_groups, parameters),
-        bucket_bytes=BUCKET_BYTES if overlap else None,
+        groups=indices_of_groups(groups if groups is not None else num_groups, parameters, "parameter"),
+        bucket_bytes=buckets,
         device=device,
         process_set=process_set,
     )
     reducer = GradientReducer(config)
     exchange = None
     if reducer.active:
-        exchange = BackwardExchange(reducer, parameters, overlap=overlap, passes=backward_passes_per_step)
+        exchange = BackwardExchange(reducer, parameters, overlap=buckets is not None, passes=backward_passes_per_step)
     _wrap(optimizer, _Synchronizer(exchange))
     return optimizer
 
@@ -286,17 +285,3 @@ def _check_names(named_parameters: Sequence[Any], optimizer: Any) -> None:
             f"named_parameters lacks {len(unnamed)} of the optimizer's parameters, of shapes "
             f"{', '.join(map(str, unnamed[:3]))}{', …' if len(unnamed) > 3 else ''}: name all of them, or none."
         )
-
-
-def _groups(
-    groups: int | Sequence[Sequence[Any]], parameters: Sequence[Any]
-) -> int | tuple[tuple[int, ...], ...] | None:
-    if isinstance(groups, int):
-        if groups < 0:
-            raise ConfigError(f"groups={groups} must be 0 or more.")
-        return groups or None
-    place = {id(parameter): index for index, parameter in enumerate(parameters)}
-    try:
-        return tuple(tuple(place[id(parameter)] for parameter in group) for group in groups)
-    except KeyError:
-        raise ConfigError("groups names a parameter that the optimizer does not train.") from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +18,12 @@ from choros.bench.workers.examples import CLASSES, examples
 def main() -> None:
     """Runs the kind that the command line names."""
     (kind,) = sys.argv[1:]
-    serve({"choros": choros, "ddp": ddp, "horovod": horovod}[kind])
+    serve(ddp if kind == "ddp" else partial(hooked, f"{kind}.torch"))
 
 
-def choros() -> Prepare:
-    """Trains with choros' optimizer."""
-    import choros.torch as hvd
-
+def hooked(library: str) -> Prepare:
+    """Trains with the distributed optimizer of ``library``, which is Horovod's or has its names."""
+    hvd = importlib.import_module(library)
     hvd.init()
 
     def prepare(case: Any) -> Task:
@@ -42,20 +43,6 @@ def ddp() -> Prepare:
     def prepare(case: Any) -> Task:
         model, optimizer = build(case.model)
         return loop_task(nn.parallel.DistributedDataParallel(model), optimizer, case)
-
-    return prepare
-
-
-def horovod() -> Prepare:
-    """Trains with Horovod's optimizer."""
-    import horovod.torch as hvd
-
-    hvd.init()
-
-    def prepare(case: Any) -> Task:
-        model, optimizer = build(case.model)
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        return loop_task(model, hvd.DistributedOptimizer(optimizer, model.named_parameters()), case)
 
     return prepare
 
