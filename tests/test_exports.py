@@ -1,5 +1,6 @@
 """Everything public, by name. To add a name to the library is to add it here."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -11,9 +12,10 @@ import choros
 from harness import FRAMEWORKS
 
 CHOROS = """
-ChorosError ConfigError EngineError EngineUnavailable HostUnreachable JobTimeout LaunchError MismatchError
-NotInitializedError ProcessSet WorkerFailed __version__ add_process_set cross_rank cross_size global_process_set init
-is_homogeneous is_initialized local_rank local_size rank remove_process_set run shard_range shutdown size
+ChorosError ClosureCancelled ConfigError EngineError EngineUnavailable HostUnreachable JobTimeout LaunchError
+MismatchError NotInitializedError ParameterServerLost ProcessSet StrategyError WorkerFailed __version__
+add_process_set cross_rank cross_size global_process_set init is_homogeneous is_initialized local_rank local_size
+nn rank remove_process_set run shard_range shutdown size
 """
 
 CHOROS_KERAS = """
@@ -31,6 +33,31 @@ broadcast_optimizer_state broadcast_parameters cross_rank cross_size global_proc
 is_homogeneous is_initialized join local_rank local_size poll rank reducescatter remove_process_set shard_range
 shutdown size synchronize
 """
+
+
+DISTRIBUTE = {
+    "choros.distribute": """
+    AutoShardPolicy HierarchicalCopyAllReduce InputContext InputOptions MirroredStrategy MultiWorkerMirroredStrategy
+    NcclAllReduce OneDeviceStrategy ParameterServerStrategy PerReplica ReduceOp ReductionToOneDevice ReplicaContext
+    RunOptions Strategy TPUStrategy cluster_resolver coordinator experimental get_replica_context get_strategy
+    has_strategy in_cross_replica_context
+    """,
+    "choros.distribute.experimental": """
+    CentralStorageStrategy CollectiveCommunication CommunicationImplementation CommunicationOptions KerasCheckpoint
+    MultiWorkerMirroredStrategy ParameterServerStrategy PreemptionCheckpointHandler TPUStrategy TerminationConfig
+    ValueContext coordinator partitioners
+    """,
+    "choros.distribute.cluster_resolver": """
+    ClusterResolver ClusterSpec KubernetesClusterResolver KubernetesExecutableLocation SimpleClusterResolver
+    SlurmClusterResolver TFConfigClusterResolver TPUClusterResolver tf_config_of
+    """,
+    "choros.distribute.coordinator": """
+    ClusterCoordinator PerWorkerDataset PerWorkerValues RemoteValue
+    """,
+    "choros.distribute.partitioners": """
+    FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner Partitioner
+    """,
+}
 
 
 def test_choros() -> None:
@@ -54,6 +81,13 @@ def test_choros_torch() -> None:
 
     assert hvd.__all__ == CHOROS_TORCH.split()
     assert [name for name in hvd.__all__ if not hasattr(hvd, name)] == []
+
+
+@pytest.mark.parametrize("module", DISTRIBUTE)
+def test_distribute(module: str) -> None:
+    imported = importlib.import_module(module)
+    assert imported.__all__ == DISTRIBUTE[module].split()
+    assert [name for name in imported.__all__ if not hasattr(imported, name)] == []
 
 
 def test_what_choros_does_not_have_is_an_attribute_error() -> None:

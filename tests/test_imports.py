@@ -19,6 +19,7 @@ def test_imports_point_one_way() -> None:
     "script",
     [
         "import choros",
+        "import choros; choros.nn",
         "import choros.launch.cli",
         "import choros.comm.engines.threads",
         "import choros.parallel.reducer",

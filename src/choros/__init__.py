@@ -3,6 +3,7 @@
 ``import choros`` loads no framework; ``import choros.keras as hvd`` is Horovod's Keras face.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from choros.comm import (
@@ -17,6 +18,7 @@ from choros.comm import (
 from choros.comm.place import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
 from choros.errors import (
     ChorosError,
+    ClosureCancelled,
     ConfigError,
     EngineError,
     EngineUnavailable,
@@ -25,17 +27,21 @@ from choros.errors import (
     LaunchError,
     MismatchError,
     NotInitializedError,
+    ParameterServerLost,
+    StrategyError,
     WorkerFailed,
 )
 from choros.topology import shard_range
 
 if TYPE_CHECKING:
+    from choros import nn
     from choros.launch.run import run
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ChorosError",
+    "ClosureCancelled",
     "ConfigError",
     "EngineError",
     "EngineUnavailable",
@@ -44,7 +50,9 @@ __all__ = [
     "LaunchError",
     "MismatchError",
     "NotInitializedError",
+    "ParameterServerLost",
     "ProcessSet",
+    "StrategyError",
     "WorkerFailed",
     "__version__",
     "add_process_set",
@@ -56,6 +64,7 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "nn",
     "rank",
     "remove_process_set",
     "run",
@@ -66,6 +75,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return importlib.import_module("choros.nn")
     # The launcher is not needed by the processes it starts.
     if name == "run":
         from choros.launch.run import run

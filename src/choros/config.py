@@ -69,8 +69,14 @@ START_TIMEOUT = Variable(
     (),
     "the seconds that ranks started without MPI may take to meet.",
 )
+SECRET = Variable(
+    "CHOROS_SECRET",
+    "",
+    (),
+    "the key, in hex, by which the processes of a job with parameter servers know each other. chorosrun makes it.",
+)
 
-VARIABLES: tuple[Variable, ...] = (ENGINE, AUTOTUNE, OVERLAP, ALLOCATOR, LOG_LEVEL, START_TIMEOUT)
+VARIABLES: tuple[Variable, ...] = (ENGINE, AUTOTUNE, OVERLAP, ALLOCATOR, LOG_LEVEL, START_TIMEOUT, SECRET)
 
 
 @dataclass(frozen=True)

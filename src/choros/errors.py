@@ -5,12 +5,15 @@
     ChorosError
     ├── ConfigError                 an argument or environment variable that cannot be meant
     ├── NotInitializedError         a collective before init()
+    ├── StrategyError               a strategy in a place where it cannot be meant
     ├── LaunchError                 the job could not be started
     │   ├── HostUnreachable         a host does not exist or does not let us in
     │   ├── WorkerFailed            a rank ended with an error
     │   └── JobTimeout              the job took longer than --timeout
     └── EngineError                 what moves the bytes failed
         ├── EngineUnavailable       the engine cannot run here
+        ├── ClosureCancelled        a scheduled function was not run, because another one failed
+        ├── ParameterServerLost     a parameter server ended, and the variables with it
         └── MismatchError           ranks asked for different things
 
 Each class carries the ``exit_code`` with which ``chorosrun`` ends when it meets the error.
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 __all__ = [
     "ChorosError",
+    "ClosureCancelled",
     "ConfigError",
     "EngineError",
     "EngineUnavailable",
@@ -28,6 +32,8 @@ __all__ = [
     "LaunchError",
     "MismatchError",
     "NotInitializedError",
+    "ParameterServerLost",
+    "StrategyError",
     "WorkerFailed",
 ]
 
@@ -58,6 +64,15 @@ class NotInitializedError(ChorosError, ValueError):
             f"{what} was called before choros was initialised: call init() once, near the top of the script "
             "(import choros.keras as hvd; hvd.init())."
         )
+
+
+class StrategyError(ChorosError, RuntimeError):
+    """A strategy, or what was made with one, was used in a place where it cannot be meant.
+
+    Also a ``RuntimeError``, which is what ``tf.distribute`` raises in the same places.
+    """
+
+    exit_code = 2
 
 
 class LaunchError(ChorosError):
@@ -105,6 +120,14 @@ class EngineError(ChorosError, RuntimeError):
 
 class EngineUnavailable(EngineError):
     """The engine cannot run here: something it needs is missing."""
+
+
+class ClosureCancelled(EngineError):
+    """A scheduled function was not run because another one failed before it; ``schedule`` or ``join`` raised that."""
+
+
+class ParameterServerLost(EngineError):
+    """A parameter server ended, and what it held of the variables and the optimizer state with it."""
 
 
 class MismatchError(EngineError):

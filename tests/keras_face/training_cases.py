@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import choros.keras as hvd
-from choros.keras.optimizer import synchronizer_of
+from choros.keras.combiner import synchronizer_of
 
 BACKEND = keras.backend.backend()
 FEATURES, CLASSES, BATCH = 8, 3, 16

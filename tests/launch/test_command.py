@@ -125,5 +125,5 @@ def test_a_rank_of_another_launcher_may_start_jobs():
 
 
 def test_options_survive_the_command_line():
-    options = Options(bind=False, stdin=True, result=True, ranks_per_host=(3, 1))
+    options = Options(bind=False, stdin=True, result=True, ranks_per_host=(3, 1), restarts=2)
     assert Options.parse([*options.words(), "--", "a", "--", "b"]) == (options, ["a", "--", "b"])

@@ -12,6 +12,17 @@ def test_more_ranks_than_slots():
         Job(("x",), 5, hosts=parse_hosts("a:2,b:2"))
 
 
+def test_more_processes_than_slots():
+    says = r"--ps 1 -np 4 asks for more processes, 6 with the chief, than the hosts have slots: a:2,b:3 have 5"
+    with pytest.raises(ConfigError, match=says):
+        Job(("x",), 6, hosts=parse_hosts("a:2,b:3"), servers=1)
+
+
+def test_no_worker():
+    with pytest.raises(ConfigError, match=r"--ps 2: besides a chief and 2 ps there must be a worker, .* 4 slots"):
+        Job(("x",), 3, servers=2)
+
+
 def test_more_ranks_than_cores_is_allowed_here():
     assert Job(("x",), 10_000).size == 10_000
 

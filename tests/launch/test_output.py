@@ -6,6 +6,7 @@ import pytest
 
 from choros.launch.frames import Text
 from choros.launch.output import Files, Output, Screen, use_colour
+from choros.launch.roles import Roles
 
 
 def shown(frames, **how):
@@ -46,6 +47,16 @@ def test_progress_bars_are_recognisable():
 def test_progress_bars_that_begin_with_a_carriage_return():
     frames = [Text(0, "out", "", "\r"), Text(0, "out", "1%", ""), Text(0, "out", "", "\r"), Text(0, "out", "2%")]
     assert shown(frames)[0] == b"[0] 1%\r[0] 2%\n"
+
+
+def test_roles(tmp_path):
+    out, roles = io.BytesIO(), Roles(servers=1, workers=1)
+    output = Output(Screen(out, out, prefix=True, colour=False, roles=roles), Files(tmp_path, roles))
+    for rank in range(3):
+        output.write(Text(rank, "out", "a"))
+    output.close()
+    assert out.getvalue() == b"[chief] a\n[ps 0] a\n[worker 0] a\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chief", "ps.0", "worker.0"]
 
 
 def test_colour():

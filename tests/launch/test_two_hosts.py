@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,71 +14,15 @@ from choros.errors import WorkerFailed
 from choros.launch.directories import remove_stale
 from choros.launch.run import run as choros_run
 from launch.launched import Running, rank_script, run
+from launch.namespaces import two_hosts
 
 PYTHON = sys.executable
-#: Host 10.77.N.1x → namespace x, with a host name of its own; what it was asked to run is noted.
-REACH = """#!/bin/sh
-host=$1; shift
-echo "$host $*" >> {log}
-exec ip netns exec {name}-${{host##*.1}} unshare --uts sh -c "hostname host-${{host##*.1}}; $*"
-"""
-
-
-@dataclass
-class Network:
-    """Two hosts, and how to reach them."""
-
-    hosts: tuple[str, str]
-    reach: Path
-    log: Path
-    namespaces: tuple[str, str]
-
-
-def ip(*words, check=True):
-    subprocess.run(["ip", *words], check=check, capture_output=True, timeout=20)
-
-
-def free_number():
-    """The third part of addresses that nobody else uses: the bridge that is named after it is ours from now on."""
-    for attempt in range(20):
-        number = 20 + (os.getpid() + 7 * attempt) % 200
-        try:
-            ip("link", "add", f"chb{number}", "type", "bridge")
-        except subprocess.CalledProcessError as error:
-            problem = error.stderr.decode().strip()
-        else:
-            return number
-    pytest.skip(f"no bridge can be made here: {problem}")
 
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    if shutil.which("ip") is None or shutil.which("unshare") is None:
-        pytest.skip("network namespaces need ip and unshare")
-    number = free_number()
-    name, bridge = f"ch{number}", f"chb{number}"
-    namespaces = (f"{name}-1", f"{name}-2")
-    try:
-        ip("addr", "add", f"10.77.{number}.1/24", "dev", bridge)
-        ip("link", "set", bridge, "up")
-        for host, namespace in enumerate(namespaces, 1):
-            ip("netns", "add", namespace)
-            ip("link", "add", f"{name}v{host}", "type", "veth", "peer", "name", "eth0", "netns", namespace)
-            ip("link", "set", f"{name}v{host}", "master", bridge, "up")
-            ip("-n", namespace, "addr", "add", f"10.77.{number}.1{host}/24", "dev", "eth0")
-            ip("-n", namespace, "link", "set", "eth0", "up")
-            ip("-n", namespace, "link", "set", "lo", "up")
-        directory = tmp_path_factory.mktemp("reach")
-        reach, log = directory / "reach", directory / "log"
-        reach.write_text(REACH.format(name=name, log=log))
-        reach.chmod(0o755)
-        yield Network((f"10.77.{number}.11", f"10.77.{number}.12"), reach, log, namespaces)
-    finally:
-        for namespace in namespaces:
-            ip("netns", "del", namespace, check=False)
-        ip("link", "del", bridge, check=False)
+    with two_hosts(tmp_path_factory.mktemp("reach")) as network:
+        yield network
 
 
 def session_directories():
@@ -111,6 +54,41 @@ def test_three_ranks_on_two_hosts(network, tmp_path):
     assert "place 2" in (tmp_path / "logs" / "rank.2" / "stdout").read_text()
     assert "prted" in network.log.read_text()
     assert "hush-hush" not in network.log.read_text()
+
+
+def test_parameter_servers_on_two_hosts(network, tmp_path):
+    """The worker on the other host reaches chief and ps at the addresses it has been told."""
+    script = tmp_path / "s.py"
+    script.write_text(
+        "import json, os, socket, time\n"
+        "config = json.loads(os.environ['TF_CONFIG'])\n"
+        "role, index = config['task'].values()\n"
+        "def place(role, index=0):\n"
+        "    host, port = config['cluster'][role][index].rsplit(':', 1)\n"
+        "    return host, int(port)\n"
+        "print('place', role, place(role, index)[0], os.uname().nodename)\n"
+        "print('secret', os.environ['CHOROS_SECRET'])\n"
+        "if role == 'worker':\n"
+        "    for other in ('ps', 'chief'):\n"
+        "        while True:\n"
+        "            try:\n"
+        "                socket.create_connection(place(other)).close(); break\n"
+        "            except ConnectionRefusedError:\n"
+        "                time.sleep(0.05)\n"
+        "else:\n"
+        "    server = socket.create_server(place(role))\n"
+        "    server.accept()\n"
+    )
+    where = ("--ssh-command", network.reach, "-H", hosts_of(network))
+    ended = run("--ps", "1", *where, PYTHON, script)
+    assert (ended.code, ended.err) == (0, "")
+    assert sorted(re.findall(r"\[(.*)\] place \S+ (.*)", ended.out)) == [
+        ("chief", f"{network.hosts[0]} host-1"),
+        ("ps 0", f"{network.hosts[0]} host-1"),
+        ("worker 0", f"{network.hosts[1]} host-2"),
+    ]
+    (secret,) = set(re.findall(r"secret (\w+)", ended.out))
+    assert secret not in network.log.read_text()
 
 
 def test_a_rank_that_fails_on_the_other_host(network, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 
 from choros.launch.frames import Exit, Start
 from choros.launch.messages import explain
+from choros.launch.roles import Roles
 from choros.launch.stopping import Reason, Stage, stages
 from choros.launch.supervisor import Limits, Outcome
 from choros.launch.verdict import exception_name, judge
@@ -127,6 +128,56 @@ def test_a_lost_host_that_mpirun_names():
     )
 
 
+#: A chief, a ps and two workers.
+ROLES = {"roles": Roles(servers=1, workers=2), "size": 4}
+
+
+def test_the_chief_decides():
+    got = verdict(Exit(0, "h", 0), Exit(1, "h", 0), Exit(2, "h", 0), Exit(3, "h", 0), reason=None, **ROLES)
+    assert (got.exit_code, got.lines) == (0, ())
+
+
+def test_what_comes_after_the_chief_is_told():
+    got = verdict(
+        Exit(0, "h", 0), Exit(1, "h", **STOPPED), Exit(2, "h", 1, traceback=TRACEBACK), reason=Reason.DONE, **ROLES
+    )
+    assert got.exit_code == 0
+    assert got.lines == (
+        "chorosrun: after the chief had ended, worker 0 on h failed with exit code 1 (ValueError).",
+        TRACEBACK,
+        "chorosrun: ps 0, worker 1 did not end within 20 s after the chief, and were stopped.",
+    )
+
+
+def test_a_chief_that_fails():
+    got = verdict(Exit(0, "h", 3), *(Exit(rank, "h", **STOPPED) for rank in (1, 2, 3)), **ROLES)
+    assert got.exit_code == 3
+    assert got.lines == ("chorosrun: the chief on h failed with exit code 3; the other 3 processes were stopped.",)
+
+
+def test_a_failure_before_a_chief_that_ends_well_is_a_failure():
+    got = verdict(Exit(2, "h", 3), Exit(0, "h", 0, stopped=True), Exit(1, "h", 0), Exit(3, "h", 0), **ROLES)
+    assert (got.exit_code, got.lines[-1][:40]) == (3, "chorosrun: worker 0 on h failed with exi")
+
+
+def test_who_needs_a_ps_is_not_the_cause():
+    got = verdict(Exit(3, "h", 1), Exit(0, "h", 1, traceback=TRACEBACK), Exit(1, "h", 5), Exit(2, "h", 0), **ROLES)
+    assert got.exit_code == 5
+    assert got.lines == (
+        "chorosrun: the chief failed too: ValueError.",
+        "chorosrun: worker 1 failed too: exit code 1.",
+        "chorosrun: ps 0 on h failed with exit code 5.",
+        "chorosrun: its part of the variables is lost: start the job again from its last checkpoint.",
+    )
+
+
+def test_a_signal_is_a_cause():
+    got = verdict(Exit(0, "h", 1), Exit(2, "h", 137, signal=9, restarts=3), Exit(1, "h", 0), Exit(3, "h", 0), **ROLES)
+    assert got.exit_code == 137
+    assert got.lines[1].startswith("chorosrun: worker 0 on h was killed by SIGKILL")
+    assert got.lines[2] == "chorosrun: this was restart 3; --max-restarts allows no more."
+
+
 FATAL = [
     "[h:0] *** An error occurred in Socket closed",
     "[h:0] *** reported by process [91,0]",
@@ -177,6 +228,7 @@ def test_stages():
     names = {reason: [stage.signal.name for stage in stages(reason, 20)] for reason in Reason}
     assert names == {
         Reason.FAILURE: ["SIGTERM", "SIGKILL"],
+        Reason.DONE: ["SIGTERM", "SIGKILL"],
         Reason.INTERRUPT: ["SIGINT", "SIGKILL"],
         Reason.TERMINATE: ["SIGTERM", "SIGKILL"],
         Reason.TIMEOUT: ["SIGTERM", "SIGKILL"],

@@ -34,8 +34,8 @@ def test_master(environ: dict[str, str], launcher: str, master: Master | None) -
         ({"MASTER_ADDR": "a"}, "torchrun", "MASTER_ADDR='a' and MASTER_PORT=''"),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "x"}, "torchrun", "MASTER_PORT='x'"),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "65536"}, "torchrun", "1 … 65535"),
-        (tf_config(worker=["a", "b:1"]), "TF_CONFIG", "TF_CONFIG: its first task, at 'a'"),
-        (tf_config(worker=["a:http"]), "TF_CONFIG", "'http' is no port"),
+        (tf_config(worker=["a", "b:1"]), "TF_CONFIG", "Of worker 0, 'a' is no address"),
+        (tf_config(worker=["a:http"]), "TF_CONFIG", "'a:http' is no address"),
     ],
 )
 def test_what_is_no_address_is_an_error_that_names_it(environ: dict[str, str], launcher: str, named: str) -> None:

@@ -9,11 +9,11 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from choros.arrays.adapter import ArrayAdapter, ArraySpec, HostFunction
+from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostFunction
 from choros.arrays.numpy_arrays import NumpyArrays
 from choros.errors import ConfigError
 
-__all__ = ["ArrayAdapter", "ArraySpec", "HostFunction", "adapter_of", "framework_adapter"]
+__all__ = ["ArrayAdapter", "ArrayFunction", "ArraySpec", "HostFunction", "adapter_of", "framework_adapter"]
 
 #: The package an array's class comes from → the framework.
 _PACKAGES = {"torch": "torch", "tensorflow": "tensorflow", "jax": "jax", "jaxlib": "jax"}

@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ArrayAdapter", "ArraySpec", "HostFunction"]
+__all__ = ["ArrayAdapter", "ArrayFunction", "ArraySpec", "HostFunction"]
 
 HostArray = NDArray[Any]
 #: Takes and gives arrays in host memory.
 HostFunction = Callable[[Sequence[HostArray]], Sequence[HostArray]]
+#: Takes and gives arrays of the framework.
+ArrayFunction = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,18 @@ class ArrayAdapter(ABC):
     def spec(self, array: Any) -> ArraySpec:
         """The array's shape and dtype, known or not."""
 
+    @abstractmethod
+    def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
+        """The array with ``dtype``; gradients flow through."""
+
+    @abstractmethod
+    def sum(self, array: Any) -> Any:
+        """The sum of all elements; gradients flow through."""
+
+    @abstractmethod
+    def extent(self, array: Any, axis: int) -> Any:
+        """The length of a dimension as an integer array: in a compiled function, known when it runs."""
+
     def is_symbolic(self, arrays: Sequence[Any]) -> bool:
         """Whether these stand for values that are computed later, in a compiled function."""
         del arrays
@@ -71,3 +85,17 @@ class ArrayAdapter(ABC):
         results = function([self.to_host(array) for array in arrays])
         like = next(iter(arrays), None)
         return [self.from_host(np.asarray(result), like) for result in results]
+
+    def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
+        """``forward(arrays)``, through which gradients flow as ``backward`` says.
+
+        Nothing is added where no gradient can be asked for: in frameworks without gradients, for instance.
+
+        Args:
+            forward: from arrays to results.
+            backward: from the gradients with respect to the results to those with respect to ``arrays``. Integers have
+                none: ``backward`` gets such a result itself, and gives ``None`` for such an array.
+            arrays: what ``forward`` is called with.
+        """
+        del backward
+        return list(forward(arrays))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from choros.arrays.adapter import ArrayAdapter, ArraySpec, HostArray, HostFunction
+from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray, HostFunction
 from choros.errors import ConfigError
 
 __all__ = ["JaxArrays"]
@@ -53,3 +53,35 @@ class JaxArrays(ArrayAdapter):
             return [np.asarray(result) for result in function([np.asarray(host) for host in hosts])]
 
         return list(io_callback(on_host, shapes, *arrays, ordered=True))
+
+    def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
+        """``jax.Array.astype``."""
+        return array.astype(dtype)
+
+    def sum(self, array: Any) -> Any:
+        """``jax.numpy.sum``."""
+        return jnp.sum(array)
+
+    def extent(self, array: Any, axis: int) -> Any:
+        """A constant of the program that ``jax.jit`` compiles, where there is one."""
+        return jnp.asarray(array.shape[axis])
+
+    def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
+        """A ``jax.custom_vjp``, inside a JAX transformation."""
+        if not self.is_symbolic(arrays):
+            return list(forward(arrays))
+
+        @jax.custom_vjp  # type: ignore[untyped-decorator, unused-ignore]
+        def differentiable(*values: Any) -> list[Any]:
+            return list(forward(values))
+
+        def run(*values: Any) -> tuple[list[Any], list[Any]]:
+            results = differentiable(*values)  # not forward: this may be differentiated in its turn
+            return results, [None if jnp.issubdtype(result.dtype, jnp.floating) else result for result in results]
+
+        def gradient(integers: list[Any], upstream: list[Any]) -> tuple[Any, ...]:
+            pairs = zip(upstream, integers, strict=True)
+            return tuple(backward([given if own is None else own for given, own in pairs]))
+
+        differentiable.defvjp(run, gradient)
+        return list(differentiable(*arrays))

@@ -27,3 +27,15 @@ class NumpyArrays(ArrayAdapter):
         """Shape and dtype."""
         host = np.asarray(array)
         return ArraySpec(host.shape, host.dtype)
+
+    def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
+        """``ndarray.astype``."""
+        return np.asarray(array).astype(dtype, copy=False)
+
+    def sum(self, array: Any) -> Any:
+        """``numpy.sum``."""
+        return np.sum(array)
+
+    def extent(self, array: Any, axis: int) -> Any:
+        """From ``ndarray.shape``."""
+        return np.asarray(np.shape(array)[axis])

@@ -7,9 +7,10 @@ from typing import Any, final
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager.record import could_possibly_record
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from choros.arrays.adapter import ArrayAdapter, ArraySpec, HostArray, HostFunction
+from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray, HostFunction
 from choros.errors import ConfigError
 
 __all__ = ["TensorflowArrays"]
@@ -57,3 +58,32 @@ class TensorflowArrays(ArrayAdapter):
         for result, output in zip(results, outputs, strict=True):
             result.set_shape(output.shape)
         return list(results)
+
+    def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
+        """``tf.cast``."""
+        return tf.cast(array, dtype)
+
+    def sum(self, array: Any) -> Any:
+        """``tf.reduce_sum``."""
+        return tf.reduce_sum(array)
+
+    def extent(self, array: Any, axis: int) -> Any:
+        """From ``tf.shape``."""
+        return tf.shape(array)[axis]
+
+    def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
+        """A ``tf.custom_gradient``, in a ``tf.function`` or where a tape records."""
+        if tf.executing_eagerly() and not could_possibly_record():
+            return list(forward(arrays))
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
+        def differentiable(*tensors: Any) -> Any:
+            results = list(forward(tensors))
+
+            def gradient(*upstream: Any) -> list[Any]:
+                pairs = zip(upstream, results, strict=True)
+                return list(backward([given if own.dtype.is_floating else own for given, own in pairs]))
+
+            return results, gradient
+
+        return list(differentiable(*[tf.convert_to_tensor(array) for array in arrays]))

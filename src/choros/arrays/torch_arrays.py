@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, final
 
 import ml_dtypes
 import numpy as np
 import torch
 
-from choros.arrays.adapter import ArrayAdapter, ArraySpec, HostArray
+from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray
 
 __all__ = ["TorchArrays"]
 
@@ -40,3 +41,37 @@ class TorchArrays(ArrayAdapter):
     def spec(self, array: Any) -> ArraySpec:
         """Shape and dtype."""
         return ArraySpec(tuple(array.shape), self.to_host(array[:0] if array.ndim else array).dtype)
+
+    def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
+        """``Tensor.to``."""
+        return array.to(getattr(torch, dtype.name))
+
+    def sum(self, array: Any) -> Any:
+        """``torch.sum``."""
+        return torch.sum(array)
+
+    def extent(self, array: Any, axis: int) -> Any:
+        """From ``Tensor.shape``."""
+        return torch.tensor(array.shape[axis], device=array.device)
+
+    def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
+        """A ``torch.autograd.Function``, where a gradient is recorded."""
+        if not (torch.is_grad_enabled() and any(array.requires_grad for array in arrays)):
+            return list(forward(arrays))
+        return list(_Differentiable.apply(forward, backward, *arrays))  # type: ignore[no-untyped-call, unused-ignore]
+
+
+@final
+class _Differentiable(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    @staticmethod
+    def forward(ctx: Any, forward: ArrayFunction, backward: ArrayFunction, *tensors: Any) -> tuple[Any, ...]:
+        results = tuple(forward(tensors))
+        ctx.backward_rule = backward
+        ctx.integers = [None if result.is_floating_point() else result for result in results]
+        ctx.mark_non_differentiable(*(result for result in ctx.integers if result is not None))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        pairs = zip(gradients, ctx.integers, strict=True)
+        return None, None, *ctx.backward_rule([gradient if own is None else own for gradient, own in pairs])

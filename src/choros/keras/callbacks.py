@@ -16,6 +16,7 @@ from choros.comm import ReduceOp, global_process_set, topology
 from choros.errors import ConfigError
 from choros.keras.metrics import average_logs, count_examples, global_results
 from choros.keras.optimizer import Synchronizer
+from choros.keras.tensorboard import TensorBoard
 from choros.keras.trainer import attach, is_spread, join
 from choros.keras.variables import broadcast_variables, model_variables
 
@@ -25,6 +26,7 @@ __all__ = [
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "TensorBoard",
     "Throughput",
 ]
 

@@ -1,4 +1,7 @@
-"""The collectives with the arguments of Horovod's Keras face, on Keras variables too."""
+"""The collectives with the arguments of Horovod's Keras face, on Keras variables too.
+
+Gradients flow through them; see ``parallel/ops.py`` for what they are.
+"""
 
 from __future__ import annotations
 

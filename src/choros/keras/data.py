@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, final
 
 import keras
@@ -12,10 +11,11 @@ import numpy as np
 
 from choros.comm import topology
 from choros.errors import ConfigError
+from choros.parallel.batches import Part, count_rows, cut, data_loader, grain_data, kinds, tf_data
 from choros.parallel.shard import batch_ranges, check_batch_size, example_indices
 from choros.topology import Topology, shard_range
 
-__all__ = ["shard"]
+__all__ = ["PyDatasetPart", "shard"]
 
 
 def shard(
@@ -70,19 +70,6 @@ def shard(
     return split(data, batch_size, place, seed=seed)
 
 
-def _rows(batch: Any) -> int:
-    return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
-
-
-def _cut(batch: Any, start: int, end: int) -> Any:
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[start:end], batch)
-
-
-def _part_of(batch: Any, place: Topology) -> Any:
-    """This rank's rows of a global batch."""
-    return _cut(batch, *shard_range(_rows(batch), place.rank, place.size))
-
-
 # ── arrays ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -97,7 +84,7 @@ def _split_arrays(data: Any, batch_size: int | None, place: Topology, *, shuffle
         if shuffle:
             raise ConfigError("shuffle=True needs batch_size; without it the rows are split in their order.")
         ((n,),) = lengths
-        return _cut(data, *shard_range(n, place.rank, place.size))
+        return cut(data, *shard_range(n, place.rank, place.size))
     return _ArrayBatches(data, batch_size, place, shuffle=shuffle, seed=seed, epoch=epoch)
 
 
@@ -108,7 +95,7 @@ class _ArrayBatches(keras.utils.PyDataset):
     def __init__(self, data: Any, batch_size: int, place: Topology, *, shuffle: bool, seed: int, epoch: int) -> None:
         super().__init__()
         self._data = data
-        self._n = _rows(data)
+        self._n = count_rows(data)
         self._ranges = batch_ranges(self._n, batch_size, place.rank, place.size)
         self._shuffle = shuffle
         self._seed = seed
@@ -124,7 +111,7 @@ class _ArrayBatches(keras.utils.PyDataset):
         self._check_order(index)
         start, end = self._ranges[index]
         if self._order is None:
-            return _cut(self._data, start, end)
+            return cut(self._data, start, end)
         chosen = self._order[start:end]
         return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[chosen], self._data)
 
@@ -152,18 +139,18 @@ class _ArrayBatches(keras.utils.PyDataset):
 
 
 @final
-class _PyDatasetPart(keras.utils.PyDataset):
-    """This rank's rows of the batches of another ``PyDataset``."""
+class PyDatasetPart(keras.utils.PyDataset):
+    """The process's rows of the batches of another ``PyDataset``, without batches in which it has none."""
 
-    def __init__(self, inner: Any, place: Topology) -> None:
+    def __init__(self, inner: Any, part: Part) -> None:
         super().__init__(
             workers=inner.workers, use_multiprocessing=inner.use_multiprocessing, max_queue_size=inner.max_queue_size
         )
         self._inner = inner
-        self._place = place
+        self._part = part
         batches: int | None = inner.num_batches
         # Only the last batch can be too small to have a row for every rank.
-        if batches and _rows(_part_of(inner[batches - 1], place)) == 0:
+        if batches and count_rows(part.of(inner[batches - 1])) == 0:
             batches -= 1
         self._batches = batches
 
@@ -176,7 +163,7 @@ class _PyDatasetPart(keras.utils.PyDataset):
         return self._batches or 0
 
     def __getitem__(self, index: int) -> Any:
-        return _part_of(self._inner[index], self._place)
+        return self._part.of(self._inner[index])
 
     def on_epoch_begin(self) -> None:
         """The inner data set's."""
@@ -189,127 +176,33 @@ class _PyDatasetPart(keras.utils.PyDataset):
 
 def _split_py_dataset(data: Any, batch_size: int | None, place: Topology, *, seed: int) -> Any:
     del seed
-    if batch_size is not None and (own := _rows(data[0])) != batch_size:
+    if batch_size is not None and (own := count_rows(data[0])) != batch_size:
         raise ConfigError(
             f"the PyDataset's batches have {own} examples, batch_size={batch_size} asks for others. Its batches are "
             "the global ones: make them that large, or leave batch_size out."
         )
-    return _PyDatasetPart(data, place)
+    return PyDatasetPart(data, Part(place.rank, place.size))
 
 
-# ── tf.data ──────────────────────────────────────────────────────────────────────────────────────────
+# ── tf.data, torch DataLoader, Grain ─────────────────────────────────────────────────────────────────
 
 
 def _split_tf_data(data: Any, batch_size: int | None, place: Topology, *, seed: int) -> Any:
     del seed
-    import tensorflow as tf
-
     if batch_size is None:
         return data.shard(place.size, place.rank)
-
-    def first(batch: Any) -> Any:
-        return tf.shape(tf.nest.flatten(batch)[0])[0]
-
-    def part(*elements: Any) -> Any:
-        batch = elements[0] if len(elements) == 1 else elements
-        share, remainder = first(batch) // place.size, first(batch) % place.size
-        start = place.rank * share + tf.minimum(place.rank, remainder)
-        end = start + share + tf.cast(place.rank < remainder, share.dtype)
-        return tf.nest.map_structure(lambda leaf: leaf[start:end], batch)
-
-    n = int(data.cardinality())
-    parts = data.batch(batch_size).map(part, num_parallel_calls=tf.data.AUTOTUNE)
-    if n == tf.data.INFINITE_CARDINALITY:
-        return parts
-    parts = parts.filter(lambda *elements: first(elements) > 0)
-    if n == tf.data.UNKNOWN_CARDINALITY:
-        return parts
-    batches = len(batch_ranges(n, batch_size, place.rank, place.size))
-    return parts.apply(tf.data.experimental.assert_cardinality(batches))
-
-
-# ── torch DataLoader ─────────────────────────────────────────────────────────────────────────────────
+    return tf_data.split(data.batch(batch_size), Part(place.rank, place.size))
 
 
 def _split_data_loader(data: Any, batch_size: int | None, place: Topology, *, seed: int) -> Any:
-    import torch.utils.data as torch_data
-
-    shared = {
-        name: getattr(data, name)
-        for name in ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
-    }
-    if data.num_workers:
-        shared.update(prefetch_factor=data.prefetch_factor, persistent_workers=data.persistent_workers)
-    if isinstance(data.dataset, torch_data.IterableDataset):
-        if batch_size is not None and batch_size != data.batch_size:
-            raise ConfigError(
-                f"the DataLoader reads a stream in batches of {data.batch_size}, batch_size={batch_size} asks for "
-                "others. Its batches are the global ones: make them that large, or leave batch_size out."
-            )
-        return torch_data.DataLoader(_stream_part(data, place), batch_size=None)
-    sampler = data.batch_sampler
-    if batch_size is not None:
-        sampler = torch_data.BatchSampler(data.sampler, batch_size, drop_last=data.drop_last)
-    if sampler is None:
-        raise ConfigError("the DataLoader yields single examples (batch_size=None): pass shard(…, batch_size=…).")
-    _seed_sampler(data.sampler, seed)
-    part = _sampler_part(sampler, place)
-    return torch_data.DataLoader(data.dataset, batch_sampler=part, collate_fn=data.collate_fn, **shared)
-
-
-def _seed_sampler(sampler: Any, seed: int) -> None:
-    """Ranks must draw the same order to split it."""
-    import torch
-
-    if hasattr(sampler, "generator") and sampler.generator is None:
-        sampler.generator = torch.Generator().manual_seed(seed)
-
-
-def _sampler_part(sampler: Any, place: Topology) -> Any:
-    import torch.utils.data as torch_data
-
-    class Part(torch_data.Sampler):
-        """This rank's indices of each global batch."""
-
-        def __len__(self) -> int:
-            return len(sampler)
-
-        def __iter__(self) -> Iterator[list[int]]:
-            for indices in sampler:
-                start, end = shard_range(len(indices), place.rank, place.size)
-                if end > start:
-                    yield indices[start:end]
-
-    return Part()
-
-
-def _stream_part(loader: Any, place: Topology) -> Any:
-    import torch.utils.data as torch_data
-
-    class Part(torch_data.IterableDataset):
-        """This rank's rows of each batch of a stream."""
-
-        def __iter__(self) -> Iterator[Any]:
-            for batch in loader:
-                part = _part_of(batch, place)
-                if _rows(part) > 0:
-                    yield part
-
-    return Part()
-
-
-# ── Grain ────────────────────────────────────────────────────────────────────────────────────────────
+    return data_loader.split(data, Part(place.rank, place.size), batch_size=batch_size, seed=seed)
 
 
 def _split_grain(data: Any, batch_size: int | None, place: Topology, *, seed: int) -> Any:
     del seed
     import grain
 
-    if isinstance(data, grain.DataLoader):
-        raise ConfigError(
-            "a grain.DataLoader is split by its sampler: pass it shard_options=grain.sharding.ShardOptions("
-            "shard_index=hvd.rank(), shard_count=hvd.size()). Or give shard() a grain.MapDataset."
-        )
+    grain_data.refuse_loader(data)
     if isinstance(data, grain.MapDataset):
         if batch_size is None:
             start, end = shard_range(len(data), place.rank, place.size)
@@ -319,7 +212,7 @@ def _split_grain(data: Any, batch_size: int | None, place: Topology, *, seed: in
         return grain.MapDataset.source(_Chosen(data, mine)).batch(full_end - full_start)
     if batch_size is None:
         raise ConfigError("a grain.IterDataset is split batch by batch: pass shard(…, batch_size=…).")
-    return data.batch(batch_size).map(lambda batch: _part_of(batch, place)).filter(lambda part: _rows(part) > 0)
+    return grain_data.split(data.batch(batch_size), Part(place.rank, place.size))
 
 
 @final
@@ -337,27 +230,9 @@ class _Chosen:
         return self._data[int(self._indices[index])]
 
 
-def _is(package: str, *paths: str) -> Callable[[Any], bool]:
-    """Whether something is an instance of one of a package's classes, which proves that it is loaded."""
-
-    def check(data: Any) -> bool:
-        module = sys.modules.get(package)
-        if module is None:
-            return False
-        kinds = []
-        for path in paths:
-            kind: Any = module
-            for part in path.split("."):
-                kind = getattr(kind, part)
-            kinds.append(kind)
-        return isinstance(data, tuple(kinds))
-
-    return check
-
-
 _KINDS: tuple[tuple[Callable[[Any], bool], Callable[..., Any]], ...] = (
-    (_is("keras", "utils.PyDataset"), _split_py_dataset),
-    (_is("tensorflow", "data.Dataset"), _split_tf_data),
-    (_is("torch.utils.data", "DataLoader"), _split_data_loader),
-    (_is("grain", "MapDataset", "IterDataset", "DataLoader"), _split_grain),
+    (kinds.is_py_dataset, _split_py_dataset),
+    (kinds.is_tf_data, _split_tf_data),
+    (kinds.is_data_loader, _split_data_loader),
+    (kinds.is_grain, _split_grain),
 )

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from choros.arrays import adapter_of
 from choros.comm import ProcessSet, global_process_set
 from choros.errors import ConfigError, NotInitializedError
+from choros.keras.combiner import combiner_of
 from choros.keras.metrics import count_examples
-from choros.keras.optimizer import synchronizer_of
 from choros.keras.variables import broadcast_variables, model_variables
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.local_updates import LocalUpdates, OuterSGD
@@ -104,7 +104,7 @@ class _LocalUpdatesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts all ranks alike; the model and the optimizer are built by now."""
         optimizer = self.model.optimizer
-        if synchronizer_of(optimizer) or synchronizer_of(getattr(optimizer, "inner_optimizer", None)):
+        if combiner_of(optimizer) or combiner_of(getattr(optimizer, "inner_optimizer", None)):
             raise ConfigError(
                 "the optimizer is distributed, so ranks exchange gradients at every step: compile the model with the "
                 "plain optimizer to exchange weights every so many."

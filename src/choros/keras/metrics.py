@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import numpy as np
 from choros.arrays import adapter_of
 from choros.comm import ReduceOp, global_process_set
 
-__all__ = ["average_logs", "count_examples", "global_results"]
+__all__ = ["average_logs", "count_examples", "global_result", "global_results"]
 
 
 def global_results(model: Any, *, counted: bool = False) -> dict[str, float]:
@@ -26,20 +28,31 @@ def global_results(model: Any, *, counted: bool = False) -> dict[str, float]:
     Returns:
         Numbers by the names under which ``fit`` logs them; the same on every rank.
     """
-    communicator = global_process_set.communicator
-    metrics = () if counted else model.metrics
-    variables = [variable for metric in metrics for variable in metric.variables]
-    summed = [variable for variable in variables if variable.aggregation == "sum"]
-    own = [np.array(adapter_of(variable.value).to_host(variable.value)) for variable in summed]
-    together = communicator.grouped_allreduce(own, ReduceOp.SUM, name="metrics")
-    try:
-        _assign(summed, together)
+    with _summed(() if counted else model.metrics):
         results = _flat(model.get_metrics_result())
-    finally:
-        _assign(summed, own)
     # The same sums need not give the same last bit everywhere, and ranks must decide alike.
-    values = communicator.broadcast(np.array(list(results.values()), np.float64), 0, name="metric results")
+    values = np.array(list(results.values()), np.float64)
+    values = global_process_set.communicator.broadcast(values, 0, name="metric results")
     return dict(zip(results, map(float, values), strict=True))
+
+
+def global_result(metric: Any, result: Callable[[], Any]) -> Any:
+    """What ``result`` gives when ``metric`` has the sums of all ranks."""
+    with _summed([metric]):
+        return result()
+
+
+@contextmanager
+def _summed(metrics: Sequence[Any]) -> Iterator[None]:
+    """The block in which ``metrics`` have the sums of all ranks."""
+    variables = [variable for metric in metrics for variable in metric.variables if variable.aggregation == "sum"]
+    own = [np.array(adapter_of(variable.value).to_host(variable.value)) for variable in variables]
+    together = global_process_set.communicator.grouped_allreduce(own, ReduceOp.SUM, name="metrics")
+    try:
+        _assign(variables, together)
+        yield
+    finally:
+        _assign(variables, own)
 
 
 def average_logs(logs: dict[str, Any], examples: int) -> dict[str, float]:

@@ -1,42 +1,33 @@
-"""The distributed optimizer: a Keras optimizer whose ``apply`` first combines the ranks' gradients.
-
-``Optimizer.apply`` is the one place that every Keras trainer passes, on all frameworks. Reducing at its top
-means that clipping, accumulation, weight decay and moving averages see the gradient of the global batch::
-
-    train_step ──► apply(gradients) ──► [combine over ranks] ──► clip ──► accumulate ──► update ──► EMA
-
-The user's optimizer object is kept, its class is replaced by a subclass of the same name: its state, its
-saved name and the fast paths that Keras chooses by class stay as they are.
-"""
+"""The distributed optimizer of Horovod's face: gradients are averaged over the examples of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
 import keras
 import numpy as np
-from keras.src import api_export
 from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec, HostFunction, framework_adapter
 from choros.comm import ProcessSet, ReduceOp, global_process_set
 from choros.errors import ConfigError, NotInitializedError
+from choros.keras.combiner import Combiner, Update, combiner_of, passes_of, wrap
 from choros.keras.device import accelerated
 from choros.keras.variables import broadcast_variables
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.device import device_to_reduce_on
 from choros.parallel.reducer import GradientReducer, ReduceConfig, bucket_bytes, indices_of_groups
 
-__all__ = ["DistributedOptimizer", "Synchronizer", "synchronizer_of", "wrap"]
+__all__ = ["DistributedOptimizer", "Synchronizer", "synchronizer_for"]
 
 Array = NDArray[Any]
-_ATTRIBUTE = "_choros_synchronizer"
 
 
 @final
-class Synchronizer:
+class Synchronizer(Combiner):
     """What a distributed optimizer knows of the other ranks; one an optimizer.
 
     Attributes:
@@ -82,14 +73,27 @@ class Synchronizer:
         finally:
             self.examples, self._of_all_ranks = None, False
 
-    def combine(self, gradients: Sequence[Any], variables: Sequence[Any], passes: Any) -> list[Any]:
-        """The gradients that this step's update is made from.
+    @property
+    def synchronizer(self) -> Synchronizer:
+        """This one: it combines in ``fit`` as elsewhere."""
+        return self
 
-        Args:
-            gradients: this rank's, ``None`` where a variable has none.
-            variables: the Keras variables they belong to.
-            passes: how many have been done so far.
-        """
+    @property
+    def has_state(self) -> bool:
+        """Every rank makes the same updates."""
+        return True
+
+    @property
+    def shares_state(self) -> bool:
+        """Every rank makes the same updates."""
+        return True
+
+    def apply(self, optimizer: Any, update: Update, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Updates with what is combined."""
+        update(self.combine(gradients, variables, passes_of(optimizer)))
+
+    def combine(self, gradients: Sequence[Any], variables: Sequence[Any], passes: Any) -> list[Any]:
+        """The average of the ranks' gradients, or their sum, as the reducer is told."""
         config = self.reducer.config
         gradients = list(gradients)
         if self._of_all_ranks or not self.reducer.active:
@@ -159,6 +163,10 @@ class Synchronizer:
                 combined[index] = result
         return combined
 
+    def follow(self, variables: Sequence[Any], on_update: Callable[[list[Array]], None] | None = None) -> int | None:
+        """``GradientReducer.join`` with the gradients of ``variables``."""
+        return self.reducer.join(tuple((tuple(v.shape), _dtype(v)) for v in variables), on_update)
+
     def join(self, optimizer: Any) -> None:
         """Goes along with the ranks that still have batches this epoch, until none has.
 
@@ -169,7 +177,7 @@ class Synchronizer:
             return
         variables = optimizer._trainable_variables
         shared = [variable for variable in variables if not self.is_local(variable)]
-        last = self.reducer.join(tuple((tuple(v.shape), _dtype(v)) for v in shared))
+        last = self.follow(shared)
         if last is not None:
             process_set = self.reducer.config.process_set
             broadcast_variables([*shared, *optimizer.variables], process_set.ranks[last], process_set)
@@ -179,73 +187,6 @@ def _host_call(function: HostFunction, numbers: Sequence[Any], arrays: Sequence[
     adapter = framework_adapter(keras.backend.backend())
     inputs = [keras.ops.convert_to_tensor(number, "int32") for number in numbers]
     return adapter.host_call(function, [*inputs, *arrays], outputs)
-
-
-class _Distributed:
-    """What the replaced class does before the optimizer's own methods."""
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Combines the ranks' gradients, then applies them."""
-        optimizer: Any = self
-        grads = list(grads)
-        if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-            if not optimizer.built:
-                with keras.name_scope(optimizer.name):
-                    optimizer.build(trainable_variables)
-        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
-        grads = synchronizer_of(self).combine(grads, variables, _passes(self))  # type: ignore[union-attr]
-        super().apply(grads, trainable_variables)  # type: ignore[misc]
-
-    def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        """``apply`` as JAX's trainer calls it; Keras' own comes back to ``apply``, the loss scale's does not."""
-        optimizer: Any = self
-        if isinstance(self, keras.optimizers.LossScaleOptimizer):
-            mapping = list(zip(optimizer.variables, optimizer_variables, strict=True))
-            with keras.StatelessScope(state_mapping=mapping):
-                passes = keras.ops.convert_to_tensor(_passes(self))
-            synchronizer = synchronizer_of(self)
-            grads = synchronizer.combine(grads, optimizer._trainable_variables, passes)  # type: ignore[union-attr]
-        return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
-
-    def register_local_var(self, var: Any) -> None:
-        """Keeps the gradient of ``var`` on its rank (Horovod's name)."""
-        synchronizer_of(self).add_local(var)  # type: ignore[union-attr]
-
-
-_derived_classes: dict[type, type] = {}
-
-
-def _distributed_class(base: type) -> type:
-    """A subclass of ``base`` that passes for it when the optimizer is saved; one for each."""
-    if base in _derived_classes:
-        return _derived_classes[base]
-    namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    derived = type(base.__name__, (_Distributed, base), namespace)
-    public_name = api_export.REGISTERED_OBJS_TO_NAMES.get(base)
-    if public_name is not None:
-        api_export.REGISTERED_OBJS_TO_NAMES[derived] = public_name
-    _derived_classes[base] = derived
-    return derived
-
-
-def synchronizer_of(optimizer: Any) -> Synchronizer | None:
-    """The synchronizer of a distributed optimizer; ``None`` for others."""
-    return getattr(optimizer, _ATTRIBUTE, None)
-
-
-def wrap(optimizer: Any, synchronizer: Synchronizer) -> None:
-    """Makes ``optimizer`` a distributed one, in place."""
-    optimizer.__class__ = _distributed_class(type(optimizer))
-    # Past Keras' attribute tracking: this is no state of the optimizer.
-    object.__setattr__(optimizer, _ATTRIBUTE, synchronizer)
-
-
-def unwrap(optimizer: Any) -> Synchronizer:
-    """Takes back ``wrap``; gives the synchronizer to who wraps something around ``optimizer``."""
-    synchronizer: Synchronizer = optimizer.__dict__.pop(_ATTRIBUTE)
-    optimizer.__class__ = type(optimizer).__mro__[2]
-    return synchronizer
 
 
 def DistributedOptimizer(
@@ -311,28 +252,38 @@ def DistributedOptimizer(
             "such as keras.optimizers.Adam(), and pass it."
         )
     inner = getattr(optimizer, "inner_optimizer", None)
-    if synchronizer_of(optimizer) or synchronizer_of(inner):
+    if combiner_of(optimizer) or combiner_of(inner):
         raise ConfigError("this optimizer is distributed already: wrap it once.")
     base = inner or optimizer
-    steps = _accumulation_steps(base, backward_passes_per_step)
-    device = _device_to_reduce_on(process_set, compression)
     config = ReduceConfig(
         op=op,
         compressor=compression,
         predivide_factor=gradient_predivide_factor,
         groups=_groups(groups if groups is not None else num_groups, base),
-        steps=steps,
+        steps=_accumulation_steps(base, backward_passes_per_step),
         average_steps=average_aggregated_gradients or backward_passes_per_step == 1,
-        bucket_bytes=bucket_bytes(accelerated=accelerated(), device=device) if steps == 1 else None,
-        device=device,
         process_set=process_set,
     )
-    synchronizer = Synchronizer(config, scale_local_gradients=scale_local_gradients)
+    synchronizer = Synchronizer(_placed(config), scale_local_gradients=scale_local_gradients)
     if inner is None and keras.config.dtype_policy().name == "mixed_float16":
         # compile() would put the loss scale around the exchange; ranks must exchange before it looks at gradients.
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     wrap(optimizer, synchronizer)
     return optimizer
+
+
+def synchronizer_for(optimizer: Any) -> Synchronizer:
+    """What averages the gradients of ``optimizer`` over the examples of all ranks, as Keras itself would accumulate."""
+    base = getattr(optimizer, "inner_optimizer", optimizer)
+    config = ReduceConfig(steps=_accumulation_steps(base, 1))
+    return Synchronizer(_placed(config), scale_local_gradients=True)
+
+
+def _placed(config: ReduceConfig) -> ReduceConfig:
+    """``config`` with where and in what portions gradients are combined, as the framework and its device want it."""
+    device = _device_to_reduce_on(config.process_set, config.compressor)
+    portions = bucket_bytes(accelerated=accelerated(), device=device) if config.steps == 1 else None
+    return dataclasses.replace(config, device=device, bucket_bytes=portions)
 
 
 def _device_to_reduce_on(process_set: ProcessSet, compression: Compressor) -> Any:
@@ -377,8 +328,3 @@ def _groups(groups: int | Sequence[Sequence[Any]], optimizer: Any) -> int | tupl
 def _dtype(tensor: Any) -> np.dtype[np.generic]:
     dtype: np.dtype[np.generic] = np.dtype(keras.backend.standardize_dtype(tensor.dtype))
     return dtype
-
-
-def _passes(optimizer: Any) -> Any:
-    """The variable that counts ``apply``; ``optimizer.iterations`` counts updates, which may be fewer."""
-    return getattr(optimizer, "inner_optimizer", optimizer)._iterations

@@ -20,7 +20,8 @@ from typing import Any
 
 import keras
 
-from choros.keras.optimizer import Synchronizer, synchronizer_of, unwrap, wrap
+from choros.keras.combiner import combiner_of, move_outwards, synchronizer_of
+from choros.keras.optimizer import Synchronizer
 from choros.keras.variables import broadcast_variables, model_variables
 
 __all__ = ["attach", "is_spread", "join"]
@@ -35,9 +36,7 @@ def attach(model: Any) -> Synchronizer | None:
         The optimizer's synchronizer; ``None`` if it is not a distributed one.
     """
     optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if synchronizer_of(inner) is not None:
-        wrap(optimizer, unwrap(inner))
+    if move_outwards(optimizer):
         model.train_function = None
     synchronizer = synchronizer_of(optimizer)
     if synchronizer is None:
@@ -66,8 +65,8 @@ def join(model: Any) -> None:
         last = getattr(model, _ATTRIBUTE).join()
         if last is not None:
             broadcast_variables(model_variables(model, seeds=True), last)
-    elif (synchronizer := synchronizer_of(model.optimizer)) is not None:
-        synchronizer.join(model.optimizer)
+    elif (combiner := combiner_of(model.optimizer)) is not None:
+        combiner.join(model.optimizer)
 
 
 def _mesh() -> Any:

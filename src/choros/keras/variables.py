@@ -10,6 +10,7 @@ import keras
 
 from choros.arrays import adapter_of
 from choros.comm import ProcessSet, global_process_set
+from choros.keras.combiner import combiner_of
 from choros.parallel.ops import broadcast_arrays
 
 __all__ = ["broadcast_global_variables", "broadcast_variables", "model_variables"]
@@ -65,7 +66,7 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 
 def model_variables(model: Any, *, seeds: bool = False) -> list[Any]:
-    """The weights of a model and the state of its optimizer.
+    """The weights of a model and the state of its optimizer, where all ranks have it.
 
     Args:
         model: built.
@@ -78,7 +79,8 @@ def model_variables(model: Any, *, seeds: bool = False) -> list[Any]:
         return variables
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
-    return [*variables, *optimizer.variables]
+    combiner = combiner_of(optimizer)
+    return [*variables, *(optimizer.variables if combiner is None or combiner.shares_state else ())]
 
 
 def _value(variable: Any) -> Any:

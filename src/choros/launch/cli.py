@@ -30,6 +30,7 @@ from choros.launch.verdict import judge
 
 __all__ = ["main"]
 
+_RESTARTS = 3
 #: Where Kubernetes' MPI operator and other tools tell mpirun its hosts.
 _DEFAULT_HOSTFILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
 
@@ -61,10 +62,11 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
 def make_job(command: Sequence[str], given: dict[str, Any]) -> Job:
     """The job that the options ``given`` describe."""
     hosts = _hosts(given["hosts"], given["hostfile"])
+    servers = given["ps"] or 0
     names = own_names()
     return Job(
         command=tuple(command),
-        size=given["num_proc"] or total_slots(hosts) or count_accelerators() or 1,
+        size=_size(given["num_proc"], servers, hosts),
         hosts=hosts,
         remote=tuple(host for host in hosts if host.name not in names),
         environment=parse_variables(given["env"], os.environ),
@@ -73,8 +75,25 @@ def make_job(command: Sequence[str], given: dict[str, Any]) -> Job:
         tcp=given["tcp"],
         mpi_args=tuple(shlex.split(given["mpi_args"])),
         binding_args=tuple(shlex.split(given["binding_args"])),
-        options=Options(bind=not given["binding_args"]),
+        options=Options(bind=not given["binding_args"], restarts=_restarts(given["max_restarts"], servers)),
+        servers=servers,
     )
+
+
+def _size(asked: int | None, servers: int, hosts: Sequence[Host]) -> int:
+    """How many processes there are to be, when there are ``servers`` and ``asked`` ranks or workers."""
+    besides = 1 + servers if servers else 0
+    if asked is None and hosts:
+        return total_slots(hosts)
+    return (asked or count_accelerators() or 1) + besides
+
+
+def _restarts(asked: int | None, servers: int) -> int:
+    if asked is not None and not servers:
+        raise ConfigError(
+            "--max-restarts is about the workers beside parameter servers: give --ps too, or leave it out."
+        )
+    return (_RESTARTS if asked is None else asked) if servers else 0
 
 
 def _hosts(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
@@ -112,9 +131,9 @@ def _run(job: Job, mpirun: Mpirun, given: dict[str, Any]) -> int:
     limits = Limits(given["start_timeout"], given["timeout"], given["grace_period"])
     prefix = job.size > 1 if given["prefix_output"] is None else given["prefix_output"]
     colour = use_colour(os.environ, sys.stdout.isatty() and sys.stderr.isatty())
-    screen = Screen(sys.stdout.buffer, sys.stderr.buffer, prefix=prefix, colour=colour)
+    screen = Screen(sys.stdout.buffer, sys.stderr.buffer, prefix=prefix, colour=colour, roles=job.roles)
     directory = given["output_dir"]
-    output = Output(screen, Files(Path(directory)) if directory else None)
+    output = Output(screen, Files(Path(directory), job.roles) if directory else None)
     verbose = given["verbose"] or given["log_level"] in ("TRACE", "DEBUG")
     verdict = judge(launch(job, mpirun, os.environ, output, limits, verbose=verbose), limits)
     for line in verdict.lines:

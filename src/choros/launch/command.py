@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from choros.launch.contract import JOB, Options
-from choros.launch.environment import forwarded, in_allocation
+from choros.launch.environment import forwarded, in_allocation, without_launchers
 from choros.launch.flavours import Mpirun
 from choros.launch.hosts import ranks_per_host
 from choros.launch.job import Job
-from choros.topology import ENVIRONMENTS
 
 __all__ = ["Command", "plan"]
 
-TF_CONFIG = "TF_CONFIG"
 _WORKER = ("-P", "-m", "choros.launch.worker")
 #: NVIDIA's and Meta's libraries choose an interface themselves unless told.
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -49,7 +47,7 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
         session: a directory of this host for mpirun's own files.
         root: whether we are root.
     """
-    full = {**_without_ranks(environ), **mpirun.environment(), **job.environment, JOB: name}
+    full = {**without_launchers(environ), **mpirun.environment(), **job.environment, JOB: name}
     interfaces = ",".join(job.network_interfaces)
     for variable in _INTERFACE_VARIABLES if interfaces and "/" not in interfaces else ():
         full.setdefault(variable, interfaces)
@@ -65,17 +63,3 @@ def _options(job: Job) -> Options:
     counts = ranks_per_host(job.hosts, job.size)
     ours = not job.binding_args and not job.mpi_args
     return replace(job.options, ranks_per_host=counts) if ours and len(set(counts)) > 1 else job.options
-
-
-def _without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what another launcher may have told this process of its own rank."""
-    stale = {TF_CONFIG}
-    for launcher in ENVIRONMENTS:
-        stale |= {launcher.rank, launcher.size, launcher.local_rank, launcher.local_size, launcher.host_rank}
-        stale |= {launcher.host_count}
-    prefixes = ("OMPI_", "PMIX_", "PRTE_") if "PMIX_RANK" in environ else ()
-    return {
-        name: value
-        for name, value in environ.items()
-        if name.startswith("SLURM_") or (name not in stale and not name.startswith(prefixes))
-    }

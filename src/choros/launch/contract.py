@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["CARRIED", "JOB", "RESULT_FD", "Options"]
+__all__ = ["CARRIED", "CLUSTER", "JOB", "RESULT_FD", "Options"]
 
 #: The variable that holds the job's name, unlike any other's.
 JOB = "CHOROS_JOB"
+#: The variable that holds the addresses of a job with parameter servers, as in TF_CONFIG's "cluster".
+CLUSTER = "CHOROS_CLUSTER"
 #: The variable that holds the descriptor to which a rank writes its function's result.
 RESULT_FD = "CHOROS_RESULT_FD"
 
 _RANKS_PER_HOST = "--ranks-per-host="
+_RESTARTS = "--restarts="
 
 #: What the signals that mpirun passes on to the wrappers mean to the ranks.
 CARRIED = {
@@ -34,12 +37,14 @@ class Options:
         stdin: the rank reads what mpirun sends it; otherwise it reads nothing.
         result: give the rank a pipe for the result of its function.
         ranks_per_host: how many ranks each host has, where hosts differ and chorosrun has dealt them out.
+        restarts: how often a worker, beside parameter servers, is started again when a signal has ended it.
     """
 
     bind: bool = True
     stdin: bool = False
     result: bool = False
     ranks_per_host: tuple[int, ...] = ()
+    restarts: int = 0
 
     def words(self) -> list[str]:
         """The options as words of a command line.
@@ -52,6 +57,8 @@ class Options:
         words = [word for word, on in chosen.items() if on]
         if self.ranks_per_host:
             words.append(_RANKS_PER_HOST + ",".join(map(str, self.ranks_per_host)))
+        if self.restarts:
+            words.append(f"{_RESTARTS}{self.restarts}")
         return words
 
     @classmethod
@@ -60,15 +67,21 @@ class Options:
 
         Example:
             >>> Options.parse(["--stdin", "--", "python", "train.py"])
-            (Options(bind=True, stdin=True, result=False, ranks_per_host=()), ['python', 'train.py'])
+            (Options(bind=True, stdin=True, result=False, ranks_per_host=(), restarts=0), ['python', 'train.py'])
         """
         split = list(words).index("--")
         chosen = set(words[:split])
-        counts = next((word for word in chosen if word.startswith(_RANKS_PER_HOST)), _RANKS_PER_HOST)
         options = cls(
             "--no-bind" not in chosen,
             "--stdin" in chosen,
             "--result" in chosen,
-            tuple(int(count) for count in counts.removeprefix(_RANKS_PER_HOST).split(",") if count),
+            tuple(_numbers(chosen, _RANKS_PER_HOST)),
+            sum(_numbers(chosen, _RESTARTS)),
         )
         return options, list(words[split + 1 :])
+
+
+def _numbers(words: Iterable[str], name: str) -> list[int]:
+    """The numbers, between commas, that follow ``name``; none if the word is not there."""
+    given = next((word.removeprefix(name) for word in words if word.startswith(name)), "")
+    return [int(number) for number in given.split(",") if number]

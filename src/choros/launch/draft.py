@@ -50,7 +50,7 @@ def preparation(job: Job, environ: Mapping[str, str]) -> list[str]:
             added = rank_settings({**environ, **job.environment}, share)
             words = [f"{name}={value}" for name, value in added.items()]
             settings = " ".join([f"cpus {cpus};", *words])
-        lines.append(f"rank {place.rank} on {place.host}: {settings}")
+        lines.append(f"{job.roles.name(place.rank)} on {place.host}: {settings}")
     return lines
 
 

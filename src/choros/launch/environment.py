@@ -1,4 +1,4 @@
-"""Which of the user's environment variables travel to other hosts: all but those that belong to this one."""
+"""Which environment variables travel: to other hosts all but those that belong to this one, to a new job no ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 
 from choros.errors import ConfigError
+from choros.topology import ENVIRONMENTS, TF_CONFIG
 
-__all__ = ["forwarded", "in_allocation", "parse_variables"]
+__all__ = ["forwarded", "in_allocation", "parse_variables", "without_launchers"]
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OF_THIS_HOST = {
@@ -64,3 +65,22 @@ def parse_variables(given: Iterable[str], environ: Mapping[str, str]) -> dict[st
 def in_allocation(environ: Mapping[str, str]) -> bool:
     """Whether a scheduler has given us hosts, which mpirun will use when it is told none."""
     return any(name in environ for name in _ALLOCATIONS)
+
+
+def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without what a launcher may have told this process of its own rank; what SLURM says is kept.
+
+    Example:
+        >>> without_launchers({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "TF_CONFIG": "{}", "PATH": "/bin"})
+        {'PATH': '/bin'}
+    """
+    stale = {TF_CONFIG}
+    for launcher in ENVIRONMENTS:
+        stale |= {launcher.rank, launcher.size, launcher.local_rank, launcher.local_size, launcher.host_rank}
+        stale |= {launcher.host_count}
+    prefixes = ("OMPI_", "PMIX_", "PRTE_") if "PMIX_RANK" in environ else ()
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith("SLURM_") or (name not in stale and not name.startswith(prefixes))
+    }

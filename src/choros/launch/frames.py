@@ -17,11 +17,21 @@ MARK = b"\x1e"
 
 @dataclass(frozen=True)
 class Start:
-    """The rank's command runs: as process ``pid`` of ``host``."""
+    """The rank's command runs.
+
+    Attributes:
+        rank: which rank.
+        host: where.
+        pid: as which process.
+        restarts: how often it has been started before.
+        signal: the signal that ended it the last time.
+    """
 
     rank: int
     host: str
     pid: int
+    restarts: int = 0
+    signal: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class Exit:
         tail: the last lines it wrote to standard error.
         problem: why the command could not be started at all.
         seconds: how long it ran.
+        restarts: how often it had been started before.
     """
 
     rank: int
@@ -76,6 +87,7 @@ class Exit:
     tail: str = ""
     problem: str = ""
     seconds: float = 0.0
+    restarts: int = 0
 
 
 Frame = Start | Text | Result | Exit
@@ -100,7 +112,7 @@ def decode(line: bytes) -> Frame | None:
 
     Example:
         >>> decode(encode(Start(rank=1, host="a", pid=7)))
-        Start(rank=1, host='a', pid=7)
+        Start(rank=1, host='a', pid=7, restarts=0, signal=0)
         >>> decode(b"mpirun has something to say") is None
         True
     """

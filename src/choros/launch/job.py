@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from choros.errors import ConfigError
 from choros.launch.contract import Options
 from choros.launch.hosts import Host, total_slots
+from choros.launch.roles import NO_ROLES, Roles
 
 __all__ = ["Job", "Ssh"]
 
@@ -46,7 +47,7 @@ class Job:
 
     Attributes:
         command: the words of the command that every rank runs.
-        size: how many ranks.
+        size: how many ranks; with parameter servers: the chief, these and the workers.
         hosts: where; empty: here, or wherever the cluster's scheduler has given us room.
         remote: the hosts that are not this machine.
         environment: variables to set for every rank.
@@ -56,6 +57,7 @@ class Job:
         mpi_args: further words for mpirun.
         binding_args: words for mpirun that bind ranks to cores, in place of choros' own binding.
         options: how the worker wrappers behave.
+        servers: how many of the processes are parameter servers.
     """
 
     command: tuple[str, ...]
@@ -69,15 +71,31 @@ class Job:
     mpi_args: tuple[str, ...] = ()
     binding_args: tuple[str, ...] = ()
     options: Options = field(default_factory=Options)
+    servers: int = 0
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ConfigError(f"-np {self.size}: a job has at least one rank.")
+        if self.servers and self.roles.workers < 1:
+            raise ConfigError(
+                f"--ps {self.servers}: besides a chief and {self.servers} ps there must be a worker, which makes "
+                f"{self.servers + 2} slots at least. Give -np, or hosts with more slots."
+            )
         slots = total_slots(self.hosts)
         if self.hosts and self.size > slots:
             listed = ",".join(map(str, self.hosts[:8])) + (",…" if len(self.hosts) > 8 else "")
             raise ConfigError(
-                f"-np {self.size} asks for more ranks than the hosts have slots: {listed} "
+                f"{self._asked()} than the hosts have slots: {listed} "
                 f"{'have' if len(self.hosts) > 1 else 'has'} {slots}. "
-                "Give hosts more slots (name:slots), name more hosts, or ask for fewer ranks."
+                f"Give hosts more slots (name:slots), name more hosts, or ask for fewer {self.roles.kind(self.size)}."
             )
+
+    @property
+    def roles(self) -> Roles:
+        """Who is what, if there are parameter servers."""
+        return Roles(self.servers, self.size - 1 - self.servers) if self.servers else NO_ROLES
+
+    def _asked(self) -> str:
+        if not self.servers:
+            return f"-np {self.size} asks for more ranks"
+        return f"--ps {self.servers} -np {self.roles.workers} asks for more processes, {self.size} with the chief,"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from choros.config import LOG_LEVEL
 from choros.errors import LaunchError
+from choros.launch.cluster import introduce
 from choros.launch.command import Command, plan
 from choros.launch.contract import JOB
 from choros.launch.directories import SESSION, remove_stale, session_directory, shared_memory
@@ -31,7 +32,7 @@ _PATIENCE = 2.0
 def draft(job: Job, mpirun: Mpirun, environ: Mapping[str, str]) -> Command:
     """The command that would run ``job``: that of a job called ``draft``."""
     session = str(Path(tempfile.gettempdir()) / f"{SESSION}draft")
-    return plan(job, mpirun, environ, name="draft", session=session, root=_is_root())
+    return plan(introduce(job, environ), mpirun, environ, name="draft", session=session, root=_is_root())
 
 
 def launch(
@@ -59,6 +60,7 @@ def launch(
         HostUnreachable: a host does not exist or does not let us in.
     """
     began = time.monotonic()
+    job = introduce(job, environ)
     hosts = "host" if len(job.remote) == 1 else "hosts"
     with _said_after(_PATIENCE, lambda: output.screen.say(f"chorosrun: checking {len(job.remote)} other {hosts} …")):
         check_hosts(job.remote, job.ssh, limits.start)
@@ -81,6 +83,7 @@ def launch(
             command,
             job.size,
             output,
+            roles=job.roles,
             carriers=mpirun.flavour.carriers,
             limits=limits,
             payload=payload,

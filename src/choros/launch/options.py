@@ -14,9 +14,10 @@ _EXAMPLES = """\
   chorosrun python train.py                             one for each accelerator
   chorosrun -np 8 -H a:4,b:4 python train.py            four on each of two hosts, through ssh
   chorosrun -np 4 --output-dir logs python train.py     keep what each rank prints in logs/rank.N/
+  chorosrun --ps 2 -np 4 python train.py                a chief, two parameter servers and four workers
 """
 _EXIT_CODES = (
-    ("0", "every rank ended with 0"),
+    ("0", "every rank ended with 0; with --ps, the chief did"),
     ("N", "the exit code of the rank that failed first; 128 + n if signal n ended it"),
     ("2", "arguments that cannot be meant"),
     ("68", "a host cannot be reached"),
@@ -79,7 +80,13 @@ _LEVELS = click.Choice(["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"], 
 
 _OPTIONS = (
     _option("What", "-np", "--num-proc", type=click.IntRange(min=1), metavar="N",
-            help="How many ranks. Default: the slots of the hosts; or one for each accelerator here; or 1."),
+            help="How many ranks, or with --ps workers. Default: the slots of the hosts; or one for each accelerator "
+            "here; or 1."),
+    _option("What", "--ps", type=click.IntRange(min=1), metavar="P",
+            help="A job for ParameterServerStrategy: a chief, P parameter servers, and -np workers, each told its role "
+            "in TF_CONFIG. It ends when the chief does, with its exit code."),
+    _option("What", "--max-restarts", type=click.IntRange(min=0), metavar="N",
+            help="With --ps, how often a worker that was killed by a signal is started again. Default: 3."),
     _option("What", "--env", multiple=True, metavar="KEY[=VALUE]",
             help="An environment variable for the ranks; may be given more than once. "
             "On other hosts they get this one's environment anyway."),
@@ -94,9 +101,10 @@ _OPTIONS = (
             help="Talk through these interfaces only: names that every host has, or networks like 10.0.0.0/24."),
     _option("Where", "--tcp", is_flag=True, help="Talk through TCP only, whatever faster network there is."),
     _option("Output", "--prefix-output/--no-prefix-output", default=None,
-            help="Put [rank] in front of every line. Default: if there is more than one rank."),
+            help="Put [rank], or [role], in front of every line. Default: if there is more than one rank."),
     _option("Output", "--output-dir", "--output-filename", metavar="DIR",
-            help="Also write what each rank prints to DIR/rank.N/stdout and stderr, on this machine."),
+            help="Also write what each rank prints to DIR/rank.N/stdout and stderr, on this machine; with --ps to "
+            "DIR/worker.N/… and so on."),
     _option("Output", "--verbose", is_flag=True, help="Show what is started, and what mpirun says."),
     _option("Output", "--log-level", type=_LEVELS, help="DEBUG and TRACE mean --verbose."),
     _option("Time", "--timeout", type=_POSITIVE, metavar="SECONDS", help="End the job after so long."),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from choros.launch.frames import Text
+from choros.launch.roles import NO_ROLES, Roles
 
 __all__ = ["Files", "Output", "Screen", "Sink", "use_colour"]
 
@@ -40,10 +41,11 @@ class Screen:
     there, the piece gets its end first.
     """
 
-    def __init__(self, out: Sink, err: Sink, *, prefix: bool, colour: bool) -> None:
+    def __init__(self, out: Sink, err: Sink, *, prefix: bool, colour: bool, roles: Roles = NO_ROLES) -> None:
         self._streams = {"out": out, "err": err}
         self._prefix = prefix
         self._colour = colour
+        self._roles = roles
         self._open: tuple[int, str] | None = None
 
     def write(self, frame: Text) -> None:
@@ -74,17 +76,18 @@ class Screen:
         _write(self._streams["err"], text.encode("utf-8", "surrogateescape") + b"\n")
 
     def _label(self, rank: int) -> bytes:
-        label = f"[{rank}] ".encode()
+        label = f"[{self._roles.label(rank)}] ".encode()
         if not self._colour:
             return label
         return b"\x1b[%dm%s\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], label)
 
 
 class Files:
-    """Writes what each rank writes to ``DIR/rank.N/stdout`` and ``DIR/rank.N/stderr``."""
+    """Writes what each rank writes to ``DIR/rank.N/stdout`` and ``DIR/rank.N/stderr``, or ``DIR/worker.N/…``."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, roles: Roles = NO_ROLES) -> None:
         self._directory = directory
+        self._roles = roles
         self._files: dict[tuple[int, str], BinaryIO] = {}
 
     def write(self, frame: Text) -> None:
@@ -106,7 +109,7 @@ class Files:
     def _file(self, rank: int, stream: str) -> BinaryIO:
         key = (rank, stream)
         if key not in self._files:
-            path = self._directory / f"rank.{rank}" / f"std{stream}"
+            path = self._directory / self._roles.directory(rank) / f"std{stream}"
             path.parent.mkdir(parents=True, exist_ok=True)
             self._files[key] = path.open("wb")
         return self._files[key]

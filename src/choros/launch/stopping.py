@@ -7,6 +7,8 @@
     SIGTERM, a timeout  SIGTERM ── grace period ──► SIGKILL ── …
     a second Ctrl-C     SIGKILL ── …
 
+    the chief ends      grace period, in which the others end by themselves; then as if a rank had failed
+
 As soon as every rank has ended, whatever stage was reached, the wrappers are let go.
 """
 
@@ -16,17 +18,19 @@ import enum
 import signal
 from dataclasses import dataclass
 
-__all__ = ["Reason", "Stage", "stages"]
+__all__ = ["Reason", "Stage", "signal_name", "stages"]
 
 
 class Reason(enum.Enum):
-    """Why a job is stopped; the value is chorosrun's exit code, 0 where another rule gives it."""
+    """Why a job is stopped."""
 
-    FAILURE = 0
-    INTERRUPT = 130
-    TERMINATE = 143
-    TIMEOUT = 124
-    START_TIMEOUT = 70
+    FAILURE = enum.auto()
+    #: The chief has ended well, and others did not end when it did.
+    DONE = enum.auto()
+    INTERRUPT = enum.auto()
+    TERMINATE = enum.auto()
+    TIMEOUT = enum.auto()
+    START_TIMEOUT = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,17 @@ def stages(reason: Reason, grace: float) -> tuple[Stage, ...]:
     """
     if reason is Reason.START_TIMEOUT:
         return (_BY_FORCE,)
-    if reason is Reason.FAILURE:
+    if reason in (Reason.FAILURE, Reason.DONE):
         return (Stage(signal.SIGTERM, 2.5), _BY_FORCE)
     polite = signal.SIGINT if reason is Reason.INTERRUPT else signal.SIGTERM
     return (Stage(polite, grace), _BY_FORCE)
+
+
+def signal_name(number: int) -> str:
+    """What signal ``number`` is called.
+
+    Example:
+        >>> signal_name(9)
+        'SIGKILL'
+    """
+    return next((known.name for known in signal.Signals if known == number), "a real-time signal")

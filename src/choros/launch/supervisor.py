@@ -8,7 +8,8 @@
 
 mpirun runs in its own session, so a Ctrl-C in the terminal reaches chorosrun alone, which passes it on and
 gives the ranks time. The job is over when every rank has reported its end; only then are the wrappers, which
-wait, let go, and mpirun with them.
+wait, let go, and mpirun with them. With parameter servers the chief's good end is the job's, whatever becomes of the
+others, which have the grace period to notice it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from choros.launch.inbox import SignalInbox
 from choros.launch.messages import met_shutdown
 from choros.launch.output import Output
 from choros.launch.process import MpirunProcess
-from choros.launch.stopping import Reason, Stage, stages
+from choros.launch.roles import NO_ROLES, Roles
+from choros.launch.stopping import Reason, Stage, signal_name, stages
 
 __all__ = ["Limits", "Outcome", "supervise"]
 
@@ -49,7 +51,8 @@ class Limits:
     Attributes:
         start: until every rank has started.
         run: until the job has ended; ``None``: as long as it likes.
-        grace: from the signal that asks the ranks to end to the one that does not ask.
+        grace: from the signal that asks the ranks to end to the one that does not ask; also, from the chief's end to
+            the first signal to the others.
     """
 
     start: float = 30.0
@@ -63,6 +66,7 @@ class Outcome:
 
     Attributes:
         size: how many ranks it was to have.
+        roles: who was what in it.
         started: the ranks that started.
         exits: how ranks ended, in the order in which we heard of it.
         reason: why it was stopped; ``None`` if it ended by itself.
@@ -78,6 +82,13 @@ class Outcome:
     results: dict[int, bytearray] = field(default_factory=dict)
     messages: deque[str] = field(default_factory=lambda: deque(maxlen=_MESSAGES))
     mpirun_code: int = 0
+    roles: Roles = NO_ROLES
+
+    @property
+    def chief_is_done(self) -> bool:
+        """Whether there was a chief, it has ended well, and nothing had gone wrong before."""
+        chief = self.exits.get(0) if self.roles else None
+        return chief is not None and chief.code == 0 and self.reason in (None, Reason.DONE)
 
 
 def supervise(
@@ -86,6 +97,7 @@ def supervise(
     output: Output,
     *,
     carriers: Mapping[signal.Signals, signal.Signals],
+    roles: Roles = NO_ROLES,
     limits: Limits = Limits(),
     payload: bytes | None = None,
     verbose: bool = False,
@@ -97,12 +109,13 @@ def supervise(
         size: how many ranks it starts.
         output: where the ranks' output goes.
         carriers: which signal to send mpirun for the ranks to get the one on the left.
+        roles: who is what.
         limits: how long things may take.
         payload: bytes for rank 0's standard input.
         verbose: show what mpirun says.
     """
     with SignalInbox() as inbox:
-        return _Supervisor(command, size, output, carriers, limits, payload, verbose, inbox).run()
+        return _Supervisor(command, size, output, carriers, roles, limits, payload, verbose, inbox).run()
 
 
 class _Supervisor:
@@ -112,12 +125,13 @@ class _Supervisor:
         size: int,
         output: Output,
         carriers: Mapping[signal.Signals, signal.Signals],
+        roles: Roles,
         limits: Limits,
         payload: bytes | None,
         verbose: bool,
         inbox: SignalInbox,
     ) -> None:
-        self._outcome = Outcome(size)
+        self._outcome = Outcome(size, roles=roles)
         self._output = output
         self._carriers = carriers
         self._limits = limits
@@ -219,6 +233,12 @@ class _Supervisor:
         self._outcome.started[frame.rank] = frame
         self._output.open(frame.rank)
         self._deadlines.pop("progress", None)
+        if frame.restarts:
+            self._output.screen.say(
+                f"chorosrun: {self._outcome.roles.name(frame.rank)} on {frame.host} was killed by "
+                f"{signal_name(frame.signal)} (signal {frame.signal}) and is started again (restart {frame.restarts})."
+            )
+            return
         if frame.rank == 0 and self._payload is not None:
             os.set_blocking(self._mpirun.stdin, False)
             self._selector.register(self._mpirun.stdin, selectors.EVENT_WRITE, "payload")
@@ -233,6 +253,10 @@ class _Supervisor:
         self._outcome.exits[frame.rank] = frame
         if len(self._outcome.exits) == self._outcome.size:
             self._let_go()
+        elif self._outcome.chief_is_done:  # the others see that it has gone, and end
+            if frame.rank == 0:
+                self._deadlines.pop("run", None)
+                self._set_deadline("chief", self._limits.grace, lambda: self._stop(Reason.DONE))
         elif frame.code != 0 and met_shutdown(frame.traceback):
             # Whom it met is ending by itself, and its exit code tells why: let it.
             self._set_deadline("failure", _TO_END_BY_ITSELF, lambda: self._stop(Reason.FAILURE))
@@ -269,13 +293,13 @@ class _Supervisor:
         if self._outcome.reason is not None or self._letting_go:
             return
         self._outcome.reason = reason
-        for name in ("progress", "start", "run", "failure"):
+        for name in ("progress", "start", "run", "failure", "chief"):
             self._deadlines.pop(name, None)
         self._stages = stages(reason, self._limits.grace)
         if reason in (Reason.INTERRUPT, Reason.TERMINATE) and self._outcome.started:
             self._output.screen.say(
-                f"chorosrun: the ranks have been told ({self._stages[0].signal.name}) and have "
-                f"{self._limits.grace:g} s to end; once more ends them at once."
+                f"chorosrun: the {self._outcome.roles.kind(2)} have been told ({self._stages[0].signal.name}) and "
+                f"have {self._limits.grace:g} s to end; once more ends them at once."
             )
         self._next_stage()
 
@@ -323,5 +347,5 @@ class _Supervisor:
                     continue
 
     def _say_starting(self) -> None:
-        ranks = "rank" if self._outcome.size == 1 else "ranks"
-        self._output.screen.say(f"chorosrun: starting {self._outcome.size} {ranks} …")
+        size, roles = self._outcome.size, self._outcome.roles
+        self._output.screen.say(f"chorosrun: starting {size} {roles.kind(size)} …")

@@ -66,6 +66,11 @@ class Transcript:
         if not self._hold.held:
             yield from self._frames(ERR, self._lines[ERR].due(now), now)
 
+    def release(self) -> Iterator[Frame]:
+        """The traceback that is held back after all, for a rank that has ended and is started again."""
+        for line in self._hold.held:
+            yield Text(self._rank, ERR, line)
+
     def waits(self, now: float) -> list[float]:
         """After how many seconds something may be due."""
         waits = [self._lines[OUT].wait(now), self._hold.wait(now) if self._hold.held else self._lines[ERR].wait(now)]

@@ -21,6 +21,9 @@ one ``Exit`` frame tells chorosrun, and then the wrapper *stays* until chorosrun
 the other ranks a quarter of a second after the first wrapper ends with an error, or ends without
 ``MPI_Finalize``; how long they have is chorosrun's to say.
 
+Beside parameter servers, a worker that a signal has ended, and not one of ours, is started again; the wrapper, and
+so the job, stays.
+
 No rank is left behind: 1 and 3 are tethered (the kernel kills the child when its parent dies), and across 2
 the wrapper looks twice a second whether mpirun is still its parent.
 """
@@ -38,13 +41,15 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from choros.errors import ChorosError, ConfigError
+from choros.errors import ChorosError, LaunchError
+from choros.launch.cluster import role_in, task_environment, why_not_listening
 from choros.launch.contract import CARRIED, RESULT_FD, Options
 from choros.launch.cores import share_of
 from choros.launch.directories import SESSION, VARIABLE, Directory, remove_stale, shared_memory
 from choros.launch.family import end_children, group_exists, signal_group
 from choros.launch.frames import Exit, Frame, Start, encode
 from choros.launch.place import repairs
+from choros.launch.roles import WORKER
 from choros.launch.settings import rank_settings
 from choros.launch.tether import adopt_orphans, die_with_parent
 from choros.launch.transcript import ERR, OUT, RESULT, Transcript
@@ -61,6 +66,14 @@ _REPEAT = 2.0
 _PIPE_READ = 1 << 16
 
 
+class _NotStarted(LaunchError):
+    """The command could not be started."""
+
+    def __init__(self, message: str, exit_code: int = LaunchError.exit_code) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class Wrapper:
     """Runs one rank's command, tells chorosrun about it, and ends it when told to."""
 
@@ -68,11 +81,14 @@ class Wrapper:
         self._place = place
         self._options = options
         self._command = command
+        self._environ: dict[str, str] = {}
+        self._restarts = 0
         self._host = os.environ.get("PMIX_HOSTNAME") or socket.gethostname()
         self._mpirun = os.getppid()
         self._process: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
         self._stopped = False
+        self._told: set[int] = set()
         self._reported = False
         self._released = False
         self._early: list[int] = []
@@ -85,12 +101,16 @@ class Wrapper:
     def run(self) -> int:
         """Runs the command to its end; returns its exit code."""
         self._listen()
-        problem = self._start()
-        if problem is None:
-            self._serve(until=lambda: self._status is not None)
-            self._end_family()
-            self._drain()
-        report = self._report(problem)
+        try:
+            self._prepare()
+            self._run_once()
+            while self._may_run_again():
+                self._restarts += 1
+                self._run_once()
+        except ChorosError as error:
+            report = Exit(self._place.rank, self._host, error.exit_code, problem=str(error))
+        else:
+            report = self._report()
         self._reported = True
         self._send(report)
         while not self._released:
@@ -126,6 +146,7 @@ class Wrapper:
         self._pass_on(meaning)
 
     def _pass_on(self, number: int) -> None:
+        self._told.add(number)
         if self._process is None:
             self._early.append(number)
             return
@@ -137,15 +158,38 @@ class Wrapper:
 
     # the command --------------------------------------------------------------------------------
 
-    def _start(self) -> str | None:
-        """Starts the command; returns why that is impossible, ``None`` if it runs."""
+    def _prepare(self) -> None:
+        """Gets the host, and the command's environment, ready; an error says why the command cannot be started."""
         adopt_orphans()
         if self._place.local_rank == 0:
             remove_stale()
-        try:
-            environ = self._environment()
-        except ConfigError as error:
-            return str(error)
+        problem = why_not_listening(os.environ, self._place.rank)
+        if problem:
+            raise _NotStarted(problem)
+        share = share_of(self._place.local_rank, self._place.local_size, self._options.bind)
+        if share.bind and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, share.bind)
+        environ = task_environment(os.environ, self._place.rank)
+        environ |= rank_settings(environ, share)
+        self._memory = shared_memory(environ)
+        if self._memory is not None:
+            environ[VARIABLE] = str(self._memory.path)
+        self._environ = environ
+
+    def _run_once(self) -> None:
+        """Runs the command, until it has ended with all that it had started and all that it wrote has been read."""
+        ended_by = -(self._status or 0)
+        self._process = self._status = None
+        self._send_all(self._transcript.release())
+        self._transcript = Transcript(self._place.rank)
+        process = self._start()
+        self._send(Start(self._place.rank, self._host, process.pid, self._restarts, ended_by))
+        self._serve(until=lambda: self._status is not None)
+        self._end_family()
+        self._drain()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environ = dict(self._environ)
         result_reader, result_writer = os.pipe() if self._options.result else (None, None)
         if result_writer is not None:
             os.set_inheritable(result_writer, True)
@@ -164,28 +208,26 @@ class Wrapper:
                 preexec_fn=lambda: _become_rank(wrapper),
             )
         except OSError as error:
-            return _why_not_started(self._command[0], error)
+            raise _why_not_started(self._command[0], error) from error
         finally:
             if result_writer is not None:
                 os.close(result_writer)
         for name, pipe in ((OUT, process.stdout), (ERR, process.stderr), (RESULT, result_reader)):
             if pipe is not None:
                 self._selector.register(pipe, selectors.EVENT_READ, name)
-        for number in self._early:
+        early, self._early = self._early, []
+        for number in early:
             self._pass_on(number)
-        self._send(Start(self._place.rank, self._host, process.pid))
-        return None
+        return process
 
-    def _environment(self) -> dict[str, str]:
-        share = share_of(self._place.local_rank, self._place.local_size, self._options.bind)
-        if share.bind and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, share.bind)
-        environ = dict(os.environ)
-        environ |= rank_settings(environ, share)
-        self._memory = shared_memory(environ)
-        if self._memory is not None:
-            environ[VARIABLE] = str(self._memory.path)
-        return environ
+    def _may_run_again(self) -> bool:
+        """Whether this is a worker that a signal has ended which was none of ours, and may be started once more."""
+        role = role_in(os.environ, self._place.rank)
+        if role is None or role.name != WORKER or self._restarts >= self._options.restarts:
+            return False
+        ended_by = -(self._status or 0)
+        ended = self._told & {signal.SIGINT, signal.SIGTERM, signal.SIGKILL}
+        return ended_by > 0 and ended_by not in self._told and not ended and not self._released
 
     # the loop -----------------------------------------------------------------------------------
 
@@ -264,10 +306,7 @@ class Wrapper:
         """Reads what is left in the pipes; nobody writes to them any more."""
         self._serve(until=lambda: not self._pipes(), timeout=1.0)
 
-    def _report(self, problem: str | None) -> Exit:
-        if problem is not None:
-            code = 126 if problem.endswith("not executable.") else 127
-            return Exit(self._place.rank, self._host, code, problem=problem)
+    def _report(self) -> Exit:
         status = self._status or 0
         return Exit(
             self._place.rank,
@@ -279,6 +318,7 @@ class Wrapper:
             shown=self._transcript.shown,
             tail=self._transcript.tail,
             seconds=round(time.monotonic() - self._began, 3),
+            restarts=self._restarts,
         )
 
     def _send_all(self, frames: Iterable[Frame]) -> None:
@@ -312,12 +352,12 @@ def _become_rank(wrapper: int) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _why_not_started(program: str, error: OSError) -> str:
+def _why_not_started(program: str, error: OSError) -> _NotStarted:
     if isinstance(error, PermissionError):
-        return f"{program!r} is not executable."
+        return _NotStarted(f"{program!r} is not executable.", 126)
     if isinstance(error, FileNotFoundError):
-        return f"there is no command {program!r}."
-    return f"{program!r} cannot be started: {error.strerror or error}."
+        return _NotStarted(f"there is no command {program!r}.", 127)
+    return _NotStarted(f"{program!r} cannot be started: {error.strerror or error}.", 127)
 
 
 def main() -> None:

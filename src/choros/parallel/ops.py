@@ -1,4 +1,16 @@
-"""The collectives on any framework's arrays, in Horovod's words."""
+"""The collectives on any framework's arrays, in Horovod's words, and their gradients.
+
+Gradients are those of the sum of all ranks' losses. Each collective is linear, and its gradient is its adjoint::
+
+    allreduce (sum, average)    allreduce, with the same factors
+    allgather                   each rank gets the sum of all ranks' gradients of its own rows    (_sum_of_parts)
+    broadcast                   the root gets the sum of all ranks' gradients, the others zeros   (_reduce_to_root)
+    reducescatter               allgather
+    alltoall                    alltoall, back to where the rows came from
+
+So all ranks must ask for a gradient alike, as they must call the collective. Integers carry none; neither do minima,
+maxima and products.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +21,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.arrays import ArraySpec, adapter_of
+from choros.arrays import ArrayAdapter, ArrayFunction, ArraySpec, HostFunction, adapter_of
 from choros.comm import BFLOAT16, ProcessSet, ReduceOp, global_process_set
+from choros.comm.reduction import working_dtype
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
+from choros.topology import shard_range
 
-__all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_arrays", "op_of", "reducescatter"]
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_arrays",
+    "grouped_allreduce",
+    "op_of",
+    "reducescatter",
+]
 
 Array = NDArray[Any]
+#: Gradients flow through these.
+_LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
 
 
 def allreduce(
@@ -51,8 +77,7 @@ def allreduce(
         3.0
     """
     communicator = process_set.communicator
-    if op is ReduceOp.AVERAGE and isinstance(value, (bool, int)):
-        value = float(value)
+    value = _to_reduce(value, op)
 
     def reduce(host: Array) -> Array:
         wire = host.dtype if host.dtype == BFLOAT16 else compression.wire_dtype(host.dtype)
@@ -63,7 +88,67 @@ def allreduce(
         reduced = communicator.allreduce(_scaled(host, factor).astype(wire, copy=False), wire_op, name=name or "")
         return _scaled(reduced.astype(host.dtype, copy=False), postscale_factor)
 
-    return _call(reduce, value, lambda spec: spec.shape)
+    def again(gradients: Sequence[Any]) -> Sequence[Any]:
+        return [
+            allreduce(
+                gradients[0],
+                op,
+                name=_gradient_of(name, "allreduce"),
+                prescale_factor=prescale_factor,
+                postscale_factor=postscale_factor,
+                compression=compression,
+                process_set=process_set,
+            )
+        ]
+
+    return _call(reduce, value, again if op in _LINEAR else None)
+
+
+def grouped_allreduce(
+    values: Sequence[Any],
+    op: ReduceOp = ReduceOp.AVERAGE,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """``allreduce`` of several values, which travel together: those of one framework are one call of the host.
+
+    Args:
+        values: arrays of any framework, or numbers; the same on every rank, in the same order.
+        op: how values are combined.
+        name: shown in errors.
+        process_set: the ranks that take part.
+
+    Example:
+        >>> import choros
+        >>> choros.init()
+        >>> grouped_allreduce([1.5, [2.0, 3.0]], ReduceOp.SUM)
+        [1.5, array([2., 3.])]
+    """
+    communicator = process_set.communicator
+    groups: dict[ArrayAdapter, list[int]] = {}
+    for index, value in enumerate(values):
+        groups.setdefault(adapter_of(value), []).append(index)
+
+    def reduce(hosts: Sequence[Array]) -> Sequence[Array]:
+        return communicator.grouped_allreduce(hosts, op, name=name or "")
+
+    results = list(values)
+    for adapter, indices in groups.items():
+        arrays = [_as_array(_to_reduce(values[index], op)) for index in indices]
+        specs = [adapter.spec(array) for array in arrays]
+
+        def again(gradients: Sequence[Any], specs: Sequence[ArraySpec] = specs) -> Sequence[Any]:
+            floats = [gradient for gradient, spec in zip(gradients, specs, strict=True) if _is_real(spec)]
+            reduced = iter(
+                grouped_allreduce(floats, op, name=_gradient_of(name, "grouped_allreduce"), process_set=process_set)
+            )
+            return [next(reduced) if _is_real(spec) else None for spec in specs]
+
+        reduced = _host_call(adapter, reduce, arrays, specs, again if op in _LINEAR else None)
+        for index, array in zip(indices, reduced, strict=True):
+            results[index] = array.item() if isinstance(values[index], (bool, int, float)) else array
+    return results
 
 
 def op_of(average: bool | None, op: ReduceOp | None) -> ReduceOp:
@@ -86,24 +171,82 @@ def op_of(average: bool | None, op: ReduceOp | None) -> ReduceOp:
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
-def allgather(value: Any, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """Concatenates the ranks' arrays along the first dimension, which may differ between ranks.
+def allgather(
+    value: Any, *, axis: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Concatenates the ranks' arrays along one dimension, which may differ between ranks.
 
     Args:
-        value: an array of any framework. Inside ``jax.jit`` shapes must be known, so there every rank must
-            bring equally many rows.
+        value: an array of any framework; a number counts as an array with one row. Inside ``jax.jit`` shapes must be
+            known, so there every rank must bring equally much.
+        axis: the dimension.
         name: shown in errors.
         process_set: the ranks that take part.
+
+    Raises:
+        ConfigError: ``value`` has no such dimension.
     """
+    value = _as_array(value)
+    adapter = adapter_of(value)
+    spec = adapter.spec(value)
+    if not spec.shape:
+        value, spec = value[None], ArraySpec((1,), spec.dtype)
+    if not -len(spec.shape) <= axis < len(spec.shape):
+        raise ConfigError(f"allgather(axis={axis}): the array has the shape {spec.shape}, which has no such dimension.")
+    own = spec.shape[axis]
+    together = own * process_set.communicator.size if own is not None and adapter.static_shapes else None
+    return _gathered(value, spec, axis % len(spec.shape), together, name=name or "", process_set=process_set)
+
+
+def _gathered(
+    value: Any, spec: ArraySpec, axis: int, together: int | None, *, name: str, process_set: ProcessSet
+) -> Any:
+    """``allgather`` of what ``spec`` says; ``together`` is the result's extent, if known."""
     communicator = process_set.communicator
     adapter = adapter_of(value)
+    extent = adapter.extent(value, axis) if spec.shape[axis] is None else spec.shape[axis]
 
-    def shape(spec: ArraySpec) -> tuple[int | None, ...]:
-        rows = spec.shape[0] if spec.shape else 1
-        known = rows is not None and adapter.static_shapes
-        return (rows * communicator.size if known and rows is not None else None, *spec.shape[1:])
+    def gather(hosts: Sequence[Array]) -> Sequence[Array]:
+        return [_along(axis, hosts[0], lambda rows: communicator.allgather(rows, name=name))]
 
-    return _call(lambda host: communicator.allgather(host, name=name or ""), _as_array(value), shape)
+    def sum_of_parts(gradients: Sequence[Any]) -> Sequence[Any]:
+        gradient_name = _gradient_of(name, "allgather")
+        return [_sum_of_parts(gradients[0], extent, axis, name=gradient_name, process_set=process_set)]
+
+    output = ArraySpec(_replaced(spec.shape, axis, together), spec.dtype)
+    (result,) = _host_call(adapter, gather, [value], [output], sum_of_parts)
+    return result
+
+
+def _sum_of_parts(value: Any, extent: Any, axis: int, *, name: str, process_set: ProcessSet) -> Any:
+    """The adjoint of ``allgather``: the sum over the ranks of those parts of their arrays that are this rank's."""
+    communicator = process_set.communicator
+    adapter = adapter_of(value)
+    known = isinstance(extent, int)
+
+    def deal(hosts: Sequence[Array]) -> Sequence[Array]:
+        mine = int(extent if known else hosts[1])
+        extents = communicator.allgather(np.array([mine], np.int64), name=f"{name} (extents)")
+
+        def total(rows: Array) -> Array:
+            parts, _ = communicator.alltoall(rows, extents, name=name)
+            parts = parts.reshape(communicator.size, mine, *rows.shape[1:])
+            reduced: Array = parts.sum(axis=0, dtype=working_dtype(parts.dtype)).astype(parts.dtype, copy=False)
+            return reduced
+
+        return [_along(axis, hosts[0], total)]
+
+    spec = adapter.spec(value)
+
+    def gather(gradients: Sequence[Any]) -> Sequence[Any]:
+        gradient_name = _gradient_of(name, "allgather")
+        gathered = _gathered(gradients[0], output, axis, spec.shape[axis], name=gradient_name, process_set=process_set)
+        return [gathered, *(None for _ in inputs[1:])]
+
+    output = ArraySpec(_replaced(spec.shape, axis, extent if known else None), spec.dtype)
+    inputs = [value] if known else [value, extent]
+    (result,) = _host_call(adapter, deal, inputs, [output], gather)
+    return result
 
 
 def broadcast(
@@ -119,7 +262,30 @@ def broadcast(
     """
     communicator = process_set.communicator
     root = _member(root_rank, process_set)
-    return _call(lambda host: communicator.broadcast(host, root, name=name or ""), value, lambda spec: spec.shape)
+
+    def reduce_to_root(gradients: Sequence[Any]) -> Sequence[Any]:
+        gradient_name = _gradient_of(name, "broadcast")
+        return [_reduce_to_root(gradients[0], root_rank, name=gradient_name, process_set=process_set)]
+
+    def send(host: Array) -> Array:
+        return communicator.broadcast(host, root, name=name or "")
+
+    return _call(send, value, reduce_to_root)
+
+
+def _reduce_to_root(value: Any, root_rank: int, *, name: str, process_set: ProcessSet) -> Any:
+    """The adjoint of ``broadcast``: the sum of all ranks' values on the root, zeros elsewhere."""
+    communicator = process_set.communicator
+    is_root = communicator.rank == _member(root_rank, process_set)
+
+    def reduce(host: Array) -> Array:
+        total = communicator.allreduce(host, ReduceOp.SUM, name=name)
+        return total if is_root else np.zeros_like(total)
+
+    def send(gradients: Sequence[Any]) -> Sequence[Any]:
+        return [broadcast(gradients[0], root_rank, name=_gradient_of(name, "broadcast"), process_set=process_set)]
+
+    return _call(reduce, value, send)
 
 
 def broadcast_arrays(
@@ -147,14 +313,26 @@ def reducescatter(
         process_set: the ranks that take part.
     """
     communicator = process_set.communicator
+    value = _as_array(value)
+    adapter = adapter_of(value)
+    spec = adapter.spec(value)
+    together = spec.shape[0] if spec.shape else 0
+    own = None
+    if together is not None:
+        start, end = shard_range(together, communicator.rank, communicator.size)
+        own = end - start
+    output = ArraySpec((own, *spec.shape[1:]), spec.dtype)
 
-    def shape(spec: ArraySpec) -> tuple[int | None, ...]:
-        rows = spec.shape[0] if spec.shape else 0
-        if rows is None:
-            return (None, *spec.shape[1:])
-        return (rows // communicator.size + (communicator.rank < rows % communicator.size), *spec.shape[1:])
+    def scatter(hosts: Sequence[Array]) -> Sequence[Array]:
+        return [communicator.reducescatter(hosts[0], op, name=name or "")]
 
-    return _call(lambda host: communicator.reducescatter(host, op, name=name or ""), _as_array(value), shape)
+    def gather(gradients: Sequence[Any]) -> Sequence[Any]:
+        gradient_name = _gradient_of(name, "reducescatter")
+        gathered = _gathered(gradients[0], output, 0, together, name=gradient_name, process_set=process_set)
+        return [gathered / communicator.size if op is ReduceOp.AVERAGE else gathered]
+
+    (result,) = _host_call(adapter, scatter, [value], [output], gather if op in _LINEAR else None)
+    return result
 
 
 def alltoall(
@@ -184,8 +362,16 @@ def alltoall(
     def exchange(hosts: Sequence[Array]) -> Sequence[Array]:
         return communicator.alltoall(hosts[0], hosts[1] if len(hosts) > 1 else None, name=name or "")
 
+    def back(gradients: Sequence[Any]) -> Sequence[Any]:
+        gradient, received_counts = gradients
+        gradient_name = _gradient_of(name, "alltoall")
+        if rows is not None:
+            return [alltoall(gradient, name=gradient_name, process_set=process_set)]
+        returned, _ = alltoall(gradient, received_counts, name=gradient_name, process_set=process_set)
+        return [returned, *(None for _ in inputs[1:])]
+
     inputs = [array] if splits is None else [array, _adapted(splits, array)]
-    received, counts = adapter.host_call(exchange, inputs, outputs)
+    received, counts = _host_call(adapter, exchange, inputs, outputs, back)
     return received if splits is None else (received, counts)
 
 
@@ -205,6 +391,11 @@ def _member(root_rank: int, process_set: ProcessSet) -> int:
     return process_set.communicator.ranks.index(root_rank)
 
 
+def _to_reduce(value: Any, op: ReduceOp) -> Any:
+    """The average of Python integers is a float."""
+    return float(value) if op is ReduceOp.AVERAGE and isinstance(value, (bool, int)) else value
+
+
 def _as_array(value: Any) -> Any:
     """Numbers and lists as arrays: for results that are arrays whatever was given."""
     return np.asarray(value) if isinstance(value, (bool, int, float, list, tuple)) else value
@@ -219,9 +410,46 @@ def _scaled(array: Array, factor: float) -> Array:
     return scaled
 
 
-def _call(function: Callable[[Array], Array], value: Any, shape: Callable[[ArraySpec], tuple[int | None, ...]]) -> Any:
-    """``function`` on the host for one array in, one array out, in a compiled function or not."""
+def _along(axis: int, host: Array, function: Callable[[Array], Array]) -> Array:
+    """``function`` of an array whose dimension ``axis`` is its first, for the time being."""
+    if axis == 0:
+        return function(host)
+    rows = np.ascontiguousarray(np.moveaxis(host, axis, 0))
+    return np.ascontiguousarray(np.moveaxis(function(rows), 0, axis))
+
+
+def _replaced(shape: tuple[int | None, ...], axis: int, extent: int | None) -> tuple[int | None, ...]:
+    return (*shape[:axis], extent, *shape[axis + 1 :])
+
+
+def _is_real(spec: ArraySpec) -> bool:
+    return spec.dtype == BFLOAT16 or spec.dtype.kind == "f"
+
+
+def _gradient_of(name: str | None, collective: str) -> str:
+    return f"gradient of {name or collective}"
+
+
+def _call(function: Callable[[Array], Array], value: Any, gradient: ArrayFunction | None) -> Any:
+    """``_host_call`` of one array in, one of the same shape and dtype out."""
     adapter = adapter_of(value)
-    spec = adapter.spec(value)
-    (result,) = adapter.host_call(lambda hosts: [function(hosts[0])], [value], [ArraySpec(shape(spec), spec.dtype)])
+    output = adapter.spec(value)
+    (result,) = _host_call(adapter, lambda hosts: [function(hosts[0])], [value], [output], gradient)
     return result
+
+
+def _host_call(
+    adapter: ArrayAdapter,
+    function: HostFunction,
+    arrays: Sequence[Any],
+    outputs: Sequence[ArraySpec],
+    gradient: ArrayFunction | None,
+) -> list[Any]:
+    """``function`` on the host, in a compiled function or not; ``gradient`` is the rule of its gradient, if any."""
+
+    def forward(given: Sequence[Any]) -> Sequence[Any]:
+        return adapter.host_call(function, given, outputs)
+
+    if gradient is None or not any(_is_real(output) for output in outputs):
+        return list(forward(arrays))
+    return adapter.with_gradient(forward, gradient, arrays)

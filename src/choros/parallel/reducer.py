@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -261,19 +261,22 @@ class GradientReducer:
         with self.config.process_set.communicator.turn():
             return self._sum(bucket, gradients if self._brings else None)
 
-    def join(self, layout: Layout) -> int | None:
+    def join(self, layout: Layout, on_update: Callable[[list[Array]], None] | None = None) -> int | None:
         """Goes along with the ranks that still have batches, until none has.
 
         Args:
             layout: the gradients' shapes and dtypes, for a rank that has not computed any.
+            on_update: called with the combined gradients of each of those steps.
 
         Returns:
             A rank (of the process set) that took part in the last update, if there is one that did not:
             then all must take over its weights. ``None`` if all ranks had equally many updates.
         """
         self.plan(self._layout or layout)
-        while self._step(self._pending, 1, self._pending_examples, joined=True) is not None:
+        while (reduced := self._step(self._pending, 1, self._pending_examples, joined=True)) is not None:
             self._pending, self._pending_examples = None, 0
+            if on_update is not None:
+                on_update(reduced)
         active, self._active = self._active, None
         everybody = self.config.process_set.communicator.size
         return active[0] if active is not None and len(active) < everybody else None

@@ -7,15 +7,15 @@ both left variables behind they must agree.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from choros.errors import ConfigError
+from choros.topology.tf_config import TF_CONFIG, read_tf_config, split_address
 from choros.topology.topology import Topology
 
-__all__ = ["ENVIRONMENTS", "TF_CONFIG", "TF_CONFIG_ROLES", "WITHOUT_MPI", "Environment", "detect"]
+__all__ = ["ENVIRONMENTS", "WITHOUT_MPI", "Environment", "detect", "expand_counts"]
 
 Environ = Mapping[str, str]
 
@@ -73,7 +73,7 @@ class Environment:
         )
 
     def _from_tasks_per_host(self, environ: Environ, rank: int, size: int) -> Topology:
-        counts = _expand_counts(environ[self.tasks_per_host], self.tasks_per_host)
+        counts = expand_counts(environ[self.tasks_per_host], self.tasks_per_host)
         tasks = f"{self.tasks_per_host}={environ[self.tasks_per_host]!r}"
         if sum(counts) != size:
             raise ConfigError(f"{tasks} adds up to {sum(counts)} ranks, but {self.size}={size}.")
@@ -135,10 +135,6 @@ RANK_LAUNCHERS = (OPEN_MPI, MPICH, TORCHRUN)
 #: Every launcher whose variables we read, in the order they are asked. ``TF_CONFIG`` comes before SLURM.
 ENVIRONMENTS = (*RANK_LAUNCHERS, SLURM)
 
-TF_CONFIG = "TF_CONFIG"
-#: The roles of TF_CONFIG that train together, in the order in which their tasks are counted as ranks.
-TF_CONFIG_ROLES = ("chief", "master", "worker")
-
 #: The launchers that know nothing of MPI: its library, loaded by one of their ranks, sees that rank alone.
 WITHOUT_MPI = (TORCHRUN.launcher, TF_CONFIG)
 
@@ -150,7 +146,8 @@ def detect(environ: Environ) -> Topology:
         environ: the environment, usually ``os.environ``.
 
     Returns:
-        The place of this process; that of a lone process if nothing is set.
+        The place of this process; that of a lone process if nothing is set, or if ``TF_CONFIG`` says that it is a
+        parameter server or an evaluator, which take part in no collective.
 
     Raises:
         ConfigError: variables contradict each other or are not numbers; the text names them.
@@ -166,7 +163,7 @@ def detect(environ: Environ) -> Topology:
         place = environment.read(environ)
         if place is not None:
             found.append((f"{environment.rank}={place.rank}, {environment.size}={place.size}", place))
-    from_tf_config = _read_tf_config(environ)
+    from_tf_config = _place_of_task(environ)
     if from_tf_config is not None:
         found.append((f"{TF_CONFIG} (rank {from_tf_config.rank} of {from_tf_config.size})", from_tf_config))
     if not found:
@@ -191,8 +188,13 @@ def _integer(environ: Environ, name: str, default: int | None = None) -> int:
         raise ConfigError(f"{name}={text!r} is not a whole number.") from None
 
 
-def _expand_counts(text: str, name: str) -> list[int]:
-    """``"2(x3),1"`` → ``[2, 2, 2, 1]``: SLURM's way to write ranks on each host."""
+def expand_counts(text: str, name: str) -> list[int]:
+    """SLURM's way to write ranks on each host, ``text``, the value of the variable ``name``.
+
+    Example:
+        >>> expand_counts("2(x3),1", "SLURM_STEP_TASKS_PER_NODE")
+        [2, 2, 2, 1]
+    """
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -202,32 +204,12 @@ def _expand_counts(text: str, name: str) -> list[int]:
     return counts
 
 
-def _read_tf_config(environ: Environ) -> Topology | None:
+def _place_of_task(environ: Environ) -> Topology | None:
     """``TF_CONFIG``'s place: chief first, then workers; hosts are told apart by their addresses."""
-    text = environ.get(TF_CONFIG)
-    if not text:
+    config = read_tf_config(environ)
+    if config is None:
         return None
-    try:
-        cluster = json.loads(text)
-        tasks = cluster.get("cluster", {})
-        role, index = cluster["task"]["type"], int(cluster["task"]["index"])
-        lists = [(kind, tasks.get(kind, [])) for kind in TF_CONFIG_ROLES]
-        for kind, addresses in lists:
-            if not (isinstance(addresses, list) and all(isinstance(address, str) for address in addresses)):
-                raise TypeError(f"cluster[{kind!r}] is {addresses!r}, not a list of addresses")
-        places = [(kind, i) for kind, addresses in lists for i in range(len(addresses))]
-        hosts = [address.rsplit(":", 1)[0] for _, addresses in lists for address in addresses]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"{TF_CONFIG} cannot be read ({type(error).__name__}: {error}). Expected JSON like "
-            '{"cluster": {"worker": ["host1:port", "host2:port"]}, "task": {"type": "worker", "index": 0}}; '
-            f"got {text!r}."
-        ) from None
-    if not places:
-        return None
-    if (role, index) not in places:
-        raise ConfigError(
-            f"{TF_CONFIG} says this process is task {role}:{index}, which its own cluster does not list: it "
-            f"has {', '.join(f'{kind}:{i}' for kind, i in places)}."
-        )
-    return Topology.from_hosts(hosts, places.index((role, index)), launcher=TF_CONFIG)
+    if config.rank is None:
+        return Topology(launcher=TF_CONFIG)
+    hosts = [split_address(address)[0] for address in config.ranks]
+    return Topology.from_hosts(hosts, config.rank, launcher=TF_CONFIG)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from choros.errors import ConfigError
-from choros.topology.environments import TF_CONFIG, TF_CONFIG_ROLES
+from choros.topology.tf_config import TF_CONFIG, parse_port, read_tf_config, split_address
 
 __all__ = ["Master", "find_master"]
 
@@ -46,19 +45,16 @@ def find_master(environ: Mapping[str, str], launcher: str) -> Master | None:
         a:29500
     """
     if launcher == TF_CONFIG:
-        cluster = json.loads(environ[TF_CONFIG])["cluster"]
-        first = next(address for role in TF_CONFIG_ROLES for address in cluster.get(role, ()))
-        host, _, port = first.rpartition(":")
-        return Master(host.strip("[]"), _port(port, f"{TF_CONFIG}: its first task, at {first!r}, is where ranks meet"))
+        config = read_tf_config(environ)
+        return Master(*split_address(config.ranks[0])) if config is not None and config.ranks else None
     host = environ.get("MASTER_ADDR", "")
     if not host:
         return None
-    port = environ.get("MASTER_PORT", "")
-    listens = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Master(host, _port(port, f"MASTER_ADDR={host!r} and MASTER_PORT={port!r} are where ranks meet"), listens)
-
-
-def _port(text: str, what: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16):
-        raise ConfigError(f"{what}, and {text!r} is no port: expected host:port with a port of 1 … 65535.")
-    return int(text)
+    text = environ.get("MASTER_PORT", "")
+    port = parse_port(text)
+    if port is None:
+        raise ConfigError(
+            f"MASTER_ADDR={host!r} and MASTER_PORT={text!r} are where ranks meet, and {text!r} is no port: expected "
+            "1 … 65535."
+        )
+    return Master(host, port, listens=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")

@@ -1,6 +1,6 @@
 """The collectives with the arguments of Horovod's PyTorch face.
 
-They are for values: a result carries no gradient, whatever tensor it was made from.
+Gradients flow through those that return new tensors; see ``parallel/ops.py`` for what they are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from choros.arrays import framework_adapter
 from choros.comm import ProcessSet, ReduceOp, Work, global_process_set
 from choros.parallel import ops
 from choros.parallel.compression import Compression, Compressor
@@ -150,11 +149,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """``allreduce`` of several tensors, in as few messages as can be."""
-    adapter = framework_adapter("torch")
-    op = ops.op_of(average, op)
-    communicator = process_set.communicator
-    hosts = communicator.grouped_allreduce([adapter.to_host(tensor) for tensor in tensors], op, name=name or "")
-    return [adapter.from_host(host, tensor) for host, tensor in zip(hosts, tensors, strict=True)]
+    return ops.grouped_allreduce(tensors, ops.op_of(average, op), name=name, process_set=process_set)
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:

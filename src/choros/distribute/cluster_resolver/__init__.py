@@ -1,0 +1,31 @@
+"""Who the processes of a cluster are, found out in one of several ways: tf.distribute.cluster_resolver.
+
+::
+
+    from choros import distribute
+    resolver = distribute.cluster_resolver.SlurmClusterResolver()
+    strategy = distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+
+A strategy that is given none reads the environment, as `TFConfigClusterResolver` does; under chorosrun nothing is
+needed at all.
+"""
+
+from choros.distribute.cluster_resolver.cluster_spec import ClusterSpec
+from choros.distribute.cluster_resolver.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
+from choros.distribute.cluster_resolver.resolver import ClusterResolver
+from choros.distribute.cluster_resolver.simple import SimpleClusterResolver
+from choros.distribute.cluster_resolver.slurm import SlurmClusterResolver
+from choros.distribute.cluster_resolver.tf_config import TFConfigClusterResolver, tf_config_of
+from choros.distribute.cluster_resolver.tpu import TPUClusterResolver
+
+__all__ = [
+    "ClusterResolver",
+    "ClusterSpec",
+    "KubernetesClusterResolver",
+    "KubernetesExecutableLocation",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "TPUClusterResolver",
+    "tf_config_of",
+]

@@ -1,0 +1,117 @@
+"""The running pods of a Kubernetes cluster."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from choros.distribute.cluster_resolver.cluster_spec import ClusterSpec
+from choros.distribute.cluster_resolver.resolver import ClusterResolver, url
+from choros.errors import ConfigError, LaunchError
+
+__all__ = ["KubernetesClusterResolver", "KubernetesExecutableLocation"]
+
+
+class KubernetesExecutableLocation(enum.Enum):
+    """Where this process runs: in a pod of the cluster, or elsewhere."""
+
+    WITHIN_CLUSTER = 0
+    OFF_CLUSTER = 1
+
+
+@final
+class KubernetesClusterResolver(ClusterResolver):
+    """Asks Kubernetes for the pods with some labels: tf.distribute.cluster_resolver.KubernetesClusterResolver.
+
+    It cannot know which pod this process is in: set ``task_type`` and ``task_id`` afterwards.
+
+    Args:
+        job_to_label_mapping: job → selectors of its pods, which are taken in this order, and by name. Default:
+            workers with ``job-name=tensorflow``.
+        tf_server_port: the port of every task.
+        rpc_layer: a word to put in front of addresses in ``master()``.
+        override_client: a ``kubernetes.client.CoreV1Api`` to ask, with credentials of its own.
+        executable_location: in the cluster, pods are reached at their own addresses; from elsewhere at their hosts'.
+
+    Raises:
+        ConfigError: the package ``kubernetes`` is not installed.
+
+    Example:
+        >>> from types import SimpleNamespace as Is
+        >>> pod = Is(metadata=Is(name="w-0"), status=Is(phase="Running", pod_ip="10.1.0.7", host_ip="10.0.0.1"))
+        >>> client = Is(list_pod_for_all_namespaces=lambda label_selector: Is(items=[pod]))
+        >>> KubernetesClusterResolver(override_client=client).cluster_spec().as_dict()
+        {'worker': ['10.1.0.7:8470']}
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = "grpc",
+        override_client: Any = None,
+        executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
+    ) -> None:
+        self.rpc_layer = rpc_layer
+        self._selectors = dict(job_to_label_mapping or {"worker": ["job-name=tensorflow"]})
+        self._port = tf_server_port
+        self._within = executable_location is KubernetesExecutableLocation.WITHIN_CLUSTER
+        self._client = override_client if override_client is not None else _client(self._within)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """See ``ClusterResolver``; asks Kubernetes each time.
+
+        Raises:
+            LaunchError: a pod does not run.
+        """
+        return ClusterSpec(
+            {
+                job: [self._address(pod) for selector in selectors for pod in self._pods(selector)]
+                for job, selectors in self._selectors.items()
+            }
+        )
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """See ``ClusterResolver``."""
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        return url(self.cluster_spec(), job, index, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Empty: the framework is to be asked."""
+        del task_type, task_id, config_proto
+        return {}
+
+    def _pods(self, selector: str) -> list[Any]:
+        found = self._client.list_pod_for_all_namespaces(label_selector=selector)
+        return sorted(found.items, key=lambda pod: pod.metadata.name)
+
+    def _address(self, pod: Any) -> str:
+        if pod.status.phase != "Running":
+            raise LaunchError(
+                f"KubernetesClusterResolver: pod {pod.metadata.name} is {pod.status.phase}, and all must be Running. "
+                "Wait for it (kubectl wait --for=condition=Ready pod/…), or make the selectors narrower."
+            )
+        host = pod.status.pod_ip if self._within else pod.status.host_ip
+        return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+
+
+def _client(within: bool) -> Any:
+    """What to ask, with this pod's credentials or the user's."""
+    try:
+        kubernetes = importlib.import_module("kubernetes")
+        config = importlib.import_module("kubernetes.config")
+    except ImportError as error:
+        raise ConfigError(
+            f"KubernetesClusterResolver needs the package kubernetes, which cannot be imported ({error}): pip install "
+            "kubernetes. Or give it a client as override_client."
+        ) from error
+    if within:
+        config.load_incluster_config()
+    else:
+        config.load_kube_config()
+    return kubernetes.client.CoreV1Api()

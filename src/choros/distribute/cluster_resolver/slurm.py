@@ -1,0 +1,208 @@
+"""The tasks of a SLURM job step."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+from choros.distribute.cluster_resolver.cluster_spec import ClusterSpec
+from choros.distribute.cluster_resolver.resolver import ClusterResolver, url
+from choros.errors import ConfigError
+from choros.topology import expand_counts
+
+__all__ = ["SlurmClusterResolver", "expand_hosts"]
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@final
+class SlurmClusterResolver(ClusterResolver):
+    """Deals the tasks that ``srun`` has started out to jobs: tf.distribute.cluster_resolver.SlurmClusterResolver.
+
+    Task by task in the order of ``SLURM_PROCID``, the jobs in that of their names: chief, then ps, then worker. Unlike
+    in tf.distribute hosts stand in the order in which SLURM names them, which is that of the ranks; this process' task
+    is known at once; and nothing is started to count GPUs.
+
+    Args:
+        jobs: job → how many tasks. Default: all are workers.
+        port_base: the port of each host's first task; the next has the next.
+        gpus_per_node: GPUs of a host. Default: SLURM's number, else as many as ``CUDA_VISIBLE_DEVICES`` lists.
+        gpus_per_task: GPUs of a task. Default: a host's, shared out evenly.
+        tasks_per_node: tasks of every host, or host → tasks, in the order of ranks. Default: what SLURM says.
+        auto_set_gpu: ``cluster_spec()`` narrows ``CUDA_VISIBLE_DEVICES`` down to this task's GPUs, unless SLURM has.
+        rpc_layer: a word to put in front of addresses in ``master()``.
+
+    Raises:
+        ConfigError: this is no step of SLURM's, or the numbers contradict each other or SLURM's.
+
+    Example:
+        >>> import os
+        >>> os.environ |= {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3"}
+        >>> os.environ |= {"SLURM_STEP_NODELIST": "b2,a[01-02]", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
+        >>> resolver = SlurmClusterResolver({"chief": 1, "worker": 2})
+        >>> resolver.cluster_spec().as_dict()
+        {'chief': ['b2:8888'], 'worker': ['a01:8888', 'a02:8888']}
+        >>> resolver.get_task_info()
+        ('worker', 1)
+        >>> for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        ...     del os.environ[name]
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+    ) -> None:
+        self.rpc_layer = rpc_layer
+        rank = _number("SLURM_PROCID")
+        counts = _tasks_of_hosts(tasks_per_node)
+        places = [(host, local) for host, count in counts.items() for local in range(count)]
+        wanted = dict(sorted(jobs.items())) if jobs is not None else {"worker": _number("SLURM_STEP_NUM_TASKS")}
+        tasks = [(job, index) for job, count in wanted.items() for index in range(count)]
+        if len(tasks) != len(places):
+            raise ConfigError(
+                f"SlurmClusterResolver: the jobs {wanted} have {len(tasks)} tasks, but SLURM has started {len(places)} "
+                f"({', '.join(f'{count} on {host}' for host, count in counts.items())}). Start the script with srun "
+                f"--ntasks={len(tasks)}, or change the jobs."
+            )
+        if not 0 <= rank < len(tasks):
+            raise ConfigError(f"SLURM_PROCID={rank}, but there are {len(tasks)} tasks, counted from 0.")
+        host, local = places[rank]
+        _check_own_place(rank, list(counts).index(host), local)
+        self.task_type, self.task_id = tasks[rank]
+        self._cluster_spec = ClusterSpec(
+            {
+                job: [
+                    f"{host}:{port_base + local}"
+                    for (host, local), task in zip(places, tasks, strict=True)
+                    if task[0] == job
+                ]
+                for job in wanted
+            }
+        )
+        on_node = gpus_per_node if gpus_per_node is not None else int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+        visible = _visible_gpus(on_node)
+        on_node = on_node or len(visible)
+        self._gpus_per_task = on_node // max(counts.values()) if gpus_per_task is None else gpus_per_task
+        if self._gpus_per_task * max(counts.values()) > on_node:
+            raise ConfigError(
+                f"SlurmClusterResolver: {max(counts.values())} tasks on one host with gpus_per_task="
+                f"{self._gpus_per_task} need more GPUs than the {on_node} it has. Ask SLURM for more (srun "
+                "--gpus-per-node), or give each task fewer."
+            )
+        first = local * self._gpus_per_task
+        mine = visible[first : first + self._gpus_per_task]
+        self._narrow = ",".join(mine) if auto_set_gpu and len(visible) >= on_node else ""
+
+    def cluster_spec(self) -> ClusterSpec:
+        """See ``ClusterResolver``."""
+        if self._narrow:
+            os.environ[_VISIBLE] = self._narrow
+        return self._cluster_spec
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """``(task_type, task_id)``."""
+        return self.task_type, self.task_id
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """See ``ClusterResolver``."""
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        return url(self._cluster_spec, job, index, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """See ``ClusterResolver``."""
+        del task_type, task_id, config_proto
+        return {"GPU": self._gpus_per_task}
+
+
+def expand_hosts(text: str) -> list[str]:
+    """SLURM's list of hosts, in its order.
+
+    Raises:
+        ConfigError: it is none.
+
+    Example:
+        >>> expand_hosts("n[08-10,12]x,login,r[1-2]c[1-2]")
+        ['n08x', 'n09x', 'n10x', 'n12x', 'login', 'r1c1', 'r1c2', 'r2c1', 'r2c2']
+    """
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
+    hosts = [host for part in parts for host in _expand(part)]
+    if ",".join(parts) != text or not hosts or not all(re.fullmatch(r"[\w.-]+", host) for host in hosts):
+        raise ConfigError(f"SLURM_STEP_NODELIST={text!r} is not a list of hosts like n[01-03,7],login.")
+    return hosts
+
+
+def _expand(part: str) -> Iterator[str]:
+    """``"n[1-2]x"`` → ``n1x n2x``."""
+    pieces = re.findall(r"\[.*?\]|[^\[]+", part)
+    choices = [list(_numbers(piece[1:-1])) if piece.startswith("[") else [piece] for piece in pieces]
+    return map("".join, itertools.product(*choices))
+
+
+def _numbers(text: str) -> Iterator[str]:
+    """``"08-10,12"`` → ``08 09 10 12``."""
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            yield f"[{part}]"  # no part of a host's name: the list is refused
+            continue
+        first, last = match[1], match[2] or match[1]
+        yield from (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+
+
+def _tasks_of_hosts(given: int | Mapping[str, int] | None) -> dict[str, int]:
+    """Host → how many tasks it runs, in the order of ranks."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    hosts = expand_hosts(_text("SLURM_STEP_NODELIST"))
+    if given is not None:
+        return dict.fromkeys(hosts, given)
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    counts = expand_counts(_text(name), name)
+    if len(counts) != len(hosts):
+        raise ConfigError(
+            f"{name}={_text(name)!r} is about {len(counts)} hosts, but SLURM_STEP_NODELIST names {len(hosts)}."
+        )
+    return dict(zip(hosts, counts, strict=True))
+
+
+def _check_own_place(rank: int, host: int, local: int) -> None:
+    """Ranks are taken to fill one host after the other; each can see whether that is so for itself."""
+    for name, expected in (("SLURM_NODEID", host), ("SLURM_LOCALID", local)):
+        if os.environ.get(name, str(expected)) != str(expected):
+            raise ConfigError(
+                f"SLURM_PROCID={rank} has {name}={os.environ[name]}, where {expected} was expected: ranks do not fill "
+                "one host after the other. Start the script with srun --distribution=block."
+            )
+
+
+def _visible_gpus(on_node: int) -> list[str]:
+    """The GPUs of this host that this process may use, as CUDA calls them."""
+    if _VISIBLE in os.environ:
+        return [name for name in os.environ[_VISIBLE].split(",") if name]
+    return [str(number) for number in range(on_node)]
+
+
+def _text(name: str) -> str:
+    text = os.environ.get(name)
+    if not text:
+        raise ConfigError(f"{name} is not set: this is no step of a SLURM job. Start the script with srun.")
+    return text
+
+
+def _number(name: str) -> int:
+    text = _text(name)
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text!r} is not a whole number.")
+    return int(text)

@@ -1,0 +1,138 @@
+"""The cluster that ``TF_CONFIG`` names; and any resolver's cluster, written as ``TF_CONFIG``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, final
+
+from choros.distribute.cluster_resolver.cluster_spec import ClusterSpec
+from choros.distribute.cluster_resolver.resolver import ClusterResolver, url
+from choros.errors import ConfigError
+from choros.topology import TFConfig, read_tf_config
+
+__all__ = ["TFConfigClusterResolver", "tf_config_of"]
+
+
+@final
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads ``TF_CONFIG``, anew whenever it is asked: tf.distribute.cluster_resolver.TFConfigClusterResolver.
+
+    Args:
+        task_type: in place of the type of the task that ``TF_CONFIG`` names.
+        task_id: in place of its index.
+        rpc_layer: in place of its ``"rpc_layer"``.
+        environment: what to tell as such.
+
+    Every question raises a ``ConfigError`` if ``TF_CONFIG`` is malformed. Without it there are no jobs, and no task.
+
+    Example:
+        >>> import json, os
+        >>> cluster = {"worker": ["a:2222", "b:2222"]}
+        >>> os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})
+        >>> resolver = TFConfigClusterResolver()
+        >>> resolver.task_type, resolver.task_id, resolver.master()
+        ('worker', 1, 'b:2222')
+        >>> del os.environ["TF_CONFIG"]
+        >>> resolver.cluster_spec().jobs
+        []
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+        self.environment = environment or ""
+
+    @property
+    def task_type(self) -> str | None:
+        """This process' role."""
+        config = self._read()
+        return self._task_type if config is None else config.role
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """Which task of its role this process is."""
+        config = self._read()
+        return self._task_id if config is None else config.index
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """A word that TensorFlow puts in front of addresses."""
+        config = self._read()
+        return self._rpc_layer if self._rpc_layer is not None or config is None else config.rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """See ``ClusterResolver``."""
+        config = self._read()
+        return ClusterSpec({} if config is None else config.cluster)
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """See ``ClusterResolver``; also empty if the cluster has a single task."""
+        cluster = self.cluster_spec()
+        if sum(map(cluster.num_tasks, cluster.jobs)) <= 1:
+            return ""
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        return url(cluster, job, index, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Empty: ``TF_CONFIG`` does not tell, the framework does."""
+        del task_type, task_id, config_proto
+        return {}
+
+    def _read(self) -> TFConfig | None:
+        return read_tf_config(os.environ, self._task_type, self._task_id)
+
+
+def tf_config_of(resolver: ClusterResolver) -> str:
+    """What ``TF_CONFIG`` has to be for this process to join the cluster that ``resolver`` finds.
+
+    A strategy puts it into the environment before it joins; all that tells a process its place then reads one thing,
+    also in processes that this one starts.
+
+    Returns:
+        The value; empty if there is no cluster, which is no cluster to ``TF_CONFIG``'s readers too.
+
+    Raises:
+        ConfigError: the cluster is malformed, or the resolver does not know which task this process is.
+
+    Example:
+        >>> from choros.distribute.cluster_resolver import SimpleClusterResolver
+        >>> tf_config_of(SimpleClusterResolver({"worker": ["a:1"]}, task_type="worker", task_id=0))
+        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+        >>> tf_config_of(SimpleClusterResolver({}))
+        ''
+    """
+    name = type(resolver).__name__
+    cluster = resolver.cluster_spec()
+    if not cluster.jobs:
+        return ""
+    if resolver.task_type is None or resolver.task_id is None:
+        raise ConfigError(
+            f"{name} does not know which task of the cluster this process is: set its task_type and task_id, which "
+            'differ from process to process, such as resolver.task_type = "worker"; resolver.task_id = 0.'
+        )
+    try:
+        return TFConfig.of(cluster.as_dict(), resolver.task_type, resolver.task_id).text()
+    except ConfigError as error:
+        raise ConfigError(f"{name}'s cluster cannot be used. {error} It is {cluster.as_dict()!r}.") from None

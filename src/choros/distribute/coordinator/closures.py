@@ -1,0 +1,132 @@
+"""How a function and its arguments travel from the chief to a worker, and results back.
+
+By cloudpickle, but for three kinds of things::
+
+    objects of the scope, data sets of workers     as numbers                     (objects.py, per_worker.py)
+    tf.function                                    as the Python function in it, made one again over there
+    tensors of TensorFlow, torch and JAX           as arrays, made tensors again
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any, final
+
+import cloudpickle
+
+from choros.arrays import adapter_of
+from choros.errors import ConfigError
+
+__all__ = ["Reference", "dumps", "loads"]
+
+#: What travels in the place of an object.
+Reference = tuple[Any, ...]
+
+
+def dumps(item: Any, reference: Callable[[Any], Reference | None]) -> bytes:
+    """``item`` as bytes.
+
+    Args:
+        item: what travels.
+        reference: gives what an object is replaced by; ``None`` lets it travel by value.
+
+    Raises:
+        ConfigError: something in it cannot travel.
+    """
+    file = io.BytesIO()
+    try:
+        _Pickler(file, reference).dump(item)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{_named(item)} cannot be sent to a worker: {error}. Functions and arguments travel by cloudpickle: what "
+            "holds threads, files or native handles must be made on the worker, in the function or in "
+            "create_per_worker_dataset()."
+        ) from error
+    return file.getvalue()
+
+
+def loads(pickled: Any, resolve: Callable[[Reference], Any]) -> Any:
+    """What ``dumps`` was given, with ``resolve`` in the place of references."""
+    unpickler = _Unpickler(io.BytesIO(pickled))
+    unpickler.resolve = resolve
+    return unpickler.load()
+
+
+@final
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO, reference: Callable[[Any], Reference | None]) -> None:
+        super().__init__(file, protocol=5)
+        self._reference = reference
+
+    def persistent_id(self, item: Any) -> Reference | None:
+        return self._reference(item)
+
+    def reducer_override(self, item: Any) -> Any:
+        package = type(item).__module__.partition(".")[0]
+        if package == "tensorflow" and hasattr(item, "python_function") and hasattr(item, "get_concrete_function"):
+            return _tf_function, (item.python_function, _options(item))
+        if _is_tensor(package, item):
+            return _tensor, (package, adapter_of(item).to_host(item))
+        return super().reducer_override(item)
+
+
+@final
+class _Unpickler(pickle.Unpickler):
+    resolve: Callable[[Reference], Any]
+
+    def persistent_load(self, reference: Reference) -> Any:
+        return self.resolve(reference)
+
+
+def _is_tensor(package: str, item: Any) -> bool:
+    if package in ("jaxlib", "jax"):
+        import jax
+
+        return isinstance(item, jax.Array)
+    if package == "torch":
+        import torch
+
+        return isinstance(item, torch.Tensor)
+    if package == "tensorflow":
+        import tensorflow as tf
+
+        return isinstance(item, tf.Tensor)
+    return False
+
+
+def _tensor(package: str, host: Any) -> Any:
+    if package == "tensorflow":
+        import tensorflow as tf
+
+        return tf.convert_to_tensor(host)
+    if package == "torch":
+        import torch
+
+        from choros.arrays import framework_adapter
+
+        return framework_adapter("torch").from_host(host, torch.empty(0))
+    import jax.numpy as jnp
+
+    return jnp.asarray(host)
+
+
+def _options(function: Any) -> dict[str, Any]:
+    return {
+        "input_signature": function.input_signature,
+        "jit_compile": getattr(function, "_jit_compile", None),
+        "reduce_retracing": getattr(function, "_reduce_retracing", False),
+    }
+
+
+def _tf_function(python_function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    tf = sys.modules.get("tensorflow") or __import__("tensorflow")
+    return tf.function(python_function, **options)
+
+
+def _named(item: Any) -> str:
+    return getattr(item, "__qualname__", None) or f"the {type(item).__name__}"

@@ -1,0 +1,141 @@
+"""A worker's side: runs what the chief sends, until the job is over."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, final
+
+from choros.distribute.coordinator import closures
+from choros.distribute.coordinator.messages import Over, Ran, Run
+from choros.distribute.coordinator.metrics import count_metrics, reset_metrics
+from choros.distribute.coordinator.remote_value import PerWorkerDataset, RemoteValue
+from choros.distribute.coordinator.role import Role
+from choros.distribute.parameter_server.cluster import Cluster
+from choros.distribute.parameter_server.messages import Hello
+from choros.distribute.parameter_server.optimizer import pushers
+from choros.distribute.parameter_server.placement import Partition
+from choros.distribute.parameter_server.scope_objects import ScopeObjects
+from choros.distribute.parameter_server.session import Session
+from choros.distribute.transport import ChannelClosed, Failure
+from choros.errors import EngineError, StrategyError
+
+__all__ = ["Worker"]
+
+
+@final
+class Worker(Role):
+    """What a worker of a job does.
+
+    Args:
+        strategy: whose job it is.
+        objects: what was made in the scope.
+        cluster: the job's processes.
+        partition: the strategy's ``variable_partitioner``.
+    """
+
+    def __init__(self, strategy: Any, objects: ScopeObjects, cluster: Cluster, partition: Partition | None) -> None:
+        self._strategy = strategy
+        self._objects = objects
+        self._cluster = cluster
+        self._partition = partition
+        self._session: Session | None = None
+        self._functions: dict[bytes, Callable[..., Any]] = {}
+        self._datasets: list[Any] = []
+        self._iterators: dict[tuple[int, int], Iterator[Any]] = {}
+
+    @property
+    def session(self) -> Session:
+        """As soon as this worker serves."""
+        if self._session is None:
+            raise StrategyError(
+                "an optimizer that was made in the scope of ParameterServerStrategy was applied outside of fit and of "
+                "functions that are passed to ClusterCoordinator.schedule: only there can workers reach the variables."
+            )
+        return self._session
+
+    def schedule(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], limit: int
+    ) -> RemoteValue:
+        """Serves."""
+        del function, args, kwargs, limit
+        self.serve()
+
+    def join(self) -> None:
+        """Serves."""
+        self.serve()
+
+    def done(self) -> bool:
+        """Serves."""
+        self.serve()
+
+    def dataset(self, made: Any) -> PerWorkerDataset:
+        """Keeps what makes the data set, until the chief sends a function that needs it."""
+        self._datasets.append(made)
+        return PerWorkerDataset(len(self._datasets) - 1)
+
+    def serve(self) -> NoReturn:
+        """Runs what the chief sends.
+
+        Raises:
+            SystemExit: with code 0: the job is over.
+            EngineError: the chief or a server could not be reached, or the chief ended without a word.
+        """
+        hello = Hello("worker", self._cluster.index, self._objects.kinds)
+        chief = self._cluster.connect(self._cluster.chief, "the chief")
+        try:
+            chief.send(hello)
+            self._session = Session(self._objects, self._cluster.servers(hello), self._partition)
+            for pusher in pushers(self._objects).values():
+                pusher.prepare()
+            while not isinstance(message := chief.receive(), Over):
+                chief.send(self._answer(message))
+        except ChannelClosed as error:
+            raise EngineError("the chief has ended before it was done: see what it printed.") from error
+        raise SystemExit(0)
+
+    def _answer(self, message: Run) -> Ran | Failure:
+        session = self.session
+        try:
+            function = self._function(message)
+            args, kwargs = closures.loads(message.arguments, self._resolve)
+            for number, pusher in pushers(self._objects).items():
+                if number in message.learning_rates:
+                    pusher.learning_rate = message.learning_rates[number]
+            session.pull()
+            reset_metrics(self._objects)
+            result = function(*args, **kwargs)
+            session.push_statistics()
+            pickled = pickle.PickleBuffer(closures.dumps(result, self._objects.reference))
+            return Ran(pickled, count_metrics(self._objects))
+        except Exception as error:  # noqa: BLE001  (whatever a function raises is the chief's to know)
+            hidden, session.servers.failure = session.servers.failure, None
+            return Failure.of(hidden or error)
+
+    def _function(self, message: Run) -> Callable[..., Any]:
+        if message.function is not None:
+            self._functions[message.key] = closures.loads(message.function, self._resolve)
+        return self._functions[message.key]
+
+    def _resolve(self, reference: closures.Reference) -> Any:
+        match reference:
+            case ("session",):
+                return self._session
+            case ("strategy",):
+                return self._strategy
+            case ("per_worker", int(dataset), int(iterator)):
+                return self._iterator(dataset, iterator)
+            case _:
+                return self._objects.resolve(reference)
+
+    def _iterator(self, dataset: int, number: int) -> Iterator[Any]:
+        if dataset >= len(self._datasets):
+            raise StrategyError(
+                f"a scheduled function uses data set {dataset}, but this worker has {len(self._datasets)}: call "
+                "create_per_worker_dataset() before the first schedule(), up to which workers run the script."
+            )
+        if (dataset, number) not in self._iterators:
+            made = self._datasets[dataset]
+            made = getattr(made, "python_function", made)
+            self._iterators[dataset, number] = iter(made() if callable(made) else made)
+        return self._iterators[dataset, number]

@@ -1,0 +1,106 @@
+"""Devices by TensorFlow's names, on every framework."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from choros.errors import ConfigError
+
+__all__ = ["DeviceName", "devices_of", "placed"]
+
+Block: TypeAlias = AbstractContextManager[Any]
+
+_NAME = re.compile(r"(?:/?(?:job|replica|task):\w+)*/?(?:device:)?([a-z]+)(?::(\d+))?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class DeviceName:
+    """A device of this process.
+
+    Attributes:
+        kind: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+        index: which of its kind.
+
+    Example:
+        >>> [str(DeviceName.parse(name)) for name in ("cpu", "/gpu:1", "/job:localhost/replica:0/task:0/device:GPU:0")]
+        ['cpu:0', 'gpu:1', 'gpu:0']
+    """
+
+    kind: str
+    index: int
+
+    @classmethod
+    def parse(cls, name: str) -> DeviceName:
+        """What ``name`` stands for.
+
+        Raises:
+            ConfigError: it is no name of a device.
+        """
+        match = _NAME.fullmatch(name) if isinstance(name, str) else None
+        if match is None:
+            raise ConfigError(f"{name!r} is no name of a device: write 'cpu', '/gpu:0' or 'GPU:1'.")
+        kind = match[1].lower()
+        return cls("gpu" if kind == "cuda" else kind, int(match[2] or 0))
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+
+def devices_of(framework: str) -> tuple[DeviceName, ...]:
+    """The devices of this process that ``framework`` can use; asking starts it."""
+    match framework:
+        case "tensorflow":
+            import tensorflow as tf
+
+            return tuple(DeviceName.parse(device.name) for device in tf.config.list_logical_devices())
+        case "torch":
+            import torch
+
+            count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+            return (DeviceName("cpu", 0), *(DeviceName("gpu", index) for index in range(count)))
+        case _:
+            return tuple(jax_devices())
+
+
+def jax_devices() -> dict[DeviceName, Any]:
+    """JAX's devices of this process, the default platform's first."""
+    import jax
+
+    platforms = dict.fromkeys((jax.default_backend(), "cpu"))
+    return {
+        DeviceName(platform, index): device
+        for platform in platforms
+        for index, device in enumerate(jax.local_devices(backend=platform))
+    }
+
+
+def placed(framework: str, device: DeviceName) -> Block:
+    """The block in which ``framework``, and Keras on it, makes and computes things on ``device``."""
+    match framework:
+        case "tensorflow":
+            import tensorflow as tf
+
+            return cast("Block", tf.device(f"/device:{device.kind.upper()}:{device.index}"))
+        case "torch":
+            return _placed_torch(device)
+        case _:
+            import jax
+
+            return cast("Block", jax.default_device(jax_devices()[device]))
+
+
+def _placed_torch(device: DeviceName) -> Block:
+    import torch
+
+    kind = "cpu" if device.kind == "cpu" else torch.accelerator.current_accelerator().type
+    name = kind if kind == "cpu" else f"{kind}:{device.index}"
+    if "keras" not in sys.modules:
+        return cast("Block", torch.device(name))
+    # Not torch's own: a DataLoader that shuffles would draw its numbers on the accelerator, and fail.
+    import keras
+
+    return cast("Block", keras.device(name))

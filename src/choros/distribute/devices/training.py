@@ -1,0 +1,139 @@
+"""How models train whose replicas are the devices of one process, on JAX.
+
+Keras' own methods do it, on Keras' own data: each step is led over the devices by ``choros.keras.spread``, which
+computes the global batch exactly, whatever its size. So there is nothing to average, neither gradients nor metrics.
+A model that is compiled with ``run_eagerly=True`` or ``jit_compile=False`` stays on one device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from choros.distribute import datasets
+from choros.distribute.devices.keras_flow import share_variables_of
+from choros.distribute.keras_hook import Call
+from choros.distribute.replica_context import get_strategy, in_place
+from choros.distribute.training import Training
+from choros.distribute.training.gradients import ReplicaCombiner, adopt
+from choros.errors import ConfigError
+from choros.keras.spread import Peers, SpreadModel
+from choros.parallel.batches import are_arrays, check_global_batch, count_rows, kinds
+
+__all__ = ["DeviceTraining"]
+
+#: Keras' own, for arrays.
+_BATCH = 32
+_AXIS = "batch"
+
+
+@final
+class DeviceTraining(Training):
+    """Trains on several devices of this process.
+
+    Args:
+        devices: JAX's.
+    """
+
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self._mesh = jax.sharding.Mesh(np.array(devices), (_AXIS,))
+        self._spread: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def variable_made(self, variable: Any) -> None:
+        """Nothing: there is one of it."""
+
+    def model_made(self, model: Any) -> None:
+        """Nothing: it is caught when it is compiled."""
+
+    def metric_made(self, metric: Any) -> None:
+        """Nothing: what replicas add to it in ``run`` is added up there."""
+
+    def checkpoint_made(self, checkpoint: Any) -> None:
+        """Nothing: this process writes alone."""
+
+    def checkpoint_manager_made(self, manager: Any) -> None:
+        """Nothing: likewise."""
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        """In ``run`` it sums the replicas' gradients."""
+        adopt(optimizer, ReplicaCombiner)
+        share_variables_of(optimizer)
+
+    def compile(self, model: Any, call: Call) -> None:
+        """From the first time on, its steps run on all devices."""
+        call.run()
+        self.optimizer_made(model.optimizer)
+        if model not in self._spread:
+            SpreadModel(model, self._mesh, _Alone(), lambda: True)
+            self._spread.add(model)
+
+    def fit(self, model: Any, call: Call) -> Any:
+        """As Keras does it."""
+        rows = _rows_of_batches(call["x"], call["batch_size"])
+        if rows is not None:
+            check_global_batch(rows, self._mesh.size)
+        return _made(call, "x", "validation_data")
+
+    def evaluate(self, model: Any, call: Call) -> Any:
+        """As Keras does it."""
+        return _made(call, "x")
+
+    predict = evaluate
+
+    def train_on_batch(self, model: Any, call: Call) -> Any:
+        """As Keras does it."""
+        check_global_batch(count_rows(call["x"]), self._mesh.size)
+        return _made(call)
+
+    def test_on_batch(self, model: Any, call: Call) -> Any:
+        """As Keras does it."""
+        return _made(call)
+
+    predict_on_batch = test_on_batch
+
+    def save(self, model: Any, call: Call) -> None:
+        """As Keras does it."""
+        call.run()
+
+    save_weights = save
+    export = save
+
+
+@final
+class _Alone(Peers):
+    """This process has all devices of the mesh."""
+
+    def agree(self, layout: str, examples: int, problem: ConfigError | None) -> Sequence[int]:
+        """With itself."""
+        if problem is not None:
+            raise problem
+        return (examples,)
+
+    def share(self, number: float, root: int) -> float:
+        """The number."""
+        return number
+
+
+def _made(call: Call, *data: str) -> Any:
+    """Makes ``call`` with global batches in its arguments ``data``, of which some may have been dealt out."""
+    strategy = get_strategy()
+    dealt_out = [name for name in data if datasets.is_distributed(call[name])]
+    together = {name: datasets.split_batches(call[name], strategy.replicas) for name in dealt_out}
+    with in_place(strategy, fit=True):
+        return call.replaced(**together).run()
+
+
+def _rows_of_batches(data: Any, batch_size: int | None) -> int | None:
+    """The rows of a full batch, if that is known without much ado."""
+    if are_arrays(data):
+        return min(batch_size or _BATCH, count_rows(data))
+    if kinds.is_py_dataset(data):
+        return count_rows(data[0])
+    if kinds.is_tf_data(data):
+        first: Any = jax.tree.leaves(data.element_spec)[0]
+        return first.shape[0] if first.shape.rank else None
+    return data.batch_size if kinds.is_data_loader(data) else None

@@ -1,0 +1,49 @@
+"""MultiWorkerMirroredStrategy: the replicas of several hosts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+from choros.distribute.cluster_resolver import TFConfigClusterResolver
+from choros.distribute.joining import join
+from choros.distribute.mirrored import replicas_of
+from choros.distribute.strategy import Strategy
+
+if TYPE_CHECKING:
+    from choros.distribute.training import Training
+
+__all__ = ["MultiWorkerMirroredStrategy"]
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """``MirroredStrategy`` over any number of hosts.
+
+    Processes are started by ``chorosrun -np N -H host1:4,host2:4``, by ``srun``, or by hand on each host with
+    ``TF_CONFIG``, which names the workers' addresses; then nothing but PyTorch is needed to carry the gradients, and no
+    mpirun.
+
+    Args:
+        cluster_resolver: what tells the workers' addresses where no launcher does; ``None`` reads ``TF_CONFIG``.
+        communication_options: ``tf.distribute``'s; the engine decides how values travel.
+
+    Raises:
+        ConfigError: ``TF_CONFIG`` cannot be meant.
+        EngineUnavailable: not all workers came.
+
+    Example:
+        >>> from choros import distribute
+        >>> distribute.MultiWorkerMirroredStrategy().num_replicas_in_sync
+        1
+    """
+
+    def __init__(self, cluster_resolver: Any = None, communication_options: Any = None) -> None:
+        del communication_options
+        replicas, training = replicas_of(join(cluster_resolver))
+        super().__init__(replicas, TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver)
+        self._training = training
+
+    @property
+    def training(self) -> Training | None:
+        """Synchronous."""
+        return self._training

@@ -1,0 +1,104 @@
+"""OneDeviceStrategy: everything on one device, to try out a script that is to run on many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, final
+
+from choros.distribute.devices.names import DeviceName, devices_of, placed
+from choros.distribute.joining import framework
+from choros.distribute.process_replicas import ProcessReplicas
+from choros.distribute.reduce_op import ReduceOp
+from choros.distribute.replicas import Replicas
+from choros.distribute.strategy import Strategy
+from choros.distribute.training.local import LocalTraining
+from choros.errors import ConfigError
+
+if TYPE_CHECKING:
+    from choros.distribute.training import Training
+
+__all__ = ["OneDeviceStrategy"]
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """One replica on one device, which takes part in no job (``tf.distribute.OneDeviceStrategy``).
+
+    Variables made in its scope, ``fit`` of its models, and functions that ``run`` calls are on the device.
+
+    Args:
+        device: its name, as TensorFlow writes it: ``"/cpu:0"``, ``"GPU:1"``, ``"/device:TPU:0"``, ``"cpu"``. ``gpu`` is
+            whatever accelerator PyTorch has.
+
+    Raises:
+        ConfigError: the framework has no such device.
+
+    Example:
+        >>> from choros import distribute
+        >>> strategy = distribute.OneDeviceStrategy("/cpu:0")
+        >>> strategy.run(lambda x: x + 1, args=(1,))
+        2
+    """
+
+    def __init__(self, device: str) -> None:
+        self._framework = framework()
+        self._device = DeviceName.parse(device)
+        known = devices_of(self._framework)
+        if self._device not in known:
+            raise ConfigError(
+                f"OneDeviceStrategy({device!r}): {self._framework} has no such device here. It has "
+                f"{', '.join(map(str, known))}."
+            )
+        super().__init__(_OnDevice(self.placement))
+        self._training = LocalTraining()
+
+    @property
+    def training(self) -> Training | None:
+        """Keras' own."""
+        return self._training
+
+    def placement(self) -> AbstractContextManager[Any]:
+        """The device's."""
+        return placed(self._framework, self._device)
+
+
+@final
+class _OnDevice(Replicas):
+    """The only replica, whose functions run in the block ``placement``."""
+
+    count = local_count = 1
+    first = 0
+
+    def __init__(self, placement: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._placement = placement
+        self._alone = ProcessReplicas(1, 0)
+
+    def run(
+        self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Calls ``function``, on the device."""
+        with self._placement():
+            return self._alone.run(strategy, function, args, kwargs)
+
+    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
+        """Over ``axis``, if at all."""
+        return self._alone.reduce(op, value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """The value."""
+        return self._alone.gather(value, axis)
+
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+        """The value."""
+        return self._alone.all_reduce(op, value)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """The value."""
+        return self._alone.all_gather(value, axis)
+
+    def merge_call(
+        self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Calls ``function(strategy, …)``."""
+        return self._alone.merge_call(strategy, function, args, kwargs)

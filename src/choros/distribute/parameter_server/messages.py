@@ -1,0 +1,120 @@
+"""What is said to a parameter server.
+
+::
+
+    chief or worker                          server
+      Hello ────────────────────────────────►             who this is
+      Pull(known) ──────────────────────────►             shards that changed since version `known`
+      ◄──────────────────────────── Changed               their values, and the version they are of
+      Push(optimizer, gradients, known) ────►             applied under a lock, by a real Keras optimizer
+      ◄──────────────────────────── Changed
+      Assign(values) ───────────────────────►             the last writer wins
+      ◄─────────────────────────────── None
+      Adopt(optimizer, recipe) ─────────────►             makes the optimizer, if nobody did before
+      ◄─────────────────────────────── None
+      Goodbye ──────────────────────────────►             from the chief: the job is over
+
+The server answers one after the other. What goes wrong is the answer: a ``Failure``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from choros.distribute.parameter_server.placement import Shard, VariableKey
+
+__all__ = ["Adopt", "Assign", "Average", "Changed", "Goodbye", "Hello", "OptimizerRecipe", "Pull", "Push"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Who connects: ``chief`` or ``worker``, and which; what it has made in the scope, in order."""
+
+    role: str
+    index: int
+    made: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Goodbye:
+    """The chief is done."""
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Asks for what changed since the version ``known``."""
+
+    known: int
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The answer to ``Pull`` and ``Push``.
+
+    Attributes:
+        version: how often anything has changed on this server.
+        values: the shards that changed since the version asked for.
+        iterations: how many updates each optimizer has made.
+    """
+
+    version: int
+    values: Mapping[Shard, Array]
+    iterations: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Push:
+    """Gradients of the variables of an optimizer, ready to be applied.
+
+    Attributes:
+        optimizer: its number.
+        gradients: by shard; shards that have none are left out.
+        learning_rate: a number, or ``None`` if the optimizer follows a schedule.
+        known: as in ``Pull``.
+    """
+
+    optimizer: int
+    gradients: Mapping[Shard, Array]
+    learning_rate: float | None
+    known: int
+
+
+@dataclass(frozen=True)
+class Assign:
+    """New values of shards; those that the server does not have yet are made."""
+
+    values: Mapping[Shard, Array]
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """How an optimizer is made.
+
+    Attributes:
+        pickled: its class and configuration, by cloudpickle.
+        variables: its variables in order, each with whether weight decay applies to it, and its constraint.
+    """
+
+    pickled: bytes
+    variables: Mapping[VariableKey, tuple[bool, Any]]
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Makes an optimizer for those shards of its variables that live on this server."""
+
+    optimizer: int
+    recipe: OptimizerRecipe
+
+
+@dataclass(frozen=True)
+class Average:
+    """Puts the moving averages that an optimizer with ``use_ema`` keeps in the place of the variables."""
+
+    optimizer: int

@@ -1,0 +1,132 @@
+"""Which piece of which variable lives on which parameter server: a pure plan, the same in every process.
+
+::
+
+    variables        kernel (10 rows)              bias      scale
+    cut by           ┌────────┬────────┐          ┌────┐    ┌────┐
+    the partitioner  │ 0 … 5  │ 5 … 10 │          │    │    │    │
+                     └───┬────┴───┬────┘          └─┬──┘    └─┬──┘
+    dealt in turn      ps 0     ps 1              ps 0      ps 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.errors import ConfigError
+
+__all__ = ["Placement", "Shard", "VariableKey", "place"]
+
+Array = NDArray[Any]
+Partition = Callable[[tuple[int, ...], str], Sequence[int]]
+#: A model's number, and which of its variables.
+VariableKey = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows ``begin`` to ``end`` of a variable, or all of it if ``end`` is ``None``."""
+
+    variable: VariableKey
+    begin: int = 0
+    end: int | None = None
+
+    def of(self, value: Array) -> Array:
+        """This part of the variable's ``value``."""
+        return value if self.end is None else value[self.begin : self.end]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where variables live.
+
+    Attributes:
+        servers: the shards of each server; one variable's shards in the order of their rows.
+    """
+
+    servers: tuple[tuple[Shard, ...], ...]
+
+    @property
+    def sharded(self) -> frozenset[VariableKey]:
+        """The variables that are in several pieces."""
+        return frozenset(shard.variable for shards in self.servers for shard in shards if shard.end is not None)
+
+    def split(self, values: Mapping[VariableKey, Array]) -> list[dict[Shard, Array]]:
+        """What each server gets of ``values``, which may leave out variables."""
+        return [
+            {shard: shard.of(values[shard.variable]) for shard in shards if shard.variable in values}
+            for shards in self.servers
+        ]
+
+    def join(self, parts: Sequence[Mapping[Shard, Array]]) -> dict[VariableKey, Array]:
+        """The values of variables from what servers gave: of each variable all shards, or none."""
+        pieces: dict[VariableKey, list[tuple[int, Array]]] = {}
+        for part in parts:
+            for shard, value in part.items():
+                pieces.setdefault(shard.variable, []).append((shard.begin, value))
+        return {
+            key: found[0][1] if len(found) == 1 else np.concatenate([value for _, value in sorted(found, key=_begin)])
+            for key, found in pieces.items()
+        }
+
+
+def place(
+    variables: Mapping[VariableKey, tuple[tuple[int, ...], str]], partition: Partition | None, servers: int
+) -> Placement:
+    """The placement of one model's variables.
+
+    Args:
+        variables: the shape and dtype of each, in order.
+        partition: a partitioner; ``None`` leaves variables whole.
+        servers: how many there are.
+
+    Raises:
+        ConfigError: the partitioner gives what cannot be done.
+
+    Example:
+        >>> place({(0, 0): ((3, 2), "float32"), (0, 1): ((2,), "float32")}, None, servers=2).servers
+        ((Shard(variable=(0, 0), begin=0, end=None),), (Shard(variable=(0, 1), begin=0, end=None),))
+    """
+    dealt: list[list[Shard]] = [[] for _ in range(servers)]
+    # Each model begins at another server, so that many small ones do not meet on the first.
+    turn = next(iter(variables))[0] if variables else 0
+    for key, (shape, dtype) in variables.items():
+        for shard in _cut(key, shape, _count(shape, dtype, partition)):
+            dealt[turn % servers].append(shard)
+            turn += 1
+    return Placement(tuple(map(tuple, dealt)))
+
+
+def _count(shape: tuple[int, ...], dtype: str, partition: Partition | None) -> int:
+    if partition is None or not shape or math.prod(shape) == 0:
+        return 1
+    counts = list(partition(shape, dtype))
+    if len(counts) != len(shape) or any(count != 1 for count in counts[1:]) or not 1 <= counts[0] <= shape[0]:
+        raise ConfigError(
+            f"the variable_partitioner gave {counts} for a variable of shape {shape}: it must give a list of one "
+            f"number a dimension: first how many shards, from 1 to {shape[0]}, then ones, because variables are cut "
+            "along the first axis only."
+        )
+    return counts[0]
+
+
+def _cut(key: VariableKey, shape: tuple[int, ...], count: int) -> Iterator[Shard]:
+    if count == 1:
+        yield Shard(key)
+        return
+    rows, longer = divmod(shape[0], count)
+    begin = 0
+    for index in range(count):
+        end = begin + rows + (index < longer)
+        yield Shard(key, begin, end)
+        begin = end
+
+
+def _begin(piece: tuple[int, Array]) -> int:
+    return piece[0]

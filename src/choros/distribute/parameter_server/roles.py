@@ -1,0 +1,50 @@
+"""What a process becomes when it makes a ``ParameterServerStrategy``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from choros.distribute.coordinator.chief import Chief
+from choros.distribute.coordinator.role import Role
+from choros.distribute.coordinator.worker import Worker
+from choros.distribute.parameter_server.cluster import Cluster
+from choros.distribute.parameter_server.messages import Hello
+from choros.distribute.parameter_server.placement import Partition
+from choros.distribute.parameter_server.scope_objects import ScopeObjects
+from choros.distribute.parameter_server.server import ParameterServer
+from choros.distribute.parameter_server.session import Session
+from choros.distribute.parameter_server.training import ChiefTraining, WorkerTraining
+from choros.distribute.training import Training
+from choros.distribute.training.local import LocalTraining
+
+__all__ = ["take_role"]
+
+
+def take_role(
+    strategy: Any, cluster: Cluster, partition: Partition | None, max_staleness: int | None
+) -> tuple[Role | None, Training]:
+    """Makes this process what the cluster says it is.
+
+    Raises:
+        SystemExit: it is a parameter server, and the job is over.
+    """
+    objects = ScopeObjects()
+    match cluster.role:
+        case "ps":
+            ParameterServer(cluster.ps[cluster.index], cluster.key).run(cluster.start_seconds)
+            raise SystemExit(0)
+        case "chief":
+            session = Session(objects, cluster.servers(Hello("chief", cluster.index)), partition)
+            chief = Chief(strategy, session, cluster, max_staleness)
+            return chief, ChiefTraining(strategy, chief, len(cluster.workers))
+        case "worker":
+            if keras.backend.backend() == "jax":
+                from choros.keras.device import spare_xla_thread
+
+                spare_xla_thread()
+            worker = Worker(strategy, objects, cluster, partition)
+            return worker, WorkerTraining(worker, objects)
+        case _:
+            return None, LocalTraining()

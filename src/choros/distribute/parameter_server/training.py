@@ -1,0 +1,236 @@
+"""What ``fit`` and the others do under ``ParameterServerStrategy``.
+
+::
+
+    the user's call          chief                                                 worker
+    fit(x, y, …)             Keras' own, with batches scheduled                    serves, until the job is over
+    train_on_batch(x, y)     likewise                                              likewise
+    evaluate, predict        Keras' own, here, with the servers' variables         Keras' own
+    save, save_weights       with the servers' variables                           nothing
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import keras
+from keras.src.utils.python_utils import pythonify_logs
+
+from choros.distribute.coordinator.chief import Chief
+from choros.distribute.coordinator.remote_value import RemoteValue
+from choros.distribute.coordinator.role import Role
+from choros.distribute.coordinator.worker import Worker
+from choros.distribute.keras_hook import Call
+from choros.distribute.parameter_server.optimizer import Pusher, lead
+from choros.distribute.parameter_server.scope_objects import ScopeObjects
+from choros.distribute.parameter_server.training_step import build, leading_function, train_on
+from choros.distribute.replica_context import in_place
+from choros.distribute.training import Training
+
+__all__ = ["ChiefTraining", "WorkerTraining"]
+
+#: Batches that wait or are trained on, for each worker: one at work, one at hand.
+_BATCHES_PER_WORKER = 2
+
+
+@final
+class ChiefTraining(Training):
+    """The chief's: it leads.
+
+    Args:
+        strategy: whose scope models are made in.
+        chief: schedules batches.
+        workers: how many there are.
+    """
+
+    def __init__(self, strategy: Any, chief: Chief, workers: int) -> None:
+        self._strategy = strategy
+        self._chief = chief
+        self._limit = _BATCHES_PER_WORKER * workers
+
+    def variable_made(self, variable: Any) -> None:
+        """Nothing: its model is published when it is complete."""
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        """The servers will apply its gradients."""
+        _note_optimizer(optimizer, self._chief, self._chief.session.objects)
+
+    def model_made(self, model: Any) -> None:
+        """Gives it a number."""
+        self._chief.session.objects.add(model)
+
+    def metric_made(self, metric: Any) -> None:
+        """Gives it a number."""
+        self._chief.session.objects.add_metric(metric)
+
+    def checkpoint_made(self, checkpoint: Any) -> None:
+        """Nothing: when no function runs, the models here have the servers' variables."""
+
+    def checkpoint_manager_made(self, manager: Any) -> None:
+        """Nothing."""
+
+    def compile(self, model: Any, call: Call) -> None:
+        """Keras' own."""
+        del model
+        call.run()
+
+    def fit(self, model: Any, call: Call) -> Any:
+        """Keras' own loop, whose batches workers train on."""
+        with in_place(self._strategy, fit=True), _led(model, self._chief, self._limit):
+            return call.run()
+
+    def train_on_batch(self, model: Any, call: Call) -> Any:
+        """A worker does."""
+        with in_place(self._strategy, fit=True), _led(model, self._chief, self._limit):
+            logs = call.run()
+            self._chief.join()
+            return logs
+
+    def evaluate(self, model: Any, call: Call) -> Any:
+        """Here, with the servers' variables."""
+        del model
+        self._chief.refresh()
+        return call.run()
+
+    predict = evaluate
+    test_on_batch = evaluate
+    predict_on_batch = evaluate
+
+    def save(self, model: Any, call: Call) -> None:
+        """Here, with the servers' variables."""
+        del model
+        self._chief.refresh()
+        call.run()
+
+    save_weights = save
+    export = save
+
+
+@final
+class WorkerTraining(Training):
+    """A worker's: it serves.
+
+    Args:
+        worker: does that.
+        objects: what was made in the scope.
+    """
+
+    def __init__(self, worker: Worker, objects: ScopeObjects) -> None:
+        self._worker = worker
+        self._objects = objects
+
+    def variable_made(self, variable: Any) -> None:
+        """Nothing: it gets the servers' value when it is needed."""
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        """The servers will apply its gradients."""
+        _note_optimizer(optimizer, self._worker, self._objects)
+
+    def model_made(self, model: Any) -> None:
+        """Gives it a number."""
+        self._objects.add(model)
+
+    def metric_made(self, metric: Any) -> None:
+        """Gives it a number."""
+        self._objects.add_metric(metric)
+
+    def checkpoint_made(self, checkpoint: Any) -> None:
+        """Nothing: scripts save when they have trained."""
+
+    def checkpoint_manager_made(self, manager: Any) -> None:
+        """Nothing."""
+
+    def compile(self, model: Any, call: Call) -> None:
+        """Keras' own."""
+        del model
+        call.run()
+
+    def fit(self, model: Any, call: Call) -> Any:
+        """Serves the chief, and never comes back."""
+        del model, call
+        self._worker.serve()
+
+    train_on_batch = fit
+
+    def evaluate(self, model: Any, call: Call) -> Any:
+        """Keras' own: only scripts that evaluate before they train come here."""
+        del model
+        return call.run()
+
+    predict = evaluate
+    test_on_batch = evaluate
+    predict_on_batch = evaluate
+
+    def save(self, model: Any, call: Call) -> None:
+        """Nothing: the chief writes."""
+
+    save_weights = save
+    export = save
+
+
+def _note_optimizer(optimizer: Any, role: Role, objects: ScopeObjects) -> None:
+    number = objects.add(optimizer)
+    if not isinstance(
+        optimizer, keras.optimizers.LossScaleOptimizer
+    ):  # What is inside of it is applied by the servers.
+        lead(optimizer, Pusher(optimizer, number, lambda: role.session))
+
+
+@contextmanager
+def _led(model: Any, chief: Chief, limit: int) -> Iterator[None]:
+    """The block in which this model's training function schedules batches, and its metrics wait for all of them."""
+    leader = _Leader(model, chief, limit)
+    replaced: dict[str, Callable[..., Any]] = {
+        "train_function": leading_function(model, leader.lead),
+        "make_train_function": lambda *_, **__: None,
+        "get_metrics_result": leader.results_of_epoch,
+    }
+    kept = {name: model.__dict__[name] for name in replaced if name in model.__dict__}
+    for name, function in replaced.items():
+        # Past Keras' attribute tracking: this is no part of the model.
+        object.__setattr__(model, name, function)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            object.__delattr__(model, name)
+        for name, function in kept.items():
+            object.__setattr__(model, name, function)
+
+
+@final
+class _Leader:
+    def __init__(self, model: Any, chief: Chief, limit: int) -> None:
+        self._model = model
+        self._chief = chief
+        self._limit = limit
+        self._results = model.get_metrics_result
+        self._under_way: deque[RemoteValue] = deque()
+        self._logs: dict[str, Any] = {}
+
+    def lead(self, batch: Any) -> dict[str, Any]:
+        """Schedules a batch; returns what is known of those before it, and waits only if nothing is."""
+        build(self._model, batch)
+        arguments = (self._chief.session, self._model, batch)
+        self._under_way.append(self._chief.schedule(train_on, arguments, {}, self._limit))
+        own: dict[str, Any] = {}
+        while self._under_way and (self._under_way[0].ready or not (own or self._logs)):
+            try:
+                own = self._under_way.popleft().get()
+            except Exception:
+                self._chief.join()  # It raises the same, and clears it.
+                raise
+        if own:
+            self._chief.settle_metrics()
+            counted = dict(pythonify_logs(self._results()))
+            # A model's own train_step may return other things than its metrics.
+            self._logs = counted if counted.keys() == own.keys() else own
+        return self._logs
+
+    def results_of_epoch(self) -> Any:
+        """The model's metrics, when all batches are done; the model has the servers' variables then."""
+        self._chief.join()
+        return self._results()

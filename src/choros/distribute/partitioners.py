@@ -1,0 +1,131 @@
+"""How variables are cut for parameter servers (``tf.distribute.experimental.partitioners``).
+
+A partitioner is a callable ``(shape, dtype) -> [shards, 1, 1, …]``: into how many pieces a variable is cut along its
+first axis, and the number 1 for each other axis. The ones here are TensorFlow's, with its names and its arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from choros.errors import ConfigError
+
+__all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
+
+
+class Partitioner(ABC):
+    """Decides into how many shards a variable is cut along one axis."""
+
+    @final
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """The number of shards along each axis.
+
+        Args:
+            shape: the variable's; at least one dimension.
+            dtype: the variable's, anything that NumPy knows, or ``"bfloat16"``.
+            axis: the one that is cut.
+
+        Raises:
+            ConfigError: there is no such axis.
+        """
+        if axis >= len(shape):
+            raise ConfigError(
+                f"a variable of shape {tuple(shape)} cannot be cut along axis {axis}: it has no such axis."
+            )
+        shards = [1] * len(shape)
+        shards[axis] = max(1, min(shape[axis], self._shards(tuple(shape), _bytes_per_element(dtype), axis)))
+        return shards
+
+    @abstractmethod
+    def _shards(self, shape: tuple[int, ...], itemsize: int, axis: int) -> int:
+        """How many shards there should be, whatever the axis' length."""
+
+
+@final
+class FixedShardsPartitioner(Partitioner):
+    """The same number of shards for every variable.
+
+    Args:
+        num_shards: how many; fewer where the first axis is shorter.
+
+    Example:
+        >>> FixedShardsPartitioner(num_shards=2)((10, 3), "float32")
+        [2, 1]
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        self._num_shards = _positive("num_shards", num_shards)
+
+    def _shards(self, shape: tuple[int, ...], itemsize: int, axis: int) -> int:
+        del shape, itemsize, axis
+        return self._num_shards
+
+
+@final
+class MinSizePartitioner(Partitioner):
+    """As many shards as keep a minimum size.
+
+    Args:
+        min_shard_bytes: no shard is to be smaller.
+        max_shards: there are never more.
+        bytes_per_string: TensorFlow's, for variables of strings, which Keras 3 does not have.
+
+    Example:
+        >>> MinSizePartitioner(min_shard_bytes=4, max_shards=2)((6, 1), "float32")
+        [2, 1]
+        >>> MinSizePartitioner(min_shard_bytes=4, max_shards=10)((6, 1), "float32")
+        [6, 1]
+    """
+
+    def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16) -> None:
+        del bytes_per_string
+        self._min_shard_bytes = _positive("min_shard_bytes", min_shard_bytes)
+        self._max_shards = _positive("max_shards", max_shards)
+
+    def _shards(self, shape: tuple[int, ...], itemsize: int, axis: int) -> int:
+        del axis
+        return min(self._max_shards, math.ceil(math.prod(shape) * itemsize / self._min_shard_bytes))
+
+
+@final
+class MaxSizePartitioner(Partitioner):
+    """As few shards as keep a maximum size.
+
+    Args:
+        max_shard_bytes: no shard is to be larger, unless one row of the first axis is.
+        max_shards: there are never more, even if shards get larger; ``None`` is no limit.
+        bytes_per_string: TensorFlow's, for variables of strings, which Keras 3 does not have.
+
+    Example:
+        >>> MaxSizePartitioner(max_shard_bytes=4)((6, 1), "float32")
+        [6, 1]
+        >>> MaxSizePartitioner(max_shard_bytes=1024)((6, 1), "float32")
+        [1, 1]
+    """
+
+    def __init__(self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16) -> None:
+        del bytes_per_string
+        self._max_shard_bytes = _positive("max_shard_bytes", max_shard_bytes)
+        self._max_shards = None if max_shards is None else _positive("max_shards", max_shards)
+
+    def _shards(self, shape: tuple[int, ...], itemsize: int, axis: int) -> int:
+        row_bytes = math.prod(shape[:axis] + shape[axis + 1 :]) * itemsize
+        rows = max(1, self._max_shard_bytes // max(1, row_bytes))
+        shards = math.ceil(shape[axis] / rows)
+        return shards if self._max_shards is None else min(shards, self._max_shards)
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"{name}={value!r}: a partitioner needs a number of at least 1.")
+    return value
+
+
+def _bytes_per_element(dtype: Any) -> int:
+    name = getattr(dtype, "name", dtype)
+    return 2 if name == "bfloat16" else int(np.dtype(name).itemsize)

@@ -1,0 +1,165 @@
+"""Checkpoints on disk, each with the number of steps that had been done.
+
+::
+
+    of tf.train.Checkpoint        directory/checkpoint, ckpt-1.index, …   TensorFlow's files; the number is a variable
+    of anything else              directory/run-120/checkpoint…           whatever save(path) wrote there
+                                  directory/run-130.partial/              being written; renamed when it is complete
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+from choros.errors import ConfigError
+
+__all__ = ["CheckpointStore", "store_of"]
+
+#: The attribute under which TensorFlow's handler keeps the number: each reads the other's files.
+_RUNS = "checkpointed_runs"
+_COMPLETE = re.compile(r"run-(\d+)")
+
+
+class CheckpointStore(ABC):
+    """Where checkpoints are kept."""
+
+    @property
+    @abstractmethod
+    def latest(self) -> str | None:
+        """The name of the last complete one; ``None`` if there is none."""
+
+    @abstractmethod
+    def restore(self) -> int:
+        """Takes back the last complete one, if there is one.
+
+        Returns:
+            The steps that had been done.
+        """
+
+    @abstractmethod
+    def save(self, runs: int, *args: Any, **kwargs: Any) -> None:
+        """Writes one, complete or not at all; call it on one process.
+
+        Args:
+            runs: the steps that have been done.
+            args: for the ``save`` of what is written; likewise ``kwargs``.
+        """
+
+
+def store_of(checkpoint: Any, directory: Any, save: Callable[..., Any] | None) -> CheckpointStore:
+    """Where ``checkpoint`` is kept.
+
+    Args:
+        checkpoint: a ``tf.train.Checkpoint``, a ``tf.train.CheckpointManager``, or an object with ``save(path)`` and
+            ``restore(path)``.
+        directory: a path; ``None`` for a manager, which has its own.
+        save: in place of the object's own.
+
+    Raises:
+        ConfigError: it is none of these, or the directory is missing.
+    """
+    if "tensorflow" in sys.modules:
+        import tensorflow as tf
+
+        if isinstance(checkpoint, tf.train.CheckpointManager):
+            return _ManagedStore(checkpoint, save)
+        if isinstance(checkpoint, tf.train.Checkpoint):
+            manager = tf.train.CheckpointManager(checkpoint, _path(directory, checkpoint), max_to_keep=1)
+            return _ManagedStore(manager, save)
+    if not (hasattr(checkpoint, "save") and hasattr(checkpoint, "restore")):
+        raise ConfigError(
+            f"a checkpoint of {checkpoint!r} cannot be written: give a tf.train.Checkpoint, "
+            "distribute.experimental.KerasCheckpoint(model), or an object with save(path) and restore(path)."
+        )
+    return _DirectoryStore(checkpoint, Path(_path(directory, checkpoint)), save)
+
+
+def _path(directory: Any, checkpoint: Any) -> str:
+    if directory is None:
+        raise ConfigError(f"checkpoint_dir is missing: where is {type(checkpoint).__name__} to be written?")
+    return str(directory)
+
+
+@final
+class _ManagedStore(CheckpointStore):
+    """What a ``tf.train.CheckpointManager`` keeps."""
+
+    def __init__(self, manager: Any, save: Callable[..., Any] | None) -> None:
+        import tensorflow as tf
+
+        self._manager = manager
+        self._save = save or manager.save
+        checkpoint = manager.checkpoint
+        if not hasattr(checkpoint, _RUNS):
+            setattr(checkpoint, _RUNS, tf.Variable(0, dtype=tf.int64, trainable=False, name=_RUNS))
+        self._runs = getattr(checkpoint, _RUNS)
+
+    @property
+    def latest(self) -> str | None:
+        """The name of its files, without their suffixes."""
+        path = self._manager.latest_checkpoint
+        return None if path is None else Path(path).name
+
+    def restore(self) -> int:
+        """As the manager does it."""
+        self._manager.restore_or_initialize()
+        return int(self._runs.numpy())
+
+    def save(self, runs: int, *args: Any, **kwargs: Any) -> None:
+        """As the manager does it."""
+        self._runs.assign(runs)
+        self._save(*args, **kwargs)
+
+
+@final
+class _DirectoryStore(CheckpointStore):
+    """A directory for each checkpoint; only the last is kept."""
+
+    def __init__(self, checkpoint: Any, directory: Path, save: Callable[..., Any] | None) -> None:
+        self._checkpoint = checkpoint
+        self._directory = directory
+        self._save = save or checkpoint.save
+
+    @property
+    def latest(self) -> str | None:
+        """The directory's name."""
+        complete = self._complete()
+        return complete[max(complete)].name if complete else None
+
+    def restore(self) -> int:
+        """Calls the object's ``restore``."""
+        complete = self._complete()
+        if not complete:
+            return 0
+        runs = max(complete)
+        self._checkpoint.restore(_within(complete[runs]))
+        return runs
+
+    def save(self, runs: int, *args: Any, **kwargs: Any) -> None:
+        """Calls the object's ``save``."""
+        older = self._complete()
+        if runs in older:  # told to end again, before another step
+            return
+        partial = self._directory / f"run-{runs}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        self._save(_within(partial), *args, **kwargs)
+        partial.rename(partial.with_suffix(""))
+        for path in older.values():
+            shutil.rmtree(path)
+
+    def _complete(self) -> dict[int, Path]:
+        """Steps → the directory of a checkpoint."""
+        found = ((_COMPLETE.fullmatch(path.name), path) for path in self._directory.glob("run-*"))
+        return {int(match[1]): path for match, path in found if match is not None}
+
+
+def _within(directory: Path) -> str:
+    """What ``save`` gets; it may add suffixes, and write several files."""
+    return str(directory / "checkpoint")

@@ -1,0 +1,120 @@
+"""One replica for each process: what they share goes through the job's communicator.
+
+::
+
+    process 0, replica 0           process 1, replica 1
+    strategy.run(step)             strategy.run(step)            every process runs the whole script
+      all_reduce(SUM, a) ────────── all_reduce(SUM, b)           a + b on both
+    strategy.reduce(MEAN, loss) ─── strategy.reduce(MEAN, loss)  likewise
+
+In a function that is compiled (``tf.function``, ``jax.jit``) each of these is a call of the host, in program order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from choros.arrays import ArraySpec, adapter_of
+from choros.comm import ReduceOp as EngineOp
+from choros.comm import global_process_set
+from choros.distribute.reduce_op import ReduceOp
+from choros.distribute.replica_context import ReplicaContext, in_place
+from choros.distribute.replicas import Replicas
+from choros.distribute.values import select
+from choros.errors import ConfigError
+from choros.parallel import ops
+from choros.parallel.structure import map_structure
+
+if TYPE_CHECKING:
+    from choros.distribute.strategy import Strategy
+
+__all__ = ["ProcessReplicas"]
+
+
+@final
+class ProcessReplicas(Replicas):
+    """The job's processes, each with one replica.
+
+    Args:
+        count: how many processes.
+        first: which of them this is.
+    """
+
+    local_count = 1
+
+    def __init__(self, count: int, first: int) -> None:
+        self.count = count
+        self.first = first
+
+    def run(
+        self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Calls ``function`` here; the other processes call theirs."""
+        with in_place(strategy, replica=ReplicaContext(strategy, self.first)):
+            return function(*select(0, tuple(args)), **select(0, dict(kwargs)))
+
+    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
+        """Reduces over ``axis`` on the host, then over the processes."""
+        value = select(0, value)
+        if axis is None:
+            return self._together(op, value, "reduce")
+        return map_structure(lambda leaf: self._reduce(op, leaf, axis), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """An allgather of each leaf."""
+        return self.all_gather(select(0, value), axis)
+
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+        """An allreduce of all leaves together."""
+        return self._together(op, value, "all_reduce")
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """An allgather of each leaf."""
+        return map_structure(lambda leaf: self._gather(leaf, axis), value)
+
+    def merge_call(
+        self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """This process's replica is all that is to be merged here; ``reduce`` and ``gather`` see the others'."""
+        with in_place(strategy):
+            return function(strategy, *args, **kwargs)
+
+    def _together(self, op: ReduceOp, value: Any, name: str) -> Any:
+        if self.count == 1:
+            return value
+        leaves: list[Any] = []
+        map_structure(leaves.append, value)
+        reduced = iter(ops.grouped_allreduce(leaves, op.engine_op, name=name))
+        return map_structure(lambda _: next(reduced), value)
+
+    def _reduce(self, op: ReduceOp, value: Any, axis: int) -> Any:
+        adapter = adapter_of(value)
+        spec = adapter.spec(value)
+        _check_axis("reduce", spec.shape, axis, "pass axis=None for a value that is one number a replica.")
+        rest = tuple(n for dimension, n in enumerate(spec.shape) if dimension != axis % len(spec.shape))
+
+        def on_host(hosts: Sequence[Any]) -> Sequence[Any]:
+            (host,) = hosts
+            total, count = host.sum(axis=axis), np.asarray(host.shape[axis])
+            if self.count > 1:
+                communicator = global_process_set.communicator
+                total, count = communicator.grouped_allreduce([total, count], EngineOp.SUM, name="reduce")
+            return [np.asarray(total / max(int(count), 1) if op is ReduceOp.MEAN else total, spec.dtype)]
+
+        (result,) = adapter.host_call(on_host, [value], [ArraySpec(rest, spec.dtype)])
+        return result
+
+    def _gather(self, value: Any, axis: int) -> Any:
+        shape = adapter_of(value).spec(value).shape
+        _check_axis("gather", shape, axis, "stack numbers into an array first.")
+        return value if self.count == 1 else ops.allgather(value, axis=axis, name="gather")
+
+
+def _check_axis(method: str, shape: tuple[int | None, ...], axis: int, advice: str) -> None:
+    if not -len(shape) <= axis < len(shape):
+        raise ConfigError(
+            f"{method}(axis={axis}): the value has the shape {shape}, which has no such dimension: {advice}"
+        )

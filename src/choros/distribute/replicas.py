@@ -1,0 +1,56 @@
+"""The replicas of a strategy: how they run a function together, and how they speak with each other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from choros.distribute.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from choros.distribute.strategy import Strategy
+
+__all__ = ["Replicas"]
+
+
+class Replicas(ABC):
+    """One replica for each process of the job, or one for each device of this one.
+
+    Attributes:
+        count: how many take part, on all processes.
+        local_count: how many of them this process has.
+        first: the number of this process's first replica.
+    """
+
+    count: int
+    local_count: int
+    first: int
+
+    @abstractmethod
+    def run(
+        self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Calls ``function`` once for each replica of this process, in replica context."""
+
+    @abstractmethod
+    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
+        """In cross-replica context: the replicas' values as one, on every process."""
+
+    @abstractmethod
+    def gather(self, value: Any, axis: int) -> Any:
+        """In cross-replica context: the replicas' values one after the other along ``axis``."""
+
+    @abstractmethod
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+        """In replica context: the sum or the mean of the replicas' values."""
+
+    @abstractmethod
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """In replica context: the replicas' values one after the other along ``axis``."""
+
+    @abstractmethod
+    def merge_call(
+        self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """In replica context: calls ``function(strategy, …)`` in cross-replica context."""

@@ -1,0 +1,68 @@
+"""TPUStrategy: the TPUs that JAX finds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+from choros.distribute.cluster_resolver.tpu import TPUClusterResolver
+from choros.distribute.joining import framework, join
+from choros.distribute.mirrored import synchronous_training
+from choros.distribute.process_replicas import ProcessReplicas
+from choros.distribute.strategy import Strategy
+from choros.errors import ConfigError, EngineUnavailable
+
+if TYPE_CHECKING:
+    from choros.distribute.training import Training
+
+__all__ = ["TPUStrategy"]
+
+
+@final
+class TPUStrategy(Strategy):
+    """Synchronous training on TPUs, through JAX (``tf.distribute.TPUStrategy``).
+
+    A process that was started alone uses all TPUs of its host. Several processes, started by ``chorosrun`` or ``srun``,
+    each have their own (docs/engines.md, "xla").
+
+    Args:
+        tpu_cluster_resolver: a ``TPUClusterResolver``, whose ``tpu_devices()`` is asked which they are; ``None`` makes
+            one.
+        experimental_device_assignment: TensorFlow's; replicas here have one device each, so it must be ``None``.
+        experimental_spmd_xla_partitioning: TensorFlow's way to cut a model into parts; it must be ``False``.
+
+    Raises:
+        EngineUnavailable: there is no TPU, or the framework is not JAX.
+        ConfigError: an argument asks for replicas of several devices.
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: Any = None,
+        experimental_device_assignment: Any = None,
+        experimental_spmd_xla_partitioning: bool = False,
+    ) -> None:
+        if experimental_device_assignment is not None or experimental_spmd_xla_partitioning:
+            raise ConfigError(
+                "TPUStrategy trains a whole model on each device: leave experimental_device_assignment and "
+                "experimental_spmd_xla_partitioning out, or cut the model with keras.distribution.ModelParallel."
+            )
+        if (used := framework()) != "jax":
+            raise EngineUnavailable(
+                f"TPUStrategy reaches TPUs through JAX, and the framework here is {used}: set KERAS_BACKEND=jax before "
+                "keras is imported, and pip install 'jax[tpu]'."
+            )
+        resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver
+        place = join()
+        devices = resolver.tpu_devices()
+        if place.size == 1 and len(devices) > 1:
+            from choros.distribute.devices.replicas import on_devices
+
+            replicas, self._training = on_devices(devices)
+        else:
+            replicas, self._training = ProcessReplicas(place.size, place.rank), synchronous_training(place)
+        super().__init__(replicas, resolver)
+
+    @property
+    def training(self) -> Training | None:
+        """Synchronous."""
+        return self._training

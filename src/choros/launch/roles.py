@@ -1,0 +1,104 @@
+"""The roles that a job's processes have, if it has parameter servers, and what each process is called.
+
+::
+
+    rank    0       1 … P     P+1 … P+W          chorosrun --ps P -np W
+    role    chief   ps 0 …    worker 0 …
+
+The chief, without which nothing can begin, comes first, then what the workers need, then the workers. In a job without
+parameter servers nobody has a role, and a process is called by its rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["CHIEF", "NO_ROLES", "PS", "WORKER", "Role", "Roles"]
+
+CHIEF, PS, WORKER = "chief", "ps", "worker"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A role, ``TF_CONFIG``'s word for it, and which of those who have it."""
+
+    name: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.name if self.name == CHIEF else f"{self.name} {self.index}"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who is what.
+
+    Attributes:
+        servers: how many parameter servers; 0: nobody has a role.
+        workers: how many workers, if there are parameter servers.
+
+    Example:
+        >>> [str(Roles(servers=1, workers=2).of(rank)) for rank in range(4)]
+        ['chief', 'ps 0', 'worker 0', 'worker 1']
+        >>> Roles(servers=1, workers=2).name(0), Roles(servers=1, workers=2).name(2), Roles().name(2)
+        ('the chief', 'worker 0', 'rank 2')
+    """
+
+    servers: int = 0
+    workers: int = 0
+
+    def __bool__(self) -> bool:
+        return self.servers > 0
+
+    def of(self, rank: int) -> Role | None:
+        """The role of ``rank``."""
+        if not self:
+            return None
+        if rank == 0:
+            return Role(CHIEF)
+        server = rank - 1
+        return Role(PS, server) if server < self.servers else Role(WORKER, server - self.servers)
+
+    def label(self, rank: int) -> str:
+        """What stands in front of the lines that ``rank`` writes."""
+        return str(self.of(rank) or rank)
+
+    def name(self, rank: int) -> str:
+        """What ``rank`` is called in a sentence."""
+        return f"the {CHIEF}" if self and rank == 0 else f"{'' if self else 'rank '}{self.label(rank)}"
+
+    def names(self, ranks: Sequence[int], most: int = 8) -> str:
+        """What several ranks are called, the first ``most`` by name.
+
+        Example:
+            >>> Roles().names([3, 1]), Roles().names([0, 1, 2], most=2), Roles(1, 1).names([1, 2])
+            ('ranks 1, 3', 'ranks 0, 1 and 1 more', 'ps 0, worker 0')
+        """
+        if len(ranks) == 1:
+            return self.name(ranks[0])
+        listed = ", ".join(self.label(rank) for rank in sorted(ranks)[:most])
+        more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+        return f"{'' if self else 'ranks '}{listed}{more}"
+
+    def kind(self, count: int) -> str:
+        """What ``count`` of a job's processes are called as such.
+
+        Example:
+            >>> Roles().kind(1), Roles().kind(2), Roles(1, 1).kind(3)
+            ('rank', 'ranks', 'processes')
+        """
+        return ("process" if self else "rank") + ("" if count == 1 else "es" if self else "s")
+
+    def directory(self, rank: int) -> str:
+        """The directory, below ``--output-dir``, for what ``rank`` writes.
+
+        Example:
+            >>> Roles().directory(1), Roles(1, 1).directory(1), Roles(1, 1).directory(0)
+            ('rank.1', 'ps.0', 'chief')
+        """
+        return f"{'' if self else 'rank.'}{self.label(rank)}".replace(" ", ".")
+
+
+#: What a job without parameter servers has.
+NO_ROLES = Roles()

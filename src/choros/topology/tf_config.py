@@ -1,0 +1,221 @@
+"""``TF_CONFIG``: the tasks of a cluster, each with a role and an address, and which of them this process is.
+
+::
+
+    {"cluster": {"chief":  ["a:2222"],                 role → the addresses of its tasks, in order
+                 "worker": ["b:2222", "c:2222"],
+                 "ps":     ["d:2222"]},
+     "task": {"type": "worker", "index": 0}}           this process: the first worker, at b:2222
+
+The format is TensorFlow's: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from choros.errors import ConfigError
+
+__all__ = ["TF_CONFIG", "TFConfig", "parse_port", "read_tf_config", "split_address"]
+
+#: The name of the variable.
+TF_CONFIG = "TF_CONFIG"
+
+_EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
+_CHIEF, _WORKER = "chief", "worker"
+#: The roles that train together, in the order in which their tasks are counted as ranks.
+_RANKED = (_CHIEF, _WORKER)
+_ROLES = (_CHIEF, _WORKER, "ps", "evaluator")
+#: What TensorFlow 1 called the chief.
+_OLD_CHIEF = "master"
+
+
+@final
+@dataclass(frozen=True)
+class TFConfig:
+    """A cluster, and which of its tasks this process is. Made by ``of`` or ``read_tf_config``, which check it.
+
+    Attributes:
+        cluster: role → the addresses, ``host:port``, of its tasks.
+        role: this process': ``"chief"``, ``"worker"``, ``"ps"`` or ``"evaluator"``.
+        index: which task of its role it is. An evaluator need not be in the cluster.
+        rpc_layer: a word that TensorFlow puts in front of addresses, such as ``"grpc"``.
+
+    Example:
+        >>> config = TFConfig.of({"worker": ["a:1"], "chief": ["c:1"], "ps": ["p:1"]}, "worker", 0)
+        >>> config.ranks
+        ('c:1', 'a:1')
+        >>> config.rank
+        1
+    """
+
+    cluster: Mapping[str, tuple[str, ...]]
+    role: str
+    index: int
+    rpc_layer: str | None = None
+
+    @classmethod
+    def of(cls, cluster: object, role: object, index: object, rpc_layer: object = None) -> TFConfig:
+        """What these say, with ``"master"`` called ``"chief"``.
+
+        Raises:
+            ConfigError: they do not describe a cluster and a task of it; the text says what to do.
+        """
+        checked = _check_cluster(cluster)
+        name = _CHIEF if role == _OLD_CHIEF else role
+        if not isinstance(name, str) or name not in _ROLES:
+            raise ConfigError(f"This process is to be a {role!r}, which is none of the roles {', '.join(_ROLES)}.")
+        if isinstance(index, bool) or not str(index).isdecimal():
+            raise ConfigError(f"This process is to be {name} {index!r}: its index must be a whole number from 0.")
+        number = int(str(index))
+        count = len(checked.get(name, ()))
+        if number >= count and not (name == "evaluator" and count == 0):
+            has = f"{count}: {name} 0 … {count - 1}" if count > 1 else f"{name} 0 only" if count else "none"
+            raise ConfigError(
+                f"This process is to be {name} {number}, but of these the cluster has {has}. Add the task's address to "
+                "the cluster, or correct its index."
+            )
+        return cls(checked, name, number, None if rpc_layer is None else str(rpc_layer))
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """The addresses of the tasks that train together by collectives, in the order of their ranks: chief first."""
+        return tuple(address for role in _RANKED for address in self.cluster.get(role, ()))
+
+    @property
+    def rank(self) -> int | None:
+        """This process among ``ranks``; ``None`` for a ps or an evaluator, which is alone."""
+        if self.role not in _RANKED:
+            return None
+        return self.index + (len(self.cluster.get(_CHIEF, ())) if self.role == _WORKER else 0)
+
+    def text(self) -> str:
+        """The variable's value.
+
+        Example:
+            >>> TFConfig.of({"worker": ["a:1"]}, "worker", 0).text()
+            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+        """
+        rpc_layer = {} if self.rpc_layer is None else {"rpc_layer": self.rpc_layer}
+        return json.dumps(
+            {
+                "cluster": {role: list(addresses) for role, addresses in self.cluster.items()},
+                "task": {"type": self.role, "index": self.index},
+                **rpc_layer,
+            }
+        )
+
+
+def read_tf_config(environ: Mapping[str, str], role: str | None = None, index: int | None = None) -> TFConfig | None:
+    """What ``TF_CONFIG`` says.
+
+    Args:
+        environ: the environment, usually ``os.environ``.
+        role: in place of the task's type that it names.
+        index: in place of the task's index that it names.
+
+    Returns:
+        The cluster and the task; ``None`` if the variable is not set, is empty, or has an empty cluster: then this
+        process is no task of one.
+
+    Raises:
+        ConfigError: it is no JSON or describes no cluster and task; the text says what was given, what was
+            expected and what to do.
+
+    Example:
+        >>> import json
+        >>> text = json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}})
+        >>> read_tf_config({"TF_CONFIG": text}).rank
+        1
+        >>> read_tf_config({}) is None
+        True
+    """
+    text = environ.get(TF_CONFIG)
+    if not text:
+        return None
+    try:
+        given = _decode(text)
+        if given["cluster"] == {}:
+            return None
+        task = given.get("task", {})
+        if not isinstance(task, dict):
+            raise ConfigError(f'"task" is {task!r}, not an object with a "type" and an "index".')
+        task = {**task, **({} if role is None else {"type": role}), **({} if index is None else {"index": index})}
+        if not task.keys() >= {"type", "index"}:
+            raise ConfigError(
+                'It does not say which task this process is: add a "task" with a "type" and an "index", which differ '
+                "from process to process."
+            )
+        return TFConfig.of(given["cluster"], task["type"], task["index"], given.get("rpc_layer"))
+    except ConfigError as error:
+        raise ConfigError(f"{TF_CONFIG} cannot be used. {error} Expected JSON like {_EXAMPLE}; got {text!r}.") from None
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The host and the port of ``host:port``; an IPv6 address stands in brackets.
+
+    Raises:
+        ConfigError: it is none.
+
+    Example:
+        >>> split_address("[fd00::1]:2222")
+        ('fd00::1', 2222)
+    """
+    host, _, port = address.rpartition(":")
+    number = parse_port(port)
+    if not host or number is None or (":" in host and not host.startswith("[")):
+        raise ConfigError(f"{address!r} is no address: expected host:port with a port of 1 … 65535.")
+    return host.strip("[]"), number
+
+
+def parse_port(text: str) -> int | None:
+    """The port of TCP that ``text`` is, ``None`` if it is none.
+
+    Example:
+        >>> parse_port("2222"), parse_port("65536"), parse_port("http")
+        (2222, None, None)
+    """
+    return int(text) if text.isascii() and text.isdecimal() and 0 < int(text) < 1 << 16 else None
+
+
+def _decode(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"It is not JSON ({error}): mind double quotes, and no comma before a closing bracket."
+        ) from None
+    if not isinstance(given, dict) or "cluster" not in given:
+        raise ConfigError('It has no "cluster": name the addresses of all tasks there, or unset it to run alone.')
+    return given
+
+
+def _check_cluster(cluster: object) -> dict[str, tuple[str, ...]]:
+    """Role → addresses, as they should be."""
+    if not isinstance(cluster, Mapping):
+        raise ConfigError(f"The cluster is {cluster!r}, not an object that has a list of addresses for each role.")
+    checked: dict[str, tuple[str, ...]] = {}
+    tasks: dict[str, str] = {}
+    for role, addresses in cluster.items():
+        name = _CHIEF if role == _OLD_CHIEF else role
+        if name not in _ROLES:
+            raise ConfigError(f"The cluster has the role {role!r}, which is none of {', '.join(_ROLES)}: rename it.")
+        if not (isinstance(addresses, list | tuple) and all(isinstance(address, str) for address in addresses)):
+            raise ConfigError(f"cluster[{role!r}] is {addresses!r}, not a list of addresses.")
+        checked[name] = (*checked.get(name, ()), *addresses)
+    if len(chiefs := checked.get(_CHIEF, ())) > 1:
+        raise ConfigError(f"The cluster has {len(chiefs)} chiefs ({', '.join(chiefs)}); make all but one workers.")
+    for task, address in ((f"{role} {i}", address) for role in checked for i, address in enumerate(checked[role])):
+        try:
+            split_address(address)
+        except ConfigError as error:
+            raise ConfigError(f"Of {task}, {error}") from None
+        if address in tasks:
+            raise ConfigError(
+                f"{tasks[address]} and {task} have one address, {address!r}: each needs a port of its own."
+            )
+        tasks[address] = task
+    return checked

@@ -1,0 +1,648 @@
+"""A model that a strategy trains on global batches equals one that plain Keras trains on one device.
+
+Run by ``test_strategies.py`` on two ranks of each framework. Every rank trains the strategy's model, and a plain one on
+the whole data as the reference: same start, same batches, no strategy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import choros
+from choros import distribute, nn
+from choros.errors import ConfigError, StrategyError
+from choros.parallel.objects import allgather_object, broadcast_object
+
+BACKEND = keras.backend.backend()
+FEATURES, CLASSES, BATCH = 6, 3, 16
+#: Five batches an epoch, the last with one example, which one of two replicas cannot have; four epochs are 20 steps.
+N = 65
+LOSS = functools.partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True)
+
+
+@functools.cache
+def strategy(name: str = "mirrored") -> distribute.Strategy:
+    kinds = {
+        "mirrored": distribute.MirroredStrategy,
+        "multi_worker": distribute.MultiWorkerMirroredStrategy,
+        "central": distribute.experimental.CentralStorageStrategy,
+    }
+    return kinds[name]()
+
+
+def data(n: int = N, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return generator.normal(size=(n, FEATURES)).astype("float32"), generator.integers(0, CLASSES, n).astype("int32")
+
+
+def build(optimizer=None, **compile_args) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((FEATURES,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(CLASSES)]
+    )
+    compile_args = {"loss": LOSS(), "metrics": ["accuracy"], **compile_args}
+    model.compile(optimizer=optimizer or keras.optimizers.Adam(0.01), **compile_args)
+    return model
+
+
+def both(make=build, name: str = "mirrored") -> tuple[keras.Model, keras.Model]:
+    """A model of the strategy, and a plain one."""
+    with strategy(name).scope():
+        ours = make()
+    return ours, make()
+
+
+def fit(model: keras.Model, *args, epochs: int = 4, **kwargs) -> dict[str, list[float]]:
+    return model.fit(*args, **{"epochs": epochs, "shuffle": False, "verbose": 0, **kwargs}).history
+
+
+def weights(model: keras.Model) -> list[np.ndarray]:
+    return [np.array(keras.ops.convert_to_numpy(weight.value)) for weight in model.weights]
+
+
+def assert_same_weights(ours: keras.Model, theirs: keras.Model, rtol: float = 1e-4) -> None:
+    for mine, expected in zip(weights(ours), weights(theirs), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=rtol, atol=rtol / 10)
+        np.testing.assert_array_equal(mine, broadcast_object(mine), err_msg="processes have different weights")
+
+
+def assert_same_history(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> None:
+    assert set(ours) == set(theirs)
+    for name, values in theirs.items():
+        np.testing.assert_allclose(ours[name], values, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def check_transparent(make=build, name: str = "mirrored", **fit_args) -> tuple[keras.Model, keras.Model]:
+    ours, theirs = both(make, name)
+    histories = [fit(model, *data(), batch_size=BATCH, **fit_args) for model in (ours, theirs)]
+    assert_same_weights(ours, theirs)
+    assert_same_history(*histories)
+    return ours, theirs
+
+
+def directory() -> Path:
+    """One for all processes, empty."""
+    import tempfile
+
+    return Path(broadcast_object(tempfile.mkdtemp() if choros.rank() == 0 else None))
+
+
+# ── fit equals one device: the defects of tf.distribute under Keras 3 ────────────────────────────────
+
+
+def case_mirrored_equals_one_device():
+    held_out = data(21, seed=1)
+    ours, _ = check_transparent(validation_data=held_out)
+    assert type(ours.optimizer).__name__ == "Adam"
+
+
+def case_multi_worker_mirrored_equals_one_device():
+    check_transparent(name="multi_worker", validation_split=0.2)
+
+
+def case_central_storage_equals_one_device():
+    ours, theirs = check_transparent(name="central")
+    # One process has the moments: the others have neither them nor their memory.
+    counts = allgather_object(len(ours.optimizer.variables))
+    assert counts == [len(theirs.optimizer.variables), 2]
+
+
+def case_central_storage_with_clipping_and_momentum():
+    check_transparent(lambda: build(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.3)), "central")
+
+
+def case_clipnorm_is_of_the_global_gradient():
+    check_transparent(lambda: build(keras.optimizers.SGD(0.1, clipnorm=0.05)))
+
+
+def case_global_clipnorm_is_of_the_global_gradient():
+    check_transparent(lambda: build(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1)))
+
+
+def case_gradient_accumulation_steps():
+    # An even number of batches of one size: Keras weighs batches alike, a strategy examples.
+    ours, theirs = both(lambda: build(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)))
+    for model in (ours, theirs):
+        fit(model, *data(64), batch_size=BATCH)
+    assert_same_weights(ours, theirs)
+
+
+def case_ema_overwrite_frequency():
+    check_transparent(lambda: build(keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3)))
+
+
+def case_infinity_on_one_replica_only():
+    """The second half of a batch overflows: all skip that step, and all halve the scale."""
+
+    def make():
+        return build(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=1024.0))
+
+    x, y = data(48)
+    x[BATCH + BATCH // 2 : 2 * BATCH] = np.inf
+    ours, theirs = both(make)
+    for model in (ours, theirs):
+        with np.errstate(all="ignore"):
+            fit(model, x, y, batch_size=BATCH, epochs=1)
+    assert all(np.isfinite(weight).all() for weight in weights(ours))
+    assert_same_weights(ours, theirs)
+    scales = [float(keras.ops.convert_to_numpy(model.optimizer.dynamic_scale)) for model in (ours, theirs)]
+    assert scales == [512.0, 512.0]
+
+
+def case_mixed_precision_scales_the_loss_by_itself():
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        ours, theirs = both()
+        for model in (ours, theirs):
+            fit(model, *data(), batch_size=BATCH, epochs=1)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert type(ours.optimizer).__name__ == "LossScaleOptimizer"
+    assert_same_weights(ours, theirs, rtol=2e-2)
+
+
+def case_several_steps_per_execution():
+    if BACKEND == "torch":
+        return  # Keras 3.15 has none on torch.
+    check_transparent(lambda: build(steps_per_execution=2))
+
+
+def case_example_weights_and_class_weights():
+    weight = np.linspace(0.1, 2.0, N).astype("float32")
+    check_transparent(sample_weight=weight)
+    check_transparent(class_weight={0: 1.0, 1: 3.0, 2: 0.5})
+
+
+def case_regularisation_counts_once():
+    def make():
+        keras.utils.set_random_seed(1)
+        dense = keras.layers.Dense(CLASSES, kernel_regularizer=keras.regularizers.L2(0.05))
+        model = keras.Sequential([keras.Input((FEATURES,)), dense])
+        model.compile(keras.optimizers.SGD(0.1), LOSS())
+        return model
+
+    check_transparent(make)
+
+
+def case_several_inputs_and_outputs():
+    def make():
+        keras.utils.set_random_seed(1)
+        left, right = keras.Input((FEATURES,), name="left"), keras.Input((FEATURES,), name="right")
+        hidden = keras.layers.Dense(8)(keras.layers.add([left, right]))
+        outputs = {"a": keras.layers.Dense(CLASSES, name="a")(hidden), "b": keras.layers.Dense(1, name="b")(hidden)}
+        model = keras.Model({"left": left, "right": right}, outputs)
+        model.compile(keras.optimizers.SGD(0.05), {"a": LOSS(), "b": "mse"}, metrics={"a": ["accuracy"], "b": ["mae"]})
+        return model
+
+    (x, y), (other, _) = data(64), data(64, seed=2)  # on TensorFlow, Keras weighs batches alike in an output's loss
+    inputs, targets = {"left": x, "right": other}, {"a": y, "b": x[:, :1]}
+    ours, theirs = both(make)
+    histories = [fit(model, inputs, targets, batch_size=BATCH) for model in (ours, theirs)]
+    assert_same_weights(ours, theirs)
+    assert_same_history(*histories)
+    mine, expected = ours.predict(inputs, verbose=0), theirs.predict(inputs, verbose=0)
+    for name in expected:
+        np.testing.assert_allclose(mine[name], expected[name], rtol=1e-4, atol=1e-5)
+    results = [model.evaluate(inputs, targets, verbose=0, return_dict=True) for model in (ours, theirs)]
+    assert_same_history(*({name: [value] for name, value in result.items()} for result in results))
+
+
+def case_shuffled_epochs_see_every_example_once():
+    class Sum(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="sum")
+            self.total = self.add_weight(name="total", initializer="zeros")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.total.assign_add(keras.ops.sum(keras.ops.cast(y_true, "float32")))
+
+        def result(self):
+            return keras.ops.convert_to_tensor(self.total)
+
+    with strategy().scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[Sum()])
+    x = np.zeros((N, 1), "float32")
+    history = fit(model, x, 2.0 ** np.arange(N) % 1009, batch_size=BATCH, shuffle=True, epochs=3)
+    np.testing.assert_allclose(history["sum"], [(2.0 ** np.arange(N) % 1009).sum()] * 3, rtol=1e-6)
+
+
+# ── every kind of data ───────────────────────────────────────────────────────────────────────────────
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self):
+        super().__init__()
+        self.x, self.y = data()
+
+    def __len__(self):
+        return -(-N // BATCH)
+
+    def __getitem__(self, index):
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        return self.x[rows], self.y[rows]
+
+
+def tf_data():
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices(data()).batch(BATCH)
+
+
+def data_loader():
+    import torch
+
+    x, y = data()
+    return torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=BATCH
+    )
+
+
+def generator():
+    while True:
+        for index in range(N // BATCH):
+            yield Batches()[index]
+
+
+@functools.cache
+def trained_by_keras(n: int) -> tuple[keras.Model, dict[str, list[float]]]:
+    model, (x, y) = build(), data()
+    return model, fit(model, x[:n], y[:n], batch_size=BATCH, epochs=2)
+
+
+def check_data(make_data, n: int = N, **fit_args) -> None:
+    expected, history = trained_by_keras(n)
+    with strategy().scope():
+        model = build()
+    assert_same_history(fit(model, make_data(), epochs=2, **fit_args), history)
+    assert_same_weights(model, expected)
+    if fit_args:
+        return
+    x, y = data()
+    predicted = model.predict(x, batch_size=BATCH, verbose=0)
+    np.testing.assert_allclose(model.predict(make_data(), verbose=0), predicted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        model.evaluate(make_data(), verbose=0), model.evaluate(x, y, verbose=0), rtol=1e-4, atol=1e-5
+    )
+
+
+def case_batches_of_a_py_dataset():
+    check_data(Batches)
+
+
+def case_batches_of_tf_data():
+    if BACKEND != "torch":  # tf.data works there too, at the price of another framework in the process.
+        check_data(tf_data)
+
+
+def case_batches_of_a_data_loader():
+    if BACKEND == "torch":
+        check_data(data_loader)
+
+
+def case_batches_of_a_generator():
+    check_data(generator, n=N // BATCH * BATCH, steps_per_epoch=N // BATCH)
+
+
+# ── evaluate, predict, single batches ────────────────────────────────────────────────────────────────
+
+
+def case_evaluate_and_predict_equal_one_device():
+    ours, theirs = both()
+    for n in (N, 2, 1):  # of one example, one replica has none
+        x, y = data(n)
+        results = [model.evaluate(x, y, batch_size=7, verbose=0, return_dict=True) for model in (ours, theirs)]
+        assert_same_history(*({name: [value] for name, value in result.items()} for result in results))
+        predicted = ours.predict(x, batch_size=7, verbose=0)
+        np.testing.assert_allclose(predicted, theirs.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ours.evaluate(*data(), verbose=0), theirs.evaluate(*data(), verbose=0), rtol=1e-5)
+
+
+def case_single_batches_equal_one_device():
+    ours, theirs = both()
+    for seed in range(3):
+        x, y = data(9, seed)
+        np.testing.assert_allclose(ours.train_on_batch(x, y), theirs.train_on_batch(x, y), rtol=1e-4)
+    np.testing.assert_allclose(ours.test_on_batch(x, y), theirs.test_on_batch(x, y), rtol=1e-4)
+    np.testing.assert_allclose(ours.predict_on_batch(x), theirs.predict_on_batch(x), rtol=1e-4, atol=1e-5)
+    assert_same_weights(ours, theirs)
+
+
+# ── callbacks and files ──────────────────────────────────────────────────────────────────────────────
+
+
+def case_files_are_written_once_and_training_resumes():
+    path = directory()
+
+    def run(epochs):
+        with strategy().scope():
+            model = build()
+        callbacks = [
+            keras.callbacks.BackupAndRestore(path / "backup", delete_checkpoint=False),
+            keras.callbacks.ModelCheckpoint(path / "last.keras", verbose=1),
+            keras.callbacks.CSVLogger(path / "log.csv", append=True),
+        ]
+        history = fit(model, *data(), batch_size=BATCH, epochs=epochs, callbacks=callbacks)
+        return model, history
+
+    run(2)
+    model, history = run(4)
+    expected, theirs = both()[1], None
+    theirs = fit(expected, *data(), batch_size=BATCH)
+    assert_same_weights(model, expected)
+    assert_same_history(history, {name: values[2:] for name, values in theirs.items()})
+    assert (path / "log.csv").read_text().count("\n") == 5  # a head and four epochs
+    loaded = keras.models.load_model(path / "last.keras")
+    np.testing.assert_allclose(loaded.evaluate(*data(), verbose=0), expected.evaluate(*data(), verbose=0), rtol=1e-4)
+
+
+def case_callbacks_see_what_all_replicas_saw():
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(dict(logs))
+
+    with strategy().scope():
+        model = build()
+    stop = keras.callbacks.EarlyStopping(monitor="val_loss", patience=0, min_delta=10.0)
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 / (1 + epoch))
+    fit(model, *data(), batch_size=BATCH, validation_data=data(9, 3), callbacks=[Watch(), stop, schedule])
+    assert allgather_object(seen) == [seen, seen]
+    assert len(seen) == 2
+
+
+def case_saved_models_load_inside_and_outside_of_a_scope():
+    path = directory()
+    ours, theirs = both()
+    fit(ours, *data(), batch_size=BATCH, epochs=1)
+    fit(theirs, *data(), batch_size=BATCH, epochs=1)
+    ours.save(path / "model.keras")
+    ours.save_weights(path / "model.weights.h5")
+    outside = keras.models.load_model(path / "model.keras")
+    with strategy().scope():
+        inside = keras.models.load_model(path / "model.keras")
+        other = build()
+        other.optimizer.build(other.trainable_variables)
+        other.load_weights(path / "model.weights.h5")
+    for loaded in (outside, inside, theirs):
+        fit(loaded, *data(), batch_size=BATCH, epochs=1)
+    assert_same_weights(outside, theirs)
+    assert_same_weights(inside, theirs)
+    np.testing.assert_allclose(other.predict(data()[0], verbose=0), ours.predict(data()[0], verbose=0), rtol=1e-5)
+
+
+def case_an_exported_model_serves_outside():
+    if BACKEND != "tensorflow":
+        return  # the format is TensorFlow's
+    path = directory()
+    with strategy().scope():
+        model = build()
+    model.export(str(path / "saved"), verbose=False)
+    import tensorflow as tf
+
+    loaded = tf.saved_model.load(str(path / "saved"))
+    np.testing.assert_allclose(loaded.serve(data()[0]), model.predict(data()[0], verbose=0), rtol=1e-4, atol=1e-5)
+
+
+def case_checkpoints_of_tensorflow_restore_with_and_without_a_strategy():
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+
+    path, x = directory(), data()[0]
+
+    def made():
+        model = build()
+        model.optimizer.build(model.trainable_variables)
+        return model, tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+
+    with strategy().scope():
+        ours, checkpoint = made()
+        manager = tf.train.CheckpointManager(checkpoint, str(path / "managed"), max_to_keep=2)
+    fit(ours, *data(), batch_size=BATCH, epochs=1)
+    saved = checkpoint.save(str(path / "ours"))
+    assert saved == tf.train.latest_checkpoint(path)
+    assert int(checkpoint.save_counter) == 1
+    managed = [manager.save() for _ in range(3)]
+    assert manager.latest_checkpoint == managed[-1] == tf.train.latest_checkpoint(path / "managed")
+    outside, plain = made()
+    plain.restore(saved).assert_consumed()
+    np.testing.assert_allclose(outside.predict(x, verbose=0), ours.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+    fit(outside, *data(), batch_size=BATCH, epochs=1)
+    plain.write(str(path / f"theirs-{choros.rank()}"))  # without a strategy, each process writes for itself
+    with strategy().scope():
+        inside, restoring = made()
+        restoring.restore(str(path / f"theirs-{choros.rank()}")).assert_consumed()
+    fit(ours, *data(), batch_size=BATCH, epochs=1)
+    assert_same_weights(inside, ours)
+
+
+# ── custom loops ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def train_step_of(model, optimizer):
+    """One step, as it is written for the framework: the loss is divided by the global batch, gradients are summed."""
+    loss_of = LOSS(reduction="none")
+
+    def loss_on(x, y):
+        return nn.compute_average_loss(loss_of(y, model(x, training=True)), global_batch_size=BATCH)
+
+    def tensorflow_step(batch):
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = loss_on(*batch)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    def torch_step(batch):
+        model.zero_grad()
+        loss = loss_on(*batch)
+        loss.backward()
+        import torch
+
+        with torch.no_grad():
+            optimizer.apply([v.value.grad for v in model.trainable_weights], model.trainable_weights)
+        return loss.detach()
+
+    return {"tensorflow": tensorflow_step, "torch": torch_step}[BACKEND]
+
+
+def custom_loop(scope, run, batches, reduce) -> tuple[keras.Model, list[float]]:
+    with scope():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [keras.Input((FEATURES,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(CLASSES)]
+        )
+        optimizer = keras.optimizers.Adam(0.01)
+        optimizer.build(model.trainable_variables)
+    if BACKEND == "jax":
+        return jax_loop(model, optimizer, run, batches, reduce)
+    step = train_step_of(model, optimizer)
+
+    def distributed_step(batch):
+        return reduce(run(step, args=(batch,)))
+
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        distributed_step = tf.function(distributed_step, reduce_retracing=True)
+    return model, [float(distributed_step(batch)) for _ in range(4) for batch in batches]
+
+
+def jax_loop(model, optimizer, run, batches, reduce):
+    import jax
+
+    loss_of = LOSS(reduction="none")
+
+    def loss_on(trainable, rest, x, y):
+        outputs, rest = model.stateless_call(trainable, rest, x, training=True)
+        return nn.compute_average_loss(loss_of(y, outputs), global_batch_size=BATCH), rest
+
+    @jax.jit
+    def step(state, batch):
+        trainable, rest, moments = state
+        (loss, rest), gradients = jax.value_and_grad(loss_on, has_aux=True)(trainable, rest, *batch)
+        trainable, moments = optimizer.stateless_apply(moments, gradients, trainable)
+        return (trainable, rest, moments), loss
+
+    state = tuple(
+        [v.value for v in vs] for vs in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    )
+    losses = []
+    for _ in range(4):
+        for batch in batches:
+            state, loss = run(step, args=(state, batch))
+            losses.append(float(reduce(loss)))
+    for variable, value in zip(model.trainable_variables, state[0], strict=True):
+        variable.assign(value)
+    return model, losses
+
+
+def check_custom_loop(name):
+    here = strategy(name)
+    batches = [tuple(each[i : i + BATCH] for each in data()) for i in range(0, N, BATCH)]
+    distributed = here.experimental_distribute_dataset(tf_data() if BACKEND == "tensorflow" else batches)
+    ours, losses = custom_loop(here.scope, here.run, distributed, lambda loss: here.reduce("SUM", loss, axis=None))
+    theirs, expected = custom_loop(contextlib.nullcontext, lambda step, args: step(*args), batches, lambda loss: loss)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4, atol=1e-5)
+    assert_same_weights(ours, theirs)
+
+
+def case_a_custom_loop_sums_over_replicas():
+    check_custom_loop("mirrored")
+
+
+def case_a_custom_loop_with_central_storage():
+    check_custom_loop("central")
+
+
+def case_metrics_of_a_custom_loop_count_all_replicas():
+    here = strategy()
+    with here.scope():
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+    labels = np.arange(6) % 2
+    outputs = np.eye(2, dtype="float32")[[0, 1, 0, 0, 0, 0]]
+    mine = slice(0, 3) if choros.rank() == 0 else slice(3, 6)
+    here.run(lambda: accuracy.update_state(labels[mine], outputs[mine]))
+    assert float(accuracy.result()) == pytest.approx(4 / 6)
+    accuracy.reset_state()
+    assert float(accuracy.result()) == 0.0
+
+
+def case_replicas_speak_with_each_other():
+    here = strategy()
+
+    def step(mine):
+        replica = distribute.get_replica_context()
+        number = replica.replica_id_in_sync_group
+        total = replica.all_reduce("SUM", {"a": keras.ops.ones(2) * (number + 1.0)})
+        parts = replica.all_gather(keras.ops.ones((number + 1, 2)) * mine, axis=0)
+        merged = replica.merge_call(lambda strategy, x: strategy.reduce("MEAN", x, axis=None), args=(mine,))
+        return total["a"], parts, merged
+
+    mine = here.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group * 10.0)
+    total, parts, merged = here.run(step, args=(mine,))
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(total), [3.0, 3.0])
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(parts), [[0.0, 0.0], [10.0, 10.0], [10.0, 10.0]])
+    assert float(merged) == 5.0
+    rows = np.ones((choros.rank() + 1,), "float32") * choros.rank()
+    assert float(here.reduce("MEAN", rows, axis=0)) == pytest.approx(2 / 3)
+    assert float(here.reduce("SUM", rows, axis=0)) == 2.0
+    np.testing.assert_array_equal(here.gather(rows, axis=0), [0.0, 1.0, 1.0])
+    columns = np.ones((2, choros.rank() + 1), "float32") * choros.rank()
+    np.testing.assert_array_equal(here.gather(columns, axis=1), [[0.0, 1.0, 1.0]] * 2)
+    with pytest.warns(DeprecationWarning, match="use run"):
+        assert here.experimental_run_v2(lambda x: x + 1, args=(1,)) == 2
+
+
+def case_variables_begin_alike():
+    keras.utils.set_random_seed(7 + choros.rank())
+    with strategy().scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dropout(0.5)])
+    kernel = weights(model)[0]
+    np.testing.assert_array_equal(kernel, broadcast_object(kernel))
+    seed = np.asarray(keras.ops.convert_to_numpy(model.layers[-1].seed_generator.state.value)).tolist()
+    first, second = allgather_object(seed)
+    assert first != second, "replicas would drop the same units"
+
+
+# ── wrong uses ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def case_wrong_uses_say_what_to_do():
+    here = strategy()
+    stranger = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    with here.scope():
+        assert distribute.has_strategy()
+        assert distribute.in_cross_replica_context()
+        assert distribute.get_strategy() is here
+        assert distribute.get_replica_context() is None
+        with pytest.raises(StrategyError, match="made outside of the scope"):
+            stranger.compile("sgd", "mse")
+        with (
+            pytest.raises(StrategyError, match="one strategy's scope at a time"),
+            distribute.OneDeviceStrategy("cpu").scope(),
+        ):
+            pass
+        optimizer = keras.optimizers.SGD(0.1)
+        model = build()
+    assert not distribute.has_strategy()
+    stranger.compile("sgd", "mse")  # outside, all is as it was
+    optimizer.build(model.trainable_variables)
+    with pytest.raises(StrategyError, match=r"strategy\.run"):
+        optimizer.apply([keras.ops.zeros(v.shape) for v in model.trainable_variables])
+    with pytest.raises(StrategyError, match="inside a replica"):
+        here.run(lambda: here.reduce("SUM", 1.0, axis=None))
+    with pytest.raises(StrategyError, match="inside a replica"):
+        here.run(lambda: here.run(lambda: 1))
+    with pytest.raises(ConfigError, match=r"SUM or ReduceOp\.MEAN"):
+        here.reduce("MAX", 1.0, axis=None)
+    with pytest.raises(ConfigError, match="no such dimension"):
+        here.reduce("SUM", 1.0, axis=0)
+    with pytest.raises(ConfigError, match="tuple or a list"):
+        here.run(lambda x: x, args=3)
+    with pytest.raises(ConfigError, match="global batch of 1 examples is smaller than the 2 replicas"):
+        model.fit(*data(), batch_size=1, verbose=0)
+    with pytest.raises(ConfigError, match="chorosrun -np 3"):
+        distribute.MirroredStrategy(devices=["cpu:0", "cpu:1", "cpu:2"])
+    with pytest.raises(ConfigError, match="multiple of 2"):
+        distribute.InputContext(2, 0, 2).get_per_replica_batch_size(33)
+    # Whatever was refused, the next collective works.
+    assert here.reduce("SUM", 1.0, axis=None) == 2.0
+
+
+def case_the_process_that_cannot_write_tells_the_others():
+    with strategy().scope():
+        model = build()
+    with pytest.raises((StrategyError, OSError, ValueError)) as caught:
+        model.save("/no/such/directory/model.keras")
+    assert (choros.rank() == 0) != ("process 0" in str(caught.value))

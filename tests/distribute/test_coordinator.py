@@ -1,0 +1,242 @@
+"""The coordinator's parts that need no processes; the rest is in test_parameter_server.py."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from choros.distribute.cluster_resolver import SimpleClusterResolver
+from choros.distribute.coordinator import ClusterCoordinator
+from choros.distribute.coordinator.clocks import Clocks
+from choros.distribute.coordinator.queue import Closure, ClosureQueue
+from choros.distribute.parameter_server import ParameterServerStrategy
+from choros.distribute.parameter_server.gradients import Accumulator, Clipping
+from choros.distribute.transport import ChannelClosed, Door, Failure, connect, job_key
+from choros.errors import ClosureCancelled, ConfigError, EngineError
+
+KEY = b"0123456789abcdef"
+
+
+def closure(name: str = "") -> Closure:
+    return Closure(name.encode(), b"", b"", {})
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_no_worker_begins_a_step_too_far_ahead(bound):
+    """Threads as workers, one of them slow, one lost half-way."""
+    queue = ClosureQueue(Clocks(bound), 30)
+    names = ("fast", "slow", "lost")
+    done, ahead = dict.fromkeys(names, 0), []
+    begun = threading.Barrier(len(names))
+
+    def work(name):
+        steps = 0
+        taken = queue.take(name)
+        begun.wait()
+        while taken is not None:
+            if name == "lost" and steps == 3:
+                del done[name]
+                queue.put_back(taken)
+                queue.left(name)
+                return
+            time.sleep(0.01 if name == "slow" else 0)
+            steps += 1
+            done[name] = steps
+            queue.done(name, taken, None)
+            taken = queue.take(name)
+            if taken is not None:
+                ahead.append(steps - min(done.copy().values()))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    for _ in names:
+        queue.came()
+    for _ in range(60):
+        queue.put(closure(), limit=100)
+    for thread in threads:
+        thread.start()
+    queue.wait()
+    queue.close()
+    for thread in threads:
+        thread.join(10)
+    assert done["fast"] + done["slow"] == 60 - 3
+    assert 0 < max(ahead) <= bound or bound == 0 == max(ahead)
+    assert done["fast"] - done["slow"] <= bound + 1
+
+
+def test_a_worker_without_work_holds_nobody_up():
+    clocks = Clocks(1)
+    clocks.start("idle")
+    clocks.finish("idle")
+    clocks.rest("idle")
+    for _ in range(10):
+        assert clocks.may_start("busy")
+        clocks.start("busy")
+        clocks.finish("busy")
+    clocks.start("idle")  # begins one step behind, not ten
+    assert clocks.may_start("busy")
+
+
+def test_a_closure_of_a_lost_worker_is_the_next():
+    queue = ClosureQueue(Clocks(None), 30)
+    queue.came()
+    first, second = closure("first"), closure("second")
+    queue.put(first, 9)
+    queue.put(second, 9)
+    assert queue.take("a") is first
+    queue.put_back(first)
+    assert queue.take("b") is first
+    queue.done("b", first, 1)
+    assert queue.take("b") is second
+    queue.done("b", second, 2)
+    assert queue.idle
+    assert [each.result.fetch() for each in (first, second)] == [1, 2]
+
+
+def test_an_error_cancels_what_waits_and_is_raised_once():
+    queue = ClosureQueue(Clocks(None), 30)
+    queue.came()
+    first, second = closure(), closure()
+    queue.put(first, 9)
+    queue.put(second, 9)
+    queue.failed("a", queue.take("a"), KeyError("x"))
+    with pytest.raises(KeyError):
+        queue.put(closure(), 9)
+    assert queue.idle
+    with pytest.raises(KeyError):
+        first.result.get()
+    with pytest.raises(ClosureCancelled):
+        second.result.get()
+
+
+def test_a_job_without_workers_is_an_error_in_the_end():
+    queue = ClosureQueue(Clocks(None), 0.01)
+    queue.put(closure(), 9)
+    with pytest.raises(EngineError, match="no worker"):
+        queue.wait()
+
+
+@pytest.fixture
+def address():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def echo(channel, first):
+    try:
+        channel.send(first)
+        while True:
+            channel.send(channel.receive())
+    except ChannelClosed:
+        pass
+
+
+def test_a_channel_carries_arrays_that_can_be_written_to(address):
+    door = Door(address, KEY, echo)
+    channel = connect(address, KEY, "the echo", 5)
+    arrays = {
+        "a": np.arange(12.0).reshape(3, 4),
+        "empty": np.zeros((0, 2)),
+        "number": np.float32(3),
+        "text": "x" * 100_000,
+    }
+    for _ in range(2):
+        channel.send(arrays)
+        back = channel.receive()
+        assert back["text"] == arrays["text"]
+        for name in ("a", "empty", "number"):
+            np.testing.assert_array_equal(back[name], arrays[name])
+        back["a"][0] = 1
+    channel.close()
+    with pytest.raises(ChannelClosed, match="the echo"):
+        channel.receive()
+    door.close()
+
+
+def test_who_has_another_key_is_turned_away(address):
+    door = Door(address, KEY, echo)
+    with pytest.raises(EngineError, match="CHOROS_SECRET must be the same"):
+        connect(address, b"another key 0000", "the echo", 5)
+    connect(address, KEY, "the echo", 5).close()
+    door.close()
+
+
+def test_nobody_there_is_an_error_in_bounded_time(address):
+    with pytest.raises(EngineError, match=r"could not be reached at .* within 0.2 s"):
+        connect(address, KEY, "parameter server 0", 0.2)
+
+
+def test_keys(tmp_path):
+    here, away = ["127.0.0.1:1", "localhost:2"], ["127.0.0.1:1", "node1:2"]
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    key = job_key(environ, here)
+    assert key == job_key(environ, here)
+    assert len(key) == 32
+    assert (tmp_path / "choros" / "secret").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="node1:2 can be reached from other hosts"):
+        job_key(environ, away)
+    assert job_key({"CHOROS_SECRET": "ab" * 16}, away) == b"\xab" * 16
+    for wrong in ("xyz", "ab"):
+        with pytest.raises(ConfigError, match="32 hexadecimal digits"):
+            job_key({"CHOROS_SECRET": wrong}, here)
+
+
+class OddError(Exception):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} {other}")
+
+
+@pytest.mark.parametrize(("error", "kind"), [(ValueError("x"), ValueError), (OddError(1, 2), EngineError)])
+def test_failures_travel_with_their_traceback(error, kind):
+    try:
+        raise error
+    except (ValueError, OddError) as caught:
+        failure = pickle.loads(pickle.dumps(Failure.of(caught)))
+    assert isinstance(failure.error(), kind)
+    assert "test_failures_travel" in failure.error().__notes__[0]
+
+
+def test_clipping_is_that_of_keras():
+    gradients = [np.array([3.0, -4.0]), np.array([0.3])]
+    np.testing.assert_allclose(Clipping(clipnorm=1.0).apply(gradients)[0], [0.6, -0.8])
+    np.testing.assert_allclose(Clipping(clipnorm=1.0).apply(gradients)[1], [0.3])
+    np.testing.assert_allclose(Clipping(clipvalue=2.0).apply(gradients)[0], [2, -2])
+    norm = np.sqrt(25.09)
+    np.testing.assert_allclose(Clipping(global_clipnorm=1.0).apply(gradients)[1], [0.3 / norm])
+    assert Clipping().apply(gradients) == gradients
+
+
+def test_an_accumulator_gives_means():
+    accumulator = Accumulator(2)
+    one = np.array([1.0])
+    assert accumulator.add([one]) is None
+    assert accumulator.add([one * 3]) == [2.0]
+    assert accumulator.add([one]) is None
+    assert one == 1.0
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task", "text"),
+    [
+        ({"worker": ["127.0.0.1:1"]}, ("worker", 0), "no chief and no ps"),
+        ({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}, ("worker", 1), "index 1"),
+        ({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}, ("master", 0), "role 'master'"),
+        ({"chief": ["a:1"], "worker": ["b:2"], "ps": ["c:3"]}, ("worker", 0), "CHOROS_SECRET is not set"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_an_error(cluster, task, text):
+    resolver = SimpleClusterResolver(cluster, task_type=task[0], task_id=task[1])
+    with pytest.raises(ConfigError, match=text):
+        ParameterServerStrategy(resolver)
+
+
+def test_wrong_arguments_are_errors():
+    with pytest.raises(ConfigError, match="max_staleness=-1"):
+        ParameterServerStrategy(max_staleness=-1)
+    with pytest.raises(ConfigError, match="takes a ParameterServerStrategy, not a str"):
+        ClusterCoordinator("strategy")

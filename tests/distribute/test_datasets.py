@@ -1,0 +1,61 @@
+"""Data sets dealt out; the cases on real replicas are in ``dataset_cases.py``."""
+
+import numpy as np
+import pytest
+
+from choros.distribute import datasets
+from choros.distribute.datasets.auto_shard import Shard
+from choros.distribute.replicas import Replicas
+from choros.parallel.batches import Part
+from harness import FRAMEWORKS, case_names, check_case
+
+MODULE = "distribute.dataset_cases"
+#: The data sets of all frameworks are in these cases; which arrays are in the lists of batches differs.
+FRAMEWORK = FRAMEWORKS[-1]
+
+
+@pytest.mark.parametrize("case", case_names(MODULE))
+def test_two_replicas(case: str) -> None:
+    check_case(MODULE, 2, case, FRAMEWORK)
+
+
+class Local(Replicas):
+    """Several replicas in one process, which is all these tests need of them."""
+
+    run = reduce = gather = all_reduce = all_gather = merge_call = None  # type: ignore[assignment]
+
+    def __init__(self, count: int) -> None:
+        self.count = self.local_count = count
+        self.first = 0
+
+
+Local.__abstractmethods__ = frozenset()
+
+
+def test_local_replicas_get_their_rows_together() -> None:
+    batches = [np.arange(7), np.arange(2)]
+    dealt = [[part.tolist() for part in batch] for batch in datasets.distribute(batches, Local(3))]
+    assert dealt == [[[0, 1, 2], [3, 4], [5, 6]], [[0], [1], []]]
+
+
+def test_local_replicas_each_take_a_batch_of_a_function() -> None:
+    own = [np.arange(2), np.arange(3), np.arange(1)]
+    dealt = datasets.from_function(lambda context: own, Local(2))
+    assert [[part.tolist() for part in step] for step in dealt] == [[[0, 1], [0, 1, 2]], [[0], []]]
+
+
+def test_fit_on_local_replicas_gets_the_whole_batch() -> None:
+    batches = [np.arange(7)]
+    assert datasets.split_batches(batches, Local(3)) is batches
+
+
+@pytest.mark.parametrize(("rows", "count", "local"), [(7, 4, 2), (8, 4, 2), (2, 4, 2), (9, 2, 1), (0, 3, 1)])
+def test_parts_are_all_rows_once(rows: int, count: int, local: int) -> None:
+    parts = [Part(first, count, local).range(rows) for first in range(0, count, local)]
+    assert [row for start, end in parts for row in range(start, end)] == list(range(rows))
+
+
+@pytest.mark.parametrize(("batch", "count"), [(7, 2), (8, 3), (3, 3)])
+def test_batches_of_processes_that_read_for_themselves_make_up_global_ones(batch: int, count: int) -> None:
+    sizes = [Shard(index, count).batch_sizes(batch) for index in range(count)]
+    assert {sum(step) for step in zip(*sizes, strict=True)} == {sum(each) for each in sizes} == {batch}

@@ -1,0 +1,65 @@
+"""Strategies whose replicas are devices of one process, CPUs standing for accelerators; and those of one device."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from harness import FRAMEWORKS, case_names, check_case
+
+MODULE = "distribute.device_cases"
+ON_TWO = (
+    "case_a_loop_is_compiled_once_for_each_kind_of_state",
+    "case_collectives_in_replicas",
+    "case_gradients_flow_through_collectives",
+    "case_replicas_with_batches_of_different_shapes",
+)
+
+needs_jax = pytest.mark.skipif("jax" not in FRAMEWORKS, reason="needs JAX")
+
+
+def flags(devices: int) -> str:
+    return f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+
+
+@needs_jax
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", case_names(MODULE))
+def test_four_devices(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags(4))
+    check_case(MODULE, 1, case, "jax")
+
+
+@needs_jax
+@pytest.mark.parametrize("case", ON_TWO)
+def test_two_devices(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags(2))
+    check_case(MODULE, 1, case, "jax", ON_TWO)
+
+
+NOTEBOOK = """
+import sys
+import jax, jax.numpy as jnp
+from choros import distribute
+
+strategy = distribute.MirroredStrategy()
+numbers = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+total = strategy.run(lambda x: distribute.get_replica_context().all_reduce("SUM", x), args=(numbers,))
+assert strategy.num_replicas_in_sync == 4
+assert [int(value) for value in total] == [6] * 4
+assert "keras" not in sys.modules and "tensorflow" not in sys.modules
+"""
+
+
+@needs_jax
+def test_a_script_that_nobody_launched_uses_all_devices_without_keras() -> None:
+    environ = {**os.environ, "XLA_FLAGS": flags(4)}
+    done = subprocess.run([sys.executable, "-c", NOTEBOOK], env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("case", case_names("distribute.one_device_cases"))
+def test_one_device(case: str, framework: str) -> None:
+    check_case("distribute.one_device_cases", 1, case, framework)

@@ -1,0 +1,118 @@
+"""MultiWorkerMirroredStrategy without mpirun: a plain Python process on each of two hosts, network namespaces here."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import choros
+from choros import distribute
+from choros.errors import ConfigError, EngineUnavailable
+from choros.topology import ENVIRONMENTS
+from comm.starts import free_port, together
+from harness import FRAMEWORKS
+from launch.namespaces import Network, two_hosts
+
+pytest.importorskip("torch")  # carries the gradients of ranks that MPI did not start
+
+SCRIPT = str(Path(__file__).parent / "worker_script.py")
+#: How the workers learn each other's addresses: another way on each framework.
+WAYS = {"tensorflow": "environment", "torch": "simple_resolver", "jax": "tf_config_resolver"}
+#: Runs the command in the namespace that the environment names.
+ON_ITS_HOST = ("sh", "-c", 'exec ip netns exec "$HOST" "$@"', "sh")
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    with two_hosts(tmp_path_factory.mktemp("reach")) as network:
+        yield network
+
+
+def tf_config(workers: list[str], index: int) -> str:
+    return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_two_hosts_train_as_one_process(network: Network, framework: str) -> None:
+    workers = [f"{host}:2222" for host in network.hosts]
+    environs = [
+        {"KERAS_BACKEND": framework, "HOST": namespace, "TF_CONFIG": tf_config(workers, index)}
+        for index, namespace in enumerate(network.namespaces)
+    ]
+    for code, output in together([*ON_ITS_HOST, sys.executable, SCRIPT, WAYS[framework]], environs):
+        assert code == 0, output
+        assert "as one process" in output
+        assert re.search("refused: MirroredStrategy is for .* one host, .* runs on 2: use MultiWorkerMirrored", output)
+
+
+@pytest.mark.timeout(300)
+def test_worker_whose_peer_is_killed_ends_with_an_error() -> None:
+    workers = [f"localhost:{free_port()}" for _ in range(2)]
+    environs = [{"KERAS_BACKEND": FRAMEWORKS[-1], "TF_CONFIG": tf_config(workers, index)} for index in range(2)]
+    (code, output), (code_of_dead, other_output) = together([sys.executable, SCRIPT, "die"], environs)
+    assert code_of_dead == -signal.SIGKILL, other_output
+    assert code == 1, output
+    assert "Another rank has ended, or cannot be reached any more" in output
+
+
+# ── starts that fail ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Nothing has started us, and nobody waits for long."""
+    choros.shutdown()
+    for launcher in ENVIRONMENTS:
+        monkeypatch.delenv(launcher.rank, raising=False)
+    monkeypatch.setenv("CHOROS_START_TIMEOUT", "0.2")
+    yield monkeypatch
+    choros.shutdown()
+
+
+def test_worker_that_never_comes(start: pytest.MonkeyPatch) -> None:
+    start.setenv("TF_CONFIG", tf_config([f"127.0.0.1:{free_port()}", "127.0.0.1:1"], 0))
+    with pytest.raises(EngineUnavailable, match=r"rank 1 of 2 did not come within 0\.2 s"):
+        distribute.MultiWorkerMirroredStrategy()
+
+
+def test_chief_that_never_comes(start: pytest.MonkeyPatch) -> None:
+    start.setenv("TF_CONFIG", tf_config([f"127.0.0.1:{free_port()}", "127.0.0.1:1"], 1))
+    with pytest.raises(EngineUnavailable, match=r"rank 1: nothing answers at 127\.0\.0\.1:\d+.* within 0\.2 s"):
+        distribute.MultiWorkerMirroredStrategy()
+
+
+def test_port_that_is_taken(start: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        start.setenv("TF_CONFIG", tf_config([f"127.0.0.1:{port}", "127.0.0.1:1"], 0))
+        with pytest.raises(EngineUnavailable, match=rf"rank 0 cannot listen at 127\.0\.0\.1:{port}"):
+            distribute.MultiWorkerMirroredStrategy()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("worker 0 of 2", "It is not JSON"),
+        ('{"cluster": {"worker": ["a:1", "b:1"]}}', "which task this process is"),
+        (tf_config(["a:1", "b:1"], 2), "has 2: worker 0 … 1"),
+    ],
+)
+def test_malformed_tf_config(start: pytest.MonkeyPatch, text: str, problem: str) -> None:
+    start.setenv("TF_CONFIG", text)
+    with pytest.raises(ConfigError, match=f"TF_CONFIG cannot be used.*{problem}.*Expected JSON like"):
+        distribute.MultiWorkerMirroredStrategy()
+
+
+def test_resolver_that_does_not_know_its_task(start: pytest.MonkeyPatch) -> None:
+    start.delenv("TF_CONFIG", raising=False)
+    resolver = distribute.cluster_resolver.SimpleClusterResolver({"worker": ["a:1", "b:1"]})
+    with pytest.raises(ConfigError, match="set its task_type and task_id"):
+        distribute.MultiWorkerMirroredStrategy(resolver)

@@ -1,0 +1,74 @@
+"""Two hosts on one machine: network namespaces, joined by a bridge."""
+
+import os
+import shutil
+import subprocess
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+#: Host 10.77.N.1x → namespace x, with a host name of its own; what it was asked to run is noted.
+REACH = """#!/bin/sh
+host=$1; shift
+echo "$host $*" >> {log}
+exec ip netns exec {name}-${{host##*.1}} unshare --uts sh -c "hostname host-${{host##*.1}}; $*"
+"""
+
+
+@dataclass
+class Network:
+    """Two hosts, and how to reach them."""
+
+    hosts: tuple[str, str]
+    reach: Path
+    log: Path
+    namespaces: tuple[str, str]
+
+
+@contextmanager
+def two_hosts(directory):
+    """The block in which the hosts are there; skips the test where they cannot be made."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        pytest.skip("network namespaces need ip and unshare")
+    number = free_number()
+    name, bridge = f"ch{number}", f"chb{number}"
+    namespaces = (f"{name}-1", f"{name}-2")
+    try:
+        ip("addr", "add", f"10.77.{number}.1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for host, namespace in enumerate(namespaces, 1):
+            ip("netns", "add", namespace)
+            ip("link", "add", f"{name}v{host}", "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            ip("link", "set", f"{name}v{host}", "master", bridge, "up")
+            ip("-n", namespace, "addr", "add", f"10.77.{number}.1{host}/24", "dev", "eth0")
+            ip("-n", namespace, "link", "set", "eth0", "up")
+            ip("-n", namespace, "link", "set", "lo", "up")
+        reach, log = directory / "reach", directory / "log"
+        reach.write_text(REACH.format(name=name, log=log))
+        reach.chmod(0o755)
+        yield Network((f"10.77.{number}.11", f"10.77.{number}.12"), reach, log, namespaces)
+    finally:
+        for namespace in namespaces:
+            ip("netns", "del", namespace, check=False)
+        ip("link", "del", bridge, check=False)
+
+
+def ip(*words, check=True):
+    subprocess.run(["ip", *words], check=check, capture_output=True, timeout=20)
+
+
+def free_number():
+    """The third part of addresses that nobody else uses: the bridge that is named after it is ours from now on."""
+    for attempt in range(20):
+        number = 20 + (os.getpid() + 7 * attempt) % 200
+        try:
+            ip("link", "add", f"chb{number}", "type", "bridge")
+        except subprocess.CalledProcessError as error:
+            problem = error.stderr.decode().strip()
+        else:
+            return number
+    pytest.skip(f"no bridge can be made here: {problem}")

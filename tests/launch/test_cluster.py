@@ -1,0 +1,118 @@
+"""Jobs with parameter servers: who is what, where, and what each is told."""
+
+import json
+import socket
+
+import pytest
+
+from choros.errors import ConfigError
+from choros.launch.cluster import introduce, role_in, task_environment, why_not_listening
+from choros.launch.command import Command
+from choros.launch.draft import draft_text
+from choros.launch.hosts import Host, parse_hosts
+from choros.launch.job import Job
+from choros.launch.roles import Role, Roles
+from choros.topology import TFConfig, Topology, detect, read_tf_config, split_address
+
+HOSTS = parse_hosts("a.invalid:2,b.invalid:3")
+
+
+def job(hosts=(), remote=(), **rest):
+    return Job(("python", "train.py"), 5, hosts=tuple(hosts), remote=tuple(remote), servers=1, **rest)
+
+
+def told(*given, environ=(), **how):
+    return introduce(job(*given, **how), dict(environ)).environment
+
+
+def cluster_of(environment):
+    return json.loads(environment["CHOROS_CLUSTER"])
+
+
+def test_roles():
+    roles = Roles(servers=2, workers=2)
+    assert [roles.of(rank) for rank in range(5)] == [
+        Role("chief"),
+        Role("ps", 0),
+        Role("ps", 1),
+        Role("worker", 0),
+        Role("worker", 1),
+    ]
+    assert [roles.label(rank) for rank in range(5)] == ["chief", "ps 0", "ps 1", "worker 0", "worker 1"]
+    assert not Roles()
+
+
+def test_the_plan_is_shown():
+    lines = draft_text(job(HOSTS, HOSTS), Command(("mpirun",), {}), {})
+    there = "its host's cores are shared out there"
+    assert lines.splitlines() == [
+        "mpirun",
+        f"# the chief on a.invalid: {there}",
+        f"# ps 0 on a.invalid: {there}",
+        f"# worker 0 on b.invalid: {there}",
+        f"# worker 1 on b.invalid: {there}",
+        f"# worker 2 on b.invalid: {there}",
+    ]
+
+
+def test_on_one_host_all_is_loopback():
+    for environment in (told(), told([Host("localhost", 5)]), told([Host("b.invalid", 5)], [Host("b.invalid", 5)])):
+        cluster = cluster_of(environment)
+        addresses = [split_address(address) for role in cluster.values() for address in role]
+        assert [len(cluster[role]) for role in ("chief", "ps", "worker")] == [1, 1, 3]
+        assert {host for host, _ in addresses} == {"127.0.0.1"}
+        assert len({port for _, port in addresses}) == 5
+
+
+def test_other_hosts_have_addresses_of_their_own():
+    here, there = Host("localhost", 2), Host("::2", 3)  # an address needs no resolver
+    cluster = cluster_of(told([there, here], [there]))
+    assert all(address.startswith("[::2]:") for address in cluster["chief"] + cluster["ps"])
+    assert [address.split(":")[0] for address in cluster["worker"][1:]] != ["localhost"] * 2
+    assert cluster_of(told(HOSTS, HOSTS))["chief"][0].startswith("a.invalid:")  # only ssh knows: as it was given
+
+
+def test_secrets_differ_from_job_to_job_unless_they_are_given():
+    first, second = told()["CHOROS_SECRET"], told()["CHOROS_SECRET"]
+    assert first != second
+    assert len(bytes.fromhex(first)) == 32
+    assert told(environ={"CHOROS_SECRET": "ab"})["CHOROS_SECRET"] == "ab"
+    assert told(environment={"CHOROS_SECRET": "cd", "A": "b"})["CHOROS_SECRET"] == "cd"
+
+
+def test_a_job_without_roles_is_told_nothing():
+    plain = Job(("x",), 2)
+    assert introduce(plain, {}) is plain
+    environ = {"OMPI_COMM_WORLD_RANK": "1", "TF_CONFIG": "{}"}
+    assert task_environment(environ, 1) == environ
+    assert (role_in(environ, 1), why_not_listening(environ, 1)) == (None, "")
+
+
+def test_hosts_that_a_scheduler_chooses_must_be_named():
+    with pytest.raises(ConfigError, match="name them with -H host:slots"):
+        introduce(job(), {"SLURM_JOB_ID": "7"})
+
+
+def test_what_a_process_is_told():
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "5", "PMIX_RANK": "1", "PRTE_LAUNCHED": "1"}
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"}
+    environ = {**mpi, **slurm, "HOME": "/root", **told()}
+    task = task_environment(environ, rank=1)
+    cluster = {role: tuple(addresses) for role, addresses in cluster_of(environ).items()}
+    assert read_tf_config(task) == TFConfig(cluster, "ps", 0)
+    assert task.keys() == {*slurm, "HOME", "TF_CONFIG", "CHOROS_SECRET"}
+    assert detect(task) == Topology(launcher="TF_CONFIG")
+
+
+def test_ports_are_looked_at_where_they_are_listened_at():
+    environ = told()
+    assert [why_not_listening(environ, rank) for rank in range(5)] == [""] * 5
+    with socket.socket() as taken:
+        taken.bind(split_address(cluster_of(environ)["ps"][0]))
+        taken.listen()
+        assert why_not_listening(environ, 1).startswith(
+            f"ps 0 cannot listen at {cluster_of(environ)['ps'][0]}: Address"
+        )
+    elsewhere = {"CHOROS_CLUSTER": json.dumps({"chief": ["192.0.2.1:20000"], "ps": ["a:1"], "worker": ["192.0.2.1:1"]})}
+    assert "name hosts in -H as they reach each other" in why_not_listening(elsewhere, 0)
+    assert why_not_listening(elsewhere, 2) == ""  # workers do not listen

@@ -1,0 +1,114 @@
+"""Jobs with parameter servers, of real processes that do nothing but have a role."""
+
+import os
+import re
+import signal
+import sys
+
+import pytest
+
+from launch.launched import Running, run
+
+PYTHON = sys.executable
+HEAD = """
+import hashlib, json, os, pathlib, signal, sys, time
+config = json.loads(os.environ["TF_CONFIG"])
+role = config["task"]["type"]
+done = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else None
+def ready():
+    secret = hashlib.sha256(bytes.fromhex(os.environ["CHOROS_SECRET"])).hexdigest()
+    print("ready", os.getpid(), "job=" + os.environ["CHOROS_JOB"], secret, sorted(config["cluster"]), flush=True)
+def wait():
+    while not (done and done.exists()):
+        time.sleep(0.02)
+"""
+
+
+def script(tmp_path, body):
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + body)
+    return path
+
+
+def ready(job, label):
+    """The process, and what else is said, of the last that has said it is ready under this label."""
+    return re.findall(rf"\[{label}\] ready (\d+) \S+ (.*)", job.said)[-1]
+
+
+def test_a_worker_that_is_killed_comes_back(tmp_path):
+    """One job for all that a job shows that ends well."""
+    done, logs = tmp_path / "done", tmp_path / "logs"
+    words = ("--ps", "1", "-np", "2", "--output-dir", logs, PYTHON, script(tmp_path, "ready(); wait()"), done)
+    with Running(*words, env={"TF_CONFIG": "stale", "OMPI_COMM_WORLD_RANK": "7"}) as job:
+        job.wait_for(4, "ready")
+        said = {ready(job, label)[1] for label in ("chief", "ps 0", "worker 0", "worker 1")}
+        assert len(said) == 1  # one secret, one cluster
+        assert said.pop().endswith("['chief', 'ps', 'worker']")
+        secrets = {
+            process.environ()["CHOROS_SECRET"] for process in job.processes() if "script.py" in str(process.cmdline())
+        }
+        assert len(secrets) == 1
+        assert not [word for process in job.processes() for word in process.cmdline() if word in secrets]
+        pid, _ = ready(job, "worker 0")
+        os.kill(int(pid), signal.SIGKILL)
+        job.wait_for(5, "ready")
+        assert ready(job, "worker 0")[0] != pid
+        done.touch()
+        ended = job.end()
+        job.assert_nothing_left()
+    assert ended.code == 0
+    assert re.fullmatch(
+        r"chorosrun: worker 0 on \S+ was killed by SIGKILL \(signal 9\) and is started again \(restart 1\)\.\n",
+        ended.err,
+    )
+    assert (logs / "worker.0" / "stdout").read_text().count("ready") == 2
+    assert sorted(path.name for path in logs.iterdir()) == ["chief", "ps.0", "worker.0", "worker.1"]
+
+
+def test_a_ps_that_is_killed_ends_the_job(tmp_path):
+    with Running("--ps", "1", "-np", "1", PYTHON, script(tmp_path, "ready(); wait()")) as job:
+        job.wait_for(3, "ready")
+        os.kill(int(ready(job, "ps 0")[0]), signal.SIGKILL)
+        ended = job.end()
+        job.assert_nothing_left()
+    assert ended.code == 137
+    first, second = ended.err.splitlines()
+    assert re.match(r"chorosrun: ps 0 on \S+ was killed by SIGKILL .*; the other 2 processes were stopped\.", first)
+    assert second.endswith("start the job again from its last checkpoint.")
+
+
+def test_the_chiefs_end_is_the_jobs(tmp_path):
+    """The others have their grace period, and are stopped then; who ends well in it is not mentioned."""
+    body = "if role == 'chief': sys.exit(0)\nif role == 'ps': time.sleep(0.5); sys.exit(0)\nready(); wait()\n"
+    ended = run("--ps", "1", "-np", "1", "--grace-period", "1", PYTHON, script(tmp_path, body))
+    assert ended.code == 0
+    assert ended.err == "chorosrun: worker 0 did not end within 1 s after the chief, and was stopped.\n"
+
+
+@pytest.mark.parametrize(
+    ("who", "ends", "code", "says"),
+    [
+        ("chief", "sys.exit(3)", 3, r"the chief on \S+ failed with exit code 3; the other 2 processes were stopped\."),
+        ("worker", "1 / 0", 1, r"worker 0 on \S+ failed with exit code 1 \(ZeroDivisionError\); the other 2 processes"),
+        ("worker", "os.kill(os.getpid(), 11)", 139, r"restart 1\)[^$]*SIGSEGV[^$]*this was restart 1"),
+    ],
+)
+def test_failures(tmp_path, who, ends, code, says):
+    body = f"if role == {who!r}: {ends}\nwait()\n"
+    ended = run("--ps", "1", "-np", "1", "--max-restarts", "1", PYTHON, script(tmp_path, body))
+    assert ended.code == code
+    assert re.search(f"chorosrun: .*{says}", ended.err), ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--max-restarts", "1", "-np", "2", "python"), "--max-restarts is about the workers beside parameter servers"),
+        (("--ps", "2", "-H", "localhost:3", "python"), "besides a chief and 2 ps there must be a worker"),
+        (("--ps", "0", "python"), "0 is not in the range x>=1"),
+    ],
+)
+def test_what_cannot_be_meant(words, says):
+    ended = run(*words)
+    assert (ended.code, ended.out) == (2, "")
+    assert says in ended.err
