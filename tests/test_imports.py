@@ -20,6 +20,7 @@ def test_imports_point_one_way() -> None:
     [
         "import choros",
         "import choros; choros.nn",
+        "import choros.distribute",
         "import choros.launch.cli",
         "import choros.comm.engines.threads",
         "import choros.parallel.reducer",

@@ -213,6 +213,30 @@ def case_several_inputs_and_outputs():
     assert_same_history(*({name: [value] for name, value in result.items()} for result in results))
 
 
+def case_statistics_of_layers_are_averaged():
+    """Each replica normalises its own rows; what is kept of them for evaluation is the mean, the same everywhere."""
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.own = weights(self.model)
+
+    def make():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [keras.Input((FEATURES,)), keras.layers.BatchNormalization(), keras.layers.Dense(CLASSES)]
+        )
+        model.compile(keras.optimizers.SGD(0.0), LOSS())
+        return model
+
+    with strategy().scope():
+        model = make()
+    watch = Watch()
+    fit(model, *data(64), batch_size=BATCH, epochs=1, callbacks=[watch])
+    for mine, everybodys in zip(watch.own, weights(model), strict=True):
+        np.testing.assert_allclose(everybodys, np.mean(allgather_object(mine), axis=0), rtol=1e-5, atol=1e-7)
+    assert not np.allclose(*(statistics[2] for statistics in allgather_object(watch.own)))
+
+
 def case_shuffled_epochs_see_every_example_once():
     class Sum(keras.metrics.Metric):
         def __init__(self):
@@ -308,6 +332,17 @@ def case_batches_of_a_data_loader():
 
 def case_batches_of_a_generator():
     check_data(generator, n=N // BATCH * BATCH, steps_per_epoch=N // BATCH)
+
+
+def case_tensors_and_held_out_data_smaller_than_the_replicas():
+    expected, _ = trained_by_keras(N)
+    x, y = data()
+    with strategy().scope():
+        model = build()
+    tensors = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
+    history = fit(model, *tensors, batch_size=BATCH, epochs=2, validation_data=(x[:1], y[:1]))
+    assert_same_weights(model, expected)
+    np.testing.assert_allclose(history["val_loss"][-1], expected.evaluate(x[:1], y[:1], verbose=0)[0], rtol=1e-4)
 
 
 # ── evaluate, predict, single batches ────────────────────────────────────────────────────────────────

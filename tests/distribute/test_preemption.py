@@ -17,7 +17,8 @@ import pytest
 
 import choros
 from choros import distribute
-from choros.distribute import preemption, termination
+from choros.distribute.preemption import handler as handling
+from choros.distribute.preemption import termination
 from choros.distribute.preemption.handler import PreemptionCheckpointHandler
 from choros.distribute.preemption.termination import Notice, TerminationConfig
 from choros.errors import ConfigError, StrategyError
@@ -138,7 +139,7 @@ def test_exit_fn_may_return_and_training_goes_on(tmp_path: Path) -> None:
 def test_grace_period_saves_at_once_and_again_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(seconds))  # each look at it takes a second
-    for module in (preemption, termination):
+    for module in (handling, termination):
         monkeypatch.setattr(module, "time", clock)
     steps = Steps()
     handler = PreemptionCheckpointHandler(None, steps, tmp_path, TerminationConfig(exit_fn=end, grace_period=60))

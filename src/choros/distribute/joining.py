@@ -18,6 +18,8 @@ from choros.topology.environments import RANK_LAUNCHERS
 
 __all__ = ["framework", "join"]
 
+_FRAMEWORKS = ("tensorflow", "torch", "jax")
+
 
 def framework() -> str:
     """The framework that trains: Keras' backend; without Keras, what the program has imported.
@@ -27,11 +29,16 @@ def framework() -> str:
     Raises:
         ConfigError: there is none.
     """
-    loaded = [name for name in ("torch", "jax", "tensorflow") if name in sys.modules]
+    loaded = [name for name in _FRAMEWORKS if sys.modules.get(name) is not None]
     if "keras" in sys.modules or (not loaded and importlib.util.find_spec("keras") is not None):
         import keras
 
-        return str(keras.backend.backend())
+        backend = str(keras.backend.backend())
+        if backend not in _FRAMEWORKS:
+            raise ConfigError(
+                f"Keras' backend is {backend}, which does not train: set KERAS_BACKEND to {' or '.join(_FRAMEWORKS)}."
+            )
+        return backend
     if loaded:
         return loaded[0]
     raise ConfigError(

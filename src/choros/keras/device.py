@@ -84,11 +84,14 @@ def _pin_jax(local_rank: int, intra: int | None, inter: int | None) -> str:
     if xla.mesh() is not None:  # has given this process its devices, which may be several
         device = jax.local_devices()[0]
         return "cpu" if device.platform == "cpu" else f"{device.platform}:{device.local_hardware_id}"
-    # Asking JAX for its devices would start all of them: the visible ones are narrowed down before.
-    jax.config.update("jax_cuda_visible_devices", str(local_rank))
-    jax.config.update("jax_rocm_visible_devices", str(local_rank))
+    # Asking JAX for its devices would start all of them: the visible ones are narrowed down before. A scheduler may
+    # have left this process fewer than the host has.
+    given = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    index = local_rank % len(given) if given else local_rank
+    jax.config.update("jax_cuda_visible_devices", str(index))
+    jax.config.update("jax_rocm_visible_devices", str(index))
     device = jax.local_devices()[0]
-    return "cpu" if device.platform == "cpu" else f"{device.platform}:{local_rank}"
+    return "cpu" if device.platform == "cpu" else f"{device.platform}:{index}"
 
 
 def accelerated() -> bool:

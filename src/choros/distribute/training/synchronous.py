@@ -21,6 +21,8 @@ from typing import Any, final
 import keras
 import numpy as np
 
+from choros.arrays import adapter_of
+from choros.comm import global_process_set
 from choros.distribute import datasets
 from choros.distribute.keras_hook import Call
 from choros.distribute.replica_context import get_strategy, has_strategy, in_cross_replica_context, in_fit, in_place
@@ -39,6 +41,7 @@ from choros.keras.trainer import attach
 from choros.keras.variables import broadcast_variables
 from choros.parallel.batches import are_arrays, check_global_batch, count_rows, cut
 from choros.parallel.objects import broadcast_object
+from choros.parallel.structure import map_structure
 from choros.topology import shard_range
 
 __all__ = ["SynchronousTraining"]
@@ -103,6 +106,8 @@ class SynchronousTraining(Training):
 
     def fit(self, model: Any, call: Call) -> Any:
         """Trains on this process's rows of each global batch."""
+        if self._replicas.count == 1:
+            return _alone(call)
         x, y, weights, validation = _split_validation(call)
         batch_size = call["batch_size"]
         data = self._training_data(x, y, weights, batch_size, shuffle=call["shuffle"], epoch=call["initial_epoch"])
@@ -110,7 +115,7 @@ class SynchronousTraining(Training):
         if validation is not None:
             x, y, weights = keras.utils.unpack_x_y_sample_weight(validation)
             held_out = self._part(x, y, weights, call["validation_batch_size"] or batch_size)
-            changes["validation_data"] = held_out
+            changes["validation_data"] = validation if held_out is None else held_out
             changes["validation_batch_size"] = None
         changes["callbacks"] = self._callbacks(call["callbacks"])
         with _in_fit():
@@ -118,21 +123,18 @@ class SynchronousTraining(Training):
 
     def evaluate(self, model: Any, call: Call) -> Any:
         """Evaluates this process's rows, then adds up what the metrics have seen."""
-        size = call["batch_size"] or _BATCH
-        data = self._part(call["x"], call["y"], call["sample_weight"], size, steps=call["steps"])
-        together = data is not None
-        if data is None:  # fewer examples than replicas: everybody evaluates all of them
-            data = _packed(call["x"], call["y"], call["sample_weight"])
+        if self._replicas.count == 1:
+            return _alone(call)
+        data = self._part(call["x"], call["y"], call["sample_weight"], call["batch_size"], steps=call["steps"])
         callbacks = self._writing(call["callbacks"])
+        call = call.replaced(callbacks=callbacks, verbose=self._verbosity(call))
+        if data is None:  # fewer examples than replicas: everybody evaluates all of them
+            return _alone(call)
+        steps = None if are_arrays(call["x"]) else call["steps"]
+        changes = {"x": data, "y": None, "sample_weight": None, "batch_size": None, "steps": steps}
         with _in_fit():
-            own = call.replaced(
-                **_as_arguments(data),
-                batch_size=None,
-                callbacks=callbacks,
-                verbose=self._verbosity(call),
-                return_dict=True,
-            ).run()
-            results = global_results(model) if together else own
+            call.replaced(**changes, return_dict=True).run()
+            results = global_results(model)
         return results if call["return_dict"] else model._flatten_metrics_in_order(results)
 
     def predict(self, model: Any, call: Call) -> Any:
@@ -165,6 +167,8 @@ class SynchronousTraining(Training):
     export = save
 
     def _on_batch(self, model: Any, call: Call, names: tuple[str, ...]) -> Any:
+        if self._replicas.count == 1:
+            return _alone(call)
         rows = count_rows(call["x"])
         check_global_batch(rows, self._replicas.count)
         start, end = shard_range(rows, self._replicas.first, self._replicas.count)
@@ -206,7 +210,8 @@ class SynchronousTraining(Training):
         backups = [each for each in others if isinstance(each, keras.callbacks.BackupAndRestore)]
         others = [each for each in others if each not in backups]
         mine = backups if self._replicas.first == 0 else []
-        return [MetricAverageCallback(), *mine, _SameEpoch(), BroadcastGlobalVariablesCallback(0), *others]
+        same = (_SameEpoch(), BroadcastGlobalVariablesCallback(0), _SameStatistics())
+        return [MetricAverageCallback(), *mine, *same, *others]
 
     def _writing(self, given: Any) -> list[Any]:
         """The user's callbacks; on other processes than the first without those that only write, and silent."""
@@ -235,6 +240,34 @@ class _SameEpoch(keras.callbacks.Callback):
         self.model._initial_epoch = broadcast_object(self.model._initial_epoch)
 
 
+@final
+class _SameStatistics(keras.callbacks.Callback):
+    """Averages over the processes what layers count of their own inputs, such as batch normalisation.
+
+    ``tf.distribute`` does so when such a variable is read. Here that is when it is next made use of: at the end of an
+    epoch, and before validation.
+    """
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._average()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._average()
+
+    def _average(self) -> None:
+        counted = [each for each in self.model.non_trainable_variables if "float" in each.dtype]
+        own = [adapter_of(each.value).to_host(each.value) for each in counted]
+        communicator = global_process_set.communicator
+        for variable, value in zip(counted, communicator.grouped_allreduce(own, name="statistics"), strict=True):
+            variable.assign(value)
+
+
+def _alone(call: Call) -> Any:
+    """The call as it is: there is nobody to share its data with."""
+    with _in_fit():
+        return call.run()
+
+
 def _in_fit() -> Any:
     return in_place(get_strategy(), fit=True)
 
@@ -249,17 +282,9 @@ def _outside_of_graphs() -> AbstractContextManager[Any]:
 
 
 def _packed(x: Any, y: Any, weights: Any) -> Any:
-    """What a data set of these arrays yields."""
-    if not are_arrays(x):
-        return x
-    return (x,) if y is None and weights is None else (x, y) if weights is None else (x, y, weights)
-
-
-def _as_arguments(data: Any) -> dict[str, Any]:
-    if isinstance(data, tuple):
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        return {"x": x, "y": y, "sample_weight": weights}
-    return {"x": data, "y": None, "sample_weight": None}
+    """The arrays as rows of one structure, in host memory."""
+    given = (x,) if y is None and weights is None else (x, y) if weights is None else (x, y, weights)
+    return map_structure(lambda leaf: adapter_of(leaf).to_host(leaf), given)
 
 
 def _split_validation(call: Call) -> tuple[Any, Any, Any, Any]:
