@@ -1,134 +1,194 @@
-"""Starts the processes of a ParameterServer job by hand, each with its ``TF_CONFIG``, with files to wait for."""
+"""Starts the processes of ParameterServer jobs by hand, each with its ``TF_CONFIG``, with files to wait for.
+
+One process imports the framework, and all others are forks of it, which saves each of them the import.
+"""
 
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
 import json
 import os
+import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 TESTS = Path(__file__).parents[1]
 #: Begins the lines of the chief that tell how a case went.
 CASE = "case: "
-#: A process waits for this file before it does anything; by directory, role, and index and life.
-GATE = "{}/go.{}.{}"
+#: A process waits for this file before it does anything; by script, role, and index and life.
+GATE = "{}.go.{}.{}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job.
+
+    Attributes:
+        script: what every process runs, beside this file.
+        workers: of the cluster; the last one waits until the chief opens its gate, if there are several.
+        servers: of the cluster.
+        lives: of the last worker: the next one waits likewise.
+        evaluator: whether there is one.
+    """
+
+    script: str
+    workers: int = 1
+    servers: int = 1
+    lives: int = 1
+    evaluator: bool = False
+
+    def processes(self) -> Iterator[tuple[str, str, int, int]]:
+        """The name, role, index and life of each."""
+        tasks = {"ps": self.servers, "worker": self.workers, "evaluator": int(self.evaluator), "chief": 1}
+        for role, count in tasks.items():
+            for index in range(count):
+                yield f"{role} {index}", role, index, 1
+        for life in range(2, self.lives + 1):
+            yield f"worker {self.workers - 1} again", "worker", self.workers - 1, life
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job went.
+    """How jobs went.
 
     Attributes:
         errors: the traceback of each case, empty if it went well.
-        codes: the exit code of each process, ``None`` if it had to be stopped.
-        said: what each process wrote to standard error.
+        codes: by script, the exit code of each process, negative if a signal ended it; ``None`` if it did not end.
+        said: by script, what each process wrote to standard error.
     """
 
     errors: Mapping[str, str]
-    codes: Mapping[str, int | None]
-    said: Mapping[str, str]
+    codes: Mapping[str, Mapping[str, int | None]]
+    said: Mapping[str, Mapping[str, str]]
 
 
-class Job:
-    """The processes of a job, in a directory that has their pids and the digits."""
+@functools.cache
+def run_jobs(framework: str, *jobs: Job) -> Outcome:
+    """Runs jobs, one after the other, in one directory that has the digits.
 
-    def __init__(self, script: str, framework: str, workers: int, servers: int, directory: Path) -> None:
-        addresses = [f"127.0.0.1:{port}" for port in _free_ports(1 + servers)]
-        listening = [f"127.0.0.1:{number}" for number in range(1, workers + 1)]  # Nobody listens there.
-        self._cluster = {"chief": addresses[:1], "worker": listening, "ps": addresses[1:]}
-        self._script = TESTS / "distribute" / script
-        self._framework = framework
-        self._directory = directory
-        self.processes: dict[str, subprocess.Popen[str]] = {}
+    Args:
+        framework: Keras' backend.
+        jobs: each another script's.
+    """
+    from sklearn.datasets import load_digits
+
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
         x, y = load_digits(return_X_y=True)
         np.save(directory / "x.npy", (x / 16).astype("float32"))
         np.save(directory / "y.npy", y.astype("int32"))
-
-    def start(self, role: str, index: int, life: int = 1, *, waits: bool = False) -> subprocess.Popen[str]:
-        """A process; the next ``life`` of it, if it waits until the one before is over."""
-        if not waits:
-            Path(GATE.format(self._directory, role, f"{index}.{life}")).touch()
         environ = {
             **os.environ,
-            "TF_CONFIG": json.dumps({"cluster": self._cluster, "task": {"type": role, "index": index}}),
-            "KERAS_BACKEND": self._framework,
-            "XDG_CACHE_HOME": str(self._directory),
+            "KERAS_BACKEND": framework,
+            "XDG_CACHE_HOME": name,
             "CHOROS_START_TIMEOUT": "60",
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "PYTHONPATH": str(TESTS),
             "OMP_NUM_THREADS": "1",
-            "TEST_DIRECTORY": str(self._directory),
-            "TEST_LIFE": str(life),
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # The steps are short, and compiled by each process.
         }
-        name = f"{role} {index}" if life == 1 else f"{role} {index} again"
-        command = [sys.executable, str(self._script)]
-        pipe = subprocess.PIPE if role == "chief" else subprocess.DEVNULL
-        with (self._directory / f"{name}.stderr").open("w") as errors:
-            process = subprocess.Popen(command, env=environ, cwd=self._directory, stdout=pipe, stderr=errors, text=True)
-        self.processes[name] = process
-        (self._directory / f"{name}.pid").write_text(str(process.pid))
-        return process
-
-    def stop(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
-
-
-@functools.cache
-def run_job(script: str, framework: str, workers: int, servers: int, *, late: bool = False) -> Outcome:
-    """Runs a job.
-
-    Args:
-        script: what every process runs, beside this file.
-        framework: Keras' backend.
-        workers: of the cluster.
-        servers: of the cluster.
-        late: the last one waits until the chief opens its gate, and there is another life of it that waits likewise.
-    """
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        directory = Path(name)
-        job = Job(script, framework, workers, servers, directory)
-        stack.callback(job.stop)
-        chief = job.start("chief", 0)
-        for index in range(servers):
-            job.start("ps", index)
-        for index in range(workers):
-            job.start("worker", index, waits=late and index == workers - 1)
-        if late:
-            job.start("worker", workers - 1, life=2, waits=True)
+        command = [sys.executable, __file__, json.dumps([asdict(job) for job in jobs])]
+        starter = subprocess.Popen(
+            command, env=environ, cwd=directory, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         errors: dict[str, str] = {}
-        with chief.stdout:
-            for line in chief.stdout:
+        with ExitStack() as stack:
+            stack.callback(starter.wait)
+            stack.callback(_kill_group, starter.pid)
+            stack.enter_context(starter.stdout)
+            for line in starter.stdout:
                 print(line, end="")
                 if line.startswith(CASE):
                     case, _ = json.JSONDecoder().raw_decode(line.removeprefix(CASE))
                     errors.update(case)
-        codes = {name: _ended(process) for name, process in job.processes.items()}
-        said = {name: (directory / f"{name}.stderr").read_text() for name in job.processes}
+        codes = {job.script: _read(directory / f"{job.script}.codes") for job in jobs}
+        said = {
+            job.script: {name: (directory / f"{job.script}.{name}.stderr").read_text() for name in codes[job.script]}
+            for job in jobs
+        }
         return Outcome(errors, codes, said)
 
 
-def _ended(process: subprocess.Popen[str]) -> int | None:
-    try:
-        return process.wait(30)
-    except subprocess.TimeoutExpired:
-        return None
+def _read(path: Path) -> dict[str, int | None]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _free_ports(count: int) -> list[int]:
+def _kill_group(pid: int) -> None:
+    os.killpg(pid, signal.SIGKILL)
+
+
+def _start(jobs: Sequence[Job]) -> None:
+    """What the starter does; in the forks it returns when their script has been run."""
+    warnings.filterwarnings("ignore", "os.fork")  # JAX does not know that it has not been used.
+    for module in ("pytest", "keras", "choros.distribute.parameter_server.roles"):
+        importlib.import_module(module)
+    gc.freeze()  # Or each fork copies all of these modules when it ends.
+    for job in jobs:
+        cluster = _cluster(job)
+        pids: dict[int, str] = {}
+        for name, role, index, life in job.processes():
+            pid = os.fork()
+            if pid == 0:
+                os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
+                _become(job, name, role, index, life)
+                return
+            pids[pid] = name
+            Path(f"{job.script}.{name}.pid").write_text(str(pid))
+        _wait(job, pids)
+
+
+def _become(job: Job, name: str, role: str, index: int, life: int) -> None:
+    os.environ["TEST_LIFE"] = str(life)
+    for descriptor, path in ((1, os.devnull), (2, f"{job.script}.{name}.stderr")):
+        if role != "chief" or descriptor == 2:
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    gate = Path(GATE.format(job.script, role, f"{index}.{life}"))
+    waits = role == "worker" and (life > 1 or index == job.workers - 1 > 0)
+    while waits and not gate.exists():
+        time.sleep(0.02)
+    runpy.run_path(str(TESTS / "distribute" / f"{job.script}.py"), run_name="__main__")
+
+
+def _wait(job: Job, pids: dict[int, str]) -> None:
+    """Until all have ended, and half a minute longer than the chief at most."""
+    codes: dict[str, int | None] = dict.fromkeys(pids.values())
+    until = float("inf")
+    while pids and time.monotonic() < until:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[name := pids.pop(pid)] = os.waitstatus_to_exitcode(status)
+            if name == "chief 0":
+                until = time.monotonic() + 30
+        else:
+            time.sleep(0.02)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    Path(f"{job.script}.codes").write_text(json.dumps(codes))
+
+
+def _cluster(job: Job) -> dict[str, Any]:
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        sockets = [stack.enter_context(socket.socket()) for _ in range(1 + job.servers)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        chief, *ps = (f"127.0.0.1:{each.getsockname()[1]}" for each in sockets)
+    workers = [f"127.0.0.1:{number}" for number in range(1, job.workers + 1)]  # Nobody listens there.
+    return {"chief": [chief], "worker": workers, "ps": ps}
+
+
+if __name__ == "__main__":
+    _start([Job(**job) for job in json.loads(sys.argv[1])])

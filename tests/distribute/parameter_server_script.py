@@ -6,14 +6,17 @@ killed.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import threading
 import time
-import traceback
+import warnings
+import zipfile
 from pathlib import Path
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -21,17 +24,13 @@ import pytest
 from choros.distribute.coordinator import ClusterCoordinator
 from choros.distribute.parameter_server import ParameterServerStrategy
 from choros.distribute.partitioners import MinSizePartitioner
-from choros.errors import ClosureCancelled, ConfigError, ParameterServerLost
-from distribute.parameter_server_jobs import CASE, GATE
+from choros.errors import ClosureCancelled, ConfigError, ParameterServerLost, StrategyError
+from distribute import parameter_server_common as common
+from distribute.parameter_server_common import BATCH, FRAMEWORK, SHARD, STEPS, WORKER, X, Y, assert_close, train
+from distribute.parameter_server_jobs import CASE
 
-FRAMEWORK = keras.backend.backend()
-DIRECTORY = Path(os.environ["TEST_DIRECTORY"])
-TASK = json.loads(os.environ["TF_CONFIG"])["task"]
-WORKER = f"{TASK['index']}.{os.environ['TEST_LIFE']}"
-X, Y = np.load(DIRECTORY / "x.npy"), np.load(DIRECTORY / "y.npy")
-STEPS, BATCH = 20, 32
-#: So many bytes are a shard's at least: of the kernels of the larger networks only.
-SHARD = 64 * 20 * 4
+HERE = Path()
+SCRIPT = "parameter_server_script"
 
 
 class Watched(keras.Sequential):
@@ -51,28 +50,21 @@ class Watched(keras.Sequential):
             self.train_function = function
 
 
-def network(hidden, optimizer, seed=0, norm=False, name=None, dropout=False):
-    def dense(units, index, **arguments):
-        return keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed + index), **arguments)
+def network(hidden, optimizer, **arguments):
+    return common.network(hidden, optimizer, kind=Watched, **arguments)
 
-    layers = [keras.Input((64,)), dense(hidden, 1, activation="relu")]
-    if norm:
-        layers.append(keras.layers.BatchNormalization())
-    if dropout:
-        layers.append(keras.layers.Dropout(0.2, seed=7))
-    model = Watched([*layers, dense(10, 2)], name=name)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"])
-    return model
+
+def pid_of(process):
+    return int(Path(f"{SCRIPT}.{process}.pid").read_text())
 
 
 def steps_of(name):
     """How many steps each worker has done with a model."""
-    return {path.suffixes[-2][1:] + path.suffix: path.stat().st_size for path in DIRECTORY.glob(f"{name}.steps.*.*")}
+    return {path.suffixes[-2][1:] + path.suffix: path.stat().st_size for path in HERE.glob(f"{name}.steps.*.*")}
 
 
 def count(name):
-    with (DIRECTORY / f"{name}.steps.{WORKER}").open("a") as file:
+    with Path(f"{name}.steps.{WORKER}").open("a") as file:
         file.write("x")
 
 
@@ -85,7 +77,7 @@ def mortally():
     count("mortal")
     time.sleep(0.01)
     if WORKER == "1.1" and steps_of("mortal")["1.1"] == 3:
-        (DIRECTORY / "killed").touch()
+        Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -105,7 +97,7 @@ OPTIMIZERS = {
 def models():
     """By name: cut and whole, with and without statistics."""
     made = {
-        "adam": network(40, OPTIMIZERS["adam"](), dropout=True),
+        "adam": network(40, OPTIMIZERS["adam"]()),
         "sgd": network(8, OPTIMIZERS["sgd"](), norm=True),
     }
     if FRAMEWORK == "torch":  # The others would compile each, three times.
@@ -121,7 +113,7 @@ strategy = ParameterServerStrategy(variable_partitioner=MinSizePartitioner(SHARD
 coordinator = ClusterCoordinator(strategy)
 with strategy.scope():
     MODELS = models()
-    PAIR = network(40, keras.optimizers.Adam(0.003), name="pair")
+    PAIR = network(40, keras.optimizers.Adam(0.02), name="pair")
     SLOW = network(8, "adam", name="slow")
     MORTAL = network(8, "adam", name="mortal")
     CUSTOM = network(40, "sgd", name="custom")
@@ -131,53 +123,77 @@ with strategy.scope():
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def train(model, epochs=2, **arguments):
-    rows = STEPS // 2 * BATCH
-    return model.fit(X[:rows], Y[:rows], batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, **arguments)
-
-
-def assert_close(model, other):
-    for one, another in zip(model.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_allclose(one, another, rtol=2e-4, atol=2e-6)
-
-
 # One worker.
 
 
+ALONE = {}
+
+
 def case_one_worker_ends_with_the_weights_of_one_device():
-    alone = models()
+    ALONE.update(models())
     for name, model in MODELS.items():
-        history, expected = train(model), train(alone[name])
-        assert_close(model, alone[name])
+        history, expected = train(model), train(ALONE[name])
+        assert_close(model.get_weights(), ALONE[name].get_weights())
         for metric, values in expected.history.items():
             np.testing.assert_allclose(history.history[metric], values, rtol=1e-3, err_msg=f"{name} {metric}")
-        assert int(model.optimizer.iterations) == int(alone[name].optimizer.iterations)
+
+
+def values_of(path):
+    """The values in a file of Keras, by their names in it."""
+    found = {}
+
+    def note(name, item):
+        if isinstance(item, h5py.Dataset) and "seed_generator" not in name:
+            found[name] = item[()]
+
+    with zipfile.ZipFile(path) as archive, h5py.File(io.BytesIO(archive.read("model.weights.h5"))) as file:
+        file.visititems(note)
+    return found
+
+
+def case_what_the_chief_saves_is_what_one_device_saves():
+    for name, model in MODELS.items():
+        model.save(f"{name}.keras")
+        ALONE[name].save(f"{name}.alone.keras")
+        saved, expected = values_of(f"{name}.keras"), values_of(f"{name}.alone.keras")
+        assert saved.keys() == expected.keys()
+        for key in saved:
+            np.testing.assert_allclose(saved[key], expected[key], rtol=2e-4, atol=2e-6, err_msg=f"{name} {key}")
+
+
+def case_what_the_chief_saves_trains_on_outside():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outside = keras.models.load_model("adam.keras", custom_objects={"Watched": Watched})
+    MODELS["adam"].save_weights("adam.weights.h5")
+    if FRAMEWORK == "tensorflow":
+        import tensorflow as tf
+
+        tf.train.Checkpoint(model=MODELS["adam"], optimizer=MODELS["adam"].optimizer).write("adam.checkpoint")
+    for model in (outside, ALONE["adam"], MODELS["adam"]):
+        train(model)
+    assert_close(outside.get_weights(), ALONE["adam"].get_weights())
+    assert_close(MODELS["adam"].get_weights(), ALONE["adam"].get_weights())
+    ALONE["adam"].save("adam.expected.keras")
 
 
 def case_weights_and_learning_rates_set_on_the_chief_count():
-    alone = network(40, OPTIMIZERS["adam"](), dropout=True)
-    train(alone)
+    alone = ALONE["adam"]
     zeros = [np.zeros_like(weight) for weight in alone.get_weights()]
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.01 * (epoch + 1))
     for model in (MODELS["adam"], alone):
         model.set_weights(zeros)
         train(model, callbacks=[schedule], validation_data=(X[-64:], Y[-64:]))
-    assert_close(MODELS["adam"], alone)
+    assert_close(MODELS["adam"].get_weights(), alone.get_weights())
     np.testing.assert_allclose(MODELS["adam"].history.history["val_loss"], alone.history.history["val_loss"], rtol=1e-3)
     assert float(keras.ops.convert_to_numpy(MODELS["adam"].optimizer.learning_rate)) == np.float32(0.02)
     np.testing.assert_allclose(MODELS["adam"].predict(X[:8], verbose=0), alone.predict(X[:8], verbose=0), rtol=1e-3)
 
 
-def case_what_the_chief_saves_has_the_servers_weights():
-    MODELS["sgd"].save(DIRECTORY / "model.keras")
-    assert_close(keras.models.load_model(DIRECTORY / "model.keras", custom_objects={"Watched": Watched}), MODELS["sgd"])
-
-
 def case_a_batch_at_a_time():
-    alone = network(8, OPTIMIZERS["sgd"](), seed=5, norm=True)
-    MODELS["sgd"].set_weights(alone.get_weights())
-    logs = MODELS["sgd"].train_on_batch(X[:BATCH], Y[:BATCH], return_dict=True)
-    expected = alone.train_on_batch(X[:BATCH], Y[:BATCH], return_dict=True)
+    logs, expected = (
+        model.train_on_batch(X[:BATCH], Y[:BATCH], return_dict=True) for model in (MODELS["adam"], ALONE["adam"])
+    )
     np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-4)
 
 
@@ -272,7 +288,7 @@ def case_a_loop_of_ones_own():
     results = [coordinator.schedule(step, args=(iterator,)) for _ in range(STEPS)]
     coordinator.join()
     assert coordinator.done()
-    assert_close(CUSTOM, alone)
+    assert_close(CUSTOM.get_weights(), alone.get_weights())
     np.testing.assert_allclose(coordinator.fetch(results)[0], losses[0], rtol=1e-4)
     assert isinstance(results[0].fetch(), (np.ndarray, np.generic)), type(results[0].fetch())
     assert int(keras.ops.convert_to_numpy(ACCURACY.count)) == STEPS * BATCH
@@ -331,26 +347,23 @@ def case_what_cannot_be_scheduled_is_an_error():
         coordinator.join()
 
 
+def case_only_the_chief_is_ended_by_signals():
+    for process in ("ps 0", "worker 0"):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid_of(process), number)
+    with pytest.raises(StrategyError, match="applied on the chief"):
+        OPTIMIZER.apply([np.zeros(v.shape, "float32") for v in CUSTOM.trainable_variables])
+    assert coordinator.schedule(lambda: 7).fetch() == 7
+
+
 # A second worker comes.
 
 
-def come(worker):
-    """Lets a worker go on, and waits until it takes part."""
-    Path(GATE.format(DIRECTORY, "worker", worker)).touch()
-
-    def who():
-        time.sleep(0.02)
-        return f"{json.loads(os.environ['TF_CONFIG'])['task']['index']}.{os.environ['TEST_LIFE']}"
-
-    while worker not in coordinator.fetch([coordinator.schedule(who) for _ in range(2)]):
-        pass
-
-
 def case_with_two_reach_the_accuracy_of_one_device():
-    come("1.1")
-    alone = network(40, keras.optimizers.Adam(0.003))
+    common.come(SCRIPT, coordinator, "1.1")
+    alone = network(40, keras.optimizers.Adam(0.02))
     for model in (PAIR, alone):
-        model.fit(X, Y, batch_size=BATCH, epochs=8, verbose=0)
+        model.fit(X, Y, batch_size=4 * BATCH, epochs=12, verbose=0)
     pair, one = (model.evaluate(X, Y, verbose=0)[1] for model in (PAIR, alone))
     assert one > 0.95
     assert abs(pair - one) <= 0.01, (pair, one)
@@ -359,7 +372,7 @@ def case_with_two_reach_the_accuracy_of_one_device():
 def case_with_two_a_slow_worker_does_fewer_steps_and_holds_nobody_up():
     # All workers have compiled the step when the first epoch is over.
     train(SLOW, epochs=2)
-    for path in DIRECTORY.glob("slow.steps.*"):
+    for path in HERE.glob("slow.steps.*"):
         path.unlink()
     train(SLOW, epochs=4)
     steps = steps_of("slow")
@@ -369,12 +382,12 @@ def case_with_two_a_slow_worker_does_fewer_steps_and_holds_nobody_up():
 
 class UntilKilled(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
-        self.model.stop_training = (DIRECTORY / "killed").exists()
+        self.model.stop_training = Path("killed").exists()
 
 
 def case_with_two_a_worker_that_is_killed_loses_no_batch():
     history = train(MORTAL, epochs=1000, callbacks=[UntilKilled()])
-    assert (DIRECTORY / "killed").exists()
+    assert Path("killed").exists()
     loss = next(metric for metric in MORTAL.metrics if metric.name == "loss")
     assert int(keras.ops.convert_to_numpy(loss.count)) == STEPS // 2 * BATCH
     epochs = len(history.epoch)
@@ -384,7 +397,7 @@ def case_with_two_a_worker_that_is_killed_loses_no_batch():
 
 
 def case_with_two_a_worker_that_comes_back_takes_part():
-    come("1.2")
+    common.come(SCRIPT, coordinator, "1.2")
 
     class UntilBack(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -395,7 +408,7 @@ def case_with_two_a_worker_that_comes_back_takes_part():
 
 
 def lose_a_server():
-    os.kill(int((DIRECTORY / "ps 1.pid").read_text()), signal.SIGKILL)
+    os.kill(pid_of("ps 1"), signal.SIGKILL)
     try:
         train(MODELS["adam"])
     except ParameterServerLost:
@@ -403,21 +416,7 @@ def lose_a_server():
         raise
 
 
-def main():
-    while not Path(GATE.format(DIRECTORY, TASK["type"], WORKER)).exists():
-        time.sleep(0.02)
-    with_two = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]) == 2
-    for name, case in list(globals().items()):
-        if name.startswith("case_") and (with_two or not name.startswith("case_with_two_")):
-            begin = time.perf_counter()
-            try:
-                case()
-                error = ""
-            except Exception:  # noqa: BLE001  (all that may go wrong is the result)
-                error = traceback.format_exc()
-            print(CASE + json.dumps({name: error}), f"{time.perf_counter() - begin:.1f} s", flush=True)
-    if with_two:
+if __name__ == "__main__":
+    common.run_cases(dict(globals()))
+    if len(common.CLUSTER["worker"]) == 2:
         lose_a_server()
-
-
-main()

@@ -23,7 +23,7 @@ KEY = b"0123456789abcdef"
 
 
 def closure(name: str = "") -> Closure:
-    return Closure(name.encode(), b"", b"", {})
+    return Closure(name, name.encode(), b"", b"", {})
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -41,7 +41,7 @@ def test_no_worker_begins_a_step_too_far_ahead(bound):
         while taken is not None:
             if name == "lost" and steps == 3:
                 del done[name]
-                queue.put_back(taken)
+                queue.lost(name, taken)
                 queue.left(name)
                 return
             time.sleep(0.01 if name == "slow" else 0)
@@ -88,13 +88,32 @@ def test_a_closure_of_a_lost_worker_is_the_next():
     queue.put(first, 9)
     queue.put(second, 9)
     assert queue.take("a") is first
-    queue.put_back(first)
+    queue.lost("a", first)
     assert queue.take("b") is first
     queue.done("b", first, 1)
     assert queue.take("b") is second
     queue.done("b", second, 2)
     assert queue.idle
     assert [each.result.fetch() for each in (first, second)] == [1, 2]
+
+
+def test_a_closure_that_costs_three_workers_is_an_error():
+    queue = ClosureQueue(Clocks(None), 30)
+    fatal, other = closure("fatal"), closure("other")
+    queue.put(fatal, 9)
+    queue.put(other, 9)
+    for worker in ("worker 0", "worker 1", "worker 0"):
+        queue.came()
+        assert queue.take(worker) is fatal
+        queue.lost(worker, fatal)
+        queue.left(worker)
+    with pytest.raises(EngineError, match=r"fatal is not run again.* worker 0, worker 1, worker 0"):
+        queue.wait()
+    with pytest.raises(EngineError, match="fatal"):
+        fatal.result.get()
+    with pytest.raises(ClosureCancelled):
+        other.result.get()
+    assert queue.idle
 
 
 def test_an_error_cancels_what_waits_and_is_raised_once():
@@ -224,8 +243,8 @@ def test_an_accumulator_gives_means():
     ("cluster", "task", "text"),
     [
         ({"worker": ["127.0.0.1:1"]}, ("worker", 0), "no chief and no ps"),
-        ({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}, ("worker", 1), "index 1"),
-        ({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}, ("master", 0), "role 'master'"),
+        ({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}, ("worker", 1), "worker 1, but"),
+        ({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}, ("boss", 0), "a 'boss'"),
         ({"chief": ["a:1"], "worker": ["b:2"], "ps": ["c:3"]}, ("worker", 0), "CHOROS_SECRET is not set"),
     ],
 )

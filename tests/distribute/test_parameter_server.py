@@ -2,46 +2,50 @@ from __future__ import annotations
 
 import pytest
 
-from distribute.parameter_server_jobs import Outcome, run_job
+from distribute.parameter_server_jobs import Job, Outcome, run_jobs
 from harness import FRAMEWORKS, case_names
 
-SCRIPT = "parameter_server_script"
-CASES = case_names(f"distribute.{SCRIPT}")
+FIRST, RESUMED = "parameter_server_script", "parameter_server_resumed"
 #: What one worker does differs between frameworks; what several do with each other does not.
-WITH_TWO_WORKERS = "jax" if "jax" in FRAMEWORKS else FRAMEWORKS[0]
+WITH_TWO_WORKERS = "torch" if "torch" in FRAMEWORKS else FRAMEWORKS[0]
+CASES = [
+    (framework, case)
+    for framework in FRAMEWORKS
+    for script in (FIRST, RESUMED)
+    for case in case_names(f"distribute.{script}")
+    if framework == WITH_TWO_WORKERS or not case.startswith("case_with_two_")
+]
 
 
-def job(framework: str) -> Outcome:
-    two = framework == WITH_TWO_WORKERS
-    return run_job(f"{SCRIPT}.py", framework, workers=1 + two, servers=1 + two, late=two)
+def jobs(framework: str) -> Outcome:
+    if framework == WITH_TWO_WORKERS:
+        return run_jobs(
+            framework,
+            Job(FIRST, workers=2, servers=2, lives=2),
+            Job(RESUMED, workers=2, servers=2, evaluator=True),
+        )
+    return run_jobs(framework, Job(FIRST), Job(RESUMED, servers=2))
 
 
-@pytest.mark.parametrize(
-    ("framework", "case"),
-    [
-        (framework, case)
-        for framework in FRAMEWORKS
-        for case in CASES
-        if framework == WITH_TWO_WORKERS or not case.startswith("case_with_two_")
-    ],
-)
+@pytest.mark.parametrize(("framework", "case"), CASES)
 def test_case(framework: str, case: str) -> None:
-    outcome = job(framework)
+    outcome = jobs(framework)
     assert case in outcome.errors, outcome
     assert not outcome.errors[case], f"\n{outcome.errors[case]}"
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_all_processes_end_with_the_chief(framework: str) -> None:
-    outcome = job(framework)
+    outcome = jobs(framework)
+    first = resumed = {"ps 0": 0, "worker 0": 0, "chief 0": 0}
+    resumed = {**resumed, "ps 1": 0}
     if framework == WITH_TWO_WORKERS:
-        expected = {"ps 1": -9, "worker 1": -9, "worker 1 again": 0, "chief 0": 1}
-    else:
-        expected = {"chief 0": 0}
-    assert outcome.codes == {"ps 0": 0, "worker 0": 0, **expected}, outcome
+        first = {**first, "ps 1": -9, "worker 1": -9, "worker 1 again": 0, "chief 0": 1}
+        resumed = {**resumed, "worker 1": 0, "evaluator 0": 0}
+    assert outcome.codes == {FIRST: first, RESUMED: resumed}, outcome
 
 
 def test_a_lost_server_is_an_error_on_the_chief() -> None:
-    said = job(WITH_TWO_WORKERS).said["chief 0"]
+    said = jobs(WITH_TWO_WORKERS).said[FIRST]["chief 0"]
     assert "ParameterServerLost: parameter server 1 is gone" in said
     assert "from the last checkpoint" in said

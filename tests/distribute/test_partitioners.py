@@ -46,7 +46,7 @@ def test_an_axis_that_is_not_there_is_an_error():
 
 def test_shards_are_dealt_in_turn():
     variables = {(1, 0): ((5, 2), "float32"), (1, 1): ((), "float32"), (1, 2): ((2,), "float32")}
-    assert place(variables, FixedShardsPartitioner(2), servers=2) == Placement(
+    assert place(variables, FixedShardsPartitioner(2), servers=2, first=1) == Placement(
         (
             (Shard((1, 0), 3, 5), Shard((1, 2), 0, 1)),
             (Shard((1, 0), 0, 3), Shard((1, 1)), Shard((1, 2), 1, 2)),

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness import CHOROSRUN, FRAMEWORKS, ROOT
+from harness import CHOROSRUN, FRAMEWORKS, ROOT, TESTS
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,27 @@ class Job:
     launcher: subprocess.Popen[str]
 
     @classmethod
-    def start(cls, example: str, *arguments: object, framework: str, cache: Path, ranks: int = 2) -> Job:
-        """Starts ``examples/{example}.py``; the bundled digits are, or will be, in ``cache``."""
+    def start(
+        cls, example: str, *arguments: object, framework: str, cache: Path, ranks: int = 2, servers: int = 0
+    ) -> Job:
+        """Starts ``examples/{example}.py``, or ``several.py``; the bundled digits are, or will be, in ``cache``.
+
+        With parameter ``servers``, ``ranks`` are their workers.
+        """
         if framework not in FRAMEWORKS:
             pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
-        command = [sys.executable, str(ROOT / "examples" / f"{example}.py"), *map(str, arguments)]
-        if ranks > 1:
+        directory = TESTS if example == "several" else ROOT
+        command = [sys.executable, str(directory / "examples" / f"{example}.py"), *map(str, arguments)]
+        if servers:
+            command = [CHOROSRUN, "--ps", str(servers), "-np", str(ranks), *command]
+        elif ranks > 1:
             command = [CHOROSRUN, "-np", str(ranks), *command]
         environment = {
             **os.environ,
             "KERAS_BACKEND": framework,
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "XDG_CACHE_HOME": str(cache),
+            "PYTHONPATH": str(TESTS),
         }
         return cls(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -58,6 +58,10 @@ class Call:
     def __getitem__(self, name: str) -> Any:
         return self._bound.arguments[name]
 
+    def get(self, name: str) -> Any:
+        """``None`` for what the method does not take."""
+        return self._bound.arguments.get(name)
+
     def replaced(self, **arguments: Any) -> Call:
         """The same call with other ``arguments``."""
         call = Call(self._method, self._bound.args, self._bound.kwargs)
@@ -162,9 +166,21 @@ def _asking(strategy: Strategy, model: Any, name: str) -> Any:
         if name in _WRITING:
             return lead(model, Call(own, args, kwargs))
         with strategy.scope():
-            return lead(model, Call(own, args, kwargs))
+            return lead(model, _with_callbacks_that_work(Call(own, args, kwargs)))
 
     return method
+
+
+def _with_callbacks_that_work(call: Call) -> Call:
+    """The call with Keras' TensorBoard callback exchanged where TensorFlow is not there to write its files."""
+    given = call.get("callbacks")
+    if not isinstance(given, (list, tuple)):
+        given = [] if given is None else [given]
+    from choros.keras.tensorboard import stand_in_for
+
+    exchanged = [stand_in_for(each) for each in given]
+    unchanged = all(new is old for new, old in zip(exchanged, given, strict=True))
+    return call if unchanged else call.replaced(callbacks=exchanged)
 
 
 def _refusing_strangers(own: Any) -> Any:

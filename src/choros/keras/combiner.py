@@ -28,7 +28,9 @@ __all__ = [
     "Combiner",
     "Update",
     "combiner_of",
+    "derive",
     "move_outwards",
+    "own_class",
     "passes_of",
     "synchronizer_of",
     "unwrap",
@@ -123,20 +125,28 @@ class _Distributed:
         synchronizer_of(self).add_local(var)  # type: ignore[union-attr]
 
 
-_derived_classes: dict[type, type] = {}
+_derived_classes: dict[tuple[type, type], type] = {}
 
 
-def _distributed_class(base: type) -> type:
-    """A subclass of ``base`` that passes for it when the optimizer is saved; one for each."""
-    if base in _derived_classes:
-        return _derived_classes[base]
-    namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    derived = type(base.__name__, (_Distributed, base), namespace)
-    public_name = api_export.REGISTERED_OBJS_TO_NAMES.get(base)
-    if public_name is not None:
-        api_export.REGISTERED_OBJS_TO_NAMES[derived] = public_name
-    _derived_classes[base] = derived
+def derive(base: type, behaviour: type) -> type:
+    """A subclass of the optimizer class ``base`` that passes for it when the optimizer is saved; one for each.
+
+    Args:
+        base: a Keras optimizer's class.
+        behaviour: its methods come before those of ``base``.
+    """
+    derived = _derived_classes.get((base, behaviour))
+    if derived is None:
+        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        derived = _derived_classes[base, behaviour] = type(base.__name__, (behaviour, base), namespace)
+        if (public_name := api_export.REGISTERED_OBJS_TO_NAMES.get(base)) is not None:
+            api_export.REGISTERED_OBJS_TO_NAMES[derived] = public_name
     return derived
+
+
+def own_class(optimizer: Any) -> Any:
+    """The class that an optimizer had before it got a derived one."""
+    return type(optimizer).__mro__[2]
 
 
 def combiner_of(optimizer: Any) -> Combiner | None:
@@ -152,7 +162,7 @@ def synchronizer_of(optimizer: Any) -> Synchronizer | None:
 
 def wrap(optimizer: Any, combiner: Combiner) -> None:
     """Makes ``optimizer`` a distributed one, in place."""
-    optimizer.__class__ = _distributed_class(type(optimizer))
+    optimizer.__class__ = derive(type(optimizer), _Distributed)
     # Past Keras' attribute tracking: this is no state of the optimizer.
     object.__setattr__(optimizer, _ATTRIBUTE, combiner)
 
@@ -160,7 +170,7 @@ def wrap(optimizer: Any, combiner: Combiner) -> None:
 def unwrap(optimizer: Any) -> Combiner:
     """Takes back ``wrap``; gives the combiner to who wraps something around ``optimizer``."""
     combiner: Combiner = optimizer.__dict__.pop(_ATTRIBUTE)
-    optimizer.__class__ = type(optimizer).__mro__[2]
+    optimizer.__class__ = own_class(optimizer)
     return combiner
 
 

@@ -84,7 +84,8 @@ class Chief(Role):
         arguments = closures.dumps((tuple(args), dict(kwargs)), self._reference)
         key = hashlib.sha256(pickled).digest()
         rates = {number: pusher.learning_rate for number, pusher in pushers(self._session.objects).items()}
-        closure = Closure(pickled, key, arguments, {n: rate for n, rate in rates.items() if rate is not None})
+        given = {number: rate for number, rate in rates.items() if rate is not None}
+        closure = Closure(closures.name_of(function), pickled, key, arguments, given)
         self._settled = False
         self._queue.put(closure, limit)
         return closure.result
@@ -120,9 +121,6 @@ class Chief(Role):
     def refresh(self) -> None:
         """Takes over what the servers have now."""
         self._session.pull()
-        for number, pusher in pushers(self._session.objects).items():
-            if number in self._session.servers.iterations:
-                pusher.iterations = self._session.servers.iterations[number]
 
     def _reference(self, item: Any) -> closures.Reference | None:
         if isinstance(item, RemoteValue):
@@ -148,7 +146,7 @@ class Chief(Role):
                 try:
                     answer = self._run(channel, hello, closure, had)
                 except ChannelClosed:
-                    self._queue.put_back(closure)
+                    self._queue.lost(channel.peer, closure)
                     raise
                 if isinstance(answer, Ran):
                     self._finish(channel, closure, answer)

@@ -1,18 +1,21 @@
 """How a function and its arguments travel from the chief to a worker, and results back.
 
-By cloudpickle, but for three kinds of things::
+By cloudpickle, but for a few kinds of things::
 
     objects of the scope, data sets of workers     as numbers                     (objects.py, per_worker.py)
     tf.function                                    as the Python function in it, made one again over there
     tensors of TensorFlow, torch and JAX           as arrays, made tensors again
+    losses of Keras                                as Keras serializes them
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, final
 
 import cloudpickle
@@ -20,7 +23,7 @@ import cloudpickle
 from choros.arrays import adapter_of
 from choros.errors import ConfigError
 
-__all__ = ["Reference", "dumps", "loads"]
+__all__ = ["Reference", "dumps", "loads", "name_of"]
 
 #: What travels in the place of an object.
 Reference = tuple[Any, ...]
@@ -43,7 +46,7 @@ def dumps(item: Any, reference: Callable[[Any], Reference | None]) -> bytes:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{_named(item)} cannot be sent to a worker: {error}. Functions and arguments travel by cloudpickle: what "
+            f"{name_of(item)} cannot be sent to a worker: {error}. Functions and arguments travel by cloudpickle: what "
             "holds threads, files or native handles must be made on the worker, in the function or in "
             "create_per_worker_dataset()."
         ) from error
@@ -55,6 +58,11 @@ def loads(pickled: Any, resolve: Callable[[Reference], Any]) -> Any:
     unpickler = _Unpickler(io.BytesIO(pickled))
     unpickler.resolve = resolve
     return unpickler.load()
+
+
+def name_of(item: Any) -> str:
+    """What ``item`` is called in errors."""
+    return getattr(item, "__qualname__", None) or f"the {type(item).__name__}"
 
 
 @final
@@ -72,6 +80,11 @@ class _Pickler(cloudpickle.Pickler):
             return _tf_function, (item.python_function, _options(item))
         if _is_tensor(package, item):
             return _tensor, (package, adapter_of(item).to_host(item))
+        if isinstance(item, ModuleType) and sys.modules.get(item.__name__) is item:
+            return importlib.import_module, (item.__name__,)  # torch.ops, a class of its own, for one
+        if package == "keras" and _is_loss(item):
+            # Keras' own way puts the time in it: workers would take each for another function, and trace it anew.
+            return _loss, (_keras().saving.serialize_keras_object(item),)
         return super().reducer_override(item)
 
 
@@ -115,6 +128,18 @@ def _tensor(package: str, host: Any) -> Any:
     return jnp.asarray(host)
 
 
+def _keras() -> Any:
+    return sys.modules.get("keras") or importlib.import_module("keras")
+
+
+def _is_loss(item: Any) -> bool:
+    return isinstance(item, _keras().losses.Loss)
+
+
+def _loss(serialized: Any) -> Any:
+    return _keras().saving.deserialize_keras_object(serialized)
+
+
 def _options(function: Any) -> dict[str, Any]:
     return {
         "input_signature": function.input_signature,
@@ -126,7 +151,3 @@ def _options(function: Any) -> dict[str, Any]:
 def _tf_function(python_function: Callable[..., Any], options: dict[str, Any]) -> Any:
     tf = sys.modules.get("tensorflow") or __import__("tensorflow")
     return tf.function(python_function, **options)
-
-
-def _named(item: Any) -> str:
-    return getattr(item, "__qualname__", None) or f"the {type(item).__name__}"

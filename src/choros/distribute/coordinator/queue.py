@@ -4,8 +4,8 @@
 
     put ──► waiting ──take──► running ──done──► the RemoteValue has its result
                ▲                 │ ├──failed──► the RemoteValue has its error, those that wait are cancelled,
-               └────put_back─────┘ │            and the next put or wait raises it
-             (the worker is lost)
+               └──────lost───────┘ │            and the next put or wait raises it
+          (it runs on another worker) └──lost──► the same, when it has cost three workers
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from choros.errors import ClosureCancelled, EngineError
 
 __all__ = ["Closure", "ClosureQueue"]
 
+#: A function under which so many workers were lost is not given to another one.
+_LOSSES = 3
 #: A wait that is woken up now and then lets Ctrl-C through, and sees that there are no workers.
 _WAKE_SECONDS = 0.5
 
@@ -32,18 +34,22 @@ class Closure:
     """A function to be run on a worker, as it travels.
 
     Attributes:
+        name: what it is called in errors.
         function: its bytes.
         key: equal for functions whose bytes are.
         arguments: the bytes of its arguments.
         learning_rates: of the scope's optimizers when it was scheduled, by their numbers.
         result: where the result goes.
+        lost: the workers that were lost while they were at it.
     """
 
+    name: str
     function: bytes
     key: bytes
     arguments: bytes
     learning_rates: dict[int, float]
     result: RemoteValue = field(default_factory=RemoteValue)
+    lost: list[str] = field(default_factory=list)
 
 
 @final
@@ -143,19 +149,28 @@ class ClosureQueue:
 
     def failed(self, worker: Hashable, closure: Closure, error: Exception) -> None:
         """``closure`` raised ``error``."""
-        closure.result.set_error(error)
         with self._change:
             self._clocks.finish(worker)
             self._running -= 1
-            self._error = self._error or error
-            self._cancel()
+            self._fail(closure, error)
             self._change.notify_all()
 
-    def put_back(self, closure: Closure) -> None:
-        """The worker that was at ``closure`` is lost: it is the next to be run."""
+    def lost(self, worker: str, closure: Closure) -> None:
+        """``worker`` is lost, which was at ``closure``: it is the next to be run, unless it costs too many workers."""
         with self._change:
             self._running -= 1
-            self._waiting.appendleft(closure)
+            closure.lost.append(worker)
+            if len(closure.lost) == _LOSSES:
+                self._fail(
+                    closure,
+                    EngineError(
+                        f"{closure.name} is not run again, because each worker that ran it was lost: "
+                        f"{', '.join(closure.lost)}. See what they printed; a worker that is killed may have run out "
+                        "of memory."
+                    ),
+                )
+            else:
+                self._waiting.appendleft(closure)
             if self._error is not None:
                 self._cancel()
             self._change.notify_all()
@@ -163,6 +178,11 @@ class ClosureQueue:
     @property
     def _outstanding(self) -> int:
         return len(self._waiting) + self._running
+
+    def _fail(self, closure: Closure, error: Exception) -> None:
+        closure.result.set_error(error)
+        self._error = self._error or error
+        self._cancel()
 
     def _cancel(self) -> None:
         while self._waiting:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, RemoteValue
-from choros.distribute.parameter_server.session import Session
+
+if TYPE_CHECKING:
+    from choros.distribute.parameter_server.session import Session
 
 __all__ = ["Role"]
 

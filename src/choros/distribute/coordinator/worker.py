@@ -17,6 +17,7 @@ from choros.distribute.parameter_server.optimizer import pushers
 from choros.distribute.parameter_server.placement import Partition
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.distribute.parameter_server.session import Session
+from choros.distribute.parameter_server.signals import leave_signals_to_the_chief
 from choros.distribute.transport import ChannelClosed, Failure
 from choros.errors import EngineError, StrategyError
 
@@ -81,6 +82,7 @@ class Worker(Role):
             SystemExit: with code 0: the job is over.
             EngineError: the chief or a server could not be reached, or the chief ended without a word.
         """
+        leave_signals_to_the_chief()
         hello = Hello("worker", self._cluster.index, self._objects.kinds)
         chief = self._cluster.connect(self._cluster.chief, "the chief")
         try:

@@ -33,19 +33,19 @@ class Servers:
 
     Args:
         channels: one a server.
+        slots: whether this process keeps what optimizers do.
 
     Attributes:
         failure: what a request raised; frameworks that call the host from compiled code hide it in an error of theirs.
-        iterations: how many updates each optimizer has made, as far as is known here.
     """
 
-    def __init__(self, channels: Sequence[Channel]) -> None:
+    def __init__(self, channels: Sequence[Channel], *, slots: bool) -> None:
         self.failure: Exception | None = None
         self._lock = threading.Lock()
         self._channels = channels
+        self._slots = slots
         self._known = [0] * len(channels)
         self._unseen: dict[Shard, Array] = {}
-        self.iterations: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._channels)
@@ -61,7 +61,7 @@ class Servers:
 
     def pull(self) -> dict[Shard, Array]:
         """The shards that changed since they were last given to this process."""
-        self._note(self._ask([Pull(known) for known in self._known]))
+        self._note(self._ask([Pull(known, self._slots) for known in self._known]))
         changed, self._unseen = self._unseen, {}
         return changed
 
@@ -98,8 +98,6 @@ class Servers:
             if answer is not None:
                 self._known[server] = answer.version
                 self._unseen.update(answer.values)
-                for number, iterations in answer.iterations.items():
-                    self.iterations[number] = max(iterations, self.iterations.get(number, 0))
 
     def _ask(self, requests: Sequence[Any]) -> list[Any]:
         try:

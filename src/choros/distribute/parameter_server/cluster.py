@@ -11,10 +11,10 @@ from choros.distribute.parameter_server.client import Servers
 from choros.distribute.parameter_server.messages import Hello
 from choros.distribute.transport import Channel, connect, job_key
 from choros.errors import ConfigError
+from choros.topology import TFConfig
 
 __all__ = ["Cluster"]
 
-_ROLES = ("chief", "worker", "ps", "evaluator")
 _EXAMPLE = (
     'TF_CONFIG=\'{"cluster": {"chief": ["host:port"], "worker": ["host:port", …], "ps": ["host:port", …]}, '
     '"task": {"type": "worker", "index": 0}}\''
@@ -48,33 +48,20 @@ class Cluster:
         """The cluster that ``resolver`` tells.
 
         Raises:
-            ConfigError: it has not all of the roles, or this process is none of them.
+            ConfigError: it has not all of the roles, this process is none of them, or the key is missing.
         """
-        tasks = {role: tuple(addresses) for role, addresses in resolver.cluster_spec().as_dict().items()}
-        missing = [role for role in ("chief", "worker", "ps") if not tasks.get(role)]
-        if missing or len(tasks["chief"]) != 1:
-            what = f"no {' and no '.join(missing)}" if missing else f"{len(tasks['chief'])} chiefs"
+        spec = resolver.cluster_spec()
+        missing = [role for role in ("chief", "worker", "ps") if role not in spec.jobs]
+        if missing:
             raise ConfigError(
-                "ParameterServerStrategy needs a cluster with one chief, workers and parameter servers; this one has "
-                f"{what}. Start the script with chorosrun --ps 1 -np 2, or every process of it with {_EXAMPLE}."
+                "ParameterServerStrategy needs a cluster with a chief, workers and parameter servers; this one has no "
+                f"{' and no '.join(missing)}. Start the script with chorosrun --ps 1 -np 2, or every process of it "
+                f"with {_EXAMPLE}."
             )
-        role, index = resolver.task_type, resolver.task_id
-        if role not in _ROLES or index is None or (role != "evaluator" and not 0 <= index < len(tasks[role])):
-            raise ConfigError(
-                f"this process has the role {role!r} and the index {index!r}, which the cluster does not have: it has "
-                f"{', '.join(f'{len(tasks[each])} {each}' for each in tasks)}. Say which it is, with {_EXAMPLE}."
-            )
-        addresses = [address for role in ("chief", "ps") for address in tasks[role]]
-        config = Config.from_environ(os.environ)
-        return cls(
-            tasks["chief"][0],
-            tasks["worker"],
-            tasks["ps"],
-            role,
-            index,
-            config.start_timeout,
-            job_key(os.environ, addresses),
-        )
+        task = TFConfig.of(spec.as_dict(), resolver.task_type, resolver.task_id)
+        (chief,), workers, ps = (task.cluster[role] for role in ("chief", "worker", "ps"))
+        start_seconds = Config.from_environ(os.environ).start_timeout
+        return cls(chief, workers, ps, task.role, task.index, start_seconds, job_key(os.environ, [chief, *ps]))
 
     def connect(self, address: str, peer: str) -> Channel:
         """A channel to the process at ``address``."""
@@ -87,4 +74,4 @@ class Cluster:
             channel = self.connect(address, f"parameter server {index}")
             channel.send(hello)
             channels.append(channel)
-        return Servers(channels)
+        return Servers(channels, slots=hello.role == "chief")

@@ -4,8 +4,8 @@
 
     chief or worker                          server
       Hello ────────────────────────────────►             who this is
-      Pull(known) ──────────────────────────►             shards that changed since version `known`
-      ◄──────────────────────────── Changed               their values, and the version they are of
+      Pull(known) ──────────────────────────►             shards that changed since version `known`; for the chief
+      ◄──────────────────────────── Changed               optimizers' slots as well: their values, and the version
       Push(optimizer, gradients, known) ────►             applied under a lock, by a real Keras optimizer
       ◄──────────────────────────── Changed
       Assign(values) ───────────────────────►             the last writer wins
@@ -48,9 +48,10 @@ class Goodbye:
 
 @dataclass(frozen=True)
 class Pull:
-    """Asks for what changed since the version ``known``."""
+    """Asks for what changed since the version ``known``: variables, and the slots of optimizers, if they are wanted."""
 
     known: int
+    slots: bool
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,10 @@ class Changed:
     Attributes:
         version: how often anything has changed on this server.
         values: the shards that changed since the version asked for.
-        iterations: how many updates each optimizer has made.
     """
 
     version: int
     values: Mapping[Shard, Array]
-    iterations: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Push:
         optimizer: its number.
         gradients: by shard; shards that have none are left out.
         learning_rate: a number, or ``None`` if the optimizer follows a schedule.
-        known: as in ``Pull``.
+        known: as in ``Pull``; the answer has no slots.
     """
 
     optimizer: int
@@ -87,7 +86,10 @@ class Push:
 
 @dataclass(frozen=True)
 class Assign:
-    """New values of shards; those that the server does not have yet are made."""
+    """New values of shards; those that the server does not have yet are made.
+
+    Of slots too, also before their optimizer is adopted: it begins with them.
+    """
 
     values: Mapping[Shard, Array]
 

@@ -6,19 +6,18 @@
                                                                                new values ◄═══╝
                       variables.assign ◄───────────────────────────────────────┘
 
-As with choros.keras, the user's object is kept and its class replaced by a subclass of the same name. It has no slots:
-the servers have them.
+As with choros.keras, the user's object is kept and its class replaced by a subclass of the same name. On workers it has
+no slots: the servers have them, and the chief has copies, which it saves and restores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import cloudpickle
 import keras
 import numpy as np
-from keras.src import api_export
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 from numpy.typing import NDArray
 
@@ -26,8 +25,12 @@ from choros.arrays import ArraySpec, framework_adapter
 from choros.distribute.parameter_server.gradients import Accumulator, Clipping
 from choros.distribute.parameter_server.messages import OptimizerRecipe
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
-from choros.distribute.parameter_server.session import Session
+from choros.distribute.parameter_server.slots import Slots
 from choros.errors import ConfigError, StrategyError
+from choros.keras.combiner import derive, own_class
+
+if TYPE_CHECKING:
+    from choros.distribute.parameter_server.session import Session
 
 __all__ = ["Pusher", "lead", "pusher_of", "pushers"]
 
@@ -47,10 +50,16 @@ class Pusher:
         optimizer: whose it is.
         number: the optimizer's.
         session: gives this process's session, in which the optimizer is applied.
+        leads: whether this is the chief, who keeps what the optimizer does, and does not apply it.
+
+    Attributes:
+        number: the optimizer's.
+        slots: what it keeps; ``None`` on workers.
     """
 
-    def __init__(self, optimizer: Any, number: int, session: Callable[[], Session]) -> None:
+    def __init__(self, optimizer: Any, number: int, session: Callable[[], Session], *, leads: bool) -> None:
         self.number = number
+        self.slots = Slots(optimizer) if leads else None
         self._optimizer = optimizer
         self._session = session
         self._recipe = b""
@@ -68,15 +77,6 @@ class Pusher:
         if isinstance(self._optimizer._learning_rate, keras.Variable) and self.learning_rate != value:
             self._optimizer.learning_rate = value
 
-    @property
-    def iterations(self) -> int:
-        """How many updates were made."""
-        return int(keras.ops.convert_to_numpy(self._optimizer.iterations))
-
-    @iterations.setter
-    def iterations(self, updates: int) -> None:
-        self._optimizer._iterations.assign(updates * (self._optimizer.gradient_accumulation_steps or 1))
-
     def prepare(self) -> None:
         """Notes how the optimizer is made, while its variables can be read."""
         config = self._optimizer.get_config()
@@ -84,10 +84,15 @@ class Pusher:
         schedule = self._optimizer._learning_rate
         follows = isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule)
         config["learning_rate"] = schedule if follows else self.learning_rate
-        self._recipe = cloudpickle.dumps((_own_class(self._optimizer), config))
+        self._recipe = cloudpickle.dumps((own_class(self._optimizer), config))
 
     def update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Has the servers apply gradients, and takes over the new values; also in a function that is being compiled."""
+        if self.slots is not None:
+            raise StrategyError(
+                "an optimizer that was made in the scope of ParameterServerStrategy was applied on the chief, which "
+                "only coordinates: pass the function that does so to ClusterCoordinator.schedule."
+            )
         session = self._session()
         optimizer = self._optimizer
         self._check(session, variables)
@@ -153,12 +158,23 @@ class _Remote:
 
     @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
     def build(self, variables: Any) -> None:
-        """Notes the variables; makes no slots."""
+        """Keras' own on the chief; workers note the variables, and make no slots."""
         optimizer: Any = self
+        slots = getattr(self, _ATTRIBUTE).slots
+        if optimizer.built:
+            return
+        if slots is not None:
+            slots.build(variables, super().build)  # type: ignore[misc]
+            return
         optimizer._trainable_variables = list(variables)
         for index, variable in enumerate(variables):
             optimizer._trainable_variables_indices[optimizer._var_key(variable)] = index
         optimizer.built = True
+
+    def load_own_variables(self, store: Any) -> None:
+        """Keras' own on the chief; workers, which do not have them, take none."""
+        if getattr(self, _ATTRIBUTE).slots is not None:
+            super().load_own_variables(store)  # type: ignore[misc]
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Has the servers apply the gradients."""
@@ -189,7 +205,7 @@ def lead(optimizer: Any, pusher: Pusher) -> None:
     """Makes ``optimizer`` one that the servers apply, in place."""
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise StrategyError("ParameterServerStrategy knows no MultiOptimizer: use one optimizer for all variables.")
-    optimizer.__class__ = _remote_class(type(optimizer))
+    optimizer.__class__ = derive(type(optimizer), _Remote)
     # Past Keras' attribute tracking: this is no state of the optimizer.
     object.__setattr__(optimizer, _ATTRIBUTE, pusher)
 
@@ -202,25 +218,6 @@ def pusher_of(optimizer: Any) -> Pusher | None:
 def pushers(objects: ScopeObjects) -> dict[int, Pusher]:
     """Those of all optimizers that the servers apply, by their numbers."""
     return {pusher.number: pusher for made in objects if (pusher := pusher_of(made)) is not None}
-
-
-_derived_classes: dict[type, type] = {}
-
-
-def _remote_class(base: type) -> type:
-    """A subclass of ``base`` that passes for it when the optimizer is saved; one for each."""
-    if base not in _derived_classes:
-        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        derived = type(base.__name__, (_Remote, base), namespace)
-        if (public_name := api_export.REGISTERED_OBJS_TO_NAMES.get(base)) is not None:
-            api_export.REGISTERED_OBJS_TO_NAMES[derived] = public_name
-        _derived_classes[base] = derived
-    return _derived_classes[base]
-
-
-def _own_class(optimizer: Any) -> type:
-    """The optimizer's class before ``lead``."""
-    return type(optimizer).__mro__[2]
 
 
 def _dtype(variable: Any) -> np.dtype[np.generic]:

@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,23 @@ from numpy.typing import NDArray
 
 from choros.errors import ConfigError
 
-__all__ = ["Placement", "Shard", "VariableKey", "place"]
+__all__ = ["Placement", "Shard", "SlotKey", "VariableKey", "place"]
 
 Array = NDArray[Any]
 Partition = Callable[[tuple[int, ...], str], Sequence[int]]
-#: A model's number, and which of its variables.
-VariableKey = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SlotKey:
+    """What an optimizer keeps: the ``index``-th of ``variable``, or of its own if that is ``None``; see ``Slots``."""
+
+    optimizer: int
+    index: int
+    variable: VariableKey | None = None
+
+
+#: A model's number, and which of its variables; or what an optimizer keeps.
+VariableKey = tuple[int, int] | SlotKey
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,29 @@ class Placement:
         """The variables that are in several pieces."""
         return frozenset(shard.variable for shards in self.servers for shard in shards if shard.end is not None)
 
+    def with_slots(self, slots: Iterable[SlotKey]) -> Placement:
+        """And with slots: each is where its variable is, in as many pieces; what is an optimizer's own, everywhere.
+
+        Example:
+            >>> placement = Placement(((Shard((0, 0), 0, 2),), (Shard((0, 0), 2, 3),)))
+            >>> placement.with_slots([SlotKey(1, 0, (0, 0))]).servers[1]
+            (Shard(variable=(0, 0), begin=2, end=3), Shard(variable=SlotKey(optimizer=1, index=0, variable=(0, 0)), \
+begin=2, end=3))
+        """
+        of: dict[VariableKey | None, list[SlotKey]] = {}
+        for slot in slots:
+            of.setdefault(slot.variable, []).append(slot)
+        return Placement(
+            tuple(
+                (
+                    *shards,
+                    *(replace(shard, variable=slot) for shard in shards for slot in of.get(shard.variable, ())),
+                    *map(Shard, of.get(None, ())),
+                )
+                for shards in self.servers
+            )
+        )
+
     def split(self, values: Mapping[VariableKey, Array]) -> list[dict[Shard, Array]]:
         """What each server gets of ``values``, which may leave out variables."""
         return [
@@ -77,7 +111,10 @@ class Placement:
 
 
 def place(
-    variables: Mapping[VariableKey, tuple[tuple[int, ...], str]], partition: Partition | None, servers: int
+    variables: Mapping[VariableKey, tuple[tuple[int, ...], str]],
+    partition: Partition | None,
+    servers: int,
+    first: int = 0,
 ) -> Placement:
     """The placement of one model's variables.
 
@@ -85,6 +122,7 @@ def place(
         variables: the shape and dtype of each, in order.
         partition: a partitioner; ``None`` leaves variables whole.
         servers: how many there are.
+        first: which of them begins.
 
     Raises:
         ConfigError: the partitioner gives what cannot be done.
@@ -94,8 +132,7 @@ def place(
         ((Shard(variable=(0, 0), begin=0, end=None),), (Shard(variable=(0, 1), begin=0, end=None),))
     """
     dealt: list[list[Shard]] = [[] for _ in range(servers)]
-    # Each model begins at another server, so that many small ones do not meet on the first.
-    turn = next(iter(variables))[0] if variables else 0
+    turn = first
     for key, (shape, dtype) in variables.items():
         for shard in _cut(key, shape, _count(shape, dtype, partition)):
             dealt[turn % servers].append(shard)

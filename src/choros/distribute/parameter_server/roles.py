@@ -15,6 +15,7 @@ from choros.distribute.parameter_server.placement import Partition
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.distribute.parameter_server.server import ParameterServer
 from choros.distribute.parameter_server.session import Session
+from choros.distribute.parameter_server.signals import leave_signals_to_the_chief
 from choros.distribute.parameter_server.training import ChiefTraining, WorkerTraining
 from choros.distribute.training import Training
 from choros.distribute.training.local import LocalTraining
@@ -33,6 +34,7 @@ def take_role(
     objects = ScopeObjects()
     match cluster.role:
         case "ps":
+            leave_signals_to_the_chief()
             ParameterServer(cluster.ps[cluster.index], cluster.key).run(cluster.start_seconds)
             raise SystemExit(0)
         case "chief":

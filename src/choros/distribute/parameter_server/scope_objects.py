@@ -55,6 +55,14 @@ class ScopeObjects:
             if isinstance(made, keras.Model) and all(layer.built for layer in made._flatten_layers()):
                 yield number, made
 
+    def loss_scales(self) -> Iterator[tuple[int, Any]]:
+        """The loss scales that have their variables, with their numbers."""
+        import keras
+
+        for number, made in enumerate(self._made):
+            if isinstance(made, keras.optimizers.LossScaleOptimizer) and made.built:
+                yield number, made
+
     def metrics(self) -> Iterator[tuple[Reference, Any]]:
         """The metrics of the models and those that belong to none."""
         seen = set()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
 from choros.distribute.parameter_server.messages import Adopt, Assign, Average, Changed, OptimizerRecipe, Pull, Push
-from choros.distribute.parameter_server.placement import Shard
+from choros.distribute.parameter_server.placement import Shard, SlotKey
+from choros.distribute.parameter_server.slots import Slots
 from choros.errors import ConfigError
 
 __all__ = ["Shards"]
@@ -41,26 +43,33 @@ class Shards:
                     self._variables[shard].assign(value)
                 else:
                     dtype = keras.backend.standardize_dtype(value.dtype)
-                    self._variables[shard] = keras.Variable(value, dtype=dtype)
+                    # No gradients are computed here, and torch lets no integer be trainable.
+                    self._variables[shard] = keras.Variable(value, dtype=dtype, trainable=False)
             self._touch(message.values)
 
     def adopt(self, message: Adopt) -> None:
         """Makes an optimizer, unless there is one of that number."""
         with self._lock:
             if message.optimizer not in self._optimizers:
-                self._optimizers[message.optimizer] = _Optimizer(message.recipe, self._variables)
+                optimizer = _Optimizer(message.optimizer, message.recipe, self._variables)
+                for shard, slot in optimizer.slots.items():
+                    if shard in self._variables:
+                        slot.assign(_copy(self._variables[shard]))
+                self._variables.update(optimizer.slots)
+                self._optimizers[message.optimizer] = optimizer
 
     def pull(self, message: Pull) -> Changed:
         """What changed since the version that the caller knows."""
         with self._lock:
-            return self._since(message.known)
+            return self._since(message.known, slots=message.slots)
 
     def push(self, message: Push) -> Changed:
         """Applies gradients."""
         with self._lock:
-            self._optimizers[message.optimizer].apply(message.gradients, message.learning_rate)
-            self._touch(message.gradients)
-            return self._since(message.known)
+            optimizer = self._optimizers[message.optimizer]
+            optimizer.apply(message.gradients, message.learning_rate)
+            self._touch([*message.gradients, *optimizer.slots])
+            return self._since(message.known, slots=False)
 
     def average(self, message: Average) -> None:
         """Puts an optimizer's moving averages in the place of its variables."""
@@ -68,22 +77,26 @@ class Shards:
             if message.optimizer in self._optimizers:
                 self._touch(self._optimizers[message.optimizer].average())
 
-    def _touch(self, shards: Mapping[Shard, Any] | Sequence[Shard]) -> None:
+    def _touch(self, shards: Iterable[Shard]) -> None:
         self._version += 1
         for shard in shards:
             self._changed[shard] = self._version
 
-    def _since(self, known: int) -> Changed:
-        values = {shard: _copy(self._variables[shard]) for shard, when in self._changed.items() if when > known}
-        iterations = {number: optimizer.iterations for number, optimizer in self._optimizers.items()}
-        return Changed(self._version, values, iterations)
+    def _since(self, known: int, *, slots: bool) -> Changed:
+        changed = [shard for shard, when in self._changed.items() if when > known]
+        wanted = changed if slots else [shard for shard in changed if not isinstance(shard.variable, SlotKey)]
+        return Changed(self._version, {shard: _copy(self._variables[shard]) for shard in wanted})
 
 
 @final
 class _Optimizer:
-    """A real Keras optimizer of the shards that are here."""
+    """A real Keras optimizer of the shards that are here.
 
-    def __init__(self, recipe: OptimizerRecipe, variables: Mapping[Shard, Any]) -> None:
+    Attributes:
+        slots: what it keeps.
+    """
+
+    def __init__(self, number: int, recipe: OptimizerRecipe, variables: Mapping[Shard, Any]) -> None:
         order = list(recipe.variables)
         missing = set(order) - {shard.variable for shard in variables}
         self._shards = sorted(
@@ -104,12 +117,11 @@ class _Optimizer:
             if not decays:
                 kept.add(self._optimizer._var_key(variable))
         self._optimizer._exclude_from_weight_decay = kept
-        self._optimizer.build(self._variables)
+        slots = Slots(self._optimizer)
+        slots.build(self._variables, self._optimizer.build)
+        shards = dict(zip(map(id, self._variables), self._shards, strict=True))
+        self.slots = {_slot(number, index, shards.get(id(variable))): slot for index, variable, slot in slots}
         self._update = _compiled_update(self._optimizer)
-
-    @property
-    def iterations(self) -> int:
-        return int(_copy(self._optimizer.iterations))
 
     def apply(self, gradients: Mapping[Shard, Array], learning_rate: float | None) -> None:
         import keras
@@ -122,6 +134,12 @@ class _Optimizer:
     def average(self) -> Sequence[Shard]:
         self._optimizer.finalize_variable_values(self._variables)
         return self._shards
+
+
+def _slot(optimizer: int, index: int, of: Shard | None) -> Shard:
+    if of is None:
+        return Shard(SlotKey(optimizer, index))
+    return replace(of, variable=SlotKey(optimizer, index, of.variable))
 
 
 def _compiled_update(optimizer: Any) -> Callable[[list[Any]], None]:

@@ -34,6 +34,10 @@ class ParameterServerStrategy(Strategy):
     another one, and when it is started again it takes part again. A lost server is an error, ``ParameterServerLost``,
     on the chief.
 
+    When no step is at work, the chief's models and optimizers have all that the servers do: it saves them as one device
+    would, and what it restores before ``fit`` the servers go on with. While workers and servers serve, they ignore
+    SIGINT and SIGTERM, so that Ctrl-C and preemption leave the chief time to save; they end when it does.
+
     Args:
         cluster_resolver: tells the cluster and this process's role; ``TF_CONFIG`` by default, which ``chorosrun --ps``
             sets.

@@ -6,7 +6,7 @@
     fit(x, y, …)             Keras' own, with batches scheduled                    serves, until the job is over
     train_on_batch(x, y)     likewise                                              likewise
     evaluate, predict        Keras' own, here, with the servers' variables         Keras' own
-    save, save_weights       with the servers' variables                           nothing
+    save, save_weights       with the servers' variables and optimizer state       nothing
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ChiefTraining(Training):
 
     def optimizer_made(self, optimizer: Any) -> None:
         """The servers will apply its gradients."""
-        _note_optimizer(optimizer, self._chief, self._chief.session.objects)
+        _note_optimizer(optimizer, self._chief, self._chief.session.objects, leads=True)
 
     def model_made(self, model: Any) -> None:
         """Gives it a number."""
@@ -67,7 +67,7 @@ class ChiefTraining(Training):
         self._chief.session.objects.add_metric(metric)
 
     def checkpoint_made(self, checkpoint: Any) -> None:
-        """Nothing: when no function runs, the models here have the servers' variables."""
+        """Nothing: when no function runs, models and optimizers here have the servers' variables."""
 
     def checkpoint_manager_made(self, manager: Any) -> None:
         """Nothing."""
@@ -127,7 +127,7 @@ class WorkerTraining(Training):
 
     def optimizer_made(self, optimizer: Any) -> None:
         """The servers will apply its gradients."""
-        _note_optimizer(optimizer, self._worker, self._objects)
+        _note_optimizer(optimizer, self._worker, self._objects, leads=False)
 
     def model_made(self, model: Any) -> None:
         """Gives it a number."""
@@ -171,12 +171,10 @@ class WorkerTraining(Training):
     export = save
 
 
-def _note_optimizer(optimizer: Any, role: Role, objects: ScopeObjects) -> None:
+def _note_optimizer(optimizer: Any, role: Role, objects: ScopeObjects, *, leads: bool) -> None:
     number = objects.add(optimizer)
-    if not isinstance(
-        optimizer, keras.optimizers.LossScaleOptimizer
-    ):  # What is inside of it is applied by the servers.
-        lead(optimizer, Pusher(optimizer, number, lambda: role.session))
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # The servers apply what is inside of it.
+        lead(optimizer, Pusher(optimizer, number, lambda: role.session, leads=leads))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import numpy as np
 from choros.arrays import ArraySpec, framework_adapter
 from choros.comm import global_process_set
 from choros.distribute.training.gradients import ReplicaCombiner
-from choros.keras.combiner import Combiner, Update, passes_of
+from choros.keras.combiner import Combiner, Update, own_class, passes_of
 from choros.keras.optimizer import Synchronizer
 
 __all__ = ["CentralCombiner"]
@@ -64,8 +64,9 @@ class CentralCombiner(Combiner):
 
         def follow(combined: list[Any]) -> None:
             if self.has_state:
-                own: Any = type(optimizer).__mro__[2]
-                own.apply(optimizer, [keras.ops.convert_to_tensor(each) for each in combined], variables)
+                own_class(optimizer).apply(
+                    optimizer, [keras.ops.convert_to_tensor(each) for each in combined], variables
+                )
             else:
                 passes_of(optimizer).assign_add(1)
             _take_over(variables)

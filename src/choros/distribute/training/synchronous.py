@@ -119,7 +119,9 @@ class SynchronousTraining(Training):
             changes["validation_batch_size"] = None
         changes["callbacks"] = self._callbacks(call["callbacks"])
         with _in_fit():
-            return call.replaced(**changes, shuffle=False, verbose=self._verbosity(call)).run()
+            history = call.replaced(**changes, shuffle=False, verbose=self._verbosity(call)).run()
+        global_process_set.communicator.barrier()  # what process 0 has written is there for all
+        return history
 
     def evaluate(self, model: Any, call: Call) -> Any:
         """Evaluates this process's rows, then adds up what the metrics have seen."""

@@ -24,8 +24,9 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any, final
 
 from choros.errors import EngineError
+from choros.topology import split_address
 
-__all__ = ["Channel", "ChannelClosed", "connect", "host_and_port", "prove"]
+__all__ = ["Channel", "ChannelClosed", "connect", "prove"]
 
 _POLL_SECONDS = 0.1
 #: After so long without a word, a host that is gone without saying so is asked, so often, so many times.
@@ -116,7 +117,7 @@ def connect(address: str, key: bytes, peer: str, seconds: float) -> Channel:
     until = time.monotonic() + seconds
     while True:
         try:
-            end = socket.create_connection(host_and_port(address), timeout=max(0.1, until - time.monotonic()))
+            end = socket.create_connection(split_address(address), timeout=max(0.1, until - time.monotonic()))
         except OSError as error:
             if time.monotonic() + _POLL_SECONDS > until:
                 raise EngineError(
@@ -150,17 +151,6 @@ def prove(connection: Connection, key: bytes, peer: str, *, listening: bool) -> 
             f"{peer} and this process could not prove to each other that they belong to one job "
             f"({type(error).__name__}: {error}): CHOROS_SECRET must be the same in all of its processes."
         ) from error
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of ``host:port``; an IPv6 address is in brackets.
-
-    Example:
-        >>> host_and_port("127.0.0.1:80"), host_and_port("[::1]:80")
-        (('127.0.0.1', 80), ('::1', 80))
-    """
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def _socket(connection: Connection) -> socket.socket:

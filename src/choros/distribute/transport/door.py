@@ -9,8 +9,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, final
 
-from choros.distribute.transport.channel import Channel, ChannelClosed, host_and_port, prove
+from choros.distribute.transport.channel import Channel, ChannelClosed, prove
 from choros.errors import EngineError
+from choros.topology import split_address
 
 __all__ = ["Door"]
 
@@ -33,7 +34,7 @@ class Door:
     def __init__(self, address: str, key: bytes, serve: Callable[[Channel, Any], None]) -> None:
         self._key = key
         self._serve = serve
-        host, port = host_and_port(address)
+        host, port = split_address(address)
         try:
             family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(where[:2], family=family, backlog=128)

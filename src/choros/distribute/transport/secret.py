@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from choros.comm.address import is_loopback
-from choros.distribute.transport.channel import host_and_port
+from choros.config import SECRET
 from choros.errors import ConfigError
+from choros.topology import split_address
 
 __all__ = ["job_key"]
 
-_VARIABLE = "CHOROS_SECRET"
 _BYTES = 32
 
 
@@ -34,26 +34,26 @@ def job_key(environ: Mapping[str, str], addresses: Iterable[str]) -> bytes:
         >>> job_key({"CHOROS_SECRET": "00ff" * 8}, ["a:1", "b:1"]).hex()
         '00ff00ff00ff00ff00ff00ff00ff00ff'
     """
-    text = environ.get(_VARIABLE, "")
+    text = environ.get(SECRET.name, "")
     if text:
         try:
             key = bytes.fromhex(text)
         except ValueError:
             key = b""
         if len(key) < 16:
-            raise ConfigError(f"{_VARIABLE} must have 32 hexadecimal digits or more. {_how_to()}")
+            raise ConfigError(f"{SECRET.name} must have 32 hexadecimal digits or more. {_how_to()}")
         return key
     away = [address for address in addresses if not _here(address)]
     if away:
         raise ConfigError(
-            f"{_VARIABLE} is not set, and {away[0]} can be reached from other hosts: processes of the job prove by it "
-            f"to each other that they belong together. {_how_to()}"
+            f"{SECRET.name} is not set, and {away[0]} can be reached from other hosts: by it, processes of a job "
+            f"prove to each other that they belong together. {_how_to()}"
         )
     return _key_of_user(Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "choros" / "secret")
 
 
 def _here(address: str) -> bool:
-    host, _ = host_and_port(address)
+    host, _ = split_address(address)
     return host == "localhost" or is_loopback(host)
 
 
