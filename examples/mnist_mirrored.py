@@ -12,7 +12,7 @@ On a machine with eight GPUs, with MNIST itself (which Keras downloads) and 512 
     KERAS_BACKEND=jax python examples/mnist_mirrored.py --dataset mnist --batch-size 512      # one process, 8 devices
 
 Without ``--dataset`` nothing is downloaded: the 1797 handwritten digits that come with scikit-learn (real ones,
-8×8 pixels; ``pip install 'choros[examples,tensorboard]'``) are enlarged to 28×28.
+8×8 pixels; ``pip install 'choros[examples]'``) are enlarged to 28×28.
 
 The callbacks log for TensorBoard (``tensorboard --logdir runs/mnist_mirrored/logs``), save the weights after each
 epoch, lower the learning rate in steps, print it, and measure the throughput. Then the model is saved, loaded without

@@ -239,6 +239,16 @@ def case_statistics_of_layers_are_averaged():
     assert not np.allclose(*(statistics[2] for statistics in allgather_object(watch.own)))
 
 
+def case_a_model_that_learns_its_input_from_the_first_batch():
+    def make():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(CLASSES)])
+        model.compile("adam", LOSS(), metrics=["accuracy"], jit_compile=JIT)
+        return model
+
+    check_transparent(make)
+
+
 def case_shuffled_epochs_see_every_example_once():
     class Sum(keras.metrics.Metric):
         def __init__(self):

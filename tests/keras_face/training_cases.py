@@ -806,3 +806,14 @@ def case_collectives_take_variables_tensors_and_numbers():
         hvd.allreduce(1.0, average=True, op=hvd.Sum)
     with pytest.warns(DeprecationWarning, match="use op"):
         assert hvd.allreduce(1.0, average=False) == size
+
+
+def case_model_that_learns_its_input_from_the_first_batch():
+    """On TensorFlow ranks become alike after the first batch, as with Horovod; elsewhere before it."""
+    keras.utils.set_random_seed(1 + hvd.rank())
+    model = keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(CLASSES)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss, metrics=["accuracy"])
+    first = fit(model, hvd.shard(data(EVEN), batch_size=BATCH))["loss"]
+    assert first[-1] < first[0]
+    assert_same_on_all_ranks(model)

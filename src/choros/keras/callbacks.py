@@ -69,7 +69,8 @@ class _Callback(keras.callbacks.Callback):
 class BroadcastGlobalVariablesCallback(_Callback):
     """Starts all ranks from the weights and the optimizer state of one rank, before the first step.
 
-    Horovod does so after the first batch, whose loss then comes from weights that differ.
+    Horovod does so after the first batch, whose loss then comes from weights that differ. So is it here for a model on
+    TensorFlow that learns the shape of its input from the first batch, and has no weights before.
 
     Args:
         root_rank: the rank whose variables all get; a global rank.
@@ -88,7 +89,18 @@ class BroadcastGlobalVariablesCallback(_Callback):
         self._left_out = {id(variable) for variable in local_variables or ()}
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcasts; the model and the optimizer are built by now."""
+        """Broadcasts, if the model is built by now."""
+        if self.model.built:
+            self._broadcast()
+        else:
+            # Not a method of the class: on JAX, which builds models before, it would keep callbacks from their threads.
+            self.on_train_batch_end = self._after_first_batch
+
+    def _after_first_batch(self, batch: int, logs: Any = None) -> None:
+        del self.on_train_batch_end
+        self._broadcast()
+
+    def _broadcast(self) -> None:
         variables = model_variables(self.model, seeds=is_spread(self.model))
         variables = [variable for variable in variables if id(variable) not in self._left_out]
         broadcast_variables(variables, self.root_rank)

@@ -103,6 +103,8 @@ class SynchronousTraining(Training):
         """An optimizer that was made elsewhere is taken over here."""
         call.run()
         adopt(model.optimizer, self._combiner)
+        if keras.backend.backend() == "tensorflow":
+            _build_before_training(model)
 
     def fit(self, model: Any, call: Call) -> Any:
         """Trains on this process's rows of each global batch."""
@@ -262,6 +264,19 @@ class _SameStatistics(keras.callbacks.Callback):
         communicator = global_process_set.communicator
         for variable, value in zip(counted, communicator.grouped_allreduce(own, name="statistics"), strict=True):
             variable.assign(value)
+
+
+def _build_before_training(model: Any) -> None:
+    """Has Keras build a model of unknown input from its first batch *before* training begins, as on other frameworks.
+
+    On TensorFlow it would do so in the first step, when replicas should be alike already.
+    """
+
+    def build(iterator: Any = None, data_batch: Any = None) -> None:
+        if not model.built:
+            model._symbolic_build(iterator=iterator, data_batch=data_batch)
+
+    object.__setattr__(model, "_maybe_symbolic_build", build)
 
 
 def _alone(call: Call) -> Any:
