@@ -364,6 +364,9 @@ def case_with_two_reach_the_accuracy_of_one_device():
     alone = network(40, keras.optimizers.Adam(0.02))
     for model in (PAIR, alone):
         model.fit(X, Y, batch_size=4 * BATCH, epochs=12, verbose=0)
+        # Both come to rest: what is left of one worker's updates being late is small where steps are.
+        model.optimizer.learning_rate = 0.002
+        model.fit(X, Y, batch_size=4 * BATCH, epochs=12, verbose=0)
     pair, one = (model.evaluate(X, Y, verbose=0)[1] for model in (PAIR, alone))
     assert one > 0.95
     assert abs(pair - one) <= 0.01, (pair, one)
