@@ -21,7 +21,7 @@ def with_examples(*, keras: bool) -> list[str]:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = ("choros", *path.relative_to(PACKAGE).with_suffix("").parts)
-        if (parts[1] == "keras") == keras and ">>> " in path.read_text():
+        if (parts[1] in ("keras", "training")) == keras and ">>> " in path.read_text():
             found.append(".".join(parts).removesuffix(".__init__"))
     return found
 

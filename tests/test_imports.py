@@ -23,7 +23,7 @@ def test_imports_point_one_way() -> None:
         "import choros.distribute",
         "import choros.launch.cli",
         "import choros.comm.engines.threads",
-        "import choros.parallel.reducer",
+        "import choros.parallel.reduce.reducer",
         "import choros; choros.init(); from choros.parallel.objects import allgather_object as a; a(choros.rank())",
     ],
 )

@@ -15,7 +15,7 @@ from choros.comm import (
     remove_process_set,
     shutdown,
 )
-from choros.comm.place import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
+from choros.comm.ranks import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
 from choros.errors import (
     ChorosError,
     ClosureCancelled,

@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from choros.bench.contender import Contender, check_names, chosen
-from choros.bench.contest import Effort, Outcome, amount_for, hold
 from choros.bench.figures import Burst
+from choros.bench.process_group import ContenderFailed, Team
+from choros.bench.run import Effort, Outcome, amount_for, hold
 from choros.bench.start import Command
-from choros.bench.team import ContenderFailed, Team
 from choros.errors import ConfigError
 
 WORKER = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from choros.comm.address import (
+from choros.transport.address import (
     LOOPBACK,
     Place,
     address_towards,

@@ -16,8 +16,8 @@ from choros.distribute.coordinator.clocks import Clocks
 from choros.distribute.coordinator.queue import Closure, ClosureQueue
 from choros.distribute.parameter_server import ParameterServerStrategy
 from choros.distribute.parameter_server.gradients import Accumulator, Clipping
-from choros.distribute.transport import ChannelClosed, Door, Failure, connect, job_key
 from choros.errors import ClosureCancelled, ConfigError, EngineError
+from choros.transport import ChannelClosed, Door, Failure, connect, job_key
 
 KEY = b"0123456789abcdef"
 

@@ -6,7 +6,7 @@ import pytest
 from choros.distribute import datasets
 from choros.distribute.datasets.auto_shard import Shard
 from choros.distribute.replicas import Replicas
-from choros.parallel.batches import Part
+from choros.parallel.data import Part
 from harness import FRAMEWORKS, case_names, check_case
 
 MODULE = "distribute.dataset_cases"

@@ -14,7 +14,7 @@ import pytest
 
 from choros.errors import ConfigError
 from choros.keras.callbacks import TensorBoard
-from choros.keras.tensorboard import stand_in_for
+from choros.training.tensorboard import stand_in_for
 from event_files import scalars, values
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import choros.keras as hvd
-from choros.keras.combiner import synchronizer_of
+from choros.training.combiner import synchronizer_of
 
 BACKEND = keras.backend.backend()
 FEATURES, CLASSES, BATCH = 8, 3, 16
@@ -491,7 +491,7 @@ def case_groups_of_variables():
 
 
 def case_gradients_sent_during_the_backward_pass():
-    with patch.dict(os.environ, {"CHOROS_OVERLAP": "1"}), patch("choros.parallel.reducer._BUCKET_BYTES", 256):
+    with patch.dict(os.environ, {"CHOROS_OVERLAP": "1"}), patch("choros.parallel.reduce.reducer._BUCKET_BYTES", 256):
         check_transparent("adam", UNEVEN, hvd.shard(data(), batch_size=BATCH))
         wide = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     three = (((64,), np.dtype("float32")),) * 3

@@ -17,9 +17,9 @@ from jax.experimental import sparse
 import choros.keras as hvd
 from choros.comm.engines import xla
 from choros.errors import ConfigError, MismatchError
-from choros.keras.batch_plan import BatchPlan
-from choros.keras.global_arrays import count_examples
 from choros.topology import Topology
+from choros.training.batch_plan import BatchPlan
+from choros.training.global_arrays import count_examples
 from keras_face.training_cases import (
     BATCH,
     CLASSES,

@@ -6,12 +6,12 @@ import socket
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.cluster import introduce, role_in, task_environment, why_not_listening
-from choros.launch.command import Command
-from choros.launch.draft import draft_text
-from choros.launch.hosts import Host, parse_hosts
-from choros.launch.job import Job
-from choros.launch.roles import Role, Roles
+from choros.launch.plan.cluster import introduce, role_in, task_environment, why_not_listening
+from choros.launch.plan.command import Command
+from choros.launch.plan.dry_run import draft_text
+from choros.launch.plan.hosts import Host, parse_hosts
+from choros.launch.plan.job import Job
+from choros.launch.plan.roles import Role, Roles
 from choros.topology import TFConfig, Topology, detect, read_tf_config, split_address
 
 HOSTS = parse_hosts("a.invalid:2,b.invalid:3")

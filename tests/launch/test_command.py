@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from choros.launch.command import plan
-from choros.launch.contract import Options
-from choros.launch.flavours import Hydra, IntelMpi, Mpirun, OpenMpi4, OpenMpi5
-from choros.launch.hosts import parse_hosts
-from choros.launch.job import Job, Ssh
+from choros.launch.plan.command import plan
+from choros.launch.plan.hosts import parse_hosts
+from choros.launch.plan.job import Job, Ssh
+from choros.launch.plan.mpi_implementations import Hydra, IntelMpi, Mpirun, OpenMpi4, OpenMpi5
+from choros.launch.protocol.wrapper_options import Options
 
-WORKER = (sys.executable, "-P", "-m", "choros.launch.worker")
+WORKER = (sys.executable, "-P", "-m", "choros.launch.wrapper.wrapper")
 COMMAND = ("python", "train.py", "--lr", "0.1")
 
 

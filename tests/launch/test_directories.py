@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
-from choros.launch.contract import JOB
-from choros.launch.directories import VARIABLE, Directory, remove_stale, shared_memory
+from choros.launch.processes.directories import VARIABLE, Directory, remove_stale, shared_memory
+from choros.launch.protocol.wrapper_options import JOB
 
 
 def test_the_last_rank_removes_it(tmp_path):
@@ -34,7 +34,7 @@ def test_a_link_is_not_ours(tmp_path):
 
 def test_only_what_nobody_holds_is_stale(tmp_path):
     hold = (
-        "import sys; from pathlib import Path; from choros.launch.directories import Directory;"
+        "import sys; from pathlib import Path; from choros.launch.processes.directories import Directory;"
         "d = Directory.hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     held = tmp_path / "choros-job-held"

@@ -3,7 +3,7 @@
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.environment import forwarded, parse_variables
+from choros.launch.plan.environment import forwarded, parse_variables
 
 
 def test_what_belongs_to_this_host_stays_here():

@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.accelerators import count_accelerators
-from choros.launch.build import build_text, version_text
-from choros.launch.flavours import Hydra, IntelMpi, Mpirun, OpenMpi4, OpenMpi5, detect_mpirun, flavour_of
+from choros.launch.build_report import build_text, version_text
+from choros.launch.plan.accelerators import count_accelerators
+from choros.launch.plan.mpi_implementations import (
+    Hydra,
+    IntelMpi,
+    Mpirun,
+    OpenMpi4,
+    OpenMpi5,
+    detect_mpirun,
+    flavour_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +99,7 @@ def test_build():
 
 def test_build_imports_no_framework():
     code = (
-        "import sys; from choros.launch.build import build_text; build_text('x'); "
+        "import sys; from choros.launch.build_report import build_text; build_text('x'); "
         "sys.exit(bool({'tensorflow', 'torch', 'jax', 'keras'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

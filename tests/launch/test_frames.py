@@ -2,9 +2,9 @@
 
 import pytest
 
-from choros.launch.frames import Exit, Result, Start, Text, decode, encode
-from choros.launch.holdback import HoldBack
-from choros.launch.lines import LineBuffer
+from choros.launch.protocol.frames import Exit, Result, Start, Text, decode, encode
+from choros.launch.wrapper.line_buffer import LineBuffer
+from choros.launch.wrapper.traceback_buffer import HoldBack
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.hosts import Host, own_names, parse_hostfile, parse_hosts, ranks_per_host, total_slots
+from choros.launch.plan.hosts import Host, own_names, parse_hostfile, parse_hosts, ranks_per_host, total_slots
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.hosts import parse_hosts
-from choros.launch.job import Job, Ssh
+from choros.launch.plan.hosts import parse_hosts
+from choros.launch.plan.job import Job, Ssh
 
 
 def test_more_ranks_than_slots():

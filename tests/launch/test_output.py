@@ -4,9 +4,9 @@ import io
 
 import pytest
 
-from choros.launch.frames import Text
-from choros.launch.output import Files, Output, Screen, use_colour
-from choros.launch.roles import Roles
+from choros.launch.driver.output import Files, Output, Screen, use_colour
+from choros.launch.plan.roles import Roles
+from choros.launch.protocol.frames import Text
 
 
 def shown(frames, **how):

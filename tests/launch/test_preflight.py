@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from choros.errors import HostUnreachable, LaunchError
-from choros.launch.hosts import parse_hosts
-from choros.launch.job import Ssh
-from choros.launch.preflight import check_hosts
+from choros.launch.driver.preflight import check_hosts
+from choros.launch.plan.hosts import parse_hosts
+from choros.launch.plan.job import Ssh
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_no_such_program():
 
 
 def test_names_that_do_not_exist(monkeypatch):
-    monkeypatch.setattr("choros.launch.preflight._has_address", lambda name: False)
+    monkeypatch.setattr("choros.launch.driver.preflight._has_address", lambda name: False)
     monkeypatch.setattr("shutil.which", lambda name: Path("/bin") / name)
     with pytest.raises(HostUnreachable, match="no such name"):
         check_hosts(parse_hosts("nohost-1.invalid"), Ssh(), 20)

@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from choros.launch import cli
-from choros.launch.refused import REFUSED, refusal
+from choros.launch.plan.unsupported_flags import REFUSED, refusal
 
 #: horovodrun's flags, complete, with values that make sense.
 HOROVODRUN = [

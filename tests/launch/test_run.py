@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from choros.errors import ConfigError, JobTimeout, WorkerFailed
-from choros.launch.payload import Call, pack, read_framed, unpack
+from choros.launch.protocol.payload import Call, pack, read_framed, unpack
 from choros.launch.run import run
 
 

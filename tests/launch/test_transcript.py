@@ -1,7 +1,7 @@
 """What a rank writes becomes frames."""
 
-from choros.launch.frames import Result, Text
-from choros.launch.transcript import ERR, OUT, RESULT, Transcript
+from choros.launch.protocol.frames import Result, Text
+from choros.launch.wrapper.transcript import ERR, OUT, RESULT, Transcript
 
 TRACEBACK = b"Traceback (most recent call last):\n  x\nValueError: no\n"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from choros.errors import WorkerFailed
-from choros.launch.directories import remove_stale
+from choros.launch.processes.directories import remove_stale
 from choros.launch.run import run as choros_run
 from launch.launched import Running, rank_script, run
 from launch.namespaces import two_hosts

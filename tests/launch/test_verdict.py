@@ -2,12 +2,12 @@
 
 import pytest
 
-from choros.launch.frames import Exit, Start
-from choros.launch.messages import explain
-from choros.launch.roles import Roles
-from choros.launch.stopping import Reason, Stage, stages
-from choros.launch.supervisor import Limits, Outcome
-from choros.launch.verdict import exception_name, judge
+from choros.launch.driver.mpirun_messages import explain
+from choros.launch.driver.outcome import exception_name, judge
+from choros.launch.driver.stopping import Reason, Stage, stages
+from choros.launch.driver.supervisor import Limits, Outcome
+from choros.launch.plan.roles import Roles
+from choros.launch.protocol.frames import Exit, Start
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: no'
 STOPPED = {"code": 143, "signal": 15, "stopped": True}

@@ -6,7 +6,7 @@ import numpy as np
 
 import choros
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
 
 SHAPES = ((257, 64), (3, 3, 16, 24), (31,))
 ITEMS = sum(int(np.prod(shape)) for shape in SHAPES)

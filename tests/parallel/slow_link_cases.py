@@ -7,9 +7,9 @@ import os
 
 import choros
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.local_updates import LocalUpdates
 from choros.parallel.objects import allgather_object
-from choros.parallel.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.local_updates import LocalUpdates
+from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
 from parallel.digits import HIDDEN, SGD, accuracy, batches, gradients, initial_weights
 
 EPOCHS, STEPS = 5, 100

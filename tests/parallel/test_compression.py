@@ -15,8 +15,8 @@ from choros.parallel import ops
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.compression.int8 import BLOCK
 from choros.parallel.compression.power_sgd import matrix_shape
-from choros.parallel.exchange import layout_of
-from choros.parallel.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.exchange import layout_of
+from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
 from harness import case_names, check_case
 from parallel.digits import SGD, accuracy, batches, gradients, initial_weights
 from parallel.threads import on_threads

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from choros.comm import BFLOAT16, ProcessSet, ReduceOp
 from choros.errors import ConfigError, EngineError, MismatchError
 from choros.parallel.compression import Compression
-from choros.parallel.exchange import layout_of
-from choros.parallel.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.exchange import layout_of
+from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
 from parallel.threads import on_threads
 
 #: A batch: the gradient of its mean loss, and how many examples it has.

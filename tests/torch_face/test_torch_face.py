@@ -2,7 +2,7 @@
 
 import pytest
 
-from choros.parallel.reducer import bucket_bytes
+from choros.parallel.reduce.reducer import bucket_bytes
 from harness import FRAMEWORKS, case_names, check_case
 
 MODULE = "torch_face.torch_cases"

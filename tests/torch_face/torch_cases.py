@@ -19,8 +19,8 @@ import torch
 
 import choros.torch as hvd
 from choros.errors import ConfigError, MismatchError
-from choros.parallel.reducer import GradientReducer, ReduceConfig
-from choros.parallel.torch_backward import BackwardExchange
+from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.torch_backward import BackwardExchange
 
 FEATURES, CLASSES, BATCH, STEPS = 6, 3, 8, 5
 Make = Callable[..., torch.optim.Optimizer]
@@ -32,7 +32,7 @@ ADAM: Make = functools.partial(torch.optim.Adam, lr=0.01)
 def overlapping(overlap: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHOROS_OVERLAP", str(int(overlap)))
-        patch.setattr("choros.parallel.reducer._BUCKET_BYTES", 256)
+        patch.setattr("choros.parallel.reduce.reducer._BUCKET_BYTES", 256)
         yield
 
 

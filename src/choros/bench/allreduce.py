@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from choros.bench.cases import AllreduceCase, GroupedCase, unet_shapes
 from choros.bench.contender import CHOROS, Contender
-from choros.bench.contest import Outcome
 from choros.bench.figures import ratios
 from choros.bench.plot import fits
 from choros.bench.report import Row, Table, compare
+from choros.bench.run import Outcome
 from choros.bench.sizes import format_bytes
 from choros.bench.start import chorosrun, horovodrun, mpirun, torchrun
 

@@ -16,8 +16,8 @@ from choros.bench import overhead as costs
 from choros.bench import train as training
 from choros.bench.cases import MODELS
 from choros.bench.contender import check_names, chosen
-from choros.bench.contest import Effort
 from choros.bench.plot import plot_rows, plot_sizes
+from choros.bench.run import Effort
 from choros.bench.session import ENOUGH_ROUNDS, Session
 from choros.bench.sizes import parse_sizes
 from choros.errors import ConfigError

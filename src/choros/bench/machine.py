@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from choros.launch.cores import physical_cores
+from choros.launch.plan.cores import physical_cores
 
 __all__ = ["PACKAGES", "machine", "machine_text"]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from choros.bench.cases import PARTS, PartCase, TrainCase
 from choros.bench.contender import CHOROS, Contender
-from choros.bench.contest import Outcome
 from choros.bench.figures import Ratios, Summary, format_seconds, ratios
 from choros.bench.report import Row, Table
+from choros.bench.run import Outcome
 from choros.bench.start import chorosrun, one_core
 from choros.bench.train import sections
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from choros.bench.contender import CHOROS
-from choros.bench.contest import Absence
 from choros.bench.figures import Ratios, Summary, format_seconds, ratios
+from choros.bench.run import Absence
 from choros.errors import ConfigError
 
 __all__ = ["Row", "Table", "absence_lines", "as_json", "check_writable", "compare", "plain", "show", "write_json"]

@@ -12,11 +12,11 @@ from typing import final
 import click
 
 from choros.bench.contender import CHOROS, Contender
-from choros.bench.contest import Absence, Case, Effort, Outcome, hold
 from choros.bench.machine import machine, machine_text
 from choros.bench.plot import check_matplotlib
 from choros.bench.progress import Progress
 from choros.bench.report import Row, Table, absence_lines, check_writable, show, write_json
+from choros.bench.run import Absence, Case, Effort, Outcome, hold
 
 __all__ = ["ENOUGH_ROUNDS", "Session"]
 

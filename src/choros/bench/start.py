@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from choros.launch.cores import physical_cores
-from choros.launch.flavours import OpenMpi4, OpenMpi5, detect_mpirun
+from choros.launch.plan.cores import physical_cores
+from choros.launch.plan.mpi_implementations import OpenMpi4, OpenMpi5, detect_mpirun
 
 __all__ = [
     "Command", "Starter", "chorosrun", "horovodrun", "jax_cluster", "logical_cpus", "mpirun", "one_core", "tf_cluster",

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from choros.bench.cases import MODELS, TrainCase
 from choros.bench.contender import CHOROS, Contender
-from choros.bench.contest import Outcome
 from choros.bench.report import Row, Table, compare
+from choros.bench.run import Outcome
 from choros.bench.start import chorosrun, horovodrun, jax_cluster, logical_cpus, tf_cluster, torchrun, xla_devices
 from choros.errors import ConfigError
 

@@ -27,10 +27,10 @@ from datetime import timedelta
 import numpy as np
 import torch.distributed as dist  # noqa: TID253  (imported by the torch engine alone)
 
-from choros.comm.address import LOOPBACK, Place, is_loopback, outward_address, this_host
 from choros.comm.communicator import Communicator
 from choros.errors import EngineError, EngineUnavailable
 from choros.topology import Master
+from choros.transport.address import LOOPBACK, Place, is_loopback, outward_address, this_host
 
 __all__ = ["exchange_places", "store_at", "store_over", "translated"]
 

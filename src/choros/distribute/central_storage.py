@@ -21,7 +21,7 @@ from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError, StrategyError
 
 if TYPE_CHECKING:
-    from choros.distribute.training import Training
+    from choros.distribute.fit import Training
 
 __all__ = ["CentralStorageStrategy"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import final
 
+from choros.distribute.fit import Training
 from choros.distribute.process_replicas import ProcessReplicas
 from choros.distribute.strategy import Strategy
-from choros.distribute.training import Training
 
 __all__ = ["default_strategy"]
 

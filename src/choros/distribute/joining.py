@@ -67,7 +67,7 @@ def join(cluster_resolver: Any = None) -> Topology:
     if place.size == 1:
         return place
     if "keras" in sys.modules:
-        from choros.keras.device import pin_device
+        from choros.training.device import pin_device
 
         try:
             pin_device()

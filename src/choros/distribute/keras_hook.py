@@ -28,8 +28,8 @@ from choros.distribute.replica_context import in_fit, scope_of
 from choros.errors import StrategyError
 
 if TYPE_CHECKING:
+    from choros.distribute.fit import Training
     from choros.distribute.strategy import Strategy
-    from choros.distribute.training import Training
 
 __all__ = ["Call", "catching", "strategy_of"]
 
@@ -176,7 +176,7 @@ def _with_callbacks_that_work(call: Call) -> Call:
     given = call.get("callbacks")
     if not isinstance(given, (list, tuple)):
         given = [] if given is None else [given]
-    from choros.keras.tensorboard import stand_in_for
+    from choros.training.tensorboard import stand_in_for
 
     exchanged = [stand_in_for(each) for each in given]
     unchanged = all(new is old for new, old in zip(exchanged, given, strict=True))

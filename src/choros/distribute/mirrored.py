@@ -14,7 +14,7 @@ from choros.errors import ConfigError, StrategyError
 from choros.topology import Topology
 
 if TYPE_CHECKING:
-    from choros.distribute.training import Training
+    from choros.distribute.fit import Training
 
 __all__ = ["MirroredStrategy"]
 
@@ -90,9 +90,9 @@ def synchronous_training(place: Topology, *, central: bool = False) -> Training 
     """
     if "keras" not in sys.modules:
         return None
-    from choros.distribute.training.central import CentralCombiner
-    from choros.distribute.training.gradients import ReplicaCombiner
-    from choros.distribute.training.synchronous import SynchronousTraining
+    from choros.distribute.fit.central_storage import CentralCombiner
+    from choros.distribute.fit.gradients import ReplicaCombiner
+    from choros.distribute.fit.synchronous import SynchronousTraining
 
     combiner = CentralCombiner if central else ReplicaCombiner
     return SynchronousTraining(ProcessReplicas(place.size, place.rank), combiner)

@@ -10,7 +10,7 @@ from choros.distribute.mirrored import replicas_of
 from choros.distribute.strategy import Strategy
 
 if TYPE_CHECKING:
-    from choros.distribute.training import Training
+    from choros.distribute.fit import Training
 
 __all__ = ["MultiWorkerMirroredStrategy"]
 

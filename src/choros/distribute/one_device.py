@@ -7,16 +7,16 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
 from choros.distribute.devices.names import DeviceName, devices_of, placed
+from choros.distribute.fit.local import LocalTraining
 from choros.distribute.joining import framework
 from choros.distribute.process_replicas import ProcessReplicas
 from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replicas import Replicas
 from choros.distribute.strategy import Strategy
-from choros.distribute.training.local import LocalTraining
 from choros.errors import ConfigError
 
 if TYPE_CHECKING:
-    from choros.distribute.training import Training
+    from choros.distribute.fit import Training
 
 __all__ = ["OneDeviceStrategy"]
 

@@ -3,7 +3,7 @@
 A strategy is put together from two parts and adds nothing to them but where variables are placed:
 
     replicas   how many there are, how they run a function together and combine values   (replicas.py)
-    training   what ``fit``, ``evaluate``, ``predict`` and ``save`` of a model do under it   (training.py)
+    training   what ``fit``, ``evaluate``, ``predict`` and ``save`` of a model do under it   (fit/training.py)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from choros.distribute.values import PerReplica, per_replica
 from choros.errors import ConfigError, StrategyError
 
 if TYPE_CHECKING:
-    from choros.distribute.training import Training
+    from choros.distribute.fit import Training
 
 __all__ = ["Strategy"]
 

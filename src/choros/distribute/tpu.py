@@ -12,7 +12,7 @@ from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError, EngineUnavailable
 
 if TYPE_CHECKING:
-    from choros.distribute.training import Training
+    from choros.distribute.fit import Training
 
 __all__ = ["TPUStrategy"]
 

@@ -36,19 +36,19 @@ from choros.comm import (
     remove_process_set,
     shutdown,
 )
-from choros.comm.place import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
+from choros.comm.ranks import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
 from choros.keras import callbacks
 from choros.keras.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
 from choros.keras.data import shard
-from choros.keras.device import pin_device
 from choros.keras.local_sgd import DiLoCoCallback, LocalSGDCallback
 from choros.keras.optimizer import DistributedOptimizer
 from choros.keras.saving import load_model
-from choros.keras.variables import broadcast_global_variables, broadcast_variables
 from choros.parallel.compression import Compression
 from choros.parallel.objects import allgather_object, broadcast_object
 from choros.parallel.ops import barrier
 from choros.topology import shard_range
+from choros.training.device import pin_device
+from choros.training.variables import broadcast_global_variables, broadcast_variables
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -57,7 +57,7 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 if _keras.backend.backend() == "jax":
-    from choros.keras.device import spare_xla_thread as _spare_xla_thread
+    from choros.training.device import spare_xla_thread as _spare_xla_thread
 
     _spare_xla_thread()
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from choros.comm import ReduceOp, global_process_set, topology
 from choros.errors import ConfigError
-from choros.keras.metrics import average_logs, count_examples, global_results
-from choros.keras.optimizer import Synchronizer
-from choros.keras.tensorboard import TensorBoard
-from choros.keras.trainer import attach, is_spread, join
-from choros.keras.variables import broadcast_variables, model_variables
+from choros.training.metrics import average_logs, count_examples, global_results
+from choros.training.synchronizer import Synchronizer
+from choros.training.tensorboard import TensorBoard
+from choros.training.trainer import attach, is_spread, join
+from choros.training.variables import broadcast_variables, model_variables
 
 __all__ = [
     "BestModelCheckpoint",

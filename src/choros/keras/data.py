@@ -11,8 +11,8 @@ import numpy as np
 
 from choros.comm import topology
 from choros.errors import ConfigError
-from choros.parallel.batches import Part, count_rows, cut, data_loader, grain_data, kinds, tf_data
-from choros.parallel.shard import batch_ranges, check_batch_size, example_indices
+from choros.parallel.data import Part, count_rows, cut, data_loader, grain_data, kinds, tf_data
+from choros.parallel.data.shard import batch_ranges, check_batch_size, example_indices
 from choros.topology import Topology, shard_range
 
 __all__ = ["PyDatasetPart", "shard"]

@@ -1,7 +1,7 @@
 """Local SGD and DiLoCo in ``model.fit``: ranks train alone and agree on weights now and then.
 
 The optimizer is a plain one, and the training step is Keras' own, compiled as Keras compiles it: nothing is
-exchanged within it. See ``parallel/local_updates.py`` for what is exchanged between steps.
+exchanged within it. See ``parallel/reduce/local_updates.py`` for what is exchanged between steps.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from choros.arrays import adapter_of
 from choros.comm import ProcessSet, global_process_set
 from choros.errors import ConfigError, NotInitializedError
-from choros.keras.combiner import combiner_of
-from choros.keras.metrics import count_examples
-from choros.keras.variables import broadcast_variables, model_variables
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.local_updates import LocalUpdates, OuterSGD
+from choros.parallel.reduce.local_updates import LocalUpdates, OuterSGD
+from choros.training.combiner import combiner_of
+from choros.training.metrics import count_examples
+from choros.training.variables import broadcast_variables, model_variables
 
 __all__ = ["DiLoCoCallback", "LocalSGDCallback"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import cloudpickle
 
-from choros.launch.contract import RESULT_FD
-from choros.launch.payload import read_framed, unpack
+from choros.launch.protocol.payload import read_framed, unpack
+from choros.launch.protocol.wrapper_options import RESULT_FD
 from choros.topology import detect
 
 __all__ = ["main"]

@@ -13,20 +13,20 @@ from typing import Any, NoReturn
 import click
 
 from choros.errors import ChorosError, ConfigError
-from choros.launch.accelerators import count_accelerators
-from choros.launch.build import build_text, version_text
-from choros.launch.contract import Options
-from choros.launch.draft import draft_text
-from choros.launch.environment import parse_variables
-from choros.launch.flavours import Mpirun, detect_mpirun
-from choros.launch.hosts import Host, own_names, parse_hostfile, parse_hosts, total_slots
-from choros.launch.job import Job, Ssh
-from choros.launch.launcher import draft, launch
-from choros.launch.options import GroupedCommand, with_options
-from choros.launch.output import Files, Output, Screen, use_colour
-from choros.launch.refused import refusal
-from choros.launch.supervisor import Limits
-from choros.launch.verdict import judge
+from choros.launch.build_report import build_text, version_text
+from choros.launch.driver.launcher import draft, launch
+from choros.launch.driver.outcome import judge
+from choros.launch.driver.output import Files, Output, Screen, use_colour
+from choros.launch.driver.supervisor import Limits
+from choros.launch.plan.accelerators import count_accelerators
+from choros.launch.plan.dry_run import draft_text
+from choros.launch.plan.environment import parse_variables
+from choros.launch.plan.hosts import Host, own_names, parse_hostfile, parse_hosts, total_slots
+from choros.launch.plan.job import Job, Ssh
+from choros.launch.plan.mpi_implementations import Mpirun, detect_mpirun
+from choros.launch.plan.options import GroupedCommand, with_options
+from choros.launch.plan.unsupported_flags import refusal
+from choros.launch.protocol.wrapper_options import Options
 
 __all__ = ["main"]
 

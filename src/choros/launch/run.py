@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from choros.errors import ConfigError, JobTimeout, LaunchError, WorkerFailed
-from choros.launch.contract import Options
-from choros.launch.flavours import detect_mpirun
-from choros.launch.hosts import own_names, parse_hostfile, parse_hosts, total_slots
-from choros.launch.job import Job, Ssh
-from choros.launch.launcher import launch
-from choros.launch.output import Files, Output, Screen
-from choros.launch.payload import Call, pack
-from choros.launch.stopping import Reason
-from choros.launch.supervisor import Limits, Outcome
-from choros.launch.verdict import judge
+from choros.launch.driver.launcher import launch
+from choros.launch.driver.outcome import judge
+from choros.launch.driver.output import Files, Output, Screen
+from choros.launch.driver.stopping import Reason
+from choros.launch.driver.supervisor import Limits, Outcome
+from choros.launch.plan.hosts import own_names, parse_hostfile, parse_hosts, total_slots
+from choros.launch.plan.job import Job, Ssh
+from choros.launch.plan.mpi_implementations import detect_mpirun
+from choros.launch.protocol.payload import Call, pack
+from choros.launch.protocol.wrapper_options import Options
 
 __all__ = ["run"]
 

@@ -31,7 +31,7 @@ from choros.comm import (
     remove_process_set,
     shutdown,
 )
-from choros.comm.place import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
+from choros.comm.ranks import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
 from choros.parallel.compression import Compression
 from choros.parallel.objects import allgather_object, broadcast_object
 from choros.parallel.ops import barrier

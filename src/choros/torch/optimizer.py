@@ -23,9 +23,9 @@ import torch
 from choros.comm import ProcessSet, ReduceOp, global_process_set
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.device import device_to_reduce_on
-from choros.parallel.reducer import GradientReducer, ReduceConfig, bucket_bytes, indices_of_groups
-from choros.parallel.torch_backward import BackwardExchange
+from choros.parallel.reduce.device import device_to_reduce_on
+from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket_bytes, indices_of_groups
+from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = ["DistributedOptimizer", "join"]

@@ -11,7 +11,7 @@ import choros
 from choros.bench.cases import CNN_SHAPES
 from choros.bench.channel import Prepare, Task, serve
 from choros.comm import ReduceOp, global_process_set
-from choros.parallel.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
 
 
 def join() -> Prepare:

@@ -22,7 +22,6 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm.address import LOOPBACK, Place, address_towards, choose_address, is_loopback
 from choros.comm.communicator import Array, Communicator
 from choros.comm.reduction import UFUNCS, ReduceOp, check_dtype, working_op
 from choros.comm.request import Request
@@ -30,6 +29,7 @@ from choros.comm.work import WorkQueue
 from choros.config import Config
 from choros.errors import ConfigError, EngineError, EngineUnavailable
 from choros.topology import WITHOUT_MPI, Master, Topology, find_master, shard_range
+from choros.transport.address import LOOPBACK, Place, address_towards, choose_address, is_loopback
 
 try:
     import torch

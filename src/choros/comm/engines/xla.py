@@ -25,12 +25,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from choros.comm.address import LOOPBACK, outward_address
 from choros.comm.communicator import Communicator
 from choros.comm.engines.local import LocalCommunicator
 from choros.comm.request import Request
 from choros.errors import ConfigError, EngineError, EngineUnavailable
 from choros.topology import Topology
+from choros.transport.address import LOOPBACK, outward_address
 
 __all__ = ["BATCH_AXIS", "finalize", "mesh", "start"]
 

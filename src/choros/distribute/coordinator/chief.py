@@ -22,8 +22,8 @@ from choros.distribute.parameter_server.cluster import Cluster
 from choros.distribute.parameter_server.messages import Hello
 from choros.distribute.parameter_server.optimizer import pushers
 from choros.distribute.parameter_server.session import Session
-from choros.distribute.transport import Channel, ChannelClosed, Door, Failure
 from choros.errors import ConfigError
+from choros.transport import Channel, ChannelClosed, Door, Failure
 
 __all__ = ["Chief"]
 

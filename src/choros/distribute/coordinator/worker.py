@@ -18,8 +18,8 @@ from choros.distribute.parameter_server.placement import Partition
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.distribute.parameter_server.session import Session
 from choros.distribute.parameter_server.signals import leave_signals_to_the_chief
-from choros.distribute.transport import ChannelClosed, Failure
 from choros.errors import EngineError, StrategyError
+from choros.transport import ChannelClosed, Failure
 
 __all__ = ["Worker"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from choros.comm import ReduceOp, global_process_set
 from choros.errors import ConfigError
-from choros.parallel.batches import check_global_batch
+from choros.parallel.data import check_global_batch
 from choros.topology import shard_range
 
 __all__ = ["AutoShardPolicy", "Shard", "chain", "check_order", "own_files", "policy_of"]

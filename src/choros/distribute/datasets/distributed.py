@@ -19,7 +19,7 @@ import numpy as np
 from choros.comm import global_process_set
 from choros.distribute.replicas import Replicas
 from choros.distribute.values import per_replica
-from choros.parallel.batches import count_rows, cut
+from choros.parallel.data import count_rows, cut
 from choros.parallel.objects import allgather_object
 from choros.topology import shard_range
 

@@ -11,7 +11,7 @@ from choros.distribute.datasets.distributed import DistributedDataset, in_step, 
 from choros.distribute.input_context import InputContext
 from choros.distribute.replicas import Replicas
 from choros.errors import ConfigError
-from choros.parallel.batches import (
+from choros.parallel.data import (
     Part,
     check_global_batch,
     checked,

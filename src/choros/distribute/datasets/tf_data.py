@@ -11,7 +11,7 @@ from choros.comm import ReduceOp, global_process_set
 from choros.distribute.datasets.auto_shard import AutoShardPolicy, Shard, chain, check_order, own_files, policy_of
 from choros.errors import ConfigError
 from choros.parallel import ops
-from choros.parallel.batches import Part, check_global_batch, tf_data
+from choros.parallel.data import Part, check_global_batch, tf_data
 
 __all__ = ["for_fit_of", "in_step", "is_marked", "marked", "split"]
 

@@ -34,9 +34,9 @@ from choros.comm import Communicator
 from choros.comm.engines.threads import run_threads
 from choros.distribute.devices.arguments import Pattern, by_leaf, taken_apart
 from choros.distribute.devices.arrays import DeviceArrays
-from choros.distribute.devices.links import AXIS, Link, Threads, axis_of, mean_of
+from choros.distribute.devices.collectives import AXIS, Link, Threads, axis_of, mean_of
+from choros.distribute.devices.compiled_step import Call, Compiled, Memory, flow_of
 from choros.distribute.devices.names import DeviceName, jax_devices
-from choros.distribute.devices.program import Call, Compiled, Memory, flow_of
 from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replica_context import ReplicaContext, in_place
 from choros.distribute.replicas import Replicas
@@ -44,8 +44,8 @@ from choros.distribute.values import PerReplica
 from choros.errors import ConfigError, StrategyError
 
 if TYPE_CHECKING:
+    from choros.distribute.fit import Training
     from choros.distribute.strategy import Strategy
-    from choros.distribute.training import Training
 
 __all__ = ["DeviceReplicas", "local_devices", "on_devices"]
 

@@ -1,7 +1,8 @@
 """How models train whose replicas are the devices of one process, on JAX.
 
-Keras' own methods do it, on Keras' own data: each step is led over the devices by ``choros.keras.spread``, which
-computes the global batch exactly, whatever its size. So there is nothing to average, neither gradients nor metrics.
+Keras' own methods do it, on Keras' own data: each step is led over the devices by ``choros.training.spmd_trainer``,
+which computes the global batch exactly, whatever its size. So there is nothing to average, neither gradients nor
+metrics.
 A model that is compiled with ``run_eagerly=True`` or ``jit_compile=False`` stays on one device.
 """
 
@@ -16,13 +17,13 @@ import numpy as np
 
 from choros.distribute import datasets
 from choros.distribute.devices.keras_flow import share_variables_of
+from choros.distribute.fit import Training
+from choros.distribute.fit.gradients import ReplicaCombiner, adopt
 from choros.distribute.keras_hook import Call
 from choros.distribute.replica_context import get_strategy, in_place
-from choros.distribute.training import Training
-from choros.distribute.training.gradients import ReplicaCombiner, adopt
 from choros.errors import ConfigError
-from choros.keras.spread import Peers, SpreadModel
-from choros.parallel.batches import are_arrays, check_global_batch, count_rows, kinds
+from choros.parallel.data import are_arrays, check_global_batch, count_rows, kinds
+from choros.training.spmd_trainer import Peers, SpreadModel
 
 __all__ = ["DeviceTraining"]
 

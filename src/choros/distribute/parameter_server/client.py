@@ -19,8 +19,8 @@ from choros.distribute.parameter_server.messages import (
     Push,
 )
 from choros.distribute.parameter_server.placement import Placement, Shard, VariableKey
-from choros.distribute.transport import Channel, ChannelClosed, Failure
 from choros.errors import ParameterServerLost
+from choros.transport import Channel, ChannelClosed, Failure
 
 __all__ = ["Servers"]
 

@@ -9,9 +9,9 @@ from typing import Any
 from choros.config import Config
 from choros.distribute.parameter_server.client import Servers
 from choros.distribute.parameter_server.messages import Hello
-from choros.distribute.transport import Channel, connect, job_key
 from choros.errors import ConfigError
 from choros.topology import TFConfig
+from choros.transport import Channel, connect, job_key
 
 __all__ = ["Cluster"]
 

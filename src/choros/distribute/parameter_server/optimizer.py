@@ -27,7 +27,7 @@ from choros.distribute.parameter_server.messages import OptimizerRecipe
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.distribute.parameter_server.slots import Slots
 from choros.errors import ConfigError, StrategyError
-from choros.keras.combiner import derive, own_class
+from choros.training.combiner import derive, own_class
 
 if TYPE_CHECKING:
     from choros.distribute.parameter_server.session import Session

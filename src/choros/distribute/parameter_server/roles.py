@@ -9,6 +9,8 @@ import keras
 from choros.distribute.coordinator.chief import Chief
 from choros.distribute.coordinator.role import Role
 from choros.distribute.coordinator.worker import Worker
+from choros.distribute.fit import Training
+from choros.distribute.fit.local import LocalTraining
 from choros.distribute.parameter_server.cluster import Cluster
 from choros.distribute.parameter_server.messages import Hello
 from choros.distribute.parameter_server.placement import Partition
@@ -17,8 +19,6 @@ from choros.distribute.parameter_server.server import ParameterServer
 from choros.distribute.parameter_server.session import Session
 from choros.distribute.parameter_server.signals import leave_signals_to_the_chief
 from choros.distribute.parameter_server.training import ChiefTraining, WorkerTraining
-from choros.distribute.training import Training
-from choros.distribute.training.local import LocalTraining
 
 __all__ = ["take_role"]
 
@@ -43,7 +43,7 @@ def take_role(
             return chief, ChiefTraining(strategy, chief, len(cluster.workers))
         case "worker":
             if keras.backend.backend() == "jax":
-                from choros.keras.device import spare_xla_thread
+                from choros.training.device import spare_xla_thread
 
                 spare_xla_thread()
             worker = Worker(strategy, objects, cluster, partition)

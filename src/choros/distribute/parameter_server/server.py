@@ -9,8 +9,8 @@ from typing import Any, final
 
 from choros.distribute.parameter_server.messages import Adopt, Assign, Average, Goodbye, Hello, Pull, Push
 from choros.distribute.parameter_server.shards import Shards
-from choros.distribute.transport import Channel, ChannelClosed, Door, Failure
 from choros.errors import EngineError
+from choros.transport import Channel, ChannelClosed, Door, Failure
 
 __all__ = ["ParameterServer"]
 

@@ -13,7 +13,7 @@ from choros.errors import ConfigError
 
 if TYPE_CHECKING:
     from choros.distribute.coordinator.role import Role
-    from choros.distribute.training import Training
+    from choros.distribute.fit import Training
 
 __all__ = ["ParameterServerStrategy"]
 

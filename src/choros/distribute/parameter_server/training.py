@@ -23,12 +23,12 @@ from choros.distribute.coordinator.chief import Chief
 from choros.distribute.coordinator.remote_value import RemoteValue
 from choros.distribute.coordinator.role import Role
 from choros.distribute.coordinator.worker import Worker
+from choros.distribute.fit import Training
 from choros.distribute.keras_hook import Call
 from choros.distribute.parameter_server.optimizer import Pusher, lead
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.distribute.parameter_server.training_step import build, leading_function, train_on
 from choros.distribute.replica_context import in_place
-from choros.distribute.training import Training
 
 __all__ = ["ChiefTraining", "WorkerTraining"]
 

@@ -61,7 +61,7 @@ class KerasCheckpoint:
         Raises:
             ConfigError: they are another model's or another optimizer's.
         """
-        from choros.keras.combiner import combiner_of
+        from choros.training.combiner import combiner_of
 
         variables = self._variables()
         with np.load(path, allow_pickle=False) as file:

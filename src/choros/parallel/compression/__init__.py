@@ -38,7 +38,7 @@ class Compression:
     ========================  ====================  ======================================================
 
     Example:
-        >>> from choros.parallel.reducer import GradientReducer, ReduceConfig
+        >>> from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
         >>> reducer = GradientReducer(ReduceConfig(compressor=Compression.power_sgd(rank=2)))
     """
 

@@ -13,7 +13,7 @@ from choros.parallel.compression.compressor import Compressor, DType, is_floatin
 from choros.parallel.compression.selection import SelectiveExchange
 from choros.parallel.compression.sliced import Bytes, Codec, SlicedSum
 from choros.parallel.compression.vector import Vector, VectorExchange
-from choros.parallel.exchange import Exchange, Layout
+from choros.parallel.reduce.exchange import Exchange, Layout
 
 __all__ = ["Bfloat16"]
 

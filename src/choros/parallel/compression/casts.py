@@ -9,8 +9,8 @@ import numpy as np
 
 from choros.comm import BFLOAT16, Communicator
 from choros.parallel.compression.compressor import Compressor, DType, is_floating
-from choros.parallel.exchange import Exchange, Layout
-from choros.parallel.fusion import FusedExchange
+from choros.parallel.reduce.exchange import Exchange, Layout
+from choros.parallel.reduce.fused import FusedExchange
 
 __all__ = ["Float16", "NoCompression", "plain_dtype"]
 

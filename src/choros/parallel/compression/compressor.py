@@ -9,7 +9,7 @@ import numpy as np
 
 from choros.comm import BFLOAT16, Communicator
 from choros.errors import ConfigError
-from choros.parallel.exchange import Exchange, Layout
+from choros.parallel.reduce.exchange import Exchange, Layout
 
 __all__ = ["Compressor", "DType", "is_floating", "refuse_lone"]
 

@@ -25,8 +25,8 @@ from choros.parallel.compression.casts import plain_dtype
 from choros.parallel.compression.compressor import Compressor, DType, is_floating, refuse_lone
 from choros.parallel.compression.error_feedback import ErrorFeedback
 from choros.parallel.compression.selection import SelectiveExchange
-from choros.parallel.exchange import Array, Exchange, Layout
-from choros.parallel.fusion import FusedExchange
+from choros.parallel.reduce.exchange import Array, Exchange, Layout
+from choros.parallel.reduce.fused import FusedExchange
 
 __all__ = ["PowerSGD", "matrix_shape"]
 

@@ -7,8 +7,8 @@ from typing import final
 
 from choros.comm import Communicator
 from choros.parallel.compression.casts import plain_dtype
-from choros.parallel.exchange import Array, Exchange, Layout
-from choros.parallel.fusion import FusedExchange
+from choros.parallel.reduce.exchange import Array, Exchange, Layout
+from choros.parallel.reduce.fused import FusedExchange
 
 __all__ = ["SelectiveExchange"]
 

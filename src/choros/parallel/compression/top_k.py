@@ -14,7 +14,7 @@ from choros.errors import ConfigError
 from choros.parallel.compression.compressor import Compressor, DType, is_floating, refuse_lone
 from choros.parallel.compression.selection import SelectiveExchange
 from choros.parallel.compression.vector import Vector, VectorExchange, VectorSum
-from choros.parallel.exchange import Exchange, Layout
+from choros.parallel.reduce.exchange import Exchange, Layout
 
 __all__ = ["SMALL", "TopK"]
 

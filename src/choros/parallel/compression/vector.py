@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.parallel.compression.error_feedback import ErrorFeedback
-from choros.parallel.exchange import Array, Exchange, Layout
+from choros.parallel.reduce.exchange import Array, Exchange, Layout
 
 __all__ = ["Vector", "VectorExchange", "VectorSum"]
 

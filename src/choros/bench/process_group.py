@@ -1,0 +1,207 @@
+"""A contender's processes, from start to end."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+import psutil
+
+from choros.bench.channel import KEY, SOCKET, Barrier, Failed, Order, Ready, Stop, Timing, Welcome, accept
+from choros.bench.contender import Contender
+from choros.bench.figures import Burst, burst_of
+from choros.launch.processes import parent_death_guard as tether
+
+__all__ = ["ContenderFailed", "Team"]
+
+_LOOK_SECONDS = 0.25
+_START_SECONDS = 240.0
+_ANSWER_SECONDS = 600.0
+_GRACE_SECONDS = 5.0
+_TIDY_SECONDS = 2.0
+_REASON_LENGTH = 300
+
+
+class ContenderFailed(Exception):
+    """A contender could not be started, or did not do what it was told; the text says why."""
+
+
+@final
+class Team:
+    """The running processes of a contender. Leaving the block ends them, whatever they are doing.
+
+    Args:
+        contender: who.
+        ranks: how many ranks it has.
+        directory: an empty one, that only this user can enter.
+    """
+
+    def __init__(self, contender: Contender, ranks: int, directory: Path) -> None:
+        self.contender = contender
+        self._size = 1 if contender.single else ranks
+        self._ranks = ranks
+        self._directory = directory
+        self._log = directory / "output"
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._connections: list[multiprocessing.connection.Connection] = []
+        self._family: set[psutil.Process] = set()
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(polite=kind is None)
+
+    def start(self) -> None:
+        """Starts the processes; returns when all have joined their job.
+
+        Raises:
+            ContenderFailed: it is not installed, or does not start.
+        """
+        if self.contender.missing:
+            raise ContenderFailed(f"not installed ({', '.join(self.contender.missing)})")
+        key = secrets.token_bytes(32)
+        deadline = time.monotonic() + _START_SECONDS
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(self._directory / "socket"))
+            listener.listen(self._size)
+            listener.settimeout(_LOOK_SECONDS)
+            self._spawn({SOCKET: str(self._directory / "socket"), KEY: key.hex()})
+            while len(self._connections) < self._size:
+                try:
+                    self._connections.append(accept(listener, key))
+                except TimeoutError:
+                    self._look(deadline)
+        barrier = self._directory / "barrier"
+        barrier.write_bytes(bytes(Barrier.size(self._size)))
+        self._tell(Welcome(place, self._size, str(barrier)) for place in range(self._size))
+        for answer in self._answers(_START_SECONDS):
+            if not isinstance(answer, Ready):
+                raise ContenderFailed(f"answered {answer!r} where it should have been ready")
+        self._note_family()
+
+    def run(self, case: Any, runs: int, units: int) -> Burst:
+        """One burst: all processes do ``runs`` runs of ``units`` units of ``case``.
+
+        Raises:
+            ContenderFailed: one of them did not.
+        """
+        self._tell([Order(case, runs, units)] * self._size)
+        timings = [answer for answer in self._answers(_ANSWER_SECONDS) if isinstance(answer, Timing)]
+        return burst_of(timings, units)
+
+    def dismiss(self) -> None:
+        """Asks the processes to end, and does not wait for it."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # it has ended already
+                connection.send(Stop())
+
+    def stop(self, *, polite: bool = True) -> None:
+        """Ends the processes: they are asked to, unless it is not ``polite``; then they are killed."""
+        if polite:
+            self.dismiss()
+            self._wait(_GRACE_SECONDS)
+        for connection in self._connections:
+            connection.close()
+        self._note_family()
+        for started in self._started:
+            started.terminate()  # a launcher tidies up after its ranks
+        self._wait(_TIDY_SECONDS)
+        for process in self._family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(self._family, timeout=1.0)
+        for started in self._started:
+            started.wait()
+        self._started, self._connections, self._family = [], [], set()
+
+    def _spawn(self, private: dict[str, str]) -> None:
+        """Starts the commands; they end when we do."""
+        with self._log.open("ab") as log:
+            for command in self.contender.start(self._ranks, self.contender.words):
+                self._started.append(
+                    subprocess.Popen(
+                        [sys.executable, tether.__file__, str(os.getpid()), *_found(command.words)],
+                        env={**os.environ, **self.contender.environ, **command.environ, **private},
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,  # Ctrl-C is for the coordinator, who then ends them
+                    )
+                )
+
+    def _tell(self, messages: Iterable[object]) -> None:
+        for connection, message in zip(self._connections, messages, strict=True):
+            try:
+                connection.send(message)
+            except OSError as error:
+                raise ContenderFailed(self._last_words()) from error
+
+    def _answers(self, seconds: float) -> list[Any]:
+        """What each process answers; the first that fails speaks for all."""
+        deadline = time.monotonic() + seconds
+        answers: dict[int, Any] = {}
+        while waiting := [place for place in range(len(self._connections)) if place not in answers]:
+            ready = multiprocessing.connection.wait([self._connections[place] for place in waiting], _LOOK_SECONDS)
+            for place in waiting:
+                if self._connections[place] not in ready:
+                    continue
+                try:
+                    answers[place] = self._connections[place].recv()
+                except (EOFError, OSError) as error:
+                    raise ContenderFailed(self._last_words()) from error
+                if isinstance(answers[place], Failed):
+                    raise ContenderFailed(_shortened(answers[place].reason))
+            self._look(deadline)
+        return [answers[place] for place in sorted(answers)]
+
+    def _look(self, deadline: float) -> None:
+        if any(process.poll() is not None for process in self._started):
+            raise ContenderFailed(self._last_words())
+        if time.monotonic() > deadline:
+            raise ContenderFailed("does not answer")
+
+    def _last_words(self) -> str:
+        """Why it ended: the last line of its output that speaks of an error, or simply the last."""
+        self._wait(1.0)
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        of_errors = [line for line in lines if "rror" in line]
+        codes = {process.poll() for process in self._started}
+        return _shortened((of_errors or lines or [f"ended with exit code {codes}, and without a word"])[-1])
+
+    def _note_family(self) -> None:
+        """Remembers what the processes have started: when a launcher dies, nothing else leads to its ranks."""
+        for process in self._started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._family |= {psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)}
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while any(process.poll() is None for process in self._started) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _found(words: Sequence[str]) -> list[str]:
+    """``words`` with the program's path: the tether takes no other."""
+    path = shutil.which(words[0])
+    if path is None:
+        raise ContenderFailed(f"there is no command {words[0]!r}")
+    return [path, *words[1:]]
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _REASON_LENGTH else f"{text[:_REASON_LENGTH]}…"

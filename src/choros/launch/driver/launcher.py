@@ -1,0 +1,111 @@
+"""Runs a job: checks its hosts, plans its command, supervises it, and leaves nothing behind on this host."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from choros.config import LOG_LEVEL
+from choros.errors import LaunchError
+from choros.launch.driver.output import Output
+from choros.launch.driver.preflight import check_hosts
+from choros.launch.driver.supervisor import Limits, Outcome, supervise
+from choros.launch.plan.cluster import introduce
+from choros.launch.plan.command import Command, plan
+from choros.launch.plan.dry_run import preparation
+from choros.launch.plan.job import Job
+from choros.launch.plan.mpi_implementations import Mpirun
+from choros.launch.processes.directories import SESSION, remove_stale, session_directory, shared_memory
+from choros.launch.protocol.wrapper_options import JOB
+
+__all__ = ["draft", "launch"]
+
+_PATIENCE = 2.0
+
+
+def draft(job: Job, mpirun: Mpirun, environ: Mapping[str, str]) -> Command:
+    """The command that would run ``job``: that of a job called ``draft``."""
+    session = str(Path(tempfile.gettempdir()) / f"{SESSION}draft")
+    return plan(introduce(job, environ), mpirun, environ, name="draft", session=session, root=_is_root())
+
+
+def launch(
+    job: Job,
+    mpirun: Mpirun,
+    environ: Mapping[str, str],
+    output: Output,
+    limits: Limits,
+    *,
+    payload: bytes | None = None,
+    verbose: bool = False,
+) -> Outcome:
+    """Runs ``job`` to its end.
+
+    Args:
+        job: what to run.
+        mpirun: what to run it with.
+        environ: the environment of the ranks, but for what the job sets.
+        output: where the ranks' output goes.
+        limits: how long things may take.
+        payload: bytes for rank 0's standard input.
+        verbose: show what mpirun says, and what is started; ranks say which engine they take.
+
+    Raises:
+        HostUnreachable: a host does not exist or does not let us in.
+    """
+    began = time.monotonic()
+    job = introduce(job, environ)
+    hosts = "host" if len(job.remote) == 1 else "hosts"
+    with _said_after(_PATIENCE, lambda: output.screen.say(f"chorosrun: checking {len(job.remote)} other {hosts} …")):
+        check_hosts(job.remote, job.ssh, limits.start)
+    remove_stale()
+    name = uuid.uuid4().hex[:12]
+    session = session_directory(name)
+    if session is None:
+        raise LaunchError(f"no directory can be made in {tempfile.gettempdir()}: is it full, or read-only?")
+    memory = shared_memory({JOB: name})
+    if verbose:
+        environ = {LOG_LEVEL.name: "INFO", **environ}
+    try:
+        command = plan(job, mpirun, environ, name=name, session=str(session.path), root=_is_root())
+        if verbose:
+            output.screen.say(f"chorosrun: {command}")
+            for line in preparation(job, environ):
+                output.screen.say(f"chorosrun: {line}")
+            output.screen.say(f"chorosrun: hosts checked and command planned in {time.monotonic() - began:.2f} s")
+        return supervise(
+            command,
+            job.size,
+            output,
+            roles=job.roles,
+            carriers=mpirun.flavour.carriers,
+            limits=limits,
+            payload=payload,
+            verbose=verbose,
+        )
+    finally:
+        for directory in (session, memory):
+            if directory is not None:
+                directory.remove()
+
+
+@contextmanager
+def _said_after(seconds: float, say: Callable[[], None]) -> Iterator[None]:
+    """Calls ``say`` if what is done meanwhile takes longer than ``seconds``."""
+    timer = threading.Timer(seconds, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _is_root() -> bool:
+    return os.geteuid() == 0

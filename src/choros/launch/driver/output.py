@@ -1,0 +1,156 @@
+"""Where the ranks' output goes: the terminal, line by line with the rank in front, and files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from choros.launch.plan.roles import NO_ROLES, Roles
+from choros.launch.protocol.frames import Text
+
+__all__ = ["Files", "Output", "Screen", "Sink", "use_colour"]
+
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_CLEAR_TO_END = b"\x1b[K"
+
+
+class Sink(Protocol):
+    """What the screen writes to: a binary file, in most cases."""
+
+    def write(self, data: bytes, /) -> object:
+        """Takes bytes."""
+
+    def flush(self) -> None:
+        """Passes them on."""
+
+    def fileno(self) -> int:
+        """The descriptor behind it."""
+
+
+def use_colour(environ: Mapping[str, str], terminal: bool) -> bool:
+    """Whether to colour what goes to a ``terminal``: https://no-color.org."""
+    return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+
+class Screen:
+    """Writes what the ranks write to our own standard output and error.
+
+    A line of one rank is never broken by another's: when somebody else writes while a piece of a line stands
+    there, the piece gets its end first.
+    """
+
+    def __init__(self, out: Sink, err: Sink, *, prefix: bool, colour: bool, roles: Roles = NO_ROLES) -> None:
+        self._streams = {"out": out, "err": err}
+        self._prefix = prefix
+        self._colour = colour
+        self._roles = roles
+        self._open: tuple[int, str] | None = None
+
+    def write(self, frame: Text) -> None:
+        """Shows a line, or a piece of one."""
+        writer = (frame.rank, frame.stream)
+        stream = self._streams[frame.stream]
+        data = b""
+        if self._prefix and self._open != writer and (frame.text, frame.end) == ("", "\r"):
+            return  # back to the beginning of a line of which nothing stands there
+        if self._prefix and self._open != writer:
+            self.finish_line()
+            data = self._label(frame.rank)
+        data += frame.text.encode("utf-8", "surrogateescape") + frame.end.encode()
+        if self._colour and frame.end == "\r":
+            data = data[:-1] + _CLEAR_TO_END + b"\r"
+        _write(stream, data)
+        self._open = None if frame.end == "\n" or (frame.end == "\r" and self._prefix) else writer
+
+    def finish_line(self) -> None:
+        """Ends the piece of a line that stands there, if one does."""
+        if self._open is not None:
+            _write(self._streams[self._open[1]], b"\n")
+            self._open = None
+
+    def say(self, text: str) -> None:
+        """Shows a line of chorosrun's own."""
+        self.finish_line()
+        _write(self._streams["err"], text.encode("utf-8", "surrogateescape") + b"\n")
+
+    def _label(self, rank: int) -> bytes:
+        label = f"[{self._roles.label(rank)}] ".encode()
+        if not self._colour:
+            return label
+        return b"\x1b[%dm%s\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], label)
+
+
+class Files:
+    """Writes what each rank writes to ``DIR/rank.N/stdout`` and ``DIR/rank.N/stderr``, or ``DIR/worker.N/…``."""
+
+    def __init__(self, directory: Path, roles: Roles = NO_ROLES) -> None:
+        self._directory = directory
+        self._roles = roles
+        self._files: dict[tuple[int, str], BinaryIO] = {}
+
+    def write(self, frame: Text) -> None:
+        """Appends a line, or a piece of one, as the rank wrote it."""
+        file = self._file(frame.rank, frame.stream)
+        file.write(frame.text.encode("utf-8", "surrogateescape") + frame.end.encode())
+        file.flush()
+
+    def open(self, rank: int) -> None:
+        """Makes the rank's files, which may stay empty."""
+        for stream in ("out", "err"):
+            self._file(rank, stream)
+
+    def close(self) -> None:
+        """Closes all files."""
+        for file in self._files.values():
+            file.close()
+
+    def _file(self, rank: int, stream: str) -> BinaryIO:
+        key = (rank, stream)
+        if key not in self._files:
+            path = self._directory / self._roles.directory(rank) / f"std{stream}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files[key] = path.open("wb")
+        return self._files[key]
+
+
+class Output:
+    """The screen, and files if there are any."""
+
+    def __init__(self, screen: Screen, files: Files | None = None) -> None:
+        self.screen = screen
+        self._files = files
+
+    def write(self, frame: Text) -> None:
+        """Takes what a rank wrote."""
+        self.screen.write(frame)
+        if self._files is not None:
+            self._files.write(frame)
+
+    def keep(self, rank: int, text: str) -> None:
+        """Takes what a rank wrote last and what the screen shows elsewhere: the traceback it died of."""
+        if self._files is not None and text:
+            self._files.write(Text(rank, "err", text))
+
+    def open(self, rank: int) -> None:
+        """A rank has started."""
+        if self._files is not None:
+            self._files.open(rank)
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self.screen.finish_line()
+        if self._files is not None:
+            self._files.close()
+
+
+def _write(stream: Sink, data: bytes) -> None:
+    """Writes all of ``data`` at once; a reader that has gone away is no reason to end a training."""
+    try:
+        stream.write(data)
+        stream.flush()
+    except BrokenPipeError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)

@@ -1,0 +1,1 @@
+"""Arguments become a job, a job becomes a command. Pure."""

@@ -1,0 +1,65 @@
+"""A job becomes a command: the words, and the environment they run in. Values of variables are in the latter only."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from choros.launch.plan.environment import forwarded, in_allocation, without_launchers
+from choros.launch.plan.hosts import ranks_per_host
+from choros.launch.plan.job import Job
+from choros.launch.plan.mpi_implementations import Mpirun
+from choros.launch.protocol.wrapper_options import JOB, Options
+
+__all__ = ["Command", "plan"]
+
+_WORKER = ("-P", "-m", "choros.launch.wrapper.wrapper")
+#: NVIDIA's and Meta's libraries choose an interface themselves unless told.
+_INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to start.
+
+    Attributes:
+        words: the command line.
+        environ: its environment, complete.
+    """
+
+    words: tuple[str, ...]
+    environ: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+
+def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, session: str, root: bool) -> Command:
+    """The command that runs ``job``.
+
+    Args:
+        job: what to run.
+        mpirun: what to run it with.
+        environ: the user's environment.
+        name: the job's name, unlike any other's.
+        session: a directory of this host for mpirun's own files.
+        root: whether we are root.
+    """
+    full = {**without_launchers(environ), **mpirun.environment(), **job.environment, JOB: name}
+    interfaces = ",".join(job.network_interfaces)
+    for variable in _INTERFACE_VARIABLES if interfaces and "/" not in interfaces else ():
+        full.setdefault(variable, interfaces)
+    elsewhere = bool(job.remote) or (not job.hosts and in_allocation(environ))
+    forward = forwarded(full) if elsewhere else []
+    words = [mpirun.path, *mpirun.flavour.arguments(job, session, root, forward)]
+    words += [sys.executable, *_WORKER, *_options(job).words(), "--", *job.command]
+    return Command(tuple(words), full)
+
+
+def _options(job: Job) -> Options:
+    """The wrappers' options; they are told how ranks are dealt out where that differs between hosts."""
+    counts = ranks_per_host(job.hosts, job.size)
+    ours = not job.binding_args and not job.mpi_args
+    return replace(job.options, ranks_per_host=counts) if ours and len(set(counts)) > 1 else job.options

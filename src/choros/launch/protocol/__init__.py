@@ -1,0 +1,1 @@
+"""What the driver and the wrappers say to each other."""

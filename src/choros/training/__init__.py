@@ -1,0 +1,1 @@
+"""Keras' machinery that both programming models share: distributed optimizers, training steps, metrics, variables."""

@@ -1,0 +1,35 @@
+"""The ranks of a job as the processes of a mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from choros.comm import Request, global_process_set
+from choros.errors import ConfigError
+from choros.training.spmd_trainer import Peers
+
+__all__ = ["Ranks"]
+
+
+@final
+class Ranks(Peers):
+    """All ranks; they speak through the host."""
+
+    def agree(self, layout: str, examples: int, problem: ConfigError | None) -> Sequence[int]:
+        """One control message."""
+        communicator = global_process_set.communicator
+        with communicator.turn():
+            return communicator.agree(_request(layout), extent=examples, problem=problem)
+
+    def share(self, number: float, root: int) -> float:
+        """A broadcast."""
+        return float(global_process_set.communicator.broadcast(np.float64(number), root, name="learning rate"))
+
+
+@functools.lru_cache(maxsize=16)
+def _request(layout: str) -> Request:
+    return Request("batch", layout)
