@@ -18,6 +18,7 @@ from comm.device_cases import *  # noqa: F403
 from comm.device_cases import CPU
 from comm.job_cases import *  # noqa: F403
 from comm.mismatch_cases import *  # noqa: F403
+from comm.waiting_cases import *  # noqa: F403
 from keras_face.training_cases import case_sgd_with_momentum_on_uneven_batches  # noqa: F401
 
 

@@ -22,7 +22,7 @@ from choros.comm.memory import aligned_empty
 from choros.comm.reduction import ReduceOp, check_dtype, from_working, working_dtype, working_op
 from choros.comm.request import Request, caller, mismatch_text
 from choros.comm.work import Work, WorkQueue
-from choros.errors import ConfigError, MismatchError
+from choros.errors import ConfigError, EngineError, MismatchError
 from choros.topology import shard_range
 
 __all__ = ["SHUTDOWN", "Communicator"]
@@ -323,7 +323,14 @@ class Communicator(ABC):
         if problem is not None:
             request = Request(request.collective, f"refused: {problem}", request.name)
         # Plain integers: this runs in every step, and for some ranks they are compared faster than arrays.
-        told: list[list[int]] = self._exchange(np.array((request.digest, extent), np.int64)).tolist()
+        try:
+            told: list[list[int]] = self._exchange(np.array((request.digest, extent), np.int64)).tolist()
+        except EngineError:
+            raise
+        except BaseException:
+            # Ctrl-C, or a signal's handler: others take this request for made, and will wait for the data in vain.
+            self._over = f"{request} was interrupted on this rank, which cannot communicate any more."
+            raise
         for digest, _ in told:
             if digest != request.digest:
                 break

@@ -30,6 +30,7 @@ from choros.comm.algorithms.algorithm import AllreduceAlgorithm
 from choros.comm.algorithms.flat import FlatAllreduce
 from choros.comm.algorithms.hosts import HostRanks
 from choros.comm.reduction import UFUNCS, ReduceOp
+from choros.comm.waiting import wait_until
 
 __all__ = ["Window", "WindowAllreduce"]
 
@@ -69,7 +70,7 @@ class Window:
     def barrier(self) -> None:
         """All ranks see what all have written before."""
         self._window.Sync()
-        self._host.Barrier()
+        wait_until(self._host.Ibarrier().Test)
         self._window.Sync()
 
     def close(self) -> None:

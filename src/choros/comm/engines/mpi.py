@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Sequence
 from typing import final
 
@@ -17,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.algorithms.algorithm import Tuning
-from choros.comm.communicator import SHUTDOWN, Array, Communicator
+from choros.comm.communicator import Array, Communicator
 from choros.comm.reduction import ReduceOp
+from choros.comm.waiting import wait_until
 from choros.comm.work import WorkQueue
 from choros.config import Config
 from choros.errors import ConfigError, EngineError, EngineUnavailable
@@ -29,6 +29,8 @@ mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 # Where there is no InfiniBand, Open MPI's component for remote memory over UCX complains on every use of shared memory.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+# A rank that spins in a blocking call of Open MPI offers its core to whatever else wants it.
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 try:
     from mpi4py import MPI
@@ -53,8 +55,6 @@ _OPS = {
     ReduceOp.MAX: MPI.MAX,
     ReduceOp.PRODUCT: MPI.PROD,
 }
-#: Between looks at a message that may take as long as another rank's last epoch.
-_POLL_SECONDS = 0.01
 #: MPI before version 4 counts in 32 bits.
 _MESSAGE_BYTES = 1 << 30
 
@@ -136,12 +136,8 @@ class MpiCommunicator(Communicator):
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         with _translated("the check of a collective"):
-            # Nonblocking on every rank, as MPI does not match it with a blocking call; it costs the same.
-            request = self._comm.Iallgather(header, self._table)
-            # The others may have an hour of work left: a rank that leaves waits without burning a core.
-            while header[0] == SHUTDOWN.digest and not request.Test():
-                time.sleep(_POLL_SECONDS)
-            request.Wait()
+            # Here ranks wait for those that come late. Once all have come, blocking calls, which spin, are brief.
+            wait_until(self._comm.Iallgather(header, self._table).Test)
         return self._table.copy()
 
     def _allreduce(self, buffer: Array, op: ReduceOp) -> None:
@@ -232,6 +228,9 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
             "and this MPI do not talk to each other. Start the script with chorosrun, with mpirun, or with "
             "srun --mpi=pmix."
         )
+    with _translated("the meeting of the ranks"):
+        # What follows spins: a rank that is still importing its framework must not cost the others a core each.
+        wait_until(world.Ibarrier().Test)
     communicator = MpiCommunicator.duplicate(world, range(world.Get_size()), WorkQueue())
     if isinstance(comm, Sequence):
         communicator = communicator.only(comm)
