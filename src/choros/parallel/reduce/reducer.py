@@ -23,7 +23,8 @@ from typing import Any, final
 
 import numpy as np
 
-from choros.comm import Communicator, ProcessSet, ReduceOp, Request, global_process_set
+from choros.comm import ProcessSet, ReduceOp, Request, global_process_set
+from choros.comm.membership import Membership
 from choros.config import Config
 from choros.errors import ConfigError, EngineError
 from choros.parallel.compression import Compression, Compressor
@@ -179,7 +180,7 @@ class GradientReducer:
     def __init__(self, config: ReduceConfig) -> None:
         self.config = config
         self._layout: Layout | None = None
-        self._communicator: Communicator | None = None
+        self._membership: Membership | None = None
         self._request = Request("gradients")
         self._buckets: tuple[_Bucket, ...] = ()
         self._scales = (1.0, 1.0)
@@ -226,9 +227,9 @@ class GradientReducer:
 
     def plan(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
         """Prepares for gradients of ``layout``; which of them are in each bucket, in the order they are sent."""
-        communicator = self.config.process_set.communicator
-        if layout != self._layout or communicator is not self._communicator:
-            self._layout, self._communicator = layout, communicator
+        membership = self.config.process_set.membership
+        if layout != self._layout or membership != self._membership:
+            self._layout, self._membership = layout, membership
             # float16 may not hold the sum of what is not scaled yet.
             wide = all(dtype != np.float16 for _, dtype in layout)
             self._folds = wide and isinstance(self.config.compressor, NoCompression)
