@@ -8,6 +8,8 @@ primitives, the abstract methods at the end.
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,21 +19,25 @@ from typing import Any, ClassVar, ParamSpec, Self, TypeVar, final
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from choros.comm.devices import DeviceCollectives
 from choros.comm.fusion import PIECE_BYTES, Bucket, Layout, Piece, pack, plan_fusion, views
 from choros.comm.memory import aligned_empty
 from choros.comm.reduction import ReduceOp, check_dtype, from_working, working_dtype, working_op
 from choros.comm.request import Request, caller, mismatch_text
+from choros.comm.selection import select_devices
 from choros.comm.work import Work, WorkQueue
 from choros.errors import ConfigError, EngineError, MismatchError
 from choros.topology import shard_range
 
-__all__ = ["SHUTDOWN", "Communicator"]
+__all__ = ["SHUTDOWN", "Communicator", "row_counts"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Array = NDArray[Any]
 #: A dtype and a shape.
 Kind = tuple[np.dtype[np.generic], tuple[int, ...]]
+
+_log = logging.getLogger("choros")
 
 #: What a rank asks for when it ends: meets no other collective, so ranks that still call one learn of it.
 SHUTDOWN = Request("shutdown")
@@ -46,16 +52,16 @@ class Communicator(ABC):
     say) raises a ``ConfigError`` where it is wrong and a ``MismatchError`` elsewhere.
 
     Attributes:
+        engine: its engine's name, that of a module in ``comm/engines``.
         rank: this process among the members, ``0 … size - 1``.
         size: the number of members.
         ranks: the members' global ranks, ascending.
         collectives: how many collectives this process has taken part in.
         piece_bytes: arrays travel in pieces of at most so many bytes.
-        moves_tensors: whether torch's tensors on the CPU are moved as they are, too.
         bytes_sent: how many bytes of arrays it has brought to them: what a compression makes smaller.
     """
 
-    moves_tensors: ClassVar[bool] = False
+    engine: ClassVar[str]
 
     def __init__(self, rank: int, ranks: Sequence[int], queue: WorkQueue, piece_bytes: int = PIECE_BYTES) -> None:
         self.rank = rank
@@ -230,7 +236,7 @@ class Communicator(ABC):
         rows = np.asarray(array)
         request = Request("alltoall", f"dtype={rows.dtype}, shape=(any, {_inner(rows)})", name)
         with self.turn():
-            counts, problem = _splits(rows, splits, self.size)
+            counts, problem = row_counts(rows.shape, splits, self.size)
             self.agree(request, problem=problem or _problem(rows.dtype))
             eights = [counts.itemsize] * self.size
             received_counts = self._alltoall(counts.view(np.uint8), eights, eights).view(np.int64)
@@ -282,6 +288,28 @@ class Communicator(ABC):
         with self.turn():
             self.agree(Request("split", f"ranks={chosen}"), problem=problem)
             return self._split(chosen)
+
+    @functools.cached_property
+    def devices(self) -> DeviceCollectives | None:
+        """Collectives on tensors where they lie; ``None`` where tensors must be copied to the host.
+
+        Nothing is connected before the first of them, which all members call.
+        """
+        choice = select_devices(self.engine, self.size)
+        if self.rank == 0:
+            _log.info("tensors on devices: %s.", choice.reason)
+        if choice.module is None:
+            return None
+        module = importlib.import_module(f"choros.comm.engines.{choice.module}")
+        collectives: DeviceCollectives = module.connect(self, choice.kinds)
+        return collectives
+
+    @final
+    def close(self) -> None:
+        """Gives back what the communicator holds; all members must do so, and nothing may be called after it."""
+        if "devices" in self.__dict__ and self.devices is not None:
+            self.devices.close()
+        self._close()
 
     @final
     def only(self, ranks: Sequence[int]) -> Self:
@@ -484,8 +512,8 @@ class Communicator(ABC):
         """The communicator of the members ``ranks``; called by all members."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Gives back what the communicator holds; nothing may be called after it."""
+    def _close(self) -> None:
+        """Gives back what the engine holds; called by all members."""
 
 
 def _bytes(array: Array) -> NDArray[np.uint8]:
@@ -529,21 +557,24 @@ def _problem(dtype: np.dtype[np.generic], op: ReduceOp | None = None) -> ConfigE
     return None
 
 
-def _splits(rows: Array, splits: ArrayLike | None, size: int) -> tuple[NDArray[np.int64], ConfigError | None]:
+def row_counts(
+    shape: Sequence[int], splits: ArrayLike | None, size: int
+) -> tuple[NDArray[np.int64], ConfigError | None]:
+    """How many rows of an array of ``shape`` go to each of ``size`` ranks in an alltoall, or why that is not clear."""
     nothing = np.zeros(size, np.int64)
-    if rows.ndim == 0:
+    if not shape:
         return nothing, ConfigError("alltoall: a scalar has no rows to send; give it at least one dimension.")
     if splits is None:
-        if len(rows) % size:
+        if shape[0] % size:
             return nothing, ConfigError(
-                f"alltoall: {len(rows)} rows cannot be dealt out equally to {size} ranks; say how many go to each "
+                f"alltoall: {shape[0]} rows cannot be dealt out equally to {size} ranks; say how many go to each "
                 "with splits=[…]."
             )
-        return np.full(size, len(rows) // size, np.int64), None
+        return np.full(size, shape[0] // size, np.int64), None
     counts = np.asarray(splits)
-    if counts.dtype.kind not in "iu" or counts.shape != (size,) or (counts < 0).any() or counts.sum() > len(rows):
+    if counts.dtype.kind not in "iu" or counts.shape != (size,) or (counts < 0).any() or counts.sum() > shape[0]:
         return nothing, ConfigError(
             f"alltoall: splits={counts.tolist()} must be {size} whole numbers, none negative, that add up to at most "
-            f"the {len(rows)} rows."
+            f"the {shape[0]} rows."
         )
     return counts.astype(np.int64), None

@@ -82,6 +82,8 @@ class MpiCommunicator(Communicator):
         tuning: the sizes that choose among algorithms and cut messages up.
     """
 
+    engine = "mpi"
+
     def __init__(
         self,
         comm: MPI.Intracomm,
@@ -197,8 +199,7 @@ class MpiCommunicator(Communicator):
         """The name of every rank's host, as MPI tells ranks that share memory from those that do not."""
         return [str(leader) for leader in self._leaders]
 
-    def close(self) -> None:
-        """Frees the communicator and its memory; all members must do so."""
+    def _close(self) -> None:
         with _translated("MPI_Comm_free"):
             if self._window is not None:
                 self._window.close()
