@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from choros.comm.devices import DeviceCollectives
-from choros.comm.fusion import PIECE_BYTES, Bucket, Layout, Piece, pack, plan_fusion, views
+from choros.comm.fusion import CHUNK_BYTES, Chunk, FusionBuffer, Layout, pack, plan_fusion, views
 from choros.comm.memory import aligned_empty
 from choros.comm.reduction import ReduceOp, check_dtype, from_working, working_dtype, working_op
 from choros.comm.request import Request, caller, mismatch_text
@@ -57,19 +57,19 @@ class Communicator(ABC):
         size: the number of members.
         ranks: the members' global ranks, ascending.
         collectives: how many collectives this process has taken part in.
-        piece_bytes: arrays travel in pieces of at most so many bytes.
+        chunk_bytes: arrays travel in chunks of at most so many bytes.
         bytes_sent: how many bytes of arrays it has brought to them: what a compression makes smaller.
     """
 
     engine: ClassVar[str]
 
-    def __init__(self, rank: int, ranks: Sequence[int], queue: WorkQueue, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], queue: WorkQueue, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.collectives = 0
         self.bytes_sent = 0
-        self.piece_bytes = piece_bytes
+        self.chunk_bytes = chunk_bytes
         self._queue = queue
         self._over = ""
         self._scratch: NDArray[np.uint8] | None = None
@@ -384,28 +384,28 @@ class Communicator(ABC):
         self._allreduce(buffer, op)
 
     @final
-    def reduce_pieces(
+    def reduce_chunks(
         self,
-        bucket: Bucket,
+        buffer: FusionBuffer,
         op: ReduceOp,
-        fill: Callable[[Piece, Array], None],
-        empty: Callable[[Array, Piece], None],
+        fill: Callable[[Chunk, Array], None],
+        empty: Callable[[Array, Chunk], None],
     ) -> None:
-        """Reduces what ``fill`` writes and ``empty`` reads, piece by piece, in memory that is fast to reduce.
+        """Reduces what ``fill`` writes and ``empty`` reads, chunk by chunk, in memory that is fast to reduce.
 
         Unchecked: call it inside a ``turn`` after ``agree``.
 
         Args:
-            bucket: planned with this communicator's ``piece_bytes``; the same on every rank.
+            buffer: planned with this communicator's ``chunk_bytes``; the same on every rank.
             op: anything but ``AVERAGE``.
-            fill: writes a piece to the given message.
+            fill: writes a chunk to the given message.
             empty: reads its result from the given message.
         """
-        for piece in bucket.pieces:
-            message = self._stage()[: (piece.stop - piece.start) * bucket.wire.itemsize].view(bucket.wire)
-            fill(piece, message)
+        for chunk in buffer.chunks:
+            message = self._stage()[: (chunk.stop - chunk.start) * buffer.wire.itemsize].view(buffer.wire)
+            fill(chunk, message)
             self.reduce_in_place(message, op)
-            empty(message, piece)
+            empty(message, chunk)
 
     @final
     def gather_bytes(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
@@ -440,25 +440,25 @@ class Communicator(ABC):
             self.agree(request, problem=next(iter(problems), None))
             flats = [_flat(array) for array in arrays]
             results = list(outs or arrays)
-            layout, buckets = _plan(kinds, self.piece_bytes)
-            for bucket in buckets:
-                flat = aligned_empty((bucket.size,), bucket.dtype) if outs is None else outs[0].reshape(-1)
+            layout, buffers = _plan(kinds, self.chunk_bytes)
+            for buffer in buffers:
+                flat = aligned_empty((buffer.size,), buffer.dtype) if outs is None else outs[0].reshape(-1)
 
-                def fill(piece: Piece, message: Array) -> None:
-                    pack(piece, flats, message)
+                def fill(chunk: Chunk, message: Array) -> None:
+                    pack(chunk, flats, message)
 
-                def empty(message: Array, piece: Piece, flat: Array = flat) -> None:
-                    from_working(message, flat[piece.start : piece.stop], op, self.size)
+                def empty(message: Array, chunk: Chunk, flat: Array = flat) -> None:
+                    from_working(message, flat[chunk.start : chunk.stop], op, self.size)
 
-                self.reduce_pieces(bucket, working_op(bucket.dtype, op), fill, empty)
+                self.reduce_chunks(buffer, working_op(buffer.dtype, op), fill, empty)
                 if outs is None:
-                    views(bucket, flat, layout, results)
+                    views(buffer, flat, layout, results)
         return results
 
     def _stage(self) -> NDArray[np.uint8]:
-        """Where pieces are packed; asked for once, and again if pieces become larger."""
-        if self._scratch is None or self._scratch.nbytes < self.piece_bytes:
-            self._scratch = self._allocate(self.piece_bytes)
+        """Where chunks are packed; asked for once, and again if chunks become larger."""
+        if self._scratch is None or self._scratch.nbytes < self.chunk_bytes:
+            self._scratch = self._allocate(self.chunk_bytes)
         return self._scratch
 
     def _compare(self, request: Request) -> str:
@@ -526,10 +526,10 @@ def _flat(array: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(kinds: tuple[Kind, ...], piece_bytes: int) -> tuple[Layout, tuple[Bucket, ...]]:
+def _plan(kinds: tuple[Kind, ...], chunk_bytes: int) -> tuple[Layout, tuple[FusionBuffer, ...]]:
     """Kept, as are requests. Arrays of one dtype travel together."""
     layout = tuple((shape, dtype) for dtype, shape in kinds)
-    return layout, plan_fusion(layout, [range(len(layout))], working_dtype, piece_bytes)
+    return layout, plan_fusion(layout, [range(len(layout))], working_dtype, chunk_bytes)
 
 
 @functools.lru_cache(maxsize=256)

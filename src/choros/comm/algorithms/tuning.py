@@ -23,8 +23,8 @@ T = TypeVar("T")
 #: Makes a communicator use other sizes; called on every rank with the same ones.
 Tune = Callable[[Tuning], None]
 
-_PIECES = tuple(1 << shift for shift in (19, 20, 21, 22, 23))
-_CHUNKS = tuple(1 << shift for shift in (17, 18, 19, 20, 21))
+_CHUNKS = tuple(1 << shift for shift in (19, 20, 21, 22, 23))
+_BLOCKS = tuple(1 << shift for shift in (17, 18, 19, 20, 21))
 _WINDOWS = tuple(1 << shift for shift in (12, 14, 16, 18))
 _ROUNDS = 5
 #: Shared memory for no message at all.
@@ -38,14 +38,14 @@ def autotune(communicator: Communicator, tuning: Tuning, tune: Tune, megabytes: 
         communicator: of all ranks.
         tuning: the sizes to start from.
         tune: makes the communicator use what it is given.
-        megabytes: the size of the array that pieces are measured on.
+        megabytes: the size of the array that chunks are measured on.
 
     Returns:
         What was chosen.
     """
     large = np.ones(megabytes << 18, np.float32)
-    tuning = _choose(communicator, tune, [replace(tuning, piece_bytes=size) for size in _PIECES], large)
     tuning = _choose(communicator, tune, [replace(tuning, chunk_bytes=size) for size in _CHUNKS], large)
+    tuning = _choose(communicator, tune, [replace(tuning, block_bytes=size) for size in _BLOCKS], large)
     windows = [replace(tuning, window_bytes=size) for size in (*_WINDOWS, _NEVER)]
     # From which size on is found below the largest candidate: what wins there wins above.
     return _choose(communicator, tune, windows, *(np.ones(size // 4, np.float32) for size in _WINDOWS), large)

@@ -15,7 +15,7 @@ which rank looks, as each item is summed once, in one order: the owner's, then t
 
 Two orders below are chosen for the caches, not for correctness. A rank writes its own buffer first and then those it
 has just read: storing to a line that another core holds and this one has not read lately cost ten times as much on the
-machines measured. And a slice goes through (2) and (4) in chunks that fit the second-level cache.
+machines measured. And a slice goes through (2) and (4) in blocks that fit the second-level cache.
 """
 
 from __future__ import annotations
@@ -89,23 +89,23 @@ class WindowAllreduce(AllreduceAlgorithm):
     """For buffers that lie in a window of their rank's host; see the head of this file.
 
     Attributes:
-        chunk_bytes: what a rank sums before it hands it on.
+        block_bytes: what a rank sums before it hands it on.
     """
 
-    def __init__(self, host: MPI.Intracomm, owners: MPI.Intracomm | None, ranks: HostRanks, chunk_bytes: int) -> None:
+    def __init__(self, host: MPI.Intracomm, owners: MPI.Intracomm | None, ranks: HostRanks, block_bytes: int) -> None:
         """Takes the ranks of this host, and those of all hosts that own the same slice as this rank (step 3).
 
         Args:
             host: the ranks of this host.
             owners: ``None`` if this rank owns no slice, or there is one host only.
             ranks: how slices are dealt out.
-            chunk_bytes: see above.
+            block_bytes: see above.
         """
         self._host = host
         self._rank = host.Get_rank()
         self._ranks = ranks
         self._between = FlatAllreduce(owners) if owners is not None else None
-        self.chunk_bytes = chunk_bytes
+        self.block_bytes = block_bytes
         self._windows: list[Window] = []
         self._known: dict[tuple[int, int, np.dtype[np.generic]], tuple[Window, NDArray[Any], list[NDArray[Any]]]] = {}
 
@@ -144,9 +144,9 @@ class WindowAllreduce(AllreduceAlgorithm):
         return self._known[key]
 
     def _reduce(self, own: NDArray[Any], others: list[NDArray[Any]], ufunc: np.ufunc, op: ReduceOp) -> None:
-        chunk = max(1, self.chunk_bytes // own.itemsize)
-        for start in range(0, own.size, chunk):
-            part = slice(start, start + chunk)
+        block = max(1, self.block_bytes // own.itemsize)
+        for start in range(0, own.size, block):
+            part = slice(start, start + block)
             for other in others:
                 ufunc(own[part], other[part], out=own[part])
             if self._between is None:

@@ -98,11 +98,11 @@ class MpiCommunicator(Communicator):
             comm: the members.
             ranks: their global ranks.
             queue: the process's one.
-            tuning: sizes of messages and pieces; the same on every rank.
+            tuning: sizes of messages and chunks; the same on every rank.
             host: the members that share memory with this rank; ``None``: MPI tells.
         """
         self.tuning = tuning or Tuning()
-        super().__init__(comm.Get_rank(), ranks, queue, self.tuning.piece_bytes)
+        super().__init__(comm.Get_rank(), ranks, queue, self.tuning.chunk_bytes)
         self._comm = comm
         self._table = np.empty((self.size, 2), np.int64)
         comm.Set_errhandler(MPI.ERRORS_RETURN)
@@ -122,7 +122,7 @@ class MpiCommunicator(Communicator):
             with _translated("MPI_Comm_split"):
                 comm = self._comm.Split(color, self.rank)
             owners = None if comm == MPI.COMM_NULL else MPI.Intracomm(comm)
-        return owners, WindowAllreduce(self._host, owners, hosts, self.tuning.chunk_bytes)
+        return owners, WindowAllreduce(self._host, owners, hosts, self.tuning.block_bytes)
 
     @classmethod
     def duplicate(cls, comm: MPI.Intracomm, ranks: Sequence[int], queue: WorkQueue) -> MpiCommunicator:
@@ -132,9 +132,9 @@ class MpiCommunicator(Communicator):
 
     def tune(self, tuning: Tuning) -> None:
         """Uses other sizes from now on; every rank must, with the same ones."""
-        self.tuning, self.piece_bytes = tuning, tuning.piece_bytes
+        self.tuning, self.chunk_bytes = tuning, tuning.chunk_bytes
         if self._window is not None:
-            self._window.chunk_bytes = tuning.chunk_bytes
+            self._window.block_bytes = tuning.block_bytes
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         with _translated("the check of a collective"):
