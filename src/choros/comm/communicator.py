@@ -47,7 +47,7 @@ class Communicator(ABC):
     """A set of ranks that exchange arrays in host memory.
 
     Every collective must be called by all members, in the same order. Arrays are anything
-    ``numpy.asarray`` takes; results are new NumPy arrays. A call that the members do not make alike raises
+    ``numpy.asarray`` takes; results are new NumPy arrays. A call that the members do not make identically raises
     a ``MismatchError`` on all of them before data moves; one that is wrong on its own (an unknown dtype,
     say) raises a ``ConfigError`` where it is wrong and a ``MismatchError`` elsewhere.
 
@@ -107,7 +107,7 @@ class Communicator(ABC):
         in_place = out is source and (self.size == 1 or self._is_registered(out))
         if not in_place or working_dtype(out.dtype) != out.dtype:
             return self._allreduce_all("allreduce", [source], op, name, [out])[0]
-        with self.turn():
+        with self.exclusive():
             problem = _problem(out.dtype, op) or _problem_of_out(source, out)
             self.agree(_request("allreduce in place", op, ((out.dtype, out.shape),), name), problem=problem)
             flat = out.reshape(-1)
@@ -144,7 +144,7 @@ class Communicator(ABC):
         """
         dtype = np.dtype(dtype)
         dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
-        with self.turn():
+        with self.exclusive():
             self.agree(Request("empty", f"dtype={dtype}, shape={dimensions}"))
             memory = self._allocate(max(1, math.prod(dimensions) * dtype.itemsize))
         return memory[: math.prod(dimensions) * dtype.itemsize].view(dtype).reshape(dimensions)
@@ -162,11 +162,11 @@ class Communicator(ABC):
         """
         rows = np.atleast_1d(np.asarray(array))
         request = Request("allgather", f"dtype={rows.dtype}, shape=(any, {_inner(rows)})", name)
-        with self.turn():
-            extents = self.agree(request, extent=len(rows), problem=_problem(rows.dtype))
+        with self.exclusive():
+            lengths = self.agree(request, value=len(rows), problem=_problem(rows.dtype))
             row_bytes = rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
-            received = self.gather_bytes(_bytes(rows), [extent * row_bytes for extent in extents])
-        return received.view(rows.dtype).reshape(sum(extents), *rows.shape[1:])
+            received = self.gather_bytes(_bytes(rows), [length * row_bytes for length in lengths])
+        return received.view(rows.dtype).reshape(sum(lengths), *rows.shape[1:])
 
     @final
     def broadcast(self, array: ArrayLike, root: int = 0, *, name: str = "") -> Array:
@@ -182,7 +182,7 @@ class Communicator(ABC):
         problem = _problem(source.dtype)
         if not 0 <= root < self.size:
             problem = ConfigError(f"broadcast: root={root} is not one of the {self.size} ranks 0 … {self.size - 1}.")
-        with self.turn():
+        with self.exclusive():
             self.agree(request, problem=problem)
             buffer = source.flatten()
             self.bytes_sent += buffer.nbytes if root == self.rank else 0
@@ -205,7 +205,7 @@ class Communicator(ABC):
         problem = _problem(rows.dtype, op)
         if rows.ndim == 0:
             problem = ConfigError("reducescatter: a scalar has no rows to scatter; give it at least one dimension.")
-        with self.turn():
+        with self.exclusive():
             self.agree(request, problem=problem)
             row_items = int(np.prod(rows.shape[1:], dtype=np.int64))
             shares = [shard_range(len(rows), rank, self.size) for rank in range(self.size)]
@@ -235,7 +235,7 @@ class Communicator(ABC):
         """
         rows = np.asarray(array)
         request = Request("alltoall", f"dtype={rows.dtype}, shape=(any, {_inner(rows)})", name)
-        with self.turn():
+        with self.exclusive():
             counts, problem = row_counts(rows.shape, splits, self.size)
             self.agree(request, problem=problem or _problem(rows.dtype))
             eights = [counts.itemsize] * self.size
@@ -252,7 +252,7 @@ class Communicator(ABC):
     @final
     def barrier(self, *, name: str = "") -> None:
         """Returns when every rank has called it."""
-        with self.turn():
+        with self.exclusive():
             self.agree(Request("barrier", name=name))
 
     @final
@@ -285,7 +285,7 @@ class Communicator(ABC):
         problem = None
         if len(chosen) != len(ranks) or not chosen or not set(chosen) <= set(range(self.size)):
             problem = ConfigError(f"ranks {list(ranks)} are not distinct ranks of 0 … {self.size - 1}.")
-        with self.turn():
+        with self.exclusive():
             self.agree(Request("split", f"ranks={chosen}"), problem=problem)
             return self._split(chosen)
 
@@ -328,22 +328,22 @@ class Communicator(ABC):
     # ── building blocks ──────────────────────────────────────────────────────────────────────────
 
     @final
-    def turn(self) -> AbstractContextManager[None]:
-        """The block in which the calls of one collective belong; see ``WorkQueue.turn``."""
-        return self._queue.turn()
+    def exclusive(self) -> AbstractContextManager[None]:
+        """The block in which the calls of one collective belong; see ``WorkQueue.exclusive``."""
+        return self._queue.exclusive()
 
     @final
-    def agree(self, request: Request, *, extent: int = 0, problem: Exception | None = None) -> list[int]:
+    def agree(self, request: Request, *, value: int = 0, problem: Exception | None = None) -> list[int]:
         """The check before data moves: one control message.
 
         Args:
             request: what this rank asks for.
-            extent: a number every rank is told, such as the rows it brings.
+            value: a number that every rank gets, such as the rows of this one.
             problem: what is wrong with this rank's call. It is raised here; other ranks, who cannot go on
                 without this one, get a ``MismatchError`` in place of a hang.
 
         Returns:
-            The ranks' extents.
+            The ranks' values.
         """
         if self._over:
             raise MismatchError(self._over)
@@ -352,29 +352,29 @@ class Communicator(ABC):
             request = Request(request.collective, f"refused: {problem}", request.name)
         # Plain integers: this runs in every step, and for some ranks they are compared faster than arrays.
         try:
-            told: list[list[int]] = self._exchange(np.array((request.digest, extent), np.int64)).tolist()
+            gathered: list[list[int]] = self._exchange(np.array((request.digest, value), np.int64)).tolist()
         except EngineError:
             raise
         except BaseException:
             # Ctrl-C, or a signal's handler: others take this request for made, and will wait for the data in vain.
             self._over = f"{request} was interrupted on this rank, which cannot communicate any more."
             raise
-        for digest, _ in told:
+        for digest, _ in gathered:
             if digest != request.digest:
                 break
         else:
             if problem is not None:
                 raise problem
-            return [extent for _, extent in told]
+            return [value for _, value in gathered]
         comparison = self._compare(request)
-        if any(digest == SHUTDOWN.digest for digest, _ in told):
+        if any(digest == SHUTDOWN.digest for digest, _ in gathered):
             # A rank has left: whoever waited for it again would wait for ever.
             self._over = comparison
         raise problem or MismatchError(comparison)
 
     @final
     def reduce_in_place(self, buffer: Array, op: ReduceOp) -> None:
-        """Reduces a flat, contiguous buffer in place, unchecked: call it inside a ``turn`` after ``agree``.
+        """Reduces a flat, contiguous buffer in place, unchecked: call it inside ``exclusive()`` after ``agree``.
 
         Args:
             buffer: of a dtype engines reduce themselves: not bool, not bfloat16.
@@ -393,7 +393,7 @@ class Communicator(ABC):
     ) -> None:
         """Reduces what ``fill`` writes and ``empty`` reads, chunk by chunk, in memory that is fast to reduce.
 
-        Unchecked: call it inside a ``turn`` after ``agree``.
+        Unchecked: call it inside ``exclusive()`` after ``agree``.
 
         Args:
             buffer: planned with this communicator's ``chunk_bytes``; the same on every rank.
@@ -409,7 +409,7 @@ class Communicator(ABC):
 
     @final
     def gather_bytes(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
-        """Concatenates the ranks' bytes, unchecked: call it inside a ``turn`` after ``agree``.
+        """Concatenates the ranks' bytes, unchecked: call it inside ``exclusive()`` after ``agree``.
 
         Args:
             send: this rank's.
@@ -424,7 +424,7 @@ class Communicator(ABC):
     ) -> NDArray[np.uint8]:
         """Sends ``send_counts[i]`` bytes to rank ``i`` and concatenates ``receive_counts[i]`` from each.
 
-        Unchecked: call it inside a ``turn`` after ``agree``.
+        Unchecked: call it inside ``exclusive()`` after ``agree``.
         """
         self.bytes_sent += send.nbytes
         return self._alltoall(send, send_counts, receive_counts)
@@ -436,7 +436,7 @@ class Communicator(ABC):
         request = _request(collective, op, kinds, name)
         problems = [problem for dtype in {dtype for dtype, _ in kinds} if (problem := _problem(dtype, op))]
         problems += [problem for pair in zip(arrays, outs or (), strict=False) if (problem := _problem_of_out(*pair))]
-        with self.turn():
+        with self.exclusive():
             self.agree(request, problem=next(iter(problems), None))
             flats = [_flat(array) for array in arrays]
             results = list(outs or arrays)
@@ -499,7 +499,7 @@ class Communicator(ABC):
         """Sends ``send_counts[i]`` bytes to rank ``i`` and concatenates ``receive_counts[i]`` from each."""
 
     def _allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """``nbytes`` bytes that ``_allreduce`` is fast on; called by all members alike."""
+        """``nbytes`` bytes that ``_allreduce`` is fast on; called by all members."""
         return aligned_empty((nbytes,), np.dtype(np.uint8))
 
     def _is_registered(self, buffer: Array) -> bool:

@@ -52,7 +52,7 @@ class DeviceCollectives(ABC):
 
     @abstractmethod
     def reduce_in_place(self, tensor: Any, op: ReduceOp) -> None:
-        """``allreduce``, unchecked: call it in a ``turn`` of the communicator after ``agree``."""
+        """``allreduce``, unchecked: call it inside ``exclusive()`` of the communicator after ``agree``."""
 
     @abstractmethod
     def broadcast(self, tensor: Any, root: int = 0, *, name: str = "") -> None:

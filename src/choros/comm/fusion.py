@@ -130,6 +130,6 @@ def pack(chunk: Chunk, flats: Sequence[Array], target: Array) -> None:
 
 
 def views(buffer: FusionBuffer, flat: Array, layout: Layout, results: list[Array]) -> None:
-    """Puts the arrays that lie in ``flat``, the whole buffer, in their places in ``results``."""
+    """Puts the arrays that lie in ``flat``, the whole buffer, at their indices in ``results``."""
     for slot in buffer.slots:
         results[slot.index] = flat[slot.start : slot.stop].reshape(layout[slot.index][0])

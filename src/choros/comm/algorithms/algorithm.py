@@ -34,7 +34,7 @@ class Tuning:
 
 
 class AllreduceAlgorithm(ABC):
-    """One way to reduce a flat buffer over all ranks; called by all of them alike."""
+    """One way to reduce a flat buffer over all ranks; called by all of them."""
 
     @abstractmethod
     def allreduce(self, buffer: NDArray[Any], op: ReduceOp) -> None:

@@ -62,7 +62,7 @@ class Window:
         """This rank's memory."""
         return self._mine
 
-    def place_of(self, address: int) -> int | None:
+    def offset_of(self, address: int) -> int | None:
         """Where ``address`` is in this rank's memory; ``None`` if it is elsewhere."""
         offset = address - self._address
         return offset if 0 <= offset < self._mine.nbytes else None
@@ -118,10 +118,10 @@ class WindowAllreduce(AllreduceAlgorithm):
     def holds(self, buffer: NDArray[Any]) -> bool:
         """Whether ``buffer`` lies in memory from ``allocate``."""
         address = _address(buffer)
-        return any(window.place_of(address) is not None for window in self._windows)
+        return any(window.offset_of(address) is not None for window in self._windows)
 
     def allreduce(self, buffer: NDArray[Any], op: ReduceOp) -> None:
-        """See ``AllreduceAlgorithm``; ``buffer`` lies at the same place in all ranks' windows."""
+        """See ``AllreduceAlgorithm``; ``buffer`` lies at the same offset in all ranks' windows."""
         window, own, others = self._views(_address(buffer), buffer.size, buffer.dtype)
         window.barrier()
         if own.size:
@@ -136,7 +136,7 @@ class WindowAllreduce(AllreduceAlgorithm):
         if key not in self._known:
             if len(self._known) >= _KNOWN_BUFFERS:
                 self._known.clear()
-            window, begin = next((w, place) for w in self._windows if (place := w.place_of(address)) is not None)
+            window, begin = next((w, offset) for w in self._windows if (offset := w.offset_of(address)) is not None)
             start, stop = self._ranks.slice_of(self._rank, items)
             part = slice(begin + start * dtype.itemsize, begin + stop * dtype.itemsize)
             others = [memory[part].view(dtype) for rank, memory in enumerate(window.parts) if rank != self._rank]

@@ -62,7 +62,7 @@ class LocalCommunicator(Communicator):
 
 
 def start(topology: Topology, comm: object = None) -> tuple[LocalCommunicator, Topology]:
-    """The communicator of a process alone, and its place."""
+    """The communicator of a process alone, and its position."""
     del comm
     return LocalCommunicator(), topology
 

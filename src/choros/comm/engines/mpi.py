@@ -99,7 +99,7 @@ class MpiCommunicator(Communicator):
             ranks: their global ranks.
             queue: the process's one.
             tuning: sizes of messages and chunks; the same on every rank.
-            host: the members that share memory with this rank; ``None``: MPI tells.
+            host: the members that share memory with this rank; ``None``: MPI says.
         """
         self.tuning = tuning or Tuning()
         super().__init__(comm.Get_rank(), ranks, queue, self.tuning.chunk_bytes)
@@ -196,7 +196,7 @@ class MpiCommunicator(Communicator):
         return MpiCommunicator(MPI.Intracomm(comm), [self.ranks[rank] for rank in ranks], self._queue, self.tuning)
 
     def hosts(self) -> list[str]:
-        """The name of every rank's host, as MPI tells ranks that share memory from those that do not."""
+        """The name of every rank's host, as MPI distinguishes ranks that share memory from those that do not."""
         return [str(leader) for leader in self._leaders]
 
     def _close(self) -> None:
@@ -209,14 +209,14 @@ class MpiCommunicator(Communicator):
 
 
 def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None) -> tuple[MpiCommunicator, Topology]:
-    """Initialises MPI if needed; the communicator of all ranks and the place MPI gives this one.
+    """Initialises MPI if needed; the communicator of all ranks and the position MPI gives this one.
 
     Args:
         topology: what the launcher's environment says; MPI must say the same.
         comm: a communicator to use in place of ``COMM_WORLD``, or those of its ranks that take part.
 
     Raises:
-        ConfigError: MPI was started with another number of ranks than the environment tells, or this rank
+        ConfigError: MPI was started with another number of ranks than the environment says, or this rank
             does not take part.
     """
     if not MPI.Is_initialized():
@@ -236,8 +236,8 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     if isinstance(comm, Sequence):
         communicator = communicator.only(comm)
     _tune(communicator)
-    place = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
-    return communicator, place
+    position = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
+    return communicator, position
 
 
 def _tune(communicator: MpiCommunicator) -> None:

@@ -15,7 +15,7 @@ from choros.errors import EngineError
 
 __all__ = ["nccl_group"]
 
-#: The first NCCL that lets ranks share a card, if it is told to.
+#: The first NCCL that lets ranks share a card, if it is configured to.
 _NCCL_SHARES_CARDS = (2, 30)
 _SHARE_CARDS = "NCCL_MULTI_RANK_GPU_ENABLE"
 

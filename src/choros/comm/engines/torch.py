@@ -144,7 +144,7 @@ class TorchCommunicator(Communicator):
 
 
 def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchCommunicator, Topology]:
-    """Connects all ranks; their communicator, and the place of this one as the ranks' hosts tell it.
+    """Connects all ranks; their communicator, and the position of this one that the ranks' hosts give it.
 
     Ranks of torchrun and ``TF_CONFIG`` meet where these say, those that MPI started where MPI's rank 0 says.
 

@@ -113,7 +113,7 @@ class DeviceGroup:
         control plane (MPI, Gloo)            device (NCCL)
         same request on all ranks? ── yes ──► reduce; the current stream waits for it, the host does not
 
-    Every method must be called by all members, in the same order. Calls that they do not make alike raise a
+    Every method must be called by all members, in the same order. Calls that are not identical raise a
     ``MismatchError`` on all of them before data moves. Results are there for whatever the current CUDA stream runs
     next. On the CPU Gloo moves the tensors, and a call returns when they have arrived.
 
@@ -135,7 +135,7 @@ class DeviceGroup:
 
         Args:
             control: the members.
-            device: this rank's, ``cuda`` or ``cpu``. Ranks on one card need NCCL 2.30; it is told to let them.
+            device: this rank's, ``cuda`` or ``cpu``. Ranks on one card need NCCL 2.30; NCCL is configured to let them.
 
         Raises:
             EngineUnavailable: there is no engine for such devices.
@@ -148,7 +148,7 @@ class DeviceGroup:
             )
         elif device.type == "cuda" and not (torch.cuda.is_available() and dist.is_nccl_available()):
             problem = EngineUnavailable(f"tensors on {device} need a GPU and a PyTorch that was built with NCCL.")
-        with control.turn():
+        with control.exclusive():
             control.agree(Request("connection of devices", device.type), problem=problem)
         self.device = torch.empty(0, device=device).device  # with its index
         self._control = control
@@ -178,12 +178,12 @@ class DeviceGroup:
             ConfigError: the tensor cannot be reduced with ``op``, or lies elsewhere.
         """
         request = Request("device allreduce", f"op={op.value}, {_kind(tensor)}", name)
-        with self._control.turn():
+        with self._control.exclusive():
             self._control.agree(request, problem=self._problem(tensor, op))
             self.reduce_in_place(tensor, op)
 
     def reduce_in_place(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """``allreduce``, unchecked: call it inside a ``turn`` of the control plane after ``agree``."""
+        """``allreduce``, unchecked: call it inside ``exclusive()`` of the control plane after ``agree``."""
         values = tensor.detach()
         if values.dtype == torch.bool:
             values, op = values.view(torch.uint8), working_op(np.dtype(np.bool_), op)
@@ -204,7 +204,7 @@ class DeviceGroup:
         problem = self._problem(tensor)
         if not 0 <= root < self._control.size:
             problem = ConfigError(f"broadcast: root={root} is not one of the {self._control.size} ranks.")
-        with self._control.turn():
+        with self._control.exclusive():
             self._control.agree(Request("device broadcast", f"root={root}, {_kind(tensor)}", name), problem=problem)
             with translated("broadcast", self._engine):
                 self._finish(self._group.broadcast([_bytes(tensor)], broadcast_options(root)))
@@ -218,11 +218,11 @@ class DeviceGroup:
         """
         rows = torch.atleast_1d(tensor.detach())
         request = Request("device allgather", f"dtype={rows.dtype}, shape=(any, {list(rows.shape[1:])})", name)
-        with self._control.turn():
-            extents = self._control.agree(request, extent=len(rows), problem=self._problem(rows))
-            received = rows.new_empty((sum(extents), *rows.shape[1:]))
+        with self._control.exclusive():
+            lengths = self._control.agree(request, value=len(rows), problem=self._problem(rows))
+            received = rows.new_empty((sum(lengths), *rows.shape[1:]))
             row_bytes = rows.element_size() * int(np.prod(rows.shape[1:], dtype=np.int64))
-            counts = [extent * row_bytes for extent in extents]
+            counts = [length * row_bytes for length in lengths]
             with translated("allgather", self._engine):
                 for work in start_allgather(self._group, _bytes(rows), _bytes(received), counts, self._control.rank):
                     self._finish(work)
@@ -240,7 +240,7 @@ class DeviceGroup:
         if tensor.ndim == 0:
             problem = ConfigError("reducescatter: a scalar has no rows to scatter; give it at least one dimension.")
         request = Request("device reducescatter", f"op={op.value}, {_kind(tensor)}", name)
-        with self._control.turn():
+        with self._control.exclusive():
             self._control.agree(request, problem=problem)
             size, rank = self._control.size, self._control.rank
             rows = tensor.detach()
@@ -264,7 +264,7 @@ class DeviceGroup:
         """
         rows = tensor.detach()
         request = Request("device alltoall", f"dtype={rows.dtype}, shape=(any, {list(rows.shape[1:])})", name)
-        with self._control.turn():
+        with self._control.exclusive():
             size = self._control.size
             counts, problem = row_counts(rows.shape, splits, size)
             self._control.agree(request, problem=problem or self._problem(rows))

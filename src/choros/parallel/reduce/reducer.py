@@ -259,7 +259,7 @@ class GradientReducer:
             bucket: its place in the plan.
             gradients: those whose indices the plan lists.
         """
-        with self.config.process_set.communicator.turn():
+        with self.config.process_set.communicator.exclusive():
             return self._sum(bucket, gradients if self._brings else None)
 
     def join(self, layout: Layout, on_update: Callable[[list[Array]], None] | None = None) -> int | None:
@@ -310,7 +310,7 @@ class GradientReducer:
         self, gradients: Sequence[Array] | None, weight: int, examples: int, *, joined: bool
     ) -> list[Array] | None:
         """One step of all ranks; ``None`` if all have joined."""
-        with self.config.process_set.communicator.turn():
+        with self.config.process_set.communicator.exclusive():
             if not self._agree(weight, examples, joined=joined):
                 return None
             results: dict[int, Array] = {}
@@ -327,8 +327,8 @@ class GradientReducer:
             Whether any rank had a batch.
         """
         communicator = self.config.process_set.communicator
-        with communicator.turn():
-            told = communicator.agree(self._request, extent=-examples if joined else examples)
+        with communicator.exclusive():
+            told = communicator.agree(self._request, value=-examples if joined else examples)
         active = [rank for rank, count in enumerate(told) if count > 0]
         if active:
             self._active = active
