@@ -15,7 +15,7 @@ from choros.comm.algorithms.tuning import autotune
 from choros.comm.engines.mpi import MpiCommunicator
 from choros.comm.work import WorkQueue
 
-SMALL = Tuning(piece_bytes=4096, window_bytes=64, chunk_bytes=256)
+SMALL = Tuning(chunk_bytes=4096, window_bytes=64, block_bytes=256)
 
 
 def everybody() -> Communicator:
@@ -103,8 +103,9 @@ def case_parts_of_the_ranks_have_memory_of_their_own() -> None:
 
 def case_autotune_chooses_the_same_on_every_rank() -> None:
     communicator = everybody()
-    tuning = autotune(communicator, megabytes=1)
-    chosen = [tuning.piece_bytes, tuning.window_bytes, tuning.chunk_bytes]
+    assert isinstance(communicator, MpiCommunicator)
+    tuning = autotune(communicator, communicator.tuning, communicator.tune, megabytes=1)
+    chosen = [tuning.chunk_bytes, tuning.window_bytes, tuning.block_bytes]
     np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), ReduceOp.MAX), chosen)
     np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), ReduceOp.MIN), chosen)
     array = np.full(1 << 20, 1.0, np.float32)

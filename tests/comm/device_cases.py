@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 
 import choros
 from choros.comm import ReduceOp, global_process_set
-from choros.comm.engines.torch import DeviceGroup
+from choros.comm.engines.torch_devices import DeviceGroup, TorchDevices
 from choros.errors import ConfigError, EngineUnavailable, MismatchError
+from choros.topology import shard_range
 
 CPU = torch.device("cpu")
 
@@ -110,6 +112,61 @@ def case_device_group_finds_what_ranks_do_not_ask_alike(group: DeviceGroup) -> N
     }.items():
         with pytest.raises(ConfigError, match=text):
             collective()
+    with pytest.raises(ConfigError, match="a scalar has no rows to scatter"):
+        group.reducescatter(torch.tensor(1.0, device=group.device))
+    with pytest.raises(ConfigError if last else MismatchError, match=r"splits=\[9\] must be"):
+        group.alltoall(ones(2), [9] if last else [0] * choros.size())
     tensor = ones(1)
     group.allreduce(tensor, ReduceOp.SUM)
     assert tensor == choros.size()
+
+
+@on_each_device
+def case_device_group_scatters_rows_that_it_has_reduced(group: DeviceGroup) -> None:
+    rank, size = choros.rank(), choros.size()
+    stacked = torch.stack([(torch.arange(14).reshape(7, 2) * 3 + other) % 5 + 1 for other in range(size)])
+    start, stop = shard_range(7, rank, size)
+    for dtype in (torch.float32, torch.float16, torch.int64):
+        for op, expected in {
+            ReduceOp.SUM: stacked.sum(0),
+            ReduceOp.MIN: stacked.amin(0),
+            ReduceOp.MAX: stacked.amax(0),
+            ReduceOp.PRODUCT: stacked.prod(0),
+            ReduceOp.AVERAGE: stacked.double().mean(0),
+        }.items():
+            got = group.reducescatter(stacked[rank].to(group.device, dtype), op)
+            torch.testing.assert_close(got, expected[start:stop].to(group.device, dtype))
+    truth = torch.tensor([[other == rank] for other in range(size)], device=group.device)
+    assert group.reducescatter(truth, ReduceOp.SUM).tolist() == [[True]]
+    assert group.reducescatter(truth, ReduceOp.MIN).tolist() == [[size == 1]]
+
+
+@on_each_device
+def case_device_group_sends_rows_to_every_rank(group: DeviceGroup) -> None:
+    rank, size = choros.rank(), choros.size()
+    mine = torch.full((2 * size, 3), float(rank), device=group.device)
+    received, counts = group.alltoall(mine)
+    assert counts == [2] * size
+    assert received[:, 0].tolist() == [float(other) for other in range(size) for _ in range(2)]
+    received, counts = group.alltoall(mine, list(range(size)))
+    assert counts == [rank] * size
+    assert received.shape == (rank * size, 3)
+
+
+def case_devices_belong_to_the_communicator() -> None:
+    communicator = global_process_set.communicator
+    devices = communicator.devices
+    assert isinstance(devices, TorchDevices)
+    assert communicator.devices is devices
+    assert devices.moves("cuda")
+    assert devices.moves("cpu") == (communicator.engine == "torch")
+    tensor = torch.full((2,), float(choros.rank()))
+    devices.allreduce(tensor, ReduceOp.MAX)
+    assert tensor.tolist() == [choros.size() - 1.0] * 2
+    devices.broadcast(tensor, 0)
+    rows = np.full((1, 2), choros.rank(), np.float32)  # not of torch, but it has DLPack's protocol
+    assert devices.allgather(rows)[:, 0].tolist() == list(range(choros.size()))
+    assert devices.reducescatter(np.ones(choros.size(), np.float32), ReduceOp.SUM).tolist() == [choros.size()]
+    assert devices.alltoall(np.arange(choros.size()))[0].tolist() == [choros.rank()] * choros.size()
+    with pytest.raises(ConfigError, match="ndarray: only torch's tensors can be overwritten where they lie"):
+        devices.allreduce(rows)

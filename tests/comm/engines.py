@@ -20,7 +20,13 @@ Body = Callable[[Communicator], None]
 ALONE = [("local", 1), ("threads", 1)]
 TOGETHER = [("threads", 2), ("threads", 3), ("mpi", 2), ("mpi", 3), ("torch", 3)]
 #: One launch runs the cases of all these on the torch engine; the first imports the others'.
-ON_TORCH = ("comm.torch_cases", "comm.device_cases", "comm.collective_cases", "comm.mismatch_cases")
+ON_TORCH = (
+    "comm.torch_cases",
+    "comm.device_cases",
+    "comm.collective_cases",
+    "comm.mismatch_cases",
+    "comm.waiting_cases",
+)
 #: Cases of other modules that it runs as well.
 ALSO_ON_TORCH = (
     "case_a_job_can_be_left_and_joined_many_times",

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from choros.comm.fusion import Bucket, Layout, Part, Piece, Slot, pack, plan_fusion, views
+from choros.comm.fusion import Chunk, FusionBuffer, Layout, Part, Slot, pack, plan_fusion, views
 
 FLOAT16, FLOAT32, FLOAT64 = (np.dtype(name) for name in ("float16", "float32", "float64"))
 LAYOUT: Layout = (((2, 2), FLOAT32), ((), FLOAT64), ((3,), FLOAT32), ((0, 4), FLOAT32), ((4, 4), FLOAT32))
@@ -15,39 +15,39 @@ def as_is(dtype: np.dtype) -> np.dtype:
 def test_arrays_of_one_dtype_share_a_bucket_those_that_keep_it_aligned_first() -> None:
     floats = (Slot(3, 0, 0), Slot(4, 0, 16), Slot(0, 16, 20), Slot(2, 20, 23))
     assert plan_fusion(LAYOUT, TOGETHER, as_is, 1 << 20) == (
-        Bucket(FLOAT32, FLOAT32, 23, floats, (Piece(0, 23, (Part(4, 0, 16), Part(0, 0, 4), Part(2, 0, 3))),)),
-        Bucket(FLOAT64, FLOAT64, 1, (Slot(1, 0, 1),), (Piece(0, 1, (Part(1, 0, 1),)),)),
+        FusionBuffer(FLOAT32, FLOAT32, 23, floats, (Chunk(0, 23, (Part(4, 0, 16), Part(0, 0, 4), Part(2, 0, 3))),)),
+        FusionBuffer(FLOAT64, FLOAT64, 1, (Slot(1, 0, 1),), (Chunk(0, 1, (Part(1, 0, 1),)),)),
     )
 
 
 def test_what_travels_smaller_makes_fewer_pieces() -> None:
     whole, half = (plan_fusion(LAYOUT, [[4]], wire, 32)[0] for wire in (as_is, lambda dtype: FLOAT16))
-    assert (len(whole.pieces), len(half.pieces), half.wire) == (2, 1, FLOAT16)
+    assert (len(whole.chunks), len(half.chunks), half.wire) == (2, 1, FLOAT16)
 
 
 def test_groups_do_not_share_buckets() -> None:
-    assert [[slot.index for slot in bucket.slots] for bucket in plan_fusion(LAYOUT, [[2], [0, 4], []], as_is, 64)] == [
+    assert [[slot.index for slot in buffer.slots] for buffer in plan_fusion(LAYOUT, [[2], [0, 4], []], as_is, 64)] == [
         [2],
         [4, 0],
     ]
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 4, 8, 11, 20, 1 << 20])
-def test_what_is_packed_is_found_again(piece_bytes: int) -> None:
+@pytest.mark.parametrize("chunk_bytes", [1, 4, 8, 11, 20, 1 << 20])
+def test_what_is_packed_is_found_again(chunk_bytes: int) -> None:
     arrays = [
         np.random.default_rng(index).normal(size=shape).astype(dtype) for index, (shape, dtype) in enumerate(LAYOUT)
     ]
     results: list[np.ndarray] = [np.empty(0)] * len(arrays)
-    for bucket in plan_fusion(LAYOUT, TOGETHER, as_is, piece_bytes):
-        flat = np.full(bucket.size, np.nan, bucket.dtype)
-        for piece in bucket.pieces:
-            assert (piece.stop - piece.start) * bucket.wire.itemsize <= max(piece_bytes, bucket.wire.itemsize)
-            pack(piece, [array.reshape(-1) for array in arrays], flat[piece.start : piece.stop])
-        views(bucket, flat, LAYOUT, results)
+    for buffer in plan_fusion(LAYOUT, TOGETHER, as_is, chunk_bytes):
+        flat = np.full(buffer.size, np.nan, buffer.dtype)
+        for chunk in buffer.chunks:
+            assert (chunk.stop - chunk.start) * buffer.wire.itemsize <= max(chunk_bytes, buffer.wire.itemsize)
+            pack(chunk, [array.reshape(-1) for array in arrays], flat[chunk.start : chunk.stop])
+        views(buffer, flat, LAYOUT, results)
     for array, result in zip(arrays, results, strict=True):
         np.testing.assert_array_equal(result, array, strict=True)
 
 
 def test_array_without_items_makes_no_message() -> None:
-    (bucket,) = plan_fusion((((0,), FLOAT32),), [[0]], as_is, 4)
-    assert bucket.pieces == ()
+    (buffer,) = plan_fusion((((0,), FLOAT32),), [[0]], as_is, 4)
+    assert buffer.chunks == ()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from choros.comm.selection import Choice, select
+from choros.comm.selection import Choice, select, select_devices
 from choros.config import ENGINE
 from choros.errors import ChorosError, ConfigError, EngineUnavailable
 from choros.topology import Topology
@@ -64,6 +64,25 @@ def test_refusal(
 ) -> None:
     with pytest.raises(error, match=text):
         select({ENGINE.name: asked}, topology, comm, installed=lambda module: module != missing)
+
+
+#: The engine, how many ranks, what is not installed; what moves tensors, on which devices, and why.
+DEVICES = {
+    "alone": ("mpi", 1, "", None, (), "one rank"),
+    "mpi": ("mpi", 2, "", "torch_devices", ("cuda",), "NCCL moves those on GPUs; MPI"),
+    "torch": ("torch", 3, "", "torch_devices", ("cpu", "cuda"), "Gloo those in host memory"),
+    "no torch": ("mpi", 2, "torch", None, (), "as PyTorch is not installed"),
+    "threads": ("threads", 2, "", None, (), "which threads share"),
+}
+
+
+@pytest.mark.parametrize(("engine", "size", "missing", "module", "kinds", "reason"), DEVICES.values(), ids=DEVICES)
+def test_what_moves_tensors_on_devices(
+    engine: str, size: int, missing: str, module: str | None, kinds: tuple[str, ...], reason: str
+) -> None:
+    choice = select_devices(engine, size, installed=lambda name: name != missing)
+    assert (choice.module, choice.kinds) == (module, kinds)
+    assert reason in choice.reason
 
 
 def test_verbose_shows_it_once() -> None:

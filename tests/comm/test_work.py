@@ -28,7 +28,7 @@ def test_wait_gives_the_result_as_often_as_it_is_asked(queue: WorkQueue) -> None
 
 def test_error_is_for_whoever_waits_and_for_nobody_else(queue: WorkQueue) -> None:
     failing = queue.submit(int, "x")
-    with queue.turn():
+    with queue.exclusive():
         pass
     assert queue.submit(int, "1").wait() == 1
     with pytest.raises(ValueError, match="'x'"):
@@ -48,7 +48,7 @@ def test_wait_gives_up_after_its_timeout_and_the_work_goes_on(queue: WorkQueue) 
 def test_a_turn_comes_after_what_was_submitted_and_holds_up_what_comes_later(queue: WorkQueue) -> None:
     order: list[str] = []
     queue.submit(order.append, "before")
-    with queue.turn():
+    with queue.exclusive():
         later = queue.submit(order.append, "later")
         order.append("turn")
     later.wait()
@@ -57,7 +57,7 @@ def test_a_turn_comes_after_what_was_submitted_and_holds_up_what_comes_later(que
 
 def test_a_work_may_take_turns_of_its_own(queue: WorkQueue) -> None:
     def nested() -> str:
-        with queue.turn(), queue.turn():
+        with queue.exclusive(), queue.exclusive():
             return "done"
 
     assert queue.submit(nested).wait() == "done"

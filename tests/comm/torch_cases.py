@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 import choros
 from choros.comm import ReduceOp, global_process_set, topology
-from choros.comm.engines.torch import DeviceGroup, TorchCommunicator
+from choros.comm.engines.torch import TorchCommunicator
+from choros.comm.engines.torch_devices import DeviceGroup
 from choros.errors import ConfigError
 from choros.topology import Topology
 from comm.collective_cases import *  # noqa: F403
@@ -18,6 +19,7 @@ from comm.device_cases import *  # noqa: F403
 from comm.device_cases import CPU
 from comm.job_cases import *  # noqa: F403
 from comm.mismatch_cases import *  # noqa: F403
+from comm.waiting_cases import *  # noqa: F403
 from keras_face.training_cases import case_sgd_with_momentum_on_uneven_batches  # noqa: F401
 
 

@@ -1,4 +1,4 @@
-"""What a dense exchange packs it unpacks, whatever the pieces; one rank suffices to see that."""
+"""What a dense exchange packs it unpacks, whatever the chunks; one rank suffices to see that."""
 
 import numpy as np
 import pytest
@@ -28,12 +28,12 @@ def test_dtype_in_which_arrays_travel(compressor: Compressor, wires: dict[np.dty
 @pytest.mark.parametrize("compressor", [Compression.none, Compression.fp16], ids=["none", "fp16"])
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 4.0)])
 @pytest.mark.parametrize("groups", [TOGETHER, [[4, 0], [1, 3, 2]]])
-@pytest.mark.parametrize("piece_bytes", [8, 1 << 20])
+@pytest.mark.parametrize("chunk_bytes", [8, 1 << 20])
 def test_what_is_packed_is_unpacked(
-    groups: list[list[int]], scales: tuple[float, float], compressor: Compressor, piece_bytes: int
+    groups: list[list[int]], scales: tuple[float, float], compressor: Compressor, chunk_bytes: int
 ) -> None:
     communicator = LocalCommunicator()
-    communicator.piece_bytes = piece_bytes
+    communicator.chunk_bytes = chunk_bytes
     arrays = [np.arange(np.prod(shape)).reshape(shape).astype(dtype) for shape, dtype in LAYOUT]
     strided = [array[::-1].copy()[::-1] if array.ndim else array for array in arrays]
     results = compressor.exchange(communicator, LAYOUT, groups).sum(strided, *scales)

@@ -283,3 +283,18 @@ def test_reducer_is_active_where_there_is_somebody_to_exchange_with() -> None:
     outside.register(1, [1], None)
     assert not GradientReducer(ReduceConfig(process_set=outside)).active
     assert not GradientReducer(ReduceConfig(process_set=unregistered)).active
+
+
+def test_members_who_are_registered_anew_are_planned_for_anew() -> None:
+    def rank_main(process_set: ProcessSet) -> tuple[bool, list[float]]:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set))
+        batches = [(float(process_set.rank()), 1)]
+        results = epoch(reducer, batches)
+        before = process_set.communicator
+        after = before.split(range(before.size))
+        process_set.register(0, process_set.ranks, after)
+        collectives = before.collectives
+        results += epoch(reducer, batches)
+        return before.collectives == collectives and after.collectives > 0, results
+
+    assert on_threads(2, rank_main) == [(True, [0.5, 0.5])] * 2

@@ -8,6 +8,8 @@ primitives, the abstract methods at the end.
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
@@ -18,22 +20,26 @@ from typing import Any, ClassVar, ParamSpec, Self, TypeVar, final
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from choros.comm.fusion import PIECE_BYTES, Bucket, Layout, Piece, pack, plan_fusion, views
+from choros.comm.devices import DeviceCollectives
+from choros.comm.fusion import CHUNK_BYTES, Chunk, FusionBuffer, Layout, pack, plan_fusion, views
 from choros.comm.memory import aligned_empty
 from choros.comm.reduction import ReduceOp, check_dtype, from_working, working_dtype, working_op
 from choros.comm.request import Request, caller, mismatch_text
+from choros.comm.selection import select_devices
 from choros.comm.work import Work, WorkQueue
-from choros.errors import ConfigError, MismatchError
+from choros.errors import ConfigError, EngineError, MismatchError
 from choros.observe import events
 from choros.topology import shard_range
 
-__all__ = ["SHUTDOWN", "Communicator"]
+__all__ = ["SHUTDOWN", "Communicator", "row_counts"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Array = NDArray[Any]
 #: A dtype and a shape.
 Kind = tuple[np.dtype[np.generic], tuple[int, ...]]
+
+_log = logging.getLogger("choros")
 
 #: What a rank asks for when it ends: meets no other collective, so ranks that still call one learn of it.
 SHUTDOWN = Request("shutdown")
@@ -43,29 +49,29 @@ class Communicator(ABC):
     """A set of ranks that exchange arrays in host memory.
 
     Every collective must be called by all members, in the same order. Arrays are anything
-    ``numpy.asarray`` takes; results are new NumPy arrays. A call that the members do not make alike raises
+    ``numpy.asarray`` takes; results are new NumPy arrays. A call that the members do not make identically raises
     a ``MismatchError`` on all of them before data moves; one that is wrong on its own (an unknown dtype,
     say) raises a ``ConfigError`` where it is wrong and a ``MismatchError`` elsewhere.
 
     Attributes:
+        engine: its engine's name, that of a module in ``comm/engines``.
         rank: this process among the members, ``0 … size - 1``.
         size: the number of members.
         ranks: the members' global ranks, ascending.
         collectives: how many collectives this process has taken part in.
-        piece_bytes: arrays travel in pieces of at most so many bytes.
-        moves_tensors: whether torch's tensors on the CPU are moved as they are, too.
+        chunk_bytes: arrays travel in chunks of at most so many bytes.
         bytes_sent: how many bytes of arrays it has brought to them: what a compression makes smaller.
     """
 
-    moves_tensors: ClassVar[bool] = False
+    engine: ClassVar[str]
 
-    def __init__(self, rank: int, ranks: Sequence[int], queue: WorkQueue, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], queue: WorkQueue, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.collectives = 0
         self.bytes_sent = 0
-        self.piece_bytes = piece_bytes
+        self.chunk_bytes = chunk_bytes
         self._queue = queue
         self._over = ""
         self._scratch: NDArray[np.uint8] | None = None
@@ -103,7 +109,7 @@ class Communicator(ABC):
         in_place = out is source and (self.size == 1 or self._is_registered(out))
         if not in_place or working_dtype(out.dtype) != out.dtype:
             return self._allreduce_all("allreduce", [source], op, name, [out])[0]
-        with self.turn():
+        with self.exclusive():
             problem = _problem(out.dtype, op) or _problem_of_out(source, out)
             self.agree(_request("allreduce in place", op, ((out.dtype, out.shape),), name), problem=problem)
             flat = out.reshape(-1)
@@ -140,7 +146,7 @@ class Communicator(ABC):
         """
         dtype = np.dtype(dtype)
         dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
-        with self.turn():
+        with self.exclusive():
             self.agree(Request("empty", f"dtype={dtype}, shape={dimensions}"))
             memory = self._allocate(max(1, math.prod(dimensions) * dtype.itemsize))
         return memory[: math.prod(dimensions) * dtype.itemsize].view(dtype).reshape(dimensions)
@@ -158,11 +164,11 @@ class Communicator(ABC):
         """
         rows = np.atleast_1d(np.asarray(array))
         request = Request("allgather", f"dtype={rows.dtype}, shape=(any, {_inner(rows)})", name)
-        with self.turn():
-            extents = self.agree(request, extent=len(rows), problem=_problem(rows.dtype))
+        with self.exclusive():
+            lengths = self.agree(request, value=len(rows), problem=_problem(rows.dtype))
             row_bytes = rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
-            received = self.gather_bytes(_bytes(rows), [extent * row_bytes for extent in extents])
-        return received.view(rows.dtype).reshape(sum(extents), *rows.shape[1:])
+            received = self.gather_bytes(_bytes(rows), [length * row_bytes for length in lengths])
+        return received.view(rows.dtype).reshape(sum(lengths), *rows.shape[1:])
 
     @final
     def broadcast(self, array: ArrayLike, root: int = 0, *, name: str = "") -> Array:
@@ -178,7 +184,7 @@ class Communicator(ABC):
         problem = _problem(source.dtype)
         if not 0 <= root < self.size:
             problem = ConfigError(f"broadcast: root={root} is not one of the {self.size} ranks 0 … {self.size - 1}.")
-        with self.turn():
+        with self.exclusive():
             self.agree(request, problem=problem)
             buffer = source.flatten()
             self.bytes_sent += buffer.nbytes if root == self.rank else 0
@@ -201,7 +207,7 @@ class Communicator(ABC):
         problem = _problem(rows.dtype, op)
         if rows.ndim == 0:
             problem = ConfigError("reducescatter: a scalar has no rows to scatter; give it at least one dimension.")
-        with self.turn():
+        with self.exclusive():
             self.agree(request, problem=problem)
             row_items = int(np.prod(rows.shape[1:], dtype=np.int64))
             shares = [shard_range(len(rows), rank, self.size) for rank in range(self.size)]
@@ -231,8 +237,8 @@ class Communicator(ABC):
         """
         rows = np.asarray(array)
         request = Request("alltoall", f"dtype={rows.dtype}, shape=(any, {_inner(rows)})", name)
-        with self.turn():
-            counts, problem = _splits(rows, splits, self.size)
+        with self.exclusive():
+            counts, problem = row_counts(rows.shape, splits, self.size)
             self.agree(request, problem=problem or _problem(rows.dtype))
             eights = [counts.itemsize] * self.size
             received_counts = self._alltoall(counts.view(np.uint8), eights, eights).view(np.int64)
@@ -248,7 +254,7 @@ class Communicator(ABC):
     @final
     def barrier(self, *, name: str = "") -> None:
         """Returns when every rank has called it."""
-        with self.turn():
+        with self.exclusive():
             self.agree(Request("barrier", name=name))
 
     @final
@@ -281,9 +287,31 @@ class Communicator(ABC):
         problem = None
         if len(chosen) != len(ranks) or not chosen or not set(chosen) <= set(range(self.size)):
             problem = ConfigError(f"ranks {list(ranks)} are not distinct ranks of 0 … {self.size - 1}.")
-        with self.turn():
+        with self.exclusive():
             self.agree(Request("split", f"ranks={chosen}"), problem=problem)
             return self._split(chosen)
+
+    @functools.cached_property
+    def devices(self) -> DeviceCollectives | None:
+        """Collectives on tensors where they lie; ``None`` where tensors must be copied to the host.
+
+        Nothing is connected before the first of them, which all members call.
+        """
+        choice = select_devices(self.engine, self.size)
+        if self.rank == 0:
+            _log.info("tensors on devices: %s.", choice.reason)
+        if choice.module is None:
+            return None
+        module = importlib.import_module(f"choros.comm.engines.{choice.module}")
+        collectives: DeviceCollectives = module.connect(self, choice.kinds)
+        return collectives
+
+    @final
+    def close(self) -> None:
+        """Gives back what the communicator holds; all members must do so, and nothing may be called after it."""
+        if "devices" in self.__dict__ and self.devices is not None:
+            self.devices.close()
+        self._close()
 
     @final
     def only(self, ranks: Sequence[int]) -> Self:
@@ -302,22 +330,22 @@ class Communicator(ABC):
     # ── building blocks ──────────────────────────────────────────────────────────────────────────
 
     @final
-    def turn(self) -> AbstractContextManager[None]:
-        """The block in which the calls of one collective belong; see ``WorkQueue.turn``."""
-        return self._queue.turn()
+    def exclusive(self) -> AbstractContextManager[None]:
+        """The block in which the calls of one collective belong; see ``WorkQueue.exclusive``."""
+        return self._queue.exclusive()
 
     @final
-    def agree(self, request: Request, *, extent: int = 0, problem: Exception | None = None) -> list[int]:
+    def agree(self, request: Request, *, value: int = 0, problem: Exception | None = None) -> list[int]:
         """The check before data moves: one control message.
 
         Args:
             request: what this rank asks for.
-            extent: a number every rank is told, such as the rows it brings.
+            value: a number that every rank gets, such as the rows of this one.
             problem: what is wrong with this rank's call. It is raised here; other ranks, who cannot go on
                 without this one, get a ``MismatchError`` in place of a hang.
 
         Returns:
-            The ranks' extents.
+            The ranks' values.
         """
         if self._over:
             raise MismatchError(self._over)
@@ -325,25 +353,32 @@ class Communicator(ABC):
         if problem is not None:
             request = Request(request.collective, f"refused: {problem}", request.name)
         # Plain integers: this runs in every step, and for some ranks they are compared faster than arrays.
-        header = np.array((request.digest, extent), np.int64)
-        table = self._observed(request, header) if events.active() else self._exchange(header)
-        told: list[list[int]] = table.tolist()
-        for digest, _ in told:
+        header = np.array((request.digest, value), np.int64)
+        try:
+            table = self._observed(request, header) if events.active() else self._exchange(header)
+        except EngineError:
+            raise
+        except BaseException:
+            # Ctrl-C, or a signal's handler: the other ranks consider this request made and would wait for its data.
+            self._over = f"{request} was interrupted on this rank, which cannot communicate any more."
+            raise
+        gathered: list[list[int]] = table.tolist()
+        for digest, _ in gathered:
             if digest != request.digest:
                 break
         else:
             if problem is not None:
                 raise problem
-            return [extent for _, extent in told]
+            return [value for _, value in gathered]
         comparison = self._compare(request)
-        if any(digest == SHUTDOWN.digest for digest, _ in told):
+        if any(digest == SHUTDOWN.digest for digest, _ in gathered):
             # A rank has left: whoever waited for it again would wait for ever.
             self._over = comparison
         raise problem or MismatchError(comparison)
 
     @final
     def reduce_in_place(self, buffer: Array, op: ReduceOp) -> None:
-        """Reduces a flat, contiguous buffer in place, unchecked: call it inside a ``turn`` after ``agree``.
+        """Reduces a flat, contiguous buffer in place, unchecked: call it inside ``exclusive()`` after ``agree``.
 
         Args:
             buffer: of a dtype engines reduce themselves: not bool, not bfloat16.
@@ -353,32 +388,32 @@ class Communicator(ABC):
         self._allreduce(buffer, op)
 
     @final
-    def reduce_pieces(
+    def reduce_chunks(
         self,
-        bucket: Bucket,
+        buffer: FusionBuffer,
         op: ReduceOp,
-        fill: Callable[[Piece, Array], None],
-        empty: Callable[[Array, Piece], None],
+        fill: Callable[[Chunk, Array], None],
+        empty: Callable[[Array, Chunk], None],
     ) -> None:
-        """Reduces what ``fill`` writes and ``empty`` reads, piece by piece, in memory that is fast to reduce.
+        """Reduces what ``fill`` writes and ``empty`` reads, chunk by chunk, in memory that is fast to reduce.
 
-        Unchecked: call it inside a ``turn`` after ``agree``.
+        Unchecked: call it inside ``exclusive()`` after ``agree``.
 
         Args:
-            bucket: planned with this communicator's ``piece_bytes``; the same on every rank.
+            buffer: planned with this communicator's ``chunk_bytes``; the same on every rank.
             op: anything but ``AVERAGE``.
-            fill: writes a piece to the given message.
+            fill: writes a chunk to the given message.
             empty: reads its result from the given message.
         """
-        for piece in bucket.pieces:
-            message = self._stage()[: (piece.stop - piece.start) * bucket.wire.itemsize].view(bucket.wire)
-            fill(piece, message)
+        for chunk in buffer.chunks:
+            message = self._stage()[: (chunk.stop - chunk.start) * buffer.wire.itemsize].view(buffer.wire)
+            fill(chunk, message)
             self.reduce_in_place(message, op)
-            empty(message, piece)
+            empty(message, chunk)
 
     @final
     def gather_bytes(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
-        """Concatenates the ranks' bytes, unchecked: call it inside a ``turn`` after ``agree``.
+        """Concatenates the ranks' bytes, unchecked: call it inside ``exclusive()`` after ``agree``.
 
         Args:
             send: this rank's.
@@ -393,7 +428,7 @@ class Communicator(ABC):
     ) -> NDArray[np.uint8]:
         """Sends ``send_counts[i]`` bytes to rank ``i`` and concatenates ``receive_counts[i]`` from each.
 
-        Unchecked: call it inside a ``turn`` after ``agree``.
+        Unchecked: call it inside ``exclusive()`` after ``agree``.
         """
         self.bytes_sent += send.nbytes
         return self._alltoall(send, send_counts, receive_counts)
@@ -405,29 +440,29 @@ class Communicator(ABC):
         request = _request(collective, op, kinds, name)
         problems = [problem for dtype in {dtype for dtype, _ in kinds} if (problem := _problem(dtype, op))]
         problems += [problem for pair in zip(arrays, outs or (), strict=False) if (problem := _problem_of_out(*pair))]
-        with self.turn():
+        with self.exclusive():
             self.agree(request, problem=next(iter(problems), None))
             flats = [_flat(array) for array in arrays]
             results = list(outs or arrays)
-            layout, buckets = _plan(kinds, self.piece_bytes)
-            for bucket in buckets:
-                flat = aligned_empty((bucket.size,), bucket.dtype) if outs is None else outs[0].reshape(-1)
+            layout, buffers = _plan(kinds, self.chunk_bytes)
+            for buffer in buffers:
+                flat = aligned_empty((buffer.size,), buffer.dtype) if outs is None else outs[0].reshape(-1)
 
-                def fill(piece: Piece, message: Array) -> None:
-                    pack(piece, flats, message)
+                def fill(chunk: Chunk, message: Array) -> None:
+                    pack(chunk, flats, message)
 
-                def empty(message: Array, piece: Piece, flat: Array = flat) -> None:
-                    from_working(message, flat[piece.start : piece.stop], op, self.size)
+                def empty(message: Array, chunk: Chunk, flat: Array = flat) -> None:
+                    from_working(message, flat[chunk.start : chunk.stop], op, self.size)
 
-                self.reduce_pieces(bucket, working_op(bucket.dtype, op), fill, empty)
+                self.reduce_chunks(buffer, working_op(buffer.dtype, op), fill, empty)
                 if outs is None:
-                    views(bucket, flat, layout, results)
+                    views(buffer, flat, layout, results)
         return results
 
     def _stage(self) -> NDArray[np.uint8]:
-        """Where pieces are packed; asked for once, and again if pieces become larger."""
-        if self._scratch is None or self._scratch.nbytes < self.piece_bytes:
-            self._scratch = self._allocate(self.piece_bytes)
+        """Where chunks are packed; asked for once, and again if chunks become larger."""
+        if self._scratch is None or self._scratch.nbytes < self.chunk_bytes:
+            self._scratch = self._allocate(self.chunk_bytes)
         return self._scratch
 
     def _observed(self, request: Request, header: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -485,7 +520,7 @@ class Communicator(ABC):
         """Sends ``send_counts[i]`` bytes to rank ``i`` and concatenates ``receive_counts[i]`` from each."""
 
     def _allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """``nbytes`` bytes that ``_allreduce`` is fast on; called by all members alike."""
+        """``nbytes`` bytes that ``_allreduce`` is fast on; called by all members."""
         return aligned_empty((nbytes,), np.dtype(np.uint8))
 
     def _is_registered(self, buffer: Array) -> bool:
@@ -498,8 +533,8 @@ class Communicator(ABC):
         """The communicator of the members ``ranks``; called by all members."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Gives back what the communicator holds; nothing may be called after it."""
+    def _close(self) -> None:
+        """Gives back what the engine holds; called by all members."""
 
 
 def _bytes(array: Array) -> NDArray[np.uint8]:
@@ -512,10 +547,10 @@ def _flat(array: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(kinds: tuple[Kind, ...], piece_bytes: int) -> tuple[Layout, tuple[Bucket, ...]]:
+def _plan(kinds: tuple[Kind, ...], chunk_bytes: int) -> tuple[Layout, tuple[FusionBuffer, ...]]:
     """Kept, as are requests. Arrays of one dtype travel together."""
     layout = tuple((shape, dtype) for dtype, shape in kinds)
-    return layout, plan_fusion(layout, [range(len(layout))], working_dtype, piece_bytes)
+    return layout, plan_fusion(layout, [range(len(layout))], working_dtype, chunk_bytes)
 
 
 @functools.lru_cache(maxsize=256)
@@ -543,21 +578,24 @@ def _problem(dtype: np.dtype[np.generic], op: ReduceOp | None = None) -> ConfigE
     return None
 
 
-def _splits(rows: Array, splits: ArrayLike | None, size: int) -> tuple[NDArray[np.int64], ConfigError | None]:
+def row_counts(
+    shape: Sequence[int], splits: ArrayLike | None, size: int
+) -> tuple[NDArray[np.int64], ConfigError | None]:
+    """How many rows of an array of ``shape`` go to each of ``size`` ranks in an alltoall, or why that is not clear."""
     nothing = np.zeros(size, np.int64)
-    if rows.ndim == 0:
+    if not shape:
         return nothing, ConfigError("alltoall: a scalar has no rows to send; give it at least one dimension.")
     if splits is None:
-        if len(rows) % size:
+        if shape[0] % size:
             return nothing, ConfigError(
-                f"alltoall: {len(rows)} rows cannot be dealt out equally to {size} ranks; say how many go to each "
+                f"alltoall: {shape[0]} rows cannot be dealt out equally to {size} ranks; say how many go to each "
                 "with splits=[…]."
             )
-        return np.full(size, len(rows) // size, np.int64), None
+        return np.full(size, shape[0] // size, np.int64), None
     counts = np.asarray(splits)
-    if counts.dtype.kind not in "iu" or counts.shape != (size,) or (counts < 0).any() or counts.sum() > len(rows):
+    if counts.dtype.kind not in "iu" or counts.shape != (size,) or (counts < 0).any() or counts.sum() > shape[0]:
         return nothing, ConfigError(
             f"alltoall: splits={counts.tolist()} must be {size} whole numbers, none negative, that add up to at most "
-            f"the {len(rows)} rows."
+            f"the {shape[0]} rows."
         )
     return counts.astype(np.int64), None

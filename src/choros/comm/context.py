@@ -1,4 +1,4 @@
-"""The process's place in its job, between ``init()`` and ``shutdown()``."""
+"""The process's position in its job, between ``init()`` and ``shutdown()``."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
     _install_hooks()
     config = Config.from_environ(os.environ)
     _show_log(config.log_level)
-    communicator, place, finalize = _start_engine(os.environ, detect(os.environ), comm)
-    _job = _Job(place, communicator, finalize, stop_listening=_listen(config, place))
+    communicator, position, finalize = _start_engine(os.environ, detect(os.environ), comm)
+    _job = _Job(position, communicator, finalize, stop_listening=_listen(config, position))
     global_process_set.register(0, range(communicator.size), communicator)
     for ranks in () if isinstance(process_sets, str) or process_sets is None else process_sets:
         add_process_set(ranks)
     for initializer in _initializers:
-        initializer(place)
+        initializer(position)
 
 
 def shutdown() -> None:
@@ -102,10 +102,10 @@ def shutdown() -> None:
     if job is None:
         return
     try:
-        with job.communicator.turn():
+        with job.communicator.exclusive():
             job.communicator.agree(SHUTDOWN)
     except (MismatchError, EngineError):
-        # Another rank goes on without us and has been told. Nothing collective can be freed any more.
+        # Another rank goes on without us and has learnt of it. Nothing collective can be freed any more.
         job.finalize = _nothing
     else:
         for process_set in (*job.process_sets.values(), global_process_set):
@@ -122,7 +122,7 @@ def is_initialized() -> bool:
 
 
 def topology(what: str = "this function") -> Topology:
-    """This process's place.
+    """This process's position.
 
     Raises:
         NotInitializedError: before ``init()``; ``what`` names the caller in its text.
@@ -131,7 +131,7 @@ def topology(what: str = "this function") -> Topology:
 
 
 def on_init(initializer: Callable[[Topology], None]) -> None:
-    """Calls ``initializer`` with the place of this process whenever ``init()`` has joined a job."""
+    """Calls ``initializer`` with the position of this process whenever ``init()`` has joined a job."""
     _initializers.append(initializer)
 
 
@@ -196,15 +196,15 @@ def _nothing() -> None:
 
 
 def _start_engine(
-    environ: Mapping[str, str], place: Topology, comm: Any
+    environ: Mapping[str, str], position: Topology, comm: Any
 ) -> tuple[Communicator, Topology, Callable[[], None]]:
     """Starts the engine for this job, which is imported only now that it is chosen."""
-    choice = select(environ, place, comm)
-    if place.rank == 0:
+    choice = select(environ, position, comm)
+    if position.rank == 0:
         _log.info(choice)
     engine = importlib.import_module(f"choros.comm.engines.{choice.engine}")
-    communicator, place = engine.start(place, comm)
-    return communicator, place, engine.finalize
+    communicator, position = engine.start(position, comm)
+    return communicator, position, engine.finalize
 
 
 def _show_log(level: str) -> None:

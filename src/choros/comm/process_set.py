@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
+from choros.comm.membership import Membership
 from choros.errors import ConfigError, NotInitializedError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class ProcessSet:
     Attributes:
         ranks: the global ranks in it, ascending.
         process_set_id: its number, ``0`` for all ranks; ``None`` while it is not registered.
+        membership: the ranks it has, or last had, since when; ``None`` before it is registered for the first time.
 
     Example:
         >>> even = ProcessSet([2, 0])
@@ -36,12 +38,15 @@ class ProcessSet:
             raise ConfigError(f"ProcessSet({list(ranks)}): expected distinct ranks, 0 or more.")
         self.ranks = sorted(ranks)
         self.process_set_id: int | None = None
+        self.membership: Membership | None = None
         self._communicator: Communicator | None = None
 
     def register(self, process_set_id: int, ranks: Sequence[int], communicator: Communicator | None) -> None:
         """Makes the set usable; ``communicator`` is ``None`` on ranks outside it."""
         self.process_set_id = process_set_id
         self.ranks = list(ranks)
+        known = self.membership
+        self.membership = Membership(0, tuple(ranks)) if known is None else known.successor(self.ranks)
         self._communicator = communicator
 
     def unregister(self) -> None:

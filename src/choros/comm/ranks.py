@@ -1,4 +1,4 @@
-"""Horovod's questions about this process's place."""
+"""Horovod's questions about this process's position."""
 
 from __future__ import annotations
 

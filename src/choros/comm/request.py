@@ -3,7 +3,7 @@
 ::
 
     rank 0                     rank 1
-    request ─ digest, extent ─┐ ┌─ digest, extent ─ request     (1) one control message of 16 bytes a rank
+    request ─ digest, value ──┐ ┌─ digest, value ── request     (1) one control message of 16 bytes a rank
                         ┌─────┴─┴─────┐
     same digests?  ◄────┤  all ranks' ├────►  same digests?     (2) every rank compares the same table
                         │   digests   │

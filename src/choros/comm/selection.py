@@ -1,4 +1,4 @@
-"""Which engine moves the bytes, and why: one table, read from the top; the first row that holds counts."""
+"""Which engine moves the bytes, what moves tensors on devices, and why: tables whose first row that holds counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,21 @@ from choros.config import ENGINE, Config
 from choros.errors import ChorosError, ConfigError, EngineUnavailable
 from choros.topology import WITHOUT_MPI, Topology
 
-__all__ = ["CHOICES", "REFUSALS", "Choice", "Refusal", "Row", "Situation", "is_installed", "select"]
+__all__ = [
+    "CHOICES",
+    "DEVICE_CHOICES",
+    "REFUSALS",
+    "Choice",
+    "DeviceChoice",
+    "DeviceRow",
+    "DeviceSituation",
+    "Refusal",
+    "Row",
+    "Situation",
+    "is_installed",
+    "select",
+    "select_devices",
+]
 
 
 @dataclass(frozen=True)
@@ -158,3 +172,78 @@ def select(
         if refusal.engine == row.engine and refusal.holds(situation):
             raise refusal.error(refusal.text.format(launcher=topology.launcher, size=topology.size))
     return Choice(row.engine, row.reason.format(launcher=topology.launcher, size=topology.size))
+
+
+# ── tensors on devices ───────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """What moves tensors where they lie, and why.
+
+    Attributes:
+        module: its module in ``comm/engines``; ``None`` if they are copied to the host.
+        kinds: the devices whose tensors are moved as they are.
+        reason: why.
+    """
+
+    module: str | None
+    kinds: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class DeviceSituation:
+    """What that depends on.
+
+    Attributes:
+        engine: what moves host arrays.
+        size: the number of ranks.
+        installed: whether a module can be imported.
+    """
+
+    engine: str
+    size: int
+    installed: Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """A choice, and when it is taken."""
+
+    choice: DeviceChoice
+    holds: Callable[[DeviceSituation], bool]
+
+
+DEVICE_CHOICES: tuple[DeviceRow, ...] = (
+    DeviceRow(DeviceChoice(None, (), "one rank: nothing to move"), lambda situation: situation.size == 1),
+    DeviceRow(
+        DeviceChoice(None, (), "copied through host memory, as PyTorch is not installed"),
+        lambda situation: not situation.installed("torch"),
+    ),
+    DeviceRow(
+        DeviceChoice("torch_devices", ("cpu", "cuda"), "NCCL moves those on GPUs, Gloo those in host memory"),
+        lambda situation: situation.engine == "torch",
+    ),
+    DeviceRow(
+        DeviceChoice("torch_devices", ("cuda",), "NCCL moves those on GPUs; MPI, the control plane, host memory"),
+        lambda situation: situation.engine == "mpi",
+    ),
+    DeviceRow(DeviceChoice(None, (), "copied through host memory, which threads share"), lambda _: True),
+)
+
+
+def select_devices(engine: str, size: int, installed: Callable[[str], bool] = is_installed) -> DeviceChoice:
+    """What moves tensors on devices between ``size`` ranks whose host arrays ``engine`` moves.
+
+    Args:
+        engine: a communicator's.
+        size: how many ranks it has.
+        installed: whether a module can be imported.
+
+    Example:
+        >>> select_devices("mpi", 1).reason
+        'one rank: nothing to move'
+    """
+    situation = DeviceSituation(engine, size, installed)
+    return next(row.choice for row in DEVICE_CHOICES if row.holds(situation))

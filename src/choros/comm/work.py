@@ -44,7 +44,7 @@ class Work(Generic[T]):
 
 
 @final
-class _Turn(AbstractContextManager[None]):
+class _Exclusive(AbstractContextManager[None]):
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
         self._depth = 0
@@ -76,8 +76,8 @@ class WorkQueue:
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
-        self._turn = threading.RLock()
-        self._blocking_turn = _Turn(self._turn)
+        self._lock = threading.RLock()
+        self._exclusive = _Exclusive(self._lock)
         self._last: Future[Any] | None = None
 
     def submit(self, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Work[T]:
@@ -86,28 +86,28 @@ class WorkQueue:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="choros-comm")
 
         def run() -> T:
-            with self._blocking_turn:
+            with self._exclusive:
                 return collective(*args, **kwargs)
 
         future = self._executor.submit(run)
         self._last = future
         return Work(future)
 
-    def turn(self) -> AbstractContextManager[None]:
-        """The calling thread's turn: what was submitted before has ended, nothing else runs meanwhile.
+    def exclusive(self) -> AbstractContextManager[None]:
+        """The lock, for the calling thread: what was submitted before has ended, nothing else runs meanwhile.
 
-        A blocking collective takes its turn on the caller's own thread, which saves the hand-over.
+        A blocking collective runs on the caller's own thread, which saves the hand-over.
         """
         last = self._last
         if last is not None and not self._on_own_thread():
             # Its error, if any, belongs to whoever waits for that work.
             last.exception()
-        return self._blocking_turn
+        return self._exclusive
 
     def on_exit(self, ended: Callable[[], None]) -> None:
         """Calls ``ended`` when the section that the caller is in is left, or when ``on_exit`` is called again in it."""
-        self._blocking_turn.end()
-        self._blocking_turn.on_exit = ended
+        self._exclusive.end()
+        self._exclusive.on_exit = ended
 
     def _on_own_thread(self) -> bool:
         return threading.current_thread().name.startswith("choros-comm")

@@ -22,8 +22,8 @@ class Ranks(Peers):
     def agree(self, layout: str, examples: int, problem: ConfigError | None) -> Sequence[int]:
         """One control message."""
         communicator = global_process_set.communicator
-        with communicator.turn():
-            return communicator.agree(_request(layout), extent=examples, problem=problem)
+        with communicator.exclusive():
+            return communicator.agree(_request(layout), value=examples, problem=problem)
 
     def share(self, number: float, root: int) -> float:
         """A broadcast."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from choros.comm.fusion import PIECE_BYTES
+from choros.comm.fusion import CHUNK_BYTES
 from choros.comm.reduction import ReduceOp
 
 __all__ = ["AllreduceAlgorithm", "Tuning"]
@@ -19,22 +19,22 @@ class Tuning:
     """Sizes that decide how fast an allreduce is, never what comes out; the same on every rank.
 
     Attributes:
-        piece_bytes: arrays are packed, reduced and unpacked in pieces of so many bytes.
+        chunk_bytes: arrays are packed, reduced and unpacked in chunks of so many bytes.
         window_bytes: messages from this size on are reduced in shared memory, smaller ones by MPI.
-        chunk_bytes: what a rank sums before it hands it on, to find it in its cache again.
+        block_bytes: what a rank sums before it hands it on, to find it in its cache again.
     """
 
-    piece_bytes: int = PIECE_BYTES
+    chunk_bytes: int = CHUNK_BYTES
     window_bytes: int = 16 << 10
-    chunk_bytes: int = 1 << 20
+    block_bytes: int = 1 << 20
 
     def __str__(self) -> str:
         by = f"in shared memory from {self.window_bytes >> 10} KiB on" if self.window_bytes < 1 << 40 else "by messages"
-        return f"{by}, in pieces of {self.piece_bytes >> 10} KiB, {self.chunk_bytes >> 10} KiB at once"
+        return f"{by}, in chunks of {self.chunk_bytes >> 10} KiB, {self.block_bytes >> 10} KiB at once"
 
 
 class AllreduceAlgorithm(ABC):
-    """One way to reduce a flat buffer over all ranks; called by all of them alike."""
+    """One way to reduce a flat buffer over all ranks; called by all of them."""
 
     @abstractmethod
     def allreduce(self, buffer: NDArray[Any], op: ReduceOp) -> None:

@@ -1,6 +1,6 @@
-"""MPI's own allreduce over all ranks, in pieces.
+"""MPI's own allreduce over all ranks, in chunks.
 
-Open MPI moves 64 MiB in pieces of some MiB in a third of the time that one call takes.
+Open MPI moves 64 MiB in chunks of some MiB in a third of the time that one call takes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from choros.comm.algorithms.algorithm import AllreduceAlgorithm
-from choros.comm.fusion import PIECE_BYTES
+from choros.comm.fusion import CHUNK_BYTES
 from choros.comm.reduction import ReduceOp
 
 __all__ = ["FlatAllreduce"]
@@ -33,6 +33,6 @@ class FlatAllreduce(AllreduceAlgorithm):
 
     def allreduce(self, buffer: NDArray[Any], op: ReduceOp) -> None:
         """See ``AllreduceAlgorithm``."""
-        items = PIECE_BYTES // buffer.itemsize
+        items = CHUNK_BYTES // buffer.itemsize
         for start in range(0, buffer.size, items):
             self._comm.Allreduce(MPI.IN_PLACE, buffer[start : start + items], _OPS[op])

@@ -15,7 +15,7 @@ which rank looks, as each item is summed once, in one order: the owner's, then t
 
 Two orders below are chosen for the caches, not for correctness. A rank writes its own buffer first and then those it
 has just read: storing to a line that another core holds and this one has not read lately cost ten times as much on the
-machines measured. And a slice goes through (2) and (4) in chunks that fit the second-level cache.
+machines measured. And a slice goes through (2) and (4) in blocks that fit the second-level cache.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from choros.comm.algorithms.algorithm import AllreduceAlgorithm
 from choros.comm.algorithms.flat import FlatAllreduce
 from choros.comm.algorithms.hosts import HostRanks
 from choros.comm.reduction import UFUNCS, ReduceOp
+from choros.comm.waiting import wait_until
 
 __all__ = ["Window", "WindowAllreduce"]
 
@@ -61,7 +62,7 @@ class Window:
         """This rank's memory."""
         return self._mine
 
-    def place_of(self, address: int) -> int | None:
+    def offset_of(self, address: int) -> int | None:
         """Where ``address`` is in this rank's memory; ``None`` if it is elsewhere."""
         offset = address - self._address
         return offset if 0 <= offset < self._mine.nbytes else None
@@ -69,7 +70,7 @@ class Window:
     def barrier(self) -> None:
         """All ranks see what all have written before."""
         self._window.Sync()
-        self._host.Barrier()
+        wait_until(self._host.Ibarrier().Test)
         self._window.Sync()
 
     def close(self) -> None:
@@ -88,23 +89,23 @@ class WindowAllreduce(AllreduceAlgorithm):
     """For buffers that lie in a window of their rank's host; see the head of this file.
 
     Attributes:
-        chunk_bytes: what a rank sums before it hands it on.
+        block_bytes: what a rank sums before it hands it on.
     """
 
-    def __init__(self, host: MPI.Intracomm, owners: MPI.Intracomm | None, ranks: HostRanks, chunk_bytes: int) -> None:
+    def __init__(self, host: MPI.Intracomm, owners: MPI.Intracomm | None, ranks: HostRanks, block_bytes: int) -> None:
         """Takes the ranks of this host, and those of all hosts that own the same slice as this rank (step 3).
 
         Args:
             host: the ranks of this host.
             owners: ``None`` if this rank owns no slice, or there is one host only.
             ranks: how slices are dealt out.
-            chunk_bytes: see above.
+            block_bytes: see above.
         """
         self._host = host
         self._rank = host.Get_rank()
         self._ranks = ranks
         self._between = FlatAllreduce(owners) if owners is not None else None
-        self.chunk_bytes = chunk_bytes
+        self.block_bytes = block_bytes
         self._windows: list[Window] = []
         self._known: dict[tuple[int, int, np.dtype[np.generic]], tuple[Window, NDArray[Any], list[NDArray[Any]]]] = {}
 
@@ -117,10 +118,10 @@ class WindowAllreduce(AllreduceAlgorithm):
     def holds(self, buffer: NDArray[Any]) -> bool:
         """Whether ``buffer`` lies in memory from ``allocate``."""
         address = _address(buffer)
-        return any(window.place_of(address) is not None for window in self._windows)
+        return any(window.offset_of(address) is not None for window in self._windows)
 
     def allreduce(self, buffer: NDArray[Any], op: ReduceOp) -> None:
-        """See ``AllreduceAlgorithm``; ``buffer`` lies at the same place in all ranks' windows."""
+        """See ``AllreduceAlgorithm``; ``buffer`` lies at the same offset in all ranks' windows."""
         window, own, others = self._views(_address(buffer), buffer.size, buffer.dtype)
         window.barrier()
         if own.size:
@@ -135,7 +136,7 @@ class WindowAllreduce(AllreduceAlgorithm):
         if key not in self._known:
             if len(self._known) >= _KNOWN_BUFFERS:
                 self._known.clear()
-            window, begin = next((w, place) for w in self._windows if (place := w.place_of(address)) is not None)
+            window, begin = next((w, offset) for w in self._windows if (offset := w.offset_of(address)) is not None)
             start, stop = self._ranks.slice_of(self._rank, items)
             part = slice(begin + start * dtype.itemsize, begin + stop * dtype.itemsize)
             others = [memory[part].view(dtype) for rank, memory in enumerate(window.parts) if rank != self._rank]
@@ -143,9 +144,9 @@ class WindowAllreduce(AllreduceAlgorithm):
         return self._known[key]
 
     def _reduce(self, own: NDArray[Any], others: list[NDArray[Any]], ufunc: np.ufunc, op: ReduceOp) -> None:
-        chunk = max(1, self.chunk_bytes // own.itemsize)
-        for start in range(0, own.size, chunk):
-            part = slice(start, start + chunk)
+        block = max(1, self.block_bytes // own.itemsize)
+        for start in range(0, own.size, block):
+            part = slice(start, start + block)
             for other in others:
                 ufunc(own[part], other[part], out=own[part])
             if self._between is None:

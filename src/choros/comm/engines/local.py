@@ -25,6 +25,8 @@ class LocalCommunicator(Communicator):
         (2, 1)
     """
 
+    engine = "local"
+
     def __init__(self, global_rank: int = 0, queue: WorkQueue | None = None) -> None:
         super().__init__(0, [global_rank], queue or WorkQueue())
 
@@ -55,12 +57,12 @@ class LocalCommunicator(Communicator):
         del ranks
         return LocalCommunicator(self.ranks[0], self._queue)
 
-    def close(self) -> None:
-        """Nothing to give back."""
+    def _close(self) -> None:
+        pass
 
 
 def start(topology: Topology, comm: object = None) -> tuple[LocalCommunicator, Topology]:
-    """The communicator of a process alone, and its place."""
+    """The communicator of a process alone, and its position."""
     del comm
     return LocalCommunicator(), topology
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Sequence
 from typing import final
 
@@ -17,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.algorithms.algorithm import Tuning
-from choros.comm.communicator import SHUTDOWN, Array, Communicator
+from choros.comm.communicator import Array, Communicator
 from choros.comm.reduction import ReduceOp
+from choros.comm.waiting import wait_until
 from choros.comm.work import WorkQueue
 from choros.config import Config
 from choros.errors import ConfigError, EngineError, EngineUnavailable
@@ -29,6 +29,8 @@ mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 # Where there is no InfiniBand, Open MPI's component for remote memory over UCX complains on every use of shared memory.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+# A rank that spins in a blocking call of Open MPI offers its core to whatever else wants it.
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 try:
     from mpi4py import MPI
@@ -53,8 +55,6 @@ _OPS = {
     ReduceOp.MAX: MPI.MAX,
     ReduceOp.PRODUCT: MPI.PROD,
 }
-#: Between looks at a message that may take as long as another rank's last epoch.
-_POLL_SECONDS = 0.01
 #: MPI before version 4 counts in 32 bits.
 _MESSAGE_BYTES = 1 << 30
 
@@ -82,6 +82,8 @@ class MpiCommunicator(Communicator):
         tuning: the sizes that choose among algorithms and cut messages up.
     """
 
+    engine = "mpi"
+
     def __init__(
         self,
         comm: MPI.Intracomm,
@@ -96,11 +98,11 @@ class MpiCommunicator(Communicator):
             comm: the members.
             ranks: their global ranks.
             queue: the process's one.
-            tuning: sizes of messages and pieces; the same on every rank.
-            host: the members that share memory with this rank; ``None``: MPI tells.
+            tuning: sizes of messages and chunks; the same on every rank.
+            host: the members that share memory with this rank; ``None``: MPI says.
         """
         self.tuning = tuning or Tuning()
-        super().__init__(comm.Get_rank(), ranks, queue, self.tuning.piece_bytes)
+        super().__init__(comm.Get_rank(), ranks, queue, self.tuning.chunk_bytes)
         self._comm = comm
         self._table = np.empty((self.size, 2), np.int64)
         comm.Set_errhandler(MPI.ERRORS_RETURN)
@@ -120,7 +122,7 @@ class MpiCommunicator(Communicator):
             with _translated("MPI_Comm_split"):
                 comm = self._comm.Split(color, self.rank)
             owners = None if comm == MPI.COMM_NULL else MPI.Intracomm(comm)
-        return owners, WindowAllreduce(self._host, owners, hosts, self.tuning.chunk_bytes)
+        return owners, WindowAllreduce(self._host, owners, hosts, self.tuning.block_bytes)
 
     @classmethod
     def duplicate(cls, comm: MPI.Intracomm, ranks: Sequence[int], queue: WorkQueue) -> MpiCommunicator:
@@ -130,18 +132,14 @@ class MpiCommunicator(Communicator):
 
     def tune(self, tuning: Tuning) -> None:
         """Uses other sizes from now on; every rank must, with the same ones."""
-        self.tuning, self.piece_bytes = tuning, tuning.piece_bytes
+        self.tuning, self.chunk_bytes = tuning, tuning.chunk_bytes
         if self._window is not None:
-            self._window.chunk_bytes = tuning.chunk_bytes
+            self._window.block_bytes = tuning.block_bytes
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         with _translated("the check of a collective"):
-            # Nonblocking on every rank, as MPI does not match it with a blocking call; it costs the same.
-            request = self._comm.Iallgather(header, self._table)
-            # The others may have an hour of work left: a rank that leaves waits without burning a core.
-            while header[0] == SHUTDOWN.digest and not request.Test():
-                time.sleep(_POLL_SECONDS)
-            request.Wait()
+            # Here ranks wait for those that come late. Once all have come, blocking calls, which spin, are brief.
+            wait_until(self._comm.Iallgather(header, self._table).Test)
         return self._table.copy()
 
     def _allreduce(self, buffer: Array, op: ReduceOp) -> None:
@@ -198,11 +196,10 @@ class MpiCommunicator(Communicator):
         return MpiCommunicator(MPI.Intracomm(comm), [self.ranks[rank] for rank in ranks], self._queue, self.tuning)
 
     def hosts(self) -> list[str]:
-        """The name of every rank's host, as MPI tells ranks that share memory from those that do not."""
+        """The name of every rank's host, as MPI distinguishes ranks that share memory from those that do not."""
         return [str(leader) for leader in self._leaders]
 
-    def close(self) -> None:
-        """Frees the communicator and its memory; all members must do so."""
+    def _close(self) -> None:
         with _translated("MPI_Comm_free"):
             if self._window is not None:
                 self._window.close()
@@ -212,14 +209,14 @@ class MpiCommunicator(Communicator):
 
 
 def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None) -> tuple[MpiCommunicator, Topology]:
-    """Initialises MPI if needed; the communicator of all ranks and the place MPI gives this one.
+    """Initialises MPI if needed; the communicator of all ranks and the position MPI gives this one.
 
     Args:
         topology: what the launcher's environment says; MPI must say the same.
         comm: a communicator to use in place of ``COMM_WORLD``, or those of its ranks that take part.
 
     Raises:
-        ConfigError: MPI was started with another number of ranks than the environment tells, or this rank
+        ConfigError: MPI was started with another number of ranks than the environment says, or this rank
             does not take part.
     """
     if not MPI.Is_initialized():
@@ -232,17 +229,22 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
             "and this MPI do not talk to each other. Start the script with chorosrun, with mpirun, or with "
             "srun --mpi=pmix."
         )
+    with _translated("the meeting of the ranks"):
+        # What follows spins: a rank that is still importing its framework must not cost the others a core each.
+        wait_until(world.Ibarrier().Test)
     communicator = MpiCommunicator.duplicate(world, range(world.Get_size()), WorkQueue())
     if isinstance(comm, Sequence):
         communicator = communicator.only(comm)
     _tune(communicator)
-    place = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
-    return communicator, place
+    position = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
+    return communicator, position
 
 
 def _tune(communicator: MpiCommunicator) -> None:
     measured = Config.from_environ(os.environ).autotune and communicator.size > 1
-    tuning = autotune(communicator) if measured else communicator.tuning
+    tuning = communicator.tuning
+    if measured:
+        tuning = autotune(communicator, tuning, communicator.tune)
     if communicator.rank == 0:
         _log.info("allreduce: %s (%s).", tuning, "measured" if measured else "CHOROS_AUTOTUNE=1 measures")
 

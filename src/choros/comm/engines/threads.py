@@ -56,6 +56,8 @@ class _Board:
 class ThreadCommunicator(Communicator):
     """One thread's view of the ranks of ``run_threads``."""
 
+    engine = "threads"
+
     def __init__(self, rank: int, ranks: Sequence[int], board: _Board, queue: WorkQueue) -> None:
         super().__init__(rank, ranks, queue)
         self._board = board
@@ -93,8 +95,8 @@ class ThreadCommunicator(Communicator):
         members = [self.ranks[rank] for rank in ranks]
         return ThreadCommunicator(list(ranks).index(self.rank), members, board, self._queue)
 
-    def close(self) -> None:
-        """Nothing to give back."""
+    def _close(self) -> None:
+        pass
 
 
 def run_threads(function: Callable[[Communicator], T], size: int) -> list[T]:

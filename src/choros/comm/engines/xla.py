@@ -38,7 +38,7 @@ __all__ = ["BATCH_AXIS", "finalize", "mesh", "start"]
 _OLDEST_JAX = (0, 8, 0)
 #: The name of the mesh's only axis, along which examples are dealt out.
 BATCH_AXIS = "batch"
-#: A process that says nothing for so long is taken for dead, by those that nobody else has told.
+#: A process that says nothing for so long is taken for dead, by those without another sign of it.
 _HEARTBEAT_SECONDS = 30
 #: How long a process that ends waits for the others to end too.
 _SHUTDOWN_SECONDS = 10
@@ -58,7 +58,7 @@ _farewell: Communicator | None = None
 
 
 def start(topology: Topology, comm: Any = None) -> tuple[Communicator, Topology]:
-    """Joins the processes' devices in one mesh; the communicator for host arrays, and the place of this process.
+    """Joins the processes' devices in one mesh; the communicator for host arrays, and the position of this process.
 
     A process alone needs no MPI: its mesh has the devices it sees. Of several on one host each takes the
     accelerator of its ``local_rank``, unless ``JAX_LOCAL_DEVICE_IDS`` lists others.
@@ -69,7 +69,7 @@ def start(topology: Topology, comm: Any = None) -> tuple[Communicator, Topology]
 
     Raises:
         EngineUnavailable: JAX is too old.
-        ConfigError: JAX has looked for devices already, so that it cannot be told of the others'.
+        ConfigError: JAX has looked for devices already, so that it cannot join the others'.
         EngineError: the processes cannot reach each other.
     """
     global _farewell, _mesh
@@ -80,17 +80,17 @@ def start(topology: Topology, comm: Any = None) -> tuple[Communicator, Topology]
         )
     if topology.size == 1 and comm in (None, [0]):
         communicator: Communicator = LocalCommunicator()
-        place = topology
+        position = topology
     else:
         from choros.comm.engines import mpi
 
-        communicator, place = mpi.start(topology, comm)
+        communicator, position = mpi.start(topology, comm)
         if communicator.size > 1:
-            _join(communicator, place)
+            _join(communicator, position)
         _farewell = _farewell or communicator.split(range(communicator.size))
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     _mesh = jax.sharding.Mesh(np.array(devices), (BATCH_AXIS,))
-    return communicator, place
+    return communicator, position
 
 
 def mesh() -> jax.sharding.Mesh | None:
@@ -119,15 +119,15 @@ def finalize() -> None:
     mpi.finalize()
 
 
-def _join(communicator: Communicator, place: Topology) -> None:
+def _join(communicator: Communicator, position: Topology) -> None:
     """Initialises ``jax.distributed`` on all ranks, or raises on all of them."""
     joined = jax.distributed.is_initialized()
     problem = _problem(communicator, joined=joined)
-    with communicator.turn():
+    with communicator.exclusive():
         communicator.agree(Request("start of jax.distributed", f"running={joined}"), problem=problem)
     if joined:
         return
-    address = _agreed_address(communicator, place)
+    address = _agreed_address(communicator, position)
     for option, value in _OPTIONS.items():
         jax.config.update(option, value)
     try:
@@ -135,7 +135,7 @@ def _join(communicator: Communicator, place: Topology) -> None:
             coordinator_address=address,
             num_processes=communicator.size,
             process_id=communicator.rank,
-            local_device_ids=_local_devices(place, os.environ),
+            local_device_ids=_local_devices(position, os.environ),
             cluster_detection_method="deactivate",
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
@@ -184,11 +184,11 @@ def _leave_jax() -> None:
     api.clean_up()  # gives devices back before jax.distributed.shutdown()
 
 
-def _agreed_address(communicator: Communicator, place: Topology) -> str:
+def _agreed_address(communicator: Communicator, position: Topology) -> str:
     """Where rank 0 listens: ``JAX_COORDINATOR_ADDRESS`` if it is set there, else a free port."""
     text = np.zeros(_ADDRESS_BYTES, np.uint8)
     if communicator.rank == 0:
-        mine = os.environ.get("JAX_COORDINATOR_ADDRESS") or _free_address(one_host=place.local_size == place.size)
+        mine = os.environ.get("JAX_COORDINATOR_ADDRESS") or _free_address(one_host=position.local_size == position.size)
         text[: len(mine)] = np.frombuffer(mine.encode(), np.uint8)
     return communicator.broadcast(text, 0, name="address of jax.distributed").tobytes().rstrip(b"\0").decode()
 
@@ -200,9 +200,9 @@ def _free_address(*, one_host: bool) -> str:
         return f"{LOOPBACK if one_host else outward_address()}:{probe.getsockname()[1]}"
 
 
-def _local_devices(place: Topology, environ: Mapping[str, str]) -> list[int] | None:
+def _local_devices(position: Topology, environ: Mapping[str, str]) -> list[int] | None:
     """The accelerators this process takes; ``None`` for all it sees, or for those that JAX's variable lists."""
-    if place.local_size == 1 or environ.get("JAX_LOCAL_DEVICE_IDS"):
+    if position.local_size == 1 or environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return [place.local_rank % len(visible.split(",")) if visible else place.local_rank]
+    return [position.local_rank % len(visible.split(",")) if visible else position.local_rank]

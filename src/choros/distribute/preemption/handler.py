@@ -234,8 +234,8 @@ def _highest(stage: _Stage) -> _Stage:
 
         jax.effects_barrier()  # a step that still runs may have collectives ahead of it
     communicator = global_process_set.communicator
-    with communicator.turn():
-        return _Stage(max(communicator.agree(Request("check for preemption"), extent=stage)))
+    with communicator.exclusive():
+        return _Stage(max(communicator.agree(Request("check for preemption"), value=stage)))
 
 
 def _exit() -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from choros.comm import Communicator, ReduceOp
 from choros.comm.fusion import WireDtype
+from choros.errors import EngineError
 from choros.parallel.compression import Compressor
 from choros.parallel.compression.casts import Float16, NoCompression
 from choros.parallel.reduce.exchange import Array, Exchange, Layout
@@ -18,12 +18,7 @@ from choros.parallel.reduce.exchange import Array, Exchange, Layout
 if TYPE_CHECKING:
     import torch
 
-    from choros.comm.engines.torch import DeviceGroup
-
 __all__ = ["DeviceExchange", "device_to_reduce_on"]
-
-#: The groups of each communicator, by device: connecting one takes seconds.
-_groups: weakref.WeakKeyDictionary[Communicator, dict[Any, DeviceGroup]] = weakref.WeakKeyDictionary()
 
 
 def device_to_reduce_on(
@@ -31,15 +26,14 @@ def device_to_reduce_on(
 ) -> torch.device | None:
     """Where tensors on ``devices`` are summed; ``None``: on the host.
 
-    On a GPU they are whatever the engine, which then is the control plane; on the CPU only by the torch engine, whose
-    Gloo takes tensors as they are. Compressions that keep an error work on the host.
+    That is asked of the communicator's ``devices``. Compressions that keep an error work on the host.
     """
     different = set(devices)
     if len(different) != 1 or not isinstance(compressor, NoCompression | Float16):
         return None
     (device,) = different
-    here = device.type == "cuda" or (device.type == "cpu" and communicator.moves_tensors)
-    return device if here and communicator.size > 1 else None
+    collectives = communicator.devices
+    return device if collectives is not None and collectives.moves(device.type) else None
 
 
 @final
@@ -54,7 +48,10 @@ class DeviceExchange(Exchange):
         wire_dtype: WireDtype,
         device: torch.device,
     ) -> None:
+        if communicator.devices is None:
+            raise EngineError(f"the {communicator.engine} engine does not move tensors on {device} where they lie.")
         self._communicator = communicator
+        self._collectives = communicator.devices
         self._device = device
         self._shapes = [shape for shape, _ in layout]
         self._dtypes = [_torch_dtype(dtype) for _, dtype in layout]
@@ -70,7 +67,6 @@ class DeviceExchange(Exchange):
         """See ``Exchange``; takes and gives tensors."""
         import torch
 
-        group = self._group()
         results: list[Any] = [None] * len(self._shapes)
         for wire, part in self._messages:
             sizes = [math.prod(self._shapes[index]) for index in part]
@@ -87,21 +83,12 @@ class DeviceExchange(Exchange):
                 if not narrower:
                     message.mul_(before)
             self._communicator.bytes_sent += message.nbytes
-            group.reduce_in_place(message, ReduceOp.SUM)
+            self._collectives.reduce_in_place(message, ReduceOp.SUM)
             for slot, index in zip(slots, part, strict=True):
                 results[index] = slot.to(self._dtypes[index])
             if after != 1.0:
                 torch._foreach_mul_([results[index] for index in part], after)
         return results
-
-    def _group(self) -> DeviceGroup:
-        """Connected at the first use, in which all ranks take part."""
-        from choros.comm.engines.torch import DeviceGroup
-
-        groups = _groups.setdefault(self._communicator, {})
-        if self._device not in groups:
-            groups[self._device] = DeviceGroup(self._communicator, self._device)
-        return groups[self._device]
 
 
 def _torch_dtype(dtype: np.dtype[np.generic]) -> Any:

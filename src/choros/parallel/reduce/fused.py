@@ -8,7 +8,7 @@ from typing import final
 import numpy as np
 
 from choros.comm import Communicator, ReduceOp
-from choros.comm.fusion import Bucket, Piece, WireDtype, pack, plan_fusion, views
+from choros.comm.fusion import Chunk, FusionBuffer, WireDtype, pack, plan_fusion, views
 from choros.comm.memory import aligned_empty
 from choros.parallel.reduce.exchange import Array, Exchange, Layout
 
@@ -24,39 +24,39 @@ class FusedExchange(Exchange):
     ) -> None:
         self._communicator = communicator
         self._layout = layout
-        self._buckets = plan_fusion(layout, groups, wire_dtype, communicator.piece_bytes)
-        self.description = ", ".join(f"{bucket.wire}[{bucket.size}]" for bucket in self._buckets)
+        self._buffers = plan_fusion(layout, groups, wire_dtype, communicator.chunk_bytes)
+        self.description = ", ".join(f"{buffer.wire}[{buffer.size}]" for buffer in self._buffers)
 
     def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
         """See ``Exchange``."""
         flats = None if arrays is None else [array.reshape(-1) for array in arrays]
         results: list[Array] = [np.empty(0)] * len(self._layout)
-        for bucket in self._buckets:
-            flat = aligned_empty((bucket.size,), bucket.dtype)
+        for buffer in self._buffers:
+            flat = aligned_empty((buffer.size,), buffer.dtype)
 
-            def fill(piece: Piece, message: Array, bucket: Bucket = bucket) -> None:
+            def fill(chunk: Chunk, message: Array, buffer: FusionBuffer = buffer) -> None:
                 if flats is None:
                     message.fill(0)
                 elif before == 1.0:
-                    pack(piece, flats, message)
-                elif bucket.wire.itemsize < bucket.dtype.itemsize:
-                    _pack_scaled(piece, flats, message, before)
+                    pack(chunk, flats, message)
+                elif buffer.wire.itemsize < buffer.dtype.itemsize:
+                    _pack_scaled(chunk, flats, message, before)
                 else:
-                    pack(piece, flats, message)
+                    pack(chunk, flats, message)
                     np.multiply(message, message.dtype.type(before), out=message)
 
-            def empty(message: Array, piece: Piece, flat: Array = flat) -> None:
-                _scale_into(flat[piece.start : piece.stop], message, after)
+            def empty(message: Array, chunk: Chunk, flat: Array = flat) -> None:
+                _scale_into(flat[chunk.start : chunk.stop], message, after)
 
-            self._communicator.reduce_pieces(bucket, ReduceOp.SUM, fill, empty)
-            views(bucket, flat, self._layout, results)
+            self._communicator.reduce_chunks(buffer, ReduceOp.SUM, fill, empty)
+            views(buffer, flat, self._layout, results)
         return results
 
 
-def _pack_scaled(piece: Piece, flats: Sequence[Array], target: Array, scale: float) -> None:
+def _pack_scaled(chunk: Chunk, flats: Sequence[Array], target: Array, scale: float) -> None:
     """Scales before it makes values small: what is too large for the wire may not be so when it is scaled."""
     start = 0
-    for part in piece.parts:
+    for part in chunk.parts:
         stop = start + part.stop - part.start
         _scale_into(target[start:stop], flats[part.index][part.start : part.stop], scale)
         start = stop

@@ -23,7 +23,8 @@ from typing import Any, final
 
 import numpy as np
 
-from choros.comm import Communicator, ProcessSet, ReduceOp, Request, global_process_set
+from choros.comm import ProcessSet, ReduceOp, Request, global_process_set
+from choros.comm.membership import Membership
 from choros.config import Config
 from choros.errors import ConfigError, EngineError
 from choros.parallel.compression import Compression, Compressor
@@ -179,7 +180,7 @@ class GradientReducer:
     def __init__(self, config: ReduceConfig) -> None:
         self.config = config
         self._layout: Layout | None = None
-        self._communicator: Communicator | None = None
+        self._membership: Membership | None = None
         self._request = Request("gradients")
         self._buckets: tuple[_Bucket, ...] = ()
         self._scales = (1.0, 1.0)
@@ -226,9 +227,9 @@ class GradientReducer:
 
     def plan(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
         """Prepares for gradients of ``layout``; which of them are in each bucket, in the order they are sent."""
-        communicator = self.config.process_set.communicator
-        if layout != self._layout or communicator is not self._communicator:
-            self._layout, self._communicator = layout, communicator
+        membership = self.config.process_set.membership
+        if layout != self._layout or membership != self._membership:
+            self._layout, self._membership = layout, membership
             # float16 may not hold the sum of what is not scaled yet.
             wide = all(dtype != np.float16 for _, dtype in layout)
             self._folds = wide and isinstance(self.config.compressor, NoCompression)
@@ -258,7 +259,7 @@ class GradientReducer:
             bucket: its place in the plan.
             gradients: those whose indices the plan lists.
         """
-        with self.config.process_set.communicator.turn():
+        with self.config.process_set.communicator.exclusive():
             return self._sum(bucket, gradients if self._brings else None)
 
     def join(self, layout: Layout, on_update: Callable[[list[Array]], None] | None = None) -> int | None:
@@ -309,7 +310,7 @@ class GradientReducer:
         self, gradients: Sequence[Array] | None, weight: int, examples: int, *, joined: bool
     ) -> list[Array] | None:
         """One step of all ranks; ``None`` if all have joined."""
-        with self.config.process_set.communicator.turn():
+        with self.config.process_set.communicator.exclusive():
             if not self._agree(weight, examples, joined=joined):
                 return None
             results: dict[int, Array] = {}
@@ -326,8 +327,8 @@ class GradientReducer:
             Whether any rank had a batch.
         """
         communicator = self.config.process_set.communicator
-        with communicator.turn():
-            told = communicator.agree(self._request, extent=-examples if joined else examples)
+        with communicator.exclusive():
+            told = communicator.agree(self._request, value=-examples if joined else examples)
         active = [rank for rank, count in enumerate(told) if count > 0]
         if active:
             self._active = active

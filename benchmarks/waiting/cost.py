@@ -1,0 +1,76 @@
+"""What waiting costs: the CPU time of a rank whose peer comes ten seconds later, for each kind of collective.
+
+    chorosrun -np 2 python benchmarks/waiting/cost.py --seconds 10
+
+Rank 0 waits. The last line is of ``choros.shutdown()`` and the end of the process, which wait for a late peer too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+import choros
+from choros.comm import Communicator, ReduceOp, global_process_set
+
+
+def collectives(communicator: Communicator) -> dict[str, Callable[[], object]]:
+    """What rank 0 waits in."""
+    small, large = np.ones(1 << 10, np.float32), np.ones(1 << 18, np.float32)
+    shared = communicator.empty(1 << 18)
+    shared.fill(1)
+    return {
+        "barrier": communicator.barrier,
+        "allreduce, 4 KiB": lambda: communicator.allreduce(small, ReduceOp.MAX),
+        "allreduce, 1 MiB": lambda: communicator.allreduce(large, ReduceOp.MAX),
+        "allreduce in place, 1 MiB": lambda: communicator.allreduce(shared, ReduceOp.MAX, out=shared),
+        "grouped_allreduce": lambda: communicator.grouped_allreduce([small, large], ReduceOp.MAX),
+        "allgather": lambda: communicator.allgather(large),
+        "broadcast": lambda: communicator.broadcast(large),
+        "reducescatter": lambda: communicator.reducescatter(large, ReduceOp.MAX),
+        "alltoall": lambda: communicator.alltoall(large),
+        "allreduce, started": lambda: communicator.start(communicator.allreduce, large, ReduceOp.MAX).wait(),
+    }
+
+
+def cpu_seconds() -> float:
+    """Of all threads of this process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0, help="how much later rank 1 comes")
+    seconds = parser.parse_args().seconds
+    before = cpu_seconds()
+    if int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0"))) == 1:
+        time.sleep(seconds)
+    choros.init()
+    communicator = global_process_set.communicator
+    if communicator.rank == 0:
+        print(f"{'init':28}{cpu_seconds() - before:8.3f} s of CPU, MPI's start included", flush=True)
+    for name, collective in collectives(communicator).items():
+        communicator.barrier()
+        if communicator.rank == 1:
+            time.sleep(seconds)
+        before, begin = cpu_seconds(), time.perf_counter()
+        collective()
+        if communicator.rank == 0:
+            spent, waited = cpu_seconds() - before, time.perf_counter() - begin
+            print(f"{name:28}{spent:8.3f} s of CPU in {waited:.1f} s", flush=True)
+    if communicator.rank == 1:
+        time.sleep(seconds)
+    before = cpu_seconds()
+    choros.shutdown()
+    if communicator.rank == 0:
+        print(f"{'shutdown':28}{cpu_seconds() - before:8.3f} s of CPU", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Private groups of ``torch.distributed``: their making, what they are asked, and how their ends are waited for.
+
+The default group of ``torch.distributed`` is never made. Keras from 3.16 on wraps a model in DistributedDataParallel as
+soon as ``torch.distributed.is_initialized()``, and would average what we have averaged; the user's own
+``init_process_group`` stays free as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch  # noqa: TID253  (imported by the torch engine, and where torch's tensors are at hand)
+import torch.distributed as dist  # noqa: TID253
+
+from choros.comm.reduction import ReduceOp
+from choros.comm.store import translated
+from choros.transport.address import LOOPBACK, Place, address_towards, choose_address, is_loopback
+
+__all__ = [
+    "FOREVER",
+    "allreduce_options",
+    "broadcast_options",
+    "gloo_group",
+    "own_address",
+    "start_allgather",
+    "wait_on_host",
+]
+
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+#: Another rank may take an hour to its next collective: that is no error. A rank that dies closes its connections.
+FOREVER = timedelta(days=365)
+#: Between two of the moments in which Python can answer Ctrl-C.
+_NAP = timedelta(seconds=0.1)
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, address: str, seconds: float) -> Any:
+    """Gloo's connections of the members, listening at ``address`` unless ``GLOO_SOCKET_IFNAME`` names interfaces."""
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options = dist.ProcessGroupGloo._Options()
+    with translated("connecting the ranks"):
+        if interfaces:
+            options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+        else:
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=seconds)
+        group = dist.ProcessGroupGloo(store, rank, size, options)
+    group._set_default_timeout(FOREVER)
+    return group
+
+
+def own_address(places: Sequence[Place], rank: int) -> str:
+    """Where ``rank`` listens, such that all others reach it."""
+    chosen = choose_address(places, rank)
+    if chosen is not None:
+        return chosen
+    others = (place.address for place in places if not is_loopback(place.address))
+    return next(map(address_towards, others), LOOPBACK)
+
+
+def wait_on_host(work: Any) -> None:
+    """Waits for a collective of tensors in host memory; raises its error.
+
+    The thread sleeps until Gloo's wakes it, so there is nothing to poll.
+    """
+    while not work.is_completed():
+        with suppress(RuntimeError):
+            work.wait(_NAP)
+    work.wait()
+
+
+def start_allgather(
+    group: Any, send: torch.Tensor, received: torch.Tensor, counts: Sequence[int], rank: int
+) -> list[Any]:
+    """Starts to concatenate the ranks' rows, ``counts[i]`` of rank ``i``, in ``received``."""
+    if len(set(counts)) == 1:
+        return [group._allgather_base(received, send)]
+    parts = torch.split(received, list(counts))
+    parts[rank].copy_(send)
+    return [group.broadcast([part], broadcast_options(root)) for root, part in enumerate(parts)]
+
+
+def allreduce_options(op: ReduceOp) -> Any:
+    """What an allreduce with ``op`` is asked with."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = _OPS[op]
+    return options
+
+
+def broadcast_options(root: int) -> Any:
+    """What a broadcast from ``root`` is asked with."""
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    options.rootTensor = 0
+    return options

@@ -1,0 +1,111 @@
+"""How a rank polls while it waits, and what that costs on real ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from choros.comm.waiting import Schedule, wait_until
+from comm.engines import on_torch
+from harness import CHOROSRUN, case_names, check_case
+
+MODULE = "comm.waiting_cases"
+#: The mpi engine's ranks wait in MPI, those of the torch engine in Gloo.
+QUICK = Schedule(spin_seconds=0.0)
+
+
+def test_sleeps_grow_with_what_was_waited() -> None:
+    schedule = Schedule(shortest_sleep=1.0, longest_sleep=10.0, share=0.5)
+    assert [schedule.sleep_after(waited) for waited in (0, 1, 4, 19, 21, 1000)] == [1, 1, 2, 9.5, 10, 10]
+
+
+@pytest.mark.parametrize("polls", [1, 2, 70, 300])
+def test_poll_is_called_until_it_is_true(polls: int) -> None:
+    answers = iter([False] * (polls - 1) + [True])
+    wait_until(lambda: next(answers), QUICK)
+    assert next(answers, None) is None
+
+
+def test_error_of_a_poll_is_raised() -> None:
+    answers = iter([False] * 100)
+    with pytest.raises(StopIteration):
+        wait_until(lambda: next(answers), QUICK)
+
+
+def test_a_wait_of_a_second_polls_about_a_thousand_times() -> None:
+    polls = 0
+
+    def poll() -> bool:
+        nonlocal polls
+        polls += 1
+        return time.monotonic() > end
+
+    end = time.monotonic() + 1
+    wait_until(poll, QUICK)
+    assert polls < 2000
+
+
+@pytest.mark.parametrize("case", case_names(MODULE))
+def test_ranks_of_mpi(case: str) -> None:
+    check_case(MODULE, 2, case)
+
+
+@pytest.mark.parametrize("case", case_names(MODULE))
+def test_ranks_of_torchrun(case: str) -> None:
+    on_torch(case)
+
+
+COMES_LATE = """
+import os, time
+import choros
+for step in (choros.init, choros.shutdown):
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        time.sleep(3)
+        step()
+    else:
+        before = time.process_time()
+        step()
+        print(step.__name__, time.process_time() - before)
+"""
+
+
+def test_who_joins_or_leaves_early_waits_at_little_cost() -> None:
+    command = [CHOROSRUN, "-np", "2", "--no-prefix-output", sys.executable, "-c", COMES_LATE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    seconds = {name: float(spent) for name, spent in map(str.split, done.stdout.splitlines())}
+    # Starting MPI takes some of it.
+    assert seconds["init"] < 1.5
+    assert seconds["shutdown"] < 0.3
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import choros
+choros.init()
+communicator = choros.global_process_set.communicator
+if choros.rank() == 1:
+    time.sleep(5)
+    os._exit(0)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+begin = time.monotonic()
+try:
+    communicator.allreduce(1)
+except KeyboardInterrupt:
+    print("interrupted", time.monotonic() - begin < 4, flush=True)
+try:
+    communicator.allreduce(1)
+except choros.MismatchError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_interrupted_rank_stops_waiting_and_cannot_go_on() -> None:
+    command = [CHOROSRUN, "-np", "2", "--no-prefix-output", sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "interrupted True" in done.stdout, done.stdout + done.stderr
+    assert "was interrupted on this rank, which cannot communicate any more" in done.stdout

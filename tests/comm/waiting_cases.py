@@ -1,0 +1,65 @@
+"""What a rank spends, and still hears of, while it waits for another in a collective."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from choros.comm import Communicator, ReduceOp, global_process_set
+
+#: How long ranks wait, and the share of a core that they may take.
+SECONDS, SHARE = 1.0, 0.1
+
+
+def collectives(communicator: Communicator) -> dict[str, Callable[[], object]]:
+    rows = np.ones((6 * communicator.size, 1000), np.float32)
+    return {
+        "allreduce": lambda: communicator.allreduce(rows, ReduceOp.SUM),
+        "allgather": lambda: communicator.allgather(rows),
+        "broadcast": lambda: communicator.broadcast(rows),
+        "reducescatter": lambda: communicator.reducescatter(rows),
+        "alltoall": lambda: communicator.alltoall(rows),
+        "barrier": communicator.barrier,
+        "started": lambda: communicator.start(communicator.allreduce, rows, ReduceOp.SUM).wait(),
+    }
+
+
+def cpu_seconds() -> float:
+    """Of all threads of this process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def case_waiting_costs_little() -> None:
+    communicator = global_process_set.communicator
+    for name, collective in collectives(communicator).items():
+        communicator.barrier()
+        before = cpu_seconds()
+        seconds = 3 * SECONDS if name == "allreduce" else SECONDS
+        if communicator.rank == communicator.size - 1:
+            time.sleep(seconds)
+        collective()
+        assert cpu_seconds() - before < SHARE * seconds, name
+
+
+def case_handlers_of_signals_run_while_a_rank_waits() -> None:
+    communicator = global_process_set.communicator
+    waits = communicator.rank == 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        handled: list[float] = []
+        before = signal.signal(number, lambda *_, handled=handled: handled.append(time.monotonic()))
+        communicator.barrier()
+        if waits:
+            timer = threading.Timer(0.2, os.kill, (os.getpid(), number))
+            timer.start()
+        else:
+            time.sleep(2)
+        communicator.allreduce(np.ones(1000))
+        signal.signal(number, before)
+        assert not waits or handled[0] < time.monotonic() - 0.5, "the handler ran when the wait was over"
