@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import global_process_set
-from choros.distribute.keras_hook import Call
+from choros.distribute.fit.call import Call
 from choros.parallel.data import are_arrays, count_rows, cut
 from choros.parallel.objects import allgather_object
 from choros.topology import shard_range
