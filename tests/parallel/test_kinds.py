@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from choros.errors import ConfigError
-from choros.parallel.data import DataKind, Part, Sharding, kind_of, kinds
+from choros.parallel.data import DataKind, Part, Sharding, are_arrays, kind_of, kinds
 
 
 class Source:
@@ -42,6 +42,13 @@ def test_a_kind_is_found_by_the_classes_of_its_package(
     for data in (Source(), Derived()):
         assert type(kind_of(data)).__name__ == kind
     assert type(kind_of(object())).__name__ == "ArrayKind"
+
+
+def test_data_sets_of_the_table_are_no_arrays_even_if_they_have_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Source, "shape", (3,), raising=False)
+    assert are_arrays(Source())
+    monkeypatch.setitem(sys.modules, *PACKAGES[0][:2])  # type: ignore[arg-type]
+    assert not are_arrays(Source())
 
 
 @pytest.mark.parametrize("data", [np.zeros(3), (np.zeros(3), None), {"x": np.zeros(3)}, [np.zeros(3)], iter([]), 3])

@@ -11,8 +11,8 @@
 """
 
 from choros.parallel.data.kind import DataKind, LocalBatches, Sharding
-from choros.parallel.data.kinds import kind_of
-from choros.parallel.data.part import Part, are_arrays, check_global_batch, checked, count_rows, cut
+from choros.parallel.data.kinds import are_arrays, kind_of
+from choros.parallel.data.part import Part, check_global_batch, checked, count_rows, cut
 
 __all__ = [
     "DataKind",

@@ -10,8 +10,9 @@ from typing import Any
 
 from choros.parallel.data.arrays import ArrayKind
 from choros.parallel.data.kind import DataKind
+from choros.parallel.structure import leaves
 
-__all__ = ["kind_of"]
+__all__ = ["are_arrays", "kind_of"]
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,15 @@ def kind_of(data: Any) -> DataKind:
         'ArrayKind'
     """
     return next((entry.kind() for entry in _TABLE if entry.has(data)), _ARRAYS)
+
+
+def are_arrays(data: Any) -> bool:
+    """Whether ``data`` is an array or a structure of arrays, not something that yields batches.
+
+    Example:
+        >>> import numpy as np
+        >>> are_arrays((np.zeros(3), None)), are_arrays(iter([]))
+        (True, False)
+    """
+    given = leaves(data)
+    return kind_of(data) is _ARRAYS and bool(given) and all(hasattr(leaf, "shape") for leaf in given)
