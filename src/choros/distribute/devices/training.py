@@ -23,7 +23,7 @@ from choros.distribute.fit.training import Training
 from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_fit
 from choros.errors import ConfigError
-from choros.parallel.data import are_arrays, check_global_batch, count_rows, kinds
+from choros.parallel.data import are_arrays, check_global_batch, count_rows, kind_of
 from choros.training.spmd_trainer import Peers, SpreadModel
 
 __all__ = ["DeviceTraining"]
@@ -130,12 +130,7 @@ class _Alone(Peers):
 
 
 def _rows_of_batches(data: Any, batch_size: int | None) -> int | None:
-    """The rows of a full batch, if that is known without much ado."""
+    """The rows of a full batch, if that is known without consuming data."""
     if are_arrays(data):
         return min(batch_size or _BATCH, count_rows(data))
-    if kinds.is_py_dataset(data):
-        return count_rows(data[0])
-    if kinds.is_tf_data(data):
-        first: Any = jax.tree.leaves(data.element_spec)[0]
-        return first.shape[0] if first.shape.rank else None
-    return data.batch_size if kinds.is_data_loader(data) else None
+    return kind_of(data).batch_rows(data)
