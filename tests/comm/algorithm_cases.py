@@ -103,7 +103,8 @@ def case_parts_of_the_ranks_have_memory_of_their_own() -> None:
 
 def case_autotune_chooses_the_same_on_every_rank() -> None:
     communicator = everybody()
-    tuning = autotune(communicator, megabytes=1)
+    assert isinstance(communicator, MpiCommunicator)
+    tuning = autotune(communicator, communicator.tuning, communicator.tune, megabytes=1)
     chosen = [tuning.piece_bytes, tuning.window_bytes, tuning.chunk_bytes]
     np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), ReduceOp.MAX), chosen)
     np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), ReduceOp.MIN), chosen)

@@ -7,21 +7,21 @@ candidate whose slowest rank was the fastest: the same one, as they look at the 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from choros.comm.algorithms.algorithm import Tuning
+from choros.comm.communicator import Communicator
 from choros.comm.reduction import ReduceOp
-
-if TYPE_CHECKING:
-    from choros.comm.engines.mpi import MpiCommunicator
 
 __all__ = ["autotune", "best"]
 
 T = TypeVar("T")
+#: Makes a communicator use other sizes; called on every rank with the same ones.
+Tune = Callable[[Tuning], None]
 
 _PIECES = tuple(1 << shift for shift in (19, 20, 21, 22, 23))
 _CHUNKS = tuple(1 << shift for shift in (17, 18, 19, 20, 21))
@@ -31,29 +31,31 @@ _ROUNDS = 5
 _NEVER = 1 << 62
 
 
-def autotune(communicator: MpiCommunicator, megabytes: int = 16) -> Tuning:
+def autotune(communicator: Communicator, tuning: Tuning, tune: Tune, megabytes: int = 16) -> Tuning:
     """Measures, and from then on uses, the best sizes for ``communicator``; every rank must call it.
 
     Args:
         communicator: of all ranks.
+        tuning: the sizes to start from.
+        tune: makes the communicator use what it is given.
         megabytes: the size of the array that pieces are measured on.
 
     Returns:
         What was chosen.
     """
     large = np.ones(megabytes << 18, np.float32)
-    tuning = _choose(communicator, [replace(communicator.tuning, piece_bytes=size) for size in _PIECES], large)
-    tuning = _choose(communicator, [replace(tuning, chunk_bytes=size) for size in _CHUNKS], large)
+    tuning = _choose(communicator, tune, [replace(tuning, piece_bytes=size) for size in _PIECES], large)
+    tuning = _choose(communicator, tune, [replace(tuning, chunk_bytes=size) for size in _CHUNKS], large)
     windows = [replace(tuning, window_bytes=size) for size in (*_WINDOWS, _NEVER)]
     # From which size on is found below the largest candidate: what wins there wins above.
-    return _choose(communicator, windows, *(np.ones(size // 4, np.float32) for size in _WINDOWS), large)
+    return _choose(communicator, tune, windows, *(np.ones(size // 4, np.float32) for size in _WINDOWS), large)
 
 
-def _choose(communicator: MpiCommunicator, candidates: Sequence[Tuning], *arrays: np.ndarray) -> Tuning:
+def _choose(communicator: Communicator, tune: Tune, candidates: Sequence[Tuning], *arrays: np.ndarray) -> Tuning:
     times = np.full((len(candidates), len(arrays)), np.inf)
     for _ in range(_ROUNDS):
         for row, candidate in enumerate(candidates):
-            communicator.tune(candidate)
+            tune(candidate)
             for column, array in enumerate(arrays):
                 communicator.barrier()
                 begin = time.perf_counter()
@@ -62,7 +64,7 @@ def _choose(communicator: MpiCommunicator, candidates: Sequence[Tuning], *arrays
     # Sizes differ by orders of magnitude: each counts by how much slower than the best it is.
     relative = (times / times.min(axis=0)).sum(axis=1)
     chosen = best(candidates, communicator.allgather(relative[np.newaxis]).tolist())
-    communicator.tune(chosen)
+    tune(chosen)
     return chosen
 
 

@@ -242,7 +242,9 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
 
 def _tune(communicator: MpiCommunicator) -> None:
     measured = Config.from_environ(os.environ).autotune and communicator.size > 1
-    tuning = autotune(communicator) if measured else communicator.tuning
+    tuning = communicator.tuning
+    if measured:
+        tuning = autotune(communicator, tuning, communicator.tune)
     if communicator.rank == 0:
         _log.info("allreduce: %s (%s).", tuning, "measured" if measured else "CHOROS_AUTOTUNE=1 measures")
 
