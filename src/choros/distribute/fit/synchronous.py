@@ -32,8 +32,7 @@ from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_fit, in_fit, in_replica
 from choros.distribute.writing import write_once
 from choros.errors import ConfigError
-from choros.keras.data import shard
-from choros.parallel.data import are_arrays, check_global_batch, count_rows, cut
+from choros.parallel.data import Part, Sharding, are_arrays, check_global_batch, count_rows, cut, kind_of
 from choros.parallel.objects import broadcast_object
 from choros.parallel.structure import map_structure
 from choros.topology import shard_range
@@ -193,9 +192,8 @@ class SynchronousTraining(Training):
             return self._batches(x)
         check_global_batch(min(batch_size or _BATCH, count_rows(x)), self._replicas.count)
         seed = broadcast_object(int(np.random.randint(2**31)))
-        return shard(
-            _packed(x, y, weights), batch_size or _BATCH, shuffle=bool(shuffle), seed=seed, initial_epoch=epoch
-        )
+        sharding = Sharding(self._part_of_batches(), batch_size or _BATCH, bool(shuffle), seed, epoch)
+        return _sharded(_packed(x, y, weights), sharding)
 
     def _part(self, x: Any, y: Any, weights: Any, batch_size: int | None, steps: int | None = None) -> Any:
         """This process's part of data that is evaluated; ``None`` if there is not a row for each."""
@@ -206,7 +204,10 @@ class SynchronousTraining(Training):
         rows = count_rows(x) if steps is None else min(count_rows(x), steps * size)
         if rows < self._replicas.count:
             return None
-        return shard(cut(data, 0, rows), max(size, self._replicas.count))
+        return _sharded(cut(data, 0, rows), Sharding(self._part_of_batches(), max(size, self._replicas.count)))
+
+    def _part_of_batches(self) -> Part:
+        return Part(self._replicas.first, self._replicas.count)
 
     def _batches(self, data: Any) -> Any:
         return datasets.split_batches(data, self._replicas)
@@ -290,6 +291,10 @@ def _packed(x: Any, y: Any, weights: Any) -> Any:
     """The arrays as rows of one structure, in host memory."""
     given = (x,) if y is None and weights is None else (x, y) if weights is None else (x, y, weights)
     return map_structure(lambda leaf: adapter_of(leaf).to_host(leaf), given)
+
+
+def _sharded(data: Any, sharding: Sharding) -> Any:
+    return kind_of(data).shard(data, sharding)
 
 
 def _split_validation(call: Call) -> tuple[Any, Any, Any, Any]:
