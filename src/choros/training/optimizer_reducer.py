@@ -25,6 +25,7 @@ from choros.errors import ConfigError
 from choros.parallel.compression import Compressor
 from choros.parallel.reduce.device import device_to_reduce_on
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket_bytes
+from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.training.device import accelerated
 from choros.training.keras_internals import torch_device
 
@@ -65,7 +66,7 @@ class OptimizerReducer:
         self._configure = configure
         self._sum_over_replicas = sum_over_replicas
         self._of_all_ranks = False
-        self._backward: Any = None
+        self._backward: BackwardExchange | None = None
         self._scale_local = scale_local_gradients
         self._local: list[Any] = []
 
@@ -77,7 +78,7 @@ class OptimizerReducer:
     @property
     def has_state(self) -> bool:
         """Whether this rank keeps the optimizer's state, such as its moments, and makes updates."""
-        return self.state_owner in (None, global_process_set.communicator.rank)
+        return self.state_owner is None or self.state_owner == global_process_set.communicator.rank
 
     @property
     def reduces_all(self) -> bool:
@@ -160,12 +161,10 @@ class OptimizerReducer:
 
         Keras has computed the gradients before it calls ``apply``, so hooks on torch's parameters see them first.
         """
-        from choros.parallel.reduce.torch_backward import BackwardExchange
-
         if self._backward is None:
             # Outside of a training step, backward passes concern no other rank: their number of examples is None.
             self._backward = BackwardExchange(self.reducer, parameters, overlap=True, examples=lambda: self.examples)
-        return list(self._backward.combine(parameters, gradients))
+        return self._backward.combine(parameters, gradients)
 
     def _reduce_buckets(self, gradients: list[Any], outputs: list[ArraySpec], examples: Any) -> list[Any]:
         """A call a bucket: a compiled step can make it as soon as those gradients are there.

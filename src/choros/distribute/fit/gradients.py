@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from choros.distribute.reduce_op import ReduceOp
-from choros.distribute.scope import current_replica, in_fit
+from choros.distribute.scope import current_replica, current_strategy, in_fit
 from choros.errors import StrategyError
 from choros.parallel.reduce.reducer import ReduceConfig
 from choros.training.distributed_optimizer import reducer_of, wrap
@@ -43,13 +43,12 @@ def _sum_over_replicas(gradients: Sequence[Any]) -> list[Any] | None:
     """In a replica, the sum of all replicas' gradients; ``None`` in ``fit``."""
     if in_fit():
         return None
-    replica = current_replica()
-    if replica is None:
+    if current_replica() is None:
         raise StrategyError(
             "an optimizer that was made in a strategy's scope was applied outside of its replicas, which would "
             "change this process's copy of the variables alone: do it in a function that strategy.run(fn, args=…) "
             "calls, or use model.fit."
         )
     given = [gradient for gradient in gradients if gradient is not None]
-    summed = iter(replica.all_reduce(ReduceOp.SUM, given))
+    summed = iter(current_strategy().replicas.all_reduce(ReduceOp.SUM, given))
     return [None if gradient is None else next(summed) for gradient in gradients]
