@@ -1,7 +1,9 @@
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 from harness import ROOT
@@ -13,6 +15,12 @@ def test_imports_point_one_way() -> None:
     command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
+
+
+def test_no_circles() -> None:
+    graph = grimp.build_graph("choros", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules of one
 
 
 @pytest.mark.parametrize(

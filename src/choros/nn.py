@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from choros.arrays import ArrayAdapter, adapter_of
+from choros.distribute.current import get_replica_context
 from choros.errors import ConfigError, StrategyError
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
@@ -93,8 +94,6 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 
 
 def _replica_context(what: str) -> Any:
-    from choros.distribute.replica_context import get_replica_context
-
     context = get_replica_context()
     if context is None:
         raise StrategyError(

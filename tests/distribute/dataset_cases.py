@@ -27,6 +27,7 @@ from choros.distribute.datasets import AutoShardPolicy, DistributedDataset
 from choros.distribute.process_replicas import ProcessReplicas
 from choros.errors import ConfigError, MismatchError
 from choros.parallel import ops
+from choros.parallel.data import kind_of
 from choros.parallel.objects import allgather_object, broadcast_object
 
 #: Examples and global batch: the last batch is full, uneven, or has no row for the second replica.
@@ -133,6 +134,25 @@ def everybody(parts: list[list[int]]) -> list[list[list[int]]]:
 def seen(parts: list[list[int]]) -> list[int]:
     """All examples that all ranks have seen, in order."""
     return sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(everybody(parts))))
+
+
+def case_every_kind_is_found() -> None:
+    names = {name: type(kind_of(kind(11, 4))).__name__ for name, kind in KINDS.items()}
+    assert names == {
+        "tf.data": "TfDataKind",
+        "PyDataset": "PyDatasetKind",
+        "DataLoader": "DataLoaderKind",
+        "stream": "DataLoaderKind",
+        "MapDataset": "GrainKind",
+        "IterDataset": "GrainKind",
+        "list": "ArrayKind",
+        "generator": "ArrayKind",
+    }
+    rows = {name: kind_of(data := kind(11, 4)).batch_rows(data) for name, kind in KINDS.items()}
+    assert [name for name, known in rows.items() if known == 4] == ["PyDataset", "DataLoader", "stream"]
+    assert {known for name, known in rows.items()} == {4, None}
+    static = KINDS["tf.data"](12, 4).unbatch().batch(4, drop_remainder=True)
+    assert kind_of(static).batch_rows(static) == 4
 
 
 def case_every_kind_is_dealt_out_once() -> None:

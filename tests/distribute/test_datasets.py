@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from choros.distribute import datasets
-from choros.distribute.datasets.auto_shard import Shard
 from choros.distribute.replicas import Replicas
 from choros.parallel.data import Part
+from choros.parallel.data.tf_auto_shard import InputPipeline
 from harness import FRAMEWORKS, case_names, check_case
 
 MODULE = "distribute.dataset_cases"
@@ -57,5 +57,5 @@ def test_parts_are_all_rows_once(rows: int, count: int, local: int) -> None:
 
 @pytest.mark.parametrize(("batch", "count"), [(7, 2), (8, 3), (3, 3)])
 def test_batches_of_processes_that_read_for_themselves_make_up_global_ones(batch: int, count: int) -> None:
-    sizes = [Shard(index, count).batch_sizes(batch) for index in range(count)]
+    sizes = [InputPipeline(index, count).batch_sizes(batch) for index in range(count)]
     assert {sum(step) for step in zip(*sizes, strict=True)} == {sum(each) for each in sizes} == {batch}

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import choros.keras as hvd
-from choros.training.combiner import synchronizer_of
+from choros.training.distributed_optimizer import reducer_of
 
 BACKEND = keras.backend.backend()
 FEATURES, CLASSES, BATCH = 8, 3, 16
@@ -439,6 +439,34 @@ def case_own_train_step():
     assert hvd.allgather_object(history["own_loss"]) == [history["own_loss"]] * hvd.size()
 
 
+def decorated(method):
+    @functools.wraps(method)
+    def wrapper(*args):
+        return method(*args)
+
+    return wrapper
+
+
+class DecoratedStep(OwnStep):
+    """A model whose ``train_step`` looks as if it were wrapped already."""
+
+    train_step = decorated(OwnStep.train_step)
+
+
+def case_decorated_train_step_on_uneven_batches():
+    def decorated_model(optimizer):
+        keras.utils.set_random_seed(1)
+        model = DecoratedStep()
+        model.compile(optimizer=optimizer)
+        return model
+
+    expected = decorated_model(OPTIMIZERS["sgd"]())
+    fit(expected, *data(), batch_size=BATCH, callbacks=[])
+    model = decorated_model(hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
+    fit(model, hvd.shard(data(), batch_size=BATCH))
+    assert_same_weights(model, expected)
+
+
 # ── arguments of DistributedOptimizer ────────────────────────────────────────────────────────────────
 
 
@@ -495,7 +523,7 @@ def case_gradients_sent_during_the_backward_pass():
         check_transparent("adam", UNEVEN, hvd.shard(data(), batch_size=BATCH))
         wide = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     three = (((64,), np.dtype("float32")),) * 3
-    assert synchronizer_of(wide).reducer.config.bucket_indices(three) == [(2,), (1,), (0,)]
+    assert reducer_of(wide).reducer.config.bucket_indices(three) == [(2,), (1,), (0,)]
 
 
 def case_fp16_compression_is_close():

@@ -20,6 +20,7 @@ from choros.distribute.communication import (
     ReductionToOneDevice,
     RunOptions,
 )
+from choros.distribute.current import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from choros.distribute.datasets import AutoShardPolicy
 from choros.distribute.input_context import InputContext, InputOptions
 from choros.distribute.mirrored import MirroredStrategy
@@ -27,13 +28,7 @@ from choros.distribute.multi_worker import MultiWorkerMirroredStrategy
 from choros.distribute.one_device import OneDeviceStrategy
 from choros.distribute.parameter_server import ParameterServerStrategy
 from choros.distribute.reduce_op import ReduceOp
-from choros.distribute.replica_context import (
-    ReplicaContext,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
+from choros.distribute.replica_context import ReplicaContext
 from choros.distribute.strategy import Strategy
 from choros.distribute.tpu import TPUStrategy
 from choros.distribute.values import PerReplica

@@ -3,7 +3,7 @@
 A step of three processes; the first keeps the state::
 
     process 0                process 1           process 2
-    gradients ───────────────gradients ──────────gradients      (1) combined, as by MirroredStrategy
+    gradients ───────────────gradients ──────────gradients      (1) reduced, as by MirroredStrategy
     optimizer: m, v          no optimizer state  no optimizer state
     variables updated once                                      (2) by the optimizer of process 0
     values ─────────────────►taken over ────────►taken over     (3) what the next step is computed with
@@ -12,16 +12,14 @@ A step of three processes; the first keeps the state::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, final
+from typing import final
 
+from choros.distribute.fit.training import Training
+from choros.distribute.job_replicas import synchronous_training
 from choros.distribute.joining import join
-from choros.distribute.mirrored import synchronous_training
 from choros.distribute.process_replicas import ProcessReplicas
 from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError, StrategyError
-
-if TYPE_CHECKING:
-    from choros.distribute.fit import Training
 
 __all__ = ["CentralStorageStrategy"]
 
@@ -57,7 +55,7 @@ class CentralStorageStrategy(Strategy):
                 f"{place.size}: each process has one. Start the script with chorosrun -np {len(compute_devices)}."
             )
         super().__init__(ProcessReplicas(place.size, place.rank))
-        self._training = synchronous_training(place, central=True)
+        self._training = synchronous_training(place, state_owner=0)
 
     @property
     def training(self) -> Training | None:

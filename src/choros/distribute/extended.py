@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from choros.distribute.keras_hook import strategy_of
 from choros.distribute.reduce_op import ReduceOp
-
-if TYPE_CHECKING:
-    from choros.distribute.strategy import Strategy
 
 __all__ = ["StrategyExtended"]
 
@@ -19,7 +16,7 @@ __all__ = ["StrategyExtended"]
 class StrategyExtended:
     """``tf.distribute.StrategyExtended``: what is left of it where each process holds one copy of every variable."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Any) -> None:  # a Strategy, which is made of this
         self._strategy = strategy
 
     def variable_created_in_scope(self, v: Any) -> bool:

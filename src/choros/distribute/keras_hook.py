@@ -18,20 +18,17 @@ data and which callbacks it is called.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, final
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 
-from choros.distribute.replica_context import in_fit, scope_of
+from choros.distribute.fit.call import Call
+from choros.distribute.fit.training import Training
+from choros.distribute.scope import current_strategy, in_fit
 from choros.errors import StrategyError
 
-if TYPE_CHECKING:
-    from choros.distribute.fit import Training
-    from choros.distribute.strategy import Strategy
-
-__all__ = ["Call", "catching", "strategy_of"]
+__all__ = ["catching", "strategy_of"]
 
 _ATTRIBUTE = "_choros_strategy"
 _LED = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -40,46 +37,24 @@ _WRITING = ("save", "save_weights", "export")
 _depth = 0
 
 
-@final
-class Call:
-    """A call of one of Keras' methods, which can be made with other arguments.
+class TrainingStrategy(Protocol):
+    """What this module asks of a strategy, which is made of it."""
 
-    Example:
-        >>> call = Call(lambda x, batch_size=32: (x, batch_size), (1,), {})
-        >>> call["batch_size"], call.replaced(x=2).run()
-        (32, (2, 32))
-    """
+    @property
+    def training(self) -> Training | None:
+        """What models that are made in the scope do when they are trained."""
 
-    def __init__(self, method: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self._method = method
-        self._bound = inspect.signature(method).bind(*args, **kwargs)
-        self._bound.apply_defaults()
-
-    def __getitem__(self, name: str) -> Any:
-        return self._bound.arguments[name]
-
-    def get(self, name: str) -> Any:
-        """``None`` for what the method does not take."""
-        return self._bound.arguments.get(name)
-
-    def replaced(self, **arguments: Any) -> Call:
-        """The same call with other ``arguments``."""
-        call = Call(self._method, self._bound.args, self._bound.kwargs)
-        call._bound.arguments.update(arguments)
-        return call
-
-    def run(self) -> Any:
-        """Makes the call."""
-        return self._method(*self._bound.args, **self._bound.kwargs)
+    def scope(self) -> AbstractContextManager[Any]:
+        """The block in which the program is in the strategy's scope."""
 
 
-def strategy_of(made: Any) -> Strategy | None:
+def strategy_of(made: Any) -> TrainingStrategy | None:
     """The strategy in whose scope a model, an optimizer or a Keras variable was made."""
     return getattr(made, "__dict__", {}).get(_ATTRIBUTE)
 
 
 @contextmanager
-def catching(strategy: Strategy) -> Iterator[None]:
+def catching(strategy: TrainingStrategy) -> Iterator[None]:
     """The block in which what Keras makes is made for ``strategy``."""
     global _depth
     if "keras" not in sys.modules or strategy.training is None:
@@ -98,12 +73,11 @@ def catching(strategy: Strategy) -> Iterator[None]:
 @contextmanager
 def _watched() -> Iterator[None]:
     import keras
-    from keras.src.backend.common.variables import Variable as KerasVariable
-    from keras.src.optimizers.base_optimizer import BaseOptimizer
-    from keras.src.trainers.trainer import Trainer
+
+    from choros.training.keras_internals import AnyVariable, BaseOptimizer, Trainer
 
     watched = [
-        (KerasVariable, "__init__", _then(lambda training: training.variable_made)),
+        (AnyVariable, "__init__", _then(lambda training: training.variable_made)),
         (Trainer, "__init__", _then(lambda training: training.model_made)),
         (BaseOptimizer, "__init__", _then(lambda training: training.optimizer_made)),
         (keras.Metric, "__init__", _then(lambda training: training.metric_made)),
@@ -135,7 +109,7 @@ def _then(told: Callable[[Training], Callable[[Any], None]]) -> Callable[[Any], 
         @functools.wraps(own)
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             own(self, *args, **kwargs)
-            strategy = scope_of()
+            strategy = current_strategy()
             if strategy is None or strategy.training is None or strategy_of(self) is not None:
                 return
             # Past Keras' attribute tracking: this is no part of it.
@@ -149,13 +123,13 @@ def _then(told: Callable[[Training], Callable[[Any], None]]) -> Callable[[Any], 
     return wrapping
 
 
-def _lead(model: Any, strategy: Strategy) -> None:
+def _lead(model: Any, strategy: TrainingStrategy) -> None:
     """Has this model's methods ask the strategy."""
     for name in (*_LED, *_WRITING):
         object.__setattr__(model, name, _asking(strategy, model, name))
 
 
-def _asking(strategy: Strategy, model: Any, name: str) -> Any:
+def _asking(strategy: TrainingStrategy, model: Any, name: str) -> Any:
     own = getattr(model, name)
 
     @functools.wraps(own)
@@ -186,7 +160,7 @@ def _with_callbacks_that_work(call: Call) -> Call:
 def _refusing_strangers(own: Any) -> Any:
     @functools.wraps(own)
     def compile_if_ours(self: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = scope_of()
+        strategy = current_strategy()
         if strategy is not None and strategy_of(self) is not strategy:
             raise StrategyError(
                 f"the model {self.name!r} was made outside of the scope of this {type(strategy).__name__}, so its fit "

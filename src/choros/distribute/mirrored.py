@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
-from choros.distribute.joining import framework, join
-from choros.distribute.process_replicas import ProcessReplicas
-from choros.distribute.replicas import Replicas
+from choros.distribute.fit.training import Training
+from choros.distribute.job_replicas import replicas_of
+from choros.distribute.joining import join
 from choros.distribute.strategy import Strategy
-from choros.errors import ConfigError, StrategyError
-from choros.topology import Topology
-
-if TYPE_CHECKING:
-    from choros.distribute.fit import Training
+from choros.errors import StrategyError
 
 __all__ = ["MirroredStrategy"]
 
@@ -60,39 +55,3 @@ class MirroredStrategy(Strategy):
     def training(self) -> Training | None:
         """Synchronous."""
         return self._training
-
-
-def replicas_of(place: Topology, devices: Sequence[str] | None = None) -> tuple[Replicas, Training | None]:
-    """The replicas of this job, and how they train Keras models: processes, or the devices of a lone one on JAX.
-
-    The second is ``None`` where there is no Keras.
-    """
-    if place.size == 1 and framework() == "jax":
-        from choros.distribute.devices.replicas import local_devices, on_devices
-
-        chosen = local_devices(devices)
-        if len(chosen) > 1:
-            return on_devices(chosen)
-    if devices is not None and len(devices) != place.size:
-        raise ConfigError(
-            f"devices={list(devices)!r} asks for {len(devices)} replicas, but this job has {place.size}: each process "
-            f"has one device. Start the script with chorosrun -np {len(devices)}, or leave devices out."
-        )
-    return ProcessReplicas(place.size, place.rank), synchronous_training(place)
-
-
-def synchronous_training(place: Topology, *, central: bool = False) -> Training | None:
-    """How the processes of a job train Keras models together; ``None`` where there is no Keras.
-
-    Args:
-        place: this process's.
-        central: one process keeps the optimizer's state.
-    """
-    if "keras" not in sys.modules:
-        return None
-    from choros.distribute.fit.central_storage import CentralCombiner
-    from choros.distribute.fit.gradients import ReplicaCombiner
-    from choros.distribute.fit.synchronous import SynchronousTraining
-
-    combiner = CentralCombiner if central else ReplicaCombiner
-    return SynchronousTraining(ProcessReplicas(place.size, place.rank), combiner)

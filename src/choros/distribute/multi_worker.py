@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from choros.distribute.cluster_resolver import TFConfigClusterResolver
+from choros.distribute.fit.training import Training
+from choros.distribute.job_replicas import replicas_of
 from choros.distribute.joining import join
-from choros.distribute.mirrored import replicas_of
 from choros.distribute.strategy import Strategy
-
-if TYPE_CHECKING:
-    from choros.distribute.fit import Training
 
 __all__ = ["MultiWorkerMirroredStrategy"]
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from choros.distribute.devices.names import DeviceName, devices_of, placed
 from choros.distribute.fit.local import LocalTraining
+from choros.distribute.fit.training import Training
 from choros.distribute.joining import framework
 from choros.distribute.process_replicas import ProcessReplicas
 from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replicas import Replicas
 from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError
-
-if TYPE_CHECKING:
-    from choros.distribute.fit import Training
 
 __all__ = ["OneDeviceStrategy"]
 

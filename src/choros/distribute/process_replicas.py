@@ -13,7 +13,7 @@ In a function that is compiled (``tf.function``, ``jax.jit``) each of these is a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
@@ -21,15 +21,13 @@ from choros.arrays import ArraySpec, adapter_of
 from choros.comm import ReduceOp as EngineOp
 from choros.comm import global_process_set
 from choros.distribute.reduce_op import ReduceOp
-from choros.distribute.replica_context import ReplicaContext, in_place
+from choros.distribute.replica_context import ReplicaContext
 from choros.distribute.replicas import Replicas
+from choros.distribute.scope import enter_scope
 from choros.distribute.values import select
 from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.structure import map_structure
-
-if TYPE_CHECKING:
-    from choros.distribute.strategy import Strategy
 
 __all__ = ["ProcessReplicas"]
 
@@ -49,11 +47,9 @@ class ProcessReplicas(Replicas):
         self.count = count
         self.first = first
 
-    def run(
-        self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls ``function`` here; the other processes call theirs."""
-        with in_place(strategy, replica=ReplicaContext(strategy, self.first)):
+        with enter_scope(strategy, ReplicaContext(strategy, self.first)):
             return function(*select(0, tuple(args)), **select(0, dict(kwargs)))
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
@@ -76,10 +72,10 @@ class ProcessReplicas(Replicas):
         return map_structure(lambda leaf: self._gather(leaf, axis), value)
 
     def merge_call(
-        self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """This process's replica is all that is to be merged here; ``reduce`` and ``gather`` see the others'."""
-        with in_place(strategy):
+        with enter_scope(strategy):
             return function(strategy, *args, **kwargs)
 
     def _together(self, op: ReduceOp, value: Any, name: str) -> Any:

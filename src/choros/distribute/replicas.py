@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from choros.distribute.reduce_op import ReduceOp
-
-if TYPE_CHECKING:
-    from choros.distribute.strategy import Strategy
 
 __all__ = ["Replicas"]
 
@@ -28,9 +25,7 @@ class Replicas(ABC):
     first: int
 
     @abstractmethod
-    def run(
-        self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls ``function`` once for each replica of this process, in replica context."""
 
     @abstractmethod
@@ -51,6 +46,6 @@ class Replicas(ABC):
 
     @abstractmethod
     def merge_call(
-        self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """In replica context: calls ``function(strategy, …)`` in cross-replica context."""

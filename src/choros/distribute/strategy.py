@@ -12,20 +12,18 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, ClassVar, final
 
 from choros.distribute import datasets
 from choros.distribute.extended import StrategyExtended
+from choros.distribute.fit.training import Training
 from choros.distribute.input_context import InputContext, InputOptions, ValueContext
 from choros.distribute.keras_hook import catching
 from choros.distribute.reduce_op import ReduceOp
-from choros.distribute.replica_context import get_replica_context, in_place, scope_of
 from choros.distribute.replicas import Replicas
+from choros.distribute.scope import current_replica, enter_scope
 from choros.distribute.values import PerReplica, per_replica
 from choros.errors import ConfigError, StrategyError
-
-if TYPE_CHECKING:
-    from choros.distribute.fit import Training
 
 __all__ = ["Strategy"]
 
@@ -36,7 +34,12 @@ class Strategy(ABC):
     Args:
         replicas: those that take part.
         cluster_resolver: what told the workers' addresses, if anything did.
+
+    Attributes:
+        is_default: whether its scope counts as none.
     """
+
+    is_default: ClassVar[bool] = False
 
     def __init__(self, replicas: Replicas, cluster_resolver: Any = None) -> None:
         self.replicas = replicas
@@ -93,7 +96,7 @@ class Strategy(ABC):
             ...     distribute.get_strategy() is strategy
             True
         """
-        with in_place(self), self.placement(), catching(self):
+        with enter_scope(self), self.placement(), catching(self):
             yield self
 
     @final
@@ -129,12 +132,12 @@ class Strategy(ABC):
             raise ConfigError(
                 f"strategy.run(fn, args={args!r}): args must be a tuple or a list, such as args=(batch,)."
             )
-        if scope_of() is not None and get_replica_context() is not None:
+        if current_replica() is not None:
             raise StrategyError(
                 "strategy.run was called inside a replica: call it outside of the functions that it runs."
             )
         # Not in scope(): this may be inside of a function that a framework compiles.
-        with in_place(self):
+        with enter_scope(self):
             return self.replicas.run(self, fn, args, kwargs or {})
 
     @final
@@ -238,7 +241,7 @@ class Strategy(ABC):
 
     @final
     def _not_in_replica(self, method: str, instead: str) -> None:
-        if scope_of() is not None and get_replica_context() is not None:
+        if current_replica() is not None:
             raise StrategyError(
                 f"strategy.{method} was called inside a replica, which sees only its own value: call it on what "
                 f"strategy.run returned, or use {instead} here."

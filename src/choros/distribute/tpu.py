@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from choros.distribute.cluster_resolver.tpu import TPUClusterResolver
+from choros.distribute.fit.training import Training
+from choros.distribute.job_replicas import synchronous_training
 from choros.distribute.joining import framework, join
-from choros.distribute.mirrored import synchronous_training
 from choros.distribute.process_replicas import ProcessReplicas
 from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError, EngineUnavailable
-
-if TYPE_CHECKING:
-    from choros.distribute.fit import Training
 
 __all__ = ["TPUStrategy"]
 

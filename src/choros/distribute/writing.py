@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from choros.comm import global_process_set
-from choros.distribute.replica_context import get_strategy, in_fit, in_place
+from choros.distribute.scope import enter_fit, in_fit
 from choros.errors import StrategyError
 from choros.parallel.objects import broadcast_object
 
@@ -29,7 +29,7 @@ def write_once(write: Callable[[], Any]) -> Any:
     problem: Exception | None = None
     if first:
         try:
-            with in_place(get_strategy(), fit=True):  # what saving makes for itself concerns no other process
+            with enter_fit():  # what saving makes for itself concerns no other process
                 result = write()
         except Exception as error:  # noqa: BLE001  (raised below, once the others know)
             problem = error

@@ -48,7 +48,8 @@ from choros.parallel.objects import allgather_object, broadcast_object
 from choros.parallel.ops import barrier
 from choros.topology import shard_range
 from choros.training.device import pin_device
-from choros.training.variables import broadcast_global_variables, broadcast_variables
+from choros.training.model_variables import broadcast_global_variables
+from choros.training.variables import broadcast_variables
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

@@ -14,11 +14,11 @@ import numpy as np
 
 from choros.comm import ReduceOp, global_process_set, topology
 from choros.errors import ConfigError
-from choros.training.metrics import average_logs, count_examples, global_results
-from choros.training.synchronizer import Synchronizer
+from choros.training.callbacks import BroadcastGlobalVariablesCallback, EpochCallback, MetricAverageCallback
+from choros.training.keras_internals import innermost, learning_rate_of
+from choros.training.metrics import count_examples
 from choros.training.tensorboard import TensorBoard
-from choros.training.trainer import attach, is_spread, join
-from choros.training.variables import broadcast_variables, model_variables
+from choros.training.trainer import is_spread
 
 __all__ = [
     "BestModelCheckpoint",
@@ -31,149 +31,12 @@ __all__ = [
 ]
 
 
-class _Callback(keras.callbacks.Callback):
-    """What all choros callbacks do for the model: prepare it, and end each epoch on all ranks at once.
-
-    Ranks may have different numbers of batches. A rank that has no more goes along with the others before
-    anything that compares ranks or looks at the weights: before validation, else at the end of the epoch.
-    Whichever choros callback comes first does it.
-    """
-
-    _synchronizer: Synchronizer | None = None
-
-    def set_model(self, model: Any) -> None:
-        """Prepares the model; Keras calls it before it builds the training function."""
-        super().set_model(model)
-        self._synchronizer = attach(model)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """A rank may train again."""
-        if self._synchronizer is not None:
-            self._synchronizer.in_epoch = True
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """In ``fit``, the epoch's batches are over."""
-        self._end_batches()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """The epoch's batches are over."""
-        self._end_batches()
-
-    def _end_batches(self) -> None:
-        if self._synchronizer is not None and self._synchronizer.in_epoch:
-            self._synchronizer.in_epoch = False
-            join(self.model)
-
-
-@final
-class BroadcastGlobalVariablesCallback(_Callback):
-    """Starts all ranks from the weights and the optimizer state of one rank, before the first step.
-
-    Horovod does so after the first batch, whose loss then comes from weights that differ. So is it here for a model on
-    TensorFlow that learns the shape of its input from the first batch, and has no weights before.
-
-    Args:
-        root_rank: the rank whose variables all get; a global rank.
-        device: Horovod's; has no effect.
-        local_variables: variables to leave out.
-
-    Example:
-        >>> BroadcastGlobalVariablesCallback(0).root_rank
-        0
-    """
-
-    def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
-        super().__init__()
-        del device
-        self.root_rank = root_rank
-        self._left_out = {id(variable) for variable in local_variables or ()}
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcasts, if the model is built by now."""
-        if self.model.built:
-            self._broadcast()
-        else:
-            # Not a method of the class: on JAX, which builds models before, it would keep callbacks from their threads.
-            self.on_train_batch_end = self._after_first_batch
-
-    def _after_first_batch(self, batch: int, logs: Any = None) -> None:
-        del self.on_train_batch_end
-        self._broadcast()
-
-    def _broadcast(self) -> None:
-        variables = model_variables(self.model, seeds=is_spread(self.model))
-        variables = [variable for variable in variables if id(variable) not in self._left_out]
-        broadcast_variables(variables, self.root_rank)
-
-
-@final
-class MetricAverageCallback(_Callback):
-    """Replaces the metrics in the logs by those over all ranks' examples, for training and validation.
-
-    Callbacks that come after it (``EarlyStopping``, ``ReduceLROnPlateau``, the history and the progress bar's
-    last line) see the same numbers on every rank and decide alike. Put it before them.
-
-    Args:
-        device: Horovod's; has no effect.
-    """
-
-    def __init__(self, device: str = "") -> None:
-        super().__init__()
-        del device
-        self._training: dict[str, float] = {}
-        self._validation: dict[str, float] = {}
-        self._in_epoch = False
-        self._examples = 0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Forgets the last epoch."""
-        super().on_epoch_begin(epoch, logs)
-        self._training, self._validation = {}, {}
-        self._in_epoch = True
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Keeps the training metrics: validation uses the same variables."""
-        super().on_test_begin(logs)
-        if self._in_epoch:
-            self._keep_training()
-
-    def on_test_end(self, logs: Any = None) -> None:
-        """Replaces the metrics of ``evaluate``, or keeps them for the end of the epoch."""
-        results = global_results(self.model)
-        if self._in_epoch or self._training:
-            self._validation = {f"val_{name}": value for name, value in results.items()}
-        _replace(logs, results)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Replaces the logs that all later callbacks see."""
-        super().on_epoch_end(epoch, logs)
-        if self._in_epoch:
-            self._keep_training()
-        if logs is None:
-            return
-        known = {**self._training, **self._validation}
-        others = {name: value for name, value in logs.items() if name not in known}
-        _replace(logs, known)
-        if others:
-            logs.update(average_logs(others, self._examples or 1))
-
-    def _keep_training(self) -> None:
-        self._in_epoch = False
-        self._examples = count_examples(self.model)
-        self._training = global_results(self.model, counted=is_spread(self.model))
-
-
 def _say(text: str) -> None:
     """To the people who watch the training, as Keras' own progress."""
     print(text, flush=True)  # noqa: T201
 
 
-def _replace(logs: dict[str, Any] | None, results: dict[str, float]) -> None:
-    if logs is not None:
-        logs.update({name: value for name, value in results.items() if name in logs})
-
-
-class LearningRateScheduleCallback(_Callback):
+class LearningRateScheduleCallback(EpochCallback):
     """Sets the learning rate to ``initial_lr * multiplier(epoch)``.
 
     Args:
@@ -219,7 +82,7 @@ class LearningRateScheduleCallback(_Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds out what the arguments left open."""
-        rate = _innermost(self.model.optimizer)._learning_rate
+        rate = learning_rate_of(innermost(self.model.optimizer))
         if not isinstance(rate, keras.Variable):
             raise ConfigError(
                 "the optimizer's learning rate is a schedule of its own, which a callback cannot set: create the "
@@ -265,14 +128,10 @@ class LearningRateScheduleCallback(_Callback):
         if rate == previous:
             return
         optimizer.learning_rate = rate
-        inner = _innermost(optimizer)
+        inner = innermost(optimizer)
         if self.momentum_correction and previous > 0 and getattr(inner, "momentum", None):
             for velocity in inner.momentums:
                 velocity.assign(velocity * (rate / previous))
-
-
-def _innermost(optimizer: Any) -> Any:
-    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 @final
@@ -331,7 +190,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 @final
-class BestModelCheckpoint(_Callback):
+class BestModelCheckpoint(EpochCallback):
     """Saves the model on rank 0 whenever the monitored metric is the best so far.
 
     The file is written beside its final place and moved there, so that it is whole at any moment.
@@ -399,7 +258,7 @@ class BestModelCheckpoint(_Callback):
 
 
 @final
-class Throughput(_Callback):
+class Throughput(EpochCallback):
     """Measures the examples that all ranks together train on in a second, without validation.
 
     Adds ``images_per_s`` and ``epoch_s`` to the logs of each epoch, the same on every rank.

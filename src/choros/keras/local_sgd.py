@@ -16,9 +16,11 @@ from choros.comm import ProcessSet, global_process_set
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.reduce.local_updates import LocalUpdates, OuterSGD
-from choros.training.combiner import combiner_of
+from choros.training.distributed_optimizer import reducer_of
+from choros.training.keras_internals import innermost
 from choros.training.metrics import count_examples
-from choros.training.variables import broadcast_variables, model_variables
+from choros.training.model_variables import model_variables
+from choros.training.variables import broadcast_variables
 
 __all__ = ["DiLoCoCallback", "LocalSGDCallback"]
 
@@ -104,7 +106,7 @@ class _LocalUpdatesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts all ranks alike; the model and the optimizer are built by now."""
         optimizer = self.model.optimizer
-        if combiner_of(optimizer) or combiner_of(getattr(optimizer, "inner_optimizer", None)):
+        if reducer_of(optimizer) or reducer_of(innermost(optimizer)):
             raise ConfigError(
                 "the optimizer is distributed, so ranks exchange gradients at every step: compile the model with the "
                 "plain optimizer to exchange weights every so many."

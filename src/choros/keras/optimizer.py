@@ -11,8 +11,9 @@ from choros.comm import ProcessSet, ReduceOp, global_process_set
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.reduce.reducer import ReduceConfig, indices_of_groups
-from choros.training.combiner import combiner_of, wrap
-from choros.training.synchronizer import Synchronizer, accumulation_steps, placed
+from choros.training.distributed_optimizer import reducer_of, wrap
+from choros.training.keras_internals import innermost, trained_variables
+from choros.training.optimizer_reducer import OptimizerReducer, accumulation_steps, placed
 
 __all__ = ["DistributedOptimizer"]
 
@@ -79,24 +80,24 @@ def DistributedOptimizer(
             f"DistributedOptimizer takes a keras.optimizers.Optimizer, not a {type(optimizer).__name__}: create one, "
             "such as keras.optimizers.Adam(), and pass it."
         )
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if combiner_of(optimizer) or combiner_of(inner):
+    base = innermost(optimizer)
+    if reducer_of(optimizer) or reducer_of(base):
         raise ConfigError("this optimizer is distributed already: wrap it once.")
-    base = inner or optimizer
-    config = ReduceConfig(
-        op=op,
-        compressor=compression,
-        predivide_factor=gradient_predivide_factor,
-        groups=_groups(groups if groups is not None else num_groups, base),
-        steps=accumulation_steps(base, backward_passes_per_step),
-        average_steps=average_aggregated_gradients or backward_passes_per_step == 1,
-        process_set=process_set,
+    config = placed(
+        ReduceConfig(
+            op=op,
+            compressor=compression,
+            predivide_factor=gradient_predivide_factor,
+            groups=_groups(groups if groups is not None else num_groups, base),
+            steps=accumulation_steps(base, backward_passes_per_step),
+            average_steps=average_aggregated_gradients or backward_passes_per_step == 1,
+            process_set=process_set,
+        )
     )
-    synchronizer = Synchronizer(placed(config), scale_local_gradients=scale_local_gradients)
-    if inner is None and keras.config.dtype_policy().name == "mixed_float16":
+    if base is optimizer and keras.config.dtype_policy().name == "mixed_float16":
         # compile() would put the loss scale around the exchange; ranks must exchange before it looks at gradients.
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
-    wrap(optimizer, synchronizer)
+    wrap(optimizer, OptimizerReducer(lambda: config, scale_local_gradients=scale_local_gradients))
     return optimizer
 
 
@@ -106,4 +107,4 @@ def _groups(groups: int | Sequence[Sequence[Any]], optimizer: Any) -> int | tupl
             "groups=[[variable, …], …] needs to know the variables' order: call "
             "optimizer.build(model.trainable_variables) first, or pass a number of groups."
         )
-    return indices_of_groups(groups, optimizer._trainable_variables if optimizer.built else (), "variable")
+    return indices_of_groups(groups, trained_variables(optimizer) if optimizer.built else (), "variable")

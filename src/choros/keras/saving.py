@@ -12,6 +12,7 @@ import numpy as np
 
 from choros.keras.optimizer import DistributedOptimizer
 from choros.parallel.compression import Compression, Compressor
+from choros.training.keras_internals import load_optimizer_weights_from_hdf5_group, trained_variables
 
 __all__ = ["load_model"]
 
@@ -57,11 +58,10 @@ def _bound(optimizer: Any, model: Any, path: Path) -> Any:
     Keras (3.15) builds the optimizer of an ``.h5`` file before a sequential model has its variables, and then
     neither restores its state nor lets it train the model.
     """
-    known = {id(variable) for variable in optimizer._trainable_variables} if optimizer.built else set()
+    known = {id(variable) for variable in trained_variables(optimizer)} if optimizer.built else set()
     if path.suffix not in (".h5", ".hdf5") or all(id(variable) in known for variable in model.trainable_variables):
         return optimizer
     import h5py
-    from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
 
     bound = type(optimizer).from_config(optimizer.get_config())
     bound.build(model.trainable_variables)

@@ -48,12 +48,18 @@ from choros.training.global_arrays import (
     replicated,
     spread,
 )
+from choros.training.keras_internals import (
+    JAX_STATE,
+    innermost,
+    jax_state,
+    learning_rate_of,
+    put_jax_state,
+    unsynced_jax_state,
+)
 
 __all__ = ["Peers", "SpreadModel"]
 
-#: What Keras' training step takes and gives, in this order.
-_STATE = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
-_OPTIMIZER = _STATE.index("optimizer_variables")
+_OPTIMIZER = JAX_STATE.index("optimizer_variables")
 
 
 class Peers(ABC):
@@ -135,13 +141,11 @@ class SpreadModel:
         state = None
         while (plan := self._agree(0, None)) is not None:
             if state is None:
-                state = spread(model._get_jax_state(*[True] * len(_STATE)), self._mesh)
+                state = spread(jax_state(model), self._mesh)
             batch = assemble(self._empty, plan, self._mesh)
             _, state = self._step(self._at_rate(state), iter([batch]))
         if state is not None:
-            model._jax_state = dict(zip(_STATE, state, strict=True))
-            model._jax_state_synced = False
-            model.jax_state_sync()
+            put_jax_state(model, state)
         active, self._active = self._active, []
         return active[0] if 0 < len(active) < len(self._devices) else None
 
@@ -172,7 +176,7 @@ class SpreadModel:
     def _place_of_rate(self) -> int | None:
         """Where the optimizer's variables have the learning rate; ``None`` if it is a schedule of its own."""
         optimizer = self._model.optimizer
-        rate = getattr(optimizer, "inner_optimizer", optimizer)._learning_rate
+        rate = learning_rate_of(innermost(optimizer))
         return next((place for place, variable in enumerate(optimizer.variables) if variable is rate), None)
 
     def _lead(self, kind: str, mesh: Mesh, batches: Callable[[Iterable[Any]], Iterator[GlobalBatch]]) -> None:
@@ -244,8 +248,7 @@ def _gather_on_sync(model: Any) -> None:
 
     @functools.wraps(sync)
     def gather_and_sync() -> None:
-        state = getattr(model, "_jax_state", None)
-        if state and not model._jax_state_synced:
+        if (state := unsynced_jax_state(model)) is not None:
             state.update({name: [gathered(value) for value in values] for name, values in state.items()})
         sync()
 

@@ -20,37 +20,41 @@ from typing import Any
 
 import keras
 
-from choros.training.combiner import combiner_of, move_outwards, synchronizer_of
-from choros.training.synchronizer import Synchronizer
-from choros.training.variables import broadcast_variables, model_variables
+from choros.training.distributed_optimizer import join as join_optimizer
+from choros.training.distributed_optimizer import move_outwards, reducer_of
+from choros.training.model_variables import model_variables
+from choros.training.optimizer_reducer import OptimizerReducer
+from choros.training.variables import broadcast_variables
 
 __all__ = ["attach", "is_spread", "join"]
 
 _ATTRIBUTE = "_choros_spread"
+#: On our training step, and on what ``functools.wraps`` makes of it.
+_COUNTS = "_choros_counts_examples"
 
 
-def attach(model: Any) -> Synchronizer | None:
+def attach(model: Any) -> OptimizerReducer | None:
     """Prepares ``model`` for training with its distributed optimizer.
 
     Returns:
-        The optimizer's synchronizer; ``None`` if it is not a distributed one.
+        The optimizer's reducer; ``None`` if it is not a distributed one.
     """
     optimizer = getattr(model, "optimizer", None)
     if move_outwards(optimizer):
         model.train_function = None
-    synchronizer = synchronizer_of(optimizer)
-    if synchronizer is None:
+    reducer = reducer_of(optimizer)
+    if reducer is None:
         return None
     if (mesh := _mesh()) is not None:
         _spread(model, mesh)
-    if not synchronizer.reducer.active:
-        return synchronizer
+    if not reducer.reducer.active:
+        return reducer
     if keras.backend.backend() == "tensorflow" and model.jit_compile:
         model.jit_compile = False
-    if not hasattr(model.train_step, "__wrapped__"):
-        model.train_step = _telling_examples(model, model.train_step)
+    if not hasattr(model.train_step, _COUNTS):
+        model.train_step = _counting_examples(model, model.train_step)
         model.train_function = None
-    return synchronizer
+    return reducer
 
 
 def is_spread(model: Any) -> bool:
@@ -65,8 +69,8 @@ def join(model: Any) -> None:
         last = getattr(model, _ATTRIBUTE).join()
         if last is not None:
             broadcast_variables(model_variables(model, seeds=True), last)
-    elif (combiner := combiner_of(model.optimizer)) is not None:
-        combiner.join(model.optimizer)
+    else:
+        join_optimizer(model.optimizer)
 
 
 def _mesh() -> Any:
@@ -85,27 +89,28 @@ def _spread(model: Any, mesh: Any) -> None:
     from choros.training.mesh_ranks import Ranks
     from choros.training.spmd_trainer import SpreadModel
 
-    model.train_step = _telling_examples(model, model.train_step)
+    model.train_step = _counting_examples(model, model.train_step)
     # Past Keras' attribute tracking: this is no part of the model.
     object.__setattr__(model, _ATTRIBUTE, SpreadModel(model, mesh, Ranks(), lambda: _trains_with_all(model)))
 
 
 def _trains_with_all(model: Any) -> bool:
-    synchronizer = synchronizer_of(model.optimizer)
-    return synchronizer is not None and synchronizer.is_alike
+    reducer = reducer_of(model.optimizer)
+    return reducer is not None and reducer.reduces_all
 
 
-def _telling_examples(model: Any, train_step: Any) -> Any:
+def _counting_examples(model: Any, train_step: Any) -> Any:
     """``train_step`` of ``data``, or of ``(state, data)`` on JAX, that first says how large the batch is."""
 
     @functools.wraps(train_step)
     def step(*args: Any) -> Any:
-        synchronizer = synchronizer_of(model.optimizer)
-        if synchronizer is None:
+        reducer = reducer_of(model.optimizer)
+        if reducer is None:
             return train_step(*args)
-        with synchronizer.batch_of(_examples(args[-1]), of_all_ranks=is_spread(model)):
+        with reducer.batch_of(_examples(args[-1]), of_all_ranks=is_spread(model)):
             return train_step(*args)
 
+    setattr(step, _COUNTS, True)
     return step
 
 

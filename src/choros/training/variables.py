@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
-from choros.arrays import adapter_of
+from choros.arrays import ArraySpec, adapter_of, framework_adapter
 from choros.comm import ProcessSet, global_process_set
 from choros.parallel.ops import broadcast_arrays
-from choros.training.combiner import combiner_of
 
-__all__ = ["broadcast_global_variables", "broadcast_variables", "model_variables"]
+__all__ = ["broadcast_in_step", "broadcast_variables"]
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
@@ -49,38 +48,21 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
             variable.data.copy_(value)
 
 
-def broadcast_global_variables(root_rank: int) -> None:
-    """``broadcast_variables`` of all Keras models of this process, their optimizers' state included.
+def broadcast_in_step(variables: Sequence[Any], root_rank: int) -> None:
+    """``broadcast_variables`` of Keras variables within a training step, which may be a compiled function."""
+    communicator = global_process_set.communicator
+    if communicator.size == 1:
+        return
+    values = [keras.ops.convert_to_tensor(variable) for variable in variables]
+    outputs = [ArraySpec(tuple(v.shape), np.dtype(keras.backend.standardize_dtype(v.dtype))) for v in variables]
 
-    Horovod's name from the time of TensorFlow's global graph. Models are taken in the order of their names,
-    which is the same on all ranks that build the same models; prefer ``broadcast_variables``.
+    def on_host(hosts: Sequence[Any]) -> Sequence[Any]:
+        return [communicator.broadcast(host, root_rank, name="variables") for host in hosts]
 
-    Args:
-        root_rank: a global rank.
-    """
-    gc.collect()  # Ranks may have thrown away models at other times.
-    models = [item for item in gc.get_objects() if issubclass(type(item), keras.Model)]
-    inside = {id(layer) for model in models for layer in model._flatten_layers(include_self=False)}
-    for model in sorted((model for model in models if id(model) not in inside), key=lambda model: str(model.name)):
-        broadcast_variables(model_variables(model), root_rank)
-
-
-def model_variables(model: Any, *, seeds: bool = False) -> list[Any]:
-    """The weights of a model and the state of its optimizer, where all ranks have it.
-
-    Args:
-        model: built.
-        seeds: with those of its random layers. Dropout should differ between ranks that see different
-            examples, but not where one step sees the examples of all.
-    """
-    variables = list(model.variables if seeds else model.weights)
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        return variables
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    combiner = combiner_of(optimizer)
-    return [*variables, *(optimizer.variables if combiner is None or combiner.shares_state else ())]
+    received = framework_adapter(keras.backend.backend()).host_call(on_host, values, outputs)
+    if communicator.rank != root_rank:
+        for variable, value in zip(variables, received, strict=True):
+            variable.assign(value)
 
 
 def _value(variable: Any) -> Any:

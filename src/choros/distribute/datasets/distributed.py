@@ -1,11 +1,11 @@
-"""A data set that was dealt out, of any kind but ``tf.data``; and how processes stay in step.
+"""A distributed data set, of any kind but ``tf.data``; and how processes stay in step.
 
 Where processes read data of their own, they may run out at different times, so they ask before each batch::
 
     process 0       process 1
     batch    1 ──── 1    batch        who has one?
     batch    1 ──── 0    (no rows)    process 1 makes the step with a batch of no rows
-    (end)    0 ──── 0    (end)        nobody: all end together
+    (end)    0 ──── 0    (end)        no process: all end together
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def to_replicas(batch: Any, local: int) -> Any:
 def in_step(batches: Iterable[Any], replicas: Replicas) -> Iterator[Any]:
     """A batch of ``batches`` for each local replica in every step, until no process has any more.
 
-    Replicas for which none is left get batches of no rows. All processes must iterate alike.
+    Replicas for which none is left get batches of no rows. All processes must iterate together.
     """
     iterator = iter(batches)
     empty = None
@@ -100,5 +100,5 @@ def in_step(batches: Iterable[Any], replicas: Replicas) -> Iterator[Any]:
 def _who_has_any(mine: bool, replicas: Replicas) -> list[bool]:
     if replicas.local_count == replicas.count:
         return [mine]
-    told: list[bool] = global_process_set.communicator.allgather(np.array([mine]), name="batches left").tolist()
-    return told
+    gathered: list[bool] = global_process_set.communicator.allgather(np.array([mine]), name="batches left").tolist()
+    return gathered

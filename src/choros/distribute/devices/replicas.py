@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -37,15 +37,13 @@ from choros.distribute.devices.arrays import DeviceArrays
 from choros.distribute.devices.collectives import AXIS, Link, Threads, axis_of, mean_of
 from choros.distribute.devices.compiled_step import Call, Compiled, Memory, flow_of
 from choros.distribute.devices.names import DeviceName, jax_devices
+from choros.distribute.fit.training import Training
 from choros.distribute.reduce_op import ReduceOp
-from choros.distribute.replica_context import ReplicaContext, in_place
+from choros.distribute.replica_context import ReplicaContext
 from choros.distribute.replicas import Replicas
+from choros.distribute.scope import enter_scope
 from choros.distribute.values import PerReplica
 from choros.errors import ConfigError, StrategyError
-
-if TYPE_CHECKING:
-    from choros.distribute.fit import Training
-    from choros.distribute.strategy import Strategy
 
 __all__ = ["DeviceReplicas", "local_devices", "on_devices"]
 
@@ -72,7 +70,7 @@ def on_devices(devices: Sequence[Any]) -> tuple[Replicas, Training | None]:
         return replicas, None
     from choros.distribute.devices.training import DeviceTraining
 
-    return replicas, DeviceTraining(devices)
+    return replicas, DeviceTraining(replicas, devices)
 
 
 class _Here(threading.local):
@@ -98,9 +96,7 @@ class DeviceReplicas(Replicas):
         self._memory = Memory()
         self._here = _Here()
 
-    def run(
-        self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs a program; every number or array that ``function`` returns becomes a ``PerReplica``."""
         pattern, each, every = taken_apart(args, kwargs)
         for value in each:
@@ -150,18 +146,18 @@ class DeviceReplicas(Replicas):
         return jax.tree.map(lambda leaf: link.all_gather(leaf, axis), value)
 
     def merge_call(
-        self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Goes on in the program: ``function`` is called once for all replicas, with each one's own arguments."""
-        with in_place(strategy):
+        with enter_scope(strategy):
             return function(strategy, *args, **kwargs)
 
-    def _calling(self, strategy: Strategy, function: Callable[..., Any], pattern: Pattern) -> Call:
+    def _calling(self, strategy: Any, function: Callable[..., Any], pattern: Pattern) -> Call:
         """``function`` in replica context, with arguments of this ``pattern``."""
 
         def call(link: Link, each: Sequence[Any], every: Sequence[Any]) -> Any:
             args, kwargs = pattern.put_together(each, every)
-            with self._linked(link), in_place(strategy, replica=ReplicaContext(strategy, link.replica)):
+            with self._linked(link), enter_scope(strategy, ReplicaContext(strategy, link.replica)):
                 return function(*args, **kwargs)
 
         return call

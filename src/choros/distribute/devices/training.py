@@ -17,12 +17,13 @@ import numpy as np
 
 from choros.distribute import datasets
 from choros.distribute.devices.keras_flow import share_variables_of
-from choros.distribute.fit import Training
-from choros.distribute.fit.gradients import ReplicaCombiner, adopt
-from choros.distribute.keras_hook import Call
-from choros.distribute.replica_context import get_strategy, in_place
+from choros.distribute.fit.call import Call
+from choros.distribute.fit.gradients import distribute_optimizer
+from choros.distribute.fit.training import Training
+from choros.distribute.replicas import Replicas
+from choros.distribute.scope import enter_fit
 from choros.errors import ConfigError
-from choros.parallel.data import are_arrays, check_global_batch, count_rows, kinds
+from choros.parallel.data import are_arrays, check_global_batch, count_rows, kind_of
 from choros.training.spmd_trainer import Peers, SpreadModel
 
 __all__ = ["DeviceTraining"]
@@ -37,10 +38,12 @@ class DeviceTraining(Training):
     """Trains on several devices of this process.
 
     Args:
-        devices: JAX's.
+        replicas: of the strategy.
+        devices: JAX's, theirs.
     """
 
-    def __init__(self, devices: Sequence[Any]) -> None:
+    def __init__(self, replicas: Replicas, devices: Sequence[Any]) -> None:
+        self._replicas = replicas
         self._mesh = jax.sharding.Mesh(np.array(devices), (_AXIS,))
         self._spread: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -61,7 +64,7 @@ class DeviceTraining(Training):
 
     def optimizer_made(self, optimizer: Any) -> None:
         """In ``run`` it sums the replicas' gradients."""
-        adopt(optimizer, ReplicaCombiner)
+        distribute_optimizer(optimizer)
         share_variables_of(optimizer)
 
     def compile(self, model: Any, call: Call) -> None:
@@ -77,22 +80,22 @@ class DeviceTraining(Training):
         rows = _rows_of_batches(call["x"], call["batch_size"])
         if rows is not None:
             check_global_batch(rows, self._mesh.size)
-        return _made(call, "x", "validation_data")
+        return self._made(call, "x", "validation_data")
 
     def evaluate(self, model: Any, call: Call) -> Any:
         """As Keras does it."""
-        return _made(call, "x")
+        return self._made(call, "x")
 
     predict = evaluate
 
     def train_on_batch(self, model: Any, call: Call) -> Any:
         """As Keras does it."""
         check_global_batch(count_rows(call["x"]), self._mesh.size)
-        return _made(call)
+        return self._made(call)
 
     def test_on_batch(self, model: Any, call: Call) -> Any:
         """As Keras does it."""
-        return _made(call)
+        return self._made(call)
 
     predict_on_batch = test_on_batch
 
@@ -102,6 +105,13 @@ class DeviceTraining(Training):
 
     save_weights = save
     export = save
+
+    def _made(self, call: Call, *data: str) -> Any:
+        """Makes ``call`` with global batches in its arguments ``data``, of which some may have been dealt out."""
+        dealt_out = [name for name in data if datasets.is_distributed(call[name])]
+        together = {name: datasets.split_batches(call[name], self._replicas) for name in dealt_out}
+        with enter_fit():
+            return call.replaced(**together).run()
 
 
 @final
@@ -119,22 +129,8 @@ class _Alone(Peers):
         return number
 
 
-def _made(call: Call, *data: str) -> Any:
-    """Makes ``call`` with global batches in its arguments ``data``, of which some may have been dealt out."""
-    strategy = get_strategy()
-    dealt_out = [name for name in data if datasets.is_distributed(call[name])]
-    together = {name: datasets.split_batches(call[name], strategy.replicas) for name in dealt_out}
-    with in_place(strategy, fit=True):
-        return call.replaced(**together).run()
-
-
 def _rows_of_batches(data: Any, batch_size: int | None) -> int | None:
-    """The rows of a full batch, if that is known without much ado."""
+    """The rows of a full batch, if that is known without consuming data."""
     if are_arrays(data):
         return min(batch_size or _BATCH, count_rows(data))
-    if kinds.is_py_dataset(data):
-        return count_rows(data[0])
-    if kinds.is_tf_data(data):
-        first: Any = jax.tree.leaves(data.element_spec)[0]
-        return first.shape[0] if first.shape.rank else None
-    return data.batch_size if kinds.is_data_loader(data) else None
+    return kind_of(data).batch_rows(data)

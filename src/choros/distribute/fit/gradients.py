@@ -9,63 +9,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, final
+from collections.abc import Sequence
+from typing import Any
 
 from choros.distribute.reduce_op import ReduceOp
-from choros.distribute.replica_context import get_replica_context, in_fit, scope_of
+from choros.distribute.scope import current_replica, current_strategy, in_fit
 from choros.errors import StrategyError
-from choros.training.combiner import Combiner, Update, combiner_of, passes_of, wrap
-from choros.training.synchronizer import Synchronizer, synchronizer_for
+from choros.parallel.reduce.reducer import ReduceConfig
+from choros.training.distributed_optimizer import reducer_of, wrap
+from choros.training.keras_internals import innermost
+from choros.training.optimizer_reducer import OptimizerReducer, accumulation_steps, placed
 
-__all__ = ["ReplicaCombiner", "adopt"]
-
-
-def adopt(optimizer: Any, combiner: Callable[[Any], Combiner]) -> None:
-    """Makes ``optimizer`` combine the gradients of a strategy's replicas, in place; once."""
-    if combiner_of(optimizer) is None:
-        wrap(optimizer, combiner(optimizer))
+__all__ = ["distribute_optimizer"]
 
 
-@final
-class ReplicaCombiner(Combiner):
-    """Sums in a replica, averages in ``fit``; every process keeps the optimizer's state and makes the same updates.
+def distribute_optimizer(optimizer: Any, state_owner: int | None = None) -> None:
+    """Makes ``optimizer`` reduce the gradients of a strategy's replicas, in place; once.
 
     Args:
-        optimizer: the one whose gradients these are.
+        optimizer: any of Keras; its own ``__init__`` may not be through yet.
+        state_owner: the process that alone keeps its state and makes the updates; ``None``: every one does.
     """
+    if reducer_of(optimizer) is not None:
+        return
 
-    has_state = True
-    shares_state = True
+    def configure() -> ReduceConfig:
+        return placed(ReduceConfig(steps=accumulation_steps(innermost(optimizer), 1)))
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    wrap(optimizer, OptimizerReducer(configure, sum_over_replicas=_sum_over_replicas, state_owner=state_owner))
 
-    @cached_property
-    def synchronizer(self) -> Synchronizer:
-        """For ``fit``; made when it is needed, as the optimizer is not through its own ``__init__`` yet."""
-        return synchronizer_for(self._optimizer)
 
-    def combine(self, gradients: Sequence[Any], variables: Sequence[Any], passes: Any) -> list[Any]:
-        """The gradients of all replicas together."""
-        if in_fit():
-            return self.synchronizer.combine(gradients, variables, passes)
-        strategy, replica = scope_of(), get_replica_context()
-        if strategy is None or replica is None:
-            raise StrategyError(
-                "an optimizer that was made in a strategy's scope was applied outside of its replicas, which would "
-                "change this process's copy of the variables alone: do it in a function that strategy.run(fn, args=…) "
-                "calls, or use model.fit."
-            )
-        given = [gradient for gradient in gradients if gradient is not None]
-        summed = iter(strategy.replicas.all_reduce(ReduceOp.SUM, given))
-        return [None if gradient is None else next(summed) for gradient in gradients]
-
-    def apply(self, optimizer: Any, update: Update, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Updates with what is combined."""
-        update(self.combine(gradients, variables, passes_of(optimizer)))
-
-    def join(self, optimizer: Any) -> None:
-        """Only ``fit`` has batches that others may not have."""
-        self.synchronizer.join(optimizer)
+def _sum_over_replicas(gradients: Sequence[Any]) -> list[Any] | None:
+    """In a replica, the sum of all replicas' gradients; ``None`` in ``fit``."""
+    if in_fit():
+        return None
+    if current_replica() is None:
+        raise StrategyError(
+            "an optimizer that was made in a strategy's scope was applied outside of its replicas, which would "
+            "change this process's copy of the variables alone: do it in a function that strategy.run(fn, args=…) "
+            "calls, or use model.fit."
+        )
+    given = [gradient for gradient in gradients if gradient is not None]
+    summed = iter(current_strategy().replicas.all_reduce(ReduceOp.SUM, given))
+    return [None if gradient is None else next(summed) for gradient in gradients]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from choros.distribute.fit import Training
-from choros.distribute.keras_hook import Call
+from choros.distribute.fit.call import Call
+from choros.distribute.fit.training import Training
 
 __all__ = ["LocalTraining"]
 

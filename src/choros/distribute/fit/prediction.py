@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import global_process_set
-from choros.distribute.keras_hook import Call
-from choros.parallel.data import are_arrays, count_rows, cut
+from choros.distribute.fit.call import Call
+from choros.parallel.data import are_arrays, count_rows, cut, kind_of
 from choros.parallel.objects import allgather_object
 from choros.topology import shard_range
 
@@ -39,8 +39,7 @@ def predict_rows(call: Call, rank: int, size: int) -> Any:
         start, end = shard_range(rows, rank, size)
         outputs = call.replaced(x=cut(data, start, end)).run()
         return _together(outputs, [end - start])
-    batches = iter(data[index] for index in range(len(data))) if isinstance(data, keras.utils.PyDataset) else iter(data)
-    batches = itertools.islice(batches, call["steps"])
+    batches: Iterator[Any] = itertools.islice(kind_of(data).batches(data), call["steps"])
     first = next(batches, None)
     if first is None:
         return call.run()

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -24,22 +23,28 @@ import numpy as np
 from choros.arrays import adapter_of
 from choros.comm import global_process_set
 from choros.distribute import datasets
-from choros.distribute.fit import Training
-from choros.distribute.fit.gradients import adopt
+from choros.distribute.fit.call import Call
+from choros.distribute.fit.gradients import distribute_optimizer
 from choros.distribute.fit.prediction import predict_rows
 from choros.distribute.fit.tf_checkpoints import lead_checkpoint, lead_manager
-from choros.distribute.keras_hook import Call
-from choros.distribute.replica_context import get_strategy, has_strategy, in_cross_replica_context, in_fit, in_place
+from choros.distribute.fit.training import Training
 from choros.distribute.replicas import Replicas
+from choros.distribute.scope import enter_fit, in_fit, in_replica
 from choros.distribute.writing import write_once
 from choros.errors import ConfigError
-from choros.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
-from choros.keras.data import shard
-from choros.parallel.data import are_arrays, check_global_batch, count_rows, cut
+from choros.parallel.data import Part, Sharding, are_arrays, check_global_batch, count_rows, cut, kind_of
 from choros.parallel.objects import broadcast_object
 from choros.parallel.structure import map_structure
 from choros.topology import shard_range
-from choros.training.combiner import Combiner
+from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
+from choros.training.keras_internals import (
+    build_before_training,
+    flatten_metrics,
+    has_value,
+    initial_epoch,
+    set_initial_epoch,
+    train_validation_split,
+)
 from choros.training.metrics import global_result, global_results
 from choros.training.trainer import attach
 from choros.training.variables import broadcast_variables
@@ -57,25 +62,25 @@ class SynchronousTraining(Training):
 
     Args:
         replicas: one for each process.
-        combiner: makes what combines the gradients of an optimizer.
+        state_owner: the process that alone keeps the state of optimizers and makes updates; ``None``: every one does.
     """
 
-    def __init__(self, replicas: Replicas, combiner: Callable[[Any], Combiner]) -> None:
+    def __init__(self, replicas: Replicas, state_owner: int | None = None) -> None:
         self._replicas = replicas
-        self._combiner = combiner
+        self._state_owner = state_owner
 
     def variable_made(self, variable: Any) -> None:
         """Gives weights the first process's initial values: replicas begin alike, but for the seeds of random layers.
 
         What is made in ``fit`` is made equal there, when all of it is there.
         """
-        if self._replicas.count > 1 and not in_fit() and variable.trainable and variable._value is not None:
+        if self._replicas.count > 1 and not in_fit() and variable.trainable and has_value(variable):
             with _outside_of_graphs():
                 broadcast_variables([variable], 0)
 
     def optimizer_made(self, optimizer: Any) -> None:
-        """It will combine the replicas' gradients."""
-        adopt(optimizer, self._combiner)
+        """It will reduce the replicas' gradients."""
+        distribute_optimizer(optimizer, self._state_owner)
 
     def model_made(self, model: Any) -> None:
         """Nothing: it is caught when it is compiled."""
@@ -86,8 +91,7 @@ class SynchronousTraining(Training):
 
         @functools.wraps(own)
         def result() -> Any:
-            here = in_fit() or (has_strategy() and not in_cross_replica_context())
-            return own() if here else global_result(metric, own)
+            return own() if in_fit() or in_replica() else global_result(metric, own)
 
         object.__setattr__(metric, "result", result)
 
@@ -102,9 +106,9 @@ class SynchronousTraining(Training):
     def compile(self, model: Any, call: Call) -> None:
         """An optimizer that was made elsewhere is taken over here."""
         call.run()
-        adopt(model.optimizer, self._combiner)
+        distribute_optimizer(model.optimizer, self._state_owner)
         if keras.backend.backend() == "tensorflow":
-            _build_before_training(model)
+            build_before_training(model)
 
     def fit(self, model: Any, call: Call) -> Any:
         """Trains on this process's rows of each global batch."""
@@ -120,7 +124,7 @@ class SynchronousTraining(Training):
             changes["validation_data"] = validation if held_out is None else held_out
             changes["validation_batch_size"] = None
         changes["callbacks"] = self._callbacks(call["callbacks"])
-        with _in_fit():
+        with enter_fit():
             history = call.replaced(**changes, shuffle=False, verbose=self._verbosity(call)).run()
         global_process_set.communicator.barrier()  # what process 0 has written is there for all
         return history
@@ -136,17 +140,17 @@ class SynchronousTraining(Training):
             return _alone(call)
         steps = None if are_arrays(call["x"]) else call["steps"]
         changes = {"x": data, "y": None, "sample_weight": None, "batch_size": None, "steps": steps}
-        with _in_fit():
+        with enter_fit():
             call.replaced(**changes, return_dict=True).run()
             results = global_results(model)
-        return results if call["return_dict"] else model._flatten_metrics_in_order(results)
+        return results if call["return_dict"] else flatten_metrics(model, results)
 
     def predict(self, model: Any, call: Call) -> Any:
         """Predicts this process's rows, then gathers everybody's."""
         call = call.replaced(callbacks=self._writing(call["callbacks"]), verbose=self._verbosity(call))
         if call["steps"] is not None and are_arrays(call["x"]):
             call = call.replaced(x=cut(call["x"], 0, call["steps"] * (call["batch_size"] or _BATCH)), steps=None)
-        with _in_fit():
+        with enter_fit():
             return predict_rows(call, self._replicas.first, self._replicas.count)
 
     def train_on_batch(self, model: Any, call: Call) -> Any:
@@ -160,7 +164,7 @@ class SynchronousTraining(Training):
 
     def predict_on_batch(self, model: Any, call: Call) -> Any:
         """Predicts this process's rows, then gathers everybody's."""
-        with _in_fit():
+        with enter_fit():
             return predict_rows(call, self._replicas.first, self._replicas.count)
 
     def save(self, model: Any, call: Call) -> None:
@@ -176,10 +180,10 @@ class SynchronousTraining(Training):
         rows = count_rows(call["x"])
         check_global_batch(rows, self._replicas.count)
         start, end = shard_range(rows, self._replicas.first, self._replicas.count)
-        with _in_fit():
+        with enter_fit():
             call.replaced(**{name: cut(call[name], start, end) for name in names}, return_dict=True).run()
             results = global_results(model)
-        return results if call["return_dict"] else model._flatten_metrics_in_order(results)
+        return results if call["return_dict"] else flatten_metrics(model, results)
 
     # data ---------------------------------------------------------------------------------------
 
@@ -188,9 +192,8 @@ class SynchronousTraining(Training):
             return self._batches(x)
         check_global_batch(min(batch_size or _BATCH, count_rows(x)), self._replicas.count)
         seed = broadcast_object(int(np.random.randint(2**31)))
-        return shard(
-            _packed(x, y, weights), batch_size or _BATCH, shuffle=bool(shuffle), seed=seed, initial_epoch=epoch
-        )
+        sharding = Sharding(self._part_of_batches(), batch_size or _BATCH, bool(shuffle), seed, epoch)
+        return _sharded(_packed(x, y, weights), sharding)
 
     def _part(self, x: Any, y: Any, weights: Any, batch_size: int | None, steps: int | None = None) -> Any:
         """This process's part of data that is evaluated; ``None`` if there is not a row for each."""
@@ -201,7 +204,10 @@ class SynchronousTraining(Training):
         rows = count_rows(x) if steps is None else min(count_rows(x), steps * size)
         if rows < self._replicas.count:
             return None
-        return shard(cut(data, 0, rows), max(size, self._replicas.count))
+        return _sharded(cut(data, 0, rows), Sharding(self._part_of_batches(), max(size, self._replicas.count)))
+
+    def _part_of_batches(self) -> Part:
+        return Part(self._replicas.first, self._replicas.count)
 
     def _batches(self, data: Any) -> Any:
         return datasets.split_batches(data, self._replicas)
@@ -241,7 +247,7 @@ class _SameEpoch(keras.callbacks.Callback):
     """All begin at the epoch to which a backup, which process 0 alone has read, takes the training back."""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.model._initial_epoch = broadcast_object(self.model._initial_epoch)
+        set_initial_epoch(self.model, broadcast_object(initial_epoch(self.model)))
 
 
 @final
@@ -266,27 +272,10 @@ class _SameStatistics(keras.callbacks.Callback):
             variable.assign(value)
 
 
-def _build_before_training(model: Any) -> None:
-    """Has Keras build a model of unknown input from its first batch *before* training begins, as on other frameworks.
-
-    On TensorFlow it would do so in the first step, when replicas should be alike already.
-    """
-
-    def build(iterator: Any = None, data_batch: Any = None) -> None:
-        if not model.built:
-            model._symbolic_build(iterator=iterator, data_batch=data_batch)
-
-    object.__setattr__(model, "_maybe_symbolic_build", build)
-
-
 def _alone(call: Call) -> Any:
     """The call as it is: there is nobody to share its data with."""
-    with _in_fit():
+    with enter_fit():
         return call.run()
-
-
-def _in_fit() -> Any:
-    return in_place(get_strategy(), fit=True)
 
 
 def _outside_of_graphs() -> AbstractContextManager[Any]:
@@ -304,12 +293,14 @@ def _packed(x: Any, y: Any, weights: Any) -> Any:
     return map_structure(lambda leaf: adapter_of(leaf).to_host(leaf), given)
 
 
+def _sharded(data: Any, sharding: Sharding) -> Any:
+    return kind_of(data).shard(data, sharding)
+
+
 def _split_validation(call: Call) -> tuple[Any, Any, Any, Any]:
     """``x``, ``y``, ``sample_weight`` and validation data, as ``validation_split`` wants it."""
     x, y, weights, validation = call["x"], call["y"], call["sample_weight"], call["validation_data"]
     if validation is not None or not call["validation_split"]:
         return x, y, weights, validation
-    from keras.src.trainers.data_adapters.array_slicing import train_validation_split
-
     (x, y, weights), validation = train_validation_split((x, y, weights), validation_split=call["validation_split"])
     return x, y, weights, validation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from choros.distribute.keras_hook import Call
+from choros.distribute.fit.call import Call
 
 __all__ = ["Training"]
 

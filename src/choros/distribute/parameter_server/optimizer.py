@@ -13,24 +13,30 @@ no slots: the servers have them, and the chief has copies, which it saves and re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import cloudpickle
 import keras
 import numpy as np
-from keras.src.utils.tracking import no_automatic_dependency_tracking
 from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec, framework_adapter
 from choros.distribute.parameter_server.gradients import Accumulator, Clipping
 from choros.distribute.parameter_server.messages import OptimizerRecipe
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
+from choros.distribute.parameter_server.session import Session
 from choros.distribute.parameter_server.slots import Slots
 from choros.errors import ConfigError, StrategyError
-from choros.training.combiner import derive, own_class
-
-if TYPE_CHECKING:
-    from choros.distribute.parameter_server.session import Session
+from choros.training.distributed_optimizer import derive, own_class
+from choros.training.keras_internals import (
+    apply_count,
+    decays,
+    drop_empty_gradients,
+    learning_rate_of,
+    no_automatic_dependency_tracking,
+    note_trained_variables,
+    trained_variables,
+)
 
 __all__ = ["Pusher", "lead", "pusher_of", "pushers"]
 
@@ -69,19 +75,19 @@ class Pusher:
     @property
     def learning_rate(self) -> float | None:
         """The learning rate now, ``None`` if the optimizer follows a schedule, which the servers do as well."""
-        schedule = isinstance(self._optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+        schedule = isinstance(learning_rate_of(self._optimizer), keras.optimizers.schedules.LearningRateSchedule)
         return None if schedule else float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        if isinstance(self._optimizer._learning_rate, keras.Variable) and self.learning_rate != value:
+        if isinstance(learning_rate_of(self._optimizer), keras.Variable) and self.learning_rate != value:
             self._optimizer.learning_rate = value
 
     def prepare(self) -> None:
         """Notes how the optimizer is made, while its variables can be read."""
         config = self._optimizer.get_config()
         config.update({name: None for name in _DONE_BEFORE if name in config})
-        schedule = self._optimizer._learning_rate
+        schedule = learning_rate_of(self._optimizer)
         follows = isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule)
         config["learning_rate"] = schedule if follows else self.learning_rate
         self._recipe = cloudpickle.dumps((own_class(self._optimizer), config))
@@ -99,7 +105,7 @@ class Pusher:
         steps = optimizer.gradient_accumulation_steps or 1
         self._accumulator = self._accumulator or Accumulator(steps)
         clipping = Clipping(optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
-        fixed = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+        fixed = isinstance(learning_rate_of(optimizer), keras.optimizers.schedules.LearningRateSchedule)
         rate = 0.0 if fixed else optimizer.learning_rate
         # A batch that is only accumulated leaves the values as they are.
         values = [variable.value for variable in variables] if steps > 1 else []
@@ -129,10 +135,7 @@ class Pusher:
         if self._adopted:
             return
         optimizer = self._optimizer
-        variables = {
-            session.key_of(v): (bool(optimizer._use_weight_decay(v)), v.constraint)
-            for v in optimizer._trainable_variables
-        }
+        variables = {session.key_of(v): (decays(optimizer, v), v.constraint) for v in trained_variables(optimizer)}
         session.adopt(self.number, OptimizerRecipe(self._recipe, variables))
         self._adopted = True
 
@@ -166,10 +169,7 @@ class _Remote:
         if slots is not None:
             slots.build(variables, super().build)  # type: ignore[misc]
             return
-        optimizer._trainable_variables = list(variables)
-        for index, variable in enumerate(variables):
-            optimizer._trainable_variables_indices[optimizer._var_key(variable)] = index
-        optimizer.built = True
+        note_trained_variables(optimizer, variables)
 
     def load_own_variables(self, store: Any) -> None:
         """Keras' own on the chief; workers, which do not have them, take none."""
@@ -183,16 +183,16 @@ class _Remote:
         if not grads:
             return
         if trainable_variables is None:
-            variables = optimizer._trainable_variables
+            variables = trained_variables(optimizer)
         else:
             variables = list(trainable_variables)
             if not optimizer.built:
                 optimizer.build(variables)
-        grads, variables = optimizer._filter_empty_gradients(grads, variables)
+        grads, variables = drop_empty_gradients(optimizer, grads, variables)
         if (scale := optimizer.loss_scale_factor) is not None:
             grads = [gradient / scale for gradient in grads]
         getattr(self, _ATTRIBUTE).update(grads, variables)
-        optimizer._iterations.assign_add(1)
+        apply_count(optimizer).assign_add(1)
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Has the servers put moving averages in the place of variables."""

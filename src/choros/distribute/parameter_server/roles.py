@@ -9,8 +9,8 @@ import keras
 from choros.distribute.coordinator.chief import Chief
 from choros.distribute.coordinator.role import Role
 from choros.distribute.coordinator.worker import Worker
-from choros.distribute.fit import Training
 from choros.distribute.fit.local import LocalTraining
+from choros.distribute.fit.training import Training
 from choros.distribute.parameter_server.cluster import Cluster
 from choros.distribute.parameter_server.messages import Hello
 from choros.distribute.parameter_server.placement import Partition
@@ -40,7 +40,7 @@ def take_role(
         case "chief":
             session = Session(objects, cluster.servers(Hello("chief", cluster.index)), partition)
             chief = Chief(strategy, session, cluster, max_staleness)
-            return chief, ChiefTraining(strategy, chief, len(cluster.workers))
+            return chief, ChiefTraining(chief, len(cluster.workers))
         case "worker":
             if keras.backend.backend() == "jax":
                 from choros.training.device import spare_xla_thread

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, final
 
+from choros.distribute.parameter_server.slots import Slots
 from choros.errors import ConfigError
 
 __all__ = ["Reference", "ScopeObjects"]
@@ -29,11 +30,16 @@ class ScopeObjects:
     def __init__(self) -> None:
         self._made: list[Any] = []
         self._metrics: list[Any] = []
+        self._slots: dict[int, Slots] = {}
 
     def add(self, made: Any) -> int:
         """Gives the next number to a model or an optimizer."""
         self._made.append(made)
         return len(self._made) - 1
+
+    def add_slots(self, optimizer: int, slots: Slots) -> None:
+        """Takes in what the optimizer of this number keeps; on the chief, which has it."""
+        self._slots[optimizer] = slots
 
     def add_metric(self, metric: Any) -> None:
         """Gives the next number to a metric."""
@@ -51,8 +57,10 @@ class ScopeObjects:
         """The models that have all of their variables, with their numbers."""
         import keras
 
+        from choros.training.keras_internals import layers_of
+
         for number, made in enumerate(self._made):
-            if isinstance(made, keras.Model) and all(layer.built for layer in made._flatten_layers()):
+            if isinstance(made, keras.Model) and all(layer.built for layer in layers_of(made)):
                 yield number, made
 
     def loss_scales(self) -> Iterator[tuple[int, Any]]:
@@ -62,6 +70,10 @@ class ScopeObjects:
         for number, made in enumerate(self._made):
             if isinstance(made, keras.optimizers.LossScaleOptimizer) and made.built:
                 yield number, made
+
+    def slots(self) -> Iterator[tuple[int, Slots]]:
+        """What optimizers keep, with the optimizers' numbers."""
+        yield from self._slots.items()
 
     def metrics(self) -> Iterator[tuple[Reference, Any]]:
         """The metrics of the models and those that belong to none."""
@@ -119,9 +131,11 @@ class ScopeObjects:
 
 
 def _parts(model: Any, kind: str) -> list[Any]:
+    from choros.training.keras_internals import layers_of
+
     match kind:
         case "layer":
-            return list(model._flatten_layers())
+            return layers_of(model)
         case "variable":
             return list(model.variables)
         case _:

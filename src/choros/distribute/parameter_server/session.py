@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from choros.arrays import adapter_of
 from choros.distribute.parameter_server.client import Servers
 from choros.distribute.parameter_server.messages import OptimizerRecipe
-from choros.distribute.parameter_server.optimizer import pushers
 from choros.distribute.parameter_server.placement import Partition, Placement, Shard, SlotKey, VariableKey, place
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.distribute.parameter_server.slots import Slots
 from choros.errors import ConfigError
+from choros.training.keras_internals import layers_of, own_statistics, own_variables
 
 __all__ = ["Session"]
 
@@ -137,14 +137,14 @@ class Session:
         """Takes in the models and optimizers that have been built since the last look."""
         for number, model in self.objects.models():
             if number not in self._seen:
-                statistics = {id(v) for layer in model._flatten_layers() for v in layer._non_trainable_variables}
+                statistics = {id(v) for layer in layers_of(model) for v in own_statistics(layer)}
                 self._look_at(number, model.weights, statistics)
         for number, scale in self.objects.loss_scales():
             if number not in self._seen:
-                self._look_at(number, scale._variables, set(map(id, scale._variables)))
-        for number, pusher in pushers(self.objects).items():
-            if pusher.slots is not None:
-                self._look_at_slots(number, pusher.slots)
+                own = own_variables(scale)
+                self._look_at(number, own, set(map(id, own)))
+        for number, slots in self.objects.slots():
+            self._look_at_slots(number, slots)
 
     def _look_at(self, number: int, variables: Sequence[Any], statistics: AbstractSet[int]) -> None:
         """Takes in variables of a model, or a loss scale; those in ``statistics`` are not an optimizer's to change."""

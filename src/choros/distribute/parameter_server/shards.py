@@ -16,6 +16,7 @@ from choros.distribute.parameter_server.messages import Adopt, Assign, Average, 
 from choros.distribute.parameter_server.placement import Shard, SlotKey
 from choros.distribute.parameter_server.slots import Slots
 from choros.errors import ConfigError
+from choros.training.keras_internals import exclude_from_weight_decay, trained_variables
 
 __all__ = ["Shards"]
 
@@ -111,12 +112,12 @@ class _Optimizer:
         kind, config = pickle.loads(recipe.pickled)  # noqa: S301  (from a process that has proved its key)
         self._optimizer = kind.from_config(config)
         self._variables = [variables[shard] for shard in self._shards]
-        kept = set()
+        without_decay = []
         for shard, variable in zip(self._shards, self._variables, strict=True):
             decays, variable.constraint = recipe.variables[shard.variable]
             if not decays:
-                kept.add(self._optimizer._var_key(variable))
-        self._optimizer._exclude_from_weight_decay = kept
+                without_decay.append(variable)
+        exclude_from_weight_decay(self._optimizer, without_decay)
         slots = Slots(self._optimizer)
         slots.build(self._variables, self._optimizer.build)
         shards = dict(zip(map(id, self._variables), self._shards, strict=True))
@@ -157,9 +158,9 @@ def _compiled_update(optimizer: Any) -> Callable[[list[Any]], None]:
             stateless = jax.jit(optimizer.stateless_apply)
 
             def update(gradients: list[Any]) -> None:
-                kept = [*optimizer._trainable_variables, *optimizer.variables]
+                kept = [*trained_variables(optimizer), *optimizer.variables]
                 own = [variable.value for variable in optimizer.variables]
-                trained = [variable.value for variable in optimizer._trainable_variables]
+                trained = [variable.value for variable in trained_variables(optimizer)]
                 new, state = stateless(own, gradients, trained)
                 for variable, value in zip(kept, [*new, *state], strict=True):
                     variable.assign(value)

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+from choros.training.keras_internals import accumulators, apply_count, learning_rate_of
+
 __all__ = ["Slots"]
 
 
@@ -53,12 +55,12 @@ class Slots:
     def __iter__(self) -> Iterator[tuple[int, Any, Any]]:
         optimizer = self.optimizer
         # Gradients are accumulated on the worker.
-        done = {id(optimizer._learning_rate), *map(id, getattr(optimizer, "_accumulated_gradients", ()))}
+        done = {id(learning_rate_of(optimizer)), *map(id, accumulators(optimizer))}
         for variable, made in self._made:
             slots = [slot for slot in made if id(slot) not in done]
             yield from ((index, variable, slot) for index, slot in enumerate(slots))
             done.update(map(id, slots))
-        own = [kept for kept in optimizer.variables if id(kept) not in done and kept is not optimizer._iterations]
+        own = [kept for kept in optimizer.variables if id(kept) not in done and kept is not apply_count(optimizer)]
         yield from ((index, None, kept) for index, kept in enumerate([_Updates(optimizer), *own]))
 
 
@@ -91,4 +93,4 @@ class _Updates:
         return getattr(updates, "value", updates)
 
     def assign(self, updates: Any) -> None:
-        self._optimizer._iterations.assign(updates * (self._optimizer.gradient_accumulation_steps or 1))
+        apply_count(self._optimizer).assign(updates * (self._optimizer.gradient_accumulation_steps or 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from choros.distribute.cluster_resolver import TFConfigClusterResolver
+from choros.distribute.fit.training import Training
 from choros.distribute.parameter_server.cluster import Cluster
 from choros.distribute.parameter_server.placement import Partition
 from choros.distribute.process_replicas import ProcessReplicas
@@ -13,7 +14,6 @@ from choros.errors import ConfigError
 
 if TYPE_CHECKING:
     from choros.distribute.coordinator.role import Role
-    from choros.distribute.fit import Training
 
 __all__ = ["ParameterServerStrategy"]
 

@@ -17,18 +17,18 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import keras
-from keras.src.utils.python_utils import pythonify_logs
 
 from choros.distribute.coordinator.chief import Chief
 from choros.distribute.coordinator.remote_value import RemoteValue
 from choros.distribute.coordinator.role import Role
 from choros.distribute.coordinator.worker import Worker
-from choros.distribute.fit import Training
-from choros.distribute.keras_hook import Call
+from choros.distribute.fit.call import Call
+from choros.distribute.fit.training import Training
 from choros.distribute.parameter_server.optimizer import Pusher, lead
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
-from choros.distribute.parameter_server.training_step import build, leading_function, train_on
-from choros.distribute.replica_context import in_place
+from choros.distribute.parameter_server.training_step import leading_function, train_on
+from choros.distribute.scope import enter_fit
+from choros.training.keras_internals import build_from_batch, pythonify_logs
 
 __all__ = ["ChiefTraining", "WorkerTraining"]
 
@@ -41,13 +41,11 @@ class ChiefTraining(Training):
     """The chief's: it leads.
 
     Args:
-        strategy: whose scope models are made in.
         chief: schedules batches.
         workers: how many there are.
     """
 
-    def __init__(self, strategy: Any, chief: Chief, workers: int) -> None:
-        self._strategy = strategy
+    def __init__(self, chief: Chief, workers: int) -> None:
         self._chief = chief
         self._limit = _BATCHES_PER_WORKER * workers
 
@@ -79,12 +77,12 @@ class ChiefTraining(Training):
 
     def fit(self, model: Any, call: Call) -> Any:
         """Keras' own loop, whose batches workers train on."""
-        with in_place(self._strategy, fit=True), _led(model, self._chief, self._limit):
+        with enter_fit(), _led(model, self._chief, self._limit):
             return call.run()
 
     def train_on_batch(self, model: Any, call: Call) -> Any:
         """A worker does."""
-        with in_place(self._strategy, fit=True), _led(model, self._chief, self._limit):
+        with enter_fit(), _led(model, self._chief, self._limit):
             logs = call.run()
             self._chief.join()
             return logs
@@ -174,7 +172,10 @@ class WorkerTraining(Training):
 def _note_optimizer(optimizer: Any, role: Role, objects: ScopeObjects, *, leads: bool) -> None:
     number = objects.add(optimizer)
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # The servers apply what is inside of it.
-        lead(optimizer, Pusher(optimizer, number, lambda: role.session, leads=leads))
+        pusher = Pusher(optimizer, number, lambda: role.session, leads=leads)
+        lead(optimizer, pusher)
+        if pusher.slots is not None:
+            objects.add_slots(number, pusher.slots)
 
 
 @contextmanager
@@ -211,7 +212,7 @@ class _Leader:
 
     def lead(self, batch: Any) -> dict[str, Any]:
         """Schedules a batch; returns what is known of those before it, and waits only if nothing is."""
-        build(self._model, batch)
+        build_from_batch(self._model, batch)
         arguments = (self._chief.session, self._model, batch)
         self._under_way.append(self._chief.schedule(train_on, arguments, {}, self._limit))
         own: dict[str, Any] = {}

@@ -11,24 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-from keras.src.utils.python_utils import pythonify_logs
 
 from choros.distribute.parameter_server.session import Session
+from choros.training.keras_internals import build_from_batch, jax_state, pythonify_logs
 
-__all__ = ["build", "leading_function", "train_on"]
+__all__ = ["leading_function", "train_on"]
 
 #: Schedules a batch; returns the logs of those that are done.
 Lead = Callable[[Any], dict[str, Any]]
 
 
-def build(model: Any, batch: Any) -> None:
-    """Makes what a model of this batch has yet to make: variables, metrics."""
-    model._symbolic_build(data_batch=batch)
-
-
 def train_on(session: Session, model: Any, batch: Any) -> dict[str, float]:
     """On a worker: Keras' own training step; returns its logs."""
-    build(model, batch)
+    build_from_batch(model, batch)
     session.pull()  # What was built just now has this process's initial values.
     if keras.backend.backend() == "tensorflow":
         model.jit_compile = False  # XLA cannot call the host.
@@ -41,7 +36,7 @@ def train_on(session: Session, model: Any, batch: Any) -> dict[str, float]:
             model.train()
             logs = model.train_function([batch])
         case _:
-            state = _state(model)
+            state = jax_state(model)
             logs, new = model.train_function(state, iter([batch]))
             _assign(model, new)
     return dict(pythonify_logs(logs))
@@ -64,15 +59,9 @@ def leading_function(model: Any, lead: Lead) -> Callable[..., Any]:
         # Keras takes the values out of the model's variables while it trains: here they are needed.
         _assign(model, state)
         logs = from_iterator(iterator)
-        return logs, _state(model)
+        return logs, jax_state(model)
 
     return {"tensorflow": from_iterator, "torch": from_list}.get(keras.backend.backend(), with_state)
-
-
-def _state(model: Any) -> Any:
-    return model._get_jax_state(
-        trainable_variables=True, non_trainable_variables=True, optimizer_variables=True, metrics_variables=True
-    )
 
 
 def _assign(model: Any, state: Any) -> None:

@@ -61,13 +61,13 @@ class KerasCheckpoint:
         Raises:
             ConfigError: they are another model's or another optimizer's.
         """
-        from choros.training.combiner import combiner_of
+        from choros.training.distributed_optimizer import reducer_of
 
         variables = self._variables()
         with np.load(path, allow_pickle=False) as file:
             saved = dict(file)
-        combiner = combiner_of(self._optimizer)
-        if combiner is not None and not combiner.has_state:
+        reducer = reducer_of(self._optimizer)
+        if reducer is not None and not reducer.has_state:
             saved = {name: array for name, array in saved.items() if name in variables}
         expected = {name: tuple(variable.shape) for name, variable in variables.items()}
         found = {name: array.shape for name, array in saved.items()}

@@ -7,19 +7,47 @@ from collections.abc import Iterator
 from typing import Any, final
 
 from choros.errors import ConfigError
+from choros.parallel.data.kind import DataKind, LocalBatches, Sharding
 from choros.parallel.data.part import Part, check_global_batch, checked, count_rows, cut
 
-__all__ = ["DataLoaderParts", "is_stream", "split"]
+__all__ = ["KIND", "DataLoaderKind"]
 
 
-def is_stream(loader: Any) -> bool:
+@final
+class DataLoaderKind(DataKind):
+    """``torch.utils.data.DataLoader``: its batches are the global ones, of which the process loads its own examples."""
+
+    def shard(self, data: Any, sharding: Sharding) -> Any:
+        """A ``DataLoader`` of the process's rows, of batches of another size if one is given."""
+        return _split(data, sharding.part, batch_size=sharding.batch_size, seed=sharding.seed)
+
+    def split(self, data: Any, part: Part) -> Any:
+        """A ``DataLoader`` of the process's rows."""
+        if data.batch_size is not None:
+            check_global_batch(data.batch_size, part.count)
+        return _split(data, part)
+
+    def local_batches(self, data: Any, part: Part) -> LocalBatches:
+        """Of a stream every process loads everything."""
+        if _is_stream(data):
+            return super().local_batches(data, part)
+        loaded = _LoadedParts(data, part)
+        return LocalBatches(lambda: iter(loaded), lambda: self.length(data))
+
+    def batch_rows(self, data: Any) -> int | None:
+        """The loader's ``batch_size``."""
+        rows: int | None = data.batch_size
+        return rows
+
+
+def _is_stream(loader: Any) -> bool:
     """Whether its examples come in an order of their own, and cannot be chosen."""
     from torch.utils.data import IterableDataset
 
     return isinstance(loader.dataset, IterableDataset)
 
 
-def split(loader: Any, part: Part, *, batch_size: int | None = None, seed: int = 0) -> Any:
+def _split(loader: Any, part: Part, *, batch_size: int | None = None, seed: int = 0) -> Any:
     """A ``DataLoader`` of the process's rows of each batch, without batches in which it has none.
 
     Args:
@@ -33,7 +61,7 @@ def split(loader: Any, part: Part, *, batch_size: int | None = None, seed: int =
     """
     import torch.utils.data as torch_data
 
-    if is_stream(loader):
+    if _is_stream(loader):
         if batch_size is not None and batch_size != loader.batch_size:
             raise ConfigError(
                 f"the DataLoader reads a stream in batches of {loader.batch_size}, batch_size={batch_size} asks for "
@@ -44,23 +72,19 @@ def split(loader: Any, part: Part, *, batch_size: int | None = None, seed: int =
 
 
 @final
-class DataLoaderParts:
+class _LoadedParts:
     """The process's rows of each batch of a ``DataLoader`` that is no stream, with batches of no rows among them.
 
     Args:
         loader: its batches are the global ones.
         part: which rows are the process's.
-        seed: of random samplers that have no generator.
     """
 
-    def __init__(self, loader: Any, part: Part, seed: int = 0) -> None:
+    def __init__(self, loader: Any, part: Part) -> None:
         if loader.batch_size is not None:
             check_global_batch(loader.batch_size, part.count)
         self._rows: deque[int] = deque()
-        self._loader = _with_sampler(loader, _sampler_part(loader, part, None, seed, self._rows, keep_empty=True))
-
-    def __len__(self) -> int:
-        return len(self._loader)
+        self._loader = _with_sampler(loader, _sampler_part(loader, part, None, 0, self._rows, keep_empty=True))
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
@@ -82,7 +106,7 @@ def _with_sampler(loader: Any, sampler: Any) -> Any:
 def _sampler_part(
     loader: Any, part: Part, batch_size: int | None, seed: int, rows: deque[int], *, keep_empty: bool
 ) -> Any:
-    """The process's indices of each global batch; ``rows`` tells how many, batch by batch.
+    """The process's indices of each global batch; their numbers are appended to ``rows``, batch by batch.
 
     With ``keep_empty`` a batch of which it gets none is its first example, as nothing can be collated from nothing.
     """
@@ -102,7 +126,7 @@ def _sampler_part(
         )
     _seed_sampler(loader.sampler, seed)
 
-    class PartSampler(torch_data.Sampler):  # type: ignore[misc, unused-ignore]
+    class PartSampler(torch_data.Sampler):
         def __len__(self) -> int:
             return len(sampler)
 
@@ -128,7 +152,7 @@ def _seed_sampler(sampler: Any, seed: int) -> None:
 def _stream_part(loader: Any, part: Part) -> Any:
     import torch.utils.data as torch_data
 
-    class StreamPart(torch_data.IterableDataset):  # type: ignore[misc, unused-ignore]
+    class StreamPart(torch_data.IterableDataset):
         def __iter__(self) -> Iterator[Any]:
             for batch in loader:
                 rows = part.of(batch)
@@ -136,3 +160,6 @@ def _stream_part(loader: Any, part: Part) -> Any:
                     yield rows
 
     return StreamPart()
+
+
+KIND = DataLoaderKind()

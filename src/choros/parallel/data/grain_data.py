@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 from choros.errors import ConfigError
+from choros.parallel.data.kind import DataKind, LocalBatches, Sharding
 from choros.parallel.data.part import Part, count_rows
+from choros.parallel.data.shard import example_indices
+from choros.topology import shard_range
 
-__all__ = ["refuse_loader", "split"]
+__all__ = ["KIND", "GrainKind"]
 
 
-def split(batches: Any, part: Part) -> Any:
+@final
+class GrainKind(DataKind):
+    """Grain's ``MapDataset`` and ``IterDataset``; its ``DataLoader`` is refused."""
+
+    def shard(self, data: Any, sharding: Sharding) -> Any:
+        """Of a ``MapDataset`` only this process's examples are read."""
+        import grain
+
+        _refuse_loader(data)
+        part, batch_size = sharding.part, sharding.batch_size
+        if isinstance(data, grain.MapDataset):
+            if batch_size is None:
+                start, end = part.range(len(data))
+                return data[start:end]
+            full_start, full_end = shard_range(batch_size, part.first, part.count)
+            mine = example_indices(len(data), batch_size, part.first, part.count)
+            return grain.MapDataset.source(_Chosen(data, mine)).batch(full_end - full_start)
+        if batch_size is None:
+            raise ConfigError("a grain.IterDataset is split batch by batch: pass shard(…, batch_size=…).")
+        return _split(data.batch(batch_size), part)
+
+    def split(self, data: Any, part: Part) -> Any:
+        """A data set of the process's rows."""
+        _refuse_loader(data)
+        return _split(data, part)
+
+    def local_batches(self, data: Any, part: Part) -> LocalBatches:
+        """As for all that can be iterated."""
+        _refuse_loader(data)
+        return super().local_batches(data, part)
+
+
+def _split(batches: Any, part: Part) -> Any:
     """The process's rows of each batch of a ``MapDataset`` or ``IterDataset``, without batches in which it has none."""
     import grain
 
     parts = batches.map(part.of)
     if not isinstance(batches, grain.MapDataset):
         return parts.filter(lambda rows: count_rows(rows) > 0)
-    # Only the last batch can be too small to have a row for everybody.
+    # Only the last batch can be too small to have a row for every process.
     number = len(batches)
     return parts[: number - 1] if number and count_rows(parts[number - 1]) == 0 else parts
 
 
-def refuse_loader(data: Any) -> None:
-    """A ``ConfigError`` if ``data`` is a ``grain.DataLoader``, which nobody but its own sampler can split."""
+def _refuse_loader(data: Any) -> None:
+    """A ``ConfigError`` if ``data`` is a ``grain.DataLoader``, which only its own sampler can split."""
     import grain
 
     if isinstance(data, grain.DataLoader):
@@ -31,3 +66,21 @@ def refuse_loader(data: Any) -> None:
             "a grain.DataLoader is split by its sampler: pass it shard_options=grain.sharding.ShardOptions("
             "shard_index=…, shard_count=…) with this process's rank and the size. Or take a grain.MapDataset."
         )
+
+
+@final
+class _Chosen:
+    """Some elements of a random-access data set."""
+
+    def __init__(self, data: Any, indices: Any) -> None:
+        self._data = data
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[int(self._indices[index])]
+
+
+KIND = GrainKind()

@@ -1,37 +1,73 @@
-"""Which kind of data set something is, asked without loading the package it would come from."""
+"""Which kind of data set something is, asked without loading the package that it would come from."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from importlib import import_module
 from typing import Any
 
-__all__ = ["is_data_loader", "is_grain", "is_py_dataset", "is_tf_data"]
+from choros.parallel.data.arrays import ArrayKind
+from choros.parallel.data.kind import DataKind
+from choros.parallel.structure import leaves
+
+__all__ = ["are_arrays", "kind_of"]
 
 
-def _instance_of(package: str, *paths: str) -> Callable[[Any], bool]:
-    """Whether something is an instance of one of a package's classes, which proves that it is loaded."""
+@dataclass(frozen=True)
+class _Entry:
+    """A kind of data set that comes from a package.
 
-    def check(data: Any) -> bool:
-        module = sys.modules.get(package)
-        if module is None:
+    Attributes:
+        module: beside this one; its ``KIND`` is the kind. It is imported when the first such data set is seen.
+        package: what must be loaded if there is such a data set.
+        classes: those of the data sets, as paths inside ``package``.
+    """
+
+    module: str
+    package: str
+    classes: tuple[str, ...]
+
+    def has(self, data: Any) -> bool:
+        """Whether ``data`` is an instance of one of the classes."""
+        package: Any = sys.modules.get(self.package)
+        if package is None:
             return False
-        classes = []
-        for path in paths:
-            each: Any = module
-            for part in path.split("."):
-                each = getattr(each, part)
-            classes.append(each)
-        return isinstance(data, tuple(classes))
+        return isinstance(data, tuple(reduce(getattr, path.split("."), package) for path in self.classes))
 
-    return check
+    def kind(self) -> DataKind:
+        """The kind itself."""
+        kind: DataKind = import_module(f"choros.parallel.data.{self.module}").KIND
+        return kind
 
 
-#: ``keras.utils.PyDataset``.
-is_py_dataset = _instance_of("keras", "utils.PyDataset")
-#: ``tf.data.Dataset``.
-is_tf_data = _instance_of("tensorflow", "data.Dataset")
-#: ``torch.utils.data.DataLoader``.
-is_data_loader = _instance_of("torch.utils.data", "DataLoader")
-#: Grain's ``MapDataset``, ``IterDataset`` and ``DataLoader``.
-is_grain = _instance_of("grain", "MapDataset", "IterDataset", "DataLoader")
+_TABLE = (
+    _Entry("py_dataset", "keras", ("utils.PyDataset",)),
+    _Entry("tf_data", "tensorflow", ("data.Dataset",)),
+    _Entry("data_loader", "torch.utils.data", ("DataLoader",)),
+    _Entry("grain_data", "grain", ("MapDataset", "IterDataset", "DataLoader")),
+)
+_ARRAYS = ArrayKind()
+
+
+def kind_of(data: Any) -> DataKind:
+    """The kind of ``data``; that of arrays and iterables for all that no package of the table makes.
+
+    Example:
+        >>> type(kind_of([1, 2, 3])).__name__
+        'ArrayKind'
+    """
+    return next((entry.kind() for entry in _TABLE if entry.has(data)), _ARRAYS)
+
+
+def are_arrays(data: Any) -> bool:
+    """Whether ``data`` is an array or a structure of arrays, not something that yields batches.
+
+    Example:
+        >>> import numpy as np
+        >>> are_arrays((np.zeros(3), None)), are_arrays(iter([]))
+        (True, False)
+    """
+    given = leaves(data)
+    return kind_of(data) is _ARRAYS and bool(given) and all(hasattr(leaf, "shape") for leaf in given)

@@ -10,7 +10,7 @@ from choros.errors import ConfigError
 from choros.parallel.structure import leaves, map_structure
 from choros.topology import shard_range
 
-__all__ = ["Part", "are_arrays", "check_global_batch", "checked", "count_rows", "cut"]
+__all__ = ["Part", "check_global_batch", "checked", "count_rows", "cut"]
 
 T = TypeVar("T")
 
@@ -42,18 +42,6 @@ class Part:
     def of(self, batch: Any) -> Any:
         """The process's rows of ``batch``, maybe none."""
         return cut(batch, *self.range(count_rows(batch)))
-
-
-def are_arrays(data: Any) -> bool:
-    """Whether ``data`` is an array or a structure of arrays, not something that yields batches.
-
-    Example:
-        >>> import numpy as np
-        >>> are_arrays((np.zeros(3), None)), are_arrays(iter([]))
-        (True, False)
-    """
-    given = leaves(data)
-    return bool(given) and all(hasattr(leaf, "shape") for leaf in given)
 
 
 def count_rows(batch: Any) -> int:

@@ -1,4 +1,4 @@
-"""Which examples are a rank's: global batches, each dealt out to all ranks.
+"""Which examples are a rank's: global batches, each sharded over all ranks.
 
 One process would see the batches ``0 1 2 3 | 4 5 6 7 | 8 9``; two ranks see the same ones together::
 
@@ -18,7 +18,7 @@ __all__ = ["batch_ranges", "check_batch_size", "example_indices"]
 
 
 def check_batch_size(batch_size: int, size: int) -> None:
-    """A ``ConfigError`` if ``batch_size`` examples cannot be dealt out to ``size`` ranks."""
+    """A ``ConfigError`` if ``batch_size`` examples cannot be sharded over ``size`` ranks."""
     if batch_size < size:
         raise ConfigError(
             f"batch_size={batch_size} is the number of examples of all {size} ranks together: it must be at least "

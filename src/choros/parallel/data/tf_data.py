@@ -1,23 +1,92 @@
-"""Batches of ``tf.data``."""
+"""Batches of a ``tf.data.Dataset``."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, final
 
-from choros.parallel.data.part import Part
+from choros.errors import ConfigError
+from choros.parallel.data.kind import DataKind, LocalBatches, Sharding
+from choros.parallel.data.part import Part, check_global_batch
 from choros.parallel.data.shard import batch_ranges
+from choros.parallel.data.tf_auto_shard import AutoShardPolicy, InputPipeline, chain, check_order, own_files, policy_of
+from choros.parallel.data.tf_padding import count_rows, padded
 
-__all__ = ["count_examples", "count_rows", "split"]
+__all__ = ["KIND", "TfDataKind", "count_examples", "split_rows"]
 
 
-def count_rows(batch: Any) -> Any:
-    """The number of rows, as a tensor."""
+@final
+class TfDataKind(DataKind):
+    """``tf.data.Dataset``; under a strategy its auto-shard policy decides what a process reads."""
+
+    def shard(self, data: Any, sharding: Sharding) -> Any:
+        """A ``Dataset`` of this process's examples, in batches if a batch size is given."""
+        part = sharding.part
+        if sharding.batch_size is None:
+            return data.shard(part.count, part.first)
+        return split_rows(data.batch(sharding.batch_size), part)
+
+    def split(self, data: Any, part: Part) -> Any:
+        """A ``Dataset`` of what its policy gives this process."""
+        return _auto_shard(data, part, keep_empty=False)
+
+    def local_batches(self, data: Any, part: Part) -> LocalBatches:
+        """Those of a ``Dataset`` of what its policy gives this process."""
+        own = _auto_shard(data, part, keep_empty=True)
+        return LocalBatches(lambda: iter(own), lambda: self.length(own), own)
+
+    def batch_rows(self, data: Any) -> int | None:
+        """The static shape's."""
+        import tensorflow as tf
+
+        shape = tf.nest.flatten(data.element_spec)[0].shape
+        rows: int | None = shape[0] if shape.rank else None
+        return rows
+
+    def padded(self, own: Any) -> Any:
+        """Inside of TensorFlow's graph."""
+        return padded(own)
+
+    def sources(self, data: Any) -> Iterable[Any]:
+        """By the inputs of each."""
+        return chain(data)
+
+
+def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool) -> Any:
+    """This process's part of ``dataset``, by its auto-shard policy.
+
+    Args:
+        dataset: of global batches.
+        part: the process's.
+        keep_empty: whether all processes must have the same number of batches.
+
+    Raises:
+        ConfigError: ``dataset`` has no batches or too small ones, or no order that all processes share.
+    """
     import tensorflow as tf
+    from tensorflow.python.data.experimental.ops.distribute import compute_batch_size
 
-    return tf.shape(tf.nest.flatten(batch)[0])[0]
+    if any(spec.shape.rank == 0 for spec in tf.nest.flatten(dataset.element_spec) if hasattr(spec, "shape")):
+        raise ConfigError(
+            "the tf.data.Dataset yields single examples: call .batch(…) on it, with the number of examples of all "
+            "replicas together."
+        )
+    global_batch = int(compute_batch_size(dataset))
+    if global_batch >= 0:
+        check_global_batch(global_batch, part.count)
+    pipeline = InputPipeline(part.first // part.local, part.count // part.local)
+    policy = AutoShardPolicy.DATA if pipeline.count == 1 else policy_of(dataset, pipeline, global_batch)
+    if policy is AutoShardPolicy.DATA:
+        if pipeline.count > 1:
+            check_order(dataset)
+        options = tf.data.Options()
+        options.deterministic = True
+        return split_rows(dataset, part, keep_empty=keep_empty).with_options(options)
+    own = own_files(dataset, policy, pipeline, global_batch)
+    return padded(own) if keep_empty else own
 
 
-def split(batches: Any, part: Part, *, keep_empty: bool = False) -> Any:
+def split_rows(batches: Any, part: Part, *, keep_empty: bool = False) -> Any:
     """The process's rows of each batch.
 
     Args:
@@ -45,7 +114,7 @@ def split(batches: Any, part: Part, *, keep_empty: bool = False) -> Any:
 
 
 def _count_own(batches: Any, part: Part) -> int | None:
-    """In how many batches the process has rows, if that can be told beforehand."""
+    """In how many batches the process has rows, if that is known before they are read."""
     plan = count_examples(batches)
     if plan is None:
         return None
@@ -54,9 +123,9 @@ def _count_own(batches: Any, part: Part) -> int | None:
 
 
 def count_examples(batches: Any) -> tuple[int, int] | None:
-    """How many examples are in ``batches``, and how many in each of them, if that can be told beforehand.
+    """How many examples are in ``batches``, and how many in each of them, if that is known before they are read.
 
-    It can where what was batched knows its length, and what came after ``batch()`` kept the number of batches.
+    It is where what was batched has a known length, and what came after ``batch()`` kept the number of batches.
     """
     import tensorflow as tf
 
@@ -74,3 +143,6 @@ def count_examples(batches: Any) -> tuple[int, int] | None:
             return None
         dataset = inner
     return None
+
+
+KIND = TfDataKind()

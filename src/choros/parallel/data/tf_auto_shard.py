@@ -9,10 +9,10 @@ from typing import Any
 
 from choros.comm import ReduceOp, global_process_set
 from choros.errors import ConfigError
-from choros.parallel.data import check_global_batch
+from choros.parallel.data.part import check_global_batch
 from choros.topology import shard_range
 
-__all__ = ["AutoShardPolicy", "Shard", "chain", "check_order", "own_files", "policy_of"]
+__all__ = ["AutoShardPolicy", "InputPipeline", "chain", "check_order", "own_files", "policy_of"]
 
 #: The operations that read records from the files that their input names; those that TensorFlow's rewrite knows.
 _READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset", "ArrayRecordDataset", "SSTableDataset")
@@ -43,8 +43,13 @@ class AutoShardPolicy(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A process among those that read a data set."""
+class InputPipeline:
+    """A process among those that read a data set.
+
+    Attributes:
+        index: its rank among them.
+        count: how many there are.
+    """
 
     index: int
     count: int
@@ -55,19 +60,19 @@ class Shard:
         In each step those of all processes make up one global batch.
 
         Example:
-            >>> Shard(0, 2).batch_sizes(7), Shard(1, 2).batch_sizes(7)
+            >>> InputPipeline(0, 2).batch_sizes(7), InputPipeline(1, 2).batch_sizes(7)
             ([4, 3], [3, 4])
         """
         ranges = [shard_range(global_batch, (self.index + step) % self.count, self.count) for step in range(self.count)]
         return [end - start for start, end in ranges]
 
 
-def policy_of(dataset: Any, shard: Shard, global_batch: int) -> AutoShardPolicy:
+def policy_of(dataset: Any, pipeline: InputPipeline, global_batch: int) -> AutoShardPolicy:
     """What to do with ``dataset``: its policy, with ``AUTO`` decided. All processes must ask.
 
     Args:
         dataset: what is to be shared.
-        shard: this process.
+        pipeline: this process.
         global_batch: how many examples are in a batch; negative if not known.
 
     Raises:
@@ -80,17 +85,17 @@ def policy_of(dataset: Any, shard: Shard, global_batch: int) -> AutoShardPolicy:
         global_process_set.communicator.allreduce(_count_files(dataset), ReduceOp.MIN, name="files of a data set")
     )
     if policy is AutoShardPolicy.AUTO:
-        return AutoShardPolicy.FILE if files >= shard.count and global_batch >= 0 else AutoShardPolicy.DATA
-    if files >= shard.count:
+        return AutoShardPolicy.FILE if files >= pipeline.count and global_batch >= 0 else AutoShardPolicy.DATA
+    if files >= pipeline.count:
         return policy
     found = f"reads {files} files" if files else "reads no files through TFRecordDataset, TextLineDataset or the like"
     raise ConfigError(
-        f"AutoShardPolicy.FILE: the data set {found}, which {shard.count} processes cannot share. Make more files, or "
-        "set options.experimental_distribute.auto_shard_policy to DATA."
+        f"AutoShardPolicy.FILE: the data set {found}, which {pipeline.count} processes cannot share. Make more files, "
+        "or set options.experimental_distribute.auto_shard_policy to DATA."
     )
 
 
-def own_files(dataset: Any, policy: AutoShardPolicy, shard: Shard, global_batch: int) -> Any:
+def own_files(dataset: Any, policy: AutoShardPolicy, pipeline: InputPipeline, global_batch: int) -> Any:
     """What this process reads by itself under ``OFF``, ``FILE`` or ``HINT``, in batches of its share."""
     import tensorflow as tf
     from tensorflow.python.data.experimental.ops.distribute import _AutoShardDataset
@@ -100,15 +105,15 @@ def own_files(dataset: Any, policy: AutoShardPolicy, shard: Shard, global_batch:
             f"AutoShardPolicy.{policy.name}: how many examples are in a batch of the data set cannot be told. Call "
             "batch() once, or set options.experimental_distribute.auto_shard_policy to DATA."
         )
-    check_global_batch(global_batch, shard.count)
+    check_global_batch(global_batch, pipeline.count)
     own = dataset
     if policy is not AutoShardPolicy.OFF:
         for files in _file_names(dataset):
             check_order(files)
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy(policy.value)
-        own = _AutoShardDataset(dataset.with_options(options), shard.count, shard.index)
-    return own.rebatch(shard.batch_sizes(global_batch))
+        own = _AutoShardDataset(dataset.with_options(options), pipeline.count, pipeline.index)
+    return own.rebatch(pipeline.batch_sizes(global_batch))
 
 
 def chain(dataset: Any) -> Iterator[Any]:

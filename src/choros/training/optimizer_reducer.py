@@ -1,10 +1,18 @@
-"""What reduces a Keras optimizer's gradients over the ranks: the same in both programming models."""
+"""What reduces a Keras optimizer's gradients over the ranks: the same in both programming models.
+
+::
+
+    apply(gradients) ─► OptimizerReducer.reduce ─┬─ in a strategy's replica: the sum over replicas
+                                                 └─ else: GradientReducer, through one host call
+                                                    (on torch maybe during the backward pass, or on its device)
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, final
 
 import keras
@@ -17,47 +25,73 @@ from choros.errors import ConfigError
 from choros.parallel.compression import Compressor
 from choros.parallel.reduce.device import device_to_reduce_on
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket_bytes
-from choros.training.combiner import Combiner, Update, passes_of
+from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.training.device import accelerated
-from choros.training.variables import broadcast_variables
+from choros.training.keras_internals import torch_device
 
-__all__ = ["Synchronizer", "accumulation_steps", "placed", "synchronizer_for"]
+__all__ = ["OptimizerReducer", "accumulation_steps", "placed"]
 
 Array = NDArray[Any]
 
 
 @final
-class Synchronizer(Combiner):
-    """What a distributed optimizer knows of the other ranks; one an optimizer.
+class OptimizerReducer:
+    """Reduces the gradients of one Keras optimizer, and knows which ranks keep its state.
+
+    Args:
+        configure: gives the configuration. It is called when that is first needed: a strategy gets optimizers that are
+            still being made.
+        scale_local_gradients: whether gradients that stay on their rank are divided by the number of ranks.
+        sum_over_replicas: sums gradients where a strategy's custom loop applies them; returns ``None`` in ``fit``.
+        state_owner: the rank that alone keeps the optimizer's state and makes the updates; ``None``: every rank does.
 
     Attributes:
-        reducer: does the exchange.
         examples: how many examples the batch now being trained on has, told by the model's training step;
             ``None`` if nobody tells, then ranks weigh alike.
         in_epoch: batches may still come this epoch.
+        state_owner: the argument.
     """
 
-    def __init__(self, config: ReduceConfig, *, scale_local_gradients: bool) -> None:
-        self.reducer = GradientReducer(config)
+    def __init__(
+        self,
+        configure: Callable[[], ReduceConfig],
+        *,
+        scale_local_gradients: bool = True,
+        sum_over_replicas: Callable[[Sequence[Any]], list[Any] | None] | None = None,
+        state_owner: int | None = None,
+    ) -> None:
         self.examples: Any = None
         self.in_epoch = False
+        self.state_owner = state_owner
+        self._configure = configure
+        self._sum_over_replicas = sum_over_replicas
         self._of_all_ranks = False
-        self._overlap: Any = None
+        self._backward: BackwardExchange | None = None
         self._scale_local = scale_local_gradients
         self._local: list[Any] = []
 
+    @cached_property
+    def reducer(self) -> GradientReducer:
+        """The framework's arrays come to it as host arrays, or as tensors on torch."""
+        return GradientReducer(self._configure())
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this rank keeps the optimizer's state, such as its moments, and makes updates."""
+        return self.state_owner is None or self.state_owner == global_process_set.communicator.rank
+
+    @property
+    def reduces_all(self) -> bool:
+        """Whether all ranks have all gradients in common."""
+        return self.reducer.config.process_set is global_process_set and not self._local
+
     def add_local(self, variable: Any) -> None:
-        """Keeps ``variable``'s gradient out of the exchange."""
+        """Keeps ``variable``'s gradient on its rank."""
         self._local.append(variable)
 
     def is_local(self, variable: Any) -> bool:
         """Whether ``variable``'s gradient stays on its rank."""
         return any(variable is local for local in self._local)
-
-    @property
-    def is_alike(self) -> bool:
-        """Whether all ranks have all gradients in common."""
-        return self.reducer.config.process_set is global_process_set and not self._local
 
     @contextmanager
     def batch_of(self, examples: Any, *, of_all_ranks: bool = False) -> Iterator[None]:
@@ -65,7 +99,7 @@ class Synchronizer(Combiner):
 
         Args:
             examples: how many.
-            of_all_ranks: the batch is the global one, so that its gradients need no exchange.
+            of_all_ranks: the batch is the global one, so that its gradients are those of all ranks already.
         """
         self.examples, self._of_all_ranks = examples, of_all_ranks
         try:
@@ -73,27 +107,19 @@ class Synchronizer(Combiner):
         finally:
             self.examples, self._of_all_ranks = None, False
 
-    @property
-    def synchronizer(self) -> Synchronizer:
-        """This one: it combines in ``fit`` as elsewhere."""
-        return self
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], passes: Any) -> list[Any]:
+        """The gradients that this step's update is made from.
 
-    @property
-    def has_state(self) -> bool:
-        """Every rank makes the same updates."""
-        return True
+        Args:
+            gradients: this rank's, ``None`` where a variable has none.
+            variables: the Keras variables they belong to.
+            passes: how many times ``apply`` has been called before.
 
-    @property
-    def shares_state(self) -> bool:
-        """Every rank makes the same updates."""
-        return True
-
-    def apply(self, optimizer: Any, update: Update, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Updates with what is combined."""
-        update(self.combine(gradients, variables, passes_of(optimizer)))
-
-    def combine(self, gradients: Sequence[Any], variables: Sequence[Any], passes: Any) -> list[Any]:
-        """The average of the ranks' gradients, or their sum, as the reducer is told."""
+        Returns:
+            The average of the ranks' gradients, or their sum, as the reducer is configured.
+        """
+        if self._sum_over_replicas is not None and (summed := self._sum_over_replicas(gradients)) is not None:
+            return summed
         config = self.reducer.config
         gradients = list(gradients)
         if self._of_all_ranks or not self.reducer.active:
@@ -101,54 +127,52 @@ class Synchronizer(Combiner):
             if self._of_all_ranks and config.op is ReduceOp.SUM:
                 factor *= config.process_set.communicator.size
             return gradients if factor == 1 else [None if g is None else g * factor for g in gradients]
-        shared: list[int] = []
-        local: list[int] = []
-        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-            if gradient is not None:
-                (local if self.is_local(variable) else shared).append(index)
-        combined = self._exchange([gradients[i] for i in shared], [variables[i] for i in shared], passes)
-        for index, gradient in zip(shared, combined, strict=True):
-            gradients[index] = gradient
+        given = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        shared = [index for index in given if not self.is_local(variables[index])] if self._local else given
+        reduced = self._reduce([gradients[i] for i in shared], [variables[i] for i in shared], passes)
         if self._scale_local:
-            for index in local:
+            for index in set(given) - set(shared):
                 gradients[index] = gradients[index] / config.process_set.communicator.size
+        for index, gradient in zip(shared, reduced, strict=True):
+            gradients[index] = gradient
         return gradients
 
-    def _exchange(self, gradients: list[Any], variables: list[Any], passes: Any) -> list[Any]:
-        examples = 1 if self.examples is None else self.examples
-        outputs = [ArraySpec(tuple(v.shape), _dtype(g)) for v, g in zip(variables, gradients, strict=True)]
+    def _reduce(self, gradients: list[Any], variables: list[Any], passes: Any) -> list[Any]:
         config = self.reducer.config
+        examples = 1 if self.examples is None else self.examples
         if keras.backend.backend() == "torch" and (config.bucket_bytes is not None or config.device is not None):
-            return self._exchange_tensors(gradients, variables, (int(passes) + 1) % config.steps == 0)
+            if config.bucket_bytes is not None:
+                return self._reduce_during_backward(gradients, [variable.value for variable in variables])
+            exchange = (int(passes) + 1) % config.steps == 0
+            return self.reducer.reduce(gradients, examples=int(examples), exchange=exchange)
+        outputs = [ArraySpec(tuple(v.shape), _dtype(g)) for v, g in zip(variables, gradients, strict=True)]
         if config.bucket_bytes is not None:
-            return self._exchange_buckets(gradients, outputs, examples)
-        steps = config.steps
+            return self._reduce_buckets(gradients, outputs, examples)
 
         def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
             done, count, *parts = hosts
-            exchange = (int(done) + 1) % steps == 0
+            exchange = (int(done) + 1) % config.steps == 0
             return self.reducer.reduce(parts, examples=int(count), exchange=exchange)
 
         return _host_call(on_host, (passes, examples), gradients, outputs)
 
-    def _exchange_tensors(self, gradients: list[Any], variables: list[Any], exchange: bool) -> list[Any]:
-        """On torch: during the backward pass, or without a way over the host, or both."""
-        from choros.training.torch_overlap import TorchOverlap
+    def _reduce_during_backward(self, gradients: list[Any], parameters: list[Any]) -> list[Any]:
+        """On torch: from the second step on, hooks send full buckets while ``loss.backward()`` still runs.
 
-        if self.reducer.config.bucket_bytes is None:
-            examples = 1 if self.examples is None else int(self.examples)
-            return self.reducer.reduce(gradients, examples=examples, exchange=exchange)
-        if self._overlap is None:
-            self._overlap = TorchOverlap(self.reducer, lambda: self.examples)
-        return list(self._overlap.combine(gradients, variables))
+        Keras has computed the gradients before it calls ``apply``, so hooks on torch's parameters see them first.
+        """
+        if self._backward is None:
+            # Outside of a training step, backward passes concern no other rank: their number of examples is None.
+            self._backward = BackwardExchange(self.reducer, parameters, overlap=True, examples=lambda: self.examples)
+        return self._backward.combine(parameters, gradients)
 
-    def _exchange_buckets(self, gradients: list[Any], outputs: list[ArraySpec], examples: Any) -> list[Any]:
+    def _reduce_buckets(self, gradients: list[Any], outputs: list[ArraySpec], examples: Any) -> list[Any]:
         """A call a bucket: a compiled step can make it as soon as those gradients are there.
 
         The calls have side effects, so the frameworks keep them in this order, on every rank.
         """
         buckets = self.reducer.plan(tuple((output.shape, output.dtype) for output in outputs))  # type: ignore[misc]
-        combined = list(gradients)
+        reduced = list(gradients)
         for bucket, indices in enumerate(buckets):
 
             def on_host(hosts: Sequence[Array], bucket: int = bucket) -> Sequence[Array]:
@@ -160,27 +184,12 @@ class Synchronizer(Combiner):
             part = [outputs[index] for index in indices]
             results = _host_call(on_host, (examples,), [gradients[index] for index in indices], part)
             for index, result in zip(indices, results, strict=True):
-                combined[index] = result
-        return combined
+                reduced[index] = result
+        return reduced
 
-    def follow(self, variables: Sequence[Any], on_update: Callable[[list[Array]], None] | None = None) -> int | None:
+    def join(self, variables: Sequence[Any], on_update: Callable[[list[Array]], None] | None = None) -> int | None:
         """``GradientReducer.join`` with the gradients of ``variables``."""
         return self.reducer.join(tuple((tuple(v.shape), _dtype(v)) for v in variables), on_update)
-
-    def join(self, optimizer: Any) -> None:
-        """Goes along with the ranks that still have batches this epoch, until none has.
-
-        Ranks that were done early then take over the weights and the optimizer state of one that was not,
-        so that all end the epoch alike, learning rate and all.
-        """
-        if not self.reducer.active:
-            return
-        variables = optimizer._trainable_variables
-        shared = [variable for variable in variables if not self.is_local(variable)]
-        last = self.follow(shared)
-        if last is not None:
-            process_set = self.reducer.config.process_set
-            broadcast_variables([*shared, *optimizer.variables], process_set.ranks[last], process_set)
 
 
 def _host_call(function: HostFunction, numbers: Sequence[Any], arrays: Sequence[Any], outputs: Any) -> list[Any]:
@@ -189,28 +198,20 @@ def _host_call(function: HostFunction, numbers: Sequence[Any], arrays: Sequence[
     return adapter.host_call(function, [*inputs, *arrays], outputs)
 
 
-def synchronizer_for(optimizer: Any) -> Synchronizer:
-    """What averages the gradients of ``optimizer`` over the examples of all ranks, as Keras itself would accumulate."""
-    base = getattr(optimizer, "inner_optimizer", optimizer)
-    config = ReduceConfig(steps=accumulation_steps(base, 1))
-    return Synchronizer(placed(config), scale_local_gradients=True)
-
-
 def placed(config: ReduceConfig) -> ReduceConfig:
-    """``config`` with where and in what portions gradients are combined, as the framework and its device want it."""
+    """``config`` with where and in what portions gradients are reduced, as the framework and its device want it."""
     device = _device_to_reduce_on(config.process_set, config.compressor)
     portions = bucket_bytes(accelerated=accelerated(), device=device) if config.steps == 1 else None
     return dataclasses.replace(config, device=device, bucket_bytes=portions)
 
 
 def _device_to_reduce_on(process_set: ProcessSet, compression: Compressor) -> Any:
-    """Where gradients are summed without a way over the host; ``None`` elsewhere than on torch."""
+    """Where gradients are reduced without host staging; ``None`` elsewhere than on torch."""
     if keras.backend.backend() != "torch" or not process_set.included():
         return None
     import torch
-    from keras.src.backend.torch.core import get_device
 
-    device = torch.empty(0, device=get_device()).device
+    device = torch.empty(0, device=torch_device()).device
     return device_to_reduce_on(process_set.communicator, compression, [device])
 
 

@@ -1,0 +1,92 @@
+"""The strategy and the replica that the program is in, for users; the default strategy, which is active outside of all.
+
+::
+
+    get_strategy()            the default                     has_strategy() is False
+    with strategy.scope():    strategy                        in_cross_replica_context() is True
+        strategy.run(step)    strategy                        get_replica_context() is the replica's
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import final
+
+from choros.distribute import scope
+from choros.distribute.fit.training import Training
+from choros.distribute.process_replicas import ProcessReplicas
+from choros.distribute.replica_context import ReplicaContext
+from choros.distribute.strategy import Strategy
+
+__all__ = ["get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context"]
+
+
+@final
+class DefaultStrategy(Strategy):
+    """One replica, which computes where the framework likes; models made in its scope train as they would without."""
+
+    is_default = True
+
+    def __init__(self) -> None:
+        super().__init__(ProcessReplicas(1, 0))
+
+    @property
+    def training(self) -> Training | None:
+        """``None``: what Keras makes is left alone."""
+        return None
+
+
+@functools.cache
+def _default_strategy() -> Strategy:
+    return DefaultStrategy()
+
+
+def has_strategy() -> bool:
+    """Whether the program is in the scope of a strategy.
+
+    Example:
+        >>> from choros import distribute
+        >>> distribute.has_strategy()
+        False
+    """
+    return scope.has_strategy()
+
+
+def get_strategy() -> Strategy:
+    """The strategy in whose scope the program is; outside of all, the default one, which has one replica.
+
+    Example:
+        >>> from choros import distribute
+        >>> distribute.get_strategy()
+        DefaultStrategy(1 replicas)
+    """
+    strategy: Strategy = scope.current_strategy() or _default_strategy()
+    return strategy
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the program is in the scope of a strategy, but in none of its replicas.
+
+    Example:
+        >>> from choros import distribute
+        >>> with distribute.OneDeviceStrategy("cpu").scope():
+        ...     distribute.in_cross_replica_context()
+        True
+    """
+    return scope.current_strategy() is not None and scope.current_replica() is None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica in which the program is; ``None`` in cross-replica context.
+
+    Outside of all strategies that is the one replica of the default strategy.
+
+    Example:
+        >>> from choros import distribute
+        >>> distribute.OneDeviceStrategy("cpu").run(lambda: distribute.get_replica_context().num_replicas_in_sync)
+        1
+    """
+    if scope.current_strategy() is None:
+        return ReplicaContext(_default_strategy(), 0)
+    replica: ReplicaContext | None = scope.current_replica()
+    return replica

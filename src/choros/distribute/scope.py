@@ -1,0 +1,124 @@
+"""Where the program is: outside of all strategies, in the scope of one, in one of its replicas, or in its ``fit``.
+
+::
+
+    outside of all scopes                                     current_strategy() is None
+    with strategy.scope():    cross-replica context           models and optimizers are made here
+        strategy.run(step)      replica context               step() runs once a replica; sums gradients
+          merge_call(f)           cross-replica context       f(strategy, …) sees all replicas
+        model.fit(…)          in the scope again              averages gradients over examples
+
+Each thread has a stack of what it has entered; the topmost entry counts. What a strategy is does not matter here, so
+that all modules of strategies can ask; ``choros.distribute.current`` has the functions for users.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from choros.errors import StrategyError
+
+__all__ = ["current_replica", "current_strategy", "enter_fit", "enter_scope", "has_strategy", "in_fit", "in_replica"]
+
+
+class EnteredStrategy(Protocol):
+    """All that this module knows of a strategy."""
+
+    @property
+    def is_default(self) -> bool:
+        """Whether its scope counts as none."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An entry of the stack: ``replica`` is ``None`` in cross-replica context."""
+
+    strategy: EnteredStrategy
+    replica: Any = None
+    fit: bool = False
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
+
+    @property
+    def top(self) -> _Entry | None:
+        return self.entries[-1] if self.entries else None
+
+
+_stack = _Stack()
+
+
+@contextmanager
+def enter_scope(strategy: EnteredStrategy, replica: Any = None) -> Iterator[None]:
+    """The block in which the program is in the scope of ``strategy``, or in one of its replicas.
+
+    Args:
+        strategy: the one to enter. In the default strategy's scope all is as outside of all scopes.
+        replica: the replica's context; ``None`` for cross-replica context.
+
+    Raises:
+        StrategyError: another strategy's scope is open.
+    """
+    if replica is None and strategy.is_default:
+        yield
+        return
+    top = _stack.top
+    if top is not None and top.strategy is not strategy:
+        raise StrategyError(
+            f"a {type(strategy).__name__} was used inside the scope of another strategy, "
+            f"{type(top.strategy).__name__}: a program is in one strategy's scope at a time. Leave the other first."
+        )
+    with _entered(_Entry(strategy, replica)):
+        yield
+
+
+@contextmanager
+def enter_fit() -> Iterator[None]:
+    """The block of the current strategy's ``fit``, ``evaluate`` or ``predict``; outside of all scopes, nothing."""
+    top = _stack.top
+    if top is None or top.strategy.is_default:
+        yield
+        return
+    with _entered(_Entry(top.strategy, fit=True)):
+        yield
+
+
+@contextmanager
+def _entered(entry: _Entry) -> Iterator[None]:
+    _stack.entries.append(entry)
+    try:
+        yield
+    finally:
+        _stack.entries.pop()
+
+
+def current_strategy() -> Any:
+    """The strategy whose scope, replica or ``fit`` the program is in; ``None`` outside of all."""
+    return None if _stack.top is None else _stack.top.strategy
+
+
+def current_replica() -> Any:
+    """The context of the replica that the program is in; ``None`` in cross-replica context and outside of scopes."""
+    return None if _stack.top is None else _stack.top.replica
+
+
+def has_strategy() -> bool:
+    """Whether the program is in the scope of a strategy other than the default one."""
+    return _stack.top is not None and not _stack.top.strategy.is_default
+
+
+def in_replica() -> bool:
+    """Whether the program is in a replica of such a strategy."""
+    return has_strategy() and current_replica() is not None
+
+
+def in_fit() -> bool:
+    """Whether a strategy's ``fit``, ``evaluate`` or ``predict`` is active, and no replica within it."""
+    innermost = next((entry for entry in reversed(_stack.entries) if entry.fit or entry.replica is not None), None)
+    return innermost is not None and innermost.fit

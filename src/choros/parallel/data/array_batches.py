@@ -1,0 +1,70 @@
+"""Batches of arrays in memory, as a ``keras.utils.PyDataset``. Imports Keras: import it on demand."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, final
+
+import keras
+import numpy as np
+
+from choros.parallel.data.kind import Sharding
+from choros.parallel.data.part import count_rows, cut
+from choros.parallel.data.shard import batch_ranges
+from choros.parallel.structure import map_structure
+
+__all__ = ["ArrayBatches"]
+
+
+@final
+class ArrayBatches(keras.utils.PyDataset):
+    """This process's part of each global batch of arrays in memory.
+
+    Args:
+        data: arrays of one length, or tuples, lists and dicts of them.
+        batch_size: examples in a global batch.
+        sharding: whose rows, in which order.
+    """
+
+    def __init__(self, data: Any, batch_size: int, sharding: Sharding) -> None:
+        super().__init__()
+        part = sharding.part
+        self._data = data
+        self._n = count_rows(data)
+        self._ranges = batch_ranges(self._n, batch_size, part.first, part.count)
+        self._shuffle = sharding.shuffle
+        self._seed = sharding.seed
+        self._epoch = sharding.epoch
+        self._order = self._draw()
+        self._split = part.count > 1
+        self._last: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def __getitem__(self, index: int) -> Any:
+        self._check_order(index)
+        start, end = self._ranges[index]
+        if self._order is None:
+            return cut(self._data, start, end)
+        chosen = self._order[start:end]
+        return map_structure(lambda leaf: leaf[chosen], self._data)
+
+    def _check_order(self, index: int) -> None:
+        """Warns if Keras shuffles batches: it does not say so, but the indices that it asks for show it."""
+        if self._split and self._last is not None and index not in (0, self._last + 1):
+            self._split = False
+            warnings.warn(
+                "Keras reorders these batches, on each rank by itself, so that a step mixes parts of different global "
+                "batches: pass shuffle=False to fit, and shuffle=True to shard for a new order each epoch.",
+                stacklevel=2,
+            )
+        self._last = index
+
+    def on_epoch_end(self) -> None:
+        """A new order, the same on all ranks."""
+        self._epoch += 1
+        self._order = self._draw()
+
+    def _draw(self) -> Any:
+        return np.random.default_rng((self._seed, self._epoch)).permutation(self._n) if self._shuffle else None

@@ -1,0 +1,172 @@
+"""The class of a distributed optimizer: a Keras optimizer whose ``apply`` first reduces the gradients.
+
+``Optimizer.apply`` is the one place that every Keras trainer passes, on all frameworks. Reducing at its top means that
+clipping, accumulation, weight decay and moving averages see the gradient of the global batch::
+
+    train_step ──► apply(gradients) ──► [reduce over ranks] ──► clip ──► accumulate ──► update ──► EMA
+
+The user's optimizer object is kept, its class is replaced by a subclass of the same name: its state, its
+saved name and the fast paths that Keras chooses by class stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from choros.errors import ConfigError
+from choros.training.keras_internals import (
+    BaseOptimizer,
+    apply_count,
+    export_like,
+    inner_optimizers,
+    trained_variables,
+)
+from choros.training.optimizer_reducer import OptimizerReducer
+from choros.training.variables import broadcast_in_step, broadcast_variables
+
+__all__ = ["derive", "join", "move_outwards", "own_class", "reducer_of", "unwrap", "wrap"]
+
+_ATTRIBUTE = "_choros_reducer"
+
+
+class _Distributed:
+    """What the replaced class does before the optimizer's own methods."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Reduces the gradients over the ranks, then applies them."""
+        optimizer: Any = self
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            if not optimizer.built:
+                with keras.name_scope(optimizer.name):
+                    optimizer.build(trainable_variables)
+        variables = trained_variables(self) if trainable_variables is None else trainable_variables
+        move_outwards(self)
+        reducer: Any = reducer_of(self)
+        reduced = reducer.reduce(list(grads), variables, apply_count(self))
+        if reducer.has_state:
+            super().apply(reduced, trainable_variables)  # type: ignore[misc]
+        _after_update(self, reducer, variables)
+
+    def build(self, variables: Any) -> None:
+        """Makes the optimizer's state, on ranks that keep it."""
+        if reducer_of(self).has_state:  # type: ignore[union-attr]
+            super().build(variables)  # type: ignore[misc]
+        else:
+            BaseOptimizer.build(self, variables)
+
+    def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        """``apply`` as JAX's trainer calls it; Keras' own comes back to ``apply``, the loss scale's does not."""
+        optimizer: Any = self
+        if isinstance(self, keras.optimizers.LossScaleOptimizer):
+            move_outwards(self)
+            mapping = list(zip(optimizer.variables, optimizer_variables, strict=True))
+            with keras.StatelessScope(state_mapping=mapping):
+                passes = keras.ops.convert_to_tensor(apply_count(self))
+            reducer: Any = reducer_of(self)
+            if reducer.state_owner is not None:
+                raise ConfigError(
+                    "loss scaling on JAX updates the weights of every process, which CentralStorageStrategy does not: "
+                    "use mixed_bfloat16, which needs no loss scale, or MirroredStrategy."
+                )
+            grads = reducer.reduce(grads, trained_variables(self), passes)
+        return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
+
+    def register_local_var(self, var: Any) -> None:
+        """Keeps the gradient of ``var`` on its rank (Horovod's name)."""
+        reducer_of(self).add_local(var)  # type: ignore[union-attr]
+
+
+def _after_update(optimizer: Any, reducer: OptimizerReducer, variables: Sequence[Any]) -> None:
+    """Where one rank alone has updated: the others count it, and take over the values."""
+    if reducer.state_owner is None:
+        return
+    if not reducer.has_state:
+        apply_count(optimizer).assign_add(1)
+    broadcast_in_step(variables, reducer.state_owner)
+
+
+_derived_classes: dict[tuple[type, type], type] = {}
+
+
+def derive(base: type, behaviour: type) -> type:
+    """A subclass of the optimizer class ``base`` that passes for it when the optimizer is saved; one for each.
+
+    Args:
+        base: a Keras optimizer's class.
+        behaviour: its methods come before those of ``base``.
+    """
+    derived = _derived_classes.get((base, behaviour))
+    if derived is None:
+        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        derived = _derived_classes[base, behaviour] = type(base.__name__, (behaviour, base), namespace)
+        export_like(derived, base)
+    return derived
+
+
+def own_class(optimizer: Any) -> Any:
+    """The class that an optimizer had before it got a derived one."""
+    return type(optimizer).__mro__[2]
+
+
+def reducer_of(optimizer: Any) -> OptimizerReducer | None:
+    """What reduces the gradients of a distributed optimizer; ``None`` for others."""
+    return getattr(optimizer, _ATTRIBUTE, None)
+
+
+def wrap(optimizer: Any, reducer: OptimizerReducer) -> None:
+    """Makes ``optimizer`` a distributed one, in place."""
+    optimizer.__class__ = derive(type(optimizer), _Distributed)
+    # Past Keras' attribute tracking: this is no state of the optimizer.
+    object.__setattr__(optimizer, _ATTRIBUTE, reducer)
+
+
+def unwrap(optimizer: Any) -> OptimizerReducer:
+    """Takes back ``wrap``; gives the reducer to who wraps something around ``optimizer``."""
+    reducer: OptimizerReducer = optimizer.__dict__.pop(_ATTRIBUTE)
+    optimizer.__class__ = own_class(optimizer)
+    return reducer
+
+
+def move_outwards(optimizer: Any) -> bool:
+    """Makes an optimizer of optimizers the distributed one, in place of those inside it.
+
+    Ranks must reduce gradients before a ``LossScaleOptimizer`` asks whether they are finite: all get one answer.
+
+    Returns:
+        Whether there was anything to do.
+    """
+    reducers = [unwrap(inner) for inner in inner_optimizers(optimizer) if reducer_of(inner) is not None]
+    if reducers and reducer_of(optimizer) is None:
+        wrap(optimizer, reducers[0])
+    return bool(reducers)
+
+
+def join(optimizer: Any) -> None:
+    """Participates in the steps of ranks that still have batches this epoch, until none has.
+
+    Ranks that were done early then take over the weights and the optimizer state of one that was not, so that all end
+    the epoch alike, learning rate and all. Where one rank makes the updates, it makes them even if it has no more
+    batches itself, and the others have its weights already.
+    """
+    reducer = reducer_of(optimizer)
+    if reducer is None or not reducer.reducer.active:
+        return
+    variables = trained_variables(optimizer)
+    if reducer.state_owner is not None:
+
+        def update(reduced: list[Any]) -> None:
+            if reducer.has_state:
+                own_class(optimizer).apply(optimizer, list(map(keras.ops.convert_to_tensor, reduced)), variables)
+            _after_update(optimizer, reducer, variables)
+
+        reducer.join(variables, update)
+        return
+    shared = [variable for variable in variables if not reducer.is_local(variable)]
+    last = reducer.join(shared)
+    if last is not None:
+        process_set = reducer.reducer.config.process_set
+        broadcast_variables([*shared, *optimizer.variables], process_set.ranks[last], process_set)

@@ -1,0 +1,68 @@
+"""Where the program is, without any strategy: anything with ``is_default`` can be entered."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from choros.distribute.scope import (
+    current_replica,
+    current_strategy,
+    enter_fit,
+    enter_scope,
+    has_strategy,
+    in_fit,
+    in_replica,
+)
+from choros.errors import StrategyError
+
+STRATEGY, OTHER = SimpleNamespace(is_default=False), SimpleNamespace(is_default=False)
+DEFAULT = SimpleNamespace(is_default=True)
+
+
+def here() -> tuple[object, object, bool, bool, bool]:
+    return current_strategy(), current_replica(), has_strategy(), in_replica(), in_fit()
+
+
+OUTSIDE = (None, None, False, False, False)
+
+
+def test_the_topmost_entry_counts() -> None:
+    assert here() == OUTSIDE
+    with enter_scope(STRATEGY):
+        assert here() == (STRATEGY, None, True, False, False)
+        with enter_scope(STRATEGY, "replica"):
+            assert here() == (STRATEGY, "replica", True, True, False)
+            with enter_scope(STRATEGY):
+                assert here() == (STRATEGY, None, True, False, False)
+        with enter_fit():
+            assert here() == (STRATEGY, None, True, False, True)
+            with enter_scope(STRATEGY):
+                assert in_fit()
+            with enter_scope(STRATEGY, "replica"):
+                assert not in_fit()
+    assert here() == OUTSIDE
+
+
+def test_the_default_strategy_is_in_its_replica_alone() -> None:
+    with enter_scope(DEFAULT), enter_fit():
+        assert here() == OUTSIDE
+    with enter_scope(DEFAULT, "replica"), enter_fit():
+        assert here() == (DEFAULT, "replica", False, False, False)
+
+
+def test_one_strategy_at_a_time_and_thread() -> None:
+    with enter_scope(STRATEGY):
+        with pytest.raises(StrategyError, match="one strategy's scope at a time"), enter_scope(OTHER):
+            pass
+        seen: list[object] = []
+        thread = threading.Thread(target=lambda: seen.append(here()))
+        thread.start()
+        thread.join()
+        assert seen == [OUTSIDE]
+
+
+def test_an_error_leaves_the_scope() -> None:
+    with pytest.raises(ZeroDivisionError), enter_scope(STRATEGY), enter_fit():
+        raise ZeroDivisionError
+    assert here() == OUTSIDE

@@ -1,0 +1,114 @@
+"""Kinds of data sets, with stand-ins for their packages; the real ones are in ``dataset_cases.py``."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from choros.errors import ConfigError
+from choros.parallel.data import DataKind, Part, Sharding, are_arrays, kind_of, kinds
+
+
+class Source:
+    """A class that a package has its data sets from."""
+
+
+class Derived(Source):
+    pass
+
+
+#: Without Keras' own: the module of that kind needs it.
+PACKAGES = [
+    ("tensorflow", SimpleNamespace(data=SimpleNamespace(Dataset=Source)), "TfDataKind"),
+    ("torch.utils.data", SimpleNamespace(DataLoader=Source), "DataLoaderKind"),
+    ("grain", SimpleNamespace(MapDataset=int, IterDataset=Source, DataLoader=str), "GrainKind"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_package_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for entry in kinds._TABLE:
+        monkeypatch.delitem(sys.modules, entry.package, raising=False)
+
+
+@pytest.mark.parametrize(("package", "stands_for", "kind"), PACKAGES)
+def test_a_kind_is_found_by_the_classes_of_its_package(
+    package: str, stands_for: SimpleNamespace, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert type(kind_of(Source())).__name__ == "ArrayKind"
+    monkeypatch.setitem(sys.modules, package, stands_for)  # type: ignore[arg-type]
+    for data in (Source(), Derived()):
+        assert type(kind_of(data)).__name__ == kind
+    assert type(kind_of(object())).__name__ == "ArrayKind"
+
+
+def test_data_sets_of_the_table_are_no_arrays_even_if_they_have_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Source, "shape", (3,), raising=False)
+    assert are_arrays(Source())
+    monkeypatch.setitem(sys.modules, *PACKAGES[0][:2])  # type: ignore[arg-type]
+    assert not are_arrays(Source())
+
+
+@pytest.mark.parametrize("data", [np.zeros(3), (np.zeros(3), None), {"x": np.zeros(3)}, [np.zeros(3)], iter([]), 3])
+def test_what_no_package_makes_are_arrays(data: object) -> None:
+    assert type(kind_of(data)).__name__ == "ArrayKind"
+
+
+def test_finding_a_kind_and_splitting_arrays_loads_no_framework() -> None:
+    script = """
+import sys
+import numpy as np
+from choros.parallel.data import Part, Sharding, kind_of
+data = {"x": np.zeros(3)}
+kind_of(data).shard(data, Sharding(Part(0, 2)))
+loaded = {"tensorflow", "torch", "jax", "keras", "grain", "mpi4py"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+class Numbers:
+    """A data set that cannot be iterated itself."""
+
+    def __init__(self, *batches: int) -> None:
+        self.batches = [np.arange(rows) for rows in batches]
+
+
+class NumbersKind(DataKind):
+    """Only what a kind must have, and how to iterate."""
+
+    def shard(self, data: Numbers, sharding: Sharding) -> Numbers:
+        return data
+
+    def batches(self, data: Numbers):
+        yield from data.batches
+
+
+def test_the_other_methods_follow_from_the_batches() -> None:
+    kind, data, part = NumbersKind(), Numbers(4, 4, 1), Part(1, 2)
+    own = kind.local_batches(data, part)
+    for _ in range(2):
+        assert [rows.tolist() for rows in own.start()] == [[2, 3], [2, 3], []]
+    assert own.length() is None
+    assert own.dataset is None
+    assert [rows.tolist() for rows in kind.split(data, part)] == [[2, 3], [2, 3]]
+    assert kind.batch_rows(data) is kind.padded(data) is None
+    assert list(kind.sources(data)) == []
+    with pytest.raises(ConfigError, match="a global batch of 1 examples is smaller than the 2 replicas"):
+        list(kind.split(Numbers(1, 4), part))
+
+
+@pytest.mark.parametrize("data", [np.zeros(3), (np.zeros(3),), {"x": np.zeros(3)}, "text", b"bytes", 3])
+def test_arrays_are_no_batches(data: object) -> None:
+    with pytest.raises(ConfigError, match="is no data set of batches"):
+        kind_of(data).split(data, Part(0, 2))
+
+
+def test_a_list_of_arrays_is_one_structure_to_shard_and_batches_to_a_strategy() -> None:
+    data = [np.arange(4), np.arange(4)]
+    assert [rows.tolist() for rows in kind_of(data).shard(data, Sharding(Part(0, 4)))] == [[0], [0]]
+    assert [rows.tolist() for rows in kind_of(data).split(data, Part(1, 2))] == [[2, 3], [2, 3]]
+    own = kind_of(data).local_batches(data, Part(0, 2))
+    assert own.length() == 2
