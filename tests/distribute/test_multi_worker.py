@@ -16,8 +16,8 @@ import choros
 from choros import distribute
 from choros.errors import ConfigError, EngineUnavailable
 from choros.topology import ENVIRONMENTS
-from comm.starts import free_port, together
-from harness import FRAMEWORKS
+from comm.starts import together
+from harness import FRAMEWORKS, free_port
 from launch.namespaces import Network, two_hosts
 
 pytest.importorskip("torch")  # carries the gradients of ranks that MPI did not start
@@ -39,7 +39,6 @@ def tf_config(workers: list[str], index: int) -> str:
     return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_two_hosts_train_as_one_process(network: Network, framework: str) -> None:
     workers = [f"{host}:2222" for host in network.hosts]
@@ -53,7 +52,6 @@ def test_two_hosts_train_as_one_process(network: Network, framework: str) -> Non
         assert re.search("refused: MirroredStrategy is for .* one host, .* runs on 2: use MultiWorkerMirrored", output)
 
 
-@pytest.mark.timeout(300)
 def test_worker_whose_peer_is_killed_ends_with_an_error() -> None:
     workers = [f"localhost:{free_port()}" for _ in range(2)]
     environs = [{"KERAS_BACKEND": FRAMEWORKS[-1], "TF_CONFIG": tf_config(workers, index)} for index in range(2)]

@@ -22,18 +22,18 @@ from choros.distribute.preemption import termination
 from choros.distribute.preemption.handler import PreemptionCheckpointHandler
 from choros.distribute.preemption.termination import Notice, TerminationConfig
 from choros.errors import ConfigError, StrategyError
-from harness import FRAMEWORKS, case_names, check_case
+from harness import FRAMEWORKS, Job, case_names, check_case, on
 from launch.launched import Running
 
 MODULE = "distribute.preemption_cases"
 SCRIPT = Path(__file__).parent / "preemption_script.py"
 
 
-@pytest.mark.timeout(300)
+@on(Job(2, FRAMEWORKS[0]))
 @pytest.mark.parametrize("case", case_names(MODULE))
-def test_two_ranks(case: str) -> None:
+def test_two_ranks(case: str, job: Job) -> None:
     """On one framework, TensorFlow if it is there: it has checkpoints of its own."""
-    check_case(MODULE, 2, case, FRAMEWORKS[0])
+    check_case(MODULE, case, job)
 
 
 def test_sigterm_to_one_rank_ends_all_and_they_go_on_where_they_were(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness import FRAMEWORKS, case_names, check_case
+from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 MODULE = "keras_face.training_cases"
 #: What three ranks are asked on each framework; two are asked everything.
@@ -15,15 +15,13 @@ CORE = (
 )
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@on(*(Job(2, framework) for framework in FRAMEWORKS))
 @pytest.mark.parametrize("case", case_names(MODULE))
-def test_two_ranks(case: str, framework: str) -> None:
-    check_case(MODULE, 2, case, framework)
+def test_two_ranks(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@on(*(Job(3, framework) for framework in FRAMEWORKS))
 @pytest.mark.parametrize("case", CORE)
-def test_three_ranks(case: str, framework: str) -> None:
-    check_case(MODULE, 3, case, framework, CORE)
+def test_three_ranks(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)

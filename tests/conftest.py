@@ -1,0 +1,31 @@
+"""Tests of one job are run one after the other, so that each job is started once."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import Job
+from ranks import pool
+
+
+def job_of(item: pytest.Item | None) -> Job | None:
+    """The job a test asks for, if any."""
+    callspec = getattr(item, "callspec", None)
+    job = callspec.params.get("job") if callspec else None
+    return job if isinstance(job, Job) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order: dict[Job | None, int] = {None: 0}
+    for item in items:
+        order.setdefault(job_of(item), len(order))
+    items.sort(key=lambda item: order[job_of(item)])
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if job_of(item) != job_of(nextitem):
+        pool.close()
+
+
+def pytest_sessionfinish() -> None:
+    pool.close()
