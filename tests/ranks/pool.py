@@ -1,19 +1,27 @@
-"""The job that is up. There is one at a time: each has the memory of several frameworks' processes."""
+"""The job that is up. There is one at a time: each has the memory of several processes with a framework."""
 
 from __future__ import annotations
 
 from ranks.job import Job
-from ranks.running import Running
+from ranks.running import Broken, CannotStart, Running
 
 _running: Running | None = None
+#: Jobs that did not start, and why: to try again for each case would take long.
+_failed: dict[Job, Broken | CannotStart] = {}
 
 
 def running(job: Job) -> Running:
     """``job``, started unless it is up; whatever else is up ends."""
     global _running
+    if job in _failed:
+        raise _failed[job]
     if _running is None or _running.job != job:
         close()
-        _running = Running(job)
+        try:
+            _running = Running(job)
+        except (Broken, CannotStart) as error:
+            _failed[job] = error
+            raise
     return _running
 
 

@@ -78,7 +78,7 @@ class Running:
         with socket.socket(socket.AF_UNIX) as door:
             door.bind(str(self._directory / "door"))
             door.listen()
-            program = ("-P", "-m", "ranks.rank", str(self._directory))
+            program = ("-m", "ranks.rank", str(self._directory))
             self._processes += [self._start(start) for start in self.job.launcher.starts(self.job.ranks, program)]
             connections = self._welcome(door)
         self._members += [Member(*connection.recv(), connection) for connection in connections]
