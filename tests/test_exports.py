@@ -71,7 +71,7 @@ def test_choros_keras() -> None:
         "print(json.dumps([hvd.__all__, [name for name in hvd.__all__ if not hasattr(hvd, name)]]))"
     )
     environ = {**os.environ, "KERAS_BACKEND": FRAMEWORKS[-1]}
-    done = subprocess.run([sys.executable, "-c", script], env=environ, check=True, stdout=subprocess.PIPE, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], env=environ, check=True, stdout=subprocess.PIPE, timeout=300)
     assert json.loads(done.stdout) == [CHOROS_KERAS.split(), []]
 
 

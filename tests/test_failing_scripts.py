@@ -67,7 +67,7 @@ def test_failing_script(name: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(HEAD + body + "\n")
     done = subprocess.run(
-        [CHOROSRUN, "-np", "2", sys.executable, str(script)], capture_output=True, text=True, timeout=60
+        [CHOROSRUN, "-np", "2", sys.executable, str(script)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == code, done.stderr
     for word in words:
@@ -79,7 +79,7 @@ def test_last_line_is_the_error_of_the_rank_that_failed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(HEAD + SCRIPTS["another shape"][0])
     done = subprocess.run(
-        [CHOROSRUN, "-np", "2", sys.executable, str(script)], capture_output=True, text=True, timeout=60
+        [CHOROSRUN, "-np", "2", sys.executable, str(script)], capture_output=True, text=True, timeout=300
     )
     lines = done.stderr.strip().splitlines()
     assert lines[-1].startswith("Every rank must call the same collectives")

@@ -17,7 +17,7 @@ BENCH = [*CHOROS, "bench"]
 ONCE = ["--rounds", "1", "--burst", "0.001"]
 
 
-def run(*words: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+def run(*words: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*BENCH, *words], capture_output=True, text=True, timeout=timeout)
 
 
@@ -86,8 +86,8 @@ def test_arguments_that_cannot_be_meant(words: list[str], text: str) -> None:
 
 def test_help_teaches() -> None:
     for words, text in (([], "choros bench train"), (["bench", "--help"], "Exit codes")):
-        done = subprocess.run([*CHOROS, *words], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*CHOROS, *words], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0
         assert text in done.stdout
-    done = subprocess.run([*CHOROS, "--version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*CHOROS, "--version"], capture_output=True, text=True, timeout=300)
     assert done.stdout.startswith("choros ")

@@ -18,7 +18,7 @@ def by_hand(ranks: int) -> list[Environ]:
     return [{**common, "RANK": str(rank)} for rank in range(ranks)]
 
 
-def together(command: Sequence[str], environs: Sequence[Environ], timeout: float = 240) -> list[tuple[int, str]]:
+def together(command: Sequence[str], environs: Sequence[Environ], timeout: float = 300) -> list[tuple[int, str]]:
     """Runs ``command`` once in each environment, all at the same time; the exit codes and outputs."""
     processes = [
         subprocess.Popen(

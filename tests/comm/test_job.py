@@ -65,7 +65,7 @@ def test_rank_whose_peer_has_ended_is_told_so_and_the_job_fails(rest: str, code:
         "if choros.rank() == 1: sys.exit()\n" + rest
     )
     command = [CHOROSRUN, "-np", "2", sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == code
     assert "rank 1: shutdown()" in done.stdout + done.stderr
 

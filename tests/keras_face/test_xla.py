@@ -63,7 +63,7 @@ choros.init()
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     command = [CHOROSRUN, "-np", "2", sys.executable, "-c", program]
-    return subprocess.run(command, env={**os.environ, **ENGINE}, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env={**os.environ, **ENGINE}, capture_output=True, text=True, timeout=300)
 
 
 def test_a_killed_rank_ends_the_job() -> None:
