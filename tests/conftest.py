@@ -7,6 +7,9 @@ import pytest
 from harness import Job
 from ranks import pool
 
+#: The jobs of ``--quick``: without a framework, and with the one that is imported soonest.
+QUICK = (None, Job(2), Job(2, "torch"))
+
 
 def job_of(item: pytest.Item | None) -> Job | None:
     """The job a test asks for, if any."""
@@ -15,7 +18,15 @@ def job_of(item: pytest.Item | None) -> Job | None:
     return job if isinstance(job, Job) else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="one framework on two ranks, and no tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("quick"):
+        chosen = [item for item in items if job_of(item) in QUICK and not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+        items[:] = chosen
     order: dict[Job | None, int] = {None: 0}
     for item in items:
         order.setdefault(job_of(item), len(order))

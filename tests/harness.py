@@ -14,6 +14,7 @@ Jobs stay up from test to test; see ``ranks/pool.py``.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from ranks import pool
 from ranks.job import CHOROSRUN, Job, free_port
 from ranks.running import Broken, CannotStart, told
 
-__all__ = ["CHOROSRUN", "FRAMEWORKS", "ROOT", "TESTS", "Job", "case_names", "check_case", "free_port", "on"]
+__all__ = ["CHOROSRUN", "FRAMEWORKS", "ROOT", "TESTS", "Job", "case_names", "check_case", "free_port", "needs", "on"]
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -33,6 +34,11 @@ def case_names(module: str) -> list[str]:
     """The cases of a module, read without importing it: it may need a framework."""
     source = (TESTS / (module.replace(".", "/") + ".py")).read_text()
     return [line[4:].split("(")[0] for line in source.splitlines() if line.startswith("def case_")]
+
+
+def needs(module: str) -> pytest.MarkDecorator:
+    """Skips a test where this cannot be imported; it is not imported to see that."""
+    return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
 
 
 def on(*jobs: Job) -> pytest.MarkDecorator:
@@ -48,6 +54,8 @@ def check_case(module: str, case: str, job: Job) -> None:
         case: a function of it.
         job: on whose ranks.
     """
+    if job.framework and job.framework not in FRAMEWORKS:
+        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {job.framework}")
     try:
         reports = pool.running(job).run(f"{module}::{case}")
     except CannotStart as error:

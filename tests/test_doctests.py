@@ -39,6 +39,7 @@ def test_examples(module: str) -> None:
     assert attempted
 
 
+@pytest.mark.slow
 def test_examples_of_the_keras_face() -> None:
     script = (
         "import doctest, importlib, sys\n"

@@ -65,6 +65,7 @@ def test_choros() -> None:
     assert [name for name in choros.__all__ if not hasattr(choros, name)] == []
 
 
+@pytest.mark.slow
 def test_choros_keras() -> None:
     script = (
         "import json, choros.keras as hvd\n"

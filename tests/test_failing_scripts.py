@@ -10,6 +10,8 @@ import pytest
 
 from harness import CHOROSRUN
 
+pytestmark = pytest.mark.slow
+
 HEAD = """
 import os, signal, time
 import numpy as np

@@ -12,6 +12,8 @@ import pytest
 
 from harness import FRAMEWORKS
 
+pytestmark = pytest.mark.slow
+
 CHOROS = [sys.executable, "-m", "choros.cli"]
 BENCH = [*CHOROS, "bench"]
 ONCE = ["--rounds", "1", "--burst", "0.001"]

@@ -6,8 +6,6 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pytest
-
 from choros.comm import Communicator
 from choros.comm.engines.local import LocalCommunicator
 from choros.comm.engines.threads import run_threads
@@ -47,8 +45,6 @@ TOGETHER = [Threads(2), Threads(3), Job(2), Job(3), ON_TORCH]
 def check(module: str, case: str, job: Alone | Threads | Job) -> None:
     """Fails if ``case`` of ``module`` does on any rank."""
     if isinstance(job, Job):
-        if job.framework:
-            pytest.importorskip(job.framework)
         check_case(module, case, job)
     else:
         job.check(getattr(importlib.import_module(module), case))

@@ -14,10 +14,10 @@ from choros.errors import ConfigError, EngineUnavailable
 from choros.topology import ENVIRONMENTS
 from comm.engines import ON_TORCH
 from comm.starts import by_hand, together
-from harness import FRAMEWORKS, Job, case_names, check_case, free_port, on
+from harness import Job, case_names, check_case, free_port, needs, on
 from ranks.job import TFConfig
 
-pytest.importorskip("torch")
+pytestmark = needs("torch")
 
 OVER_MPI = "comm.torch_over_mpi_cases"
 DEVICES = "comm.device_cases"
@@ -51,7 +51,6 @@ def test_ranks_of_mpi(module: str, case: str, job: Job) -> None:
 
 
 @on(Job(2, "tensorflow", launcher=TFConfig()))
-@pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="tensorflow is not among CHOROS_TEST_FRAMEWORKS")
 def test_ranks_of_tf_config_train_tensorflow(job: Job) -> None:
     check_case(*TRAINING, job)
 

@@ -55,6 +55,7 @@ assert "keras" not in sys.modules and "tensorflow" not in sys.modules
 """
 
 
+@pytest.mark.slow
 @needs_jax
 def test_a_script_that_nobody_launched_uses_all_devices_without_keras() -> None:
     environ = {**os.environ, "XLA_FLAGS": flags(4)}

@@ -12,6 +12,8 @@ import pytest
 
 from examples.example_jobs import Job
 
+pytestmark = pytest.mark.slow
+
 JOB = ("unet_horovod", "--epochs", 3, "--limit", 101)
 
 

@@ -13,6 +13,8 @@ import pytest
 from event_files import scalars
 from examples.example_jobs import Job
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Job]
 
 HOROVOD_FIGURES = {"example", "framework", "ranks", "epochs", "loss", "held_out_loss", "accuracy", "images_per_s"}

@@ -11,6 +11,8 @@ import pytest
 
 from harness import CHOROSRUN, FRAMEWORKS
 
+pytestmark = pytest.mark.slow
+
 PIN = """
 import choros.keras as hvd
 hvd.init()

@@ -66,12 +66,14 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**os.environ, **ENGINE}, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job() -> None:
     done = run(KILLED)
     assert done.returncode == 128 + 9
     assert "rank 1" in done.stderr
 
 
+@pytest.mark.slow
 def test_init_after_jax_has_looked_for_devices() -> None:
     done = run(TOO_LATE)
     assert done.returncode != 0

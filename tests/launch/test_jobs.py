@@ -11,6 +11,8 @@ import pytest
 
 from launch.launched import Running, rank_script, run
 
+pytestmark = pytest.mark.slow
+
 PYTHON = sys.executable
 
 

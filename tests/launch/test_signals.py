@@ -10,6 +10,8 @@ import pytest
 
 from launch.launched import Running, rank_script
 
+pytestmark = pytest.mark.slow
+
 PYTHON = sys.executable
 
 #: Says which signals it got; at SIGINT and SIGTERM it takes a second to save. Has a child that says so as well.

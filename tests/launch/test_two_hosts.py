@@ -16,6 +16,8 @@ from choros.launch.run import run as choros_run
 from launch.launched import Running, rank_script, run
 from launch.namespaces import two_hosts
 
+pytestmark = pytest.mark.slow
+
 PYTHON = sys.executable
 
 

@@ -3,12 +3,11 @@
 import pytest
 
 from choros.parallel.reducer import bucket_bytes
-from harness import FRAMEWORKS, Job, case_names, check_case, on
+from harness import Job, case_names, check_case, on
 
 MODULE = "torch_face.torch_cases"
 
 
-@pytest.mark.skipif("torch" not in FRAMEWORKS, reason="CHOROS_TEST_FRAMEWORKS does not name torch")
 @on(Job(2, "torch"))
 @pytest.mark.parametrize("case", case_names(MODULE))
 def test_two_ranks(case: str, job: Job) -> None:
