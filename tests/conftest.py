@@ -7,8 +7,8 @@ import pytest
 from harness import Job
 from ranks import pool
 
-#: The jobs of ``--quick``: without a framework, and with the one that is imported soonest.
-QUICK = (None, Job(2), Job(2, "torch"))
+#: The jobs of each part of the suite; of two ranks without a framework, and with the one that is imported soonest.
+PARTS = {"quick": (None, Job(2), Job(2, "torch")), "pure": (None,)}
 
 
 def job_of(item: pytest.Item | None) -> Job | None:
@@ -19,12 +19,13 @@ def job_of(item: pytest.Item | None) -> Job | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="one framework on two ranks, and no tests marked slow")
+    text = "no tests marked slow, and: quick: of ranks, two, with one framework; pure: no ranks"
+    parser.addoption("--part", choices=tuple(PARTS), help=text)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("quick"):
-        chosen = [item for item in items if job_of(item) in QUICK and not item.get_closest_marker("slow")]
+    if part := config.getoption("part"):
+        chosen = [item for item in items if job_of(item) in PARTS[part] and not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
         items[:] = chosen
     order: dict[Job | None, int] = {None: 0}

@@ -58,15 +58,14 @@ def check_case(module: str, case: str, job: Job) -> None:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {job.framework}")
     try:
         reports = pool.running(job).run(f"{module}::{case}")
+        failed = told(reports)
     except CannotStart as error:
         pytest.skip(str(error))
     except Broken as error:
-        pool.close(by_force=True)
-        pytest.fail(str(error), pytrace=False)
+        reports, failed = {}, str(error)
     except BaseException:
         pool.close(by_force=True)
         raise
-    failed = told(reports)
     if failed:
         # Ranks that failed may have left each other in the middle of something.
         pool.close(by_force=True)

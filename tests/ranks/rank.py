@@ -22,6 +22,7 @@ import pytest
 
 import choros
 from choros.comm import Communicator, context
+from choros.topology import detect
 
 TESTS = Path(__file__).parents[1]
 
@@ -102,8 +103,10 @@ class Rank:
 def main(directory: str) -> None:
     """Joins the job, and runs cases until there are no more."""
     faulthandler.register(signal.SIGUSR1, file=Path(directory, f"stack.{os.getpid()}").open("w"))  # noqa: SIM115
-    for module in filter(None, os.environ.get("CHOROS_TEST_HIDDEN", "").split()):
+    for module in os.environ["CHOROS_TEST_HIDDEN"].split():
         sys.modules[module] = None
+    # A rank for itself: JAX does not expect others to read what it is writing.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{os.environ['CHOROS_TEST_CACHE']}/{detect(os.environ).rank}"
     with Client(str(Path(directory, "door")), "AF_UNIX") as connection:
         choros.init()
         if os.environ.get("KERAS_BACKEND"):

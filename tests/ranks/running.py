@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import shutil
 import signal
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import pytest
+
 from ranks.job import Job, Start
 
 TESTS = Path(__file__).parents[1]
@@ -27,6 +31,10 @@ CANNOT = 75
 
 #: XLA's optimizations of these small models take longer than the models.
 QUICK = {"TF_CPP_MIN_LOG_LEVEL": "3", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+#: Cases compile the same models again and again, however little time each takes.
+CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+#: Where the frames of pytest begin.
+PYTEST = '  File "' + str(Path(pytest.__file__).parents[1] / "_pytest")
 
 
 class CannotStart(Exception):
@@ -85,7 +93,8 @@ class Running:
         self._members.sort(key=lambda member: member.rank)
 
     def _start(self, start: Start) -> subprocess.Popen[bytes]:
-        environ = {**os.environ, **QUICK, "PYTHONPATH": python_path(), **self.job.environment(), **start.environ}
+        own = {"PYTHONPATH": python_path(), "CHOROS_TEST_CACHE": caches()}
+        environ = {**os.environ, **QUICK, **CACHE, **own, **self.job.environment(), **start.environ}
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 start.command,
@@ -152,11 +161,8 @@ class Running:
                 os.kill(member.pid, signal.SIGUSR1)
         time.sleep(1)  # Each writes its stack.
         limit = f"{GRACE_SECONDS} s after a rank had failed" if reports else f"after {CASE_SECONDS} s"
-        stacks = [
-            f"rank {member.rank} had not ended {limit}:\n{(self._directory / f'stack.{member.pid}').read_text()}"
-            for member in pending
-        ]
-        return "\n".join(stacks)
+        stacks = {member.rank: (self._directory / f"stack.{member.pid}").read_text() for member in pending}
+        return "\n".join(f"rank {rank} had not ended {limit}:\n{shortened(stack)}" for rank, stack in stacks.items())
 
     def close(self) -> None:
         """Lets the ranks end."""
@@ -188,9 +194,22 @@ class Running:
                 process.wait(max(0.0, end - time.monotonic()))
 
 
+@functools.cache
+def caches() -> str:
+    """A directory for what the ranks of all jobs compile; empty at first, and gone when the tests end."""
+    directory = tempfile.mkdtemp(prefix="choros-tests-cache-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
 def python_path() -> str:
     """Where processes that tests start find modules of tests."""
     return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def shortened(stack: str) -> str:
+    """Of each thread, what is above pytest."""
+    return "\n\n".join(thread.partition(PYTEST)[0].rstrip() for thread in stack.split("\n\n")) + "\n"
 
 
 def told(reports: Mapping[int, Report]) -> str:
