@@ -2,16 +2,12 @@
 
 import pytest
 
-from harness import FRAMEWORKS, Job, case_names, check_case, on
+from harness import Job, case_names, check_case, on
 
 MODULE = "keras_face.tensorboard_cases"
 
 
-#: Those that do without TensorFlow.
-JOBS = [Job(1, framework, hidden=("tensorflow",)) for framework in FRAMEWORKS if framework != "tensorflow"]
-
-
-@on(*JOBS)
+@on(Job(1, "torch", hidden=("tensorflow",)))
 @pytest.mark.parametrize("case", case_names(MODULE))
 def test_one_rank(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
