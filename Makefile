@@ -1,6 +1,7 @@
 # Two commands do all the set-up on a machine that has Python and nothing else:
 #   make train   train the digits CNN on two processes
 #   make test    run the whole suite, on all three frameworks
+#   make test-quick   run what a minute allows
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,16 +14,25 @@ else
 TENSORFLOW ?= tensorflow
 endif
 
-.PHONY: help train test install check clean
+.PHONY: help train test test-quick coverage install check clean
 
 help:  ## Say what there is to make
-	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
 
 train: $(VENV)/trains  ## Train the digits CNN on two processes with TensorFlow
 	KERAS_BACKEND=tensorflow TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/chorosrun -np 2 --no-prefix-output $(BIN)/python examples/mnist_horovod.py
 
 test: install  ## Run the whole suite
 	$(BIN)/python -m pytest
+
+test-quick: install  ## Run the tests of one framework on two ranks, and those that need none
+	$(BIN)/python -m pytest --part quick
+
+coverage: install  ## Run the suite but the examples, and say which lines and branches of choros it runs, ranks included
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest --ignore tests/examples
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 install: $(VENV)/tests  ## Only prepare .venv with everything the tests need
 
@@ -33,7 +43,7 @@ check: install  ## Lint, types, import rules
 	$(BIN)/lint-imports
 
 clean:  ## Remove .venv and what tools left behind
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 $(VENV)/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "choros needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 ...")'

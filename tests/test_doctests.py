@@ -39,6 +39,7 @@ def test_examples(module: str) -> None:
     assert attempted
 
 
+@pytest.mark.slow
 def test_examples_of_the_keras_face() -> None:
     script = (
         "import doctest, importlib, sys\n"
@@ -46,5 +47,5 @@ def test_examples_of_the_keras_face() -> None:
     )
     command = [sys.executable, "-c", script, *with_examples(keras=True)]
     environ = {**os.environ, "KERAS_BACKEND": FRAMEWORKS[-1]}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout

@@ -65,13 +65,14 @@ def test_choros() -> None:
     assert [name for name in choros.__all__ if not hasattr(choros, name)] == []
 
 
+@pytest.mark.slow
 def test_choros_keras() -> None:
     script = (
         "import json, choros.keras as hvd\n"
         "print(json.dumps([hvd.__all__, [name for name in hvd.__all__ if not hasattr(hvd, name)]]))"
     )
     environ = {**os.environ, "KERAS_BACKEND": FRAMEWORKS[-1]}
-    done = subprocess.run([sys.executable, "-c", script], env=environ, check=True, stdout=subprocess.PIPE, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], env=environ, check=True, stdout=subprocess.PIPE, timeout=300)
     assert json.loads(done.stdout) == [CHOROS_KERAS.split(), []]
 
 

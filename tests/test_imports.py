@@ -13,7 +13,7 @@ HEAVY = {"tensorflow", "torch", "jax", "keras", "grain", "mpi4py"}
 
 def test_imports_point_one_way() -> None:
     command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
 
 
@@ -37,4 +37,4 @@ def test_no_circles() -> None:
 )
 def test_no_framework_and_no_mpi_is_loaded_by(script: str) -> None:
     check = f"\nimport sys; loaded = {HEAVY!r} & set(sys.modules); assert not loaded, loaded"
-    subprocess.run([sys.executable, "-c", script + check], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script + check], check=True, timeout=300)

@@ -3,15 +3,16 @@ import pytest
 
 from choros.arrays import adapter_of, framework_adapter
 from choros.errors import ConfigError
-from harness import FRAMEWORKS, case_names, check_case
+from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 ADAPTERS = "arrays.adapter_cases"
 
 
-@pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
+@on(Job(2), *(Job(2, framework) for framework in FRAMEWORKS))
 @pytest.mark.parametrize("case", case_names(ADAPTERS))
-def test_adapter(case: str, framework: str) -> None:
-    check_case(ADAPTERS, 1, case, framework)
+def test_adapter(case: str, job: Job) -> None:
+    """One rank would do; but these are up for other tests."""
+    check_case(ADAPTERS, case, job)
 
 
 @pytest.mark.parametrize("value", [1, 2.5, True, [1.0], (1, 2), np.float32(1), np.ones(3), None])

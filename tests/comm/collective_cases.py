@@ -12,7 +12,6 @@ from choros.comm import BFLOAT16, Communicator, ReduceOp
 from choros.comm.reduction import DTYPES
 from choros.errors import ConfigError
 from choros.topology import shard_range
-from comm.engines import on_ranks
 
 Array = NDArray
 SHAPES = [(), (0,), (3, 0), (5,), (2, 3, 4)]
@@ -50,7 +49,6 @@ def check_same(result: Array, expected: Array, *what: object) -> None:
     np.testing.assert_array_equal(result, expected, err_msg=str(what))
 
 
-@on_ranks
 def case_allreduce_combines_every_dtype_with_every_operation(communicator: Communicator) -> None:
     for dtype in DTYPES:
         arrays = everybody(communicator, dtype)
@@ -58,7 +56,6 @@ def case_allreduce_combines_every_dtype_with_every_operation(communicator: Commu
             check_same(communicator.allreduce(arrays[communicator.rank], op), reduced(arrays, op), dtype, op)
 
 
-@on_ranks
 def case_allreduce_keeps_the_shape(communicator: Communicator) -> None:
     for dtype in KINDS:
         for shape in SHAPES:
@@ -67,7 +64,6 @@ def case_allreduce_keeps_the_shape(communicator: Communicator) -> None:
             check_same(result, reduced(arrays, ReduceOp.SUM), dtype, shape)
 
 
-@on_ranks
 def case_arrays_may_lie_in_memory_as_they_like(communicator: Communicator) -> None:
     def scattered(rank: int, dtype: np.dtype) -> Array:
         return values(rank, dtype, (6, 4, 5))[::2, ::-1].transpose(2, 0, 1)
@@ -85,7 +81,6 @@ def case_arrays_may_lie_in_memory_as_they_like(communicator: Communicator) -> No
         check_same(communicator.alltoall(mine, splits)[0], rows, dtype)
 
 
-@on_ranks
 def case_inputs_are_only_read_and_results_are_the_callers(communicator: Communicator) -> None:
     array = np.ones((communicator.size, 2), np.float32)
     array.setflags(write=False)
@@ -99,7 +94,6 @@ def case_inputs_are_only_read_and_results_are_the_callers(communicator: Communic
         result += 1
 
 
-@on_ranks
 def case_average_of_integers_rounds_towards_zero(communicator: Communicator) -> None:
     mine = np.array([7, -7, 0]) + (communicator.rank == 0) * np.array([1, -1, 0])
     average = (7 * communicator.size + 1) // communicator.size
@@ -107,13 +101,11 @@ def case_average_of_integers_rounds_towards_zero(communicator: Communicator) -> 
         check_same(communicator.allreduce(mine.astype(dtype)), np.array([average, -average, 0], dtype))
 
 
-@on_ranks
 def case_booleans_have_no_average(communicator: Communicator) -> None:
     with pytest.raises(ConfigError, match="op=Max for 'any'"):
         communicator.allreduce(True, ReduceOp.AVERAGE)
 
 
-@on_ranks
 def case_bfloat16_is_summed_in_float32(communicator: Communicator) -> None:
     # Its numbers from 256 on are 2 apart, so that 256 + 1 + 1 would stay 256.
     mine = np.full(3, 256 if communicator.rank == 0 else 1, BFLOAT16)
@@ -123,7 +115,6 @@ def case_bfloat16_is_summed_in_float32(communicator: Communicator) -> None:
     check_same(communicator.reducescatter(mine, ReduceOp.SUM), total[start:end])
 
 
-@on_ranks
 def case_grouped_allreduce_takes_arrays_of_many_kinds(communicator: Communicator) -> None:
     arrays = [[values(rank, dtype, shape) for dtype, shape in zip(KINDS, SHAPES, strict=False)] for rank in (0, 1, 2)]
     results = communicator.grouped_allreduce(arrays[communicator.rank], ReduceOp.SUM)
@@ -132,7 +123,6 @@ def case_grouped_allreduce_takes_arrays_of_many_kinds(communicator: Communicator
     assert communicator.grouped_allreduce([]) == []
 
 
-@on_ranks
 def case_allgather_concatenates_rows_of_which_some_ranks_have_none(communicator: Communicator) -> None:
     for dtype in DTYPES:
         for inner in ((), (2,), (2, 0)):
@@ -140,12 +130,10 @@ def case_allgather_concatenates_rows_of_which_some_ranks_have_none(communicator:
             check_same(communicator.allgather(arrays[communicator.rank]), np.concatenate(arrays), dtype, inner)
 
 
-@on_ranks
 def case_allgather_takes_a_scalar_for_one_row(communicator: Communicator) -> None:
     check_same(communicator.allgather(np.float32(communicator.rank)), np.arange(communicator.size, dtype=np.float32))
 
 
-@on_ranks
 def case_broadcast_gives_the_array_of_each_root(communicator: Communicator) -> None:
     for root in range(communicator.size):
         for dtype in DTYPES:
@@ -156,7 +144,6 @@ def case_broadcast_gives_the_array_of_each_root(communicator: Communicator) -> N
             check_same(communicator.broadcast(mine, root), values(root, BFLOAT16, shape), shape, root)
 
 
-@on_ranks
 def case_reducescatter_gives_the_first_ranks_the_remainder(communicator: Communicator) -> None:
     for dtype in DTYPES:
         for rows in range(2 * communicator.size + 1):
@@ -167,7 +154,6 @@ def case_reducescatter_gives_the_first_ranks_the_remainder(communicator: Communi
                 check_same(result, reduced(arrays, op)[start:end], dtype, rows, op)
 
 
-@on_ranks
 def case_alltoall_deals_out_rows_equally(communicator: Communicator) -> None:
     for dtype in DTYPES:
         arrays = everybody(communicator, dtype, (2 * communicator.size, 3))
@@ -177,7 +163,6 @@ def case_alltoall_deals_out_rows_equally(communicator: Communicator) -> None:
         check_same(counts, np.full(communicator.size, 2, np.int32))
 
 
-@on_ranks
 def case_alltoall_sends_as_many_rows_as_it_is_told(communicator: Communicator) -> None:
     ranks = range(communicator.size)
     splits = [[(sender + 2 * receiver) % 3 for receiver in ranks] for sender in ranks]
@@ -192,7 +177,6 @@ def case_alltoall_sends_as_many_rows_as_it_is_told(communicator: Communicator) -
     check_same(counts, np.array([len(part) for part in meant_for_me], np.int32))
 
 
-@on_ranks
 def case_what_no_rank_can_mean_is_the_same_error_on_all(communicator: Communicator) -> None:
     size = communicator.size
     for text, collective in {
@@ -219,7 +203,6 @@ def case_what_no_rank_can_mean_is_the_same_error_on_all(communicator: Communicat
             communicator.alltoall(np.ones(size + 1))
 
 
-@on_ranks
 def case_each_call_costs_one_control_message(communicator: Communicator) -> None:
     rows = np.ones((communicator.size, 2))
     for collective in (
@@ -237,7 +220,6 @@ def case_each_call_costs_one_control_message(communicator: Communicator) -> None
         assert communicator.collectives == before + 1
 
 
-@on_ranks
 def case_started_collectives_keep_their_order_among_blocking_ones(communicator: Communicator) -> None:
     size = communicator.size
     reductions = [communicator.start(communicator.allreduce, np.full(3, float(i)), ReduceOp.SUM) for i in range(4)]
@@ -250,7 +232,6 @@ def case_started_collectives_keep_their_order_among_blocking_ones(communicator: 
         check_same(work.wait(), np.full(3, float(i * size)))
 
 
-@on_ranks
 def case_error_of_a_started_collective_is_raised_by_wait(communicator: Communicator) -> None:
     work = communicator.start(communicator.broadcast, 1.0, communicator.size)
     assert communicator.allreduce(1, ReduceOp.SUM) == communicator.size
@@ -259,7 +240,6 @@ def case_error_of_a_started_collective_is_raised_by_wait(communicator: Communica
             work.wait()
 
 
-@on_ranks
 def case_parts_work_at_the_same_time_and_can_be_split_again(communicator: Communicator) -> None:
     halves = [list(range(start, communicator.size, 2)) for start in range(min(2, communicator.size))]
     parts = [communicator.split(half[::-1]) for half in halves]

@@ -11,7 +11,6 @@ import pytest
 
 from choros.comm import Communicator, ReduceOp
 from choros.errors import ConfigError, MismatchError
-from comm.engines import on_ranks
 
 ONES = np.ones(4, np.float32)
 
@@ -43,7 +42,6 @@ def mismatch(communicator: Communicator, usual: Callable[[], object], other: Cal
     return raised.value
 
 
-@on_ranks
 def case_every_difference_is_found_and_told_to_all_ranks(communicator: Communicator) -> None:
     for what, (usual, other) in DIFFERENT.items():
         error = mismatch(communicator, lambda: usual(communicator), lambda: other(communicator))  # noqa: B023
@@ -53,7 +51,6 @@ def case_every_difference_is_found_and_told_to_all_ranks(communicator: Communica
         assert len(set(asked(error).values())) == 2, what
 
 
-@on_ranks
 def case_text_tells_what_each_rank_asked_for_and_where(communicator: Communicator) -> None:
     def usual() -> None:
         communicator.allreduce(ONES, ReduceOp.SUM, name="loss")
@@ -72,14 +69,12 @@ def case_text_tells_what_each_rank_asked_for_and_where(communicator: Communicato
     assert asked(error) == expected
 
 
-@on_ranks
 def case_ranks_that_disagree_on_the_order_fail_in_both_calls(communicator: Communicator) -> None:
     first, second = communicator.barrier, lambda: communicator.allreduce(ONES)
     mismatch(communicator, first, second)
     mismatch(communicator, second, first)
 
 
-@on_ranks
 def case_what_is_wrong_on_one_rank_is_a_mismatch_on_the_others(communicator: Communicator) -> None:
     wrong_here = communicator.rank == communicator.size - 1
     array = np.ones(4, np.complex128 if wrong_here else np.float32)
@@ -87,7 +82,6 @@ def case_what_is_wrong_on_one_rank_is_a_mismatch_on_the_others(communicator: Com
         communicator.allreduce(array)
 
 
-@on_ranks
 def case_mismatch_of_a_started_collective_is_raised_by_wait(communicator: Communicator) -> None:
     work = communicator.start(communicator.allreduce, ONES[communicator.rank :], ReduceOp.SUM)
     assert communicator.allreduce(1, ReduceOp.SUM) == communicator.size
@@ -95,7 +89,6 @@ def case_mismatch_of_a_started_collective_is_raised_by_wait(communicator: Commun
         work.wait()
 
 
-@on_ranks
 def case_communicator_works_after_a_mismatch(communicator: Communicator) -> None:
     mismatch(communicator, communicator.barrier, lambda: communicator.allreduce(ONES))
     assert communicator.allreduce(communicator.rank, ReduceOp.MAX) == communicator.size - 1

@@ -1,22 +1,21 @@
-"""One body a behaviour, on every engine; real ranks share one launch for each number of them."""
+"""One body a behaviour, on every engine."""
 
 import pytest
 
-from comm.engines import ALONE, TOGETHER, check
-from harness import case_names
+from comm.engines import ALONE, TOGETHER, Alone, Threads, check
+from harness import Job, case_names
 
-pytestmark = pytest.mark.timeout(300)
 COLLECTIVES = "comm.collective_cases"
 MISMATCHES = "comm.mismatch_cases"
 
 
-@pytest.mark.parametrize(("engine", "size"), ALONE + TOGETHER)
+@pytest.mark.parametrize("job", ALONE + TOGETHER, ids=str)
 @pytest.mark.parametrize("case", case_names(COLLECTIVES))
-def test_collective(case: str, engine: str, size: int) -> None:
-    check(COLLECTIVES, case, engine, size)
+def test_collective(case: str, job: Alone | Threads | Job) -> None:
+    check(COLLECTIVES, case, job)
 
 
-@pytest.mark.parametrize(("engine", "size"), TOGETHER)
+@pytest.mark.parametrize("job", TOGETHER, ids=str)
 @pytest.mark.parametrize("case", case_names(MISMATCHES))
-def test_mismatch(case: str, engine: str, size: int) -> None:
-    check(MISMATCHES, case, engine, size)
+def test_mismatch(case: str, job: Threads | Job) -> None:
+    check(MISMATCHES, case, job)

@@ -14,7 +14,7 @@ from choros.config import Config
 from choros.errors import ConfigError, EngineUnavailable, NotInitializedError
 from choros.parallel import objects, ops
 from choros.topology import ENVIRONMENTS, Topology
-from harness import CHOROSRUN, case_names, check_case
+from harness import CHOROSRUN, Job, case_names, check_case, on
 
 JOBS = "comm.job_cases"
 
@@ -30,9 +30,10 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choros.shutdown()
 
 
+@on(Job(3))
 @pytest.mark.parametrize("case", case_names(JOBS))
-def test_three_ranks(case: str) -> None:
-    check_case(JOBS, 3, case)
+def test_three_ranks(case: str, job: Job) -> None:
+    check_case(JOBS, case, job)
 
 
 # ── one rank that leaves ─────────────────────────────────────────────────────────────────────────
@@ -64,7 +65,7 @@ def test_rank_whose_peer_has_ended_is_told_so_and_the_job_fails(rest: str, code:
         "if choros.rank() == 1: sys.exit()\n" + rest
     )
     command = [CHOROSRUN, "-np", "2", sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == code
     assert "rank 1: shutdown()" in done.stdout + done.stderr
 

@@ -12,33 +12,47 @@ import pytest
 import choros
 from choros.errors import ConfigError, EngineUnavailable
 from choros.topology import ENVIRONMENTS
-from comm.engines import ALSO_ON_TORCH, on_torch
-from comm.starts import by_hand, free_port, run_cases, together
-from harness import FRAMEWORKS, case_names, check_case
+from comm.engines import ON_TORCH
+from comm.starts import by_hand, together
+from harness import Job, case_names, check_case, free_port, needs, on
+from ranks.job import TFConfig
 
-pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = needs("torch")
 
 OVER_MPI = "comm.torch_over_mpi_cases"
-OVER_MPI_CASES = (*case_names("comm.device_cases"), *case_names(OVER_MPI))
-TRAINING = "keras_face.training_cases"
-SAME_WEIGHTS = "case_sgd_with_momentum_on_uneven_batches"
+DEVICES = "comm.device_cases"
+TORCH = "comm.torch_cases"
+TRAINING = ("keras_face.training_cases", "case_sgd_with_momentum_on_uneven_batches")
+#: Cases of other modules that ranks of torchrun run as well.
+ALSO = (
+    ("comm.job_cases", "case_a_job_can_be_left_and_joined_many_times"),
+    ("comm.job_cases", "case_disjoint_sets_go_at_their_own_pace"),
+    ("comm.job_cases", "case_init_registers_sets_and_shutdown_forgets_them"),
+    ("comm.job_cases", "case_members_communicate_and_outsiders_are_told_that_they_cannot"),
+    ("comm.job_cases", "case_sets_overlap_and_take_turns_with_all_ranks"),
+    TRAINING,
+)
 
 
-@pytest.mark.parametrize("case", [*case_names("comm.torch_cases"), *case_names("comm.device_cases"), *ALSO_ON_TORCH])
-def test_ranks_of_torchrun(case: str) -> None:
-    on_torch(case)
+def cases_of(*modules: str) -> list[tuple[str, str]]:
+    return [(module, case) for module in modules for case in case_names(module)]
 
 
-@pytest.mark.parametrize("case", OVER_MPI_CASES)
-def test_ranks_of_mpi(case: str) -> None:
-    check_case(OVER_MPI, 2, case, cases=OVER_MPI_CASES)
+@on(ON_TORCH)
+@pytest.mark.parametrize(("module", "case"), [*cases_of(TORCH, DEVICES), *ALSO])
+def test_ranks_of_torchrun(module: str, case: str, job: Job) -> None:
+    check_case(module, case, job)
 
 
-@pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="tensorflow is not among CHOROS_TEST_FRAMEWORKS")
-def test_ranks_of_tf_config_train_tensorflow() -> None:
-    errors = run_cases(TRAINING, "TF_CONFIG", 2, "tensorflow", (SAME_WEIGHTS,))
-    assert not errors[SAME_WEIGHTS], errors[SAME_WEIGHTS]
+@on(Job(2, "torch"))
+@pytest.mark.parametrize(("module", "case"), cases_of(DEVICES, OVER_MPI))
+def test_ranks_of_mpi(module: str, case: str, job: Job) -> None:
+    check_case(module, case, job)
+
+
+@on(Job(2, "tensorflow", launcher=TFConfig()))
+def test_ranks_of_tf_config_train_tensorflow(job: Job) -> None:
+    check_case(*TRAINING, job)
 
 
 DIES = """
@@ -131,7 +145,7 @@ def test_without_torch_the_engine_says_how_to_get_it() -> None:
         "except EngineUnavailable as error: assert 'pip install torch' in str(error)\n"
         "else: raise AssertionError"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
 
 
 def test_engine_is_forced_on_a_process_alone(start: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from choros.comm.waiting import Schedule, wait_until
-from comm.engines import on_torch
-from harness import CHOROSRUN, case_names, check_case
+from comm.engines import ON_TORCH
+from harness import CHOROSRUN, Job, case_names, check_case, on
 
 MODULE = "comm.waiting_cases"
 #: The mpi engine's ranks wait in MPI, those of the torch engine in Gloo.
@@ -48,14 +48,10 @@ def test_a_wait_of_a_second_polls_about_a_thousand_times() -> None:
     assert polls < 2000
 
 
+@on(Job(2), ON_TORCH)
 @pytest.mark.parametrize("case", case_names(MODULE))
-def test_ranks_of_mpi(case: str) -> None:
-    check_case(MODULE, 2, case)
-
-
-@pytest.mark.parametrize("case", case_names(MODULE))
-def test_ranks_of_torchrun(case: str) -> None:
-    on_torch(case)
+def test_ranks(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)
 
 
 COMES_LATE = """

@@ -1,4 +1,4 @@
-"""What the torch engine must do, on ranks that MPI did not start; with the cases that every engine must pass."""
+"""What the torch engine must do, on ranks that MPI did not start; beside the cases that every engine must pass."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from choros.comm.engines.torch import TorchCommunicator
 from choros.comm.engines.torch_devices import DeviceGroup
 from choros.errors import ConfigError
 from choros.topology import Topology
-from comm.collective_cases import *  # noqa: F403
-from comm.device_cases import *  # noqa: F403
 from comm.device_cases import CPU
-from comm.job_cases import *  # noqa: F403
-from comm.mismatch_cases import *  # noqa: F403
-from comm.waiting_cases import *  # noqa: F403
-from keras_face.training_cases import case_sgd_with_momentum_on_uneven_batches  # noqa: F401
 
 
 def total() -> int:

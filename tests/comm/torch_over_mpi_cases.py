@@ -1,4 +1,4 @@
-"""The torch engine on ranks that MPI started; with the cases of tensors, whose control plane is MPI."""
+"""The torch engine on ranks that MPI started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import choros
 from choros.comm import global_process_set, topology
 from choros.comm.engines.torch import TorchCommunicator
-from comm.device_cases import *  # noqa: F403
 
 
 def case_mpi_started_ranks_can_take_the_torch_engine() -> None:

@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from ranks.running import QUICK, python_path
+
 TESTS = Path(__file__).parents[1]
 #: Begins the lines of the chief that tell how a case went.
 CASE = "case: "
@@ -93,13 +95,12 @@ def run_jobs(framework: str, *jobs: Job) -> Outcome:
         np.save(directory / "y.npy", y.astype("int32"))
         environ = {
             **os.environ,
+            **QUICK,
             "KERAS_BACKEND": framework,
             "XDG_CACHE_HOME": name,
             "CHOROS_START_TIMEOUT": "60",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": python_path(),
             "OMP_NUM_THREADS": "1",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # The steps are short, and compiled by each process.
         }
         command = [sys.executable, __file__, json.dumps([asdict(job) for job in jobs])]
         starter = subprocess.Popen(

@@ -7,16 +7,17 @@ from choros.distribute import datasets
 from choros.distribute.replicas import Replicas
 from choros.parallel.data import Part
 from choros.parallel.data.tf_auto_shard import InputPipeline
-from harness import FRAMEWORKS, case_names, check_case
+from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 MODULE = "distribute.dataset_cases"
 #: The data sets of all frameworks are in these cases; which arrays are in the lists of batches differs.
 FRAMEWORK = FRAMEWORKS[-1]
 
 
+@on(Job(2, FRAMEWORK))
 @pytest.mark.parametrize("case", case_names(MODULE))
-def test_two_replicas(case: str) -> None:
-    check_case(MODULE, 2, case, FRAMEWORK)
+def test_two_replicas(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)
 
 
 class Local(Replicas):

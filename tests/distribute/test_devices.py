@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from harness import FRAMEWORKS, case_names, check_case
+from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 MODULE = "distribute.device_cases"
 ON_TWO = (
@@ -23,19 +23,22 @@ def flags(devices: int) -> str:
     return f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
 
 
+def on_devices(count: int) -> Job:
+    return Job(1, "jax", (("XLA_FLAGS", flags(count)),), name=f"devices-{count}")
+
+
 @needs_jax
-@pytest.mark.timeout(300)
+@on(on_devices(4))
 @pytest.mark.parametrize("case", case_names(MODULE))
-def test_four_devices(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", flags(4))
-    check_case(MODULE, 1, case, "jax")
+def test_four_devices(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)
 
 
 @needs_jax
+@on(on_devices(2))
 @pytest.mark.parametrize("case", ON_TWO)
-def test_two_devices(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", flags(2))
-    check_case(MODULE, 1, case, "jax", ON_TWO)
+def test_two_devices(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)
 
 
 NOTEBOOK = """
@@ -52,14 +55,15 @@ assert "keras" not in sys.modules and "tensorflow" not in sys.modules
 """
 
 
+@pytest.mark.slow
 @needs_jax
 def test_a_script_that_nobody_launched_uses_all_devices_without_keras() -> None:
     environ = {**os.environ, "XLA_FLAGS": flags(4)}
-    done = subprocess.run([sys.executable, "-c", NOTEBOOK], env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", NOTEBOOK], env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@on(*(Job(1, framework, hidden=() if framework == "tensorflow" else ("tensorflow",)) for framework in FRAMEWORKS))
 @pytest.mark.parametrize("case", case_names("distribute.one_device_cases"))
-def test_one_device(case: str, framework: str) -> None:
-    check_case("distribute.one_device_cases", 1, case, framework)
+def test_one_device(case: str, job: Job) -> None:
+    check_case("distribute.one_device_cases", case, job)

@@ -16,11 +16,11 @@ import choros
 from choros import distribute
 from choros.errors import ConfigError, EngineUnavailable
 from choros.topology import ENVIRONMENTS
-from comm.starts import free_port, together
-from harness import FRAMEWORKS
+from comm.starts import together
+from harness import FRAMEWORKS, free_port, needs
 from launch.namespaces import Network, two_hosts
 
-pytest.importorskip("torch")  # carries the gradients of ranks that MPI did not start
+pytestmark = needs("torch")  # carries the gradients of ranks that MPI did not start
 
 SCRIPT = str(Path(__file__).parent / "worker_script.py")
 #: How the workers learn each other's addresses: another way on each framework.
@@ -39,7 +39,7 @@ def tf_config(workers: list[str], index: int) -> str:
     return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_two_hosts_train_as_one_process(network: Network, framework: str) -> None:
     workers = [f"{host}:2222" for host in network.hosts]
@@ -53,7 +53,7 @@ def test_two_hosts_train_as_one_process(network: Network, framework: str) -> Non
         assert re.search("refused: MirroredStrategy is for .* one host, .* runs on 2: use MultiWorkerMirrored", output)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_worker_whose_peer_is_killed_ends_with_an_error() -> None:
     workers = [f"localhost:{free_port()}" for _ in range(2)]
     environs = [{"KERAS_BACKEND": FRAMEWORKS[-1], "TF_CONFIG": tf_config(workers, index)} for index in range(2)]

@@ -2,15 +2,15 @@ import numpy as np
 import pytest
 
 from choros import nn
-from harness import FRAMEWORKS, case_names, check_case
+from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 MODULE = "distribute.nn_cases"
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@on(*(Job(2, framework) for framework in FRAMEWORKS))
 @pytest.mark.parametrize("case", case_names(MODULE))
-def test_two_replicas(case: str, framework: str) -> None:
-    check_case(MODULE, 2, case, framework)
+def test_two_replicas(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)
 
 
 def test_alone_no_job_is_needed() -> None:

@@ -5,6 +5,8 @@ import pytest
 from distribute.parameter_server_jobs import Job, Outcome, run_jobs
 from harness import FRAMEWORKS, case_names
 
+pytestmark = pytest.mark.slow
+
 FIRST, RESUMED = "parameter_server_script", "parameter_server_resumed"
 #: What one worker does differs between frameworks; what several do with each other does not.
 WITH_TWO_WORKERS = "torch" if "torch" in FRAMEWORKS else FRAMEWORKS[0]

@@ -22,20 +22,21 @@ from choros.distribute.preemption import termination
 from choros.distribute.preemption.handler import PreemptionCheckpointHandler
 from choros.distribute.preemption.termination import Notice, TerminationConfig
 from choros.errors import ConfigError, StrategyError
-from harness import FRAMEWORKS, case_names, check_case
+from harness import FRAMEWORKS, Job, case_names, check_case, on
 from launch.launched import Running
 
 MODULE = "distribute.preemption_cases"
 SCRIPT = Path(__file__).parent / "preemption_script.py"
 
 
-@pytest.mark.timeout(300)
+@on(Job(2, FRAMEWORKS[0]))
 @pytest.mark.parametrize("case", case_names(MODULE))
-def test_two_ranks(case: str) -> None:
+def test_two_ranks(case: str, job: Job) -> None:
     """On one framework, TensorFlow if it is there: it has checkpoints of its own."""
-    check_case(MODULE, 2, case, FRAMEWORKS[0])
+    check_case(MODULE, case, job)
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_rank_ends_all_and_they_go_on_where_they_were(tmp_path: Path) -> None:
     command = ("-np", "2", sys.executable, SCRIPT, FRAMEWORKS[-1], tmp_path / "checkpoints")
     with Running(*command) as job:
@@ -232,6 +233,7 @@ def test_wrong_uses_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "the main thread alone" in str(errors[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="tensorflow is not among CHOROS_TEST_FRAMEWORKS")
 def test_managers_of_tensorflow_and_its_own_handler_share_files(tmp_path: Path) -> None:
     import tensorflow as tf

@@ -2,13 +2,12 @@
 
 import pytest
 
-from harness import FRAMEWORKS, case_names, check_case
+from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 MODULE = "distribute.strategy_cases"
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@on(*(Job(2, framework) for framework in FRAMEWORKS))
 @pytest.mark.parametrize("case", case_names(MODULE))
-def test_two_ranks(case: str, framework: str) -> None:
-    check_case(MODULE, 2, case, framework)
+def test_two_ranks(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)

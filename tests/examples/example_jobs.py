@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from harness import CHOROSRUN, FRAMEWORKS, ROOT, TESTS
+from ranks.running import QUICK, python_path
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Job:
         environment = {
             **os.environ,
             "KERAS_BACKEND": framework,
-            "TF_CPP_MIN_LOG_LEVEL": "3",
+            **QUICK,
             "XDG_CACHE_HOME": str(cache),
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": python_path(),
         }
         return cls(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -10,8 +10,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-pytest.importorskip("keras", reason="the examples are Keras scripts")
-pytest.importorskip("sklearn", reason="the bundled digits are scikit-learn's")
+from harness import needs
+
+#: The examples are Keras scripts, and the bundled digits are scikit-learn's.
+pytestmark = [pytest.mark.slow, needs("keras"), needs("sklearn")]
 
 Opener = Callable[[str], ModuleType]
 

@@ -1,12 +1,8 @@
 """TensorBoard's files without TensorFlow. Run by ``test_tensorboard.py``."""
 
-# ruff: noqa: E402  (TensorFlow is hidden before Keras looks for it)
-
 import sys
 import tempfile
 from pathlib import Path
-
-sys.modules["tensorflow"] = None  # as if it were not installed
 
 import keras
 import numpy as np

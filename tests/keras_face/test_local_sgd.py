@@ -2,10 +2,9 @@
 
 import pytest
 
-from harness import FRAMEWORKS, case_names, check_case
+from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 MODULE = "keras_face.local_sgd_cases"
-ALL = tuple(case_names(MODULE))
 #: What differs between frameworks: where weights are during an epoch, and how steps are run.
 CORE = (
     "case_averaging_at_every_step_equals_training_on_whole_batches",
@@ -14,14 +13,13 @@ CORE = (
 )
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", ALL)
-def test_one_framework(case: str) -> None:
-    check_case(MODULE, 2, case, FRAMEWORKS[-1], ALL)
+@on(Job(2, FRAMEWORKS[-1]))
+@pytest.mark.parametrize("case", case_names(MODULE))
+def test_one_framework(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("framework", FRAMEWORKS[:-1])
+@on(*(Job(2, framework) for framework in FRAMEWORKS[:-1]))
 @pytest.mark.parametrize("case", CORE)
-def test_other_frameworks(case: str, framework: str) -> None:
-    check_case(MODULE, 2, case, framework, CORE)
+def test_other_frameworks(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)

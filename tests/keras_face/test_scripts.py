@@ -11,6 +11,8 @@ import pytest
 
 from harness import CHOROSRUN, FRAMEWORKS
 
+pytestmark = pytest.mark.slow
+
 PIN = """
 import choros.keras as hvd
 hvd.init()
@@ -42,7 +44,7 @@ def test_pin_device_and_an_optimizer_before_init(framework: str, tmp_path: Path)
     script.write_text(PIN.format(framework=framework))
     environ = {**os.environ, "KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(
-        [CHOROSRUN, "-np", "2", sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=100
+        [CHOROSRUN, "-np", "2", sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("pinned") == 2

@@ -2,12 +2,12 @@
 
 import pytest
 
-from harness import FRAMEWORKS, case_names, check_case
+from harness import Job, case_names, check_case, on
 
 MODULE = "keras_face.tensorboard_cases"
 
 
-@pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if name != "tensorflow"])
+@on(Job(1, "torch", hidden=("tensorflow",)))
 @pytest.mark.parametrize("case", case_names(MODULE))
-def test_one_rank(case: str, framework: str) -> None:
-    check_case(MODULE, 1, case, framework)
+def test_one_rank(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)

@@ -1,11 +1,25 @@
-"""The Keras face on each framework, on 2 and 3 real ranks; the cases are in ``training_cases.py``."""
+"""The Keras face on two real ranks of each framework, and on three; the cases are in ``training_cases.py``."""
 
 import pytest
 
-from harness import FRAMEWORKS, case_names, check_case
+from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 MODULE = "keras_face.training_cases"
-#: What three ranks are asked on each framework; two are asked everything.
+#: What has nothing to do with the framework, or needs another one's library, is asked on one.
+ON_ONE = {
+    "case_best_model_is_saved_by_one_rank_and_loads_without_choros": "torch",
+    "case_shard_of_tf_data": "tensorflow",
+    "case_shard_of_a_torch_data_loader": "torch",
+    "case_shard_of_a_shuffled_torch_data_loader_sees_each_example_once": "torch",
+    "case_shard_of_a_torch_stream": "torch",
+    "case_shard_of_grain": "torch",
+    "case_shard_shuffles_alike_on_all_ranks": "torch",
+    "case_shuffling_by_keras_is_warned_of": "torch",
+    "case_shuffle_goes_on_where_training_resumes": "torch",
+    "case_shard_of_arrays_is_the_index_split": "torch",
+    "case_shard_refuses_what_it_cannot_split": "torch",
+}
+#: What three ranks are asked, on one framework; two are asked everything.
 CORE = (
     "case_sgd_with_momentum_on_uneven_batches",
     "case_adam_with_global_clipnorm_on_uneven_batches",
@@ -15,15 +29,18 @@ CORE = (
 )
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("case", case_names(MODULE))
-def test_two_ranks(case: str, framework: str) -> None:
-    check_case(MODULE, 2, case, framework)
+@on(*(Job(2, framework) for framework in FRAMEWORKS))
+@pytest.mark.parametrize("case", [name for name in case_names(MODULE) if name not in ON_ONE])
+def test_two_ranks(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("case", "job"), [(case, Job(2, framework)) for case, framework in ON_ONE.items()], ids=str)
+def test_one_framework(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)
+
+
+@on(Job(3, "torch"))
 @pytest.mark.parametrize("case", CORE)
-def test_three_ranks(case: str, framework: str) -> None:
-    check_case(MODULE, 3, case, framework, CORE)
+def test_three_ranks(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)

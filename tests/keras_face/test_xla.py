@@ -6,38 +6,32 @@ import sys
 
 import pytest
 
-from harness import CHOROSRUN, FRAMEWORKS, case_names, check_case
+from harness import CHOROSRUN, FRAMEWORKS, Job, case_names, check_case, on
 
 MODULE = "keras_face.xla_cases"
 FAST_TO_COMPILE = "--xla_backend_optimization_level=0"
-TRANSPARENCY = ("case_twenty_steps_are_those_of_one_device",)
+TRANSPARENCY = "case_twenty_steps_are_those_of_one_device"
+ENGINE = {"CHOROS_ENGINE": "xla", "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 pytestmark = pytest.mark.skipif("jax" not in FRAMEWORKS, reason="needs JAX")
 
 
-@pytest.fixture(autouse=True)
-def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHOROS_ENGINE", "xla")
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+def xla(ranks: int, devices: int) -> Job:
+    """Ranks with so many devices each. Keras would look for TensorFlow as soon as it sees data, which takes seconds."""
+    flags = f"--xla_force_host_platform_device_count={devices} {FAST_TO_COMPILE}"
+    environ = (("CHOROS_ENGINE", "xla"), ("XLA_FLAGS", flags))
+    return Job(ranks, "jax", environ, hidden=("tensorflow",), name=f"xla-{devices}")
 
 
-def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={count} {FAST_TO_COMPILE}")
-
-
-@pytest.mark.timeout(300)
+@on(xla(2, 2))
 @pytest.mark.parametrize("case", case_names(MODULE))
-def test_two_processes_with_two_devices(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices(monkeypatch, 2)
-    check_case(MODULE, 2, case, "jax")
+def test_two_processes_with_two_devices(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("ranks", "count"), [(1, 4), (2, 1)])
-def test_other_layouts(ranks: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices(monkeypatch, count)
-    check_case(MODULE, ranks, *TRANSPARENCY, "jax", TRANSPARENCY)
+@on(xla(1, 4), xla(2, 1))
+def test_other_layouts(job: Job) -> None:
+    check_case(MODULE, TRANSPARENCY, job)
 
 
 KILLED = """
@@ -69,16 +63,17 @@ choros.init()
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     command = [CHOROSRUN, "-np", "2", sys.executable, "-c", program]
-    return subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env={**os.environ, **ENGINE}, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job() -> None:
     done = run(KILLED)
     assert done.returncode == 128 + 9
     assert "rank 1" in done.stderr
 
 
+@pytest.mark.slow
 def test_init_after_jax_has_looked_for_devices() -> None:
     done = run(TOO_LATE)
     assert done.returncode != 0

@@ -750,7 +750,7 @@ def case_best_model_is_saved_by_one_rank_and_loads_without_choros():
     )
     if hvd.rank() == 0:
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI", "PMIX", "PRTE"))}
-        subprocess.run([sys.executable, "-c", program, str(path).format(epoch=2)], check=True, env=environ, timeout=100)
+        subprocess.run([sys.executable, "-c", program, str(path).format(epoch=2)], check=True, env=environ, timeout=300)
     hvd.barrier()
 
 

@@ -5,7 +5,6 @@ Rank 0 also trains a plain model on the whole data, on one device: the reference
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import jax
@@ -32,9 +31,6 @@ from keras_face.training_cases import (
     fit,
     shared_directory,
 )
-
-# Keras looks for it as soon as it sees data, which takes seconds.
-sys.modules["tensorflow"] = None
 
 Arrays = tuple[np.ndarray, ...]
 

@@ -45,7 +45,7 @@ class Running:
         )
         self.said = ""
 
-    def wait_for(self, count, word, seconds=60):
+    def wait_for(self, count, word, seconds=180):
         """Reads standard output until ``word`` has come ``count`` times; ranks say that they are ready so."""
         end = time.monotonic() + seconds
         while self.said.count(word) < count:
@@ -57,7 +57,7 @@ class Running:
     def signal(self, number):
         self.process.send_signal(number)
 
-    def end(self, seconds=60):
+    def end(self, seconds=180):
         """Waits for its end."""
         began = time.monotonic()
         out, err = self.process.communicate(timeout=seconds)
@@ -73,14 +73,14 @@ class Running:
                     found.append(process)
         return found
 
-    def assert_nothing_runs(self, seconds=5):
+    def assert_nothing_runs(self, seconds=30):
         """No process of the job is there after ``seconds``."""
         end = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.1)
         assert not left, [process.cmdline() for process in left]
 
-    def assert_nothing_left(self, seconds=5):
+    def assert_nothing_left(self, seconds=30):
         """No process of the job, and none of its directories, is there after ``seconds``."""
         end = time.monotonic() + seconds
         self.assert_nothing_runs(seconds)
@@ -105,7 +105,7 @@ class Running:
         self.process.communicate()
 
 
-def run(*words, seconds=60, **how):
+def run(*words, seconds=180, **how):
     """Runs chorosrun to its end and sees that nothing is left."""
     with Running(*words, **how) as job:
         ended = job.end(seconds)

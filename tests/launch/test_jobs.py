@@ -11,6 +11,8 @@ import pytest
 
 from launch.launched import Running, rank_script, run
 
+pytestmark = pytest.mark.slow
+
 PYTHON = sys.executable
 
 
@@ -88,8 +90,8 @@ def test_a_rank_that_raises(tmp_path):
         job.wait_for(3, "ready")
         assert len(job.processes()) >= 3
         ended = job.end()
-        assert ended.seconds < 5 + 2  # five to stop the others; the sleep and a slow machine on top
-        job.assert_nothing_left(seconds=1)
+        assert ended.seconds < 30  # five to stop the others, who would sleep for a minute
+        job.assert_nothing_left()
     assert ended.code == 1
     headline = r"chorosrun: rank 1 on \S+ failed with exit code 1 \(ValueError\); the other 2 ranks were stopped\."
     traceback = r"Traceback \(most recent call last\):\n(  .*\n)+ValueError: on purpose\n"
@@ -195,7 +197,7 @@ def test_hosts_that_do_not_exist():
     hosts = ",".join(f"nohost-{number}.invalid:1" for number in range(99))
     ended = run("-H", hosts, PYTHON, "-c", "pass")
     assert ended.code == 68
-    assert ended.seconds < 15
+    assert ended.seconds < 60  # they are asked at the same time
     assert "of 99 hosts cannot be reached (nohost-0.invalid: " in ended.err
     assert "and 95 more" in ended.err
 

@@ -9,6 +9,8 @@ import pytest
 
 from launch.launched import Running, run
 
+pytestmark = pytest.mark.slow
+
 PYTHON = sys.executable
 HEAD = """
 import hashlib, json, os, pathlib, signal, sys, time

@@ -44,7 +44,7 @@ def test_who_does_not_answer_does_not_keep_us(reach):
     began = time.monotonic()
     with pytest.raises(HostUnreachable, match=r"the host cannot be reached \(hang: no answer within 1 s"):
         check_hosts(parse_hosts("hang"), reach, 1)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
 
 
 def test_the_error_says_what_to_try(reach):

@@ -9,6 +9,8 @@ from choros.errors import ConfigError, JobTimeout, WorkerFailed
 from choros.launch.protocol.payload import Call, pack, read_framed, unpack
 from choros.launch.run import run
 
+pytestmark = pytest.mark.slow
+
 
 def place(base, *, plus):
     import choros

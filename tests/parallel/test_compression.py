@@ -17,7 +17,7 @@ from choros.parallel.compression.int8 import BLOCK
 from choros.parallel.compression.power_sgd import matrix_shape
 from choros.parallel.reduce.exchange import layout_of
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
-from harness import case_names, check_case
+from harness import Job, case_names, check_case, on
 from parallel.digits import SGD, accuracy, batches, gradients, initial_weights
 from parallel.threads import on_threads
 
@@ -272,6 +272,7 @@ def test_ranks_that_compress_differently_mismatch(one: Compressor, other: Compre
 # ── on real ranks ────────────────────────────────────────────────────────────────────────────────
 
 
+@on(Job(3))
 @pytest.mark.parametrize("case", case_names(CASES))
-def test_three_ranks(case: str) -> None:
-    check_case(CASES, 3, case)
+def test_three_ranks(case: str, job: Job) -> None:
+    check_case(CASES, case, job)

@@ -1,11 +1,11 @@
 import pytest
 
-from harness import FRAMEWORKS, case_names, check_case
+from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 GRADIENTS = "parallel.gradient_cases"
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@on(*(Job(2, framework) for framework in FRAMEWORKS))
 @pytest.mark.parametrize("case", case_names(GRADIENTS))
-def test_two_ranks(case: str, framework: str) -> None:
-    check_case(GRADIENTS, 2, case, framework)
+def test_two_ranks(case: str, job: Job) -> None:
+    check_case(GRADIENTS, case, job)

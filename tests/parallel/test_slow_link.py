@@ -1,36 +1,35 @@
 """On a link of 100 Mbit/s and 5 ms between two hosts; what it gains in time is measured by benchmarks/slow_link."""
 
-import functools
-import json
-import os
-import subprocess
+from __future__ import annotations
+
 import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
 
 import pytest
 
-from harness import ROOT, TESTS, case_names
+from harness import ROOT, Job, case_names, check_case, on
+from ranks.job import Launcher, Start
 
 MODULE = "parallel.slow_link_cases"
 LINK = str(ROOT / "benchmarks" / "slow_link" / "link.py")
-CANNOT = 75
 
 
-@functools.cache
-def errors() -> dict[str, str]:
-    """Those of each case."""
-    with tempfile.TemporaryDirectory() as directory:
-        report = Path(directory) / "report.json"
-        command = [sys.executable, LINK, "--", sys.executable, str(TESTS / "harness.py"), MODULE, str(report)]
-        environ = {**os.environ, "PYTHONPATH": str(TESTS)}
-        done = subprocess.run(command, env=environ, cwd=directory, capture_output=True, text=True, timeout=100)
-        if done.returncode == CANNOT:
-            pytest.skip(done.stderr.strip())
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return json.loads(report.read_text())
+@final
+@dataclass(frozen=True)
+class SlowLink(Launcher):
+    """A host with one rank at each end."""
+
+    def starts(self, ranks: int, program: Sequence[str]) -> list[Start]:
+        assert ranks == 2
+        return [Start((sys.executable, LINK, "--", sys.executable, *program))]
+
+    def __str__(self) -> str:
+        return "slow link"
 
 
+@on(Job(2, launcher=SlowLink()))
 @pytest.mark.parametrize("case", case_names(MODULE))
-def test_two_hosts(case: str) -> None:
-    assert not errors()[case], errors()[case]
+def test_two_hosts(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)

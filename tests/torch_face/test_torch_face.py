@@ -3,15 +3,15 @@
 import pytest
 
 from choros.parallel.reduce.reducer import bucket_bytes
-from harness import FRAMEWORKS, case_names, check_case
+from harness import Job, case_names, check_case, on
 
 MODULE = "torch_face.torch_cases"
 
 
-@pytest.mark.skipif("torch" not in FRAMEWORKS, reason="CHOROS_TEST_FRAMEWORKS does not name torch")
+@on(Job(2, "torch"))
 @pytest.mark.parametrize("case", case_names(MODULE))
-def test_two_ranks(case: str) -> None:
-    check_case(MODULE, 2, case, "torch")
+def test_two_ranks(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""Tests of one job are run one after the other, so that each job is started once."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import Job
+from ranks import pool
+
+#: The jobs of each part of the suite; of two ranks without a framework, and with the one that is imported soonest.
+PARTS = {"quick": (None, Job(2), Job(2, "torch")), "pure": (None,)}
+
+
+def job_of(item: pytest.Item | None) -> Job | None:
+    """The job a test asks for, if any."""
+    callspec = getattr(item, "callspec", None)
+    job = callspec.params.get("job") if callspec else None
+    return job if isinstance(job, Job) else None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "no tests marked slow, and: quick: of ranks, two, with one framework; pure: no ranks"
+    parser.addoption("--part", choices=tuple(PARTS), help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("part"):
+        chosen = [item for item in items if job_of(item) in PARTS[part] and not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+        items[:] = chosen
+    order: dict[Job | None, int] = {None: 0}
+    for item in items:
+        order.setdefault(job_of(item), len(order))
+    items.sort(key=lambda item: order[job_of(item)])
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if job_of(item) != job_of(nextitem):
+        pool.close()
+
+
+def pytest_sessionfinish() -> None:
+    pool.close()

@@ -1,0 +1,40 @@
+"""The job that is up. There is one at a time: each has the memory of several processes with a framework."""
+
+from __future__ import annotations
+
+from ranks.job import Job
+from ranks.running import Broken, CannotStart, Running
+
+_running: Running | None = None
+#: Jobs that did not start, and why: to try again for each case would take long.
+_failed: dict[Job, Broken | CannotStart] = {}
+
+
+def running(job: Job) -> Running:
+    """``job``, started unless it is up; whatever else is up ends."""
+    global _running
+    if job in _failed:
+        raise _failed[job]
+    if _running is None or _running.job != job:
+        close()
+        try:
+            _running = Running(job)
+        except (Broken, CannotStart) as error:
+            _failed[job] = error
+            raise
+    return _running
+
+
+def close(*, by_force: bool = False) -> None:
+    """Ends the job that is up, if one is.
+
+    Args:
+        by_force: ranks may not be waiting for a case, and so do not end by themselves.
+    """
+    global _running
+    ending, _running = _running, None
+    if ending is not None:
+        if by_force:
+            ending.kill()
+        else:
+            ending.close()

@@ -1,0 +1,120 @@
+"""What each rank of a job of tests runs: ``python -m ranks.rank DIRECTORY``.
+
+A pytest of its own in every rank: what it runs is not what it collects, but what it is told to, one case at a time.
+While it waits for the next case, it reads from a socket, and uses no processor.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import choros
+from choros.comm import Communicator, context
+from choros.topology import detect
+
+TESTS = Path(__file__).parents[1]
+
+
+class Rank:
+    """A plugin: runs the cases that come, and tells how each went."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._worst = ("passed", "")
+        self._modules = 0
+
+    def pytest_collection(self) -> bool:
+        """Nothing is collected beforehand."""
+        return True
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Until the other side closes the connection."""
+        while (case := self._next()) is not None:
+            self._worst = ("passed", "")
+            module, function = case.split("::")
+            for item in session.perform_collect([f"{TESTS / module.replace('.', '/')}.py::{function}"]):
+                self._keep_modules()
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            self._connection.send(self._worst)
+        return True
+
+    def _keep_modules(self) -> None:
+        """Takes what was imported out of garbage collection, which would look through it after each case."""
+        if len(sys.modules) != self._modules:
+            gc.freeze()
+            self._modules = len(sys.modules)
+
+    def _next(self) -> str | None:
+        try:
+            return self._connection.recv()
+        except EOFError:
+            return None
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A module that cannot be imported is a case that fails."""
+        self._note(report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """The worst of before, during and after a case counts."""
+        self._note(report)
+
+    def _note(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        if report.outcome == "failed":
+            self._worst = ("failed", "\n".join(filter(None, [self._worst[1], report.longreprtext])))
+        elif report.outcome == "skipped" and self._worst[0] == "passed":
+            self._worst = ("skipped", report.longrepr[2])
+
+    @pytest.fixture
+    def communicator(self) -> Communicator:
+        """That of all ranks."""
+        return choros.global_process_set.communicator
+
+    @pytest.fixture(autouse=True)
+    def _as_in_a_fresh_process(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        """Each case finds what the first one finds, and draws the same numbers whatever was before it."""
+        random.seed(f"{choros.rank()} {request.node.name}")
+        np.random.seed(random.getrandbits(32))
+        environ = dict(os.environ)
+        yield
+        gc.collect()
+        os.environ.clear()
+        os.environ.update(environ)
+        assert choros.is_initialized(), "the case has left the job"
+        left = list(context._job.process_sets.values())
+        assert not left, "the case has left process sets"
+        if "keras" in sys.modules:
+            keras = sys.modules["keras"]
+            assert keras.config.dtype_policy().name == "float32", "the case has left another policy"
+            keras.utils.clear_session()
+
+
+def main(directory: str) -> None:
+    """Joins the job, and runs cases until there are no more."""
+    faulthandler.register(signal.SIGUSR1, file=Path(directory, f"stack.{os.getpid()}").open("w"))  # noqa: SIM115
+    for module in os.environ["CHOROS_TEST_HIDDEN"].split():
+        sys.modules[module] = None
+    # A rank for itself: JAX does not expect others to read what it is writing.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{os.environ['CHOROS_TEST_CACHE']}/{detect(os.environ).rank}"
+    with Client(str(Path(directory, "door")), "AF_UNIX") as connection:
+        choros.init()
+        if os.environ.get("KERAS_BACKEND"):
+            importlib.import_module("keras")  # before warnings are errors
+        connection.send((choros.rank(), os.getpid()))
+        words = ["-c", str(TESTS / "ranks" / "pytest.ini"), "--rootdir", str(TESTS), "--noconftest"]
+        sys.exit(pytest.main(words, plugins=[Rank(connection)]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
