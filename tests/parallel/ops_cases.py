@@ -18,7 +18,7 @@ from choros.errors import ConfigError, MismatchError
 from choros.parallel import ops
 from choros.parallel.compression import Compression
 
-#: How functions of arrays are called.
+#: Functions are called directly and compiled.
 CALLS: list[Callable[..., Any]] = [lambda function: function, compiled]
 FLOAT32 = np.dtype(np.float32)
 
@@ -32,7 +32,7 @@ def mine(dtype: np.dtype = FLOAT32, shape: tuple[int, ...] = (4, 3)) -> Any:
 
 
 def check(result: Any, expected: NDArray) -> None:
-    """Fails unless ``result`` is an array of the framework with ``expected``'s dtype and values."""
+    """Checks that ``result`` is an array of the framework with ``expected``'s shape, dtype and values."""
     assert type(result) is type(make(expected))
     assert (dtype_name(result), tuple(result.shape)) == (expected.dtype.name, expected.shape)
     np.testing.assert_array_equal(adapter_of(result).to_host(result), expected)
@@ -54,11 +54,11 @@ def case_allgather() -> None:
         check(call(ops.allgather)(mine(shape=())), np.array([0, 3], np.float32))
 
 
-def case_allgather_of_unlike_rows() -> None:
+def case_allgather_of_different_numbers_of_rows() -> None:
     def rows(rank: int) -> NDArray:
         return values(rank, shape=(3 * rank, 2))
 
-    # jax.jit must know the shapes.
+    # jax.jit requires static shapes.
     for call in CALLS[:1] if FRAMEWORK == "jax" else CALLS:
         check(call(ops.allgather)(make(rows(choros.rank()))), np.concatenate([rows(0), rows(1)]))
 
@@ -93,7 +93,7 @@ def case_alltoall_with_splits() -> None:
 
 
 def case_collectives_of_one_compiled_function_keep_their_order() -> None:
-    # Neither needs the other's result: nothing but the order of the program tells which comes first.
+    # They do not depend on each other's results: only the order of the program determines which is first.
     function = compiled(lambda x: (ops.allgather(x), ops.allreduce(x, ReduceOp.SUM), ops.broadcast(x, 0)))
     for _ in range(5):
         gathered, total, first = function(mine(shape=(2,)))
@@ -102,7 +102,7 @@ def case_collectives_of_one_compiled_function_keep_their_order() -> None:
         check(first, values(0, shape=(2,)))
 
 
-def case_numbers_come_back_as_numbers() -> None:
+def case_results_for_numbers_are_numbers() -> None:
     for result, expected in (
         (ops.allreduce(choros.rank()), 0.5),
         (ops.allreduce(choros.rank() + 1, ReduceOp.SUM), 3),
@@ -127,7 +127,7 @@ def case_values_are_scaled_before_and_after() -> None:
         ops.allreduce(mine(np.dtype(np.int32)), prescale_factor=0.5)
 
 
-def case_fp16_compression_rounds_what_travels_and_keeps_the_dtype() -> None:
+def case_fp16_compression_rounds_values_and_keeps_the_dtype() -> None:
     third = np.full(2, 1 / 3, np.float32)
     for call in CALLS:
         result = call(lambda x: ops.allreduce(x, compression=Compression.fp16))(make(third))
@@ -140,26 +140,26 @@ def case_root_is_a_global_rank_also_in_a_process_set() -> None:
     own = choros.add_process_set([1])
     if own.included():
         check(ops.broadcast(mine(), 1, process_set=own), values(1))
-        with pytest.raises(ConfigError, match=r"root_rank=0 is not one of the ranks \[1\]"):
+        with pytest.raises(ConfigError, match=r"root_rank=0 is not one of the participating ranks \[1\]"):
             ops.broadcast(mine(), 0, process_set=own)
     choros.remove_process_set(own)
 
 
-def case_inputs_stay_as_they_are() -> None:
+def case_inputs_are_not_changed() -> None:
     array = mine()
     for collective in (ops.allreduce, ops.allgather, ops.reducescatter, ops.alltoall, lambda x: ops.broadcast(x, 1)):
         collective(array)
         check(array, values(choros.rank()))
 
 
-def case_arrays_that_differ_mismatch() -> None:
+def case_arrays_of_different_shapes_mismatch() -> None:
     with pytest.raises(MismatchError, match=r"shape=\(4,\)"):
         ops.allreduce(mine(shape=(4 + choros.rank(),)))
 
 
-def case_what_a_compiled_function_cannot_do_says_what_to_do() -> None:
+def case_limits_of_compiled_functions_are_errors() -> None:
     if FRAMEWORK == "jax":
-        with pytest.raises(ConfigError, match="call it outside of jit"):
+        with pytest.raises(ConfigError, match="call the collective outside of jit"):
             compiled(lambda x: ops.alltoall(x, [2, 2]))(mine())
     if FRAMEWORK == "tensorflow":
         tf = sys.modules["tensorflow"]
