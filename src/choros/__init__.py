@@ -1,6 +1,6 @@
 """choros: data-parallel deep learning for people who know Horovod or tf.distribute.
 
-``import choros`` loads no framework; ``import choros.keras as hvd`` is Horovod's Keras face.
+``import choros`` loads no framework; ``import choros.keras as hvd`` is Horovod's Keras API.
 """
 
 import importlib

@@ -78,11 +78,11 @@ def test_results_are_the_same_on_all_ranks_and_of_the_same_shape_and_dtype(name:
 
 
 def test_bf16_rounds_before_and_after_the_sum_but_not_within() -> None:
-    mine = [arrays(rank)[0] for rank in range(3)]
-    total = np.zeros_like(mine[0])
-    for array in mine:
+    own = [arrays(rank)[0] for rank in range(3)]
+    total = np.zeros_like(own[0])
+    for array in own:
         total += array.astype(BFLOAT16).astype(np.float32)
-    (result,) = reduce(Compression.bf16, [[[array]] for array in mine])[0][0]
+    (result,) = reduce(Compression.bf16, [[[array]] for array in own])[0][0]
     np.testing.assert_array_equal(result, total.astype(BFLOAT16).astype(np.float32))
 
 
@@ -136,7 +136,7 @@ def test_residuals_are_sent_by_later_steps(name: str, ranks: int) -> None:
     """After enough steps with zeros, the sum of the results is the sum of all gradients."""
     given = [arrays(rank)[0] for rank in range(ranks)]
     silent = [np.zeros_like(given[0])]
-    steps = [[[mine]] * 5 + [silent] * 600 for mine in given]
+    steps = [[[own]] * 5 + [silent] * 600 for own in given]
     results = reduce(COMPRESSORS[name], steps)[0]
     arrived = np.sum([step[0] for step in results], axis=0)
     np.testing.assert_allclose(arrived, 5 * sum(given), rtol=1e-3, atol=1e-2)

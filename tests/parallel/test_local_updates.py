@@ -38,8 +38,8 @@ def train(
         optimizer = SGD(initial_weights(), rate, momentum)
         updates.start(optimizer.weights)
         examples = 0
-        mine = list(batches(communicator.rank, communicator.size, epochs=-(-max(steps) // 20)))
-        for batch in mine[: steps[communicator.rank]]:
+        own = list(batches(communicator.rank, communicator.size, epochs=-(-max(steps) // 20)))
+        for batch in own[: steps[communicator.rank]]:
             optimizer.step(gradients(optimizer.weights, batch))
             examples += len(batch)
             if updates.step():

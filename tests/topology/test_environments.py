@@ -45,7 +45,7 @@ def slurm(rank: int, size: int, local_rank: int, host: int, tasks: str) -> dict[
     }
 
 
-#: The environment of a batch script, which is not a rank, whatever number of tasks the job has.
+#: The environment of a batch script, which is not a rank, even if the job has several tasks.
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "8"}
 
 

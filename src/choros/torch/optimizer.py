@@ -85,7 +85,7 @@ class _GradientHook:
         return reducing
 
 
-class _Distributed:
+class _HorovodMethods:
     """Horovod's methods, which the subclass adds to the optimizer's own."""
 
     def synchronize(self) -> None:
@@ -270,7 +270,7 @@ def join(device: int = -1) -> int:
 def _wrap(optimizer: Any, hook: _GradientHook) -> None:
     base = type(optimizer)
     namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    optimizer.__class__ = type(base.__name__, (_Distributed, base), namespace)
+    optimizer.__class__ = type(base.__name__, (_HorovodMethods, base), namespace)
     setattr(optimizer, _ATTRIBUTE, hook)
     optimizer.register_step_pre_hook(hook.before_step)
     _distributed.add(optimizer)

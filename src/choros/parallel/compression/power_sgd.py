@@ -79,11 +79,11 @@ class _PowerExchange(Exchange):
 
         left = self._sum_left.sum([m @ right for m, right in zip(matrices, self._right, strict=True)], 1.0, 1.0)
         left = [_orthonormal(factor) for factor in left]
-        mine = [m.T @ factor for m, factor in zip(matrices, left, strict=True)]
-        right = self._sum_right.sum(mine, 1.0, 1.0)
+        own = [m.T @ factor for m, factor in zip(matrices, left, strict=True)]
+        right = self._sum_right.sum(own, 1.0, 1.0)
 
         for index, feedback in enumerate(self._feedback):
-            np.subtract(matrices[index], left[index] @ mine[index].T, out=feedback.next_residual)
+            np.subtract(matrices[index], left[index] @ own[index].T, out=feedback.next_residual)
             if feedback.end_step(right[index]):
                 self._right[index] = _orthonormal(right[index])
         return [

@@ -48,8 +48,8 @@ class SelectiveExchange(Exchange):
         """See ``Exchange``."""
         results: dict[int, Array] = {}
         for indices, exchange in self._parts:
-            mine = None if arrays is None else [arrays[index] for index in indices]
-            results.update(zip(indices, exchange.sum(mine, before, after), strict=True))
+            own = None if arrays is None else [arrays[index] for index in indices]
+            results.update(zip(indices, exchange.sum(own, before, after), strict=True))
         return [results[index] for index in range(self._count)]
 
 

@@ -316,8 +316,8 @@ class GradientReducer:
             results: dict[int, Array] = {}
             for number, bucket in enumerate(self._buckets):
                 # The mean over no examples is not a number: such a rank contributes zeros.
-                mine = [gradients[index] for index in bucket.indices] if gradients and examples else None
-                results.update(zip(bucket.indices, self._sum(number, mine), strict=True))
+                own = [gradients[index] for index in bucket.indices] if gradients and examples else None
+                results.update(zip(bucket.indices, self._sum(number, own), strict=True))
         return [results[index] for index in range(len(results))]
 
     def _agree(self, weight: int, examples: int, *, joined: bool) -> bool:
