@@ -53,7 +53,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     spec = adapter.spec(per_example_loss)
     if not spec.shape:
         raise ConfigError(
-            "compute_average_loss needs a loss for each example, not a scalar: compute the loss with reduction=None."
+            "compute_average_loss needs a loss for each example, not a scalar: compute it with reduction=None."
         )
     working = np.promote_types(spec.dtype, np.float32)
     if global_batch_size is None:
@@ -101,7 +101,7 @@ def _replica_context(what: str) -> Any:
     if context is None:
         raise StrategyError(
             f"{what} was called in a strategy's scope, but outside of its replicas: call it in the function that "
-            "is passed to strategy.run. In fit, losses are averaged over the global batch automatically."
+            "strategy.run runs. In fit, losses are averaged over the global batch automatically."
         )
     return context
 
@@ -111,7 +111,7 @@ def _batch_size(given: Any) -> Any:
     if spec.shape or spec.dtype.kind not in "iu":
         raise ConfigError(f"global_batch_size={given!r}: expected an integer, the number of examples of all replicas.")
     if isinstance(given, (int, np.integer)) and given < 0:
-        raise ConfigError(f"global_batch_size={given}: expected 0 or more examples.")
+        raise ConfigError(f"global_batch_size={given}: there cannot be fewer than 0 examples.")
     return given
 
 
