@@ -1,4 +1,4 @@
-"""On a link of 100 Mbit/s and 5 ms between two hosts; what it gains in time is measured by benchmarks/slow_link."""
+"""Training over a link of 100 Mbit/s and 5 ms between two hosts; benchmarks/slow_link measures the time."""
 
 from __future__ import annotations
 

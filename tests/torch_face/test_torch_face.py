@@ -1,4 +1,4 @@
-"""The PyTorch face on two real ranks; the cases are in ``torch_cases.py``."""
+"""The PyTorch API on two ranks; the cases are in ``torch_cases.py``."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_two_ranks(case: str, job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "devices", "expected"),
+    ("setting", "devices", "expected"),
     [
         ("auto", ["cpu", "cpu"], False),
         ("auto", ["cpu", "cuda"], True),
@@ -24,7 +24,7 @@ def test_two_ranks(case: str, job: Job) -> None:
         ("1", ["cpu"], True),
     ],
 )
-def test_overlaps(told: str, devices: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHOROS_OVERLAP", told)
+def test_overlap(setting: str, devices: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHOROS_OVERLAP", setting)
     accelerated = any(device != "cpu" for device in devices)
     assert (bucket_bytes(accelerated=accelerated, device=None) is not None) is expected

@@ -243,7 +243,7 @@ class Communicator(ABC):
             eights = [counts.itemsize] * self.size
             received_counts = self._alltoall(counts.view(np.uint8), eights, eights).view(np.int64)
             row_bytes = rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
-            received = self.deal_bytes(
+            received = self.alltoallv_bytes(
                 _bytes(rows),
                 [int(count) * row_bytes for count in counts],
                 [int(count) * row_bytes for count in received_counts],
@@ -423,7 +423,7 @@ class Communicator(ABC):
         return self._allgather(send, counts)
 
     @final
-    def deal_bytes(
+    def alltoallv_bytes(
         self, send: NDArray[np.uint8], send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> NDArray[np.uint8]:
         """Sends ``send_counts[i]`` bytes to rank ``i`` and concatenates ``receive_counts[i]`` from each.

@@ -269,7 +269,7 @@ class DeviceGroup:
             counts, problem = row_counts(rows.shape, splits, size)
             self._control.agree(request, problem=problem or self._problem(rows))
             eights = [counts.itemsize] * size
-            received = self._control.deal_bytes(counts.view(np.uint8), eights, eights).view(np.int64).tolist()
+            received = self._control.alltoallv_bytes(counts.view(np.uint8), eights, eights).view(np.int64).tolist()
             return self._deal(rows, counts.tolist(), received), received
 
     def _deal(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
