@@ -13,7 +13,7 @@ from comm.engines import on_torch
 from harness import CHOROSRUN, case_names, check_case
 
 MODULE = "comm.waiting_cases"
-#: The mpi engine's ranks wait in MPI, those of the torch engine in Gloo.
+#: Sleeps from the first poll on.
 QUICK = Schedule(spin_seconds=0.0)
 
 
