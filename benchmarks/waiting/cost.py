@@ -2,12 +2,13 @@
 
     chorosrun -np 2 python benchmarks/waiting/cost.py --seconds 10
 
-Rank 0 waits. The last line is of ``choros.shutdown()`` and the end of the process, which wait for a late peer too.
+Rank 0 waits; also in ``init``, in ``shutdown``, and at the end of the process, where MPI waits for all.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import resource
 import time
@@ -48,8 +49,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="how much later rank 1 comes")
     seconds = parser.parse_args().seconds
-    before = cpu_seconds()
-    if int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0"))) == 1:
+    marks = [cpu_seconds()]
+    before = marks[0]
+    late = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0"))) == 1
+    if not late:
+        # The last to run, as it is the first that is registered.
+        atexit.register(
+            lambda: print(f"{'end of the process':28}{cpu_seconds() - marks[-1]:8.3f} s of CPU", flush=True)
+        )
+    if late:
         time.sleep(seconds)
     choros.init()
     communicator = global_process_set.communicator
@@ -70,6 +78,9 @@ def main() -> None:
     choros.shutdown()
     if communicator.rank == 0:
         print(f"{'shutdown':28}{cpu_seconds() - before:8.3f} s of CPU", flush=True)
+    marks.append(cpu_seconds())
+    if late:
+        time.sleep(seconds)
 
 
 if __name__ == "__main__":

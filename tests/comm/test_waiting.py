@@ -13,7 +13,7 @@ from comm.engines import ON_TORCH
 from harness import CHOROSRUN, Job, case_names, check_case, on
 
 MODULE = "comm.waiting_cases"
-#: The mpi engine's ranks wait in MPI, those of the torch engine in Gloo.
+#: Sleeps from the first poll on.
 QUICK = Schedule(spin_seconds=0.0)
 
 

@@ -29,8 +29,6 @@ mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 # Where there is no InfiniBand, Open MPI's component for remote memory over UCX complains on every use of shared memory.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
-# A rank that spins in a blocking call of Open MPI offers its core to whatever else wants it.
-os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 try:
     from mpi4py import MPI
