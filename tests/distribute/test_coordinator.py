@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import socket
 import threading
 import time
 
@@ -17,7 +15,6 @@ from choros.distribute.coordinator.queue import Closure, ClosureQueue
 from choros.distribute.parameter_server import ParameterServerStrategy
 from choros.distribute.parameter_server.gradients import Accumulator, Clipping
 from choros.errors import ClosureCancelled, ConfigError, EngineError
-from choros.transport import ChannelClosed, Door, Failure, connect, job_key
 
 KEY = b"0123456789abcdef"
 
@@ -137,87 +134,6 @@ def test_a_job_without_workers_is_an_error_in_the_end():
     queue.put(closure(), 9)
     with pytest.raises(EngineError, match="no worker"):
         queue.wait()
-
-
-@pytest.fixture
-def address():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
-def echo(channel, first):
-    try:
-        channel.send(first)
-        while True:
-            channel.send(channel.receive())
-    except ChannelClosed:
-        pass
-
-
-def test_a_channel_carries_arrays_that_can_be_written_to(address):
-    door = Door(address, KEY, echo)
-    channel = connect(address, KEY, "the echo", 5)
-    arrays = {
-        "a": np.arange(12.0).reshape(3, 4),
-        "empty": np.zeros((0, 2)),
-        "number": np.float32(3),
-        "text": "x" * 100_000,
-    }
-    for _ in range(2):
-        channel.send(arrays)
-        back = channel.receive()
-        assert back["text"] == arrays["text"]
-        for name in ("a", "empty", "number"):
-            np.testing.assert_array_equal(back[name], arrays[name])
-        back["a"][0] = 1
-    channel.close()
-    with pytest.raises(ChannelClosed, match="the echo"):
-        channel.receive()
-    door.close()
-
-
-def test_who_has_another_key_is_turned_away(address):
-    door = Door(address, KEY, echo)
-    with pytest.raises(EngineError, match="CHOROS_SECRET must be the same"):
-        connect(address, b"another key 0000", "the echo", 5)
-    connect(address, KEY, "the echo", 5).close()
-    door.close()
-
-
-def test_nobody_there_is_an_error_in_bounded_time(address):
-    with pytest.raises(EngineError, match=r"could not be reached at .* within 0.2 s"):
-        connect(address, KEY, "parameter server 0", 0.2)
-
-
-def test_keys(tmp_path):
-    here, away = ["127.0.0.1:1", "localhost:2"], ["127.0.0.1:1", "node1:2"]
-    environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    key = job_key(environ, here)
-    assert key == job_key(environ, here)
-    assert len(key) == 32
-    assert (tmp_path / "choros" / "secret").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(ConfigError, match="node1:2 can be reached from other hosts"):
-        job_key(environ, away)
-    assert job_key({"CHOROS_SECRET": "ab" * 16}, away) == b"\xab" * 16
-    for wrong in ("xyz", "ab"):
-        with pytest.raises(ConfigError, match="32 hexadecimal digits"):
-            job_key({"CHOROS_SECRET": wrong}, here)
-
-
-class OddError(Exception):
-    def __init__(self, one: int, other: int) -> None:
-        super().__init__(f"{one} {other}")
-
-
-@pytest.mark.parametrize(("error", "kind"), [(ValueError("x"), ValueError), (OddError(1, 2), EngineError)])
-def test_failures_travel_with_their_traceback(error, kind):
-    try:
-        raise error
-    except (ValueError, OddError) as caught:
-        failure = pickle.loads(pickle.dumps(Failure.of(caught)))
-    assert isinstance(failure.error(), kind)
-    assert "test_failures_travel" in failure.error().__notes__[0]
 
 
 def test_clipping_is_that_of_keras():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from choros.launch.protocol.frames import Exit, Result, Start, Text, decode, encode
+from choros.launch.protocol.frames import Exit, FrameReader, Result, Start, Text, decode, encode
 from choros.launch.wrapper.line_buffer import LineBuffer
 from choros.launch.wrapper.traceback_buffer import HoldBack
 
@@ -112,3 +112,12 @@ def test_the_next_traceback_is_held_again():
     hold.due(now=4.0)
     assert held(TRACEBACK, hold)[1] == []
     assert not hold.shown
+
+
+def test_frames_among_what_mpirun_says_whatever_the_pieces():
+    frames = [Start(0, "host", 7), Text(0, "out", "a\nb"), Exit(0, "host", 0)]
+    stream = b"mpirun: \n" + encode(frames[0]) + b"no newline" + encode(frames[1]) + encode(frames[2]) + b"bye"
+    for size in (1, 7, 1000):
+        reader = FrameReader()
+        got = [item for start in range(0, len(stream), size) for item in reader.feed(stream[start : start + size])]
+        assert [*got, *reader.end(), *reader.end()] == ["mpirun: ", frames[0], "no newline", *frames[1:], "bye"]

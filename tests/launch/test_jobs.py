@@ -225,6 +225,20 @@ def test_heavy_output_arrives_whole():
         assert mine == [f"[{rank}] {i} {'x' * (i % 700)}" for i in range(4000)]
 
 
+def test_much_on_standard_error_after_a_traceback_arrives_in_time():
+    code = (
+        "import sys, traceback\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: traceback.print_exc()\n"
+        "for i in range(50_000): print(i, 'x' * 90, file=sys.stderr)\n"
+    )
+    ended = run("-np", "1", PYTHON, "-c", code, seconds=30)
+    assert ended.code == 0
+    lines = ended.err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-50_000:] == [f"{i} {'x' * 90}" for i in range(50_000)]
+
+
 def test_a_reader_that_goes_away_ends_nothing(tmp_path):
     script = rank_script(
         tmp_path / "s.py", f"ready(); time.sleep(1); print('x'); open({str(tmp_path / 'done')!r}, 'w')"

@@ -49,6 +49,13 @@ def test_progress_bars_that_begin_with_a_carriage_return():
     assert shown(frames)[0] == b"[0] 1%\r[0] 2%\n"
 
 
+def test_lines_that_come_together_all_carry_their_rank():
+    frames = [Text(1, "out", "a\n\nb"), Text(0, "out", "c", ""), Text(0, "out", "d\ne")]
+    assert shown(frames)[0] == b"[1] a\n[1] \n[1] b\n[0] cd\n[0] e\n"
+    assert shown(frames[:1], colour=True)[0].count(b"\x1b[33m[1] \x1b[0m") == 3
+    assert shown(frames[:1], prefix=False)[0] == b"a\n\nb\n"
+
+
 def test_roles(tmp_path):
     out, roles = io.BytesIO(), Roles(servers=1, workers=1)
     output = Output(Screen(out, out, prefix=True, colour=False, roles=roles), Files(tmp_path, roles))

@@ -5,7 +5,8 @@
     coordinator, choros bench          process 0 of a contender        process 1
       listens on a Unix socket
       starts chorosrun, mpirun, … ─────► connects                        connects       (1)
-      ───────────── Welcome: your place, where the barrier is ────────────►             (2)
+      ◄──────────── Hello ────────────────────────────────────────────────
+      ───────────── Welcome: its place, where the barrier is ─────────────►             (2)
                                          imports, joins its job          likewise
       ◄──────────── Ready ────────────────────────────────────────────────              (3)
       ───────────── Order: a case, how much of it ────────────────────────►             (4)
@@ -19,7 +20,8 @@ contender has the machine. The barrier at (5) is in memory that the processes sh
 contender: a library's own would favour those whose barrier is good. Whatever goes wrong in a process is
 sent in place of its answer, as ``Failed``.
 
-The socket lies in a directory that only this user can enter, and both ends prove that they know a key.
+The channels are those of ``transport``: both ends prove that they know a key. The socket lies in a directory that only
+this user can enter.
 """
 
 from __future__ import annotations
@@ -27,32 +29,37 @@ from __future__ import annotations
 import mmap
 import os
 import resource
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any, Protocol, final
 
 from choros.bench.figures import Timing
+from choros.transport.channel import Channel, ChannelClosed, connect
 
 __all__ = [
-    "KEY", "SOCKET", "Barrier", "Failed", "Order", "Ready", "Stop", "Task", "Timing", "Welcome", "accept", "serve",
+    "ADDRESS", "KEY", "Barrier", "Failed", "Hello", "Order", "Ready", "Stop", "Task", "Timing", "Welcome", "serve",
 ]  # fmt: skip
 
 #: Environment variables of a contender's processes: where the coordinator listens, and the key, in hexadecimal.
-SOCKET, KEY = "CHOROS_BENCH_SOCKET", "CHOROS_BENCH_KEY"
+ADDRESS, KEY = "CHOROS_BENCH_ADDRESS", "CHOROS_BENCH_KEY"
 
 _CACHE_LINE = 8  # 64-bit words
 _SPINS_BEFORE_YIELDING = 200
 _BARRIER_SECONDS = 600.0
+_CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A process has started."""
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """What a process is told first: its place among the contender's processes, and the barrier's file."""
+    """The answer to ``Hello``: the process' place among the contender's processes, and the barrier's file."""
 
     place: int
     processes: int
@@ -145,16 +152,6 @@ class Barrier:
                         raise TimeoutError("another process of this contender did not come")
 
 
-def accept(listener: socket.socket, key: bytes) -> Connection:
-    """The next process that connects and knows ``key``; a ``TimeoutError`` if there is none in time."""
-    accepted, _ = listener.accept()
-    accepted.setblocking(True)
-    connection = Connection(accepted.detach())
-    deliver_challenge(connection, key)
-    answer_challenge(connection, key)
-    return connection
-
-
 def serve(join: Callable[[], Prepare], environ: Mapping[str, str] = os.environ) -> None:
     """What a process of a contender does: it joins its job, then does what it is told until there is no more.
 
@@ -162,47 +159,42 @@ def serve(join: Callable[[], Prepare], environ: Mapping[str, str] = os.environ) 
         join: imports and initialises the contender's library.
         environ: says where the coordinator listens.
     """
-    connection = _connect(environ)
-    welcome: Welcome = connection.recv()
+    coordinator = _connect(environ)
     try:
+        coordinator.send(Hello())
+        welcome: Welcome = coordinator.receive()
         prepare = join()
         barrier = Barrier(Path(welcome.barrier), welcome.place, welcome.processes)
-        connection.send(Ready())
-        _obey(connection, prepare, barrier)
-    except EOFError:  # the coordinator is gone
+        coordinator.send(Ready())
+        _obey(coordinator, prepare, barrier)
+    except ChannelClosed:  # the coordinator is gone
         os._exit(1)
     except Exception as error:
-        connection.send(Failed(f"{type(error).__name__}: {error}"))
+        coordinator.send(Failed(f"{type(error).__name__}: {error}"))
         raise
 
 
-def _connect(environ: Mapping[str, str]) -> Connection:
-    if SOCKET not in environ:
+def _connect(environ: Mapping[str, str]) -> Channel:
+    if ADDRESS not in environ:
         sys.exit("This is a part of choros bench, which starts it itself.")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as ours:
-        ours.connect(environ[SOCKET])
-        connection = Connection(ours.detach())
-    key = bytes.fromhex(environ[KEY])
-    answer_challenge(connection, key)
-    deliver_challenge(connection, key)
-    return connection
+    return connect(environ[ADDRESS], bytes.fromhex(environ[KEY]), "choros bench", _CONNECT_SECONDS)
 
 
-def _obey(connection: Connection, prepare: Prepare, barrier: Barrier) -> None:
+def _obey(coordinator: Channel, prepare: Prepare, barrier: Barrier) -> None:
     case: Any = None
     task: Task | None = None
-    while isinstance(order := connection.recv(), Order):
+    while isinstance(order := coordinator.receive(), Order):
         new = order.case != case
         if new:
             task = None  # gives its memory back before more is asked for
             case, task = order.case, prepare(order.case)
         if task is None:
-            connection.send(None)
+            coordinator.send(None)
             continue
         timing = _measure(task, order, barrier)
         if new:
             task.check()
-        connection.send(timing)
+        coordinator.send(timing)
 
 
 def _measure(task: Task, order: Order, barrier: Barrier) -> Timing:

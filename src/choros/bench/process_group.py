@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing.connection
 import os
+import queue
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
 import psutil
 
-from choros.bench.channel import KEY, SOCKET, Barrier, Failed, Order, Ready, Stop, Timing, Welcome, accept
+from choros.bench.channel import ADDRESS, KEY, Barrier, Failed, Order, Ready, Stop, Timing, Welcome
 from choros.bench.contender import Contender
 from choros.bench.figures import Burst, burst_of
 from choros.launch.processes import parent_death_guard as tether
+from choros.transport.channel import Channel, ChannelClosed
+from choros.transport.listener import Listener
+from choros.transport.loop import Loop
 
 __all__ = ["ContenderFailed", "Team"]
 
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 _START_SECONDS = 240.0
 _ANSWER_SECONDS = 600.0
 _GRACE_SECONDS = 5.0
@@ -54,7 +57,7 @@ class Team:
         self._directory = directory
         self._log = directory / "output"
         self._started: list[subprocess.Popen[bytes]] = []
-        self._connections: list[multiprocessing.connection.Connection] = []
+        self._channels: list[Channel] = []
         self._family: set[psutil.Process] = set()
 
     def __enter__(self) -> Team:
@@ -75,19 +78,21 @@ class Team:
             raise ContenderFailed(f"not installed ({', '.join(self.contender.missing)})")
         key = secrets.token_bytes(32)
         deadline = time.monotonic() + _START_SECONDS
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(str(self._directory / "socket"))
-            listener.listen(self._size)
-            listener.settimeout(_LOOK_SECONDS)
-            self._spawn({SOCKET: str(self._directory / "socket"), KEY: key.hex()})
-            while len(self._connections) < self._size:
+        address = f"unix:{self._directory / 'socket'}"
+        arrived: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        listener = Listener(address, key, lambda channel, _hello: arrived.put(channel))
+        try:
+            self._spawn({ADDRESS: address, KEY: key.hex()})
+            while len(self._channels) < self._size:
                 try:
-                    self._connections.append(accept(listener, key))
-                except TimeoutError:
-                    self._look(deadline)
+                    self._channels.append(arrived.get(timeout=_POLL_SECONDS))
+                except queue.Empty:
+                    self._check(deadline)
+        finally:
+            listener.close()
         barrier = self._directory / "barrier"
         barrier.write_bytes(bytes(Barrier.size(self._size)))
-        self._tell(Welcome(place, self._size, str(barrier)) for place in range(self._size))
+        self._send(Welcome(place, self._size, str(barrier)) for place in range(self._size))
         for answer in self._answers(_START_SECONDS):
             if not isinstance(answer, Ready):
                 raise ContenderFailed(f"answered {answer!r} where it should have been ready")
@@ -99,23 +104,23 @@ class Team:
         Raises:
             ContenderFailed: one of them did not.
         """
-        self._tell([Order(case, runs, units)] * self._size)
+        self._send([Order(case, runs, units)] * self._size)
         timings = [answer for answer in self._answers(_ANSWER_SECONDS) if isinstance(answer, Timing)]
         return burst_of(timings, units)
 
     def dismiss(self) -> None:
         """Asks the processes to end, and does not wait for it."""
-        for connection in self._connections:
-            with contextlib.suppress(OSError):  # it has ended already
-                connection.send(Stop())
+        for channel in self._channels:
+            with contextlib.suppress(ChannelClosed):  # it has ended already
+                channel.send(Stop())
 
     def stop(self, *, polite: bool = True) -> None:
         """Ends the processes: they are asked to, unless it is not ``polite``; then they are killed."""
         if polite:
             self.dismiss()
             self._wait(_GRACE_SECONDS)
-        for connection in self._connections:
-            connection.close()
+        for channel in self._channels:
+            channel.close()
         self._note_family()
         for started in self._started:
             started.terminate()  # a launcher tidies up after its ranks
@@ -126,7 +131,7 @@ class Team:
         psutil.wait_procs(self._family, timeout=1.0)
         for started in self._started:
             started.wait()
-        self._started, self._connections, self._family = [], [], set()
+        self._started, self._channels, self._family = [], [], set()
 
     def _spawn(self, private: dict[str, str]) -> None:
         """Starts the commands; they end when we do."""
@@ -143,32 +148,38 @@ class Team:
                     )
                 )
 
-    def _tell(self, messages: Iterable[object]) -> None:
-        for connection, message in zip(self._connections, messages, strict=True):
+    def _send(self, messages: Iterable[object]) -> None:
+        for channel, message in zip(self._channels, messages, strict=True):
             try:
-                connection.send(message)
-            except OSError as error:
+                channel.send(message)
+            except ChannelClosed as error:
                 raise ContenderFailed(self._last_words()) from error
 
     def _answers(self, seconds: float) -> list[Any]:
         """What each process answers; the first that fails speaks for all."""
         deadline = time.monotonic() + seconds
         answers: dict[int, Any] = {}
-        while waiting := [place for place in range(len(self._connections)) if place not in answers]:
-            ready = multiprocessing.connection.wait([self._connections[place] for place in waiting], _LOOK_SECONDS)
-            for place in waiting:
-                if self._connections[place] not in ready:
-                    continue
-                try:
-                    answers[place] = self._connections[place].recv()
-                except (EOFError, OSError) as error:
-                    raise ContenderFailed(self._last_words()) from error
-                if isinstance(answers[place], Failed):
-                    raise ContenderFailed(_shortened(answers[place].reason))
-            self._look(deadline)
+        loop = Loop(_POLL_SECONDS)
+        loop.repeat("check", _POLL_SECONDS, lambda: self._check(deadline))
+        for place, channel in enumerate(self._channels):
+            loop.on_readable(channel, partial(self._receive, place, loop, answers))
+        try:
+            loop.run(until=lambda: len(answers) == len(self._channels))
+        finally:
+            loop.close()
         return [answers[place] for place in sorted(answers)]
 
-    def _look(self, deadline: float) -> None:
+    def _receive(self, place: int, loop: Loop, answers: dict[int, Any]) -> None:
+        channel = self._channels[place]
+        loop.forget(channel)
+        try:
+            answers[place] = channel.receive()
+        except ChannelClosed as error:
+            raise ContenderFailed(self._last_words()) from error
+        if isinstance(answers[place], Failed):
+            raise ContenderFailed(_shortened(answers[place].reason))
+
+    def _check(self, deadline: float) -> None:
         if any(process.poll() is not None for process in self._started):
             raise ContenderFailed(self._last_words())
         if time.monotonic() > deadline:

@@ -31,6 +31,7 @@ from choros.comm.communicator import Communicator
 from choros.errors import EngineError, EngineUnavailable
 from choros.topology import Master
 from choros.transport.address import LOOPBACK, Place, is_loopback, outward_address, this_host
+from choros.transport.endpoint import connect_within
 
 __all__ = ["exchange_places", "store_at", "store_over", "translated"]
 
@@ -149,17 +150,12 @@ def _connect(master: Master, seconds: float) -> dist.TCPStore:
 
 def _reach(master: Master, rank: int, seconds: float) -> str:
     """Waits until something listens at ``master``; the address from which this host reaches it."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            left = max(_POLL_SECONDS, deadline - time.monotonic())
-            with socket.create_connection((master.host, master.port), timeout=left) as connection:
-                return str(connection.getsockname()[0])
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise EngineUnavailable(
-                    f"rank {rank}: nothing answers at {master}, where the ranks are to meet, within {seconds:g} s "
-                    f"({error}). Is rank 0 started, on that host? Is the port open? CHOROS_START_TIMEOUT=SECONDS makes "
-                    "ranks wait longer."
-                ) from error
-        time.sleep(_POLL_SECONDS)
+    try:
+        with connect_within(str(master), seconds) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        raise EngineUnavailable(
+            f"rank {rank}: nothing answers at {master}, where the ranks are to meet, within {seconds:g} s "
+            f"({error}). Is rank 0 started, on that host? Is the port open? CHOROS_START_TIMEOUT=SECONDS makes "
+            "ranks wait longer."
+        ) from error

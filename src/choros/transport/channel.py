@@ -2,7 +2,7 @@
 
 ::
 
-    connecting process                       listening process (Door)
+    connecting process                       listening process (Listener)
       connect ───────────────────────────────► accept
       ◄─────────── challenge ─────────────────            HMAC of random bytes with the job's key,
       ───────────── answer ──────────────────►            both ways, before anything is unpickled
@@ -18,17 +18,15 @@ import pickle
 import socket
 import struct
 import threading
-import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, final
 
 from choros.errors import EngineError
-from choros.topology import split_address
+from choros.transport.endpoint import connect_within
 
 __all__ = ["Channel", "ChannelClosed", "connect", "prove"]
 
-_POLL_SECONDS = 0.1
 #: After so long without a word, a host that is gone without saying so is asked, so often, so many times.
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 #: How long the other end may take to prove that it has the job's key.
@@ -55,8 +53,12 @@ class Channel:
         self._sending = threading.Lock()
         _tune(connection)
 
+    def fileno(self) -> int:
+        """Readable when a message has come, or begins to, or when the other end is gone."""
+        return self._connection.fileno()
+
     def send(self, message: Any) -> None:
-        """Sends an object that pickles; arrays in it travel without a copy.
+        """Sends an object that pickles; arrays in it are sent without a copy.
 
         Raises:
             ChannelClosed: the other end is gone.
@@ -106,31 +108,25 @@ def connect(address: str, key: bytes, peer: str, seconds: float) -> Channel:
     """A channel to the process that listens at ``address``, for whose start it waits.
 
     Args:
-        address: ``host:port``.
+        address: ``host:port``, or ``unix:PATH``.
         key: the job's.
         peer: what the process is called in errors.
         seconds: how long to wait.
 
     Raises:
-        EngineError: nobody listens there in time, or the other end has another key.
+        EngineError: no process listens there in time, or the other end has another key.
     """
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            end = socket.create_connection(split_address(address), timeout=max(0.1, until - time.monotonic()))
-        except OSError as error:
-            if time.monotonic() + _POLL_SECONDS > until:
-                raise EngineError(
-                    f"{peer} could not be reached at {address} within {seconds:g} s ({error}): check that it was "
-                    "started, that the address is right on every host, and that no firewall is between. "
-                    "CHOROS_START_TIMEOUT sets how long to wait."
-                ) from error
-            time.sleep(_POLL_SECONDS)
-            continue
-        end.settimeout(None)
-        connection = Connection(end.detach())
-        prove(connection, key, peer, listening=False)
-        return Channel(connection, peer)
+    try:
+        end = connect_within(address, seconds)
+    except OSError as error:
+        raise EngineError(
+            f"{peer} could not be reached at {address} within {seconds:g} s ({error}): check that it was "
+            "started, that the address is right on every host, and that no firewall is between. "
+            "CHOROS_START_TIMEOUT sets how long to wait."
+        ) from error
+    connection = Connection(end.detach())
+    prove(connection, key, peer, listening=False)
+    return Channel(connection, peer)
 
 
 def prove(connection: Connection, key: bytes, peer: str, *, listening: bool) -> None:
@@ -166,6 +162,8 @@ def _receive_within(connection: Connection, seconds: int) -> None:
 
 def _tune(connection: Connection) -> None:
     with _socket(connection) as end:
+        if end.family not in (socket.AF_INET, socket.AF_INET6):
+            return
         # A message is several writes: none of them may wait for the other end to acknowledge the one before.
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

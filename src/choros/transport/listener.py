@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -10,21 +11,21 @@ from multiprocessing.connection import Connection
 from typing import Any, final
 
 from choros.errors import EngineError
-from choros.topology import split_address
 from choros.transport.channel import Channel, ChannelClosed, prove
+from choros.transport.endpoint import listen_at
 
-__all__ = ["Door"]
+__all__ = ["Listener"]
 
 _log = logging.getLogger(__name__)
 
 
 @final
-class Door:
+class Listener:
     """Listens at one address, and gives each process that connects to a thread of its own.
 
     Args:
-        address: ``host:port``; nothing else is listened at.
-        key: the job's; who does not have it is turned away.
+        address: ``host:port``, or ``unix:PATH``; nothing else is listened at.
+        key: the job's; a process that does not have it is turned away.
         serve: called in the new thread with the channel and the first message, which says who it is.
 
     Raises:
@@ -34,10 +35,8 @@ class Door:
     def __init__(self, address: str, key: bytes, serve: Callable[[Channel, Any], None]) -> None:
         self._key = key
         self._serve = serve
-        host, port = split_address(address)
         try:
-            family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._listener = socket.create_server(where[:2], family=family, backlog=128)
+            self._listening = listen_at(address)
         except OSError as error:
             raise EngineError(
                 f"this process cannot listen at {address}, its address in the cluster ({error}): another process may "
@@ -46,24 +45,27 @@ class Door:
         self._start(self._accept)
 
     def close(self) -> None:
-        """Lets nobody in any more; who is in stays."""
-        self._listener.close()
+        """Accepts no connection any more; those that it has accepted stay."""
+        with contextlib.suppress(OSError):  # macOS: it is not connected
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listening.close()
 
     def _accept(self) -> None:
         while True:
             try:
-                end, (host, *_) = self._listener.accept()
+                end, address = self._listening.accept()
             except OSError:
                 return  # closed
-            self._start(self._let_in, Connection(end.detach()), f"the process at {host}")
+            peer = f"the process at {address[0]}" if isinstance(address, tuple) else "a process of this host"
+            self._start(self._greet, Connection(end.detach()), peer)
 
-    def _let_in(self, connection: Connection, peer: str) -> None:
+    def _greet(self, connection: Connection, peer: str) -> None:
         try:
             prove(connection, self._key, peer, listening=True)
             channel = Channel(connection, peer)
             first = channel.receive()
         except ChannelClosed:
-            return  # It is not there any more to be told.
+            return  # It ended before it had said who it is.
         except EngineError as error:
             _log.warning("%s", error)
             return

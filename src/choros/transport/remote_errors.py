@@ -1,4 +1,4 @@
-"""Errors that travel."""
+"""Errors that one process raises for another."""
 
 from __future__ import annotations
 

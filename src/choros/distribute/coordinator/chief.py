@@ -13,17 +13,19 @@ from typing import Any, final
 
 from choros.distribute.coordinator import closures
 from choros.distribute.coordinator.clocks import Clocks
-from choros.distribute.coordinator.messages import Over, Ran, Run
+from choros.distribute.coordinator.messages import Ran, Run
 from choros.distribute.coordinator.metrics import MetricReports
 from choros.distribute.coordinator.queue import Closure, ClosureQueue
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue
 from choros.distribute.coordinator.role import Role
 from choros.distribute.parameter_server.cluster import Cluster
-from choros.distribute.parameter_server.messages import Hello
+from choros.distribute.parameter_server.messages import Hello, Shutdown
 from choros.distribute.parameter_server.optimizer import pushers
 from choros.distribute.parameter_server.session import Session
 from choros.errors import ConfigError
-from choros.transport import Channel, ChannelClosed, Door, Failure
+from choros.transport.channel import Channel, ChannelClosed
+from choros.transport.listener import Listener
+from choros.transport.remote_errors import Failure
 
 __all__ = ["Chief"]
 
@@ -60,7 +62,7 @@ class Chief(Role):
         self._workers = len(cluster.workers)
         self._seen: set[int] = set()
         self._serving: list[threading.Thread] = []
-        self._door = Door(cluster.chief, cluster.key, self._serve)
+        self._listener = Listener(cluster.chief, cluster.key, self._serve)
         atexit.register(self._close)
 
     @property
@@ -152,7 +154,7 @@ class Chief(Role):
                     self._finish(channel, closure, answer)
                 else:
                     self._queue.failed(channel, closure, answer.error())
-            channel.send(Over())
+            channel.send(Shutdown())
         except ChannelClosed:
             _log.warning("%s is lost; what it was at is run by another", channel.peer)
         finally:
@@ -189,7 +191,7 @@ class Chief(Role):
         until = time.monotonic() + _END_SECONDS
         while time.monotonic() < until and (self._coming() or self._serving_now()):
             time.sleep(_POLL_SECONDS)
-        self._session.servers.goodbye()
+        self._session.servers.shutdown()
 
     def _coming(self) -> bool:
         return self._made is not None and len(self._seen) < self._workers

@@ -1,4 +1,4 @@
-"""What chief and workers say to each other.
+"""What chief and workers say to each other; ``Hello`` and ``Shutdown`` are the parameter servers' too.
 
 ::
 
@@ -6,7 +6,7 @@
       Hello(worker, index, made) ──────────────►             before anything else
       ◄──────────────────────────────────── Run              a closure; its function only the first time
       Ran, or Failure ─────────────────────────►
-      ◄─────────────────────────────────── Over              at any time between closures: the worker ends
+      ◄─────────────────────────────── Shutdown              at any time between closures: the worker ends
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from choros.distribute.coordinator.metrics import Report
 
-__all__ = ["Over", "Ran", "Run"]
+__all__ = ["Ran", "Run"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,3 @@ class Ran:
 
     result: Any
     metrics: Report
-
-
-@dataclass(frozen=True)
-class Over:
-    """The job is over."""

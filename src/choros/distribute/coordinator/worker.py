@@ -7,19 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, final
 
 from choros.distribute.coordinator import closures
-from choros.distribute.coordinator.messages import Over, Ran, Run
+from choros.distribute.coordinator.messages import Ran, Run
 from choros.distribute.coordinator.metrics import count_metrics, reset_metrics
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, RemoteValue
 from choros.distribute.coordinator.role import Role
 from choros.distribute.parameter_server.cluster import Cluster
-from choros.distribute.parameter_server.messages import Hello
+from choros.distribute.parameter_server.messages import Hello, Shutdown
 from choros.distribute.parameter_server.optimizer import pushers
 from choros.distribute.parameter_server.placement import Partition
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.distribute.parameter_server.session import Session
 from choros.distribute.parameter_server.signals import leave_signals_to_the_chief
 from choros.errors import EngineError, StrategyError
-from choros.transport import ChannelClosed, Failure
+from choros.transport.channel import ChannelClosed
+from choros.transport.remote_errors import Failure
 
 __all__ = ["Worker"]
 
@@ -90,7 +91,7 @@ class Worker(Role):
             self._session = Session(self._objects, self._cluster.servers(hello), self._partition)
             for pusher in pushers(self._objects).values():
                 pusher.prepare()
-            while not isinstance(message := chief.receive(), Over):
+            while not isinstance(message := chief.receive(), Shutdown):
                 chief.send(self._answer(message))
         except ChannelClosed as error:
             raise EngineError("the chief has ended before it was done: see what it printed.") from error

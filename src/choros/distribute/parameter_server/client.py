@@ -13,14 +13,15 @@ from choros.distribute.parameter_server.messages import (
     Assign,
     Average,
     Changed,
-    Goodbye,
     OptimizerRecipe,
     Pull,
     Push,
+    Shutdown,
 )
 from choros.distribute.parameter_server.placement import Placement, Shard, VariableKey
 from choros.errors import ParameterServerLost
-from choros.transport import Channel, ChannelClosed, Failure
+from choros.transport.channel import Channel, ChannelClosed
+from choros.transport.remote_errors import Failure
 
 __all__ = ["Servers"]
 
@@ -84,11 +85,11 @@ class Servers:
         """Puts an optimizer's moving averages in the place of its variables."""
         self._ask([Average(optimizer)] * len(self))
 
-    def goodbye(self) -> None:
+    def shutdown(self) -> None:
         """From the chief: the servers may end."""
         for channel in self._channels:
             try:
-                channel.send(Goodbye())
+                channel.send(Shutdown())
             except ChannelClosed:
                 continue
             channel.close()

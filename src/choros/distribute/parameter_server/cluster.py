@@ -11,7 +11,8 @@ from choros.distribute.parameter_server.client import Servers
 from choros.distribute.parameter_server.messages import Hello
 from choros.errors import ConfigError
 from choros.topology import TFConfig
-from choros.transport import Channel, connect, job_key
+from choros.transport.channel import Channel, connect
+from choros.transport.secret import job_key
 
 __all__ = ["Cluster"]
 

@@ -12,7 +12,7 @@
       ◄─────────────────────────────── None
       Adopt(optimizer, recipe) ─────────────►             makes the optimizer, if nobody did before
       ◄─────────────────────────────── None
-      Goodbye ──────────────────────────────►             from the chief: the job is over
+      Shutdown ─────────────────────────────►             from the chief: the job is over
 
 The server answers one after the other. What goes wrong is the answer: a ``Failure``.
 """
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from choros.distribute.parameter_server.placement import Shard, VariableKey
 
-__all__ = ["Adopt", "Assign", "Average", "Changed", "Goodbye", "Hello", "OptimizerRecipe", "Pull", "Push"]
+__all__ = ["Adopt", "Assign", "Average", "Changed", "Hello", "OptimizerRecipe", "Pull", "Push", "Shutdown"]
 
 Array = NDArray[Any]
 
@@ -42,8 +42,8 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Goodbye:
-    """The chief is done."""
+class Shutdown:
+    """The chief is done: the job is over."""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, final
 
-from choros.distribute.parameter_server.messages import Adopt, Assign, Average, Goodbye, Hello, Pull, Push
+from choros.distribute.parameter_server.messages import Adopt, Assign, Average, Hello, Pull, Push, Shutdown
 from choros.distribute.parameter_server.shards import Shards
 from choros.errors import EngineError
-from choros.transport import Channel, ChannelClosed, Door, Failure
+from choros.transport.channel import Channel, ChannelClosed
+from choros.transport.listener import Listener
+from choros.transport.remote_errors import Failure
 
 __all__ = ["ParameterServer"]
 
@@ -31,7 +33,7 @@ class ParameterServer:
         self._chief_came = threading.Event()
         self._over = threading.Event()
         self._done = False
-        self._door = Door(address, key, self._serve)
+        self._listener = Listener(address, key, self._serve)
 
     def run(self, start_seconds: float) -> None:
         """Serves until the chief is done.
@@ -45,7 +47,7 @@ class ParameterServer:
                 "started. CHOROS_START_TIMEOUT sets how long to wait."
             )
         self._over.wait()
-        self._door.close()
+        self._listener.close()
         if not self._done:
             raise EngineError("the chief has ended before it was done: see what it printed.")
 
@@ -63,7 +65,7 @@ class ParameterServer:
                 _log.info("%s is gone", channel.peer)
 
     def _answer(self, channel: Channel, message: Any) -> None:
-        if isinstance(message, Goodbye):
+        if isinstance(message, Shutdown):
             self._done = True
             self._over.set()
             return

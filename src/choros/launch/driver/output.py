@@ -49,7 +49,7 @@ class Screen:
         self._open: tuple[int, str] | None = None
 
     def write(self, frame: Text) -> None:
-        """Shows a line, or a piece of one."""
+        """Shows lines, or a piece of one."""
         writer = (frame.rank, frame.stream)
         stream = self._streams[frame.stream]
         data = b""
@@ -58,7 +58,10 @@ class Screen:
         if self._prefix and self._open != writer:
             self.finish_line()
             data = self._label(frame.rank)
-        data += frame.text.encode("utf-8", "surrogateescape") + frame.end.encode()
+        text = frame.text.encode("utf-8", "surrogateescape")
+        if self._prefix:
+            text = text.replace(b"\n", b"\n" + self._label(frame.rank))
+        data += text + frame.end.encode()
         if self._colour and frame.end == "\r":
             data = data[:-1] + _CLEAR_TO_END + b"\r"
         _write(stream, data)
@@ -91,7 +94,7 @@ class Files:
         self._files: dict[tuple[int, str], BinaryIO] = {}
 
     def write(self, frame: Text) -> None:
-        """Appends a line, or a piece of one, as the rank wrote it."""
+        """Appends lines, or a piece of one, as the rank wrote them."""
         file = self._file(frame.rank, frame.stream)
         file.write(frame.text.encode("utf-8", "surrogateescape") + frame.end.encode())
         file.flush()

@@ -2,7 +2,7 @@
 
 ::
 
-    user ── Ctrl-C, SIGTERM, SIGUSR1 ──►  chorosrun (this)  ── carriers, see worker.py ──► mpirun ──► wrappers
+    user ── Ctrl-C, SIGTERM, SIGUSR1 ──►  chorosrun (this)  ── carriers, see wrapper.py ─► mpirun ──► wrappers
                                              ▲      │
       Start, Text, Result, Exit frames ──────┘      └── stages, see stopping.py: SIGTERM … SIGKILL … let go
 
@@ -15,13 +15,12 @@ others, which have the grace period to notice it.
 from __future__ import annotations
 
 import os
-import selectors
 import signal
-import time
 from base64 import b64decode
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from choros.launch.driver.mpirun_messages import met_shutdown
 from choros.launch.driver.mpirun_process import MpirunProcess
@@ -29,8 +28,9 @@ from choros.launch.driver.output import Output
 from choros.launch.driver.stopping import Reason, Stage, signal_name, stages
 from choros.launch.plan.command import Command
 from choros.launch.plan.roles import NO_ROLES, Roles
-from choros.launch.processes.signal_pipe import SignalInbox
-from choros.launch.protocol.frames import MARK, Exit, Frame, Result, Start, Text, decode
+from choros.launch.protocol.frames import Exit, Frame, FrameReader, Result, Start, Text
+from choros.transport.loop import Loop
+from choros.transport.signal_pipe import SignalPipe, wake_only
 
 __all__ = ["Limits", "Outcome", "supervise"]
 
@@ -41,7 +41,7 @@ _PATIENCE = 2.0
 _TO_END_BY_ITSELF = 1.0
 _TO_LET_GO = 3.0
 _TO_LISTEN = 1.0
-_LOOK_AROUND = 0.5
+_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,9 @@ def supervise(
         payload: bytes for rank 0's standard input.
         verbose: show what mpirun says.
     """
-    with SignalInbox() as inbox:
-        return _Supervisor(command, size, output, carriers, roles, limits, payload, verbose, inbox).run()
+    caught = [number for number in _CAUGHT if signal.getsignal(number) != signal.SIG_IGN]  # nohup
+    with SignalPipe(dict.fromkeys(caught, wake_only)) as signals:
+        return _Supervisor(command, size, output, carriers, roles, limits, payload, verbose, signals).run()
 
 
 class _Supervisor:
@@ -129,7 +130,7 @@ class _Supervisor:
         limits: Limits,
         payload: bytes | None,
         verbose: bool,
-        inbox: SignalInbox,
+        signals: SignalPipe,
     ) -> None:
         self._outcome = Outcome(size, roles=roles)
         self._output = output
@@ -137,29 +138,28 @@ class _Supervisor:
         self._limits = limits
         self._payload = memoryview(payload) if payload is not None else None
         self._verbose = verbose
-        self._inbox = inbox
         self._stages: tuple[Stage, ...] = ()
-        self._deadlines: dict[str, tuple[float, Callable[[], None]]] = {}
         self._held_signals: list[signal.Signals] = []
         self._letting_go = False
-        self._unfinished = {"out": b"", "err": b""}
         self._mpirun = MpirunProcess(command, stdin=payload is not None)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._mpirun.stdout, selectors.EVENT_READ, "out")
-        self._selector.register(self._mpirun.stderr, selectors.EVENT_READ, "err")
-        self._selector.register(inbox, selectors.EVENT_READ, "signals")
+        self._loop = Loop()
+        self._pipes = {self._mpirun.stdout, self._mpirun.stderr}
+        for pipe in self._pipes:
+            self._loop.on_readable(pipe, partial(self._read, pipe, FrameReader()))
+        self._loop.on_readable(signals, partial(self._on_signals, signals))
 
     def run(self) -> Outcome:
-        self._set_deadline("progress", _PATIENCE, self._say_starting)
-        self._set_deadline("start", self._limits.start, lambda: self._stop(Reason.START_TIMEOUT))
+        self._loop.set_deadline("progress", _PATIENCE, self._say_starting)
+        self._loop.set_deadline("start", self._limits.start, lambda: self._stop(Reason.START_TIMEOUT))
         if self._limits.run is not None:
-            self._set_deadline("run", self._limits.run, lambda: self._stop(Reason.TIMEOUT))
+            self._loop.set_deadline("run", self._limits.run, lambda: self._stop(Reason.TIMEOUT))
         try:
-            while not self._mpirun.has_ended() and self._pipes_are_open():
-                self._turn()
-            self._listen_to_the_end()
+            self._loop.run(until=lambda: self._mpirun.has_ended() or not self._pipes)
+            # mpirun is gone; what it wrote last is in its pipes, which an ssh client may hold open for minutes.
+            self._loop.cancel_all()
+            self._loop.run(until=lambda: not self._pipes, seconds=_TO_LISTEN)
         finally:
-            self._selector.close()
+            self._loop.close()
             self._outcome.mpirun_code = self._mpirun.finish()
         self._end_lost_ranks()
         for exit_ in self._outcome.exits.values():
@@ -167,51 +167,18 @@ class _Supervisor:
         self._output.close()
         return self._outcome
 
-    def _pipes_are_open(self) -> bool:
-        return len(self._selector.get_map()) > 1
-
-    def _listen_to_the_end(self) -> None:
-        """mpirun is gone; what it wrote last is in its pipes, which an ssh client may hold open for minutes."""
-        self._deadlines.clear()
-        end = time.monotonic() + _TO_LISTEN
-        while self._pipes_are_open() and time.monotonic() < end:
-            self._turn()
-
-    def _turn(self) -> None:
-        now = time.monotonic()
-        waits = [_LOOK_AROUND] + [max(0.0, when - now) for when, _ in self._deadlines.values()]
-        for key, _ in self._selector.select(min(waits)):
-            if key.data == "signals":
-                for number in self._inbox.read():
-                    self._on_signal(number)
-            elif key.data == "payload":
-                self._feed(key)
-            else:
-                self._read(key)
-        now = time.monotonic()
-        for name, (when, action) in list(self._deadlines.items()):
-            if now >= when and self._deadlines.get(name, (0, None))[1] is action:
-                del self._deadlines[name]
-                action()
-
-    def _set_deadline(self, name: str, seconds: float, action: Callable[[], None]) -> None:
-        self._deadlines[name] = (time.monotonic() + seconds, action)
-
     # what comes from mpirun ---------------------------------------------------------------------
 
-    def _read(self, key: selectors.SelectorKey) -> None:
-        data = os.read(key.fd, _PIPE_READ)
-        *lines, self._unfinished[key.data] = (self._unfinished[key.data] + data).split(b"\n")
+    def _read(self, pipe: int, reader: FrameReader) -> None:
+        data = os.read(pipe, _PIPE_READ)
         if not data:
-            self._selector.unregister(key.fileobj)
-            lines = [self._unfinished[key.data]] if self._unfinished[key.data] else []
-        for line in lines:  # mpirun does not always end its own lines: a frame may follow on the same one
-            message, mark, rest = line.partition(MARK)
-            frame = decode(mark + rest)
-            if message or not mark:
-                self._on_message(message.decode("utf-8", "replace"))
-            if frame is not None:
-                self._on_frame(frame)
+            self._loop.forget(pipe)
+            self._pipes.discard(pipe)
+        for item in reader.feed(data) if data else reader.end():
+            if isinstance(item, str):
+                self._on_message(item)
+            else:
+                self._on_frame(item)
 
     def _on_message(self, line: str) -> None:
         self._outcome.messages.append(line)
@@ -232,7 +199,7 @@ class _Supervisor:
     def _on_start(self, frame: Start) -> None:
         self._outcome.started[frame.rank] = frame
         self._output.open(frame.rank)
-        self._deadlines.pop("progress", None)
+        self._loop.cancel("progress")
         if frame.restarts:
             self._output.screen.say(
                 f"chorosrun: {self._outcome.roles.name(frame.rank)} on {frame.host} was killed by "
@@ -241,9 +208,9 @@ class _Supervisor:
             return
         if frame.rank == 0 and self._payload is not None:
             os.set_blocking(self._mpirun.stdin, False)
-            self._selector.register(self._mpirun.stdin, selectors.EVENT_WRITE, "payload")
+            self._loop.on_writable(self._mpirun.stdin, self._feed)
         if len(self._outcome.started) == self._outcome.size:
-            self._deadlines.pop("start", None)
+            self._loop.cancel("start")
             for number in self._held_signals:
                 self._send(number)
 
@@ -255,25 +222,29 @@ class _Supervisor:
             self._let_go()
         elif self._outcome.chief_is_done:  # the others see that it has gone, and end
             if frame.rank == 0:
-                self._deadlines.pop("run", None)
-                self._set_deadline("chief", self._limits.grace, lambda: self._stop(Reason.DONE))
+                self._loop.cancel("run")
+                self._loop.set_deadline("chief", self._limits.grace, lambda: self._stop(Reason.DONE))
         elif frame.code != 0 and met_shutdown(frame.traceback):
             # Whom it met is ending by itself, and its exit code tells why: let it.
-            self._set_deadline("failure", _TO_END_BY_ITSELF, lambda: self._stop(Reason.FAILURE))
+            self._loop.set_deadline("failure", _TO_END_BY_ITSELF, lambda: self._stop(Reason.FAILURE))
         elif frame.code != 0:
             self._stop(Reason.FAILURE)
 
-    def _feed(self, key: selectors.SelectorKey) -> None:
+    def _feed(self) -> None:
         """Writes rank 0's standard input. It stays open: mpirun may drop what it holds when it sees the end."""
         assert self._payload is not None  # noqa: S101  (registered only then)
         try:
-            self._payload = self._payload[os.write(key.fd, self._payload[:_PIPE_READ]) :]
+            self._payload = self._payload[os.write(self._mpirun.stdin, self._payload[:_PIPE_READ]) :]
         except BrokenPipeError:
             self._payload = self._payload[:0]
         if not self._payload:
-            self._selector.unregister(key.fileobj)
+            self._loop.forget(self._mpirun.stdin)
 
     # stopping -----------------------------------------------------------------------------------
+
+    def _on_signals(self, signals: SignalPipe) -> None:
+        for number in signals.read():
+            self._on_signal(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -293,8 +264,7 @@ class _Supervisor:
         if self._outcome.reason is not None or self._letting_go:
             return
         self._outcome.reason = reason
-        for name in ("progress", "start", "run", "failure", "chief"):
-            self._deadlines.pop(name, None)
+        self._loop.cancel("progress", "start", "run", "failure", "chief")
         self._stages = stages(reason, self._limits.grace)
         if reason in (Reason.INTERRUPT, Reason.TERMINATE) and self._outcome.started:
             self._output.screen.say(
@@ -311,21 +281,21 @@ class _Supervisor:
             return
         stage, self._stages = self._stages[0], self._stages[1:]
         self._send(stage.signal)
-        self._set_deadline("stage", stage.seconds, self._next_stage)
+        self._loop.set_deadline("stage", stage.seconds, self._next_stage)
 
     def _let_go(self) -> None:
         """Every rank has ended, or cannot be made to: the wrappers and mpirun may go."""
         self._letting_go = True
-        self._deadlines.clear()
+        self._loop.cancel_all()
         if signal.SIGKILL in self._carriers:
             self._send(signal.SIGKILL)
-            self._set_deadline("mpirun", _TO_LET_GO, self._terminate_mpirun)
+            self._loop.set_deadline("mpirun", _TO_LET_GO, self._terminate_mpirun)
         else:
             self._terminate_mpirun()
 
     def _terminate_mpirun(self) -> None:
         self._mpirun.send(signal.SIGTERM)
-        self._set_deadline("mpirun", _TO_LET_GO, lambda: self._mpirun.send(signal.SIGKILL))
+        self._loop.set_deadline("mpirun", _TO_LET_GO, lambda: self._mpirun.send(signal.SIGKILL))
 
     def _send(self, number: signal.Signals) -> None:
         """Sends the ranks a signal, in the guise that mpirun passes on."""

@@ -1,15 +1,20 @@
-"""What the worker wrappers tell chorosrun: one JSON object a line, through mpirun's standard output.
+"""What the wrappers report to chorosrun: one JSON object a line, through mpirun's standard output.
 
 Open MPI forwards lines whole, so a line that starts with ``\\x1e`` is one frame of one rank; anything else on
-that stream is mpirun's own. Text is decoded with ``surrogateescape``: whatever bytes a rank prints arrive.
+that stream is mpirun's own. The time that it needs for a line grows with the square of its length from about 64 KiB
+on (5 MB: 4 s): a frame may be longer only if there are few of them.
+
+Text is decoded with ``surrogateescape``: whatever bytes a rank prints arrive.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import final
 
-__all__ = ["MARK", "Exit", "Frame", "Result", "Start", "Text", "decode", "encode"]
+__all__ = ["MARK", "Exit", "Frame", "FrameReader", "Result", "Start", "Text", "decode", "encode"]
 
 #: ASCII's record separator: the first byte of every frame.
 MARK = b"\x1e"
@@ -41,8 +46,8 @@ class Text:
     Attributes:
         rank: who wrote it.
         stream: ``"out"`` or ``"err"``.
-        text: a line without its end, or a piece of one.
-        end: what ended it: a newline, a carriage return (a progress bar), or nothing yet.
+        text: lines, the last one without its end; or a piece of one.
+        end: what ended the last: a newline, a carriage return (a progress bar), or nothing yet.
     """
 
     rank: int
@@ -123,3 +128,38 @@ def decode(line: bytes) -> Frame | None:
         return _KINDS[fields.pop("kind")](**fields)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+@final
+class FrameReader:
+    """Takes apart what mpirun writes: frames, and lines of its own.
+
+    Example:
+        >>> list(FrameReader().feed(b"mpirun says" + encode(Start(rank=1, host="a", pid=7)) + b"unfinished"))
+        ['mpirun says', Start(rank=1, host='a', pid=7, restarts=0, signal=0)]
+    """
+
+    def __init__(self) -> None:
+        self._unfinished = b""
+
+    def feed(self, data: bytes) -> Iterator[Frame | str]:
+        """The frames and lines that ``data`` completes."""
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        for line in lines:
+            yield from self._parts(line)
+
+    def end(self) -> Iterator[Frame | str]:
+        """What is left when nothing more comes."""
+        line, self._unfinished = self._unfinished, b""
+        if line:
+            yield from self._parts(line)
+
+    @staticmethod
+    def _parts(line: bytes) -> Iterator[Frame | str]:
+        """mpirun does not always end its own lines: a frame may follow on the same one."""
+        message, mark, rest = line.partition(MARK)
+        if message or not mark:
+            yield message.decode("utf-8", "replace")
+        frame = decode(mark + rest)
+        if frame is not None:
+            yield frame

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from choros.launch.protocol.frames import Frame, Result, Text
 from choros.launch.wrapper.line_buffer import LineBuffer
@@ -15,13 +15,17 @@ __all__ = ["ERR", "OUT", "RESULT", "Transcript"]
 #: The pipes of a rank.
 OUT, ERR, RESULT = "out", "err", "result"
 _TAIL_LINES = 10
+#: Of a longer line, so many characters are in the tail.
+_TAIL_WIDTH = 1 << 12
+#: mpirun and chorosrun take long frames for little more than short ones, up to about this many characters.
+_FRAME = 1 << 15
 _RESULT_PIECE = 3 << 14
 
 
 class Transcript:
     """Turns bytes of a rank's pipes into frames: lines at once, tracebacks when it is known what they mean.
 
-    Every method returns the frames that are ready; time is given, never read.
+    Every method returns the frames that are ready; time is given, never read. Lines that come together share a frame.
 
     Example:
         >>> list(Transcript(rank=0).feed(OUT, b"hello\\n", now=0.0))
@@ -61,30 +65,47 @@ class Transcript:
     def due(self, now: float) -> Iterator[Frame]:
         """What has waited long enough, for a rank that is alive."""
         yield from self._frames(OUT, self._lines[OUT].due(now), now)
-        for line in self._hold.due(now):
-            yield Text(self._rank, ERR, line)
+        yield from self._texts(ERR, ((line, "\n") for line in self._hold.due(now)))
         if not self._hold.held:
             yield from self._frames(ERR, self._lines[ERR].due(now), now)
 
     def release(self) -> Iterator[Frame]:
         """The traceback that is held back after all, for a rank that has ended and is started again."""
-        for line in self._hold.held:
-            yield Text(self._rank, ERR, line)
+        yield from self._texts(ERR, ((line, "\n") for line in self._hold.held))
 
     def waits(self, now: float) -> list[float]:
         """After how many seconds something may be due."""
         waits = [self._lines[OUT].wait(now), self._hold.wait(now) if self._hold.held else self._lines[ERR].wait(now)]
         return [wait for wait in waits if wait is not None]
 
-    def _frames(self, stream: str, lines: Iterable[tuple[str, str]], now: float) -> Iterator[Frame]:
+    def _frames(self, stream: str, lines: Sequence[tuple[str, str]], now: float) -> Iterator[Frame]:
+        if stream == ERR:
+            yield from self._texts(ERR, self._errors(lines, now))
+        elif lines:
+            self._hold.alive(now)
+            yield from self._texts(OUT, lines)
+
+    def _errors(self, lines: Iterable[tuple[str, str]], now: float) -> Iterator[tuple[str, str]]:
+        """The lines of standard error that are not held back."""
         for text, end in lines:
-            if stream == OUT:
-                self._hold.alive(now)
-                yield Text(self._rank, OUT, text, end)
-                continue
-            self._tail.append(text)
+            self._tail.append(text[:_TAIL_WIDTH])
             if end != "\n" and not self._hold.held:
-                yield Text(self._rank, ERR, text, end)
-                continue
-            for line in self._hold.add(text, now):
-                yield Text(self._rank, ERR, line)
+                yield text, end
+            else:
+                yield from ((line, "\n") for line in self._hold.add(text, now))
+
+    def _texts(self, stream: str, lines: Iterable[tuple[str, str]]) -> Iterator[Frame]:
+        """Frames of ``lines``: those that end with a newline together."""
+        together: list[str] = []
+        length = 0
+        for text, end in lines:
+            if end == "\n":
+                together.append(text)
+                length += len(text) + 1
+            if together and (end != "\n" or length >= _FRAME):
+                yield Text(self._rank, stream, "\n".join(together))
+                together, length = [], 0
+            if end != "\n":
+                yield Text(self._rank, stream, text, end)
+        if together:
+            yield Text(self._rank, stream, "\n".join(together))

@@ -25,20 +25,20 @@ Beside parameter servers, a worker that a signal has ended, and not one of ours,
 so the job, stays.
 
 No rank is left behind: 1 and 3 are tethered (the kernel kills the child when its parent dies), and across 2
-the wrapper looks twice a second whether mpirun is still its parent.
+the wrapper checks twice a second whether mpirun is still its parent.
 """
 
 from __future__ import annotations
 
 import os
-import selectors
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from choros.errors import ChorosError, LaunchError
@@ -54,6 +54,8 @@ from choros.launch.protocol.wrapper_options import CARRIED, RESULT_FD, Options
 from choros.launch.wrapper.open_mpi_fixes import repairs
 from choros.launch.wrapper.transcript import ERR, OUT, RESULT, Transcript
 from choros.topology import Topology, detect
+from choros.transport.loop import HasFileno, Loop
+from choros.transport.signal_pipe import SignalPipe, wake_only
 
 __all__ = ["Wrapper", "main"]
 
@@ -64,6 +66,9 @@ _ORPHANS_GRACE_AFTER_FAILURE = 0.1
 _LAST_WORDS = 0.1
 _REPEAT = 2.0
 _PIPE_READ = 1 << 16
+#: After less than this from a pipe, more may come together in a moment: a frame a line costs ten times as much.
+_LITTLE = 1 << 14
+_MOMENT = 0.002
 
 
 class _NotStarted(LaunchError):
@@ -93,8 +98,8 @@ class Wrapper:
         self._released = False
         self._early: list[int] = []
         self._transcript = Transcript(place.rank)
-        self._selector = selectors.DefaultSelector()
-        self._last_words: float | None = None
+        self._loop = Loop(_POLL)
+        self._pipes: set[HasFileno | int] = set()
         self._memory: Directory | None = None
         self._began = time.monotonic()
 
@@ -114,7 +119,7 @@ class Wrapper:
         self._reported = True
         self._send(report)
         while not self._released:
-            self._serve(until=lambda: self._released, timeout=_REPEAT)
+            self._loop.run(until=lambda: self._released, seconds=_REPEAT)
             self._send(report)  # again and again: it is what the job's end hangs on
         self._clean_up()
         return report.code
@@ -122,21 +127,22 @@ class Wrapper:
     # signals ------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Has signals wake the selector; from now on none ends the wrapper by itself."""
-        reader, writer = os.pipe()
-        for descriptor in (reader, writer):
-            os.set_blocking(descriptor, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        self._selector.register(reader, selectors.EVENT_READ, None)
-        for number in (*CARRIED, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        """Has signals wake the loop; from now on none ends the wrapper by itself."""
+        passed_on = dict.fromkeys((*CARRIED, signal.SIGTERM), self._on_signal)
+        pipe = SignalPipe({**passed_on, signal.SIGCHLD: wake_only})
+        pipe.open()  # never closed: a signal that came after that would end the wrapper
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        self._loop.on_readable(pipe, partial(self._on_wake_up, pipe))
+        self._loop.repeat("parent", _POLL, self._check_parent)
+
+    def _on_wake_up(self, pipe: SignalPipe) -> None:
+        pipe.read()  # their handlers have run; what is left are the children that have ended
+        self._reap()
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGTERM:  # from mpirun itself: SIGKILL follows at once
-            self._last_words = time.monotonic() + _LAST_WORDS
+            self._loop.repeat("last words", _LAST_WORDS, self._stop_now)
             self._released = True
             self._pass_on(signal.SIGTERM)
             return
@@ -184,7 +190,7 @@ class Wrapper:
         self._transcript = Transcript(self._place.rank)
         process = self._start()
         self._send(Start(self._place.rank, self._host, process.pid, self._restarts, ended_by))
-        self._serve(until=lambda: self._status is not None)
+        self._loop.run(until=lambda: self._status is not None)
         self._end_family()
         self._drain()
 
@@ -214,7 +220,8 @@ class Wrapper:
                 os.close(result_writer)
         for name, pipe in ((OUT, process.stdout), (ERR, process.stderr), (RESULT, result_reader)):
             if pipe is not None:
-                self._selector.register(pipe, selectors.EVENT_READ, name)
+                self._pipes.add(pipe)
+                self._loop.on_readable(pipe, partial(self._read, name, pipe))
         early, self._early = self._early, []
         for number in early:
             self._pass_on(number)
@@ -229,42 +236,32 @@ class Wrapper:
         ended = self._told & {signal.SIGINT, signal.SIGTERM, signal.SIGKILL}
         return ended_by > 0 and ended_by not in self._told and not ended and not self._released
 
-    # the loop -----------------------------------------------------------------------------------
+    # what it writes, and its end -----------------------------------------------------------------
 
-    def _serve(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Passes on what the rank writes ``until`` something is so, for ``timeout`` seconds at most."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while not until():
-            now = time.monotonic()
-            if end is not None and now >= end:
-                return
-            for key, _ in self._selector.select(min(self._waits(now))):
-                self._read(key)
-            self._reap()
-            if self._status is None:
-                self._send_all(self._transcript.due(time.monotonic()))
-            self._look_around()
-
-    def _waits(self, now: float) -> list[float]:
-        waits = self._transcript.waits(now) if self._status is None else []
-        if self._last_words is not None and self._status is None:
-            waits.append(max(0.0, self._last_words - now))
-        return [_POLL, *waits]
-
-    def _pipes(self) -> list[str]:
-        """The rank's pipes that are still open."""
-        return [key.data for key in self._selector.get_map().values() if key.data is not None]
-
-    def _read(self, key: selectors.SelectorKey) -> None:
-        try:
-            data = os.read(key.fd, _PIPE_READ)
-        except BlockingIOError:
-            return
-        if key.data is None:  # a signal's wake-up
-            return
+    def _read(self, name: str, pipe: HasFileno | int) -> None:
+        data = os.read(pipe if isinstance(pipe, int) else pipe.fileno(), _PIPE_READ)
         if not data:
-            self._selector.unregister(key.fileobj)
-        self._send_all(self._transcript.feed(key.data, data, time.monotonic()))
+            self._loop.forget(pipe)
+            self._pipes.discard(pipe)
+        elif len(data) < _LITTLE:
+            self._loop.forget(pipe)
+            read_on = partial(self._loop.on_readable, pipe, partial(self._read, name, pipe))
+            self._loop.set_deadline(f"read {name}", _MOMENT, read_on)
+        self._send_all(self._transcript.feed(name, data, time.monotonic()))
+        self._wait_for_due()
+
+    def _send_due(self) -> None:
+        if self._status is None:  # what a rank that has ended wrote last is its report's
+            self._send_all(self._transcript.due(time.monotonic()))
+            self._wait_for_due()
+
+    def _wait_for_due(self) -> None:
+        """Has what the transcript keeps back sent when its time comes."""
+        waits = self._transcript.waits(time.monotonic())
+        if waits:
+            self._loop.set_deadline("due", min(waits), self._send_due)
+        else:
+            self._loop.cancel("due")
 
     def _reap(self) -> None:
         """Takes note of ended children: the rank, and orphans of its that are ours now."""
@@ -278,12 +275,9 @@ class Wrapper:
             if self._process is not None and pid == self._process.pid:
                 self._status = self._process.returncode = os.waitstatus_to_exitcode(status)
 
-    def _look_around(self) -> None:
-        now = time.monotonic()
+    def _check_parent(self) -> None:
         if os.getppid() != self._mpirun:
             self._released = True
-            self._stop_now()
-        elif self._last_words is not None and now >= self._last_words:
             self._stop_now()
 
     def _stop_now(self) -> None:
@@ -298,13 +292,13 @@ class Wrapper:
         assert self._process is not None  # noqa: S101  (only called once it has run)
         group = self._process.pid
         patience = _ORPHANS_GRACE if self._status == 0 else _ORPHANS_GRACE_AFTER_FAILURE
-        self._serve(until=lambda: not group_exists(group) or self._released, timeout=patience)
+        self._loop.run(until=lambda: not group_exists(group) or self._released, seconds=patience)
         signal_group(group, signal.SIGKILL)
         end_children(self._reap)
 
     def _drain(self) -> None:
         """Reads what is left in the pipes; nobody writes to them any more."""
-        self._serve(until=lambda: not self._pipes(), timeout=1.0)
+        self._loop.run(until=lambda: not self._pipes, seconds=1.0)
 
     def _report(self) -> Exit:
         status = self._status or 0

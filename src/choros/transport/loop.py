@@ -1,0 +1,116 @@
+"""One thread that waits for several things at once: descriptors, deadlines, and a condition.
+
+::
+
+    run(until, seconds)
+      ┌─► until()? ── yes, or seconds are over ──► return
+      │     │ no
+      │   select: until a descriptor is ready, the next deadline, or poll_seconds
+      │     │
+      │   callbacks of the descriptors that are ready
+      │     │
+      └── actions of the deadlines that have passed
+
+Signals are descriptors too (``SignalPipe``).
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable
+from typing import Protocol, final
+
+__all__ = ["HasFileno", "Loop"]
+
+
+class HasFileno(Protocol):
+    """A file, socket or pipe."""
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+
+
+@final
+class Loop:
+    """Calls what belongs to each descriptor and each deadline, in the thread that runs it.
+
+    Deadlines may be set and cancelled from signal handlers, if a ``SignalPipe`` wakes the loop.
+
+    Args:
+        poll_seconds: how often the condition of ``run`` is checked at least, for conditions that no descriptor
+            announces.
+
+    Example:
+        >>> loop, rings = Loop(), []
+        >>> loop.set_deadline("alarm", 0.01, lambda: rings.append("now"))
+        >>> loop.run(until=lambda: bool(rings), seconds=10)
+        True
+    """
+
+    def __init__(self, poll_seconds: float = 0.5) -> None:
+        self._poll_seconds = poll_seconds
+        self._selector = selectors.DefaultSelector()
+        self._deadlines: dict[str, tuple[float, Callable[[], None]]] = {}
+
+    def on_readable(self, source: HasFileno | int, callback: Callable[[], None]) -> None:
+        """Has ``callback`` called whenever ``source`` can be read, or its other end is closed."""
+        self._selector.register(source, selectors.EVENT_READ, callback)
+
+    def on_writable(self, source: HasFileno | int, callback: Callable[[], None]) -> None:
+        """Has ``callback`` called whenever ``source`` can be written to, or its other end is closed."""
+        self._selector.register(source, selectors.EVENT_WRITE, callback)
+
+    def forget(self, source: HasFileno | int) -> None:
+        """Stops waiting for ``source``; needed before it is closed."""
+        self._selector.unregister(source)
+
+    def set_deadline(self, name: str, seconds: float, action: Callable[[], None]) -> None:
+        """Has ``action`` called once, after ``seconds``; replaces the deadline of this name."""
+        self._deadlines[name] = (time.monotonic() + seconds, action)
+
+    def repeat(self, name: str, seconds: float, action: Callable[[], None]) -> None:
+        """Has ``action`` called every ``seconds``, until the deadline of this name is cancelled."""
+
+        def again() -> None:
+            self.set_deadline(name, seconds, again)
+            action()
+
+        self.set_deadline(name, seconds, again)
+
+    def cancel(self, *names: str) -> None:
+        """Cancels deadlines; names that are not set are ignored."""
+        for name in names:
+            self._deadlines.pop(name, None)
+
+    def cancel_all(self) -> None:
+        """Cancels all deadlines."""
+        self._deadlines.clear()
+
+    def run(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Waits ``until`` a condition holds, for ``seconds`` at most; returns whether it holds."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while not until():
+            now = time.monotonic()
+            if end is not None and now >= end:
+                return False
+            self._turn(self._poll_seconds if end is None else min(self._poll_seconds, end - now))
+        return True
+
+    def close(self) -> None:
+        """Ends the loop's own descriptor, none of those it waited for."""
+        self._selector.close()
+
+    def _turn(self, seconds: float) -> None:
+        now = time.monotonic()
+        # A copy: a signal's handler may set a deadline at any moment.
+        waits = [max(0.0, when - now) for when, _ in list(self._deadlines.values())]
+        for key, _ in self._selector.select(min([seconds, *waits])):
+            if self._selector.get_map().get(key.fd) is key:  # not forgotten by the callback before it
+                key.data()
+        now = time.monotonic()
+        for name, (when, action) in list(self._deadlines.items()):
+            # An action may cancel or replace the deadlines that follow.
+            if now >= when and self._deadlines.get(name) == (when, action):
+                del self._deadlines[name]
+                action()
