@@ -46,13 +46,11 @@ class Rank:
             self._worst = ("passed", "")
             module, function = case.split("::")
             try:
-                items = session.perform_collect([f"{TESTS / module.replace('.', '/')}.py::{function}"])
-            except pytest.UsageError as error:
-                self._worst = ("failed", str(error))
-                items = []
-            self._keep_modules()
-            for item in items:
-                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+                for item in session.perform_collect([f"{TESTS / module.replace('.', '/')}.py::{function}"]):
+                    self._keep_modules()
+                    item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            except pytest.UsageError as error:  # after a report, if the module cannot be imported
+                self._worst = ("failed", self._worst[1] or str(error))
             self._connection.send(self._worst)
         return True
 
