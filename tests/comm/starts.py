@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from harness import free_port
-from ranks.running import python_path
+from ranks.running import QUICK, python_path
 
 Environ = Mapping[str, str]
 
@@ -23,7 +23,7 @@ def together(command: Sequence[str], environs: Sequence[Environ], timeout: float
     processes = [
         subprocess.Popen(
             command,
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": python_path(), **environ},
+            env={**os.environ, **QUICK, "PYTHONPATH": python_path(), **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -27,18 +26,6 @@ from choros.distribute.devices import replicas as device_replicas
 from choros.distribute.tpu import TPUStrategy
 from choros.distribute.values import PerReplica
 from choros.errors import ConfigError, EngineUnavailable, StrategyError
-
-
-class NoTensorFlow:
-    """Keras looks for it as soon as it sees data, which takes seconds."""
-
-    @staticmethod
-    def find_spec(name: str, *_: object) -> None:
-        if name == "tensorflow":
-            raise ImportError(name)
-
-
-sys.meta_path.insert(0, NoTensorFlow)
 
 FEATURES, CLASSES, BATCH = 8, 3, 16
 #: Five batches an epoch, the last with 11 examples; four epochs are 20 steps.

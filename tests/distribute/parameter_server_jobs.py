@@ -134,6 +134,8 @@ def _kill_group(pid: int) -> None:
 
 def _start(jobs: Sequence[Job]) -> None:
     """What the starter does; in the forks it returns when their script has been run."""
+    if os.environ["KERAS_BACKEND"] != "tensorflow":
+        sys.modules["tensorflow"] = None  # Keras would look for it in each process, which takes seconds.
     warnings.filterwarnings("ignore", "os.fork")  # JAX does not know that it has not been used.
     for module in ("pytest", "keras", "choros.distribute.parameter_server.roles"):
         importlib.import_module(module)

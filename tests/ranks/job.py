@@ -13,6 +13,8 @@ from typing import final
 
 Environ = Mapping[str, str]
 
+#: The environment variable that names the modules which a process of the tests must not find.
+HIDDEN = "CHOROS_TEST_HIDDEN"
 CHOROSRUN = str(Path(sys.executable).with_name("chorosrun"))
 
 
@@ -95,10 +97,18 @@ class Job:
     def environment(self) -> Environ:
         """What the ranks have in their environment beside ours."""
         framework = {"KERAS_BACKEND": self.framework} if self.framework else {}
-        return {**framework, "CHOROS_TEST_HIDDEN": " ".join(self.hidden), **dict(self.environ)}
+        return {**framework, HIDDEN: " ".join([*self.hidden, *unwanted(self.framework)]), **dict(self.environ)}
 
     def __str__(self) -> str:
         return "-".join(str(part) for part in (self.framework, self.launcher, self.name, self.ranks) if str(part))
+
+
+def unwanted(framework: str) -> tuple[str, ...]:
+    """Modules that Keras would look for as soon as it sees data, which takes seconds.
+
+    With JAX, some cases have data sets of TensorFlow.
+    """
+    return ("tensorflow",) if framework == "torch" else ()
 
 
 def free_port() -> int:

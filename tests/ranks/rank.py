@@ -23,6 +23,7 @@ import pytest
 import choros
 from choros.comm import Communicator, context
 from choros.topology import detect
+from ranks.job import HIDDEN
 
 TESTS = Path(__file__).parents[1]
 
@@ -44,9 +45,12 @@ class Rank:
         while (case := self._next()) is not None:
             self._worst = ("passed", "")
             module, function = case.split("::")
-            for item in session.perform_collect([f"{TESTS / module.replace('.', '/')}.py::{function}"]):
-                self._keep_modules()
-                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            try:
+                for item in session.perform_collect([f"{TESTS / module.replace('.', '/')}.py::{function}"]):
+                    self._keep_modules()
+                    item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            except pytest.UsageError as error:  # after a report, if the module cannot be imported
+                self._worst = ("failed", self._worst[1] or str(error))
             self._connection.send(self._worst)
         return True
 
@@ -74,7 +78,7 @@ class Rank:
         if report.outcome == "failed":
             self._worst = ("failed", "\n".join(filter(None, [self._worst[1], report.longreprtext])))
         elif report.outcome == "skipped" and self._worst[0] == "passed":
-            self._worst = ("skipped", report.longrepr[2])
+            self._worst = ("skipped", report.longrepr[2].removeprefix("Skipped: "))
 
     @pytest.fixture
     def communicator(self) -> Communicator:
@@ -84,8 +88,7 @@ class Rank:
     @pytest.fixture(autouse=True)
     def _as_in_a_fresh_process(self, request: pytest.FixtureRequest) -> Iterator[None]:
         """Each case finds what the first one finds, and draws the same numbers whatever was before it."""
-        random.seed(f"{choros.rank()} {request.node.name}")
-        np.random.seed(random.getrandbits(32))
+        seed_all(f"{choros.rank()} {request.node.name}")
         environ = dict(os.environ)
         yield
         gc.collect()
@@ -100,10 +103,21 @@ class Rank:
             keras.utils.clear_session()
 
 
+def seed_all(seed: str) -> None:
+    """Seeds every generator of random numbers that is here."""
+    random.seed(seed)
+    number = random.getrandbits(31)
+    np.random.seed(number)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(number)
+    if tensorflow := sys.modules.get("tensorflow"):
+        tensorflow.random.set_seed(number)
+
+
 def main(directory: str) -> None:
     """Joins the job, and runs cases until there are no more."""
     faulthandler.register(signal.SIGUSR1, file=Path(directory, f"stack.{os.getpid()}").open("w"))  # noqa: SIM115
-    for module in os.environ["CHOROS_TEST_HIDDEN"].split():
+    for module in os.environ[HIDDEN].split():
         sys.modules[module] = None
     # A rank for itself: JAX does not expect others to read what it is writing.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{os.environ['CHOROS_TEST_CACHE']}/{detect(os.environ).rank}"

@@ -1,0 +1,37 @@
+"""Cases that go wrong; run by ``test_ranks.py``."""
+
+import os
+import signal
+
+import pytest
+
+import choros
+from choros.parallel.ops import allreduce
+
+
+def case_that_passes():
+    assert allreduce(1.0) == 1.0
+
+
+def case_that_is_wrong():
+    place = [choros.rank(), choros.size()]
+    assert place == [2, 2]
+
+
+def case_that_one_rank_dies_of():
+    if choros.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    allreduce(1.0)
+
+
+def case_that_is_wrong_on_one_rank():
+    assert choros.rank() == 0
+    allreduce(1.0)
+
+
+def case_that_leaves_a_process_set():
+    choros.add_process_set([0])
+
+
+def case_that_is_skipped():
+    pytest.skip("not today")
