@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 import choros
-from choros.comm import Communicator, ReduceOp, global_process_set
+from choros.comm import Communicator, Reduction, global_process_set
 
 
 def collectives(communicator: Communicator) -> dict[str, Callable[[], object]]:
@@ -27,15 +27,15 @@ def collectives(communicator: Communicator) -> dict[str, Callable[[], object]]:
     shared.fill(1)
     return {
         "barrier": communicator.barrier,
-        "allreduce, 4 KiB": lambda: communicator.allreduce(small, ReduceOp.MAX),
-        "allreduce, 1 MiB": lambda: communicator.allreduce(large, ReduceOp.MAX),
-        "allreduce in place, 1 MiB": lambda: communicator.allreduce(shared, ReduceOp.MAX, out=shared),
-        "grouped_allreduce": lambda: communicator.grouped_allreduce([small, large], ReduceOp.MAX),
+        "allreduce, 4 KiB": lambda: communicator.allreduce(small, Reduction.MAX),
+        "allreduce, 1 MiB": lambda: communicator.allreduce(large, Reduction.MAX),
+        "allreduce in place, 1 MiB": lambda: communicator.allreduce(shared, Reduction.MAX, out=shared),
+        "grouped_allreduce": lambda: communicator.grouped_allreduce([small, large], Reduction.MAX),
         "allgather": lambda: communicator.allgather(large),
         "broadcast": lambda: communicator.broadcast(large),
-        "reducescatter": lambda: communicator.reducescatter(large, ReduceOp.MAX),
+        "reducescatter": lambda: communicator.reducescatter(large, Reduction.MAX),
         "alltoall": lambda: communicator.alltoall(large),
-        "allreduce, started": lambda: communicator.start(communicator.allreduce, large, ReduceOp.MAX).wait(),
+        "allreduce, started": lambda: communicator.start(communicator.allreduce, large, Reduction.MAX).wait(),
     }
 
 

@@ -22,7 +22,7 @@ CHOROSRUN = str(Path(sys.executable).with_name("chorosrun"))
 def work(steps: int, milliseconds: float) -> None:
     """What each rank does."""
     import choros
-    from choros.comm import ReduceOp, global_process_set
+    from choros.comm import Reduction, global_process_set
 
     choros.init()
     communicator = global_process_set.communicator
@@ -32,8 +32,8 @@ def work(steps: int, milliseconds: float) -> None:
         begin = time.thread_time()
         while time.thread_time() - begin < milliseconds / 1000:
             np.tanh(matrix, out=matrix)
-        communicator.allreduce(small, ReduceOp.MAX)
-        communicator.allreduce(large, ReduceOp.MAX)
+        communicator.allreduce(small, Reduction.MAX)
+        communicator.allreduce(large, Reduction.MAX)
 
 
 def main() -> None:

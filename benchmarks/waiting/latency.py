@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 import choros
-from choros.comm import ReduceOp, global_process_set
+from choros.comm import Reduction, global_process_set
 
 #: Bytes, and how many allreduces are timed together.
 SIZES = {4 << 10: 1000, 1 << 20: 200, 16 << 20: 20}
@@ -38,7 +38,7 @@ def main() -> None:
                 communicator.barrier()
                 begin = time.perf_counter()
                 for _ in range(times):
-                    communicator.allreduce(array, ReduceOp.MAX, out=array)
+                    communicator.allreduce(array, Reduction.MAX, out=array)
                 rounds.append((time.perf_counter() - begin) / times * 1e6)
             where = "in place" if array is shared else "copied"
             fields.append(f"{nbytes >> 10} KiB {where} {min(rounds):.1f} {sorted(rounds)[ROUNDS // 2]:.1f}")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 from mpi4py import MPI
 
-from choros.comm import Communicator, ReduceOp, global_process_set
+from choros.comm import Communicator, Reduction, global_process_set
 from choros.comm.algorithms.algorithm import Tuning
 from choros.comm.algorithms.tuning import autotune
 from choros.comm.engines.mpi import MpiCommunicator
@@ -43,7 +43,7 @@ def values(rank: int, items: int, dtype: str) -> np.ndarray:
 
 
 def case_shared_memory_and_messages_give_the_same() -> None:
-    ops = {ReduceOp.SUM: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
+    ops = {Reduction.SUM: np.add, Reduction.MIN: np.minimum, Reduction.MAX: np.maximum, Reduction.PRODUCT: np.multiply}
     for hosts in layouts():
         with on_hosts(*hosts) as communicator:
             for items in (0, 1, 2, 17, 1000, 5000):
@@ -65,14 +65,14 @@ def case_array_in_shared_memory_is_reduced_in_place() -> None:
                 np.testing.assert_array_equal(array, (communicator.size - 1) / 2 + step)
             part = array[10:20]
             part[...] = 1
-            communicator.allreduce(part, ReduceOp.SUM, out=part)
+            communicator.allreduce(part, Reduction.SUM, out=part)
             assert float(array.sum()) == 30 * (30 * ((communicator.size - 1) / 2 + 2) + 10 * communicator.size)
 
 
 def case_result_goes_where_it_is_asked_to() -> None:
     communicator = everybody()
     source, out = np.full((3, 4), 1.5 + communicator.rank), np.empty((3, 4))
-    assert communicator.allreduce(source, ReduceOp.MAX, out=out) is out
+    assert communicator.allreduce(source, Reduction.MAX, out=out) is out
     np.testing.assert_array_equal(out, 0.5 + communicator.size)
     assert source[0, 0] == 1.5 + communicator.rank
 
@@ -82,7 +82,7 @@ def case_all_ranks_have_the_same_bits() -> None:
     for hosts in layouts():
         with on_hosts(*hosts) as communicator:
             array = np.random.default_rng(communicator.rank).normal(size=3001).astype(np.float32)
-            sums = communicator.allgather(communicator.allreduce(array, ReduceOp.SUM)).reshape(size, -1)
+            sums = communicator.allgather(communicator.allreduce(array, Reduction.SUM)).reshape(size, -1)
             assert (sums == sums[0]).all()
 
 
@@ -94,10 +94,10 @@ def case_parts_of_the_ranks_have_memory_of_their_own() -> None:
     if part is not None:
         inner = part.empty(10000)
         inner.fill(2)
-        part.allreduce(inner, ReduceOp.SUM, out=inner)
+        part.allreduce(inner, Reduction.SUM, out=inner)
         assert (inner == 2 * part.size).all()
         part.close()
-    everyone.allreduce(array, ReduceOp.SUM, out=array)
+    everyone.allreduce(array, Reduction.SUM, out=array)
     assert (array == everyone.size).all()
 
 
@@ -106,10 +106,10 @@ def case_autotune_chooses_the_same_on_every_rank() -> None:
     assert isinstance(communicator, MpiCommunicator)
     tuning = autotune(communicator, communicator.tuning, communicator.tune, megabytes=1)
     chosen = [tuning.chunk_bytes, tuning.window_bytes, tuning.block_bytes]
-    np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), ReduceOp.MAX), chosen)
-    np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), ReduceOp.MIN), chosen)
+    np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), Reduction.MAX), chosen)
+    np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), Reduction.MIN), chosen)
     array = np.full(1 << 20, 1.0, np.float32)
-    assert (communicator.allreduce(array, ReduceOp.SUM) == communicator.size).all()
+    assert (communicator.allreduce(array, Reduction.SUM) == communicator.size).all()
 
 
 def case_memory_does_not_grow() -> None:
@@ -130,6 +130,6 @@ def case_memory_does_not_grow() -> None:
 def case_a_gibibyte() -> None:
     communicator = everybody()
     array = np.full(1 << 28, 1.0 + communicator.rank, np.float32)
-    communicator.allreduce(array, ReduceOp.SUM, out=array)
+    communicator.allreduce(array, Reduction.SUM, out=array)
     size = communicator.size
     assert array[0] == array[-1] == array[1 << 27] == size * (size + 1) / 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from choros.comm import BFLOAT16, Communicator, ReduceOp
+from choros.comm import BFLOAT16, Communicator, Reduction
 from choros.comm.reduction import DTYPES
 from choros.errors import ConfigError
 from choros.topology import shard_range
@@ -28,20 +28,20 @@ def everybody(communicator: Communicator, dtype: np.dtype, shape: tuple[int, ...
     return [values(rank, dtype, shape) for rank in range(communicator.size)]
 
 
-def reduced(arrays: list[Array], op: ReduceOp) -> Array:
+def reduced(arrays: list[Array], op: Reduction) -> Array:
     """The definition: in float64, where 0 and 1 are false and true, and then rounded to the dtype."""
     function = {
-        ReduceOp.AVERAGE: np.mean,
-        ReduceOp.SUM: np.sum,
-        ReduceOp.MIN: np.min,
-        ReduceOp.MAX: np.max,
-        ReduceOp.PRODUCT: np.prod,
+        Reduction.AVERAGE: np.mean,
+        Reduction.SUM: np.sum,
+        Reduction.MIN: np.min,
+        Reduction.MAX: np.max,
+        Reduction.PRODUCT: np.prod,
     }[op]
     return np.asarray(function(np.stack(arrays).astype(np.float64), axis=0)).astype(arrays[0].dtype)
 
 
-def operations(dtype: np.dtype) -> list[ReduceOp]:
-    return [op for op in ReduceOp if not (op is ReduceOp.AVERAGE and dtype == np.bool_)]
+def operations(dtype: np.dtype) -> list[Reduction]:
+    return [op for op in Reduction if not (op is Reduction.AVERAGE and dtype == np.bool_)]
 
 
 def check_same(result: Array, expected: Array, *what: object) -> None:
@@ -60,8 +60,8 @@ def case_allreduce_keeps_the_shape(communicator: Communicator) -> None:
     for dtype in KINDS:
         for shape in SHAPES:
             arrays = everybody(communicator, dtype, shape)
-            result = communicator.allreduce(arrays[communicator.rank], ReduceOp.SUM)
-            check_same(result, reduced(arrays, ReduceOp.SUM), dtype, shape)
+            result = communicator.allreduce(arrays[communicator.rank], Reduction.SUM)
+            check_same(result, reduced(arrays, Reduction.SUM), dtype, shape)
 
 
 def case_arrays_may_lie_in_memory_as_they_like(communicator: Communicator) -> None:
@@ -71,11 +71,11 @@ def case_arrays_may_lie_in_memory_as_they_like(communicator: Communicator) -> No
     for dtype in KINDS:
         arrays = [scattered(rank, dtype) for rank in range(communicator.size)]
         mine = arrays[communicator.rank]
-        check_same(communicator.allreduce(mine, ReduceOp.MAX), reduced(arrays, ReduceOp.MAX), dtype)
+        check_same(communicator.allreduce(mine, Reduction.MAX), reduced(arrays, Reduction.MAX), dtype)
         check_same(communicator.allgather(mine), np.concatenate(arrays), dtype)
         check_same(communicator.broadcast(mine), arrays[0], dtype)
         start, end = shard_range(5, communicator.rank, communicator.size)
-        check_same(communicator.reducescatter(mine, ReduceOp.MAX), reduced(arrays, ReduceOp.MAX)[start:end], dtype)
+        check_same(communicator.reducescatter(mine, Reduction.MAX), reduced(arrays, Reduction.MAX)[start:end], dtype)
         splits = [1] * communicator.size
         rows = np.stack([array[communicator.rank] for array in arrays])
         check_same(communicator.alltoall(mine, splits)[0], rows, dtype)
@@ -103,23 +103,23 @@ def case_average_of_integers_rounds_towards_zero(communicator: Communicator) -> 
 
 def case_booleans_have_no_average(communicator: Communicator) -> None:
     with pytest.raises(ConfigError, match="op=Max for 'any'"):
-        communicator.allreduce(True, ReduceOp.AVERAGE)
+        communicator.allreduce(True, Reduction.AVERAGE)
 
 
 def case_bfloat16_is_summed_in_float32(communicator: Communicator) -> None:
     # Its numbers from 256 on are 2 apart, so that 256 + 1 + 1 would stay 256.
     mine = np.full(3, 256 if communicator.rank == 0 else 1, BFLOAT16)
     total = np.full(3, 256 + communicator.size - 1, np.float32).astype(BFLOAT16)
-    check_same(communicator.allreduce(mine, ReduceOp.SUM), total)
+    check_same(communicator.allreduce(mine, Reduction.SUM), total)
     start, end = shard_range(3, communicator.rank, communicator.size)
-    check_same(communicator.reducescatter(mine, ReduceOp.SUM), total[start:end])
+    check_same(communicator.reducescatter(mine, Reduction.SUM), total[start:end])
 
 
 def case_grouped_allreduce_takes_arrays_of_many_kinds(communicator: Communicator) -> None:
     arrays = [[values(rank, dtype, shape) for dtype, shape in zip(KINDS, SHAPES, strict=False)] for rank in (0, 1, 2)]
-    results = communicator.grouped_allreduce(arrays[communicator.rank], ReduceOp.SUM)
+    results = communicator.grouped_allreduce(arrays[communicator.rank], Reduction.SUM)
     for result, *parts in zip(results, *arrays[: communicator.size], strict=True):
-        check_same(result, reduced(parts, ReduceOp.SUM))
+        check_same(result, reduced(parts, Reduction.SUM))
     assert communicator.grouped_allreduce([]) == []
 
 
@@ -222,7 +222,7 @@ def case_each_call_costs_one_control_message(communicator: Communicator) -> None
 
 def case_started_collectives_keep_their_order_among_blocking_ones(communicator: Communicator) -> None:
     size = communicator.size
-    reductions = [communicator.start(communicator.allreduce, np.full(3, float(i)), ReduceOp.SUM) for i in range(4)]
+    reductions = [communicator.start(communicator.allreduce, np.full(3, float(i)), Reduction.SUM) for i in range(4)]
     check_same(communicator.allgather([communicator.rank]), np.arange(size))
     gathering = communicator.start(communicator.allgather, [[communicator.rank]])
     communicator.barrier()
@@ -234,7 +234,7 @@ def case_started_collectives_keep_their_order_among_blocking_ones(communicator: 
 
 def case_error_of_a_started_collective_is_raised_by_wait(communicator: Communicator) -> None:
     work = communicator.start(communicator.broadcast, 1.0, communicator.size)
-    assert communicator.allreduce(1, ReduceOp.SUM) == communicator.size
+    assert communicator.allreduce(1, Reduction.SUM) == communicator.size
     for _ in range(2):
         with pytest.raises(ConfigError, match="is not one of the"):
             work.wait()
@@ -247,7 +247,7 @@ def case_parts_work_at_the_same_time_and_can_be_split_again(communicator: Commun
     half = halves[communicator.rank % 2]
     assert mine.ranks == tuple(half)
     assert (mine.rank, mine.size) == (half.index(communicator.rank), len(half))
-    assert mine.allreduce(communicator.rank, ReduceOp.SUM) == sum(half)
+    assert mine.allreduce(communicator.rank, Reduction.SUM) == sum(half)
     last = mine.split([len(half) - 1])
     assert (last is None) == (communicator.rank != half[-1])
     if last is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import choros
-from choros.comm import ReduceOp, global_process_set
+from choros.comm import Reduction, global_process_set
 from choros.comm.engines.torch_devices import DeviceGroup, TorchDevices
 from choros.errors import ConfigError, EngineUnavailable, MismatchError
 from choros.topology import shard_range
@@ -54,11 +54,11 @@ def case_device_group_reduces_in_place(group: DeviceGroup) -> None:
     stacked = torch.stack(everybody).to(group.device, torch.float64)
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64):
         for op, expected in {
-            ReduceOp.SUM: stacked.sum(0),
-            ReduceOp.MIN: stacked.amin(0),
-            ReduceOp.MAX: stacked.amax(0),
-            ReduceOp.PRODUCT: stacked.prod(0),
-            ReduceOp.AVERAGE: stacked.mean(0),
+            Reduction.SUM: stacked.sum(0),
+            Reduction.MIN: stacked.amin(0),
+            Reduction.MAX: stacked.amax(0),
+            Reduction.PRODUCT: stacked.prod(0),
+            Reduction.AVERAGE: stacked.mean(0),
         }.items():
             tensor = everybody[choros.rank()].to(group.device, dtype, copy=True)
             group.allreduce(tensor, op)
@@ -69,12 +69,12 @@ def case_device_group_reduces_in_place(group: DeviceGroup) -> None:
 @on_each_device
 def case_device_group_takes_truth_values_and_tensors_with_gradients(group: DeviceGroup) -> None:
     mine = torch.tensor([choros.rank() == 0, True], device=group.device)
-    group.allreduce(mine, ReduceOp.MIN)
+    group.allreduce(mine, Reduction.MIN)
     assert mine.tolist() == [choros.size() == 1, True]
     weight = torch.nn.Parameter(torch.full((3,), float(choros.rank()), device=group.device))
     group.broadcast(weight, choros.size() - 1)
     assert weight.tolist() == [choros.size() - 1.0] * 3
-    group.allreduce(weight, ReduceOp.SUM)
+    group.allreduce(weight, Reduction.SUM)
     assert weight.tolist() == [choros.size() * (choros.size() - 1.0)] * 3
     group.allreduce(torch.empty(0, device=group.device))
 
@@ -117,7 +117,7 @@ def case_device_group_finds_what_ranks_do_not_ask_alike(group: DeviceGroup) -> N
     with pytest.raises(ConfigError if last else MismatchError, match=r"splits=\[9\] must be"):
         group.alltoall(ones(2), [9] if last else [0] * choros.size())
     tensor = ones(1)
-    group.allreduce(tensor, ReduceOp.SUM)
+    group.allreduce(tensor, Reduction.SUM)
     assert tensor == choros.size()
 
 
@@ -128,17 +128,17 @@ def case_device_group_scatters_rows_that_it_has_reduced(group: DeviceGroup) -> N
     start, stop = shard_range(7, rank, size)
     for dtype in (torch.float32, torch.float16, torch.int64):
         for op, expected in {
-            ReduceOp.SUM: stacked.sum(0),
-            ReduceOp.MIN: stacked.amin(0),
-            ReduceOp.MAX: stacked.amax(0),
-            ReduceOp.PRODUCT: stacked.prod(0),
-            ReduceOp.AVERAGE: stacked.double().mean(0),
+            Reduction.SUM: stacked.sum(0),
+            Reduction.MIN: stacked.amin(0),
+            Reduction.MAX: stacked.amax(0),
+            Reduction.PRODUCT: stacked.prod(0),
+            Reduction.AVERAGE: stacked.double().mean(0),
         }.items():
             got = group.reducescatter(stacked[rank].to(group.device, dtype), op)
             torch.testing.assert_close(got, expected[start:stop].to(group.device, dtype))
     truth = torch.tensor([[other == rank] for other in range(size)], device=group.device)
-    assert group.reducescatter(truth, ReduceOp.SUM).tolist() == [[True]]
-    assert group.reducescatter(truth, ReduceOp.MIN).tolist() == [[size == 1]]
+    assert group.reducescatter(truth, Reduction.SUM).tolist() == [[True]]
+    assert group.reducescatter(truth, Reduction.MIN).tolist() == [[size == 1]]
 
 
 @on_each_device
@@ -161,12 +161,12 @@ def case_devices_belong_to_the_communicator() -> None:
     assert devices.moves("cuda")
     assert devices.moves("cpu") == (communicator.engine == "torch")
     tensor = torch.full((2,), float(choros.rank()))
-    devices.allreduce(tensor, ReduceOp.MAX)
+    devices.allreduce(tensor, Reduction.MAX)
     assert tensor.tolist() == [choros.size() - 1.0] * 2
     devices.broadcast(tensor, 0)
     rows = np.full((1, 2), choros.rank(), np.float32)  # not of torch, but it has DLPack's protocol
     assert devices.allgather(rows)[:, 0].tolist() == list(range(choros.size()))
-    assert devices.reducescatter(np.ones(choros.size(), np.float32), ReduceOp.SUM).tolist() == [choros.size()]
+    assert devices.reducescatter(np.ones(choros.size(), np.float32), Reduction.SUM).tolist() == [choros.size()]
     assert devices.alltoall(np.arange(choros.size()))[0].tolist() == [choros.rank()] * choros.size()
     with pytest.raises(ConfigError, match="ndarray: only torch's tensors can be overwritten where they lie"):
         devices.allreduce(rows)

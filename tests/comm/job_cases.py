@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import choros
-from choros.comm import ReduceOp, topology
+from choros.comm import Reduction, topology
 from choros.errors import ConfigError, MismatchError, NotInitializedError
 from choros.topology import Topology
 
@@ -14,7 +14,7 @@ LAUNCHER = "Open MPI's mpirun"
 
 def total(process_set: choros.ProcessSet = choros.global_process_set) -> int:
     """The sum of the members' global ranks."""
-    return int(process_set.communicator.allreduce(choros.rank(), ReduceOp.SUM))
+    return int(process_set.communicator.allreduce(choros.rank(), Reduction.SUM))
 
 
 def case_ranks_know_their_place() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from choros.comm import Communicator, ReduceOp
+from choros.comm import Communicator, Reduction
 from choros.errors import ConfigError, MismatchError
 
 ONES = np.ones(4, np.float32)
@@ -23,7 +23,7 @@ DIFFERENT: dict[str, tuple[Callable[[Communicator], object], Callable[[Communica
     "inner shape": (lambda c: c.allgather(ONES[None]), lambda c: c.allgather(ONES[None, :3])),
     "name": (lambda c: c.allreduce(ONES, name="a"), lambda c: c.allreduce(ONES, name="b")),
     "no name": (lambda c: c.barrier(name="a"), lambda c: c.barrier()),
-    "operation": (lambda c: c.allreduce(ONES, ReduceOp.MIN), lambda c: c.allreduce(ONES, ReduceOp.MAX)),
+    "operation": (lambda c: c.allreduce(ONES, Reduction.MIN), lambda c: c.allreduce(ONES, Reduction.MAX)),
     "root": (lambda c: c.broadcast(ONES, 0), lambda c: c.broadcast(ONES, 1)),
     "number of arrays": (lambda c: c.grouped_allreduce([ONES]), lambda c: c.grouped_allreduce([ONES, ONES])),
     "members": (lambda c: c.split([0]), lambda c: c.split([1])),
@@ -53,7 +53,7 @@ def case_every_difference_is_found_and_told_to_all_ranks(communicator: Communica
 
 def case_text_tells_what_each_rank_asked_for_and_where(communicator: Communicator) -> None:
     def usual() -> None:
-        communicator.allreduce(ONES, ReduceOp.SUM, name="loss")
+        communicator.allreduce(ONES, Reduction.SUM, name="loss")
 
     def other() -> None:
         communicator.broadcast(3, 1)
@@ -83,13 +83,13 @@ def case_what_is_wrong_on_one_rank_is_a_mismatch_on_the_others(communicator: Com
 
 
 def case_mismatch_of_a_started_collective_is_raised_by_wait(communicator: Communicator) -> None:
-    work = communicator.start(communicator.allreduce, ONES[communicator.rank :], ReduceOp.SUM)
-    assert communicator.allreduce(1, ReduceOp.SUM) == communicator.size
+    work = communicator.start(communicator.allreduce, ONES[communicator.rank :], Reduction.SUM)
+    assert communicator.allreduce(1, Reduction.SUM) == communicator.size
     with pytest.raises(MismatchError, match=r"shape=\(4,\)"):
         work.wait()
 
 
 def case_communicator_works_after_a_mismatch(communicator: Communicator) -> None:
     mismatch(communicator, communicator.barrier, lambda: communicator.allreduce(ONES))
-    assert communicator.allreduce(communicator.rank, ReduceOp.MAX) == communicator.size - 1
+    assert communicator.allreduce(communicator.rank, Reduction.MAX) == communicator.size - 1
     assert communicator.allgather(ONES).shape == (4 * communicator.size,)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from choros.comm.fusion import Chunk, FusionBuffer, Layout, Part, Slot, pack, plan_fusion, views
+from choros.comm.fusion import ArraySlice, Chunk, FusionBuffer, Layout, Slot, pack, plan_fusion, views
 
 FLOAT16, FLOAT32, FLOAT64 = (np.dtype(name) for name in ("float16", "float32", "float64"))
 LAYOUT: Layout = (((2, 2), FLOAT32), ((), FLOAT64), ((3,), FLOAT32), ((0, 4), FLOAT32), ((4, 4), FLOAT32))
@@ -14,9 +14,16 @@ def as_is(dtype: np.dtype) -> np.dtype:
 
 def test_arrays_of_one_dtype_share_a_bucket_those_that_keep_it_aligned_first() -> None:
     floats = (Slot(3, 0, 0), Slot(4, 0, 16), Slot(0, 16, 20), Slot(2, 20, 23))
+    slices = (ArraySlice(4, 0, 16), ArraySlice(0, 0, 4), ArraySlice(2, 0, 3))
     assert plan_fusion(LAYOUT, TOGETHER, as_is, 1 << 20) == (
-        FusionBuffer(FLOAT32, FLOAT32, 23, floats, (Chunk(0, 23, (Part(4, 0, 16), Part(0, 0, 4), Part(2, 0, 3))),)),
-        FusionBuffer(FLOAT64, FLOAT64, 1, (Slot(1, 0, 1),), (Chunk(0, 1, (Part(1, 0, 1),)),)),
+        FusionBuffer(
+            FLOAT32,
+            FLOAT32,
+            23,
+            floats,
+            (Chunk(0, 23, (ArraySlice(4, 0, 16), ArraySlice(0, 0, 4), ArraySlice(2, 0, 3))),),
+        ),
+        FusionBuffer(FLOAT64, FLOAT64, 1, (Slot(1, 0, 1),), (Chunk(0, 1, (ArraySlice(1, 0, 1),)),)),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import choros
-from choros.comm import ReduceOp, global_process_set, topology
+from choros.comm import Reduction, global_process_set, topology
 from choros.comm.engines.torch import TorchCommunicator
 from choros.comm.engines.torch_devices import DeviceGroup
 from choros.errors import ConfigError
@@ -18,7 +18,7 @@ from comm.device_cases import CPU
 
 
 def total() -> int:
-    return int(global_process_set.communicator.allreduce(1, ReduceOp.SUM))
+    return int(global_process_set.communicator.allreduce(1, Reduction.SUM))
 
 
 # ── starting ─────────────────────────────────────────────────────────────────────────────────────
@@ -63,7 +63,7 @@ def case_device_group_of_a_process_set() -> None:
     if pair.included():
         group = DeviceGroup(pair.communicator, CPU)
         tensor = torch.tensor([choros.rank()])
-        group.allreduce(tensor, ReduceOp.SUM)
+        group.allreduce(tensor, Reduction.SUM)
         assert tensor == 1
         group.close()
     assert choros.remove_process_set(pair)

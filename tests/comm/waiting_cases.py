@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from choros.comm import Communicator, ReduceOp, global_process_set
+from choros.comm import Communicator, Reduction, global_process_set
 
 #: How long ranks wait, and the share of a core that they may take.
 SECONDS, SHARE = 1.0, 0.1
@@ -20,13 +20,13 @@ SECONDS, SHARE = 1.0, 0.1
 def collectives(communicator: Communicator) -> dict[str, Callable[[], object]]:
     rows = np.ones((6 * communicator.size, 1000), np.float32)
     return {
-        "allreduce": lambda: communicator.allreduce(rows, ReduceOp.SUM),
+        "allreduce": lambda: communicator.allreduce(rows, Reduction.SUM),
         "allgather": lambda: communicator.allgather(rows),
         "broadcast": lambda: communicator.broadcast(rows),
         "reducescatter": lambda: communicator.reducescatter(rows),
         "alltoall": lambda: communicator.alltoall(rows),
         "barrier": communicator.barrier,
-        "started": lambda: communicator.start(communicator.allreduce, rows, ReduceOp.SUM).wait(),
+        "started": lambda: communicator.start(communicator.allreduce, rows, Reduction.SUM).wait(),
     }
 
 

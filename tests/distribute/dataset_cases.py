@@ -273,7 +273,7 @@ def check_in_step(dealt: Any) -> list[list[list[int]]]:
         total = tf.constant(0.0)
         for batch in dealt:
             rows = tf.reduce_sum(tf.cast(batch, tf.float32))
-            total += ops.allreduce(rows, choros.comm.ReduceOp.SUM, name="the program's own")
+            total += ops.allreduce(rows, choros.comm.Reduction.SUM, name="the program's own")
         return total
 
     theirs = everybody(own)

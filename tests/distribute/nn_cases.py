@@ -33,7 +33,7 @@ def mine() -> Any:
 
 def total(value: Any) -> float:
     """The sum over the replicas."""
-    return float(choros.parallel.ops.allreduce(float(value), choros.comm.ReduceOp.SUM))
+    return float(choros.parallel.ops.allreduce(float(value), choros.comm.Reduction.SUM))
 
 
 def case_replicas_with_uneven_batches_average_over_examples() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from choros.comm import Communicator, ReduceOp
+from choros.comm import Communicator, Reduction
 from choros.comm.engines.local import LocalCommunicator
 from choros.comm.engines.threads import run_threads
 from choros.observe import events
@@ -23,7 +23,7 @@ def heard() -> Iterator[list[Event]]:
 
 
 def test_a_collective_is_begun_matched_and_done(heard: list[Event]) -> None:
-    LocalCommunicator().allreduce(np.ones(4, np.float32), ReduceOp.SUM, name="loss")
+    LocalCommunicator().allreduce(np.ones(4, np.float32), Reduction.SUM, name="loss")
     assert [event.kind for event in heard] == [Kind.COLLECTIVE_BEGUN, Kind.COLLECTIVE_MATCHED, Kind.COLLECTIVE_DONE]
     assert {event.name for event in heard} == {"loss"}
     done = heard[-1].details

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import choros
 from arrays.frameworks import FRAMEWORK, compiled, make
 from choros.arrays import adapter_of
-from choros.comm import ReduceOp
+from choros.comm import Reduction
 from choros.parallel import ops
 
 SIZE = 2
@@ -75,11 +75,11 @@ def check(function: Callable[[Any], Any], hosts: list, weights: list, expected: 
 def case_allreduce() -> None:
     hosts, weights = [values(r, 2, 3) for r in range(SIZE)], [values(r + 2, 2, 3) for r in range(SIZE)]
     total = sum(weights)
-    check(lambda x: ops.allreduce(x, ReduceOp.SUM), hosts, weights, [total] * SIZE)
+    check(lambda x: ops.allreduce(x, Reduction.SUM), hosts, weights, [total] * SIZE)
     check(ops.allreduce, hosts, weights, [total / SIZE] * SIZE)
 
     def scaled(x: Any) -> Any:
-        return ops.allreduce(x, ReduceOp.SUM, prescale_factor=0.5, postscale_factor=3.0)
+        return ops.allreduce(x, Reduction.SUM, prescale_factor=0.5, postscale_factor=3.0)
 
     check(scaled, hosts, weights, [1.5 * total] * SIZE)
 
@@ -121,7 +121,7 @@ def case_broadcast() -> None:
 def case_reducescatter() -> None:
     hosts, weights = [values(r, 3, 2) for r in range(SIZE)], [values(r + 2, 2 - r, 2) for r in range(SIZE)]
     gathered = np.concatenate(weights)
-    check(lambda x: ops.reducescatter(x, ReduceOp.SUM), hosts, weights, [gathered] * SIZE)
+    check(lambda x: ops.reducescatter(x, Reduction.SUM), hosts, weights, [gathered] * SIZE)
     check(ops.reducescatter, hosts, weights, [gathered / SIZE] * SIZE)
 
 
@@ -143,7 +143,7 @@ def case_grouped_allreduce() -> None:
     counts = make(np.array([1, 2], np.int32))
 
     def function(x: Any) -> Any:
-        doubled, added, count = ops.grouped_allreduce([x * 2, x + 1, counts], ReduceOp.SUM)
+        doubled, added, count = ops.grouped_allreduce([x * 2, x + 1, counts], Reduction.SUM)
         if FRAMEWORK != "tensorflow":  # a tf.custom_gradient function may only use its own results
             assert tuple(count.shape) == (2,)
         return doubled + added
@@ -155,7 +155,7 @@ def case_gradient_of_a_gradient() -> None:
     host = values(choros.rank(), 3)
 
     def square(x: Any) -> Any:
-        return ops.allreduce(x, ReduceOp.SUM) ** 2
+        return ops.allreduce(x, Reduction.SUM) ** 2
 
     for first, second in _twice(square, host):
         np.testing.assert_allclose(first, 4 * sum(values(r, 3) for r in range(SIZE)))
@@ -197,7 +197,7 @@ def case_gradients_are_recorded_only_if_required() -> None:
         torch = sys.modules["torch"]
         x.requires_grad_()
         assert ops.allreduce(x).requires_grad
-        assert not ops.allreduce(x, ReduceOp.MAX).requires_grad
+        assert not ops.allreduce(x, Reduction.MAX).requires_grad
         with torch.no_grad():
             assert not ops.allreduce(x).requires_grad
 
@@ -214,16 +214,16 @@ def case_grouped_values_keep_their_types() -> None:
     rank = choros.rank()
     array = make(values(rank, 3))
     for call in (lambda function: function, compiled):
-        both = call(lambda x: ops.grouped_allreduce([x, x * 2], ReduceOp.SUM))(array)
+        both = call(lambda x: ops.grouped_allreduce([x, x * 2], Reduction.SUM))(array)
         for factor, total in enumerate(both, 1):
             assert type(total) is type(array)
             np.testing.assert_array_equal(adapter_of(total).to_host(total), factor * (values(0, 3) + values(1, 3)))
-    number, listed, mean = ops.grouped_allreduce([rank, [1.0, rank], 2.5], ReduceOp.AVERAGE)
+    number, listed, mean = ops.grouped_allreduce([rank, [1.0, rank], 2.5], Reduction.AVERAGE)
     assert (number, listed.tolist(), mean) == (0.5, [1.0, 0.5], 2.5)
 
 
 def case_grouped_values_are_one_collective() -> None:
     communicator = choros.global_process_set.communicator
     before = communicator.collectives
-    ops.grouped_allreduce([make(values(0, 3)), make(values(1, 2)), make(np.array([1], np.int32))], ReduceOp.SUM)
+    ops.grouped_allreduce([make(values(0, 3)), make(values(1, 2)), make(np.array([1], np.int32))], Reduction.SUM)
     assert communicator.collectives == before + 1

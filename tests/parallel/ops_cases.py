@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import choros
 from arrays.frameworks import FRAMEWORK, compiled, dtype_name, dtypes, make
 from choros.arrays import adapter_of
-from choros.comm import BFLOAT16, ReduceOp
+from choros.comm import BFLOAT16, Reduction
 from choros.errors import ConfigError, MismatchError
 from choros.parallel import ops
 from choros.parallel.compression import Compression
@@ -42,7 +42,7 @@ def case_allreduce() -> None:
     for call in CALLS:
         for dtype in dtypes() if call is CALLS[0] else (FLOAT32, BFLOAT16, np.dtype(np.bool_)):
             both = np.stack([values(0, dtype), values(1, dtype)]).astype(np.float64)
-            check(call(lambda x: ops.allreduce(x, ReduceOp.SUM))(own_array(dtype)), both.sum(0).astype(dtype))
+            check(call(lambda x: ops.allreduce(x, Reduction.SUM))(own_array(dtype)), both.sum(0).astype(dtype))
         check(call(ops.allreduce)(own_array()), (values(0) + values(1)) / 2)
         check(call(ops.allreduce)(own_array(shape=())), np.array(1.5, np.float32))
 
@@ -72,7 +72,7 @@ def case_broadcast() -> None:
 def case_reducescatter() -> None:
     total = values(0, shape=(3, 2)) + values(1, shape=(3, 2))
     for call in CALLS:
-        result = call(lambda x: ops.reducescatter(x, ReduceOp.SUM))(own_array(shape=(3, 2)))
+        result = call(lambda x: ops.reducescatter(x, Reduction.SUM))(own_array(shape=(3, 2)))
         check(result, total[2:] if choros.rank() else total[:2])
 
 
@@ -94,7 +94,7 @@ def case_alltoall_with_splits() -> None:
 
 def case_collectives_of_one_compiled_function_keep_their_order() -> None:
     # They do not depend on each other's results: only the order of the program determines which is first.
-    function = compiled(lambda x: (ops.allgather(x), ops.allreduce(x, ReduceOp.SUM), ops.broadcast(x, 0)))
+    function = compiled(lambda x: (ops.allgather(x), ops.allreduce(x, Reduction.SUM), ops.broadcast(x, 0)))
     for _ in range(5):
         gathered, total, first = function(own_array(shape=(2,)))
         check(gathered, np.concatenate([values(0, shape=(2,)), values(1, shape=(2,))]))
@@ -105,23 +105,23 @@ def case_collectives_of_one_compiled_function_keep_their_order() -> None:
 def case_results_for_numbers_are_numbers() -> None:
     for result, expected in (
         (ops.allreduce(choros.rank()), 0.5),
-        (ops.allreduce(choros.rank() + 1, ReduceOp.SUM), 3),
-        (ops.allreduce(choros.rank() == 0, ReduceOp.MAX), True),
-        (ops.allreduce(choros.rank() == 0, ReduceOp.MIN), False),
+        (ops.allreduce(choros.rank() + 1, Reduction.SUM), 3),
+        (ops.allreduce(choros.rank() == 0, Reduction.MAX), True),
+        (ops.allreduce(choros.rank() == 0, Reduction.MIN), False),
         (ops.allreduce(choros.rank() == 0), 0.5),
         (ops.broadcast(choros.rank() + 2.5, 1), 3.5),
     ):
         assert (result, type(result)) == (expected, type(expected))
     assert ops.allgather(choros.rank()).tolist() == [0, 1]
-    assert ops.allreduce([1, choros.rank()], ReduceOp.SUM).tolist() == [2, 1]
+    assert ops.allreduce([1, choros.rank()], Reduction.SUM).tolist() == [2, 1]
 
 
 def case_values_are_scaled_before_and_after() -> None:
     for call in CALLS:
         for dtype in (FLOAT32, BFLOAT16):
-            scaled = call(lambda x: ops.allreduce(x, ReduceOp.SUM, prescale_factor=0.5, postscale_factor=4.0))
+            scaled = call(lambda x: ops.allreduce(x, Reduction.SUM, prescale_factor=0.5, postscale_factor=4.0))
             check(scaled(own_array(dtype)), (2 * (values(0) + values(1))).astype(dtype))
-    maximum = ops.allreduce(own_array(), ReduceOp.MAX, prescale_factor=-1.0)
+    maximum = ops.allreduce(own_array(), Reduction.MAX, prescale_factor=-1.0)
     check(maximum, -np.minimum(values(0), values(1)))
     with pytest.raises(ConfigError, match="need floating-point values, not int32"):
         ops.allreduce(own_array(np.dtype(np.int32)), prescale_factor=0.5)
@@ -132,7 +132,7 @@ def case_fp16_compression_rounds_values_and_keeps_the_dtype() -> None:
     for call in CALLS:
         result = call(lambda x: ops.allreduce(x, compression=Compression.fp16))(make(third))
         check(result, third.astype(np.float16).astype(np.float32))
-        whole = call(lambda x: ops.allreduce(x, ReduceOp.SUM, compression=Compression.fp16))(
+        whole = call(lambda x: ops.allreduce(x, Reduction.SUM, compression=Compression.fp16))(
             own_array(np.dtype(np.int32))
         )
         check(whole, (values(0) + values(1)).astype(np.int32))

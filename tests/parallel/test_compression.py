@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from choros.comm import BFLOAT16, ProcessSet, ReduceOp
+from choros.comm import BFLOAT16, ProcessSet, Reduction
 from choros.errors import ConfigError, MismatchError
 from choros.parallel import ops
 from choros.parallel.compression import Compression, Compressor
@@ -43,7 +43,7 @@ def arrays(seed: int) -> list[NDArray]:
 
 
 def reduce(
-    compressor: Compressor, ranks: Sequence[Sequence[Sequence[NDArray]]], op: ReduceOp = ReduceOp.SUM, groups: int = 1
+    compressor: Compressor, ranks: Sequence[Sequence[Sequence[NDArray]]], op: Reduction = Reduction.SUM, groups: int = 1
 ) -> list[list[list[NDArray]]]:
     """Returns the results of each rank in each of its steps."""
 

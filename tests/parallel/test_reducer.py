@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from choros.comm import BFLOAT16, ProcessSet, ReduceOp
+from choros.comm import BFLOAT16, ProcessSet, Reduction
 from choros.errors import ConfigError, EngineError, MismatchError
 from choros.parallel.compression import Compression
 from choros.parallel.reduce.exchange import layout_of
@@ -63,7 +63,7 @@ def test_predivide_factor_does_not_change_the_average(factor: float) -> None:
 
 
 def test_sum_does_not_depend_on_the_number_of_examples() -> None:
-    assert train([[(1.0, 3)], [(2.0, 1)], [(4.0, 4)]], op=ReduceOp.SUM) == [[7.0]] * 3
+    assert train([[(1.0, 3)], [(2.0, 1)], [(4.0, 4)]], op=Reduction.SUM) == [[7.0]] * 3
 
 
 def test_fp16_averages_before_sending() -> None:
@@ -89,7 +89,7 @@ def test_overflow_of_the_wire_dtype_is_an_infinity_without_a_warning(steps: int)
 
 def test_bfloat16_is_reduced_in_float32_and_rounded_once() -> None:
     def rank_main(process_set: ProcessSet) -> NDArray:
-        reducer = GradientReducer(ReduceConfig(op=ReduceOp.SUM, process_set=process_set))
+        reducer = GradientReducer(ReduceConfig(op=Reduction.SUM, process_set=process_set))
         return reducer.reduce([np.full(2, 256 if process_set.rank() == 0 else 1, BFLOAT16)], examples=1)[0]
 
     for total in on_threads(3, rank_main):
@@ -150,8 +150,8 @@ MEAN = (3 * 1.0 + 1 * 2.0 + 2 * 4.0 + 2 * 8.0) / 8
         # Keras divides by the number of micro-batches.
         ({"average_steps": True}, 2 * MEAN),
         ({"average_steps": False}, 4 * MEAN),
-        ({"op": ReduceOp.SUM, "average_steps": True}, 1.0 + 2.0 + 4.0 + 8.0),
-        ({"op": ReduceOp.SUM, "average_steps": False}, 2 * (1.0 + 2.0 + 4.0 + 8.0)),
+        ({"op": Reduction.SUM, "average_steps": True}, 1.0 + 2.0 + 4.0 + 8.0),
+        ({"op": Reduction.SUM, "average_steps": False}, 2 * (1.0 + 2.0 + 4.0 + 8.0)),
         ({"predivide_factor": 2.0}, 2 * MEAN),
     ],
 )
@@ -225,7 +225,7 @@ def test_pending_micro_batches_after_all_ranks_have_joined_count_in_the_next_epo
         ({}, [np.zeros(3)]),
         ({}, [np.zeros(2, np.float32)]),
         ({}, [np.zeros(2), np.zeros(2)]),
-        ({"op": ReduceOp.SUM}, [np.zeros(2)]),
+        ({"op": Reduction.SUM}, [np.zeros(2)]),
         ({"compressor": Compression.fp16}, [np.zeros(2)]),
         ({"predivide_factor": 2.0}, [np.zeros(2)]),
         ({"steps": 2}, [np.zeros(2)]),
@@ -255,9 +255,9 @@ def test_rank_that_calls_another_collective_mismatches() -> None:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"op": ReduceOp.MAX}, "op=Max: gradients can be reduced with Average or Sum"),
+        ({"op": Reduction.MAX}, "op=Max: gradients can be reduced with Average or Sum"),
         ({"predivide_factor": 0.0}, "gradient_predivide_factor=0.0 must be greater than 0"),
-        ({"predivide_factor": 2.0, "op": ReduceOp.SUM}, "needs op=Average"),
+        ({"predivide_factor": 2.0, "op": Reduction.SUM}, "needs op=Average"),
         ({"steps": 0}, "backward_passes_per_step=0 must be 1 or more"),
     ],
 )

@@ -12,7 +12,7 @@ from choros.comm.context import (
     topology,
 )
 from choros.comm.process_set import ProcessSet
-from choros.comm.reduction import BFLOAT16, ReduceOp
+from choros.comm.reduction import BFLOAT16, Reduction
 from choros.comm.request import Request
 from choros.comm.work import Work
 
@@ -20,7 +20,7 @@ __all__ = [
     "BFLOAT16",
     "Communicator",
     "ProcessSet",
-    "ReduceOp",
+    "Reduction",
     "Request",
     "Work",
     "add_process_set",

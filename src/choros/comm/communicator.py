@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from choros.comm.devices import DeviceCollectives
 from choros.comm.fusion import CHUNK_BYTES, Chunk, FusionBuffer, Layout, pack, plan_fusion, views
 from choros.comm.memory import aligned_empty
-from choros.comm.reduction import ReduceOp, check_dtype, from_working, working_dtype, working_op
+from choros.comm.reduction import Reduction, check_dtype, from_working, working_dtype, working_op
 from choros.comm.request import Request, caller, mismatch_text
 from choros.comm.selection import select_devices
 from choros.comm.work import Work, WorkQueue
@@ -80,7 +80,7 @@ class Communicator(ABC):
 
     @final
     def allreduce(
-        self, array: ArrayLike, op: ReduceOp = ReduceOp.AVERAGE, *, name: str = "", out: Array | None = None
+        self, array: ArrayLike, op: Reduction = Reduction.AVERAGE, *, name: str = "", out: Array | None = None
     ) -> Array:
         """Reduces ``array`` over all ranks; every rank gets the result.
 
@@ -114,13 +114,13 @@ class Communicator(ABC):
             self.agree(_request("allreduce in place", op, ((out.dtype, out.shape),), name), problem=problem)
             flat = out.reshape(-1)
             self.reduce_in_place(flat, working_op(out.dtype, op))
-            if op is ReduceOp.AVERAGE:
+            if op is Reduction.AVERAGE:
                 from_working(flat, flat, op, self.size)
         return out
 
     @final
     def grouped_allreduce(
-        self, arrays: Sequence[ArrayLike], op: ReduceOp = ReduceOp.AVERAGE, *, name: str = ""
+        self, arrays: Sequence[ArrayLike], op: Reduction = Reduction.AVERAGE, *, name: str = ""
     ) -> list[Array]:
         """``allreduce`` of several arrays, checked with one control message for all of them."""
         return self._allreduce_all("grouped_allreduce", [np.asarray(array) for array in arrays], op, name)
@@ -192,7 +192,7 @@ class Communicator(ABC):
         return buffer.reshape(source.shape)
 
     @final
-    def reducescatter(self, array: ArrayLike, op: ReduceOp = ReduceOp.AVERAGE, *, name: str = "") -> Array:
+    def reducescatter(self, array: ArrayLike, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> Array:
         """Reduces ``array`` over all ranks and gives each rank its rows of the result.
 
         Rows are dealt out as by ``shard_range``: the first ranks get the remainder.
@@ -266,7 +266,7 @@ class Communicator(ABC):
         Example:
             >>> from choros.comm.engines.local import LocalCommunicator
             >>> communicator = LocalCommunicator()
-            >>> work = communicator.start(communicator.allreduce, [1.0, 2.0], ReduceOp.SUM)
+            >>> work = communicator.start(communicator.allreduce, [1.0, 2.0], Reduction.SUM)
             >>> work.wait()
             array([1., 2.])
         """
@@ -377,7 +377,7 @@ class Communicator(ABC):
         raise problem or MismatchError(comparison)
 
     @final
-    def reduce_in_place(self, buffer: Array, op: ReduceOp) -> None:
+    def reduce_in_place(self, buffer: Array, op: Reduction) -> None:
         """Reduces a flat, contiguous buffer in place, unchecked: call it inside ``exclusive()`` after ``agree``.
 
         Args:
@@ -391,7 +391,7 @@ class Communicator(ABC):
     def reduce_chunks(
         self,
         buffer: FusionBuffer,
-        op: ReduceOp,
+        op: Reduction,
         fill: Callable[[Chunk, Array], None],
         empty: Callable[[Array, Chunk], None],
     ) -> None:
@@ -434,7 +434,7 @@ class Communicator(ABC):
         return self._alltoall(send, send_counts, receive_counts)
 
     def _allreduce_all(
-        self, collective: str, arrays: list[Array], op: ReduceOp, name: str, outs: list[Array] | None = None
+        self, collective: str, arrays: list[Array], op: Reduction, name: str, outs: list[Array] | None = None
     ) -> list[Array]:
         kinds = tuple([(array.dtype, array.shape) for array in arrays])
         request = _request(collective, op, kinds, name)
@@ -498,7 +498,7 @@ class Communicator(ABC):
         """Gathers every rank's two integers: shape ``(size, 2)``. The one control message."""
 
     @abstractmethod
-    def _allreduce(self, buffer: Array, op: ReduceOp) -> None:
+    def _allreduce(self, buffer: Array, op: Reduction) -> None:
         """Reduces the flat ``buffer`` in place with SUM, MIN, MAX or PRODUCT."""
 
     @abstractmethod
@@ -510,7 +510,7 @@ class Communicator(ABC):
         """Overwrites ``buffer`` with the root's."""
 
     @abstractmethod
-    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: ReduceOp) -> Array:
+    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
         """Reduces ``buffer`` and returns this rank's part, ``counts[i]`` items for rank ``i``."""
 
     @abstractmethod
@@ -554,7 +554,7 @@ def _plan(kinds: tuple[Kind, ...], chunk_bytes: int) -> tuple[Layout, tuple[Fusi
 
 
 @functools.lru_cache(maxsize=256)
-def _request(collective: str, op: ReduceOp, kinds: tuple[Kind, ...], name: str) -> Request:
+def _request(collective: str, op: Reduction, kinds: tuple[Kind, ...], name: str) -> Request:
     """Kept, as most requests are made every step; so is their digest."""
     each = "; ".join(f"dtype={dtype}, shape={shape}" for dtype, shape in kinds)
     return Request(collective, f"op={op.value}, {each}", name)
@@ -570,7 +570,7 @@ def _inner(rows: Array) -> str:
     return ", ".join(map(str, rows.shape[1:]))
 
 
-def _problem(dtype: np.dtype[np.generic], op: ReduceOp | None = None) -> ConfigError | None:
+def _problem(dtype: np.dtype[np.generic], op: Reduction | None = None) -> ConfigError | None:
     try:
         check_dtype(dtype, op)
     except ConfigError as error:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any, final
 
-from choros.comm.reduction import ReduceOp
+from choros.comm.reduction import Reduction
 
 __all__ = ["DeviceCollectives"]
 
@@ -37,7 +37,7 @@ class DeviceCollectives(ABC):
         return kind in self.kinds
 
     @abstractmethod
-    def allreduce(self, tensor: Any, op: ReduceOp = ReduceOp.AVERAGE, *, name: str = "") -> None:
+    def allreduce(self, tensor: Any, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> None:
         """Reduces ``tensor`` over all ranks, in place.
 
         Args:
@@ -51,7 +51,7 @@ class DeviceCollectives(ABC):
         """
 
     @abstractmethod
-    def reduce_in_place(self, tensor: Any, op: ReduceOp) -> None:
+    def reduce_in_place(self, tensor: Any, op: Reduction) -> None:
         """``allreduce``, unchecked: call it inside ``exclusive()`` of the communicator after ``agree``."""
 
     @abstractmethod
@@ -74,7 +74,7 @@ class DeviceCollectives(ABC):
         """
 
     @abstractmethod
-    def reducescatter(self, tensor: Any, op: ReduceOp = ReduceOp.AVERAGE, *, name: str = "") -> Any:
+    def reducescatter(self, tensor: Any, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> Any:
         """Reduces ``tensor`` over all ranks and gives each rank its rows of the result, as ``shard_range`` says.
 
         Args:

@@ -22,10 +22,10 @@ from choros.comm.memory import ALIGNMENT
 
 __all__ = [
     "CHUNK_BYTES",
+    "ArraySlice",
     "Chunk",
     "FusionBuffer",
     "Layout",
-    "Part",
     "Slot",
     "WireDtype",
     "pack",
@@ -53,7 +53,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Part:
+class ArraySlice:
     """Items ``start … stop - 1`` of array ``index``."""
 
     index: int
@@ -63,11 +63,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Items ``start … stop - 1`` of a buffer, which travel in one message; ``parts`` lie in it end to end."""
+    """Items ``start … stop - 1`` of a buffer, which travel in one message; ``slices`` lie in it end to end."""
 
     start: int
     stop: int
-    parts: tuple[Part, ...]
+    slices: tuple[ArraySlice, ...]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def plan_fusion(
         >>> float32 = np.dtype("float32")
         >>> (buffer,) = plan_fusion((((2,), float32), ((3,), float32)), [[0, 1]], lambda dtype: dtype, 16)
         >>> for chunk in buffer.chunks:
-        ...     print(chunk.stop - chunk.start, [(part.index, part.start, part.stop) for part in chunk.parts])
+        ...     print(chunk.stop - chunk.start, [(s.index, s.start, s.stop) for s in chunk.slices])
         4 [(0, 0, 2), (1, 0, 2)]
         1 [(1, 2, 3)]
     """
@@ -120,13 +120,13 @@ def plan_fusion(
 
 def _chunk(slots: Sequence[Slot], start: int, stop: int) -> Chunk:
     within = [slot for slot in slots if slot.start < stop and slot.stop > start]
-    parts = [Part(s.index, max(start - s.start, 0), min(stop, s.stop) - s.start) for s in within]
-    return Chunk(start, stop, tuple(parts))
+    slices = [ArraySlice(s.index, max(start - s.start, 0), min(stop, s.stop) - s.start) for s in within]
+    return Chunk(start, stop, tuple(slices))
 
 
 def pack(chunk: Chunk, flats: Sequence[Array], target: Array) -> None:
     """Copies what travels in ``chunk`` from the arrays, all flat, to ``target``."""
-    np.concatenate([flats[part.index][part.start : part.stop] for part in chunk.parts], out=target, casting="unsafe")
+    np.concatenate([flats[s.index][s.start : s.stop] for s in chunk.slices], out=target, casting="unsafe")
 
 
 def views(buffer: FusionBuffer, flat: Array, layout: Layout, results: list[Array]) -> None:

@@ -15,7 +15,7 @@ __all__ = [
     "BFLOAT16",
     "DTYPES",
     "UFUNCS",
-    "ReduceOp",
+    "Reduction",
     "check_dtype",
     "from_working",
     "working_dtype",
@@ -34,7 +34,7 @@ DTYPES: tuple[np.dtype[np.generic], ...] = (
 _KNOWN = frozenset(DTYPES)
 
 
-class ReduceOp(enum.Enum):
+class Reduction(enum.Enum):
     """What a reduction does with the ranks' values.
 
     On booleans ``SUM`` and ``MAX`` are *or*, ``PRODUCT`` and ``MIN`` are *and*, and ``AVERAGE`` is refused.
@@ -49,31 +49,31 @@ class ReduceOp(enum.Enum):
 
 
 #: What NumPy calls the operations that engines carry out.
-UFUNCS: dict[ReduceOp, np.ufunc] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PRODUCT: np.multiply,
+UFUNCS: dict[Reduction, np.ufunc] = {
+    Reduction.SUM: np.add,
+    Reduction.MIN: np.minimum,
+    Reduction.MAX: np.maximum,
+    Reduction.PRODUCT: np.multiply,
 }
 
 
-def check_dtype(dtype: np.dtype[np.generic], op: ReduceOp | None = None) -> None:
+def check_dtype(dtype: np.dtype[np.generic], op: Reduction | None = None) -> None:
     """A ``ConfigError`` if ``dtype`` cannot be moved, or not be reduced with ``op``."""
     if dtype not in _KNOWN:
         names = ", ".join(str(known) for known in DTYPES)
         raise ConfigError(f"arrays of dtype {dtype} cannot be communicated; the dtypes that can are {names}.")
-    if op is ReduceOp.AVERAGE and dtype == np.bool_:
+    if op is Reduction.AVERAGE and dtype == np.bool_:
         raise ConfigError(
             "booleans have no average that is a boolean: cast to float32 for the share of true values, or use "
             "op=Max for 'any' and op=Min for 'all'."
         )
 
 
-def working_op(dtype: np.dtype[np.generic], op: ReduceOp) -> ReduceOp:
+def working_op(dtype: np.dtype[np.generic], op: Reduction) -> Reduction:
     """The operation an engine carries out: averages are sums, booleans are bytes of 0 and 1."""
     if dtype == np.bool_:
-        return {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}.get(op, op)
-    return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+        return {Reduction.SUM: Reduction.MAX, Reduction.PRODUCT: Reduction.MIN}.get(op, op)
+    return Reduction.SUM if op is Reduction.AVERAGE else op
 
 
 def working_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
@@ -83,11 +83,11 @@ def working_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
     return np.dtype(np.uint8) if dtype == np.bool_ else dtype
 
 
-def from_working(working: NDArray[Any], flat: NDArray[Any], op: ReduceOp, size: int) -> None:
+def from_working(working: NDArray[Any], flat: NDArray[Any], op: Reduction, size: int) -> None:
     """Writes what ``size`` ranks' reduced ``working`` items mean to ``flat``; divides if ``op`` is the average."""
     if flat.dtype == np.bool_:
         flat = flat.view(np.uint8)
-    if op is not ReduceOp.AVERAGE:
+    if op is not Reduction.AVERAGE:
         np.copyto(flat, working, casting="unsafe")
     elif working.dtype.kind in "iu":
         quotient = working // size

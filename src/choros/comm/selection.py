@@ -17,10 +17,10 @@ __all__ = [
     "REFUSALS",
     "Choice",
     "DeviceChoice",
-    "DeviceRow",
+    "DeviceRule",
     "DeviceSituation",
+    "EngineRule",
     "Refusal",
-    "Row",
     "Situation",
     "is_installed",
     "select",
@@ -72,7 +72,7 @@ class Situation:
 
 
 @dataclass(frozen=True)
-class Row:
+class EngineRule:
     """An engine, and when it is taken; ``reason`` may name the ``launcher`` and the ``size``."""
 
     engine: str
@@ -80,16 +80,16 @@ class Row:
     holds: Callable[[Situation], bool]
 
 
-def _asked_for(engine: str) -> Row:
-    return Row(engine, f"{ENGINE.name}={engine}", lambda situation: situation.asked == engine)
+def _asked_for(engine: str) -> EngineRule:
+    return EngineRule(engine, f"{ENGINE.name}={engine}", lambda situation: situation.asked == engine)
 
 
-CHOICES: tuple[Row, ...] = (
+CHOICES: tuple[EngineRule, ...] = (
     *(_asked_for(engine) for engine in ENGINE.choices if engine != "auto"),
-    Row("local", "one rank: nothing to move", lambda situation: situation.is_alone),
-    Row("mpi", "init() was given an MPI communicator", lambda situation: situation.has_mpi_communicator),
-    Row("torch", "{launcher} started {size} ranks without MPI", lambda situation: situation.is_without_mpi),
-    Row("mpi", "{launcher} started {size} ranks", lambda _: True),
+    EngineRule("local", "one rank: nothing to move", lambda situation: situation.is_alone),
+    EngineRule("mpi", "init() was given an MPI communicator", lambda situation: situation.has_mpi_communicator),
+    EngineRule("torch", "{launcher} started {size} ranks without MPI", lambda situation: situation.is_without_mpi),
+    EngineRule("mpi", "{launcher} started {size} ranks", lambda _: True),
 )
 
 
@@ -208,28 +208,28 @@ class DeviceSituation:
 
 
 @dataclass(frozen=True)
-class DeviceRow:
+class DeviceRule:
     """A choice, and when it is taken."""
 
     choice: DeviceChoice
     holds: Callable[[DeviceSituation], bool]
 
 
-DEVICE_CHOICES: tuple[DeviceRow, ...] = (
-    DeviceRow(DeviceChoice(None, (), "one rank: nothing to move"), lambda situation: situation.size == 1),
-    DeviceRow(
+DEVICE_CHOICES: tuple[DeviceRule, ...] = (
+    DeviceRule(DeviceChoice(None, (), "one rank: nothing to move"), lambda situation: situation.size == 1),
+    DeviceRule(
         DeviceChoice(None, (), "copied through host memory, as PyTorch is not installed"),
         lambda situation: not situation.installed("torch"),
     ),
-    DeviceRow(
+    DeviceRule(
         DeviceChoice("torch_devices", ("cpu", "cuda"), "NCCL moves those on GPUs, Gloo those in host memory"),
         lambda situation: situation.engine == "torch",
     ),
-    DeviceRow(
+    DeviceRule(
         DeviceChoice("torch_devices", ("cuda",), "NCCL moves those on GPUs; MPI, the control plane, host memory"),
         lambda situation: situation.engine == "mpi",
     ),
-    DeviceRow(DeviceChoice(None, (), "copied through host memory, which threads share"), lambda _: True),
+    DeviceRule(DeviceChoice(None, (), "copied through host memory, which threads share"), lambda _: True),
 )
 
 

@@ -18,8 +18,7 @@ from typing import Any, final
 import numpy as np
 
 from choros.arrays import ArraySpec, adapter_of
-from choros.comm import ReduceOp as EngineOp
-from choros.comm import global_process_set
+from choros.comm import Reduction, global_process_set
 from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replica_context import ReplicaContext
 from choros.distribute.replicas import Replicas
@@ -97,7 +96,7 @@ class ProcessReplicas(Replicas):
             total, count = host.sum(axis=axis), np.asarray(host.shape[axis])
             if self.count > 1:
                 communicator = global_process_set.communicator
-                total, count = communicator.grouped_allreduce([total, count], EngineOp.SUM, name="reduce")
+                total, count = communicator.grouped_allreduce([total, count], Reduction.SUM, name="reduce")
             return [np.asarray(total / max(int(count), 1) if op is ReduceOp.MEAN else total, spec.dtype)]
 
         (result,) = adapter.host_call(on_host, [value], [ArraySpec(rest, spec.dtype)])

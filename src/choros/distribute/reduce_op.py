@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from choros.comm import ReduceOp as EngineOp
+from choros.comm import Reduction
 from choros.errors import ConfigError
 
 __all__ = ["ReduceOp"]
@@ -36,6 +36,6 @@ class ReduceOp(enum.Enum):
         return cls[name]
 
     @property
-    def engine_op(self) -> EngineOp:
+    def engine_op(self) -> Reduction:
         """What the layers below call it."""
-        return EngineOp.SUM if self is ReduceOp.SUM else EngineOp.AVERAGE
+        return Reduction.SUM if self is ReduceOp.SUM else Reduction.AVERAGE

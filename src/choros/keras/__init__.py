@@ -28,7 +28,7 @@ except ImportError as _error:
 
 from choros.comm import (
     ProcessSet,
-    ReduceOp,
+    Reduction,
     add_process_set,
     global_process_set,
     init,
@@ -51,11 +51,11 @@ from choros.training.device import pin_device
 from choros.training.model_variables import broadcast_global_variables
 from choros.training.variables import broadcast_variables
 
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
+Average = Reduction.AVERAGE
+Sum = Reduction.SUM
+Min = Reduction.MIN
+Max = Reduction.MAX
+Product = Reduction.PRODUCT
 
 if _keras.backend.backend() == "jax":
     from choros.training.device import spare_xla_thread as _spare_xla_thread

@@ -12,13 +12,13 @@ from typing import Any, final
 import keras
 import numpy as np
 
-from choros.comm import ReduceOp, global_process_set, topology
+from choros.comm import Reduction, global_process_set, topology
 from choros.errors import ConfigError
 from choros.training.callbacks import BroadcastGlobalVariablesCallback, EpochCallback, MetricAverageCallback
 from choros.training.keras_internals import innermost, learning_rate_of
 from choros.training.metrics import count_examples
 from choros.training.tensorboard import TensorBoard
-from choros.training.trainer import is_spread
+from choros.training.trainer import is_spmd
 
 __all__ = [
     "BestModelCheckpoint",
@@ -306,8 +306,8 @@ class Throughput(EpochCallback):
         if self._measured is not None:
             return
         communicator = global_process_set.communicator
-        seconds = float(communicator.allreduce(time.perf_counter() - self._begin, ReduceOp.MAX))
+        seconds = float(communicator.allreduce(time.perf_counter() - self._begin, Reduction.MAX))
         # Metrics of a step of all ranks have counted everybody's.
-        op = ReduceOp.MAX if is_spread(self.model) else ReduceOp.SUM
+        op = Reduction.MAX if is_spmd(self.model) else Reduction.SUM
         counted = float(communicator.allreduce(float(count_examples(self.model)), op))
         self._measured = (float(self.total_images or counted), max(seconds, 1e-9))

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from choros.comm import ProcessSet, ReduceOp, global_process_set
+from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.parallel import ops
 from choros.parallel.compression import Compression, Compressor
 
@@ -22,7 +22,7 @@ def allreduce(
     average: bool | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    op: ReduceOp | None = None,
+    op: Reduction | None = None,
     compression: Compressor = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
@@ -71,7 +71,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
 def reducescatter(
     value: Any,
     name: str | None = None,
-    op: ReduceOp = ReduceOp.AVERAGE,
+    op: Reduction = Reduction.AVERAGE,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduces ``value`` over the ranks and gives each its rows; the first ranks get the remainder."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from choros.comm import ProcessSet, ReduceOp, global_process_set
+from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.reduce.reducer import ReduceConfig, indices_of_groups
@@ -26,7 +26,7 @@ def DistributedOptimizer(
     compression: Compressor = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: ReduceOp = ReduceOp.AVERAGE,
+    op: Reduction = Reduction.AVERAGE,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.arrays import ArrayAdapter, ArrayFunction, ArraySpec, HostFunction, adapter_of
-from choros.comm import BFLOAT16, ProcessSet, ReduceOp, global_process_set
+from choros.comm import BFLOAT16, ProcessSet, Reduction, global_process_set
 from choros.comm.reduction import working_dtype
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
@@ -42,12 +42,12 @@ __all__ = [
 
 Array = NDArray[Any]
 #: The operations that have a gradient.
-_LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
+_LINEAR = (Reduction.SUM, Reduction.AVERAGE)
 
 
 def allreduce(
     value: Any,
-    op: ReduceOp = ReduceOp.AVERAGE,
+    op: Reduction = Reduction.AVERAGE,
     *,
     name: str | None = None,
     prescale_factor: float = 1.0,
@@ -82,9 +82,9 @@ def allreduce(
     def reduce(host: Array) -> Array:
         wire = host.dtype if host.dtype == BFLOAT16 else compression.wire_dtype(host.dtype)
         factor, wire_op = prescale_factor, op
-        if op is ReduceOp.AVERAGE and wire != host.dtype:
+        if op is Reduction.AVERAGE and wire != host.dtype:
             # Divided before the cast: the sum may overflow the narrower dtype.
-            factor, wire_op = prescale_factor / communicator.size, ReduceOp.SUM
+            factor, wire_op = prescale_factor / communicator.size, Reduction.SUM
         reduced = communicator.allreduce(_scaled(host, factor).astype(wire, copy=False), wire_op, name=name or "")
         return _scaled(reduced.astype(host.dtype, copy=False), postscale_factor)
 
@@ -106,7 +106,7 @@ def allreduce(
 
 def grouped_allreduce(
     values: Sequence[Any],
-    op: ReduceOp = ReduceOp.AVERAGE,
+    op: Reduction = Reduction.AVERAGE,
     *,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
@@ -122,7 +122,7 @@ def grouped_allreduce(
     Example:
         >>> import choros
         >>> choros.init()
-        >>> grouped_allreduce([1.5, [2.0, 3.0]], ReduceOp.SUM)
+        >>> grouped_allreduce([1.5, [2.0, 3.0]], Reduction.SUM)
         [1.5, array([2., 3.])]
     """
     communicator = process_set.communicator
@@ -151,7 +151,7 @@ def grouped_allreduce(
     return results
 
 
-def op_of(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+def op_of(average: bool | None, op: Reduction | None) -> Reduction:
     """Returns the reduction that Horovod's two arguments of ``allreduce`` select: the average, if neither is given.
 
     The deprecation warning of ``average`` points at the caller of the function that calls this one.
@@ -160,15 +160,15 @@ def op_of(average: bool | None, op: ReduceOp | None) -> ReduceOp:
         ConfigError: both are given.
 
     Example:
-        >>> op_of(None, ReduceOp.SUM)
-        <ReduceOp.SUM: 'Sum'>
+        >>> op_of(None, Reduction.SUM)
+        <Reduction.SUM: 'Sum'>
     """
     if average is None:
-        return op or ReduceOp.AVERAGE
+        return op or Reduction.AVERAGE
     if op is not None:
         raise ConfigError("allreduce: pass op or average, not both; average is deprecated.")
     warnings.warn("allreduce(average=…) is deprecated: use op=Average or op=Sum.", DeprecationWarning, stacklevel=3)
-    return ReduceOp.AVERAGE if average else ReduceOp.SUM
+    return Reduction.AVERAGE if average else Reduction.SUM
 
 
 def allgather(
@@ -281,7 +281,7 @@ def _reduce_to_root(value: Any, root_rank: int, *, name: str, process_set: Proce
     is_root = communicator.rank == _root_index(root_rank, process_set)
 
     def reduce(host: Array) -> Array:
-        total = communicator.allreduce(host, ReduceOp.SUM, name=name)
+        total = communicator.allreduce(host, Reduction.SUM, name=name)
         return total if is_root else np.zeros_like(total)
 
     def backward(gradients: Sequence[Any]) -> Sequence[Any]:
@@ -301,7 +301,7 @@ def broadcast_arrays(
 
 def reducescatter(
     value: Any,
-    op: ReduceOp = ReduceOp.AVERAGE,
+    op: Reduction = Reduction.AVERAGE,
     *,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
@@ -331,7 +331,7 @@ def reducescatter(
     def backward(gradients: Sequence[Any]) -> Sequence[Any]:
         gradient_name = _gradient_of(name, "reducescatter")
         gathered = _allgather_along(gradients[0], output, 0, total, name=gradient_name, process_set=process_set)
-        return [gathered / communicator.size if op is ReduceOp.AVERAGE else gathered]
+        return [gathered / communicator.size if op is Reduction.AVERAGE else gathered]
 
     (result,) = _host_call(adapter, scatter, [value], [output], backward if op in _LINEAR else None)
     return result
@@ -393,9 +393,9 @@ def _root_index(root_rank: int, process_set: ProcessSet) -> int:
     return process_set.communicator.ranks.index(root_rank)
 
 
-def _averageable(value: Any, op: ReduceOp) -> Any:
+def _averageable(value: Any, op: Reduction) -> Any:
     """Converts Python integers to floats for an average."""
-    return float(value) if op is ReduceOp.AVERAGE and isinstance(value, (bool, int)) else value
+    return float(value) if op is Reduction.AVERAGE and isinstance(value, (bool, int)) else value
 
 
 def _as_array(value: Any) -> Any:

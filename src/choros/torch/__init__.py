@@ -23,7 +23,7 @@ except ImportError as _error:
 
 from choros.comm import (
     ProcessSet,
-    ReduceOp,
+    Reduction,
     add_process_set,
     global_process_set,
     init,
@@ -53,11 +53,11 @@ from choros.torch.collectives import (
 from choros.torch.optimizer import DistributedOptimizer, join
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
 
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
+Average = Reduction.AVERAGE
+Sum = Reduction.SUM
+Min = Reduction.MIN
+Max = Reduction.MAX
+Product = Reduction.PRODUCT
 
 __all__ = [
     "Average",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from choros.comm import ProcessSet, ReduceOp, Work, global_process_set
+from choros.comm import ProcessSet, Reduction, Work, global_process_set
 from choros.parallel import ops
 from choros.parallel.compression import Compression, Compressor
 
@@ -37,7 +37,7 @@ def allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: Compressor = Compression.none,
-    op: ReduceOp | None = None,
+    op: Reduction | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -81,7 +81,7 @@ def allreduce_(
     tensor: Any,
     average: bool | None = None,
     name: str | None = None,
-    op: ReduceOp | None = None,
+    op: Reduction | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -97,7 +97,7 @@ def allreduce_async(
     tensor: Any,
     average: bool | None = None,
     name: str | None = None,
-    op: ReduceOp | None = None,
+    op: Reduction | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -127,7 +127,7 @@ def allreduce_async_(
     tensor: Any,
     average: bool | None = None,
     name: str | None = None,
-    op: ReduceOp | None = None,
+    op: Reduction | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -145,7 +145,7 @@ def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
     name: str | None = None,
-    op: ReduceOp | None = None,
+    op: Reduction | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """``allreduce`` of several tensors, fused into as few messages as possible."""
@@ -185,7 +185,7 @@ def alltoall(
 def reducescatter(
     tensor: Any,
     name: str | None = None,
-    op: ReduceOp = ReduceOp.AVERAGE,
+    op: Reduction = Reduction.AVERAGE,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduces ``tensor`` over the ranks and returns this rank's rows; the first ranks get the remainder."""

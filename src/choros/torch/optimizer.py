@@ -20,7 +20,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from choros.comm import ProcessSet, ReduceOp, global_process_set
+from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.reduce.device import device_to_reduce_on
@@ -145,7 +145,7 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, Any]] | None = None,
     compression: Compressor = Compression.none,
     backward_passes_per_step: int = 1,
-    op: ReduceOp = ReduceOp.AVERAGE,
+    op: Reduction = Reduction.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,

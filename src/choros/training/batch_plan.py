@@ -1,4 +1,4 @@
-"""Where the examples of a global batch lie on the devices of several processes: a pure plan."""
+"""The plan of a global batch: which rows hold its examples on the devices of several processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["BatchPlan"]
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Where the examples of a global batch lie, on whichever process it is made.
+    """The rows of a global batch that are examples; the same plan on every process.
 
     Attributes:
-        examples: how many each process brings, in the order of the mesh.
-        devices: how many devices each process has.
+        examples: the number of examples that each process contributes, in the order of the mesh.
+        devices: the number of devices of each process.
 
     Example:
         >>> plan = BatchPlan(examples=(3, 2), devices=(2, 2))
@@ -31,7 +31,7 @@ class BatchPlan:
 
     @property
     def rows(self) -> int:
-        """How many rows each device gets."""
+        """The number of rows on each device."""
         return max(-(-count // devices) for count, devices in zip(self.examples, self.devices, strict=True))
 
     @property
@@ -40,7 +40,7 @@ class BatchPlan:
         return sum(self.examples) == self.rows * sum(self.devices)
 
     def index(self) -> NDArray[np.int32]:
-        """The rows that are examples."""
+        """The indices of the rows that are examples."""
         starts = np.cumsum((0, *self.devices[:-1])) * self.rows
         ranges = [np.arange(start, start + count) for start, count in zip(starts, self.examples, strict=True)]
         return np.concatenate(ranges).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Callbacks that both programming models need: equal weights, metrics of all ranks, epochs that end together."""
+"""Callbacks of both programming models: identical weights, metrics of all ranks, epochs that end together."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import keras
 from choros.training.metrics import average_logs, count_examples, global_results
 from choros.training.model_variables import model_variables
 from choros.training.optimizer_reducer import OptimizerReducer
-from choros.training.trainer import attach, is_spread, join
+from choros.training.trainer import attach, is_spmd, join
 from choros.training.variables import broadcast_variables
 
 __all__ = ["BroadcastGlobalVariablesCallback", "EpochCallback", "MetricAverageCallback"]
 
 
 class EpochCallback(keras.callbacks.Callback):
-    """What all choros callbacks do for the model: prepare it, and end each epoch on all ranks at once.
+    """The base class of all choros callbacks: prepares the model, and ends each epoch on all ranks at once.
 
-    Ranks may have different numbers of batches. A rank that has no more goes along with the others before
-    anything that compares ranks or looks at the weights: before validation, else at the end of the epoch.
-    Whichever choros callback comes first does it.
+    Ranks may have different numbers of batches. A rank without batches participates with zeros (joins) until all
+    ranks are done, before anything that compares ranks or reads the weights: before validation, or else at the end of
+    the epoch. The first choros callback in the list does it.
     """
 
     _reducer: OptimizerReducer | None = None
@@ -31,16 +31,16 @@ class EpochCallback(keras.callbacks.Callback):
         self._reducer = attach(model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """A rank may train again."""
+        """Marks that batches may come, so that the rank joins at their end."""
         if self._reducer is not None:
             self._reducer.in_epoch = True
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """In ``fit``, the epoch's batches are over."""
+        """Ends the epoch's batches, in ``fit``."""
         self._end_batches()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """The epoch's batches are over."""
+        """Ends the epoch's batches."""
         self._end_batches()
 
     def _end_batches(self) -> None:
@@ -53,13 +53,13 @@ class EpochCallback(keras.callbacks.Callback):
 class BroadcastGlobalVariablesCallback(EpochCallback):
     """Starts all ranks from the weights and the optimizer state of one rank, before the first step.
 
-    Horovod does so after the first batch, whose loss then comes from weights that differ. So is it here for a model on
-    TensorFlow that learns the shape of its input from the first batch, and has no weights before.
+    Horovod broadcasts after the first batch, whose loss is then computed from different weights. So does this callback
+    for a model on TensorFlow that infers its input shape from the first batch, as it has no weights before.
 
     Args:
-        root_rank: the rank whose variables all get; a global rank.
+        root_rank: the rank whose variables all ranks receive; a global rank.
         device: Horovod's; has no effect.
-        local_variables: variables to leave out.
+        local_variables: variables that are not broadcast.
 
     Example:
         >>> BroadcastGlobalVariablesCallback(0).root_rank
@@ -73,11 +73,12 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
         self._left_out = {id(variable) for variable in local_variables or ()}
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcasts, if the model is built by now."""
+        """Broadcasts if the model is built, else schedules the broadcast."""
         if self.model.built:
             self._broadcast()
         else:
-            # Not a method of the class: on JAX, which builds models before, it would keep callbacks from their threads.
+            # Not a method of the class: on JAX, where models are built before, it would keep Keras from calling
+            # callbacks in other threads.
             self.on_train_batch_end = self._after_first_batch
 
     def _after_first_batch(self, batch: int, logs: Any = None) -> None:
@@ -85,7 +86,7 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
         self._broadcast()
 
     def _broadcast(self) -> None:
-        variables = model_variables(self.model, seeds=is_spread(self.model))
+        variables = model_variables(self.model, seeds=is_spmd(self.model))
         variables = [variable for variable in variables if id(variable) not in self._left_out]
         broadcast_variables(variables, self.root_rank)
 
@@ -95,7 +96,7 @@ class MetricAverageCallback(EpochCallback):
     """Replaces the metrics in the logs by those over all ranks' examples, for training and validation.
 
     Callbacks that come after it (``EarlyStopping``, ``ReduceLROnPlateau``, the history and the progress bar's
-    last line) see the same numbers on every rank and decide alike. Put it before them.
+    last line) see the same numbers and make the same decisions on every rank. Put it before them.
 
     Args:
         device: Horovod's; has no effect.
@@ -110,19 +111,19 @@ class MetricAverageCallback(EpochCallback):
         self._examples = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Forgets the last epoch."""
+        """Discards the metrics of the last epoch."""
         super().on_epoch_begin(epoch, logs)
         self._training, self._validation = {}, {}
         self._in_epoch = True
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Keeps the training metrics: validation uses the same variables."""
+        """Stores the training metrics: validation uses the same variables."""
         super().on_test_begin(logs)
         if self._in_epoch:
-            self._keep_training()
+            self._store_training()
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Replaces the metrics of ``evaluate``, or keeps them for the end of the epoch."""
+        """Replaces the metrics of ``evaluate``, or stores them for the end of the epoch."""
         results = global_results(self.model)
         if self._in_epoch or self._training:
             self._validation = {f"val_{name}": value for name, value in results.items()}
@@ -132,7 +133,7 @@ class MetricAverageCallback(EpochCallback):
         """Replaces the logs that all later callbacks see."""
         super().on_epoch_end(epoch, logs)
         if self._in_epoch:
-            self._keep_training()
+            self._store_training()
         if logs is None:
             return
         known = {**self._training, **self._validation}
@@ -141,10 +142,10 @@ class MetricAverageCallback(EpochCallback):
         if others:
             logs.update(average_logs(others, self._examples or 1))
 
-    def _keep_training(self) -> None:
+    def _store_training(self) -> None:
         self._in_epoch = False
         self._examples = count_examples(self.model)
-        self._training = global_results(self.model, counted=is_spread(self.model))
+        self._training = global_results(self.model, counted=is_spmd(self.model))
 
 
 def _replace(logs: dict[str, Any] | None, results: dict[str, float]) -> None:

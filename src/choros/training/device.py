@@ -1,4 +1,4 @@
-"""One process, one accelerator, its share of the cores."""
+"""The device of a process: one accelerator, and its share of the host's cores."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from choros.comm import topology
 
 __all__ = ["accelerated", "pin_device", "spare_xla_thread"]
 
-#: One for a callback, one for its arguments.
+#: One thread for a callback, one for its arguments.
 _XLA_THREADS = 2
 
 
 def pin_device(intra_op_threads: int | None = None, inter_op_threads: int | None = None) -> str:
-    """Gives this process the accelerator of its ``local_rank`` and its share of the host's threads.
+    """Assigns this process the accelerator of its ``local_rank`` and its share of the host's threads.
 
-    Call it once after ``init()``, before the framework computes anything. It does what Horovod's scripts do
-    by hand: on TensorFlow visible devices, memory growth and both thread pools; on PyTorch the current
+    Call it once after ``init()``, before the framework computes anything. It sets what Horovod's scripts set
+    themselves: on TensorFlow visible devices, memory growth and both thread pools; on PyTorch the current
     device and both pools; on JAX the visible device.
 
     Args:
-        intra_op_threads: threads within an operation; ``None`` keeps what the launcher set, else the
-            framework's choice.
-        inter_op_threads: operations at once; likewise. JAX has no such setting.
+        intra_op_threads: threads within an operation; ``None`` keeps the launcher's setting, or else the framework's.
+        inter_op_threads: concurrent operations; likewise. JAX has no such setting.
 
     Returns:
         The device, such as ``"gpu:1"`` or ``"cpu"``.
@@ -34,11 +33,11 @@ def pin_device(intra_op_threads: int | None = None, inter_op_threads: int | None
         >>> hvd.init()
         >>> device = hvd.pin_device()
     """
-    place = topology("pin_device()")
+    local_rank = topology("pin_device()").local_rank
     pin = {"tensorflow": _pin_tensorflow, "torch": _pin_torch, "jax": _pin_jax}[keras.backend.backend()]
     intra = intra_op_threads or _from_environ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
     inter = inter_op_threads or _from_environ("TF_NUM_INTEROP_THREADS")
-    return pin(place.local_rank, intra, inter)
+    return pin(local_rank, intra, inter)
 
 
 def _from_environ(*names: str) -> int | None:
@@ -76,18 +75,18 @@ def _pin_torch(local_rank: int, intra: int | None, inter: int | None) -> str:
 
 
 def _pin_jax(local_rank: int, intra: int | None, inter: int | None) -> str:
-    del intra, inter  # XLA sizes its pool when it starts: the launcher has set it through NPROC.
+    del intra, inter  # XLA sizes its pool when it starts, from the launcher's NPROC.
     import jax
 
     from choros.comm.engines import xla
 
-    if xla.mesh() is not None:  # has given this process its devices, which may be several
+    if xla.mesh() is not None:  # the engine has assigned this process its devices, maybe several
         device = jax.local_devices()[0]
         return "cpu" if device.platform == "cpu" else f"{device.platform}:{device.local_hardware_id}"
-    # Asking JAX for its devices would start all of them: the visible ones are narrowed down before. A scheduler may
-    # have left this process fewer than the host has.
-    given = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    index = local_rank % len(given) if given else local_rank
+    # Listing JAX's devices would initialise all of them, so the visible ones are restricted first. A scheduler may
+    # have assigned this process fewer devices than the host has.
+    visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    index = local_rank % len(visible) if visible else local_rank
     jax.config.update("jax_cuda_visible_devices", str(index))
     jax.config.update("jax_rocm_visible_devices", str(index))
     device = jax.local_devices()[0]
@@ -95,7 +94,7 @@ def _pin_jax(local_rank: int, intra: int | None, inter: int | None) -> str:
 
 
 def accelerated() -> bool:
-    """Whether the framework computes on something else than the CPU."""
+    """Whether the framework computes on an accelerator, not on the CPU."""
     match keras.backend.backend():
         case "tensorflow":
             import tensorflow as tf
@@ -112,15 +111,15 @@ def accelerated() -> bool:
 
 
 def spare_xla_thread() -> None:
-    """Sees to it that a step of JAX which waits for other ranks in a callback can go on (jax-ml/jax#25861).
+    """Prevents a deadlock of JAX steps that wait for other ranks in a callback (jax-ml/jax#25861).
 
-    The callback holds a thread of XLA's pool, and its arguments are copied by another: with one core, and so one
-    thread, a step on large arrays would wait for itself. Comes before JAX computes anything.
+    The callback holds one thread of XLA's pool, and another thread copies its arguments: with one core, and so one
+    thread, a step on large arrays would wait for itself. Must be called before JAX computes anything.
     """
     import jax
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    told = os.environ.get("NPROC", "")
-    if (int(told) if told.isdigit() else cores) < _XLA_THREADS:
+    threads = os.environ.get("NPROC", "")
+    if (int(threads) if threads.isdigit() else cores) < _XLA_THREADS:
         os.environ["NPROC"] = str(_XLA_THREADS)
     jax.config.update("jax_cpu_enable_async_dispatch", False)

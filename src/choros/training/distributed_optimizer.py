@@ -1,12 +1,12 @@
 """The class of a distributed optimizer: a Keras optimizer whose ``apply`` first reduces the gradients.
 
-``Optimizer.apply`` is the one place that every Keras trainer passes, on all frameworks. Reducing at its top means that
-clipping, accumulation, weight decay and moving averages see the gradient of the global batch::
+Every Keras trainer calls ``Optimizer.apply``, on all frameworks. Because the reduction comes first in it, clipping,
+accumulation, weight decay and moving averages see the gradient of the global batch::
 
     train_step ──► apply(gradients) ──► [reduce over ranks] ──► clip ──► accumulate ──► update ──► EMA
 
-The user's optimizer object is kept, its class is replaced by a subclass of the same name: its state, its
-saved name and the fast paths that Keras chooses by class stay as they are.
+The user's optimizer object is kept and its class is replaced by a subclass of the same name, so its state, its saved
+name and the fast paths that Keras chooses by class do not change.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = ["derive", "join", "move_outwards", "own_class", "reducer_of", "unwrap
 _ATTRIBUTE = "_choros_reducer"
 
 
-class _Distributed:
-    """What the replaced class does before the optimizer's own methods."""
+class _DistributedMixin:
+    """The methods that a distributed optimizer runs before those of its own class."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Reduces the gradients over the ranks, then applies them."""
@@ -52,27 +52,27 @@ class _Distributed:
         _after_update(self, reducer, variables)
 
     def build(self, variables: Any) -> None:
-        """Makes the optimizer's state, on ranks that keep it."""
+        """Creates the optimizer's state on ranks that keep it."""
         if reducer_of(self).has_state:  # type: ignore[union-attr]
             super().build(variables)  # type: ignore[misc]
         else:
             BaseOptimizer.build(self, variables)
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        """``apply`` as JAX's trainer calls it; Keras' own comes back to ``apply``, the loss scale's does not."""
+        """``apply`` as JAX's trainer calls it; Keras' own method calls ``apply``, the loss scale optimizer's does not."""
         optimizer: Any = self
         if isinstance(self, keras.optimizers.LossScaleOptimizer):
             move_outwards(self)
             mapping = list(zip(optimizer.variables, optimizer_variables, strict=True))
             with keras.StatelessScope(state_mapping=mapping):
-                passes = keras.ops.convert_to_tensor(apply_count(self))
+                micro_batches = keras.ops.convert_to_tensor(apply_count(self))
             reducer: Any = reducer_of(self)
             if reducer.state_owner is not None:
                 raise ConfigError(
                     "loss scaling on JAX updates the weights of every process, which CentralStorageStrategy does not: "
                     "use mixed_bfloat16, which needs no loss scale, or MirroredStrategy."
                 )
-            grads = reducer.reduce(grads, trained_variables(self), passes)
+            grads = reducer.reduce(grads, trained_variables(self), micro_batches)
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
 
     def register_local_var(self, var: Any) -> None:
@@ -81,7 +81,7 @@ class _Distributed:
 
 
 def _after_update(optimizer: Any, reducer: OptimizerReducer, variables: Sequence[Any]) -> None:
-    """Where one rank alone has updated: the others count it, and take over the values."""
+    """If only one rank makes the update: the other ranks count the update and receive the new values."""
     if reducer.state_owner is None:
         return
     if not reducer.has_state:
@@ -93,11 +93,11 @@ _derived_classes: dict[tuple[type, type], type] = {}
 
 
 def derive(base: type, behaviour: type) -> type:
-    """A subclass of the optimizer class ``base`` that passes for it when the optimizer is saved; one for each.
+    """Returns a subclass of the optimizer class ``base`` that is saved as ``base``; the same one for the same arguments.
 
     Args:
         base: a Keras optimizer's class.
-        behaviour: its methods come before those of ``base``.
+        behaviour: a mixin whose methods override those of ``base``.
     """
     derived = _derived_classes.get((base, behaviour))
     if derived is None:
@@ -108,36 +108,37 @@ def derive(base: type, behaviour: type) -> type:
 
 
 def own_class(optimizer: Any) -> Any:
-    """The class that an optimizer had before it got a derived one."""
+    """The class that an optimizer had before ``derive`` replaced it."""
     return type(optimizer).__mro__[2]
 
 
 def reducer_of(optimizer: Any) -> OptimizerReducer | None:
-    """What reduces the gradients of a distributed optimizer; ``None`` for others."""
+    """The reducer of a distributed optimizer's gradients; ``None`` for other optimizers."""
     return getattr(optimizer, _ATTRIBUTE, None)
 
 
 def wrap(optimizer: Any, reducer: OptimizerReducer) -> None:
-    """Makes ``optimizer`` a distributed one, in place."""
-    optimizer.__class__ = derive(type(optimizer), _Distributed)
-    # Past Keras' attribute tracking: this is no state of the optimizer.
+    """Turns ``optimizer`` into a distributed optimizer, in place."""
+    optimizer.__class__ = derive(type(optimizer), _DistributedMixin)
+    # Bypasses Keras' attribute tracking: the reducer is not part of the optimizer's state.
     object.__setattr__(optimizer, _ATTRIBUTE, reducer)
 
 
 def unwrap(optimizer: Any) -> OptimizerReducer:
-    """Takes back ``wrap``; gives the reducer to who wraps something around ``optimizer``."""
+    """Undoes ``wrap`` and returns the reducer, for a caller that wraps an outer optimizer instead."""
     reducer: OptimizerReducer = optimizer.__dict__.pop(_ATTRIBUTE)
     optimizer.__class__ = own_class(optimizer)
     return reducer
 
 
 def move_outwards(optimizer: Any) -> bool:
-    """Makes an optimizer of optimizers the distributed one, in place of those inside it.
+    """Makes an optimizer that contains others the distributed one, in place of the inner optimizers.
 
-    Ranks must reduce gradients before a ``LossScaleOptimizer`` asks whether they are finite: all get one answer.
+    Ranks must reduce gradients before a ``LossScaleOptimizer`` checks whether they are finite, so that the result of
+    the check is the same on all ranks.
 
     Returns:
-        Whether there was anything to do.
+        Whether an inner optimizer was distributed.
     """
     reducers = [unwrap(inner) for inner in inner_optimizers(optimizer) if reducer_of(inner) is not None]
     if reducers and reducer_of(optimizer) is None:
@@ -146,11 +147,11 @@ def move_outwards(optimizer: Any) -> bool:
 
 
 def join(optimizer: Any) -> None:
-    """Participates in the steps of ranks that still have batches this epoch, until none has.
+    """Participates in the steps of ranks that still have batches this epoch, until no rank has any.
 
-    Ranks that were done early then take over the weights and the optimizer state of one that was not, so that all end
-    the epoch alike, learning rate and all. Where one rank makes the updates, it makes them even if it has no more
-    batches itself, and the others have its weights already.
+    Ranks that finished early then receive the weights and the optimizer state of the rank that finished last, so that
+    all ranks end the epoch with identical values, the learning rate included. If only one rank makes the updates, it
+    makes them even when it has no more batches itself, and the other ranks have its weights already.
     """
     reducer = reducer_of(optimizer)
     if reducer is None or not reducer.reducer.active:

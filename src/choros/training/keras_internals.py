@@ -1,7 +1,7 @@
-"""All of choros that depends on how Keras is made inside: ``keras.src`` and private attributes, of Keras 3.15.
+"""Keras' internals: everything that choros uses of ``keras.src`` and of private attributes, for Keras 3.15.
 
-Each function says what it reaches for, and why no public name does. A new version of Keras that moves one of these is
-met here and nowhere else (``tests/test_keras_internals.py`` sees to that).
+Each function documents what it accesses and why no public name suffices. If a new version of Keras changes one of
+these, only this module needs to change (``tests/test_keras_internals.py`` enforces that).
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ __all__ = [
     "unsynced_jax_state",
 ]
 
-# From keras.src as they are:
-#   AnyVariable, BaseOptimizer, Trainer   the classes behind all variables, optimizers and models: keras.Variable is the
+# Imported from keras.src unchanged:
+#   AnyVariable, BaseOptimizer, Trainer   the base classes of variables, optimizers and models: keras.Variable is the
 #                                         framework's subclass, and Trainer has no public name.
 #   load_optimizer_weights_from_hdf5_group, train_validation_split, pythonify_logs
-#                                         what load_model and fit do with .h5 files, validation_split and logs.
-#   no_automatic_dependency_tracking      for methods that set lists on an optimizer, as Keras' own ``build`` has it.
+#                                         how load_model and fit handle .h5 files, validation_split and logs.
+#   no_automatic_dependency_tracking      for methods that set lists on an optimizer, as for Keras' own ``build``.
 
-#: What Keras' training step on JAX takes and gives, in this order.
+#: The parts of the state that Keras' training step on JAX takes and returns, in this order.
 JAX_STATE = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
 
@@ -68,24 +68,24 @@ JAX_STATE = ("trainable_variables", "non_trainable_variables", "optimizer_variab
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer within a ``LossScaleOptimizer``, or the one given; public, but for others than that class."""
+    """The optimizer inside a ``LossScaleOptimizer``, or the given one; the public name exists on that class only."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Those within a ``LossScaleOptimizer`` or a ``MultiOptimizer``, which keeps its own in a private list."""
+    """The optimizers inside a ``LossScaleOptimizer`` or a ``MultiOptimizer``, which has them in a private list."""
     scaled = getattr(optimizer, "inner_optimizer", None)
     return [*([] if scaled is None else [scaled]), *getattr(optimizer, "_inner_optimizers", ())]
 
 
 def trained_variables(optimizer: Any) -> list[Any]:
-    """The variables that a built optimizer trains, in its order; ``optimizer.variables`` are its own."""
+    """The variables that a built optimizer trains, in its order; ``optimizer.variables`` are its own state."""
     variables: list[Any] = optimizer._trainable_variables
     return variables
 
 
 def note_trained_variables(optimizer: Any, variables: Iterable[Any]) -> None:
-    """``build`` without any state: what ``BaseOptimizer.build`` sets apart from the variables it makes."""
+    """``build`` without any state: sets what ``BaseOptimizer.build`` sets besides the variables it creates."""
     optimizer._trainable_variables = list(variables)
     for index, variable in enumerate(optimizer._trainable_variables):
         optimizer._trainable_variables_indices[optimizer._var_key(variable)] = index
@@ -93,7 +93,7 @@ def note_trained_variables(optimizer: Any, variables: Iterable[Any]) -> None:
 
 
 def apply_count(optimizer: Any) -> Any:
-    """The variable that counts ``apply``; the public ``iterations`` counts updates, which may be fewer."""
+    """The variable that counts calls of ``apply``; the public ``iterations`` counts updates, which may be fewer."""
     return innermost(optimizer)._iterations
 
 
@@ -103,34 +103,34 @@ def learning_rate_of(optimizer: Any) -> Any:
 
 
 def accumulators(optimizer: Any) -> Sequence[Any]:
-    """The variables that sum up gradients with ``gradient_accumulation_steps``; they have no public name."""
+    """The variables that accumulate gradients with ``gradient_accumulation_steps``; they have no public name."""
     accumulated: Sequence[Any] = getattr(optimizer, "_accumulated_gradients", ())
     return accumulated
 
 
 def own_variables(optimizer: Any) -> list[Any]:
-    """A ``LossScaleOptimizer``'s own; its public ``variables`` include the inner optimizer's."""
+    """A ``LossScaleOptimizer``'s own variables; its public ``variables`` include the inner optimizer's."""
     variables: list[Any] = optimizer._variables
     return variables
 
 
 def drop_empty_gradients(optimizer: Any, gradients: Any, variables: Any) -> Any:
-    """Gradients that are not ``None`` and their variables, with Keras' warnings and errors for the others."""
+    """The gradients that are not ``None`` and their variables, with Keras' warnings and errors for the others."""
     return optimizer._filter_empty_gradients(gradients, variables)
 
 
 def decays(optimizer: Any, variable: Any) -> bool:
-    """Whether weight decay applies to ``variable``; Keras has only the setter public."""
+    """Whether weight decay applies to ``variable``; in Keras only the setter is public."""
     return bool(optimizer._use_weight_decay(variable))
 
 
 def exclude_from_weight_decay(optimizer: Any, variables: Iterable[Any]) -> None:
-    """The setter, for variables alone: the public one also forgets the patterns of names."""
+    """The setter, for variables alone: the public one also resets the name patterns."""
     optimizer._exclude_from_weight_decay = {optimizer._var_key(variable) for variable in variables}
 
 
 def export_like(derived: type, base: type) -> None:
-    """Has ``derived`` saved under the public name of ``base``, by which Keras finds a class when it loads a file."""
+    """Registers ``derived`` under the public name of ``base``, by which Keras finds a class when it loads a file."""
     if (public_name := api_export.REGISTERED_OBJS_TO_NAMES.get(base)) is not None:
         api_export.REGISTERED_OBJS_TO_NAMES[derived] = public_name
 
@@ -139,53 +139,54 @@ def export_like(derived: type, base: type) -> None:
 
 
 def layers_of(model: Any, *, include_self: bool = True) -> list[Any]:
-    """All layers, of all depths; the public ``layers`` are those of the first depth."""
+    """The layers at all depths; the public ``layers`` are those at the first depth."""
     return list(model._flatten_layers(include_self=include_self))
 
 
 def own_statistics(layer: Any) -> list[Any]:
-    """What a layer itself counts, such as a moving mean; the public name includes seeds and the layers within."""
+    """A layer's own statistics, such as a moving mean; the public name includes seeds and the inner layers."""
     statistics: list[Any] = layer._non_trainable_variables
     return statistics
 
 
 def has_value(variable: Any) -> bool:
-    """Whether the variable has its value yet; the public ``value`` would make one."""
+    """Whether the variable has a value yet; reading the public ``value`` would create one."""
     return variable._value is not None
 
 
 def flatten_metrics(model: Any, results: dict[str, Any]) -> Any:
-    """``results`` as ``evaluate`` gives them without ``return_dict``."""
+    """``results`` as ``evaluate`` returns them without ``return_dict``."""
     return model._flatten_metrics_in_order(results)
 
 
 def initial_epoch(model: Any) -> int:
-    """The epoch at which the ``fit`` that is beginning will begin, as ``BackupAndRestore`` sets it."""
+    """The epoch at which the current ``fit`` begins, as ``BackupAndRestore`` sets it."""
     epoch: int = model._initial_epoch
     return epoch
 
 
 def set_initial_epoch(model: Any, epoch: int) -> None:
-    """Has the ``fit`` that is beginning begin at ``epoch``."""
+    """Makes the current ``fit`` begin at ``epoch``."""
     model._initial_epoch = epoch
 
 
 def build_from_batch(model: Any, batch: Any = None, iterator: Any = None) -> None:
-    """Makes what a model of this batch has yet to make (variables, metrics), as ``fit`` does before it trains."""
+    """Creates the variables and metrics that a model does not have yet, for batches like this one, as ``fit`` does."""
     model._symbolic_build(iterator=iterator, data_batch=batch)
 
 
 def build_before_training(model: Any) -> None:
-    """Has ``fit`` build a model of unknown input from its first batch before it trains, as on other frameworks.
+    """Makes ``fit`` build a model of unknown input shape from its first batch, before it trains.
 
-    On TensorFlow, Keras would do so in the first step, when replicas should have equal weights already.
+    Keras does so on the other frameworks. On TensorFlow it would build the model in the first step, which is too late:
+    replicas must have identical weights before it.
     """
 
     def build(iterator: Any = None, data_batch: Any = None) -> None:
         if not model.built:
             build_from_batch(model, data_batch, iterator)
 
-    # Past Keras' attribute tracking: this is no part of the model.
+    # Bypasses Keras' attribute tracking: the function is not part of the model.
     object.__setattr__(model, "_maybe_symbolic_build", build)
 
 
@@ -193,7 +194,7 @@ def build_before_training(model: Any) -> None:
 
 
 def torch_device() -> str:
-    """The device on which Keras makes torch tensors."""
+    """The device on which Keras creates torch tensors."""
     from keras.src.backend.torch.core import get_device
 
     device: str = get_device()
@@ -201,18 +202,18 @@ def torch_device() -> str:
 
 
 def jax_state(model: Any) -> Any:
-    """The values that the training step on JAX takes (``JAX_STATE``); while ``fit`` runs the model has none."""
+    """The values that the training step on JAX takes (``JAX_STATE``); while ``fit`` runs the model does not have them."""
     return model._get_jax_state(**dict.fromkeys(JAX_STATE, True))
 
 
 def put_jax_state(model: Any, state: Sequence[Any]) -> None:
-    """Gives the model's variables the values of ``state``, as Keras does when a callback asks for them."""
+    """Assigns ``state`` to the model's variables, as Keras does when a callback reads them."""
     model._jax_state = dict(zip(JAX_STATE, state, strict=True))
     model._jax_state_synced = False
     model.jax_state_sync()
 
 
 def unsynced_jax_state(model: Any) -> dict[str, Any] | None:
-    """The values that the model's variables will get at the next ``jax_state_sync``, if any wait."""
+    """The values that the next ``jax_state_sync`` assigns to the model's variables; ``None`` if there are none."""
     state: dict[str, Any] | None = getattr(model, "_jax_state", None)
     return state if state and not model._jax_state_synced else None

@@ -17,16 +17,16 @@ __all__ = ["Ranks"]
 
 @final
 class Ranks(Peers):
-    """All ranks; they speak through the host."""
+    """All ranks, which communicate through the host."""
 
     def agree(self, layout: str, examples: int, problem: ConfigError | None) -> Sequence[int]:
-        """One control message."""
+        """Sends one control message."""
         communicator = global_process_set.communicator
         with communicator.exclusive():
             return communicator.agree(_request(layout), value=examples, problem=problem)
 
     def share(self, number: float, root: int) -> float:
-        """A broadcast."""
+        """Broadcasts the number."""
         return float(global_process_set.communicator.broadcast(np.float64(number), root, name="learning rate"))
 
 

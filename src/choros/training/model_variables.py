@@ -1,4 +1,4 @@
-"""The variables of whole models, with those of their optimizers."""
+"""The variables of whole models, including their optimizers' state."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["broadcast_global_variables", "model_variables"]
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """``broadcast_variables`` of all Keras models of this process, their optimizers' state included.
+    """``broadcast_variables`` for all Keras models of this process, including their optimizers' state.
 
-    Horovod's name from the time of TensorFlow's global graph. Models are taken in the order of their names,
-    which is the same on all ranks that build the same models; prefer ``broadcast_variables``.
+    The name is Horovod's, from TensorFlow's global graph. Models are broadcast in the order of their names, which is
+    the same on all ranks that build the same models. Prefer ``broadcast_variables``.
 
     Args:
         root_rank: a global rank.
     """
-    gc.collect()  # Ranks may have thrown away models at other times.
+    gc.collect()  # Ranks may have released models at different times.
     models = [item for item in gc.get_objects() if issubclass(type(item), keras.Model)]
     inside = {id(layer) for model in models for layer in layers_of(model, include_self=False)}
     for model in sorted((model for model in models if id(model) not in inside), key=lambda model: str(model.name)):
@@ -31,12 +31,12 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 
 def model_variables(model: Any, *, seeds: bool = False) -> list[Any]:
-    """The weights of a model and the state of its optimizer, where all ranks have it.
+    """Returns the weights of a model and the state of its optimizer, unless only one rank keeps that state.
 
     Args:
-        model: built.
-        seeds: with those of its random layers. Dropout should differ between ranks that see different
-            examples, but not where one step sees the examples of all.
+        model: a built model.
+        seeds: whether to include the seeds of its random layers. Dropout should differ between ranks whose steps see
+            different examples, but not where one step sees the examples of all ranks.
     """
     variables = list(model.variables if seeds else model.weights)
     optimizer = getattr(model, "optimizer", None)

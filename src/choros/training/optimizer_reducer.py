@@ -1,10 +1,10 @@
-"""What reduces a Keras optimizer's gradients over the ranks: the same in both programming models.
+"""The reducer of a Keras optimizer's gradients over the ranks, for both programming models.
 
 ::
 
     apply(gradients) ─► OptimizerReducer.reduce ─┬─ in a strategy's replica: the sum over replicas
                                                  └─ else: GradientReducer, through one host call
-                                                    (on torch maybe during the backward pass, or on its device)
+                                                    (on torch also during the backward pass, or on its device)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec, HostFunction, framework_adapter
-from choros.comm import ProcessSet, ReduceOp, global_process_set
+from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.compression import Compressor
 from choros.parallel.reduce.device import device_to_reduce_on
@@ -39,16 +39,16 @@ class OptimizerReducer:
     """Reduces the gradients of one Keras optimizer, and knows which ranks keep its state.
 
     Args:
-        configure: gives the configuration. It is called when that is first needed: a strategy gets optimizers that are
-            still being made.
+        configure: returns the configuration. It is called when the configuration is first needed, because a strategy
+            wraps optimizers that are still being constructed.
         scale_local_gradients: whether gradients that stay on their rank are divided by the number of ranks.
         sum_over_replicas: sums gradients where a strategy's custom loop applies them; returns ``None`` in ``fit``.
-        state_owner: the rank that alone keeps the optimizer's state and makes the updates; ``None``: every rank does.
+        state_owner: the only rank that keeps the optimizer's state and makes the updates; ``None``: every rank does.
 
     Attributes:
-        examples: how many examples the batch now being trained on has, told by the model's training step;
-            ``None`` if nobody tells, then ranks weigh alike.
-        in_epoch: batches may still come this epoch.
+        examples: the number of examples in the current batch, reported by the model's training step; ``None`` if it
+            is not reported: then all ranks have the same weight.
+        in_epoch: whether more batches may come this epoch.
         state_owner: the argument.
     """
 
@@ -72,17 +72,17 @@ class OptimizerReducer:
 
     @cached_property
     def reducer(self) -> GradientReducer:
-        """The framework's arrays come to it as host arrays, or as tensors on torch."""
+        """The reducer of host arrays, or of tensors on torch."""
         return GradientReducer(self._configure())
 
     @property
     def has_state(self) -> bool:
-        """Whether this rank keeps the optimizer's state, such as its moments, and makes updates."""
+        """Whether this rank keeps the optimizer's state, such as its moments, and makes the updates."""
         return self.state_owner is None or self.state_owner == global_process_set.communicator.rank
 
     @property
     def reduces_all(self) -> bool:
-        """Whether all ranks have all gradients in common."""
+        """Whether all gradients are reduced over all ranks."""
         return self.reducer.config.process_set is global_process_set and not self._local
 
     def add_local(self, variable: Any) -> None:
@@ -95,11 +95,11 @@ class OptimizerReducer:
 
     @contextmanager
     def batch_of(self, examples: Any, *, of_all_ranks: bool = False) -> Iterator[None]:
-        """The block in which gradients of a batch of so many examples are applied.
+        """A context in which the gradients of one batch are applied.
 
         Args:
-            examples: how many.
-            of_all_ranks: the batch is the global one, so that its gradients are those of all ranks already.
+            examples: the number of examples in the batch.
+            of_all_ranks: whether it is the global batch, so that its gradients are those of all ranks already.
         """
         self.examples, self._of_all_ranks = examples, of_all_ranks
         try:
@@ -107,16 +107,16 @@ class OptimizerReducer:
         finally:
             self.examples, self._of_all_ranks = None, False
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], passes: Any) -> list[Any]:
-        """The gradients that this step's update is made from.
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], micro_batches: Any) -> list[Any]:
+        """Reduces the gradients for this step's update.
 
         Args:
-            gradients: this rank's, ``None`` where a variable has none.
+            gradients: this rank's gradients; ``None`` for a variable without one.
             variables: the Keras variables they belong to.
-            passes: how many times ``apply`` has been called before.
+            micro_batches: the number of micro-batches so far, that is of calls of ``apply`` before this one.
 
         Returns:
-            The average of the ranks' gradients, or their sum, as the reducer is configured.
+            The average of the ranks' gradients, or their sum, as configured.
         """
         if self._sum_over_replicas is not None and (summed := self._sum_over_replicas(gradients)) is not None:
             return summed
@@ -124,12 +124,12 @@ class OptimizerReducer:
         gradients = list(gradients)
         if self._of_all_ranks or not self.reducer.active:
             factor = 1 if config.average_steps else config.steps
-            if self._of_all_ranks and config.op is ReduceOp.SUM:
+            if self._of_all_ranks and config.op is Reduction.SUM:
                 factor *= config.process_set.communicator.size
             return gradients if factor == 1 else [None if g is None else g * factor for g in gradients]
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
         shared = [index for index in given if not self.is_local(variables[index])] if self._local else given
-        reduced = self._reduce([gradients[i] for i in shared], [variables[i] for i in shared], passes)
+        reduced = self._reduce([gradients[i] for i in shared], [variables[i] for i in shared], micro_batches)
         if self._scale_local:
             for index in set(given) - set(shared):
                 gradients[index] = gradients[index] / config.process_set.communicator.size
@@ -137,13 +137,13 @@ class OptimizerReducer:
             gradients[index] = gradient
         return gradients
 
-    def _reduce(self, gradients: list[Any], variables: list[Any], passes: Any) -> list[Any]:
+    def _reduce(self, gradients: list[Any], variables: list[Any], micro_batches: Any) -> list[Any]:
         config = self.reducer.config
         examples = 1 if self.examples is None else self.examples
         if keras.backend.backend() == "torch" and (config.bucket_bytes is not None or config.device is not None):
             if config.bucket_bytes is not None:
                 return self._reduce_during_backward(gradients, [variable.value for variable in variables])
-            exchange = (int(passes) + 1) % config.steps == 0
+            exchange = (int(micro_batches) + 1) % config.steps == 0
             return self.reducer.reduce(gradients, examples=int(examples), exchange=exchange)
         outputs = [ArraySpec(tuple(v.shape), _dtype(g)) for v, g in zip(variables, gradients, strict=True)]
         if config.bucket_bytes is not None:
@@ -154,7 +154,7 @@ class OptimizerReducer:
             exchange = (int(done) + 1) % config.steps == 0
             return self.reducer.reduce(parts, examples=int(count), exchange=exchange)
 
-        return _host_call(on_host, (passes, examples), gradients, outputs)
+        return _host_call(on_host, (micro_batches, examples), gradients, outputs)
 
     def _reduce_during_backward(self, gradients: list[Any], parameters: list[Any]) -> list[Any]:
         """On torch: from the second step on, hooks send full buckets while ``loss.backward()`` still runs.
@@ -162,14 +162,14 @@ class OptimizerReducer:
         Keras has computed the gradients before it calls ``apply``, so hooks on torch's parameters see them first.
         """
         if self._backward is None:
-            # Outside of a training step, backward passes concern no other rank: their number of examples is None.
+            # Outside a training step, backward passes involve no other rank: their number of examples is None.
             self._backward = BackwardExchange(self.reducer, parameters, overlap=True, examples=lambda: self.examples)
         return self._backward.combine(parameters, gradients)
 
     def _reduce_buckets(self, gradients: list[Any], outputs: list[ArraySpec], examples: Any) -> list[Any]:
-        """A call a bucket: a compiled step can make it as soon as those gradients are there.
+        """Makes one host call per bucket: a compiled step can make it as soon as the bucket's gradients are computed.
 
-        The calls have side effects, so the frameworks keep them in this order, on every rank.
+        The calls have side effects, so the frameworks keep them in this order on every rank.
         """
         buckets = self.reducer.plan(tuple((output.shape, output.dtype) for output in outputs))  # type: ignore[misc]
         reduced = list(gradients)
@@ -188,7 +188,7 @@ class OptimizerReducer:
         return reduced
 
     def join(self, variables: Sequence[Any], on_update: Callable[[list[Array]], None] | None = None) -> int | None:
-        """``GradientReducer.join`` with the gradients of ``variables``."""
+        """``GradientReducer.join`` for the gradients of ``variables``."""
         return self.reducer.join(tuple((tuple(v.shape), _dtype(v)) for v in variables), on_update)
 
 
@@ -199,14 +199,14 @@ def _host_call(function: HostFunction, numbers: Sequence[Any], arrays: Sequence[
 
 
 def placed(config: ReduceConfig) -> ReduceConfig:
-    """``config`` with where and in what portions gradients are reduced, as the framework and its device want it."""
+    """Returns ``config`` with the device and the bucket size that suit the framework and its device."""
     device = _device_to_reduce_on(config.process_set, config.compressor)
-    portions = bucket_bytes(accelerated=accelerated(), device=device) if config.steps == 1 else None
-    return dataclasses.replace(config, device=device, bucket_bytes=portions)
+    buckets = bucket_bytes(accelerated=accelerated(), device=device) if config.steps == 1 else None
+    return dataclasses.replace(config, device=device, bucket_bytes=buckets)
 
 
 def _device_to_reduce_on(process_set: ProcessSet, compression: Compressor) -> Any:
-    """Where gradients are reduced without host staging; ``None`` elsewhere than on torch."""
+    """The device on which gradients are reduced without host staging; ``None`` except on torch."""
     if keras.backend.backend() != "torch" or not process_set.included():
         return None
     import torch
@@ -216,19 +216,19 @@ def _device_to_reduce_on(process_set: ProcessSet, compression: Compressor) -> An
 
 
 def accumulation_steps(optimizer: Any, backward_passes: int) -> int:
-    """How many passes the optimizer accumulates; makes Keras do it if Horovod's argument asks."""
+    """Returns the number of micro-batches per update; sets Keras' accumulation if Horovod's argument requests it."""
     own = optimizer.gradient_accumulation_steps
     if backward_passes == 1:
         return int(own or 1)
     if own is not None:
         raise ConfigError(
             f"backward_passes_per_step={backward_passes} and the optimizer's own gradient_accumulation_steps={own} "
-            "are the same thing: use one of them."
+            "both set gradient accumulation: pass only one of them."
         )
     if optimizer.built:
         raise ConfigError(
-            "backward_passes_per_step needs an optimizer that has not been used: it adds accumulators, which are "
-            "made with the optimizer's other state."
+            "backward_passes_per_step needs an optimizer that has not been built: its accumulators are created with "
+            "the optimizer's other state. Create a new optimizer."
         )
     optimizer.gradient_accumulation_steps = backward_passes
     return backward_passes

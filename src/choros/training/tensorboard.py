@@ -35,20 +35,20 @@ _files = itertools.count()
 
 @final
 class TensorBoard(keras.callbacks.Callback):
-    """Logs metrics, and what else is asked for, for TensorBoard (``keras.callbacks.TensorBoard``, without TensorFlow).
+    """Logs metrics, histograms and the graph for TensorBoard (``keras.callbacks.TensorBoard``, without TensorFlow).
 
-    Rank 0 writes; put it after ``MetricAverageCallback``, so that what it writes holds for all ranks. What it writes of
-    single batches is of rank 0's part. View it with ``pip install tensorboard`` and ``tensorboard --logdir logs``.
+    Rank 0 writes; put it after ``MetricAverageCallback``, so that the metrics are those of all ranks. Metrics of single
+    batches are those of rank 0's shard. View them with ``pip install tensorboard`` and ``tensorboard --logdir logs``.
 
     Args:
         log_dir: the directory; an epoch's metrics go to ``train`` and ``validation`` in it.
-        histogram_freq: every how many epochs to write histograms of the weights; 0 for never.
-        write_graph: write the layers of a Sequential or functional model.
-        write_steps_per_second: also write the steps of a second.
-        update_freq: ``"epoch"``; ``"batch"`` or a number of batches also writes the metrics after so many.
+        histogram_freq: epochs between histograms of the weights; 0 for never.
+        write_graph: whether to write the layers of a Sequential or functional model.
+        write_steps_per_second: whether to write the number of steps per second.
+        update_freq: ``"epoch"``; with ``"batch"`` or a number of batches, metrics are also written that often.
 
     Raises:
-        ConfigError: ``update_freq`` or ``histogram_freq`` cannot be meant.
+        ConfigError: ``update_freq`` or ``histogram_freq`` is invalid.
         ImportError: tensorboardX is not installed.
 
     Example:
@@ -77,7 +77,7 @@ class TensorBoard(keras.callbacks.Callback):
         self.write_graph = write_graph
         self.write_steps_per_second = write_steps_per_second
         self.update_freq = every
-        # Where nothing happens after a batch, JAX need not wait for it.
+        # If the callback does nothing after a batch, JAX need not wait for the batch.
         self.async_safe = every == "epoch" and not write_steps_per_second
         self._files: dict[str, _EventFile] = {}
         self._training = False
@@ -90,7 +90,7 @@ class TensorBoard(keras.callbacks.Callback):
         if self.write_graph and type(self.model).__name__ in ("Functional", "Sequential"):
             try:
                 layers = self.model.to_json()
-            except (NotImplementedError, TypeError, ValueError) as error:  # a training must not end for it
+            except (NotImplementedError, TypeError, ValueError) as error:  # not a reason to stop training
                 warnings.warn(f"TensorBoard shows no graph: the model cannot be written as JSON. {error}", stacklevel=2)
                 return
             self._write("train", lambda file: file.graph(layers))
@@ -104,7 +104,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._batch_began = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Writes the metrics so far, if it is time."""
+        """Writes the metrics so far, every ``update_freq`` batches."""
         if self.async_safe:
             return
         self._batches += 1
@@ -117,7 +117,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._write("train", lambda file: file.scalars("batch_{}", scalars, self._batches))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Writes the epoch's metrics, and histograms if it is time."""
+        """Writes the epoch's metrics, and histograms every ``histogram_freq`` epochs."""
         logs = logs or {}
         held_out = {name.removeprefix("val_"): value for name, value in logs.items() if name.startswith("val_")}
         scalars = {name: value for name, value in logs.items() if not name.startswith("val_")}
@@ -131,7 +131,7 @@ class TensorBoard(keras.callbacks.Callback):
             self._write("train", lambda file: file.histograms(self.model.weights, epoch))
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Writes what was found, over the number of updates so far."""
+        """Writes the results of the evaluation, with the number of updates so far as the step."""
         iterations = getattr(self.model.optimizer, "iterations", None)
         if logs and iterations is not None:
             step = int(keras.ops.convert_to_numpy(iterations))
@@ -159,13 +159,13 @@ class TensorBoard(keras.callbacks.Callback):
 
 
 def stand_in_for(callback: Any) -> Any:
-    """A ``TensorBoard`` that does what Keras' own ``callback`` is asked for, if that one cannot work here.
+    """Returns a ``TensorBoard`` with the options of Keras' own ``callback``, if that one cannot work here.
 
     Returns:
-        ``callback`` itself, if it is something else, or if TensorFlow and the package tensorboard are installed.
+        ``callback`` itself, if it is another callback, or if TensorFlow and the package tensorboard are installed.
 
     Raises:
-        ConfigError: it is asked for what only TensorFlow can do.
+        ConfigError: its options need TensorFlow.
         ImportError: tensorboardX is not installed.
 
     Example:
@@ -175,15 +175,15 @@ def stand_in_for(callback: Any) -> Any:
     """
     if type(callback) is not keras.callbacks.TensorBoard or (_can_import("tensorflow") and _can_import("tensorboard")):
         return callback
-    asked = {
+    requested = {
         "write_images": callback.write_images,
         "embeddings_freq": callback.embeddings_freq,
         "profile_batch": callback._should_trace,
     }
-    if missing := [name for name, value in asked.items() if value]:
+    if missing := [name for name, value in requested.items() if value]:
         raise ConfigError(
             f"keras.callbacks.TensorBoard({', '.join(f'{name}=…' for name in missing)}) needs TensorFlow and its "
-            "TensorBoard: pip install tensorflow tensorboard, or leave it out."
+            "TensorBoard: pip install tensorflow tensorboard, or remove that argument."
         )
     return TensorBoard(
         callback.log_dir,
@@ -196,24 +196,24 @@ def stand_in_for(callback: Any) -> Any:
 
 @final
 class _EventFile:
-    """A file of TensorBoard's ``Event`` records; what is written is there after ``flush``."""
+    """A file of TensorBoard's ``Event`` records; records are on disk after ``flush``."""
 
     def __init__(self, directory: str) -> None:
         from tensorboardX.event_file_writer import EventsWriter
 
         os.makedirs(directory, exist_ok=True)
-        # tensorboardX names files by the second.
+        # tensorboardX names files by the second, so names need a suffix to be unique.
         self._writer = EventsWriter(os.path.join(directory, "events"), f".{os.getpid()}.{next(_files)}")
 
     def scalars(self, name: str, values: Mapping[str, Any], step: int) -> None:
-        """Numbers; ``name`` has ``{}`` where their own names go."""
+        """Writes numbers; ``name`` is a format in which ``{}`` stands for each number's own name."""
         from tensorboardX.summary import scalar
 
         for own, value in values.items():
             self._add(scalar(name.format(own), float(value)), step)
 
     def histograms(self, weights: Any, step: int) -> None:
-        """What values each of a model's ``weights`` has."""
+        """Writes the distribution of values of each of a model's ``weights``."""
         from tensorboardX.summary import histogram
 
         for weight in weights:
@@ -221,7 +221,7 @@ class _EventFile:
             self._add(histogram(f"{weight.path}/histogram", values, bins="auto"), step)
 
     def graph(self, layers: str) -> None:
-        """A Keras model as JSON, where TensorBoard looks for it."""
+        """Writes a Keras model as JSON, under the tag that TensorBoard reads."""
         from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboardX.proto.tensor_pb2 import TensorProto
 
@@ -231,11 +231,11 @@ class _EventFile:
         self._add(Summary(value=[value]), 0)
 
     def flush(self) -> None:
-        """Has all that was written on disk."""
+        """Writes all records to disk."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         self._writer.close()
 
     def _add(self, summary: Any, step: int) -> None:

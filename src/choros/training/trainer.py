@@ -1,16 +1,16 @@
-"""How a model's training step is told apart from Keras' own: the one module that touches a model.
+"""The preparation of a model for distributed training: the only module that changes a model.
 
-A choros callback calls ``attach`` before Keras builds the training function. It changes things of *this*
-model object, none of which is saved with it:
+A choros callback calls ``attach`` before Keras builds the training function. It changes the following on *this* model
+object; nothing of it is saved with the model:
 
-1. ``train_step`` tells the distributed optimizer how many examples its batch has;
+1. ``train_step`` reports the number of examples in its batch to the distributed optimizer;
 2. on TensorFlow, XLA is switched off: a compiled function cannot call the host;
-3. a ``LossScaleOptimizer`` that ``compile`` put around the distributed optimizer becomes the distributed
-   one, so that ranks exchange gradients *before* it asks whether they are finite, and all get one answer;
-4. with the xla engine, on JAX, its steps are led over the devices of all ranks (``spmd_trainer.py``). They then
-   compute the gradients, the metrics and the random numbers of the global batch, and nothing is exchanged.
-   An optimizer that does not train everything with everybody (a process set, local variables) exchanges
-   through the host as with other engines.
+3. a ``LossScaleOptimizer`` that ``compile`` put around the distributed optimizer becomes the distributed one, so that
+   ranks reduce gradients *before* it checks whether they are finite, with the same result on all ranks;
+4. with the xla engine, on JAX, its steps run on the devices of all ranks (``spmd_trainer.py``). They then compute the
+   gradients, the metrics and the random numbers of the global batch, and no gradient is reduced on the host. An
+   optimizer that does not reduce all gradients over all ranks (a process set, local variables) reduces them through
+   the host, as with other engines.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from choros.training.model_variables import model_variables
 from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.variables import broadcast_variables
 
-__all__ = ["attach", "is_spread", "join"]
+__all__ = ["attach", "is_spmd", "join"]
 
-_ATTRIBUTE = "_choros_spread"
-#: On our training step, and on what ``functools.wraps`` makes of it.
-_COUNTS = "_choros_counts_examples"
+_ATTRIBUTE = "_choros_spmd_trainer"
+#: The mark of a training step that reports its examples; ``functools.wraps`` copies it to wrappers.
+_REPORTS = "_choros_reports_examples"
 
 
 def attach(model: Any) -> OptimizerReducer | None:
     """Prepares ``model`` for training with its distributed optimizer.
 
     Returns:
-        The optimizer's reducer; ``None`` if it is not a distributed one.
+        The reducer of its optimizer; ``None`` if that is not a distributed one.
     """
     optimizer = getattr(model, "optimizer", None)
     if move_outwards(optimizer):
@@ -46,26 +46,26 @@ def attach(model: Any) -> OptimizerReducer | None:
     if reducer is None:
         return None
     if (mesh := _mesh()) is not None:
-        _spread(model, mesh)
+        _make_spmd(model, mesh)
     if not reducer.reducer.active:
         return reducer
     if keras.backend.backend() == "tensorflow" and model.jit_compile:
         model.jit_compile = False
-    if not hasattr(model.train_step, _COUNTS):
-        model.train_step = _counting_examples(model, model.train_step)
+    if not hasattr(model.train_step, _REPORTS):
+        model.train_step = _report_examples(model, model.train_step)
         model.train_function = None
     return reducer
 
 
-def is_spread(model: Any) -> bool:
+def is_spmd(model: Any) -> bool:
     """Whether the model's training steps see the batches of all ranks."""
-    spread = getattr(model, _ATTRIBUTE, None)
-    return spread is not None and spread.is_in_use
+    trainer = getattr(model, _ATTRIBUTE, None)
+    return trainer is not None and trainer.is_in_use
 
 
 def join(model: Any) -> None:
-    """Goes along with the ranks that still have batches this epoch, until none has."""
-    if is_spread(model):
+    """Participates in the steps of the ranks that still have batches this epoch, until no rank has any."""
+    if is_spmd(model):
         last = getattr(model, _ATTRIBUTE).join()
         if last is not None:
             broadcast_variables(model_variables(model, seeds=True), last)
@@ -74,7 +74,7 @@ def join(model: Any) -> None:
 
 
 def _mesh() -> Any:
-    """The devices of all ranks, if arrays can span them and there are several."""
+    """The mesh of all ranks' devices; ``None`` if arrays cannot span them or there is only one."""
     if keras.backend.backend() != "jax":
         return None
     from choros.comm.engines import xla
@@ -83,15 +83,15 @@ def _mesh() -> Any:
     return None if mesh is None or mesh.size == 1 else mesh
 
 
-def _spread(model: Any, mesh: Any) -> None:
+def _make_spmd(model: Any, mesh: Any) -> None:
     if hasattr(model, _ATTRIBUTE):
         return
     from choros.training.mesh_ranks import Ranks
-    from choros.training.spmd_trainer import SpreadModel
+    from choros.training.spmd_trainer import SpmdTrainer
 
-    model.train_step = _counting_examples(model, model.train_step)
-    # Past Keras' attribute tracking: this is no part of the model.
-    object.__setattr__(model, _ATTRIBUTE, SpreadModel(model, mesh, Ranks(), lambda: _trains_with_all(model)))
+    model.train_step = _report_examples(model, model.train_step)
+    # Bypasses Keras' attribute tracking: the trainer is not part of the model.
+    object.__setattr__(model, _ATTRIBUTE, SpmdTrainer(model, mesh, Ranks(), lambda: _trains_with_all(model)))
 
 
 def _trains_with_all(model: Any) -> bool:
@@ -99,22 +99,22 @@ def _trains_with_all(model: Any) -> bool:
     return reducer is not None and reducer.reduces_all
 
 
-def _counting_examples(model: Any, train_step: Any) -> Any:
-    """``train_step`` of ``data``, or of ``(state, data)`` on JAX, that first says how large the batch is."""
+def _report_examples(model: Any, train_step: Any) -> Any:
+    """Wraps ``train_step(data)``, ``train_step(state, data)`` on JAX, so that it first reports the batch's examples."""
 
     @functools.wraps(train_step)
     def step(*args: Any) -> Any:
         reducer = reducer_of(model.optimizer)
         if reducer is None:
             return train_step(*args)
-        with reducer.batch_of(_examples(args[-1]), of_all_ranks=is_spread(model)):
+        with reducer.batch_of(_examples(args[-1]), of_all_ranks=is_spmd(model)):
             return train_step(*args)
 
-    setattr(step, _COUNTS, True)
+    setattr(step, _REPORTS, True)
     return step
 
 
 def _examples(data: Any) -> Any:
-    """The first dimension of the batch's first array: a number, or a tensor where shapes are not known."""
+    """The first dimension of the batch's first array: a number, or a tensor if the shape is not known."""
     first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
     return keras.ops.shape(first)[0]

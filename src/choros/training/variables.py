@@ -1,4 +1,4 @@
-"""The ranks' variables made equal."""
+"""Broadcasts of variables from one rank to the others."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
         variables: Keras variables (``model.weights``, ``optimizer.variables``), or variables of a framework
             that have ``assign`` or are torch tensors; the same list on every rank.
         root_rank: a global rank.
-        process_set: the ranks that take part.
+        process_set: the ranks that participate.
 
     Raises:
-        MismatchError: ranks have different variables; the text shows the first that differs.
+        MismatchError: ranks have different variables; the message shows the first that differs.
 
     Example:
         >>> import keras, choros.keras as hvd
@@ -36,7 +36,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
     if process_set.communicator.size == 1:
         return
     variables = list(variables)
-    # Not by their own names: a rank that loaded its model from disk may have others.
+    # Not the variables' own names: they may differ on a rank that loaded its model from disk.
     names = [f"variable {index} of {len(variables)}" for index in range(len(variables))]
     hosts = [adapter_of(_value(variable)).to_host(_value(variable)) for variable in variables]
     received = broadcast_arrays(hosts, root_rank, names=names, process_set=process_set)
@@ -49,7 +49,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
 
 
 def broadcast_in_step(variables: Sequence[Any], root_rank: int) -> None:
-    """``broadcast_variables`` of Keras variables within a training step, which may be a compiled function."""
+    """``broadcast_variables`` of Keras variables inside a training step, which may be a compiled function."""
     communicator = global_process_set.communicator
     if communicator.size == 1:
         return

@@ -11,7 +11,7 @@ import choros
 from choros.bench.cases import GroupedCase
 from choros.bench.channel import Prepare, Task, serve
 from choros.bench.workers.summed import sum_task
-from choros.comm import ReduceOp, global_process_set
+from choros.comm import Reduction, global_process_set
 
 
 def main() -> None:
@@ -30,12 +30,12 @@ def in_place() -> Prepare:
         nonlocal memory
         if isinstance(case, GroupedCase):
             arrays = [np.empty(shape, case.dtype) for shape in case.shapes]
-            return sum_task(arrays, communicator.size, lambda: communicator.grouped_allreduce(arrays, ReduceOp.SUM))
+            return sum_task(arrays, communicator.size, lambda: communicator.grouped_allreduce(arrays, Reduction.SUM))
         needed = case.items * np.dtype(case.dtype).itemsize
         if memory.nbytes < needed:  # released when the job ends
             memory = communicator.empty(needed, np.uint8)
         array = memory[:needed].view(case.dtype)
-        return sum_task([array], communicator.size, lambda: [communicator.allreduce(array, ReduceOp.SUM, out=array)])
+        return sum_task([array], communicator.size, lambda: [communicator.allreduce(array, Reduction.SUM, out=array)])
 
     return prepare
 
@@ -48,7 +48,7 @@ def any_array() -> Prepare:
     def prepare(case: Any) -> Task:
         case = case.joined if isinstance(case, GroupedCase) else case
         array = np.empty(case.items, case.dtype)
-        return sum_task([array], communicator.size, lambda: [communicator.allreduce(array, ReduceOp.SUM)])
+        return sum_task([array], communicator.size, lambda: [communicator.allreduce(array, Reduction.SUM)])
 
     return prepare
 

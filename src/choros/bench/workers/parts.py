@@ -10,7 +10,7 @@ import numpy as np
 import choros
 from choros.bench.cases import CNN_SHAPES
 from choros.bench.channel import Prepare, Task, serve
-from choros.comm import ReduceOp, global_process_set
+from choros.comm import Reduction, global_process_set
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
 
 
@@ -32,7 +32,7 @@ def join() -> Prepare:
     parts = {
         "control message": communicator.barrier,
         "pack": lambda: copy(segments, gradients),
-        "allreduce": lambda: communicator.allreduce(buffer, ReduceOp.SUM, out=buffer),
+        "allreduce": lambda: communicator.allreduce(buffer, Reduction.SUM, out=buffer),
         "unpack": lambda: copy(results, segments),
         "all, by the reducer": lambda: reducer.reduce(gradients, examples=1),
     }

@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from choros.comm.fusion import CHUNK_BYTES
-from choros.comm.reduction import ReduceOp
+from choros.comm.reduction import Reduction
 
 __all__ = ["AllreduceAlgorithm", "Tuning"]
 
@@ -37,5 +37,5 @@ class AllreduceAlgorithm(ABC):
     """One way to reduce a flat buffer over all ranks; called by all of them."""
 
     @abstractmethod
-    def allreduce(self, buffer: NDArray[Any], op: ReduceOp) -> None:
+    def allreduce(self, buffer: NDArray[Any], op: Reduction) -> None:
         """Reduces ``buffer`` in place with SUM, MIN, MAX or PRODUCT."""

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from choros.comm.algorithms.algorithm import AllreduceAlgorithm
 from choros.comm.fusion import CHUNK_BYTES
-from choros.comm.reduction import ReduceOp
+from choros.comm.reduction import Reduction
 
 __all__ = ["FlatAllreduce"]
 
 _OPS = {
-    ReduceOp.SUM: MPI.SUM,
-    ReduceOp.MIN: MPI.MIN,
-    ReduceOp.MAX: MPI.MAX,
-    ReduceOp.PRODUCT: MPI.PROD,
+    Reduction.SUM: MPI.SUM,
+    Reduction.MIN: MPI.MIN,
+    Reduction.MAX: MPI.MAX,
+    Reduction.PRODUCT: MPI.PROD,
 }
 
 
@@ -31,7 +31,7 @@ class FlatAllreduce(AllreduceAlgorithm):
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
 
-    def allreduce(self, buffer: NDArray[Any], op: ReduceOp) -> None:
+    def allreduce(self, buffer: NDArray[Any], op: Reduction) -> None:
         """See ``AllreduceAlgorithm``."""
         items = CHUNK_BYTES // buffer.itemsize
         for start in range(0, buffer.size, items):

@@ -15,7 +15,7 @@ import numpy as np
 
 from choros.comm.algorithms.algorithm import Tuning
 from choros.comm.communicator import Communicator
-from choros.comm.reduction import ReduceOp
+from choros.comm.reduction import Reduction
 
 __all__ = ["autotune", "best"]
 
@@ -59,7 +59,7 @@ def _choose(communicator: Communicator, tune: Tune, candidates: Sequence[Tuning]
             for column, array in enumerate(arrays):
                 communicator.barrier()
                 begin = time.perf_counter()
-                communicator.allreduce(array, ReduceOp.MAX, out=array)
+                communicator.allreduce(array, Reduction.MAX, out=array)
                 times[row, column] = min(times[row, column], time.perf_counter() - begin)
     # Sizes differ by orders of magnitude: each counts by how much slower than the best it is.
     relative = (times / times.min(axis=0)).sum(axis=1)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from choros.comm.algorithms.algorithm import AllreduceAlgorithm
 from choros.comm.algorithms.flat import FlatAllreduce
 from choros.comm.algorithms.hosts import HostRanks
-from choros.comm.reduction import UFUNCS, ReduceOp
+from choros.comm.reduction import UFUNCS, Reduction
 from choros.comm.waiting import wait_until
 
 __all__ = ["Window", "WindowAllreduce"]
@@ -120,7 +120,7 @@ class WindowAllreduce(AllreduceAlgorithm):
         address = _address(buffer)
         return any(window.offset_of(address) is not None for window in self._windows)
 
-    def allreduce(self, buffer: NDArray[Any], op: ReduceOp) -> None:
+    def allreduce(self, buffer: NDArray[Any], op: Reduction) -> None:
         """See ``AllreduceAlgorithm``; ``buffer`` lies at the same offset in all ranks' windows."""
         window, own, others = self._views(_address(buffer), buffer.size, buffer.dtype)
         window.barrier()
@@ -143,7 +143,7 @@ class WindowAllreduce(AllreduceAlgorithm):
             self._known[key] = window, window.mine[part].view(dtype), others
         return self._known[key]
 
-    def _reduce(self, own: NDArray[Any], others: list[NDArray[Any]], ufunc: np.ufunc, op: ReduceOp) -> None:
+    def _reduce(self, own: NDArray[Any], others: list[NDArray[Any]], ufunc: np.ufunc, op: Reduction) -> None:
         block = max(1, self.block_bytes // own.itemsize)
         for start in range(0, own.size, block):
             part = slice(start, start + block)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.communicator import Array, Communicator
-from choros.comm.reduction import ReduceOp
+from choros.comm.reduction import Reduction
 from choros.comm.work import WorkQueue
 from choros.topology import Topology
 
@@ -33,7 +33,7 @@ class LocalCommunicator(Communicator):
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         return header.reshape(1, 2)
 
-    def _allreduce(self, buffer: Array, op: ReduceOp) -> None:
+    def _allreduce(self, buffer: Array, op: Reduction) -> None:
         del buffer, op
 
     def _allgather(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
@@ -43,7 +43,7 @@ class LocalCommunicator(Communicator):
     def _broadcast(self, buffer: NDArray[np.uint8], root: int) -> None:
         del buffer, root
 
-    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: ReduceOp) -> Array:
+    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
         del counts, op
         return buffer
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from choros.comm.algorithms.algorithm import Tuning
 from choros.comm.communicator import Array, Communicator
-from choros.comm.reduction import ReduceOp
+from choros.comm.reduction import Reduction
 from choros.comm.waiting import wait_until
 from choros.comm.work import WorkQueue
 from choros.config import Config
@@ -48,10 +48,10 @@ __all__ = ["MpiCommunicator", "finalize", "start"]
 _log = logging.getLogger("choros")
 
 _OPS = {
-    ReduceOp.SUM: MPI.SUM,
-    ReduceOp.MIN: MPI.MIN,
-    ReduceOp.MAX: MPI.MAX,
-    ReduceOp.PRODUCT: MPI.PROD,
+    Reduction.SUM: MPI.SUM,
+    Reduction.MIN: MPI.MIN,
+    Reduction.MAX: MPI.MAX,
+    Reduction.PRODUCT: MPI.PROD,
 }
 #: MPI before version 4 counts in 32 bits.
 _MESSAGE_BYTES = 1 << 30
@@ -140,7 +140,7 @@ class MpiCommunicator(Communicator):
             wait_until(self._comm.Iallgather(header, self._table).Test)
         return self._table.copy()
 
-    def _allreduce(self, buffer: Array, op: ReduceOp) -> None:
+    def _allreduce(self, buffer: Array, op: Reduction) -> None:
         in_window = buffer.nbytes >= self.tuning.window_bytes and self._is_registered(buffer)
         with _translated("allreduce"):
             (self._window if in_window and self._window else self._flat).allreduce(buffer, op)
@@ -171,7 +171,7 @@ class MpiCommunicator(Communicator):
             for start in range(0, buffer.size, _MESSAGE_BYTES):
                 self._comm.Bcast(buffer[start : start + _MESSAGE_BYTES], root)
 
-    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: ReduceOp) -> Array:
+    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
         received = np.empty(counts[self.rank], buffer.dtype)
         with _translated("reducescatter"):
             self._comm.Reduce_scatter(buffer, received, counts, _OPS[op])

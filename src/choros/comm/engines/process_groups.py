@@ -16,7 +16,7 @@ from typing import Any
 import torch  # noqa: TID253  (imported by the torch engine, and where torch's tensors are at hand)
 import torch.distributed as dist  # noqa: TID253
 
-from choros.comm.reduction import ReduceOp
+from choros.comm.reduction import Reduction
 from choros.comm.store import translated
 from choros.transport.address import LOOPBACK, Place, address_towards, choose_address, is_loopback
 
@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 _OPS = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    Reduction.SUM: dist.ReduceOp.SUM,
+    Reduction.MIN: dist.ReduceOp.MIN,
+    Reduction.MAX: dist.ReduceOp.MAX,
+    Reduction.PRODUCT: dist.ReduceOp.PRODUCT,
 }
 #: Another rank may take an hour to its next collective: that is no error. A rank that dies closes its connections.
 FOREVER = timedelta(days=365)
@@ -88,7 +88,7 @@ def start_allgather(
     return [group.broadcast([part], broadcast_options(root)) for root, part in enumerate(parts)]
 
 
-def allreduce_options(op: ReduceOp) -> Any:
+def allreduce_options(op: Reduction) -> Any:
     """What an allreduce with ``op`` is asked with."""
     options = dist.AllreduceOptions()
     options.reduceOp = _OPS[op]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.communicator import Array, Communicator
-from choros.comm.reduction import UFUNCS, ReduceOp
+from choros.comm.reduction import UFUNCS, Reduction
 from choros.comm.work import WorkQueue
 from choros.errors import EngineError
 
@@ -65,7 +65,7 @@ class ThreadCommunicator(Communicator):
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.stack(self._board.exchange(self.rank, header))
 
-    def _allreduce(self, buffer: Array, op: ReduceOp) -> None:
+    def _allreduce(self, buffer: Array, op: Reduction) -> None:
         parts = self._board.exchange(self.rank, buffer.copy())
         buffer[...] = UFUNCS[op].reduce(parts, axis=0)
 
@@ -76,7 +76,7 @@ class ThreadCommunicator(Communicator):
     def _broadcast(self, buffer: NDArray[np.uint8], root: int) -> None:
         buffer[...] = self._board.exchange(self.rank, buffer.copy())[root]
 
-    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: ReduceOp) -> Array:
+    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
         self._allreduce(buffer, op)
         start = sum(counts[: self.rank])
         return buffer[start : start + counts[self.rank]]
@@ -105,7 +105,7 @@ def run_threads(function: Callable[[Communicator], T], size: int) -> list[T]:
     The first error of any thread is raised here; the others are released from what they wait for.
 
     Example:
-        >>> run_threads(lambda communicator: int(communicator.allreduce(communicator.rank, ReduceOp.SUM)), 3)
+        >>> run_threads(lambda communicator: int(communicator.allreduce(communicator.rank, Reduction.SUM)), 3)
         [3, 3, 3]
     """
     board = _Board(size)

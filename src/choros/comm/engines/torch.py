@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.communicator import Array, Communicator
-from choros.comm.reduction import UFUNCS, ReduceOp
+from choros.comm.reduction import UFUNCS, Reduction
 from choros.comm.work import WorkQueue
 from choros.config import Config
 from choros.errors import EngineUnavailable
@@ -92,7 +92,7 @@ class TorchCommunicator(Communicator):
             wait_on_host(self._group._allgather_base(torch.from_numpy(table), torch.from_numpy(header)))
         return table.reshape(self.size, 2)
 
-    def _allreduce(self, buffer: Array, op: ReduceOp) -> None:
+    def _allreduce(self, buffer: Array, op: Reduction) -> None:
         if buffer.dtype in _GLOO_DTYPES:
             with translated("allreduce"):
                 wait_on_host(self._group.allreduce([torch.from_numpy(buffer)], allreduce_options(op)))
@@ -113,7 +113,7 @@ class TorchCommunicator(Communicator):
         with translated("broadcast"):
             wait_on_host(self._group.broadcast([torch.from_numpy(buffer)], broadcast_options(root)))
 
-    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: ReduceOp) -> Array:
+    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
         # Gloo's own takes equal parts only, and not every dtype.
         size = counts[self.rank] * buffer.itemsize
         parts = self._alltoall(buffer.view(np.uint8), [n * buffer.itemsize for n in counts], [size] * self.size)

@@ -27,7 +27,7 @@ from choros.comm.engines.process_groups import (
     wait_on_host,
 )
 from choros.comm.engines.torch import TorchCommunicator
-from choros.comm.reduction import ReduceOp, check_dtype, working_op
+from choros.comm.reduction import Reduction, check_dtype, working_op
 from choros.comm.request import Request
 from choros.comm.store import exchange_places, store_over, translated
 from choros.config import Config
@@ -51,11 +51,11 @@ class TorchDevices(DeviceCollectives):
         self._control = control
         self._groups: dict[torch.device, DeviceGroup] = {}
 
-    def allreduce(self, tensor: Any, op: ReduceOp = ReduceOp.AVERAGE, *, name: str = "") -> None:
+    def allreduce(self, tensor: Any, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> None:
         """See ``DeviceCollectives``."""
         self._group_of(_writable(tensor)).allreduce(tensor, op, name=name)
 
-    def reduce_in_place(self, tensor: Any, op: ReduceOp) -> None:
+    def reduce_in_place(self, tensor: Any, op: Reduction) -> None:
         """See ``DeviceCollectives``."""
         self._group_of(tensor).reduce_in_place(tensor, op)
 
@@ -68,7 +68,7 @@ class TorchDevices(DeviceCollectives):
         rows = _tensor(tensor)
         return self._group_of(rows).allgather(rows, name=name)
 
-    def reducescatter(self, tensor: Any, op: ReduceOp = ReduceOp.AVERAGE, *, name: str = "") -> torch.Tensor:
+    def reducescatter(self, tensor: Any, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> torch.Tensor:
         """See ``DeviceCollectives``."""
         rows = _tensor(tensor)
         return self._group_of(rows).reducescatter(rows, op, name=name)
@@ -165,7 +165,7 @@ class DeviceGroup:
             places = exchange_places(store, control.rank, control.size, address, seconds)
             self._group = gloo_group(store, control.rank, control.size, own_address(places, control.rank), seconds)
 
-    def allreduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.AVERAGE, *, name: str = "") -> None:
+    def allreduce(self, tensor: torch.Tensor, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> None:
         """Reduces ``tensor`` over all ranks, in place.
 
         Args:
@@ -182,15 +182,15 @@ class DeviceGroup:
             self._control.agree(request, problem=self._problem(tensor, op))
             self.reduce_in_place(tensor, op)
 
-    def reduce_in_place(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+    def reduce_in_place(self, tensor: torch.Tensor, op: Reduction) -> None:
         """``allreduce``, unchecked: call it inside ``exclusive()`` of the control plane after ``agree``."""
         values = tensor.detach()
         if values.dtype == torch.bool:
             values, op = values.view(torch.uint8), working_op(np.dtype(np.bool_), op)
-        summed = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+        summed = Reduction.SUM if op is Reduction.AVERAGE else op
         with translated("allreduce", self._engine):
             self._finish(self._group.allreduce([values], allreduce_options(summed)))
-        if op is ReduceOp.AVERAGE:
+        if op is Reduction.AVERAGE:
             values.div_(self._control.size, rounding_mode=None if values.is_floating_point() else "trunc")
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0, *, name: str = "") -> None:
@@ -228,7 +228,7 @@ class DeviceGroup:
                     self._finish(work)
         return received
 
-    def reducescatter(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.AVERAGE, *, name: str = "") -> torch.Tensor:
+    def reducescatter(self, tensor: torch.Tensor, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> torch.Tensor:
         """Reduces ``tensor`` over all ranks and gives each rank its rows of the result, as ``shard_range`` deals them.
 
         Args:
@@ -293,7 +293,7 @@ class DeviceGroup:
         else:
             wait_on_host(work)
 
-    def _problem(self, tensor: torch.Tensor, op: ReduceOp | None = None) -> ConfigError | None:
+    def _problem(self, tensor: torch.Tensor, op: Reduction | None = None) -> ConfigError | None:
         if tensor.device != self.device:
             return ConfigError(f"a tensor on {tensor.device} was given to a group of tensors on {self.device}.")
         if not tensor.is_contiguous():
@@ -309,17 +309,17 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _reduce_parts(parts: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+def _reduce_parts(parts: torch.Tensor, op: Reduction) -> torch.Tensor:
     """Combines the ranks' ``parts``, which lie along the first dimension."""
     if parts.dtype == torch.bool:
         op = working_op(np.dtype(np.bool_), op)
-        return parts.any(0) if op is ReduceOp.MAX else parts.all(0)
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        return parts.amin(0) if op is ReduceOp.MIN else parts.amax(0)
-    if op is ReduceOp.PRODUCT:
+        return parts.any(0) if op is Reduction.MAX else parts.all(0)
+    if op in (Reduction.MIN, Reduction.MAX):
+        return parts.amin(0) if op is Reduction.MIN else parts.amax(0)
+    if op is Reduction.PRODUCT:
         return parts.prod(0, dtype=parts.dtype)
     total = parts.sum(0, dtype=parts.dtype)
-    if op is ReduceOp.AVERAGE:
+    if op is Reduction.AVERAGE:
         total.div_(len(parts), rounding_mode=None if total.is_floating_point() else "trunc")
     return total
 

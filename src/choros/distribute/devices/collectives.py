@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choros.comm import Communicator
-from choros.comm import ReduceOp as EngineOp
+from choros.comm import Communicator, Reduction
 from choros.distribute.reduce_op import ReduceOp
 from choros.errors import ConfigError
 
@@ -98,7 +97,7 @@ class Threads(Link):
         return jnp.asarray(function(np.asarray(jnp.asarray(array))))
 
 
-_ENGINE_OPS = {ReduceOp.SUM: EngineOp.SUM, ReduceOp.MEAN: EngineOp.AVERAGE}
+_ENGINE_OPS = {ReduceOp.SUM: Reduction.SUM, ReduceOp.MEAN: Reduction.AVERAGE}
 
 
 def _fractional(op: ReduceOp, host: Any) -> Any:

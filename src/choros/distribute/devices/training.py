@@ -24,7 +24,7 @@ from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_fit
 from choros.errors import ConfigError
 from choros.parallel.data import are_arrays, check_global_batch, count_rows, kind_of
-from choros.training.spmd_trainer import Peers, SpreadModel
+from choros.training.spmd_trainer import Peers, SpmdTrainer
 
 __all__ = ["DeviceTraining"]
 
@@ -45,7 +45,7 @@ class DeviceTraining(Training):
     def __init__(self, replicas: Replicas, devices: Sequence[Any]) -> None:
         self._replicas = replicas
         self._mesh = jax.sharding.Mesh(np.array(devices), (_AXIS,))
-        self._spread: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._spmd_models: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def variable_made(self, variable: Any) -> None:
         """Nothing: there is one of it."""
@@ -71,9 +71,9 @@ class DeviceTraining(Training):
         """From the first time on, its steps run on all devices."""
         call.run()
         self.optimizer_made(model.optimizer)
-        if model not in self._spread:
-            SpreadModel(model, self._mesh, _Alone(), lambda: True)
-            self._spread.add(model)
+        if model not in self._spmd_models:
+            SpmdTrainer(model, self._mesh, _Alone(), lambda: True)
+            self._spmd_models.add(model)
 
     def fit(self, model: Any, call: Call) -> Any:
         """As Keras does it."""

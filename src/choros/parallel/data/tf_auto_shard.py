@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from choros.comm import ReduceOp, global_process_set
+from choros.comm import Reduction, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.data.part import check_global_batch
 from choros.topology import shard_range
@@ -82,7 +82,7 @@ def policy_of(dataset: Any, pipeline: InputPipeline, global_batch: int) -> AutoS
     if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE):
         return policy
     files = int(
-        global_process_set.communicator.allreduce(_count_files(dataset), ReduceOp.MIN, name="files of a data set")
+        global_process_set.communicator.allreduce(_count_files(dataset), Reduction.MIN, name="files of a data set")
     )
     if policy is AutoShardPolicy.AUTO:
         return AutoShardPolicy.FILE if files >= pipeline.count and global_batch >= 0 else AutoShardPolicy.DATA

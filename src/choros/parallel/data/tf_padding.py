@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from choros.comm import ReduceOp, global_process_set
+from choros.comm import Reduction, global_process_set
 from choros.errors import ConfigError
 from choros.parallel import ops
 
@@ -47,7 +47,7 @@ def padded(own: Any) -> Any:
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator, unused-ignore]
     def any_left(*elements: Any) -> Any:
         mine = tf.cast(has_rows(*elements), tf.int32)
-        return ops.allreduce(mine, ReduceOp.MAX, name="batches left") > 0
+        return ops.allreduce(mine, Reduction.MAX, name="batches left") > 0
 
     options = tf.data.Options()
     # Collectives happen in the order of the program: no batch is fetched before it is asked for.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from choros.comm import Communicator, ReduceOp
+from choros.comm import Communicator, Reduction
 from choros.comm.fusion import WireDtype
 from choros.errors import EngineError
 from choros.parallel.compression import Compressor
@@ -83,7 +83,7 @@ class DeviceExchange(Exchange):
                 if not narrower:
                     message.mul_(before)
             self._communicator.bytes_sent += message.nbytes
-            self._collectives.reduce_in_place(message, ReduceOp.SUM)
+            self._collectives.reduce_in_place(message, Reduction.SUM)
             for slot, index in zip(slots, part, strict=True):
                 results[index] = slot.to(self._dtypes[index])
             if after != 1.0:

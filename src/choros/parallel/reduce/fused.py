@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 
-from choros.comm import Communicator, ReduceOp
+from choros.comm import Communicator, Reduction
 from choros.comm.fusion import Chunk, FusionBuffer, WireDtype, pack, plan_fusion, views
 from choros.comm.memory import aligned_empty
 from choros.parallel.reduce.exchange import Array, Exchange, Layout
@@ -48,7 +48,7 @@ class FusedExchange(Exchange):
             def drain(message: Array, chunk: Chunk, flat: Array = flat) -> None:
                 _scale_into(flat[chunk.start : chunk.stop], message, after)
 
-            self._communicator.reduce_chunks(buffer, ReduceOp.SUM, fill, drain)
+            self._communicator.reduce_chunks(buffer, Reduction.SUM, fill, drain)
             views(buffer, flat, self._layout, results)
         return results
 
@@ -56,7 +56,7 @@ class FusedExchange(Exchange):
 def _pack_scaled(chunk: Chunk, flats: Sequence[Array], target: Array, scale: float) -> None:
     """Scales before the cast to a narrower dtype: values that overflow it may fit after scaling."""
     start = 0
-    for part in chunk.parts:
+    for part in chunk.slices:
         stop = start + part.stop - part.start
         _scale_into(target[start:stop], flats[part.index][part.start : part.stop], scale)
         start = stop

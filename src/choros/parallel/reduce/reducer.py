@@ -23,7 +23,7 @@ from typing import Any, final
 
 import numpy as np
 
-from choros.comm import ProcessSet, ReduceOp, Request, global_process_set
+from choros.comm import ProcessSet, Reduction, Request, global_process_set
 from choros.comm.membership import Membership
 from choros.config import Config
 from choros.errors import ConfigError, EngineError
@@ -97,7 +97,7 @@ class ReduceConfig:
         process_set: the ranks that share gradients.
     """
 
-    op: ReduceOp = ReduceOp.AVERAGE
+    op: Reduction = Reduction.AVERAGE
     compressor: Compressor = Compression.none
     predivide_factor: float = 1.0
     groups: int | tuple[tuple[int, ...], ...] | None = None
@@ -108,11 +108,11 @@ class ReduceConfig:
     process_set: ProcessSet = field(default=global_process_set)
 
     def __post_init__(self) -> None:
-        if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        if self.op not in (Reduction.AVERAGE, Reduction.SUM):
             raise ConfigError(f"op={self.op.value}: gradients can be reduced with Average or Sum only.")
         if self.predivide_factor <= 0:
             raise ConfigError(f"gradient_predivide_factor={self.predivide_factor} must be greater than 0.")
-        if self.predivide_factor != 1.0 and self.op is not ReduceOp.AVERAGE:
+        if self.predivide_factor != 1.0 and self.op is not Reduction.AVERAGE:
             raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
         if self.steps < 1:
             raise ConfigError(f"backward_passes_per_step={self.steps} must be 1 or more.")
@@ -285,7 +285,7 @@ class GradientReducer:
 
     @property
     def _weighted(self) -> bool:
-        return self.config.op is ReduceOp.AVERAGE
+        return self.config.op is Reduction.AVERAGE
 
     def _exchange_for(self, layout: Layout, indices: Sequence[int]) -> Exchange:
         """Returns the exchange of the gradients at ``indices``; groups are kept together within a bucket."""
