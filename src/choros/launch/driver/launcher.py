@@ -13,13 +13,14 @@ from pathlib import Path
 
 from choros.config import LOG_LEVEL
 from choros.errors import LaunchError
+from choros.launch.driver.cluster_addresses import assign_addresses
 from choros.launch.driver.output import Output
 from choros.launch.driver.preflight import check_hosts
-from choros.launch.driver.supervisor import Limits, Outcome, supervise
-from choros.launch.plan.cluster import introduce
+from choros.launch.driver.supervisor import Outcome, supervise
 from choros.launch.plan.command import Command, plan
 from choros.launch.plan.dry_run import preparation
 from choros.launch.plan.job import Job
+from choros.launch.plan.limits import Limits
 from choros.launch.plan.mpi_implementations import Mpirun
 from choros.launch.processes.directories import SESSION, remove_stale, session_directory, shared_memory
 from choros.launch.protocol.wrapper_options import JOB
@@ -32,7 +33,7 @@ _PATIENCE = 2.0
 def draft(job: Job, mpirun: Mpirun, environ: Mapping[str, str]) -> Command:
     """The command that would run ``job``: that of a job called ``draft``."""
     session = str(Path(tempfile.gettempdir()) / f"{SESSION}draft")
-    return plan(introduce(job, environ), mpirun, environ, name="draft", session=session, root=_is_root())
+    return plan(assign_addresses(job, environ), mpirun, environ, name="draft", session=session, root=_is_root())
 
 
 def launch(
@@ -60,7 +61,7 @@ def launch(
         HostUnreachable: a host does not exist or does not let us in.
     """
     began = time.monotonic()
-    job = introduce(job, environ)
+    job = assign_addresses(job, environ)
     hosts = "host" if len(job.remote) == 1 else "hosts"
     with _said_after(_PATIENCE, lambda: output.screen.say(f"chorosrun: checking {len(job.remote)} other {hosts} …")):
         check_hosts(job.remote, job.ssh, limits.start)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from choros.errors import LaunchError
 from choros.launch.driver.mpirun_messages import aborted_by_mpi, explain, lost_hosts, met_shutdown
 from choros.launch.driver.stopping import Reason, signal_name
-from choros.launch.driver.supervisor import Limits, Outcome
+from choros.launch.driver.supervisor import Outcome
+from choros.launch.plan.limits import Limits
 from choros.launch.plan.roles import CHIEF, PS, WORKER, Roles
 from choros.launch.protocol.frames import Exit
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -64,7 +62,7 @@ class Directory:
 
     def remove(self) -> None:
         """Removes it with all that is in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove_tree(self.path)
         os.close(self._descriptor)
 
 
@@ -77,12 +75,12 @@ def shared_memory(environ: Mapping[str, str], root: Path = _SHARED_MEMORY) -> Di
 
 def session_directory(job: str) -> Directory | None:
     """The directory for what mpirun keeps on this host."""
-    return Directory.hold(Path(tempfile.gettempdir()) / (SESSION + job))
+    return Directory.hold(_temporary() / (SESSION + job))
 
 
 def remove_stale(*roots: Path) -> None:
     """Removes the directories of jobs that were killed as a whole, from the usual places by default."""
-    for root in roots or (_SHARED_MEMORY, Path(tempfile.gettempdir())):
+    for root in roots or (_SHARED_MEMORY, _temporary()):
         for path in (*root.glob(_MEMORY + "*"), *root.glob(SESSION + "*")):
             _remove_if_stale(path)
 
@@ -95,8 +93,20 @@ def _remove_if_stale(path: Path) -> None:
     try:
         if os.fstat(descriptor).st_uid == os.getuid():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
+            _remove_tree(path)
     except OSError:  # somebody holds it
         return
     finally:
         os.close(descriptor)
+
+
+def _remove_tree(path: Path) -> None:
+    import shutil  # with three compression libraries
+
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _temporary() -> Path:
+    import tempfile
+
+    return Path(tempfile.gettempdir())

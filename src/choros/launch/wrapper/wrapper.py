@@ -25,16 +25,14 @@ Beside parameter servers, a worker that a signal has ended, and not one of ours,
 so the job, stays.
 
 No rank is left behind: 1 and 3 are tethered (the kernel kills the child when its parent dies), and across 2
-the wrapper looks twice a second whether mpirun is still its parent.
+the kernel wakes the wrapper when mpirun dies. Where it cannot, the wrapper checks twice a second.
 """
 
 from __future__ import annotations
 
 import os
 import selectors
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -42,16 +40,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from choros.errors import ChorosError, LaunchError
-from choros.launch.plan.cluster import role_in, task_environment, why_not_listening
+from choros.launch.plan.cluster import role_in, task_environment
 from choros.launch.plan.cores import share_of
 from choros.launch.plan.roles import WORKER
 from choros.launch.plan.settings import rank_settings
 from choros.launch.processes.directories import SESSION, VARIABLE, Directory, remove_stale, shared_memory
-from choros.launch.processes.parent_death_guard import adopt_orphans, die_with_parent
+from choros.launch.processes.parent_death_guard import adopt_orphans, die_with_parent, signal_at_parent_death
 from choros.launch.processes.process_tree import end_children, group_exists, signal_group
 from choros.launch.protocol.frames import Exit, Frame, Start, encode
 from choros.launch.protocol.wrapper_options import CARRIED, RESULT_FD, Options
 from choros.launch.wrapper.open_mpi_fixes import repairs
+from choros.launch.wrapper.task_address import why_not_listening
 from choros.launch.wrapper.transcript import ERR, OUT, RESULT, Transcript
 from choros.topology import Topology, detect
 
@@ -83,8 +82,9 @@ class Wrapper:
         self._command = command
         self._environ: dict[str, str] = {}
         self._restarts = 0
-        self._host = os.environ.get("PMIX_HOSTNAME") or socket.gethostname()
+        self._host = os.environ.get("PMIX_HOSTNAME") or os.uname().nodename
         self._mpirun = os.getppid()
+        self._wakes_at_parent_death = False
         self._process: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
         self._stopped = False
@@ -133,6 +133,8 @@ class Wrapper:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        # It wakes us, no more: whether mpirun is gone is for _look_around to see.
+        self._wakes_at_parent_death = signal_at_parent_death(signal.SIGCHLD)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGTERM:  # from mpirun itself: SIGKILL follows at once
@@ -170,7 +172,7 @@ class Wrapper:
         if share.bind and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, share.bind)
         environ = task_environment(os.environ, self._place.rank)
-        environ |= rank_settings(environ, share)
+        environ |= rank_settings(environ, share, one_host=self._place.local_size == self._place.size)
         self._memory = shared_memory(environ)
         if self._memory is not None:
             environ[VARIABLE] = str(self._memory.path)
@@ -238,7 +240,7 @@ class Wrapper:
             now = time.monotonic()
             if end is not None and now >= end:
                 return
-            for key, _ in self._selector.select(min(self._waits(now))):
+            for key, _ in self._selector.select(min(self._waits(now), default=None)):
                 self._read(key)
             self._reap()
             if self._status is None:
@@ -249,7 +251,8 @@ class Wrapper:
         waits = self._transcript.waits(now) if self._status is None else []
         if self._last_words is not None and self._status is None:
             waits.append(max(0.0, self._last_words - now))
-        return [_POLL, *waits]
+        only_computes = self._process is not None and self._status is None and self._wakes_at_parent_death
+        return waits if only_computes else [_POLL, *waits]
 
     def _pipes(self) -> list[str]:
         """The rank's pipes that are still open."""
@@ -342,6 +345,8 @@ class Wrapper:
         session = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
         if os.getppid() != self._mpirun and session.is_absolute():  # mpirun is gone and cannot do it
             ours = session.parent.name.startswith(SESSION)
+            import shutil  # with three compression libraries, for once in a while
+
             shutil.rmtree(session.parent if ours else session, ignore_errors=True)
 
 
@@ -369,7 +374,3 @@ def main() -> None:
     except ChorosError as error:
         sys.exit(f"choros: {error}")
     os._exit(Wrapper(place, options, command).run())
-
-
-if __name__ == "__main__":
-    main()
