@@ -25,11 +25,14 @@ class Variable:
     help: str
 
     def read(self, environ: Mapping[str, str]) -> str:
-        """The variable's value in ``environ``; a ``ConfigError`` if it is not one of ``choices``."""
+        """The variable's value in ``environ``, in any case; a ``ConfigError`` if it is not one of ``choices``."""
         value = environ.get(self.name, "") or self.default
-        if self.choices and value not in self.choices:
-            raise ConfigError(f"{self.name}={value!r} is not one of {', '.join(self.choices)}. It chooses {self.help}")
-        return value
+        if not self.choices:
+            return value
+        for choice in self.choices:
+            if value.casefold() == choice.casefold():
+                return choice
+        raise ConfigError(f"{self.name}={value!r} is not one of {', '.join(self.choices)}. It chooses {self.help}")
 
 
 ENGINE = Variable(
@@ -61,7 +64,7 @@ LOG_LEVEL = Variable(
     "CHOROS_LOG_LEVEL",
     "WARNING",
     ("DEBUG", "INFO", "WARNING", "ERROR"),
-    "what is said on standard error: INFO tells which engine was taken and why. chorosrun --verbose sets it to INFO.",
+    "what is logged: INFO, which chorosrun --verbose sets, the engine and why it was chosen; DEBUG every event too.",
 )
 START_TIMEOUT = Variable(
     "CHOROS_START_TIMEOUT",
