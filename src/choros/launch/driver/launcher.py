@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 from choros.config import LOG_LEVEL
 from choros.errors import LaunchError
@@ -19,7 +17,7 @@ from choros.launch.plan.dry_run import preparation
 from choros.launch.plan.job import Job
 from choros.launch.plan.limits import Limits
 from choros.launch.plan.mpi_implementations import Mpirun
-from choros.launch.processes.directories import SESSION, remove_stale, session_directory, shared_memory
+from choros.launch.processes.directories import SESSION, remove_stale, session_directory, shared_memory, temporary
 from choros.launch.protocol.wrapper_options import JOB
 
 __all__ = ["draft", "launch"]
@@ -29,7 +27,7 @@ _PATIENCE = 2.0
 
 def draft(job: Job, mpirun: Mpirun, environ: Mapping[str, str]) -> Command:
     """The command that would run ``job``: that of a job called ``draft``."""
-    session = str(Path(tempfile.gettempdir()) / f"{SESSION}draft")
+    session = str(temporary() / f"{SESSION}draft")
     return plan(_with_addresses(job, environ), mpirun, environ, name="draft", session=session, root=_is_root())
 
 
@@ -64,7 +62,7 @@ def launch(
     name = os.urandom(6).hex()
     session = session_directory(name)
     if session is None:
-        raise LaunchError(f"no directory can be made in {tempfile.gettempdir()}: is it full, or read-only?")
+        raise LaunchError(f"no directory can be made in {temporary()}: is it full, or read-only?")
     memory = shared_memory({JOB: name})
     if verbose:
         environ = {LOG_LEVEL.name: "INFO", **environ}
