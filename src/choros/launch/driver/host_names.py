@@ -1,4 +1,4 @@
-"""The names of this machine, by which a job's hosts are told from it."""
+"""The names of this machine, by which a job's hosts are compared with it."""
 
 from __future__ import annotations
 

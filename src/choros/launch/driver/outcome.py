@@ -23,7 +23,7 @@ _CODES = {Reason.INTERRUPT: 130, Reason.TERMINATE: 143, Reason.TIMEOUT: 124}
 #: Of several that failed, who did so because of whom: the last because of the first.
 _SUSPECTS = (PS, CHIEF, WORKER)
 _ADVICE: dict[int, str] = {
-    signal.SIGKILL: "out of memory, or somebody's kill -9?",
+    signal.SIGKILL: "out of memory, or kill -9?",
     signal.SIGSEGV: "a bug in compiled code, or a library that does not fit this machine?",
     signal.SIGBUS: "is shared memory (/dev/shm) full?",
     signal.SIGILL: "a library built for another processor?",
@@ -194,7 +194,7 @@ def _done_lines(outcome: Outcome, limits: Limits) -> tuple[str, ...]:
 
 
 def _lost(outcome: Outcome, limits: Limits) -> Verdict:
-    """Ranks that never started, or of whose end nobody told us."""
+    """Ranks that never started, or did not report their end."""
     code, roles = LaunchError.exit_code, outcome.roles
     unheard = [start for rank, start in sorted(outcome.started.items()) if rank not in outcome.exits]
     if len(outcome.started) < outcome.size:

@@ -40,7 +40,7 @@ def addresses_by_role(roles: Roles, addresses: Sequence[str]) -> dict[str, list[
 
 
 def role_in(environ: Mapping[str, str], rank: int) -> Role | None:
-    """The role of ``rank`` in the job to whose wrappers ``environ`` was given; ``None`` if nobody has one."""
+    """The role of ``rank`` in the job to whose wrappers ``environ`` was given; ``None`` if its processes have none."""
     if CLUSTER not in environ:
         return None
     cluster = json.loads(environ[CLUSTER])
@@ -52,8 +52,8 @@ def task_environment(environ: Mapping[str, str], rank: int) -> dict[str, str]:
 
     Example:
         >>> cluster = '{"chief": ["a:1"], "ps": ["a:2"], "worker": ["b:3"]}'
-        >>> told = {"CHOROS_CLUSTER": cluster, "OMPI_COMM_WORLD_RANK": "2", "PMIX_RANK": "2", "HOME": "/root"}
-        >>> task = task_environment(told, rank=2)
+        >>> environ = {"CHOROS_CLUSTER": cluster, "OMPI_COMM_WORLD_RANK": "2", "PMIX_RANK": "2", "HOME": "/root"}
+        >>> task = task_environment(environ, rank=2)
         >>> sorted(task), task["TF_CONFIG"].partition('"task": ')[2]
         (['HOME', 'TF_CONFIG'], '{"type": "worker", "index": 0}}')
     """

@@ -18,7 +18,7 @@ __all__ = ["Command", "plan"]
 
 #: What Python is given to run a rank's wrapper; why so, it says itself.
 _WRAPPER = ("-I", "-S", str(Path(__file__).parents[1] / "wrapper" / "__main__.py"))
-#: NVIDIA's and Meta's libraries choose an interface themselves unless told.
+#: NVIDIA's and Meta's libraries choose an interface themselves unless one is set.
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 

@@ -2,8 +2,8 @@
 
 Open MPI leaves its segments in ``/dev/shm`` when ranks are killed. In a directory of the job's own they can be
 found and removed: by the last rank that leaves, by chorosrun, and, should everything have been killed at once,
-by the next job of the same user. Whoever uses a directory holds a lock on it, which the kernel takes away with
-the process; a directory that nobody holds is stale.
+by the next job of the same user. A process that uses a directory holds a lock on it, which the kernel takes away
+with the process; a directory that no process holds is stale.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 class Directory:
-    """A directory that we hold: as long as this process lives, nobody takes it for stale."""
+    """A directory that we hold: as long as this process lives, no job takes it for stale."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -100,7 +100,7 @@ def _remove_if_stale(path: Path) -> None:
         if os.fstat(descriptor).st_uid == os.getuid():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove_tree(path)
-    except OSError:  # somebody holds it
+    except OSError:  # another process holds it
         return
     finally:
         os.close(descriptor)
