@@ -23,8 +23,8 @@ def repairs(environ: Mapping[str, str], ranks_per_host: Sequence[int]) -> dict[s
         ranks_per_host: how many ranks each host has, in the order of their ranks; empty if that is not known.
 
     Example:
-        >>> reported = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-        >>> repairs(reported, (2, 1))["OMPI_COMM_WORLD_LOCAL_SIZE"]
+        >>> names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+        >>> repairs(dict.fromkeys(names, "1"), (2, 1))["OMPI_COMM_WORLD_LOCAL_SIZE"]
         '2'
     """
     if not all(name in environ for name in (_RANK, _LOCAL_RANK, _LOCAL_SIZES[0])):
