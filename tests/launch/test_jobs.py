@@ -241,8 +241,13 @@ def test_no_zombies_and_no_busy_waiting(tmp_path):
         ours = [psutil.Process(job.process.pid)]
         ours += [process for process in job.processes() if "__main__.py" in " ".join(process.cmdline()[:4])]
         assert len(ours) == 3
+        wrappers = ours[1:]
+        assert [process.memory_full_info().uss < 15_000_000 for process in wrappers] == [True, True]
         before = sum(sum(process.cpu_times()[:2]) for process in ours)
+        switches = [process.num_ctx_switches().voluntary for process in wrappers]
         time.sleep(2)
+        if sys.platform == "linux":  # nothing wakes them
+            assert [process.num_ctx_switches().voluntary for process in wrappers] == switches
         assert sum(sum(process.cpu_times()[:2]) for process in ours) - before < 0.2
         job.signal(signal.SIGTERM)
         assert job.end().code == 143

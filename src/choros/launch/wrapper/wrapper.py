@@ -134,7 +134,7 @@ class Wrapper:
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         # It wakes us, no more: whether mpirun is gone is for _look_around to see.
-        self._wakes_at_parent_death = signal_at_parent_death(signal.SIGCHLD)
+        self._wakes_at_parent_death = signal_at_parent_death(signal.SIGCHLD) and os.getppid() == self._mpirun
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGTERM:  # from mpirun itself: SIGKILL follows at once
