@@ -207,7 +207,7 @@ def start(ranks: int, common: _Common) -> int:
     session = common.session()
     with session:
         session.rows += startup.rows(session.hold_starts(startup.CASES, wanted, ranks, common.rounds), ranks)
-    title, sections = f"start to end, {ranks} ranks", startup.sections(session.rows)
+    title, sections = f"start to end, {ranks} rank{'s' if ranks > 1 else ''}", startup.sections(session.rows)
     return session.report([startup.table(title, sections)], lambda path: plot_rows(sections, path, title))
 
 

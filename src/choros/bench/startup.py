@@ -126,7 +126,11 @@ CASES = (
     ),
     StartCase(
         "import",
-        (Program(CHOROS, _python, "import choros"), Program("numpy", _python, "import numpy")),
+        (
+            Program(CHOROS, _python, "import choros"),
+            Program("choros, a first use", _python, "import choros; choros.init"),
+            Program("numpy", _python, "import numpy"),
+        ),
         single=True,
     ),
 )
