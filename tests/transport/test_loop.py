@@ -244,4 +244,4 @@ def test_the_loop_is_light():
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=60)
     ours, everything = map(set, map(str.split, done.stdout.splitlines()))
     assert ours == {"choros.transport", "choros.transport.loop", "choros.transport.signal_pipe"}
-    assert not everything & {"numpy", "pickle", "hmac", "ssl", "socket", "logging", "inspect", "subprocess", "threading"}
+    assert not everything & {"numpy", "pickle", "hmac", "ssl", "socket", "logging", "inspect", "subprocess"}
