@@ -194,7 +194,9 @@ class GradientReducer:
         """Whether there is anybody to exchange gradients with."""
         return bool(self.config.process_set.included()) and self.config.process_set.communicator.size > 1
 
-    def reduce(self, gradients: Sequence[Array], *, examples: int, exchange: bool = True) -> list[Array]:
+    def reduce(
+        self, gradients: Sequence[Array], *, examples: int, exchange: bool = True, layout: Layout | None = None
+    ) -> list[Array]:
         """This step's gradients of all ranks together.
 
         Args:
@@ -202,6 +204,7 @@ class GradientReducer:
             examples: how many examples are in the batch; 1 on every rank weighs ranks alike.
             exchange: whether this is the pass at which ranks exchange; gradients of the passes before it
                 are kept, and zeros are returned for them.
+            layout: the gradients' shapes and dtypes, where they are known already.
 
         Returns:
             New arrays. At an exchange, the combined gradient of ``config.steps`` passes *times* ``steps``:
@@ -210,7 +213,7 @@ class GradientReducer:
         Raises:
             MismatchError: ranks have different gradients, or one has none to give.
         """
-        self.plan(layout_of(gradients))
+        self.plan(layout_of(gradients) if layout is None else layout)
         if not exchange:
             self._keep(gradients, examples)
             return [zeros_like(gradient) for gradient in gradients]
