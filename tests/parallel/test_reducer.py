@@ -251,7 +251,7 @@ def test_rank_that_calls_something_else_mismatches() -> None:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"op": ReduceOp.MAX}, "op=Max: gradients can be reduced with Average or Sum"),
+        ({"op": ReduceOp.MAX}, "op=Max: gradients can be combined with Average or Sum"),
         ({"predivide_factor": 0.0}, "gradient_predivide_factor=0.0 must be greater than 0"),
         ({"predivide_factor": 2.0, "op": ReduceOp.SUM}, "use it with op=Average"),
         ({"steps": 0}, "backward_passes_per_step=0 must be 1 or more"),

@@ -1,10 +1,10 @@
-"""The distributed optimizer: a torch optimizer whose ``step`` first reduces the ranks' gradients.
+"""The distributed optimizer: a torch optimizer whose ``step`` first combines the ranks' gradients.
 
 The user's optimizer object is kept. A hook that torch runs before every step exchanges gradients, also where a
 learning rate scheduler has replaced the method ``step`` before; the object's class becomes a subclass of the same
 name, for Horovod's further methods::
 
-    backward() ──► [hooks: buckets start]     step() ──► [pre-hook: reduce over ranks] ──► torch's step
+    backward() ──► [hooks: buckets start]     step() ──► [pre-hook: combine over ranks] ──► torch's step
                                          │                        ▲
                                          └─ synchronize() ────────┘ clip here, if at all
 """
@@ -52,7 +52,7 @@ class _Synchronizer:
 
     @property
     def pending(self) -> bool:
-        """Whether a backward pass has left gradients that are not reduced yet."""
+        """Whether a backward pass has left gradients that are not combined yet."""
         return self.exchange is not None and self.exchange.pending
 
     def synchronize(self, optimizer: Any) -> None:
@@ -60,8 +60,8 @@ class _Synchronizer:
         if self.exchange is None:
             return
         parameters = _trained(optimizer)
-        reduced = self.exchange.reduce(parameters, [parameter.grad for parameter in parameters])
-        for parameter, gradient in zip(parameters, reduced, strict=True):
+        combined = self.exchange.combine(parameters, [parameter.grad for parameter in parameters])
+        for parameter, gradient in zip(parameters, combined, strict=True):
             parameter.grad = gradient
         self._synchronized = True
 

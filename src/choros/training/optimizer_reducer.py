@@ -166,7 +166,7 @@ class OptimizerReducer:
         if self._backward is None:
             # Outside of a training step, backward passes concern no other rank: their number of examples is None.
             self._backward = BackwardExchange(self.reducer, parameters, overlap=True, examples=lambda: self.examples)
-        return self._backward.reduce(parameters, gradients)
+        return self._backward.combine(parameters, gradients)
 
     def _reduce_buckets(
         self, gradients: list[Any], outputs: list[ArraySpec], layout: Layout, examples: Any

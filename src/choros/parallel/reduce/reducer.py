@@ -80,7 +80,7 @@ def indices_of_groups(
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """How gradients are reduced; what the faces' many arguments come down to.
+    """How gradients are combined; what the faces' many arguments come down to.
 
     Attributes:
         op: ``AVERAGE`` (over examples) or ``SUM``.
@@ -89,7 +89,7 @@ class ReduceConfig:
         groups: gradients that travel together: a number of groups, or lists of indices; ``None`` for all.
         steps: backward passes for each exchange.
         average_steps: whether the passes of one exchange are averaged or summed.
-        bucket_bytes: gradients are reduced in buckets of about so many bytes, the last ones first, as the
+        bucket_bytes: gradients are combined in buckets of about so many bytes, the last ones first, as the
             backward pass gives them; ``None``: all at once.
         device: where torch's tensors are summed without a way over the host; ``None``: gradients are host arrays.
         process_set: the ranks that share gradients.
@@ -107,7 +107,7 @@ class ReduceConfig:
 
     def __post_init__(self) -> None:
         if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise ConfigError(f"op={self.op.value}: gradients can be reduced with Average or Sum.")
+            raise ConfigError(f"op={self.op.value}: gradients can be combined with Average or Sum.")
         if self.predivide_factor <= 0:
             raise ConfigError(f"gradient_predivide_factor={self.predivide_factor} must be greater than 0.")
         if self.predivide_factor != 1.0 and self.op is not ReduceOp.AVERAGE:
@@ -126,7 +126,7 @@ class ReduceConfig:
         return [group for group in (*named, rest) if group]
 
     def bucket_indices(self, layout: Layout) -> list[tuple[int, ...]]:
-        """Which gradients are reduced together, in the order in which they are sent.
+        """Which gradients are combined together, in the order in which they are sent.
 
         Example:
             >>> matrix = ((256, 256), np.dtype("float32"))
@@ -149,7 +149,7 @@ class ReduceConfig:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Gradients that are reduced together, and what reduces them."""
+    """Gradients that are combined together, and what combines them."""
 
     indices: tuple[int, ...]
     exchange: Exchange
@@ -207,7 +207,7 @@ class GradientReducer:
             layout: the gradients' shapes and dtypes, where they are known already.
 
         Returns:
-            New arrays. At an exchange, the reduced gradient of ``config.steps`` passes *times* ``steps``:
+            New arrays. At an exchange, the combined gradient of ``config.steps`` passes *times* ``steps``:
             who accumulates passes divides by it.
 
         Raises:
@@ -269,7 +269,7 @@ class GradientReducer:
 
         Args:
             layout: the gradients' shapes and dtypes, for a rank that has not computed any.
-            on_update: called with the reduced gradients of each of those steps.
+            on_update: called with the combined gradients of each of those steps.
 
         Returns:
             A rank (of the process set) that took part in the last update, if there is one that did not:

@@ -4,13 +4,13 @@ Autograd calls a hook for each parameter as soon as its gradient is there, the l
 dealt out to buckets in that order, and a bucket that is full is sent from another thread while earlier layers still
 compute. Ranks fill buckets in different orders, but all of them send in the order of the plan::
 
-    this thread      g9 g8 g7 │ g4 │ g6 g5 │ g3 g2 g1 g0 │ reduce:  wait ──► gradients of all ranks
+    this thread      g9 g8 g7 │ g4 │ g6 g5 │ g3 g2 g1 g0 │ combine: wait ──► gradients of all ranks
                               ▼            ▼             ▼              ▲
     queue's thread     begin, send 0     send 1        send 2 ──────────┘
                        g9 g8 g7        g6 g5 g4     g3 g2 g1 g0
 
-A parameter that the backward pass did not reach leaves its bucket open; ``reduce`` brings zeros for it, and sends the
-bucket and those after it. Without overlap hooks only count, and ``reduce`` exchanges all gradients at once.
+A parameter that the backward pass did not reach leaves its bucket open; ``combine`` brings zeros for it, and sends the
+bucket and those after it. Without overlap hooks only count, and ``combine`` exchanges all gradients at once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Step:
 class BackwardExchange:
     """Combines torch parameters' gradients over the ranks, during the backward pass or after it.
 
-    Every rank calls ``reduce`` once for every ``passes`` backward passes.
+    Every rank calls ``combine`` once for every ``passes`` backward passes.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class BackwardExchange:
 
     @property
     def pending(self) -> bool:
-        """Whether a backward pass has left gradients that are not reduced yet."""
+        """Whether a backward pass has left gradients that are not combined yet."""
         return any(self._step.passes)
 
-    def reduce(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    def combine(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """The gradients of all ranks together.
 
         Args:
