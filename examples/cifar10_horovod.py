@@ -1,6 +1,6 @@
 """CIFAR-10 from TFRecords: the eight changes that turn a script for one process into one for many.
 
-Look for ``Change 1`` to ``Change 8``: all else is what such a script is anyway. On one process, on two, and
+They are marked ``Change 1`` to ``Change 8``; the rest is an ordinary training script. On one process, on two, and
 on another framework::
 
     python examples/cifar10_horovod.py
@@ -13,7 +13,7 @@ With CIFAR-10 itself, on two machines with four GPUs each::
         python examples/cifar10_horovod.py --data-dir ~/cifar10 --batch-size 128 --epochs 40
 
 The data directory holds ``train/train.tfrecords``, ``validation/validation.tfrecords`` and
-``eval/eval.tfrecords``; a record has ``image``, 3×32×32 bytes with the colours outermost, and ``label``, an
+``eval/eval.tfrecords``; a record has ``image``, 3×32×32 bytes channels first, and ``label``, an
 int64. Without ``--data-dir`` nothing is downloaded: the 1797 handwritten digits that come with scikit-learn
 (real ones, 8×8 pixels; ``pip install 'choros[examples]'``) are enlarged to 32×32 and written, once, as such
 files into ``~/.cache/choros`` (``$XDG_CACHE_HOME/choros``).
@@ -36,7 +36,7 @@ from typing import Any, ClassVar, TypeAlias
 import keras
 import numpy as np
 
-# Change 1: import Horovod's face.
+# Change 1: import Horovod's API.
 import choros.keras as hvd
 
 try:
@@ -59,34 +59,34 @@ def main() -> None:
     args = parse_arguments()
     started = time.monotonic()
 
-    # Change 2: join the job, and learn how large it is.
+    # Change 2: join the job; its size is the number of ranks.
     hvd.init()
     size = hvd.size()
 
-    # Change 3: one accelerator a process; on CPUs, a fair share of the cores.
+    # Change 3: use one accelerator per process, or on CPUs an equal share of the cores.
     hvd.pin_device()
     if keras.backend.backend() != "tensorflow":
         tf.config.set_visible_devices([], "GPU")  # TensorFlow only reads here: it must not claim GPU memory
-    keras.utils.set_random_seed(hvd.rank())  # every rank shuffles, crops and flips in its own way
+    keras.utils.set_random_seed(hvd.rank())  # every rank shuffles, crops and flips differently
 
     data_dir = args.data_dir or bundled_data()
     train, validation, evaluation = (records(data_dir, name, args.limit) for name in ("train", "validation", "eval"))
     num_train, num_eval = len(train), len(evaluation)
 
-    # Change 4: a step of size ranks sees size batches, so it may be size times as long.
+    # Change 4: scale the learning rate by the number of ranks, as the global batch is that many times larger.
     opt = keras.optimizers.SGD(LEARNING_RATE * size, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
 
-    # Change 5: read other records than the other ranks. (Ahead of decoding: nobody decodes in vain.)
+    # Change 5: read this rank's shard. (Sharding precedes decoding, so no rank decodes records of another.)
     train, validation = hvd.shard(train), hvd.shard(validation)
 
-    # Change 6: let the optimizer average the gradients of all ranks before it uses them.
+    # Change 6: let the optimizer average the gradients of all ranks before it applies them.
     opt = hvd.DistributedOptimizer(opt)
 
     model = build_model()
     model.compile(loss="categorical_crossentropy", optimizer=opt, metrics=["accuracy"])
 
-    # Change 7: start from rank 0's state, report what holds for all ranks, and warm up to the scaled rate;
-    # speak and save on one rank only.
+    # Change 7: start from rank 0's state, report metrics of all ranks, and warm up to the scaled learning rate;
+    # print and save on one rank only.
     verbose = 1 if hvd.rank() == 0 else 0
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
@@ -102,12 +102,12 @@ def main() -> None:
         callbacks.append(keras.callbacks.ModelCheckpoint(args.save_dir / "checkpoint-{epoch}.keras"))
         callbacks.append(EpochTable())
         print(f"{num_train} training and {num_eval} held-out images from {data_dir}")
-        print(f"{size} rank(s) on {keras.backend.backend()}, {args.batch_size} images a rank and step")
+        print(f"{size} rank(s) on {keras.backend.backend()}, {args.batch_size} images per rank and step")
 
-    # Change 8: share the steps of an epoch. (Validation ends by itself, with the last record.)
+    # Change 8: divide the steps of an epoch among the ranks. (Validation ends with the last record.)
     history = model.fit(
         training_batches(train, args.batch_size),
-        shuffle=False,  # the pipeline has shuffled
+        shuffle=False,  # the input pipeline has shuffled
         steps_per_epoch=max(1, num_train // args.batch_size // size),
         validation_data=held_out_batches(validation, args.batch_size),
         epochs=args.epochs,
@@ -115,7 +115,7 @@ def main() -> None:
         verbose=0,
     )
 
-    # The ranks have the same weights, so one of them can evaluate, on the whole set.
+    # All ranks have the same weights, so rank 0 evaluates on the whole set.
     if hvd.rank() == 0:
         loss, accuracy = model.evaluate(held_out_batches(evaluation, args.batch_size), verbose=0)
         model.save(args.save_dir / "model.keras")
@@ -126,8 +126,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a convolutional network on CIFAR-10's TFRecords.")
     add = parser.add_argument
     add("--epochs", type=int, default=12, help="passes over the data (default: %(default)s)")
-    add("--batch-size", type=int, default=16, help="examples a step on each rank (default: %(default)s)")
-    add("--limit", type=int, help="use only so many examples of each file")
+    add("--batch-size", type=int, default=16, help="examples per step and rank (default: %(default)s)")
+    add("--limit", type=int, help="use at most this many examples of each file")
     add("--data-dir", type=Path, help="holds train/train.tfrecords, and so on (default: bundled digits)")
     add("--save-dir", type=Path, default="runs/cifar10_horovod", help="for models (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the final figures to FILE")
@@ -135,7 +135,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def build_model() -> keras.Model:
-    """Three pairs of convolutions. (Statistics of batch normalisation would differ between the ranks.)"""
+    """Returns three pairs of convolutions. (Batch normalization statistics would differ between the ranks.)"""
     layers: list[keras.Layer] = [keras.layers.Input((HEIGHT, WIDTH, DEPTH)), keras.layers.Rescaling(1 / 255)]
     for filters in (32, 64, 128):
         layers += [
@@ -148,7 +148,7 @@ def build_model() -> keras.Model:
 
 
 def records(directory: Path, name: str, limit: int | None) -> tf.data.Dataset:
-    """The serialised records of one of the three files; the dataset knows how many they are."""
+    """Returns the serialized records of one of the three files, as a dataset with known cardinality."""
     path = directory / name / f"{name}.tfrecords"
     if not path.exists():
         raise SystemExit(f"{path} is missing. Expected are NAME/NAME.tfrecords for train, validation and eval.")
@@ -158,7 +158,7 @@ def records(directory: Path, name: str, limit: int | None) -> tf.data.Dataset:
 
 
 def training_batches(dataset: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
-    """Endless: the number of steps says where an epoch ends, so that it is the same on all ranks."""
+    """Returns infinite batches: the number of steps ends an epoch, so that it is the same on all ranks."""
     return (
         dataset.shuffle(SHUFFLE_BUFFER)
         .repeat()
@@ -174,7 +174,7 @@ def held_out_batches(dataset: tf.data.Dataset, batch_size: int) -> tf.data.Datas
 
 
 def parse_record(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """The image of a record, with its colours innermost, and its label as ten probabilities."""
+    """Returns the image of a record, channels last, and its label as ten probabilities."""
     features = tf.io.parse_single_example(
         serialized,
         {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)},
@@ -185,16 +185,16 @@ def parse_record(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def augment(image: tf.Tensor) -> tf.Tensor:
-    """Shifts the image by up to four pixels each way, and mirrors every other one."""
+    """Shifts the image by up to four pixels in each direction, and flips half of the images at random."""
     image = tf.image.resize_with_crop_or_pad(image, HEIGHT + 8, WIDTH + 8)
     image = tf.image.random_crop(image, [HEIGHT, WIDTH, DEPTH])
     return tf.image.random_flip_left_right(image)
 
 
 class EpochTable(keras.callbacks.Callback):
-    """Prints a row an epoch, and every five seconds within one the step it has reached.
+    """Prints a row per epoch, and every five seconds within an epoch the current step.
 
-    Plain lines, because a rank's output goes through a launcher: it can look like a terminal and be a file.
+    It prints plain lines, as a rank's output passes through a launcher: it can look like a terminal and be a file.
     """
 
     COLUMNS: ClassVar = {
@@ -204,7 +204,7 @@ class EpochTable(keras.callbacks.Callback):
         "val_accuracy": ".4f",
         "images_per_s": ".0f",
     }
-    async_safe = True  # reads nothing that a later step changes, so JAX need not wait for it
+    async_safe = True  # reads nothing that a later step changes, so JAX need not wait for the callback
 
     def on_train_begin(self, logs: Logs) -> None:  # noqa: ARG002  (Keras passes it by name)
         print("epoch".rjust(7), *(name.rjust(12) for name in self.COLUMNS), flush=True)
@@ -225,7 +225,7 @@ class EpochTable(keras.callbacks.Callback):
 
 
 def bundled_data() -> Path:
-    """Where scikit-learn's digits lie as TFRecords; the first job on a machine writes them."""
+    """Returns the directory of scikit-learn's digits as TFRecords; the first job on a machine writes them."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "choros"
     directory = cache / "digits-tfrecords"
     if hvd.local_rank() == 0 and not directory.exists():
@@ -233,16 +233,16 @@ def bundled_data() -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             write_digits(Path(scratch, "digits"))
             try:
-                os.replace(Path(scratch, "digits"), directory)  # whole or not at all, whenever we are killed
+                os.replace(Path(scratch, "digits"), directory)  # atomic, even if the process is killed
             except OSError:
-                if not directory.exists():  # else another job, or machine, was faster
+                if not directory.exists():  # else another job or machine has written it first
                     raise
-    hvd.barrier()  # nobody reads before it is there
+    hvd.barrier()  # no rank reads before the files exist
     return directory
 
 
 def write_digits(directory: Path) -> None:
-    """Of every six digits four go to training, one to validation, one to evaluation: CIFAR-10's shares."""
+    """Writes the digits: of every six, four for training, one for validation, one for evaluation, as in CIFAR-10."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -256,7 +256,7 @@ def write_digits(directory: Path) -> None:
 
 
 def write_records(path: Path, examples: Iterable[tuple[np.ndarray, int]]) -> None:
-    """Writes images, 3×32×32 bytes each, and their labels as the records that ``parse_record`` reads."""
+    """Writes images of 3×32×32 bytes and their labels as records in the format of ``parse_record``."""
     with tf.io.TFRecordWriter(str(path)) as writer:
         for image, label in examples:
             feature = {
@@ -291,7 +291,7 @@ def report(
 
 
 def rows(history: keras.callbacks.History) -> list[dict[str, float]]:
-    """What Keras has noted, as a row an epoch."""
+    """Returns Keras' history as one row per epoch."""
     names, columns = history.history.keys(), history.history.values()
     return [
         {"epoch": epoch + 1, **dict(zip(names, map(float, values), strict=True))}
@@ -300,12 +300,12 @@ def rows(history: keras.callbacks.History) -> list[dict[str, float]]:
 
 
 def typical_throughput(epochs: Sequence[Mapping[str, float]]) -> float:
-    """Images a second over all epochs but the first, which also compiles."""
+    """Returns the images per second of all epochs but the first, which also compiles."""
     return statistics.harmonic_mean([epoch["images_per_s"] for epoch in epochs[1:] or epochs])
 
 
 def write_json(path: Path, figures: Mapping[str, Any]) -> None:
-    """Writes ``path`` whole or not at all."""
+    """Writes ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(figures, indent=2) + "\n")

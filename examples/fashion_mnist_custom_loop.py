@@ -1,4 +1,4 @@
-"""Fashion MNIST in a training loop of one's own under MirroredStrategy, on TensorFlow, PyTorch and JAX.
+"""Fashion MNIST in a custom training loop under MirroredStrategy, on TensorFlow, PyTorch and JAX.
 
 On one process, on two, and on another framework::
 
@@ -13,12 +13,12 @@ On four GPUs, with Fashion MNIST itself (which Keras downloads)::
 Without ``--dataset`` nothing is downloaded: the 1797 handwritten digits that come with scikit-learn (real ones,
 8×8 pixels; ``pip install 'choros[examples]'``) are enlarged to 28×28.
 
-The loop is the same on all frameworks; a step is written as it is for the framework, in ``tensorflow_steps``,
-``torch_steps`` and ``jax_steps``. In a step each replica sees its own examples. It divides the sum of their losses by
-the global batch, and ``apply`` sums the gradients of all replicas: together that is the gradient of the mean.
+The loop is the same on all frameworks; the steps are written for each framework, in ``tensorflow_steps``,
+``torch_steps`` and ``jax_steps``. In a step each replica divides the sum of its examples' losses by the global batch
+size, and ``apply`` sums the gradients of all replicas: the result is the gradient of the mean loss.
 
-A checkpoint is written every second epoch: with ``tf.train.Checkpoint`` on TensorFlow, elsewhere of the weights. In the
-end the last one is restored without a strategy, and found to be as good as it was.
+A checkpoint is written every second epoch: with ``tf.train.Checkpoint`` on TensorFlow, of the weights alone otherwise.
+At the end the last one is restored without a strategy, and its accuracy is compared with that of its epoch.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ COLUMNS = {"loss": ".4f", "accuracy": ".4f", "test_loss": ".4f", "test_accuracy"
 
 @dataclass(frozen=True)
 class Task:
-    """What a step needs.
+    """The model, optimizer, losses and metrics of a step.
 
     Attributes:
-        per_example_loss: of labels and predictions.
-        average_loss: their sum over this replica's examples, divided by the global batch.
+        per_example_loss: returns the loss of each example from labels and predictions.
+        average_loss: returns the sum of these losses on this replica, divided by the global batch size.
     """
 
     model: keras.Model
@@ -71,13 +71,15 @@ def main() -> None:
     strategy = distribute.MirroredStrategy()
     batch_size = args.batch_size * strategy.num_replicas_in_sync
     train, test = read_examples(args.dataset, args.limit)
-    say(f"{len(train[0])} training and {len(test[0])} held-out images of {args.dataset}")
-    say(f"{strategy.num_replicas_in_sync} replica(s) on {FRAMEWORK}, {args.batch_size} images a replica and step")
+    print_once(f"{len(train[0])} training and {len(test[0])} held-out images of {args.dataset}")
+    print_once(
+        f"{strategy.num_replicas_in_sync} replica(s) on {FRAMEWORK}, {args.batch_size} images per replica and step"
+    )
 
     train_dataset = strategy.experimental_distribute_dataset(batches(train, batch_size, shuffle=True))
     test_dataset = strategy.experimental_distribute_dataset(batches(test, batch_size))
 
-    # What has variables is made in the scope: model, optimizer, metrics, and the checkpoint.
+    # Objects with variables are created in the scope: model, optimizer, metrics, and the checkpoint.
     with strategy.scope():
         per_example_loss = keras.losses.SparseCategoricalCrossentropy(reduction="none")
 
@@ -107,7 +109,7 @@ def main() -> None:
     def distributed_test_step(batch: Any) -> None:
         strategy.run(test_step, args=(batch,))
 
-    say("  epoch", *(name.rjust(14) for name in COLUMNS))
+    print_once("  epoch", *(name.rjust(14) for name in COLUMNS))
     history = []
     for epoch in range(args.epochs):
         begin = time.monotonic()
@@ -117,7 +119,7 @@ def main() -> None:
             distributed_test_step(batch)
         if epoch % 2 == 0:
             save(epoch + 1)
-        # Metrics made in the scope know what all replicas have seen: all processes ask for the result.
+        # Metrics created in the scope reduce over all replicas, so all processes call result().
         row = {
             "epoch": epoch + 1,
             "loss": statistics.fmean(losses),
@@ -127,7 +129,7 @@ def main() -> None:
             "images_per_s": len(train[0]) / seconds,
         }
         history.append(row)
-        say(
+        print_once(
             f"{epoch + 1}/{args.epochs}".rjust(7),
             *(format(row[name], spec).rjust(14) for name, spec in COLUMNS.items()),
         )
@@ -137,18 +139,18 @@ def main() -> None:
     if choros.rank() == 0:
         saved = next(row for row in reversed(history) if row["epoch"] % 2)
         restored = evaluate_without_strategy(args.save_dir, test)
-        say(f"accuracy after restoring epoch {saved['epoch']} without a strategy: {restored:.4f}")
+        print_once(f"accuracy after restoring epoch {saved['epoch']} without a strategy: {restored:.4f}")
         np.testing.assert_allclose(restored, saved["test_accuracy"], atol=1e-6)
         report(args, strategy, history, restored, seconds=time.monotonic() - started)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains a small convolutional network in a loop of its own.")
+    parser = argparse.ArgumentParser(description="Trains a small convolutional network in a custom training loop.")
     add = parser.add_argument
     add("--epochs", type=int, default=10, help="passes over the data (default: %(default)s)")
-    add("--batch-size", type=int, default=64, help="examples a step on each replica (default: %(default)s)")
+    add("--batch-size", type=int, default=64, help="examples per step and replica (default: %(default)s)")
     add("--dataset", choices=["digits", "mnist", "fashion_mnist"], default="digits", help="(default: %(default)s)")
-    add("--limit", type=int, help="use only so many training and so many held-out examples")
+    add("--limit", type=int, help="use at most this many training and this many held-out examples")
     add("--save-dir", type=Path, default="runs/fashion_mnist_custom_loop", help="(default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the final figures to FILE")
     return parser.parse_args()
@@ -169,7 +171,7 @@ def build_model() -> keras.Model:
     )
 
 
-# A step of a replica for training and one for testing, and what compiles the functions that call them.
+# Each function returns a training step and a test step of a replica, and a decorator that compiles their callers.
 
 
 def tensorflow_steps(task: Task) -> tuple[Any, Any, Any]:
@@ -268,7 +270,7 @@ STEPS = {"tensorflow": tensorflow_steps, "torch": torch_steps, "jax": jax_steps}
 
 
 def batches(examples: Examples, batch_size: int, *, shuffle: bool = False) -> Any:
-    """Global batches, in an order that is the same on all processes and another one each epoch."""
+    """Returns global batches; the order is the same on all processes and differs in each epoch."""
     if FRAMEWORK == "tensorflow":
         import tensorflow as tf
 
@@ -293,7 +295,7 @@ class Batches:
         images, labels = self.examples
         order = np.arange(len(images))
         if self.generator is not None:
-            # Trains on full batches, so that a step is compiled once; what is left over is other examples each epoch.
+            # Full batches only, so that a step is compiled once; the examples left over differ in each epoch.
             order = self.generator.permutation(len(images))[: len(images) // self.batch_size * self.batch_size]
         for start in range(0, len(order), self.batch_size):
             rows = order[start : start + self.batch_size]
@@ -301,13 +303,13 @@ class Batches:
 
 
 def read_examples(dataset: str, limit: int | None) -> tuple[Examples, Examples]:
-    """Images with values from 0 to 1, and labels: to train on, and held out."""
+    """Returns the training and the held-out examples: images with values from 0 to 1, and labels."""
     if dataset == "digits":
         train, test = read_digits()
     else:
         load_data = getattr(keras.datasets, dataset).load_data
         if choros.local_rank() == 0:
-            load_data()  # one process of a host downloads
+            load_data()  # one process per host downloads
         barrier()
         train, test = load_data()
     return tuple(
@@ -317,7 +319,7 @@ def read_examples(dataset: str, limit: int | None) -> tuple[Examples, Examples]:
 
 
 def read_digits() -> tuple[Any, Any]:
-    """scikit-learn's, with MNIST's shape and values; every sixth is held out."""
+    """Returns scikit-learn's digits in MNIST's shape and range; every sixth is held out."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -331,7 +333,7 @@ def read_digits() -> tuple[Any, Any]:
 
 
 def checkpoints(directory: Path, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Callable[[int], Any]:
-    """What saves a checkpoint after an epoch. All processes call it; the first writes."""
+    """Returns a function that saves a checkpoint after an epoch. All processes call it; the first one writes."""
     directory.mkdir(parents=True, exist_ok=True)
     if FRAMEWORK == "tensorflow":
         import tensorflow as tf
@@ -342,7 +344,7 @@ def checkpoints(directory: Path, model: keras.Model, optimizer: keras.optimizers
 
 
 def evaluate_without_strategy(directory: Path, test: Examples) -> float:
-    """The accuracy of the latest checkpoint, in a new model."""
+    """Returns the accuracy of the latest checkpoint, restored into a new model."""
     model, optimizer = build_model(), keras.optimizers.Adam()
     if FRAMEWORK == "tensorflow":
         import tensorflow as tf
@@ -361,9 +363,9 @@ def evaluate_without_strategy(directory: Path, test: Examples) -> float:
 # Figures.
 
 
-def say(*words: str) -> None:
+def print_once(*texts: str) -> None:
     if choros.rank() == 0:
-        print(*words, flush=True)
+        print(*texts, flush=True)
 
 
 def report(
@@ -395,7 +397,7 @@ def report(
 
 
 def write_json(path: Path, figures: Mapping[str, Any]) -> None:
-    """Writes ``path`` whole or not at all."""
+    """Writes ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(figures, indent=2) + "\n")

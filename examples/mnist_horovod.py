@@ -1,4 +1,4 @@
-"""MNIST, trained by every process of a job: Horovod's programming model on Keras 3.
+"""MNIST with Horovod's programming model on Keras 3: every process of the job trains.
 
 On one process, on two, and on another framework::
 
@@ -15,7 +15,7 @@ Without ``--data-dir`` nothing is downloaded: the 1797 handwritten digits that c
 ones, 8×8 pixels; ``pip install 'choros[examples]'``) are enlarged to 28×28 and written, once, as MNIST files
 into ``~/.cache/choros`` (``$XDG_CACHE_HOME/choros``).
 
-A script for one process becomes a script for many in six steps; they are numbered in ``main``.
+Six steps, numbered in ``main``, turn a script for one process into one for many.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ def main() -> None:
     # 1. Join the job: from here on the process has a rank.
     hvd.init()
 
-    # 2. One accelerator a process; on CPUs, a fair share of the cores.
+    # 2. Use one accelerator per process, or on CPUs an equal share of the cores.
     hvd.pin_device()
 
-    # Every rank drops other units. (The first weights are rank 0's whatever the others drew: see step 5.)
+    # Every rank drops different units. (The initial weights are rank 0's on all ranks: see step 5.)
     keras.utils.set_random_seed(hvd.rank())
 
-    # 3. Train on other examples than the other ranks: of each batch of the job, on this rank's part.
+    # 3. Train on this rank's shard of each global batch.
     data_dir = args.data_dir or bundled_data()
     train = read_examples(data_dir, TRAIN_FILES, args.limit)
     test = read_examples(data_dir, TEST_FILES, args.limit)
     train_batches = hvd.shard(train, batch_size=args.batch_size * hvd.size(), shuffle=True)
     test_batches = hvd.shard(test, batch_size=args.batch_size * hvd.size())
 
-    # 4. Let the optimizer average the gradients of all ranks before it uses them.
+    # 4. Let the optimizer average the gradients of all ranks before it applies them.
     model = build_model()
     model.compile(
         optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()),
@@ -75,22 +75,22 @@ def main() -> None:
         metrics=["accuracy"],
     )
 
-    # 5. Start every rank from rank 0's weights, and report what holds for the whole job.
+    # 5. Start every rank from rank 0's weights, and report the metrics of the whole job.
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         hvd.callbacks.MetricAverageCallback(),
         hvd.callbacks.Throughput(total_images=len(train[0])),
     ]
 
-    # 6. Speak and write on one rank only.
+    # 6. Print and write files on one rank only.
     if hvd.rank() == 0:
         print(f"{len(train[0])} training and {len(test[0])} held-out images from {data_dir}")
-        print(f"{hvd.size()} rank(s) on {keras.backend.backend()}, {args.batch_size} images a rank and step")
+        print(f"{hvd.size()} rank(s) on {keras.backend.backend()}, {args.batch_size} images per rank and step")
         callbacks.append(EpochTable())
 
     history = model.fit(
         train_batches,
-        shuffle=False,  # hvd.shard has shuffled, in the same way on all ranks
+        shuffle=False,  # hvd.shard has shuffled, in the same order on all ranks
         validation_data=test_batches,
         epochs=args.epochs,
         callbacks=callbacks,
@@ -107,8 +107,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a small convolutional network on MNIST.")
     add = parser.add_argument
     add("--epochs", type=int, default=8, help="passes over the data (default: %(default)s)")
-    add("--batch-size", type=int, default=32, help="examples a step on each rank (default: %(default)s)")
-    add("--limit", type=int, help="use only so many training and so many held-out examples")
+    add("--batch-size", type=int, default=32, help="examples per step and rank (default: %(default)s)")
+    add("--limit", type=int, help="use at most this many training and this many held-out examples")
     add("--data-dir", type=Path, help="MNIST's four IDX files, gzipped or not (default: bundled digits)")
     add("--save-dir", type=Path, default="runs/mnist_horovod", help="for the model (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the final figures to FILE")
@@ -132,9 +132,9 @@ def build_model() -> keras.Model:
 
 
 class EpochTable(keras.callbacks.Callback):
-    """Prints a row an epoch, and every five seconds within one the step it has reached.
+    """Prints a row per epoch, and every five seconds within an epoch the current step.
 
-    Plain lines, because a rank's output goes through a launcher: it can look like a terminal and be a file.
+    It prints plain lines, as a rank's output passes through a launcher: it can look like a terminal and be a file.
     """
 
     COLUMNS: ClassVar = {
@@ -144,7 +144,7 @@ class EpochTable(keras.callbacks.Callback):
         "val_accuracy": ".4f",
         "images_per_s": ".0f",
     }
-    async_safe = True  # reads nothing that a later step changes, so JAX need not wait for it
+    async_safe = True  # reads nothing that a later step changes, so JAX need not wait for the callback
 
     def on_train_begin(self, logs: Logs) -> None:  # noqa: ARG002  (Keras passes it by name)
         print("epoch".rjust(7), *(name.rjust(12) for name in self.COLUMNS), flush=True)
@@ -165,7 +165,7 @@ class EpochTable(keras.callbacks.Callback):
 
 
 def read_examples(directory: Path, names: tuple[str, str], limit: int | None) -> Examples:
-    """The images, with values from 0 to 1, and the labels of two of MNIST's files."""
+    """Returns the images, with values from 0 to 1, and the labels of two of MNIST's files."""
     images, labels = (read_idx(find_idx(directory, name))[:limit] for name in names)
     return images[..., np.newaxis].astype(np.float32) / 255, labels
 
@@ -176,12 +176,12 @@ def find_idx(directory: Path, name: str) -> Path:
             return path
     raise SystemExit(
         f"{directory} has neither {name} nor {name}.gz. "
-        f"MNIST is four files: {', '.join(TRAIN_FILES + TEST_FILES)}, each as it is or with .gz"
+        f"Expected are MNIST's four files: {', '.join(TRAIN_FILES + TEST_FILES)}, plain or with .gz"
     )
 
 
 def read_idx(path: Path) -> Bytes:
-    """The array in an IDX file of bytes: two zeros, a type, the rank, the shape, the elements."""
+    """Reads the array in an IDX file of bytes: two zeros, a type, the rank, the shape, the elements."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     zeros, kind, rank = struct.unpack_from(">HBB", content)
     if zeros != 0 or kind != IDX_UNSIGNED_BYTE:
@@ -196,7 +196,7 @@ def write_idx(path: Path, array: Bytes) -> None:
 
 
 def bundled_data() -> Path:
-    """Where scikit-learn's digits lie as MNIST files; the first job on a machine writes them."""
+    """Returns the directory of scikit-learn's digits as MNIST files; the first job on a machine writes them."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "choros"
     directory = cache / "digits-idx"
     if hvd.local_rank() == 0 and not directory.exists():
@@ -204,16 +204,16 @@ def bundled_data() -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             write_digits(Path(scratch, "digits"))
             try:
-                os.replace(Path(scratch, "digits"), directory)  # whole or not at all, whenever we are killed
+                os.replace(Path(scratch, "digits"), directory)  # atomic, even if the process is killed
             except OSError:
-                if not directory.exists():  # else another job, or machine, was faster
+                if not directory.exists():  # else another job or machine has written it first
                     raise
-    hvd.barrier()  # nobody reads before it is there
+    hvd.barrier()  # no rank reads before the files exist
     return directory
 
 
 def write_digits(directory: Path) -> None:
-    """Every sixth digit is held out, which leaves MNIST's six to one."""
+    """Writes the digits as MNIST files. Every sixth one is held out, as in MNIST every seventh."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -252,7 +252,7 @@ def report(args: argparse.Namespace, history: keras.callbacks.History, seconds: 
 
 
 def rows(history: keras.callbacks.History) -> list[dict[str, float]]:
-    """What Keras has noted, as a row an epoch."""
+    """Returns Keras' history as one row per epoch."""
     names, columns = history.history.keys(), history.history.values()
     return [
         {"epoch": epoch + 1, **dict(zip(names, map(float, values), strict=True))}
@@ -261,12 +261,12 @@ def rows(history: keras.callbacks.History) -> list[dict[str, float]]:
 
 
 def typical_throughput(epochs: Sequence[Mapping[str, float]]) -> float:
-    """Images a second over all epochs but the first, which also compiles."""
+    """Returns the images per second of all epochs but the first, which also compiles."""
     return statistics.harmonic_mean([epoch["images_per_s"] for epoch in epochs[1:] or epochs])
 
 
 def write_json(path: Path, figures: Mapping[str, Any]) -> None:
-    """Writes ``path`` whole or not at all."""
+    """Writes ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(figures, indent=2) + "\n")

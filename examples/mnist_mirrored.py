@@ -1,4 +1,4 @@
-"""MNIST, trained by ``fit`` under MirroredStrategy: tf.distribute's programming model on Keras 3.
+"""MNIST with ``fit`` under MirroredStrategy: tf.distribute's programming model on Keras 3.
 
 On one process, on two, and on another framework::
 
@@ -16,7 +16,7 @@ Without ``--dataset`` nothing is downloaded: the 1797 handwritten digits that co
 
 The callbacks log for TensorBoard (``tensorboard --logdir runs/mnist_mirrored/logs``), save the weights after each
 epoch, lower the learning rate in steps, print it, and measure the throughput. Then the model is saved, loaded without
-the strategy and with it, and evaluated: all three agree. On TensorFlow it is also exported and served.
+and with the strategy, and evaluated each time: the results agree. On TensorFlow it is also exported and served.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ def main() -> None:
     strategy = distribute.MirroredStrategy()
     batch_size = args.batch_size * strategy.num_replicas_in_sync  # the global batch: the strategy splits it
     train, test = read_examples(args.dataset, args.limit)
-    say(f"{len(train[0])} training and {len(test[0])} held-out images of {args.dataset}")
-    say(f"{strategy.num_replicas_in_sync} replica(s) on {FRAMEWORK}, {args.batch_size} images a replica and step")
+    print_once(f"{len(train[0])} training and {len(test[0])} held-out images of {args.dataset}")
+    print_once(
+        f"{strategy.num_replicas_in_sync} replica(s) on {FRAMEWORK}, {args.batch_size} images per replica and step"
+    )
 
     with strategy.scope():
         model = build_model()
@@ -94,7 +96,7 @@ def main() -> None:
     evaluations["from the last checkpoint"] = model.evaluate(**batches(test, batch_size), verbose=0)
 
     for name, (loss, accuracy) in evaluations.items():
-        say(f"{name:>27}: loss {loss:.4f}, accuracy {accuracy:.4f}")
+        print_once(f"{name:>27}: loss {loss:.4f}, accuracy {accuracy:.4f}")
         np.testing.assert_allclose([loss, accuracy], evaluations["trained"], rtol=1e-3, atol=1e-5)
     if FRAMEWORK == "tensorflow":
         serve(model, args.save_dir / "saved_model", test)
@@ -105,9 +107,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a small convolutional network under MirroredStrategy.")
     add = parser.add_argument
     add("--epochs", type=int, default=12, help="passes over the data (default: %(default)s)")
-    add("--batch-size", type=int, default=64, help="examples a step on each replica (default: %(default)s)")
+    add("--batch-size", type=int, default=64, help="examples per step and replica (default: %(default)s)")
     add("--dataset", choices=["digits", "mnist", "fashion_mnist"], default="digits", help="(default: %(default)s)")
-    add("--limit", type=int, help="use only so many training and so many held-out examples")
+    add("--limit", type=int, help="use at most this many training and this many held-out examples")
     add("--mixed-precision", action="store_true", help="compute in float16")
     add("--save-dir", type=Path, default="runs/mnist_mirrored", help="for logs and models (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the final figures to FILE")
@@ -128,7 +130,7 @@ def build_model() -> keras.Model:
 
 
 def decay(epoch: int) -> float:
-    """The learning rate of an epoch, counted from 0."""
+    """Returns the learning rate of an epoch, counted from 0."""
     return 1e-3 if epoch < 3 else 1e-4 if epoch < 7 else 1e-5
 
 
@@ -139,7 +141,7 @@ class PrintLR(keras.callbacks.Callback):
 
 
 def batches(examples: Examples, batch_size: int, *, shuffle: bool = False) -> dict[str, Any]:
-    """Global batches as arguments of ``fit`` and ``evaluate``: on TensorFlow of ``tf.data``, elsewhere of arrays."""
+    """Returns global batches as arguments of ``fit`` and ``evaluate``: ``tf.data`` on TensorFlow, else arrays."""
     if FRAMEWORK != "tensorflow":
         return {"x": examples[0], "y": examples[1], "batch_size": batch_size}
     import tensorflow as tf
@@ -151,13 +153,13 @@ def batches(examples: Examples, batch_size: int, *, shuffle: bool = False) -> di
 
 
 def read_examples(dataset: str, limit: int | None) -> tuple[Examples, Examples]:
-    """Images with values from 0 to 1, and labels: to train on, and held out."""
+    """Returns the training and the held-out examples: images with values from 0 to 1, and labels."""
     if dataset == "digits":
         train, test = read_digits()
     else:
         load_data = getattr(keras.datasets, dataset).load_data
         if choros.local_rank() == 0:
-            load_data()  # one process of a host downloads
+            load_data()  # one process per host downloads
         barrier()
         train, test = load_data()
     return tuple(
@@ -167,7 +169,7 @@ def read_examples(dataset: str, limit: int | None) -> tuple[Examples, Examples]:
 
 
 def read_digits() -> tuple[Any, Any]:
-    """scikit-learn's, with MNIST's shape and values; every sixth is held out."""
+    """Returns scikit-learn's digits in MNIST's shape and range; every sixth is held out."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -178,17 +180,17 @@ def read_digits() -> tuple[Any, Any]:
 
 
 def serve(model: keras.Model, path: Path, test: Examples) -> None:
-    """Exports the model as a SavedModel, and asks it what the model says."""
+    """Exports the model as a SavedModel, and compares its predictions with the model's."""
     import tensorflow as tf
 
     model.export(path, verbose=False)
     images = test[0][:8]
     server = tf.saved_model.load(path)
     np.testing.assert_allclose(server.serve(images), model.predict(images, verbose=0), rtol=1e-3, atol=1e-5)
-    say(f"exported as {path}, which says the same")
+    print_once(f"exported as {path}, with the same predictions")
 
 
-def say(text: str) -> None:
+def print_once(text: str) -> None:
     if choros.rank() == 0:
         print(text, flush=True)
 
@@ -218,7 +220,7 @@ def report(
     }
     if args.json and choros.rank() == 0:
         write_json(args.json, figures)
-    say(
+    print_once(
         "held-out accuracy {accuracy:.4f}, {images_per_s:.0f} images/s, {seconds:.0f} s; model saved as {model}".format(
             **figures
         )
@@ -226,7 +228,7 @@ def report(
 
 
 def rows(history: keras.callbacks.History) -> list[dict[str, float]]:
-    """What Keras has noted, as a row an epoch."""
+    """Returns Keras' history as one row per epoch."""
     names, columns = history.history.keys(), history.history.values()
     return [
         {"epoch": epoch + 1, **dict(zip(names, map(float, values), strict=True))}
@@ -235,7 +237,7 @@ def rows(history: keras.callbacks.History) -> list[dict[str, float]]:
 
 
 def write_json(path: Path, figures: Mapping[str, Any]) -> None:
-    """Writes ``path`` whole or not at all."""
+    """Writes ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(figures, indent=2) + "\n")

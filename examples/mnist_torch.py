@@ -1,14 +1,14 @@
-"""Handwritten digits in a plain PyTorch loop, trained by every process of a job: Horovod's programming model.
+"""Handwritten digits in a plain PyTorch loop with Horovod's programming model: every process of the job trains.
 
 On one process, and on two::
 
     python examples/mnist_torch.py
     chorosrun -np 2 python examples/mnist_torch.py --json figures.json
 
-Nothing is downloaded: the 1797 digits that come with scikit-learn (``pip install 'choros[torch,examples]'``) are real
-ones, of 8×8 pixels.
+Nothing is downloaded: the data are the 1797 real handwritten digits of 8×8 pixels that come with scikit-learn
+(``pip install 'choros[torch,examples]'``).
 
-A loop for one process becomes a loop for many in five steps; they are numbered in ``main``.
+Five steps, numbered in ``main``, turn a loop for one process into one for many.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def main() -> None:
     args = parse_arguments()
     started = time.monotonic()
 
-    # 1. Join the job: from here on the process has a rank, and the accelerator of its place on the host.
+    # 1. Join the job: from here on the process has a rank, and the accelerator of its local rank.
     hvd.init()
     if torch.cuda.is_available():
         torch.cuda.set_device(hvd.local_rank())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    # 2. Train on other examples than the other ranks.
+    # 2. Train on this rank's shard of the examples.
     train, test = read_digits(args.limit)
     sampler = DistributedSampler(train, hvd.size(), hvd.rank(), seed=1)
     batches = DataLoader(train, args.batch_size, sampler=sampler)
 
-    # 3. Let the optimizer average the gradients of all ranks before it uses them.
+    # 3. Let the optimizer average the gradients of all ranks before it applies them.
     model = build_model().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3 * hvd.size())
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -58,10 +58,10 @@ def main() -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-    # 5. Speak and write on one rank only.
+    # 5. Print and write files on one rank only.
     if hvd.rank() == 0:
         print(f"{len(train)} training and {len(test)} held-out images")
-        print(f"{hvd.size()} rank(s) on {device.type}, {args.batch_size} images a rank and step")
+        print(f"{hvd.size()} rank(s) on {device.type}, {args.batch_size} images per rank and step")
         print("epoch".rjust(7), *(name.rjust(14) for name in COLUMNS), flush=True)
 
     history = []
@@ -85,8 +85,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a small convolutional network on handwritten digits.")
     add = parser.add_argument
     add("--epochs", type=int, default=8, help="passes over the data (default: %(default)s)")
-    add("--batch-size", type=int, default=32, help="examples a step on each rank (default: %(default)s)")
-    add("--limit", type=int, help="use only so many training and so many held-out examples")
+    add("--batch-size", type=int, default=32, help="examples per step and rank (default: %(default)s)")
+    add("--limit", type=int, help="use at most this many training and this many held-out examples")
     add("--save-dir", type=Path, default="runs/mnist_torch", help="for the model (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the final figures to FILE")
     return parser.parse_args()
@@ -108,7 +108,7 @@ def build_model() -> torch.nn.Module:
 
 
 def read_digits(limit: int | None) -> tuple[TensorDataset, TensorDataset]:
-    """Images with values from 0 to 1, and labels; every sixth digit is held out."""
+    """Returns the training and the held-out examples; every sixth digit is held out."""
     digits = load_digits()
     images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32)
     labels = torch.tensor(digits.target)
@@ -118,7 +118,7 @@ def read_digits(limit: int | None) -> tuple[TensorDataset, TensorDataset]:
 
 
 def train_epoch(model: Any, optimizer: Any, batches: Any, device: torch.device) -> float:
-    """The mean loss of all ranks."""
+    """Trains for an epoch; returns the mean loss over all ranks."""
     model.train()
     losses = []
     for images, labels in batches:
@@ -131,7 +131,7 @@ def train_epoch(model: Any, optimizer: Any, batches: Any, device: torch.device) 
 
 
 def evaluate(model: Any, test: TensorDataset, device: torch.device) -> dict[str, float]:
-    """Figures of the held-out examples, of which each rank looks at its part."""
+    """Returns the loss and accuracy on the held-out examples, of which each rank evaluates its shard."""
     model.eval()
     start, stop = hvd.shard_range(len(test), hvd.rank(), hvd.size())
     images, labels = (tensor.to(device) for tensor in test[start:stop])
@@ -167,7 +167,7 @@ def report(args: argparse.Namespace, history: Sequence[Mapping[str, float]], sec
 
 
 def write_json(path: Path, figures: Mapping[str, Any]) -> None:
-    """Writes ``path`` whole or not at all."""
+    """Writes ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(figures, indent=2) + "\n")

@@ -1,30 +1,30 @@
-"""Handwritten digits on several machines under MultiWorkerMirroredStrategy, in a run that may be stopped and resumed.
+"""Handwritten digits on several machines under MultiWorkerMirroredStrategy, in a run that can be stopped and resumed.
 
 On one machine, to try it out::
 
     python examples/multi_worker.py
     chorosrun -np 2 python examples/multi_worker.py
 
-Every process runs this script. On two machines with four GPUs each they are started by chorosrun from one of them,
-which reaches the other with ssh::
+Every process runs this script. On two machines with four GPUs each, chorosrun starts the processes from one of them,
+and reaches the other with ssh::
 
     chorosrun -np 8 -H server1:4,server2:4 python examples/multi_worker.py
 
-by SLURM, with its resolver, which needs nothing of MPI, or where SLURM and MPI were built for each other::
+Or SLURM starts them: with its resolver, which does not need MPI, or with a SLURM and an MPI built for each other::
 
     srun --nodes 2 --ntasks-per-node 4 python examples/multi_worker.py --slurm
     srun --nodes 2 --ntasks-per-node 4 --mpi=pmix python examples/multi_worker.py
 
-or by hand, once for each address of ``TF_CONFIG``, with the index of that address::
+Or start them by hand, one for each address of ``TF_CONFIG``, with the index of that address::
 
     TF_CONFIG='{"cluster": {"worker": ["server1:29500", "server2:29500"]}, "task": {"type": "worker", "index": 0}}' \\
         python examples/multi_worker.py
 
-``multi_worker.md`` says more of each. Without chorosrun and MPI, PyTorch carries the gradients: ``pip install torch``,
-whatever the framework.
+``multi_worker.md`` describes each way. Without chorosrun and MPI, PyTorch's collectives reduce the gradients:
+``pip install torch``, whatever the framework.
 
-The first worker backs the training up after each epoch, and saves the model. The same command, started again, goes on
-after the last epoch that was finished, on as many workers as there are then::
+The first worker backs up the training after each epoch, and saves the model. The same command, started again,
+continues after the last completed epoch, on any number of workers::
 
     chorosrun -np 2 python examples/multi_worker.py --epochs 2
     chorosrun -np 2 python examples/multi_worker.py --epochs 4          # epochs 3 and 4
@@ -67,7 +67,7 @@ def main() -> None:
         model = build_model()
         model.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy", metrics=["accuracy"])
 
-    # All workers have the same callbacks; the first one writes what they write.
+    # All workers have the same callbacks; only the first worker writes files.
     callbacks = [
         keras.callbacks.BackupAndRestore(args.save_dir / "backup", delete_checkpoint=False),
         keras.callbacks.ModelCheckpoint(args.save_dir / "model.keras"),
@@ -88,17 +88,17 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains a small network on several machines, and resumes.")
+    parser = argparse.ArgumentParser(description="Trains a small network on several machines; resumes from its backup.")
     add = parser.add_argument
     add(
         "--epochs",
         type=int,
         default=8,
-        help="passes over the data, those of earlier runs included (default: %(default)s)",
+        help="total passes over the data, including those of earlier runs (default: %(default)s)",
     )
-    add("--batch-size", type=int, default=32, help="examples a step on each worker (default: %(default)s)")
-    add("--limit", type=int, help="use only so many training and so many held-out examples")
-    add("--slurm", action="store_true", help="ask SLURM for the workers' addresses, in place of TF_CONFIG and MPI")
+    add("--batch-size", type=int, default=32, help="examples per step and worker (default: %(default)s)")
+    add("--limit", type=int, help="use at most this many training and this many held-out examples")
+    add("--slurm", action="store_true", help="get the workers' addresses from SLURM instead of TF_CONFIG or MPI")
     add(
         "--save-dir", type=Path, default="runs/multi_worker", help="for the backup and the model (default: %(default)s)"
     )
@@ -119,7 +119,7 @@ def build_model() -> keras.Model:
 
 
 def read_digits(limit: int | None) -> tuple[Examples, Examples]:
-    """Images with values from 0 to 1, and labels; every sixth digit is held out."""
+    """Returns the training and the held-out examples; every sixth digit is held out."""
     digits = load_digits()
     images = (digits.images[..., np.newaxis] / 16).astype(np.float32)
     labels = digits.target.astype(np.int32)
@@ -131,7 +131,7 @@ def report(
     args: argparse.Namespace, history: keras.callbacks.History, evaluation: tuple[float, float], seconds: float
 ) -> None:
     if not history.epoch:
-        print(f"{args.epochs} epochs were trained before: start with a larger --epochs to go on")
+        print(f"--epochs {args.epochs}: these epochs are trained already; use a larger number to continue")
         return
     epochs = rows(history)
     figures = {
@@ -158,7 +158,7 @@ def report(
 
 
 def rows(history: keras.callbacks.History) -> list[dict[str, Any]]:
-    """What Keras has noted, as a row an epoch."""
+    """Returns Keras' history as one row per epoch."""
     names, columns = history.history.keys(), history.history.values()
     return [
         {"epoch": epoch + 1, **dict(zip(names, map(float, values), strict=True))}
@@ -167,7 +167,7 @@ def rows(history: keras.callbacks.History) -> list[dict[str, Any]]:
 
 
 def write_json(path: Path, figures: Mapping[str, Any]) -> None:
-    """Writes ``path`` whole or not at all."""
+    """Writes ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(figures, indent=2) + "\n")

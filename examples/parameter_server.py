@@ -1,4 +1,4 @@
-"""Handwritten digits, trained asynchronously under ParameterServerStrategy: by ``fit``, or with a ClusterCoordinator.
+"""Handwritten digits, trained asynchronously under ParameterServerStrategy: with ``fit`` or a ClusterCoordinator.
 
 A chief, two parameter servers and two workers on this machine, on any framework::
 
@@ -10,13 +10,13 @@ On three hosts; the chief and the servers share the first::
 
     chorosrun --ps 2 -np 8 -H server1:3,server2:4,server3:4 python examples/parameter_server.py --max-staleness 4
 
-All processes run this script. The servers keep the variables and the optimizer's state; they serve inside of
-``ParameterServerStrategy()``, and end there. Workers come as far as the first ``fit`` or ``schedule``, where they serve
-the chief: they take the variables from the servers, compute a gradient of a batch, send it there, and wait for nobody.
-The chief alone goes through the whole script. So what makes models stands before ``fit``, and what prints and saves
+All processes run this script. The servers store the variables and the optimizer state; they serve, and exit, inside
+``ParameterServerStrategy()``. Workers run up to the first ``fit`` or ``schedule``, where they serve the chief: they
+fetch the variables from the servers, compute the gradients of a batch and send them there, without waiting for other
+workers. Only the chief runs the whole script. So models are built before ``fit``, and results are printed and saved
 after it.
 
-A worker that is killed (``kill -9``) is started again; its batch is another one's in the meantime.
+A worker that is killed (``kill -9``) is restarted; another worker repeats its batch in the meantime.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ COLUMNS = {"loss": ".4f", "accuracy": ".4f", "val_loss": ".4f", "val_accuracy": 
 def main() -> None:
     args = parse_arguments()
     started = time.monotonic()
-    # A kernel of 16 KiB or more is cut, so that both servers have a part of it.
+    # A kernel of 16 KiB or more is sharded, so that both servers store a part of it.
     partitioner = distribute.experimental.partitioners.MinSizePartitioner(min_shard_bytes=8 << 10, max_shards=2)
     strategy = distribute.ParameterServerStrategy(variable_partitioner=partitioner, max_staleness=args.max_staleness)
 
-    # From here on: the chief and the workers.
+    # From here on, the chief and the workers.
     train, test = read_digits(args.limit)
     with strategy.scope():
         model = build_model()
@@ -61,14 +61,14 @@ def main() -> None:
 
     history = coordinate(strategy, model, train, test, args) if args.coordinator else fit(model, train, test, args)
 
-    # From here on: the chief.
+    # From here on, only the chief.
     args.save_dir.mkdir(parents=True, exist_ok=True)
     model.save(args.save_dir / "model.keras")
     report(args, strategy, history, seconds=time.monotonic() - started)
 
 
 def fit(model: keras.Model, train: Examples, test: Examples, args: argparse.Namespace) -> list[Row]:
-    """Keras' own: the chief hands out the batches."""
+    """Trains with Keras' ``fit``: the chief distributes the batches."""
     rows = Rows(len(train[0]), args.epochs)
     model.fit(
         *train,
@@ -88,7 +88,7 @@ def coordinate(
     test: Examples,
     args: argparse.Namespace,
 ) -> list[Row]:
-    """A loop of one's own: the chief schedules steps, each worker takes batches from a data set of its own."""
+    """Trains in a custom loop: the chief schedules steps, each worker takes batches from its own data set."""
     coordinator = distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
         accuracy = keras.metrics.SparseCategoricalAccuracy()
@@ -103,7 +103,7 @@ def coordinate(
     for epoch in range(args.epochs):
         rows.on_epoch_begin(epoch)
         losses = [coordinator.schedule(step, args=(iterator,)) for _ in range(-(-len(train[0]) // args.batch_size))]
-        coordinator.join()  # Now the chief's model has the servers' variables, and its metrics what workers counted.
+        coordinator.join()  # Now the chief's model has the servers' variables, and its metrics the workers' sums.
         logs = {"loss": statistics.fmean(map(float, coordinator.fetch(losses))), "accuracy": float(accuracy.result())}
         accuracy.reset_state()
         rows.on_test_begin()
@@ -113,7 +113,7 @@ def coordinate(
 
 
 def shuffled_batches(examples: Examples, batch_size: int) -> Iterator[Examples]:
-    """Without end; another order on each worker."""
+    """Yields batches without end, in a different order on each worker."""
     images, labels = examples
     generator = np.random.default_rng()
     while True:
@@ -124,11 +124,11 @@ def shuffled_batches(examples: Examples, batch_size: int) -> Iterator[Examples]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a small network with parameter servers.")
     add = parser.add_argument
-    add("--coordinator", action="store_true", help="schedule steps with a ClusterCoordinator, in place of fit")
-    add("--max-staleness", type=int, help="let no worker be more than so many steps ahead (default: no bound)")
+    add("--coordinator", action="store_true", help="schedule steps with a ClusterCoordinator instead of fit")
+    add("--max-staleness", type=int, help="the most steps that a worker may be ahead (default: no bound)")
     add("--epochs", type=int, default=8, help="passes over the data (default: %(default)s)")
-    add("--batch-size", type=int, default=32, help="examples of a step of one worker (default: %(default)s)")
-    add("--limit", type=int, help="use only so many training and so many held-out examples")
+    add("--batch-size", type=int, default=32, help="examples per step of a worker (default: %(default)s)")
+    add("--limit", type=int, help="use at most this many training and this many held-out examples")
     add("--save-dir", type=Path, default="runs/parameter_server", help="for the model (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the final figures to FILE")
     return parser.parse_args()
@@ -145,17 +145,17 @@ def build_model() -> keras.Model:
 
 
 def read_digits(limit: int | None) -> tuple[Examples, Examples]:
-    """Images as rows of values from 0 to 1, and labels; every sixth digit is held out."""
+    """Returns the training and the held-out examples; every sixth digit is held out."""
     digits = load_digits()
     images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
     held_out = np.arange(len(labels)) % 6 == 0
     return (images[~held_out][:limit], labels[~held_out][:limit]), (images[held_out][:limit], labels[held_out][:limit])
 
 
-# A step on a worker, as it is written for the framework.
+# A worker's step, for each framework.
 
 
-def mean_loss(labels, predictions):  # without annotations, which TensorFlow would look for on the worker
+def mean_loss(labels, predictions):  # without annotations, which TensorFlow would try to resolve on the worker
     return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(labels, predictions))
 
 
@@ -214,7 +214,7 @@ STEPS = {"tensorflow": tensorflow_step, "torch": torch_step, "jax": jax_step}
 
 
 class Rows(keras.callbacks.Callback):
-    """Keeps and prints a row an epoch."""
+    """Records and prints a row per epoch."""
 
     def __init__(self, images: int, epochs: int) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def report(
 
 
 def write_json(path: Path, figures: Mapping[str, Any]) -> None:
-    """Writes ``path`` whole or not at all."""
+    """Writes ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(figures, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""A U-Net that finds the digit in a noisy picture, in a run that may be killed and started again.
+"""A U-Net that segments the digit in a noisy image, in a run that can be killed and resumed.
 
 On one process, on two, and on another framework::
 
@@ -7,7 +7,7 @@ On one process, on two, and on another framework::
     KERAS_BACKEND=jax chorosrun -np 2 python examples/unet_horovod.py --json figures.json
 
 Rank 0 saves a checkpoint after each epoch. Start the same command again after a crash, and training resumes
-from the latest one, with the losses that an unbroken run would have had. Or choose where::
+from the latest one, with the same losses as an uninterrupted run. Or choose the epoch::
 
     chorosrun -np 2 python examples/unet_horovod.py --resume-from-epoch 3     # from checkpoint-3.keras
     chorosrun -np 2 python examples/unet_horovod.py --resume-from-epoch 0     # from new weights
@@ -15,7 +15,7 @@ from the latest one, with the losses that an unbroken run would have had. Or cho
 The data directory holds two NumPy arrays of unsigned bytes, ``imgs_train.npy`` and ``imgs_mask_train.npy``,
 each images × height × width; a mask is not 0 where the object is. Without ``--data-dir`` nothing is
 downloaded: the 1797 handwritten digits that come with scikit-learn (real ones, 8×8 pixels;
-``pip install 'choros[examples]'``) are enlarged, put somewhere on a noisy canvas and written, once, as such
+``pip install 'choros[examples]'``) are enlarged, put at random positions on a noisy canvas and written, once, as such
 arrays into ``~/.cache/choros`` (``$XDG_CACHE_HOME/choros``).
 """
 
@@ -53,7 +53,7 @@ def main() -> None:
     hvd.pin_device()
     keras.utils.set_random_seed(0)
 
-    # Resuming: rank 0 looks at the checkpoints, which may lie on a disk of its own, and tells the others.
+    # Resuming: rank 0 finds the latest checkpoint, which may be on its local disk, and broadcasts the epoch.
     resume_from_epoch = 0
     if hvd.rank() == 0:
         resume_from_epoch = args.resume_from_epoch
@@ -61,7 +61,7 @@ def main() -> None:
             resume_from_epoch = latest_epoch(args.save_dir, below=args.epochs)
     resume_from_epoch = int(hvd.broadcast(resume_from_epoch, 0, name="resume_from_epoch"))
 
-    # Data: this rank's range of indices, and of these the last for validation.
+    # Data: this rank's range of indices, whose last part is for validation.
     data_dir = args.data_dir or bundled_data()
     imgs_train, imgs_mask_train = open_arrays(data_dir, args.limit)
     start_index, end_index = shard_range(imgs_train.shape[0], hvd.rank(), hvd.size())
@@ -70,8 +70,8 @@ def main() -> None:
     num_train = len(images) - max(1, round(args.validation_split * len(images)))
     train = ShuffledBatches(images[:num_train], masks[:num_train], args.batch_size)
 
-    # Model: rank 0's comes from the checkpoint, with the state of its optimizer. The others' are new; the
-    # broadcast callback makes them like rank 0's before the first step.
+    # Model: rank 0 loads the checkpoint, with the optimizer state. The other ranks build a new model, which
+    # receives rank 0's state from the broadcast callback before the first step.
     if resume_from_epoch > 0 and hvd.rank() == 0:
         model = hvd.load_model(
             checkpoint_path(args.save_dir, resume_from_epoch),
@@ -84,7 +84,7 @@ def main() -> None:
             loss=dice_coef_loss,
             metrics=[dice_coef, keras.metrics.BinaryAccuracy(name="accuracy")],
         )
-    model.optimizer.learning_rate = LEARNING_RATE * hvd.size()  # a run may resume with more ranks, or fewer
+    model.optimizer.learning_rate = LEARNING_RATE * hvd.size()  # a run may resume with more or fewer ranks
 
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
@@ -96,13 +96,13 @@ def main() -> None:
         args.save_dir.mkdir(parents=True, exist_ok=True)
         callbacks += [Checkpoint(args.save_dir), EpochTable()]
         print(f"{len(imgs_train)} images of {images.shape[1]} x {images.shape[2]} pixels from {data_dir}")
-        print(f"{hvd.size()} rank(s) on {keras.backend.backend()}, {args.batch_size} images a rank and step")
+        print(f"{hvd.size()} rank(s) on {keras.backend.backend()}, {args.batch_size} images per rank and step")
         if resume_from_epoch:
             print(f"resuming from {checkpoint_path(args.save_dir, resume_from_epoch)}")
 
     history = model.fit(
         train,
-        shuffle=False,  # the order is the epoch's own
+        shuffle=False,  # the order depends on the epoch: see ShuffledBatches
         validation_data=(images[num_train:], masks[num_train:]),
         validation_batch_size=args.batch_size,
         initial_epoch=resume_from_epoch,
@@ -112,7 +112,7 @@ def main() -> None:
     )
 
     if hvd.rank() == 0:
-        # Without the optimizer. (Keras heeds include_optimizer=False in .h5 files only.)
+        # Saves without the optimizer. (Keras respects include_optimizer=False for .h5 files only.)
         keras.Model(model.inputs, model.outputs).save(args.save_dir / "unet.keras")
         report(args, history, seconds=time.monotonic() - started)
 
@@ -120,11 +120,11 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a U-Net to segment images.")
     add = parser.add_argument
-    add("--epochs", type=int, default=10, help="passes over the data, in all (default: %(default)s)")
-    add("--batch-size", type=int, default=12, help="examples a step on each rank (default: %(default)s)")
-    add("--validation-split", type=float, default=0.1, help="share held out (default: %(default)s)")
+    add("--epochs", type=int, default=10, help="total passes over the data (default: %(default)s)")
+    add("--batch-size", type=int, default=12, help="examples per step and rank (default: %(default)s)")
+    add("--validation-split", type=float, default=0.1, help="fraction held out (default: %(default)s)")
     add("--resume-from-epoch", type=int, metavar="N", help="load its checkpoint (default: the latest)")
-    add("--limit", type=int, help="use only so many images")
+    add("--limit", type=int, help="use at most this many images")
     add("--data-dir", type=Path, help=f"holds {IMAGES_FILE} and {MASKS_FILE} (default: bundled digits)")
     add("--save-dir", type=Path, default="runs/unet_horovod", help="for models (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the final figures to FILE")
@@ -135,9 +135,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def dice_coef(y_true: Any, y_pred: Any) -> Any:
-    """How well two masks overlap, for each image: 1 if they are the same, 0 if they do not meet.
+    """Returns the overlap of two masks for each image: 1 if they are equal, near 0 if they are disjoint.
 
-    For each image, not for a batch: only a mean over images is the same however many ranks share them.
+    It is per image, not per batch: only a mean over images is independent of the number of ranks.
     """
     axes = (1, 2, 3)
     overlap = ops.sum(y_true * y_pred, axis=axes)
@@ -149,7 +149,7 @@ def dice_coef_loss(y_true: Any, y_pred: Any) -> Any:
 
 
 def build_unet(shape: tuple[int, int, int]) -> keras.Model:
-    """Down twice to a quarter of the resolution and up again, with what was seen on the way down at hand."""
+    """Returns a U-Net with three levels: down to a quarter of the resolution and up again, with skip connections."""
 
     def convolve_twice(x: Any, filters: int) -> Any:
         x = keras.layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
@@ -167,10 +167,10 @@ def build_unet(shape: tuple[int, int, int]) -> keras.Model:
 
 
 class ShuffledBatches(keras.utils.PyDataset):
-    """Batches in an order that follows from the number of the epoch, so that a resumed run can pick it up.
+    """Batches in an order that depends only on the epoch, so that a resumed run has the same order.
 
-    Keras also calls ``PyDataset.on_epoch_end`` after a mere look at the first batch; only a callback knows
-    the epoch.
+    A callback sets the epoch, as Keras also calls ``PyDataset.on_epoch_end`` after merely peeking at the first
+    batch.
     """
 
     def __init__(self, images: Floats, masks: Floats, batch_size: int) -> None:
@@ -190,7 +190,7 @@ class ShuffledBatches(keras.utils.PyDataset):
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Saves model and optimizer after each epoch: whole or not at all, whenever the run is killed."""
+    """Saves model and optimizer after each epoch: atomically, even if the run is killed."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -207,15 +207,15 @@ def checkpoint_path(directory: Path, epoch: int) -> Path:
 
 
 def latest_epoch(directory: Path, *, below: int) -> int:
-    """The latest epoch with a checkpoint, or 0. (A run that is complete thus repeats its last epoch.)"""
+    """Returns the latest epoch with a checkpoint, or 0. (A completed run thus repeats its last epoch.)"""
     saved = (int(path.stem.removeprefix("checkpoint-")) for path in directory.glob("checkpoint-*.keras"))
     return max((epoch for epoch in saved if epoch < below), default=0)
 
 
 class EpochTable(keras.callbacks.Callback):
-    """Prints a row an epoch, and every five seconds within one the step it has reached.
+    """Prints a row per epoch, and every five seconds within an epoch the current step.
 
-    Plain lines, because a rank's output goes through a launcher: it can look like a terminal and be a file.
+    It prints plain lines, as a rank's output passes through a launcher: it can look like a terminal and be a file.
     """
 
     COLUMNS: ClassVar = {
@@ -225,7 +225,7 @@ class EpochTable(keras.callbacks.Callback):
         "val_dice_coef": ".4f",
         "images_per_s": ".0f",
     }
-    async_safe = True  # reads nothing that a later step changes, so JAX need not wait for it
+    async_safe = True  # reads nothing that a later step changes, so JAX need not wait for the callback
 
     def on_train_begin(self, logs: Logs) -> None:  # noqa: ARG002
         print("epoch".rjust(7), *(name.rjust(13) for name in self.COLUMNS), flush=True)
@@ -246,7 +246,7 @@ class EpochTable(keras.callbacks.Callback):
 
 
 def open_arrays(directory: Path, limit: int | None) -> list[npt.NDArray[np.uint8]]:
-    """Images and masks, not read yet: indexing reads, and no rank needs more than its range."""
+    """Maps images and masks into memory: only indexing reads them, and a rank needs only its range."""
     missing = [name for name in (IMAGES_FILE, MASKS_FILE) if not (directory / name).exists()]
     if missing:
         raise SystemExit(f"{directory} lacks {' and '.join(missing)}")
@@ -254,14 +254,14 @@ def open_arrays(directory: Path, limit: int | None) -> list[npt.NDArray[np.uint8
     shape = arrays[0].shape
     if arrays[1].shape != shape or len(shape) != 3 or shape[1] % 4 or shape[2] % 4:
         raise SystemExit(
-            f"Images are {shape} and masks {arrays[1].shape}: expected is one shape for both, "
+            f"Images have shape {shape}, masks {arrays[1].shape}: expected is one shape for both, "
             "(images, height, width), with height and width multiples of 4"
         )
     return arrays
 
 
 def bundled_data() -> Path:
-    """Where scikit-learn's digits lie as pictures and masks; the first job on a machine writes them."""
+    """Returns the directory of scikit-learn's digits as images and masks; the first job on a machine writes them."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "choros"
     directory = cache / "digits-masks"
     if hvd.local_rank() == 0 and not directory.exists():
@@ -269,16 +269,16 @@ def bundled_data() -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             write_digits(Path(scratch, "digits"))
             try:
-                os.replace(Path(scratch, "digits"), directory)  # whole or not at all, whenever we are killed
+                os.replace(Path(scratch, "digits"), directory)  # atomic, even if the process is killed
             except OSError:
-                if not directory.exists():  # else another job, or machine, was faster
+                if not directory.exists():  # else another job or machine has written it first
                     raise
-    hvd.barrier()  # nobody reads before it is there
+    hvd.barrier()  # no rank reads before the files exist
     return directory
 
 
 def write_digits(directory: Path) -> None:
-    """Each digit, 24×24 pixels, somewhere on a canvas of 48×48, under noise as strong as itself."""
+    """Writes each digit, 24×24 pixels, at a random position on a 48×48 canvas, with noise of the same strength."""
     from sklearn.datasets import load_digits
 
     digits = np.kron(load_digits().images / 16, np.ones((1, 3, 3)))
@@ -318,7 +318,7 @@ def report(args: argparse.Namespace, history: keras.callbacks.History, seconds: 
 
 
 def rows(history: keras.callbacks.History) -> list[dict[str, float]]:
-    """What Keras has noted, as a row an epoch."""
+    """Returns Keras' history as one row per epoch."""
     names, columns = history.history.keys(), history.history.values()
     return [
         {"epoch": epoch + 1, **dict(zip(names, map(float, values), strict=True))}
@@ -327,12 +327,12 @@ def rows(history: keras.callbacks.History) -> list[dict[str, float]]:
 
 
 def typical_throughput(epochs: Sequence[Mapping[str, float]]) -> float:
-    """Images a second over all epochs but the first, which also compiles."""
+    """Returns the images per second of all epochs but the first, which also compiles."""
     return statistics.harmonic_mean([epoch["images_per_s"] for epoch in epochs[1:] or epochs])
 
 
 def write_json(path: Path, figures: Mapping[str, Any]) -> None:
-    """Writes ``path`` whole or not at all."""
+    """Writes ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(figures, indent=2) + "\n")

@@ -1,9 +1,9 @@
-"""The memory that CentralStorageStrategy saves: each process's own, beside MirroredStrategy's.
+"""The memory that CentralStorageStrategy saves in each process, compared with MirroredStrategy.
 
     python benchmarks/central_storage/main.py --framework tensorflow
 
-Two processes train an MLP of 20 million parameters (80 MB) with Adam, whose state is twice that. Prints how much
-optimizer state each process keeps, and its peak of memory.
+Two processes train an MLP of 20 million parameters (80 MB) with Adam, whose state is twice that. Prints the size
+of the optimizer state in each process, and its peak memory.
 """
 
 from __future__ import annotations

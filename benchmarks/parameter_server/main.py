@@ -1,11 +1,11 @@
-"""What asynchronous training gains when one worker of two is slower: steps a second, of both workers together.
+"""The gain of asynchronous training when one of two workers is slower: steps per second of both workers together.
 
     python benchmarks/parameter_server/main.py --framework torch --rounds 3
 
 Both train the same small network on batches of the same size; before each step the fast worker sleeps ``--step``
 milliseconds, the slow one ``--slower`` times as many, so that the cores have room for both. Synchronous training
-(``choros.keras``) waits for the slow one at every step; ``ParameterServerStrategy`` does not. They take turns; each
-counts from its second epoch on. Prints the best and the median round of each, and their ratios.
+(``choros.keras``) waits for the slow one at every step; ``ParameterServerStrategy`` does not. Their rounds are
+interleaved, and the first epoch of each is not counted. Prints the best and the median round of each, and their ratios.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ START = {"synchronous": ["-np", "2"], "asynchronous": ["--ps", "1", "-np", "2"]}
 
 
 def sleepy(seconds: float) -> Any:
-    """The network; sleeps before each step."""
+    """Returns the network, which sleeps before each step."""
     import keras
 
     class Sleepy(keras.Sequential):
@@ -46,7 +46,7 @@ def sleepy(seconds: float) -> Any:
 
 
 def train(kind: str, step: float, slower: float) -> None:
-    """What each process does; one prints the steps a second of all."""
+    """Trains in each process; one of them prints the steps per second of all."""
     import keras
     import numpy as np
 
@@ -63,7 +63,7 @@ def train(kind: str, step: float, slower: float) -> None:
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss)
         callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), mark]
         x, y = x[hvd.rank() :: 2], y[hvd.rank() :: 2]
-        tells = hvd.rank() == 0
+        prints = hvd.rank() == 0
     else:
         from choros.distribute.parameter_server import ParameterServerStrategy
 
@@ -72,14 +72,14 @@ def train(kind: str, step: float, slower: float) -> None:
         with strategy.scope():
             model = sleepy(step * (slower if role["index"] == 1 else 1))
             model.compile(keras.optimizers.SGD(0.01), loss)
-        callbacks, tells = [mark], True
+        callbacks, prints = [mark], True
     model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=callbacks)
-    if tells:
+    if prints:
         print(f"steps/s {2 * STEPS / (marks[-1] - marks[0]):.1f}")
 
 
 def steps_per_s(kind: str, given: argparse.Namespace) -> float:
-    """Of one round."""
+    """Returns the steps per second of one round."""
     own = ["--train", kind, "--step", str(given.step), "--slower", str(given.slower)]
     command = [CHOROSRUN, *START[kind], "--no-prefix-output", sys.executable, __file__, *own]
     environ = {**os.environ, "KERAS_BACKEND": given.framework, "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -1,14 +1,14 @@
-"""Two hosts on one machine with a slow link between them, and a command run as a rank on each.
+"""Two hosts on one machine with a slow link between them, and a command that runs as a rank on each.
 
     sudo python benchmarks/slow_link/link.py --rate 100 --delay 5 -- python train.py
 
 The hosts are network namespaces. Where the kernel has netem, they are joined by a veth pair that it slows down.
-Elsewhere this process is the link: each host has a tun device, and what one sends is written to the other's when
-a line of that rate and length would have delivered it::
+Elsewhere this process is the link: each host has a tun device, and a packet that one host sends is written to the
+other's device when a line of that rate and delay would deliver it::
 
     host 1 ── tun ──► queue of 1000 packets ──► one at a time, at the rate ──► delay ──► tun ── host 2
 
-Ends with the command's exit code, or with 75 and the reason where such a link cannot be made.
+Exits with the command's exit code, or with 75 and the reason if the link cannot be created.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CANNOT = 75
-#: Full packets that wait before the link drops the next: netem's default.
+#: The length of the queue in full packets, beyond which the link drops packets: netem's default.
 QUEUE = 1000
 PACKET = 1 << 16
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-#: In ssh's place: the host's address → its namespace, with a host name and cores of its own.
+#: Used instead of ssh: runs a command in the namespace of a host's address, with its own host name and cores.
 REACH = """#!/bin/sh
 host=$1; shift
 case $host in *.1) cores={cores[0]};; *) cores={cores[1]};; esac
@@ -44,7 +44,7 @@ exec taskset -c $cores ip netns exec {name}-${{host##*.}} unshare --uts sh -c "h
 
 
 class CannotLinkError(Exception):
-    """Such a link cannot be made here, and why."""
+    """The link cannot be created on this machine; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Link:
-    """Two hosts, and how they are joined."""
+    """Two hosts and the link between them."""
 
     name: str
     hosts: tuple[str, str]
@@ -66,23 +66,23 @@ class Link:
     kind: str
 
     def run(self, command: Sequence[str]) -> int:
-        """``command`` as a rank on each host; its exit code."""
+        """Runs ``command`` as a rank on each host; returns the exit code."""
         chorosrun = str(Path(sys.executable).with_name("chorosrun"))
         hosts = ",".join(f"{host}:1" for host in self.hosts)
         starter = [chorosrun, "--ssh-command", str(self.reach), "-H", hosts]
-        there = ["taskset", "-c", self.cores[0], "ip", "netns", "exec", f"{self.name}-1"]
-        return subprocess.run([*there, *starter, *command], check=False).returncode
+        on_first_host = ["taskset", "-c", self.cores[0], "ip", "netns", "exec", f"{self.name}-1"]
+        return subprocess.run([*on_first_host, *starter, *command], check=False).returncode
 
 
 @contextmanager
 def slow_link(line: Line) -> Iterator[Link]:
-    """A link between two hosts that are new, and gone at the end.
+    """Creates two hosts with a link between them, and removes them at the end.
 
     Raises:
-        CannotLinkError: there is no root, or the kernel or a program lacks something.
+        CannotLinkError: this process is not root, or the kernel lacks support, or a program is missing.
     """
     if os.geteuid() != 0:
-        raise CannotLinkError("network namespaces need root")
+        raise CannotLinkError("network namespaces need root: run this with sudo")
     if missing := [program for program in ("ip", "tc", "taskset", "unshare") if shutil.which(program) is None]:
         raise CannotLinkError(f"network namespaces need {' and '.join(missing)}")
     name = f"slow{os.getpid()}"
@@ -105,20 +105,20 @@ def slow_link(line: Line) -> Iterator[Link]:
 
 
 def _halves(cores: Sequence[int]) -> tuple[str, str]:
-    """Each host's share of the cores; the same core for both if there is one."""
+    """Returns each host's half of the cores; the same core for both if there is only one."""
     middle = len(cores) // 2
     one, other = cores[:middle] or cores, cores[middle:]
     return ",".join(map(str, one)), ",".join(map(str, other))
 
 
-def _ip(*words: str, program: str = "ip") -> None:
-    done = subprocess.run([program, *words], check=False, capture_output=True, text=True, timeout=20)
+def _ip(*arguments: str, program: str = "ip") -> None:
+    done = subprocess.run([program, *arguments], check=False, capture_output=True, text=True, timeout=20)
     if done.returncode != 0:
-        raise CannotLinkError(f"{program} {' '.join(words)}: {done.stderr.strip()}")
+        raise CannotLinkError(f"{program} {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 def _join_by_netem(namespaces: tuple[str, str], line: Line) -> bool:
-    """Joins the namespaces by a slowed veth pair; whether the kernel can."""
+    """Joins the namespaces by a slowed veth pair; returns whether the kernel supports it."""
     one, other = namespaces
     _ip("link", "add", "eth0", "netns", one, "type", "veth", "peer", "name", "eth0", "netns", other)
     shape = ("netem", "rate", f"{line.bits_per_s:.0f}bit", "delay", f"{line.delay_s * 1e6:.0f}us")
@@ -156,10 +156,10 @@ def _join_by_relay(namespaces: tuple[str, str], line: Line) -> Iterator[str]:
 
 
 def _relay(ends: Sequence[int], line: Line, stop: threading.Event) -> None:
-    """Carries packets both ways until ``stop``."""
+    """Forwards packets in both directions until ``stop`` is set."""
     waiting: dict[int, deque[tuple[float, bytes]]] = {end: deque() for end in ends}
     longest = QUEUE * 8 * 1500 / line.bits_per_s
-    free = dict.fromkeys(ends, 0.0)  # when the line that leads away from this end is free again
+    free = dict.fromkeys(ends, 0.0)  # when the line from this end is free again
     while not stop.is_set():
         due = min((packets[0][0] for packets in waiting.values() if packets), default=time.monotonic() + 0.1)
         ready, _, _ = select.select(ends, [], [], max(0.0, due - time.monotonic()))
@@ -172,7 +172,7 @@ def _relay(ends: Sequence[int], line: Line, stop: threading.Event) -> None:
         for end, other in (tuple(ends), tuple(reversed(ends))):
             packets = waiting[end]
             while packets and packets[0][0] <= time.monotonic():
-                with suppress(OSError):  # a host that is not up yet loses it
+                with suppress(OSError):  # a host that is not up yet loses the packet
                     os.write(other, packets.popleft()[1])
 
 

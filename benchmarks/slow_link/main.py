@@ -1,13 +1,13 @@
-"""What compression gains on a slow link, and that it costs no accuracy: the digits CNN on two hosts, in one run.
+"""The speed-up and the accuracy of gradient compression on a slow link: the digits CNN on two hosts, in one run.
 
     sudo KERAS_BACKEND=tensorflow python benchmarks/slow_link/main.py --json result.json
 
 Makes two hosts with a link of 100 Mbit/s and 5 ms between them (see ``link.py``) and starts itself as a rank on
-each. There every contender has a model of its own, and they train in turn, an epoch each, round after round, so
-that all of them meet the same machine. Printed are steps a second of the best and of the median round, as ratios
-to no compression; bytes that a rank brings to a step; and the accuracy after all rounds.
+each. There every contender has its own model, and in each round every contender trains for an epoch, so that other
+load on the machine affects all of them. Prints the steps per second of the best and the median round, as ratios to
+no compression as well; the bytes that a rank sends per step; and the accuracy after all rounds.
 
-The CNN has 0.55 million parameters and sees 32 images a rank and step: 2.2 MB for a few milliseconds of work.
+The CNN has 0.55 million parameters and 32 images per rank and step: 2.2 MB for a few milliseconds of work.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Row:
 
 
 def on_a_rank(rounds: int, chosen: Sequence[str], result: Path | None) -> None:
-    """Trains all contenders in turn; rank 0 tells."""
+    """Trains all contenders in interleaved rounds; rank 0 reports."""
     import keras
     import numpy as np
     from sklearn.datasets import load_digits
@@ -61,7 +61,7 @@ def on_a_rank(rounds: int, chosen: Sequence[str], result: Path | None) -> None:
     }
 
     class Clock(keras.callbacks.Callback):
-        """Seconds from the first batch of an epoch until the epoch is over."""
+        """Measures the seconds of an epoch, which begins at a barrier."""
 
         def on_epoch_begin(self, *_: object) -> None:
             hvd.barrier()
@@ -106,10 +106,10 @@ def on_a_rank(rounds: int, chosen: Sequence[str], result: Path | None) -> None:
     for epoch in range(rounds + 1):
         for name, (model, more) in models.items():
             clock, before = Clock(), communicator.bytes_sent
-            every_rank_alike = np.random.default_rng(epoch).permutation(TRAINING // communicator.size)
-            parts = (part[mine][every_rank_alike] for part in (x, y))
+            same_order = np.random.default_rng(epoch).permutation(TRAINING // communicator.size)
+            parts = (part[mine][same_order] for part in (x, y))
             model.fit(*parts, batch_size=BATCH // communicator.size, verbose=0, shuffle=False, callbacks=[*more, clock])
-            if epoch:  # the first is for compiling
+            if epoch:  # the first epoch also compiles
                 rates[name].append(steps / clock.seconds)
                 sent[name] += communicator.bytes_sent - before
         if communicator.rank == 0 and epoch:
@@ -126,7 +126,7 @@ def on_a_rank(rounds: int, chosen: Sequence[str], result: Path | None) -> None:
 
 
 def report(rows: Sequence[Row], rounds: int, result: Path | None) -> None:
-    """A table, and a file if one is asked for."""
+    """Prints a table, and writes a file if requested."""
     print(f"\n{'':<14}{'steps/s: best':>14}{'median':>8}{'ratio: best':>13}{'median':>8}{'bytes':>11}{'accuracy':>10}")
     for row in rows:
         print(
@@ -139,13 +139,15 @@ def report(rows: Sequence[Row], rounds: int, result: Path | None) -> None:
 
 
 def main() -> int:
-    """The command line, and what it starts."""
+    """Creates the link and starts a rank on each host, or runs as one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--rate", type=float, default=100, help="Mbit/s, each way")
     parser.add_argument("--delay", type=float, default=5, help="ms, each way")
-    parser.add_argument("--contenders", nargs="*", default=[], help="which, none among them; all if not given")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument(
+        "--contenders", nargs="*", default=[], help="the contenders to measure, which must include none (default: all)"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--on-a-rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.on_a_rank:

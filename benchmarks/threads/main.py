@@ -1,9 +1,9 @@
-"""Which thread settings train fastest, two ranks on one host: the reason for chorosrun's defaults.
+"""The speed of thread settings with two ranks on one host: the reason for chorosrun's defaults.
 
     python benchmarks/threads/main.py --framework tensorflow --rounds 3
 
-For every setting of the framework's pools, two ranks train the CNN of ``examples/mnist_horovod.py``; settings take
-turns. Prints the images/s of the best and of the median round, as ratios to chorosrun's own choice as well.
+For every setting of the framework's pools, two ranks train the CNN of ``examples/mnist_horovod.py``; the rounds of
+the settings are interleaved. Prints the images/s of the best and the median round, and their ratios to chorosrun's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHOROSRUN = str(Path(sys.executable).with_name("chorosrun"))
 BATCH, STEPS = 128, 24
 ALL = str(os.cpu_count() or 1)
 
-#: The variables that differ from what chorosrun sets.
+#: The variables that differ from chorosrun's settings.
 SETTINGS: dict[str, dict[str, dict[str, str]]] = {
     "tensorflow": {
         "chorosrun's": {},

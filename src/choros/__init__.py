@@ -1,6 +1,6 @@
 """choros: data-parallel deep learning for people who know Horovod or tf.distribute.
 
-``import choros`` loads no framework; ``import choros.keras as hvd`` is Horovod's Keras face.
+``import choros`` loads no framework; ``import choros.keras as hvd`` is Horovod's Keras API.
 """
 
 import importlib
@@ -77,7 +77,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "nn":
         return importlib.import_module("choros.nn")
-    # The launcher is not needed by the processes it starts.
+    # The processes that the launcher starts do not need it.
     if name == "run":
         from choros.launch.run import run
 

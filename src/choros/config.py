@@ -1,7 +1,7 @@
 """The environment variables choros reads, in one table.
 
-They are read when a process starts to use choros (``init()``), never later, so that a job cannot change
-its mind half-way. ``chorosrun`` forwards them to every rank.
+They are read once, when a process calls ``init()``, so that a setting cannot change during a job.
+``chorosrun`` forwards them to every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["VARIABLES", "Config", "Variable"]
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: its name, its default, the values it takes and what it is for."""
+    """One environment variable: its name, default value, valid values (``()``: any) and purpose."""
 
     name: str
     default: str
@@ -25,55 +25,58 @@ class Variable:
     help: str
 
     def read(self, environ: Mapping[str, str]) -> str:
-        """The variable's value in ``environ``; a ``ConfigError`` if it is not one of ``choices``."""
+        """Returns the value in ``environ``, ignoring case; raises a ``ConfigError`` if it is not one of ``choices``."""
         value = environ.get(self.name, "") or self.default
-        if self.choices and value not in self.choices:
-            raise ConfigError(f"{self.name}={value!r} is not one of {', '.join(self.choices)}. It chooses {self.help}")
-        return value
+        if not self.choices:
+            return value
+        for choice in self.choices:
+            if value.casefold() == choice.casefold():
+                return choice
+        raise ConfigError(f"{self.name}={value!r} is not one of {', '.join(self.choices)}. It sets {self.help}")
 
 
 ENGINE = Variable(
     "CHOROS_ENGINE",
     "auto",
     ("auto", "local", "mpi", "torch", "xla"),
-    "the engine that moves bytes: auto takes local for one rank, mpi for ranks that MPI knows, torch for others.",
+    "the engine of the collectives: auto selects local for one rank, mpi for ranks that MPI knows, torch for others.",
 )
 
 AUTOTUNE = Variable(
     "CHOROS_AUTOTUNE",
     "0",
     ("0", "1"),
-    "whether ranks measure, when they start, which sizes of messages are fastest here.",
+    "whether ranks measure at startup which message sizes are fastest on this machine.",
 )
 OVERLAP = Variable(
     "CHOROS_OVERLAP",
     "auto",
     ("auto", "0", "1"),
-    "whether gradients are exchanged while the backward pass still runs: auto does so on accelerators.",
+    "whether gradients are reduced during the backward pass: auto does so on accelerators.",
 )
 ALLOCATOR = Variable(
     "CHOROS_ALLOCATOR",
     "glibc",
     ("glibc", "jemalloc", "tcmalloc", "system"),
-    "what gives ranks their memory: glibc is told to keep its pages, system is left as it is.",
+    "the memory allocator of ranks: glibc is configured to keep its pages, system is not configured.",
 )
 LOG_LEVEL = Variable(
     "CHOROS_LOG_LEVEL",
     "WARNING",
     ("DEBUG", "INFO", "WARNING", "ERROR"),
-    "what is said on standard error: INFO tells which engine was taken and why. chorosrun --verbose sets it to INFO.",
+    "the log level: INFO, which chorosrun --verbose sets, logs the engine and why it was selected; DEBUG all events.",
 )
 START_TIMEOUT = Variable(
     "CHOROS_START_TIMEOUT",
     "300",
     (),
-    "the seconds that ranks started without MPI may take to meet.",
+    "the seconds within which ranks that are started without MPI must connect to each other.",
 )
 SECRET = Variable(
     "CHOROS_SECRET",
     "",
     (),
-    "the key, in hex, by which the processes of a job with parameter servers know each other. chorosrun makes it.",
+    "the key, in hex, with which processes of a parameter server job authenticate each other. chorosrun generates it.",
 )
 
 VARIABLES: tuple[Variable, ...] = (ENGINE, AUTOTUNE, OVERLAP, ALLOCATOR, LOG_LEVEL, START_TIMEOUT, SECRET)
@@ -81,7 +84,7 @@ VARIABLES: tuple[Variable, ...] = (ENGINE, AUTOTUNE, OVERLAP, ALLOCATOR, LOG_LEV
 
 @dataclass(frozen=True)
 class Config:
-    """What the environment says, read once.
+    """The settings from the environment, read once.
 
     Example:
         >>> Config.from_environ({"CHOROS_ENGINE": "mpi"}).engine
@@ -96,7 +99,7 @@ class Config:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
-        """Reads ``environ``; a ``ConfigError`` names the first variable whose value cannot be meant."""
+        """Reads ``environ``; raises a ``ConfigError`` that names the first variable with an invalid value."""
         overlap = OVERLAP.read(environ)
         return cls(
             engine=ENGINE.read(environ),

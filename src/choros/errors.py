@@ -3,20 +3,20 @@
 ::
 
     ChorosError
-    ├── ConfigError                 an argument or environment variable that cannot be meant
-    ├── NotInitializedError         a collective before init()
-    ├── StrategyError               a strategy in a place where it cannot be meant
-    ├── LaunchError                 the job could not be started
-    │   ├── HostUnreachable         a host does not exist or does not let us in
-    │   ├── WorkerFailed            a rank ended with an error
-    │   └── JobTimeout              the job took longer than --timeout
-    └── EngineError                 what moves the bytes failed
+    ├── ConfigError                 an argument or environment variable has an invalid value
+    ├── NotInitializedError         a collective was called before init()
+    ├── StrategyError               a strategy was used where it is not allowed
+    ├── LaunchError                 the job could not be started, or failed
+    │   ├── HostUnreachable         a host does not exist or refuses the connection
+    │   ├── WorkerFailed            a rank exited with an error
+    │   └── JobTimeout              the job ran longer than --timeout
+    └── EngineError                 the communication between processes failed
         ├── EngineUnavailable       the engine cannot run here
-        ├── ClosureCancelled        a scheduled function was not run, because another one failed
-        ├── ParameterServerLost     a parameter server ended, and the variables with it
-        └── MismatchError           ranks asked for different things
+        ├── ClosureCancelled        a scheduled function was not run because another one failed
+        ├── ParameterServerLost     a parameter server exited, and its variables are lost
+        └── MismatchError           ranks called different collectives
 
-Each class carries the ``exit_code`` with which ``chorosrun`` ends when it meets the error.
+Each class has the ``exit_code`` with which ``chorosrun`` exits after the error.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ __all__ = [
 
 
 class ChorosError(Exception):
-    """Base of all errors of choros."""
+    """The base class of all errors of choros."""
 
     exit_code = 1
 
 
 class ConfigError(ChorosError, ValueError):
-    """An argument or environment variable has a value that cannot be meant.
+    """An argument or environment variable has an invalid value.
 
-    Also a ``ValueError``, which is what Horovod raises in the same places.
+    Also a ``ValueError``, which Horovod raises in the same cases.
     """
 
     exit_code = 2
 
 
 class NotInitializedError(ChorosError, ValueError):
-    """A name that needs ``init()`` was used before it, or after ``shutdown()``.
+    """A function that needs ``init()`` was called before it, or after ``shutdown()``.
 
     Also a ``ValueError``, as in Horovod.
     """
@@ -67,22 +67,22 @@ class NotInitializedError(ChorosError, ValueError):
 
 
 class StrategyError(ChorosError, RuntimeError):
-    """A strategy, or what was made with one, was used in a place where it cannot be meant.
+    """A strategy, or an object created with one, was used where it is not allowed.
 
-    Also a ``RuntimeError``, which is what ``tf.distribute`` raises in the same places.
+    Also a ``RuntimeError``, which ``tf.distribute`` raises in the same cases.
     """
 
     exit_code = 2
 
 
 class LaunchError(ChorosError):
-    """The job could not be started, or did not end well."""
+    """The job could not be started, or failed."""
 
     exit_code = 70
 
 
 class HostUnreachable(LaunchError):
-    """A host of the job does not exist, or does not let us in."""
+    """A host of the job does not exist, or refuses the connection."""
 
     exit_code = 68
 
@@ -94,13 +94,13 @@ class JobTimeout(LaunchError):
 
 
 class WorkerFailed(LaunchError):
-    """A rank ended with an error.
+    """A rank exited with an error.
 
     Attributes:
         rank: the rank that failed first.
         host: the host it ran on.
-        exit_code: its exit code; ``128 + n`` if signal ``n`` ended it.
-        traceback: the end of what it wrote to standard error: its Python traceback where there is one.
+        exit_code: its exit code; ``128 + n`` if signal ``n`` killed it.
+        traceback: the last lines of its standard error: its Python traceback, if it printed one.
     """
 
     def __init__(self, message: str, *, rank: int, host: str, exit_code: int, traceback: str = "") -> None:
@@ -112,26 +112,26 @@ class WorkerFailed(LaunchError):
 
 
 class EngineError(ChorosError, RuntimeError):
-    """What moves the bytes failed.
+    """The communication between processes failed.
 
     Also a ``RuntimeError``, as Horovod's ``HorovodInternalError`` is.
     """
 
 
 class EngineUnavailable(EngineError):
-    """The engine cannot run here: something it needs is missing."""
+    """The engine cannot run here: something it requires is missing."""
 
 
 class ClosureCancelled(EngineError):
-    """A scheduled function was not run because another one failed before it; ``schedule`` or ``join`` raised that."""
+    """A scheduled function was not run because an earlier one failed; ``schedule`` or ``join`` raised that error."""
 
 
 class ParameterServerLost(EngineError):
-    """A parameter server ended, and what it held of the variables and the optimizer state with it."""
+    """A parameter server exited; the variables and the optimizer state that it held are lost."""
 
 
 class MismatchError(EngineError):
-    """Ranks asked for different things in the same collective; no data was moved.
+    """Ranks called different collectives, or the same one with different arguments; no data was sent.
 
-    Raised on every rank, with the same text: what each rank asked for.
+    Raised on every rank with the same text, which lists each rank's call.
     """

@@ -1,12 +1,12 @@
-"""Losses of custom loops, scaled so that their sum over the replicas is the mean over the global batch.
+"""Loss scaling for custom training loops: the sum over the replicas is the mean over the global batch.
 
 The names are those of ``tf.nn``.
 
 ::
 
     def step(x, y):
-        loss = choros.nn.compute_average_loss(per_example_loss(x, y))       sum over my rows ÷ rows of all replicas
-        loss += choros.nn.scale_regularization_loss(sum(model.losses))      ÷ replicas, each of which adds it
+        loss = choros.nn.compute_average_loss(per_example_loss(x, y))       sum over own rows ÷ rows of all replicas
+        loss += choros.nn.scale_regularization_loss(sum(model.losses))      ÷ number of replicas, each of which adds it
         …                                                                   apply_gradients sums over the replicas
     strategy.run(step, args=batch)
 """
@@ -25,25 +25,25 @@ __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
-    """The sum of the losses of this replica's examples, divided by the global batch size.
+    """Returns the sum of the losses of this replica's examples, divided by the global batch size.
 
-    Unlike ``tf.nn.compute_average_loss``, which takes the others' batches to be as large as this one, it is right for
-    uneven batches too when no ``global_batch_size`` is given.
+    ``tf.nn.compute_average_loss`` assumes that all replicas' batches have the same size. This function is also correct
+    for uneven batches when no ``global_batch_size`` is given.
 
     Args:
-        per_example_loss: an array of TensorFlow, torch, JAX or NumPy, with a loss for each example, or several, which
-            are added up.
-        sample_weight: what losses are multiplied by; one for each example, or of a shape that fits. Weights do not
-            change what is divided by.
-        global_batch_size: the number of examples of all replicas, an integer; ``None`` has the replicas add up theirs,
-            in one small allreduce. A batch of 0 gives 0.
+        per_example_loss: an array of TensorFlow, torch, JAX or NumPy, with one loss for each example, or several, which
+            are summed.
+        sample_weight: factors of the losses; one for each example, or an array of a compatible shape. Weights do not
+            change the divisor.
+        global_batch_size: the number of examples of all replicas, an integer; ``None``: the replicas sum theirs in one
+            small allreduce. For a batch of 0 examples the loss is 0.
 
     Returns:
-        A scalar of the same framework and dtype, through which gradients flow. It is computed in float32 or wider.
+        A scalar of the same framework and dtype, differentiable. It is computed in float32 or wider.
 
     Raises:
-        ConfigError: the loss is a scalar, or ``global_batch_size`` no integer of 0 or more.
-        StrategyError: it was called outside of the replicas of a strategy, in its scope.
+        ConfigError: the loss is a scalar, or ``global_batch_size`` is not an integer of 0 or more.
+        StrategyError: it was called in a strategy's scope, but outside of its replicas.
 
     Example:
         >>> import numpy as np
@@ -54,7 +54,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     spec = adapter.spec(per_example_loss)
     if not spec.shape:
         raise ConfigError(
-            "compute_average_loss needs a loss for each example, and got a scalar: compute it with reduction=None."
+            "compute_average_loss needs a loss for each example, not a scalar: compute it with reduction=None."
         )
     working = np.promote_types(spec.dtype, np.float32)
     if global_batch_size is None:
@@ -64,14 +64,16 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         size = _batch_size(global_batch_size)
     losses = adapter.cast(per_example_loss, working)
     if sample_weight is not None:
-        losses = losses * _fitting(_of(adapter, sample_weight, per_example_loss, working), adapter, len(spec.shape))
-    count = _of(adapter, size, per_example_loss, working)
-    none = adapter.cast(count == 0, working)
-    return adapter.cast(adapter.sum(losses) * (1 - none) / (count + none), spec.dtype)
+        losses = losses * _match_rank(
+            _converted(adapter, sample_weight, per_example_loss, working), adapter, len(spec.shape)
+        )
+    count = _converted(adapter, size, per_example_loss, working)
+    is_empty = adapter.cast(count == 0, working)
+    return adapter.cast(adapter.sum(losses) * (1 - is_empty) / (count + is_empty), spec.dtype)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """The sum of ``regularization_loss``, divided by the number of replicas, each of which adds it to its loss.
+    """Returns the sum of ``regularization_loss`` divided by the number of replicas, each of which adds it to its loss.
 
     Args:
         regularization_loss: an array of TensorFlow, torch, JAX or NumPy, or a number.
@@ -80,7 +82,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
         A scalar of the same framework and dtype.
 
     Raises:
-        StrategyError: it was called outside of the replicas of a strategy, in its scope.
+        StrategyError: it was called in a strategy's scope, but outside of its replicas.
 
     Example:
         >>> scale_regularization_loss(0.5)
@@ -97,8 +99,8 @@ def _replica_context(what: str) -> Any:
     context = get_replica_context()
     if context is None:
         raise StrategyError(
-            f"{what} was called in a strategy's scope, but in none of its replicas: call it in the function that "
-            "strategy.run runs. In fit, losses are averaged over the global batch by themselves."
+            f"{what} was called in a strategy's scope, but outside of its replicas: call it in the function that "
+            "strategy.run runs. In fit, losses are averaged over the global batch automatically."
         )
     return context
 
@@ -112,14 +114,14 @@ def _batch_size(given: Any) -> Any:
     return given
 
 
-def _of(adapter: ArrayAdapter, value: Any, like: Any, dtype: np.dtype[np.generic]) -> Any:
-    """``value`` as an array of ``like``'s framework."""
+def _converted(adapter: ArrayAdapter, value: Any, like: Any, dtype: np.dtype[np.generic]) -> Any:
+    """Returns ``value`` as an array of ``like``'s framework."""
     own = value if adapter_of(value) is adapter else adapter.from_host(np.asarray(value), like)
     return adapter.cast(own, dtype)
 
 
-def _fitting(weights: Any, adapter: ArrayAdapter, rank: int) -> Any:
-    """``weights`` with one dimension more or less, as ``tf.nn`` fits them to losses of ``rank`` dimensions."""
+def _match_rank(weights: Any, adapter: ArrayAdapter, rank: int) -> Any:
+    """Adds a last dimension to ``weights`` or removes it, as ``tf.nn`` does for losses of ``rank`` dimensions."""
     shape = adapter.spec(weights).shape
     if len(shape) == rank + 1 and shape[-1] == 1:
         return weights[..., 0]

@@ -1,4 +1,4 @@
-"""Arrays of each framework, made without choros."""
+"""Arrays of each framework, created without choros."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FRAMEWORK = os.environ.get("KERAS_BACKEND", "numpy")
 
 
 def make(host: NDArray) -> Any:
-    """``host``'s values as an array of the framework, in memory of its own."""
+    """Returns a copy of ``host`` as an array of the framework."""
     name = host.dtype.name
     if FRAMEWORK == "torch":
         torch = import_module("torch")
@@ -30,17 +30,17 @@ def make(host: NDArray) -> Any:
 
 
 def dtypes() -> list[np.dtype]:
-    """Those that the framework has: JAX has none of 64 bits unless asked to."""
+    """Returns the dtypes of the framework: JAX has no 64-bit dtypes by default."""
     return [dtype for dtype in DTYPES if not (FRAMEWORK == "jax" and dtype.itemsize == 8)]
 
 
 def dtype_name(array: Any) -> str:
-    """The dtype's name as NumPy has it."""
+    """Returns the dtype's name in NumPy."""
     return getattr(array.dtype, "name", str(array.dtype)).removeprefix("torch.")
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as the framework compiles it; as it is where nothing is compiled."""
+    """Returns ``function`` compiled by the framework, or unchanged if it does not compile."""
     if FRAMEWORK == "tensorflow":
         return import_module("tensorflow").function(function)
     if FRAMEWORK == "jax":

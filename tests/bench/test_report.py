@@ -9,18 +9,18 @@ from choros.bench.figures import Burst, Ratios, Summary, Timing, burst_of, forma
 from choros.bench.model import AlphaBeta
 from choros.bench.overhead import tables as overhead_tables
 from choros.bench.plot import plot_rows, plot_sizes, scaling_title
-from choros.bench.report import Row, check_writable, compare, plain, show, write_json
+from choros.bench.report import ReportRow, check_writable, compare, plain_text, show, write_json
 from choros.errors import ConfigError
 
 PNG = b"\x89PNG"
 
 
-def row(peer: str, best: float, bytes_: int = 1 << 24, ranks: int = 2, bench: str = "allreduce") -> Row:
+def row(peer: str, best: float, bytes_: int = 1 << 24, ranks: int = 2, bench: str = "allreduce") -> ReportRow:
     facts = {"bytes": bytes_, "dtype": "float32", "model": "U-Net", "arrays": 26}
-    return Row(bench, peer, ranks, Summary(best, 2 * best, 3 * best), facts)
+    return ReportRow(bench, peer, ranks, Summary(best, 2 * best, 3 * best), facts)
 
 
-def test_a_run_lasts_from_the_last_that_begins_to_the_last_that_ends() -> None:
+def test_a_run_lasts_from_the_last_start_to_the_last_end() -> None:
     first = Timing(begins=(0.0, 10.0), ends=(2.0, 14.0), cpu_s=4.0)
     second = Timing(begins=(1.0, 9.0), ends=(3.0, 12.0), cpu_s=2.0)
     assert burst_of([first, second], units=1) == Burst(seconds=3.0, cpu_s=3.0)
@@ -42,7 +42,7 @@ def test_seconds(seconds: float, text: str) -> None:
 
 def test_a_table_has_all_three_ratios() -> None:
     rows = [row("choros", 1e-3), row("mpi4py", 2e-3)]
-    assert plain(compare("sums", [("16 MiB", rows)], notes=["a note"])).splitlines() == [
+    assert plain_text(compare("sums", [("16 MiB", rows)], notes=["a note"])).splitlines() == [
         "sums",
         "             best   median      CPU  best÷  median÷  CPU÷",
         "16 MiB",
@@ -53,14 +53,14 @@ def test_a_table_has_all_three_ratios() -> None:
 
 
 def test_a_table_without_choros_has_no_ratios() -> None:
-    assert plain(compare("", [("", [row("mpi4py", 1.0)])])).splitlines()[3] == "  mpi4py  1.00 s  2.00 s  3.00 s"
+    assert plain_text(compare("", [("", [row("mpi4py", 1.0)])])).splitlines()[3] == "  mpi4py  1.00 s  2.00 s  3.00 s"
 
 
-def test_what_is_not_a_terminal_gets_plain_text() -> None:
+def test_output_other_than_a_terminal_is_plain_text() -> None:
     table = compare("sums", [("16 MiB", [row("choros", 1e-3)])])
     stream = io.StringIO()
     show(table, stream)
-    assert stream.getvalue() == plain(table) + "\n"
+    assert stream.getvalue() == plain_text(table) + "\n"
 
 
 def test_the_notes_of_allreduce() -> None:
@@ -76,7 +76,7 @@ def test_the_notes_of_allreduce() -> None:
 def test_the_notes_of_overhead() -> None:
     facts = {"framework": "jax", "model": "cnn", "batch": 8, "images_per_s": 1.0}
     figures = {("choros", 2): 1.25, ("choros", 1): 1.0, ("plain Keras", 1): 0.5, ("plain Keras", 2): 0.625}
-    rows = [Row("overhead", peer, ranks, Summary(t, t, t), facts) for (peer, ranks), t in figures.items()]
+    rows = [ReportRow("overhead", peer, ranks, Summary(t, t, t), facts) for (peer, ranks), t in figures.items()]
     steps, _ = overhead_tables(rows)
     assert [note.split(": ", 1)[1] for note in steps.notes] == [
         "time of choros, 1 rank / plain Keras: best 2.000, median 2.000, CPU 2.000",
@@ -85,7 +85,7 @@ def test_the_notes_of_overhead() -> None:
     ]
 
 
-def test_json_is_written_whole(tmp_path: Path) -> None:
+def test_json_is_written_atomically(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     write_json(file, {"cores": 2}, [row("choros", 1.0)])
     written = json.loads(file.read_text())
@@ -94,7 +94,7 @@ def test_json_is_written_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_files_that_cannot_be_written_are_refused_beforehand(tmp_path: Path) -> None:
+def test_files_that_cannot_be_written_are_rejected_at_the_start(tmp_path: Path) -> None:
     check_writable("--json", tmp_path / "new")
     for path in (tmp_path, tmp_path / "missing" / "file"):
         with pytest.raises(ConfigError, match="cannot be written"):
@@ -115,6 +115,6 @@ def test_plots(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(PNG) for path in tmp_path.iterdir())
 
 
-def test_the_plot_says_where_ranks_share_cores() -> None:
+def test_the_title_of_the_plot_names_oversubscribed_ranks() -> None:
     assert scaling_title([1, 2], cores=2) == "allreduce by choros"
     assert scaling_title([2, 4, 8], cores=2) == "allreduce by choros; 4 and 8 ranks share 2 cores"

@@ -20,7 +20,7 @@ def test_sizes(text: str, sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "4KB", "x", "1MiB,", "-4", "0", "1.5MiB", "1MiB..", "..1MiB"])
-def test_what_is_no_size_is_an_error_that_shows_one(text: str) -> None:
+def test_the_error_for_an_invalid_size_shows_valid_ones(text: str) -> None:
     with pytest.raises(ConfigError, match="Write sizes like 4KiB"):
         parse_sizes(text)
 
@@ -31,5 +31,5 @@ def test_an_empty_range_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4096, 1 << 20, 3 << 30])
-def test_what_is_written_can_be_read(size: int) -> None:
+def test_formatted_sizes_can_be_parsed(size: int) -> None:
     assert parse_sizes(format_bytes(size)) == (size,)

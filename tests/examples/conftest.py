@@ -14,13 +14,13 @@ from harness import ROOT
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all tests: the digits are written by whoever comes first."""
+    """One cache for all tests: the first job writes the digits."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
 def start(cache: Path) -> Iterator[Callable[..., Job]]:
-    """``Job.start``; what is still at work after the test is killed."""
+    """``Job.start``; jobs that still run after the test are killed."""
     jobs: list[Job] = []
 
     def start(*arguments: object, **options: object) -> Job:
@@ -34,7 +34,7 @@ def start(cache: Path) -> Iterator[Callable[..., Job]]:
 
 @pytest.fixture(scope="session")
 def open_example() -> Callable[[str], ModuleType]:
-    """An example as a module, not run."""
+    """Imports an example as a module without running it."""
 
     @functools.cache
     def open_example(name: str) -> ModuleType:

@@ -17,7 +17,7 @@ from harness import CHOROSRUN, FRAMEWORKS, ROOT, TESTS
 
 @dataclass(frozen=True)
 class Job:
-    """An example at work, under ``chorosrun`` if it has several ranks."""
+    """A running example, under ``chorosrun`` if it has several ranks."""
 
     launcher: subprocess.Popen[str]
 
@@ -25,9 +25,9 @@ class Job:
     def start(
         cls, example: str, *arguments: object, framework: str, cache: Path, ranks: int = 2, servers: int = 0
     ) -> Job:
-        """Starts ``examples/{example}.py``, or ``several.py``; the bundled digits are, or will be, in ``cache``.
+        """Starts ``examples/{example}.py``, or ``several.py``; the bundled digits are cached in ``cache``.
 
-        With parameter ``servers``, ``ranks`` are their workers.
+        With parameter ``servers``, ``ranks`` is the number of workers.
         """
         if framework not in FRAMEWORKS:
             pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
@@ -49,21 +49,21 @@ class Job:
         )
 
     def wait(self) -> str:
-        """Waits until the job ends, and asserts that it ends well.
+        """Waits until the job ends, and asserts that it succeeds.
 
         Returns:
-            What it wrote.
+            The output of all ranks.
         """
         output, _ = self.launcher.communicate()
         assert self.launcher.returncode == 0, output
         return output
 
     def kill(self) -> None:
-        """``kill -9`` for the launcher and all ranks: nothing has a chance to clean up."""
+        """Kills the launcher and all ranks with ``kill -9``, so that no process can clean up."""
         if self.launcher.poll() is None:
             launcher = psutil.Process(self.launcher.pid)
             for process in [*launcher.children(recursive=True), launcher]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-        with self.launcher:  # reads no more, and waits
+        with self.launcher:  # closes the pipe and waits
             pass

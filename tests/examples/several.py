@@ -4,7 +4,7 @@
 
     chorosrun -np 2 python several.py mnist_mirrored --epochs 1 --- fashion_mnist_custom_loop --epochs 2
 
-TensorFlow is not installed as far as the other frameworks can see.
+On the other frameworks importing TensorFlow fails as if it were not installed.
 """
 
 import itertools
@@ -17,7 +17,7 @@ if os.environ["KERAS_BACKEND"] != "tensorflow":
     sys.modules["tensorflow"] = None
 
 sys.path.insert(0, str(ROOT / "examples"))
-for separates, words in itertools.groupby(sys.argv[1:], lambda word: word == "---"):
-    if not separates:
-        sys.argv = list(words)
+for is_separator, group in itertools.groupby(sys.argv[1:], lambda argument: argument == "---"):
+    if not is_separator:
+        sys.argv = list(group)
         __import__(sys.argv[0]).main()

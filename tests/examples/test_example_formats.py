@@ -1,4 +1,4 @@
-"""What the examples write, they read; what they cannot read, they say."""
+"""The examples read the files that they write, and report files that they cannot read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TestIdx:
         header = (tmp_path / "array").read_bytes()[:16]
         assert header == bytes.fromhex("00000803 00000002 0000001c 0000001c")
 
-    def test_other_types_are_refused(self, mnist: ModuleType, tmp_path: Path) -> None:
+    def test_other_types_are_rejected(self, mnist: ModuleType, tmp_path: Path) -> None:
         (tmp_path / "floats").write_bytes(bytes.fromhex("00000d01 00000001 3f800000"))
         with pytest.raises(SystemExit, match="floats is not an IDX file of unsigned bytes: it starts with 00 00 0d 01"):
             mnist.read_idx(tmp_path / "floats")
@@ -117,7 +117,9 @@ class TestMasks:
             unet.open_arrays(tmp_path, None)
 
     @pytest.mark.parametrize("shape", [(2, 8, 4), (2, 8)])
-    def test_masks_of_another_shape_are_refused(self, unet: ModuleType, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    def test_masks_of_another_shape_are_rejected(
+        self, unet: ModuleType, tmp_path: Path, shape: tuple[int, ...]
+    ) -> None:
         np.save(tmp_path / "imgs_train.npy", np.zeros((2, 8, 8), np.uint8))
         np.save(tmp_path / "imgs_mask_train.npy", np.zeros(shape, np.uint8))
         with pytest.raises(SystemExit, match="expected is one shape for both"):
@@ -125,20 +127,20 @@ class TestMasks:
 
 
 class TestDice:
-    def test_equal_masks_overlap_fully_and_disjoint_ones_hardly(self, unet: ModuleType) -> None:
+    def test_the_coefficient_of_equal_masks_is_1_and_of_disjoint_masks_near_0(self, unet: ModuleType) -> None:
         left, right = np.zeros((2, 1, 8, 8, 1), np.float32)
         left[:, :, :4], right[:, :, 4:] = 1, 1
         np.testing.assert_allclose(unet.dice_coef(left, left), [1.0])
         np.testing.assert_allclose(unet.dice_coef(left, right), [1 / 65], rtol=1e-6)
 
-    def test_the_mean_does_not_depend_on_how_images_are_split(self, unet: ModuleType) -> None:
+    def test_the_mean_does_not_depend_on_the_sharding(self, unet: ModuleType) -> None:
         truth, guess = np.random.default_rng(0).random((2, 6, 8, 8, 1)).astype(np.float32)
         parts = [np.asarray(unet.dice_coef(truth[rank::2], guess[rank::2])) for rank in range(2)]
         np.testing.assert_allclose(np.mean(parts), np.mean(unet.dice_coef(truth, guess)), rtol=1e-6)
 
 
 class TestShuffledBatches:
-    def test_the_epoch_alone_decides_the_order(self, unet: ModuleType) -> None:
+    def test_the_order_depends_only_on_the_epoch(self, unet: ModuleType) -> None:
         images = np.arange(10, dtype=np.float32)
         first, second = (unet.ShuffledBatches(images, images, batch_size=4) for _ in range(2))
         for epoch in (0, 1, 2):

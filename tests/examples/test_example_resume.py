@@ -1,4 +1,4 @@
-"""A training that ``kill -9`` ended goes on as if nothing had happened."""
+"""A training that was killed with ``kill -9`` resumes with the losses of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def losses(path: Path) -> dict[int, tuple[float, float]]:
 @pytest.mark.parametrize(
     ("framework", "resume"), [("tensorflow", ()), ("torch", ("--resume-from-epoch", 1))], ids=["auto", "explicit"]
 )
-def test_losses_are_those_of_an_unbroken_run(
+def test_losses_equal_those_of_an_uninterrupted_run(
     start: Callable[..., Job],
     tmp_path: Path,
     framework: str,

@@ -1,4 +1,4 @@
-"""Each example runs under ``chorosrun``, and its figures are those of a training."""
+"""Each example runs under ``chorosrun``, and its figures are plausible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIGURES = {"example", "framework", "ranks", "epochs", "loss", "held_out_loss", "
 
 
 def figures_of(path: Path, example: str, framework: str, *, ranks: int = 2, epochs: int = 1) -> dict[str, Any]:
-    """The figures in ``path``, after a look whether they can be true."""
+    """The figures in ``path``, after checking that they are plausible."""
     figures: dict[str, Any] = json.loads(path.read_text())
     assert figures.keys() >= FIGURES
     assert (figures["example"], figures["framework"]) == (example, framework)
@@ -39,7 +39,7 @@ def arguments(tmp_path: Path) -> tuple[object, ...]:
 def test_mnist(start: Start, tmp_path: Path, framework: str) -> None:
     output = start("mnist_horovod", "--epochs", 1, "--limit", 64, *arguments(tmp_path), framework=framework).wait()
     figures_of(tmp_path / "figures.json", "mnist_horovod", framework)
-    assert output.count("held-out accuracy") == 1, "one rank speaks"
+    assert output.count("held-out accuracy") == 1, "only one rank prints"
 
 
 def test_mnist_learns(start: Start, tmp_path: Path) -> None:
@@ -57,6 +57,6 @@ def test_cifar10(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("tensorflow", reason="the example reads TFRecords with TensorFlow")
     output = start("cifar10_horovod", "--epochs", 1, "--limit", 64, *arguments(tmp_path), framework="torch").wait()
     figures_of(tmp_path / "figures.json", "cifar10_horovod", "torch")
-    assert output.count("Test accuracy") == 1, "one rank speaks"
+    assert output.count("Test accuracy") == 1, "only one rank prints"
     saved = sorted(path.name for path in (tmp_path / "models").iterdir())
     assert saved == ["checkpoint-1.keras", "model.keras"]

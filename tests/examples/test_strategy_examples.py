@@ -1,4 +1,4 @@
-"""The examples of ``choros.distribute`` run on each framework, and their figures are those of a training."""
+"""The examples of ``choros.distribute`` run on each framework, and their figures are plausible."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from examples.example_jobs import Job
 Start = Callable[..., Job]
 
 
-def words(name: str, directory: Path, **options: object) -> list[object]:
-    """The command line of an example that keeps what it writes in ``directory / name``."""
+def argv(name: str, directory: Path, **options: object) -> list[object]:
+    """Returns the command line of an example with its output in ``directory / name``."""
     options = {"save-dir": directory / name, "json": directory / f"{name}.json", "limit": 64, **options}
-    return [name, *(word for option, value in options.items() for word in (f"--{option}", value))]
+    return [name, *(text for option, value in options.items() for text in (f"--{option}", value))]
 
 
 def figures_of(directory: Path, example: str, framework: str, epochs: list[int]) -> dict[str, Any]:
-    """The figures that an example wrote, after a look whether they can be true."""
+    """The figures that an example wrote, after checking that they are plausible."""
     figures: dict[str, Any] = json.loads((directory / f"{example}.json").read_text())
     assert (figures["example"], figures["framework"]) == (example, framework)
     assert [row["epoch"] for row in figures["history"]] == epochs
@@ -38,16 +38,16 @@ def figures_of(directory: Path, example: str, framework: str, epochs: list[int])
 @pytest.mark.parametrize("framework", ["tensorflow", "torch", "jax"])
 def test_mirrored(start: Start, tmp_path: Path, framework: str) -> None:
     commands = [
-        words("mnist_mirrored", tmp_path, epochs=1, **{"batch-size": 16}),
-        words("fashion_mnist_custom_loop", tmp_path, epochs=2, **{"batch-size": 16}),
+        argv("mnist_mirrored", tmp_path, epochs=1, **{"batch-size": 16}),
+        argv("fashion_mnist_custom_loop", tmp_path, epochs=2, **{"batch-size": 16}),
     ]
-    if framework == "torch":  # Elsewhere it would show the same.
-        commands += [words("multi_worker", tmp_path, epochs=epochs) for epochs in (1, 3)]
-    output = start("several", *(word for command in commands for word in ("---", *command)), framework=framework).wait()
+    if framework == "torch":  # The other frameworks would run the same code.
+        commands += [argv("multi_worker", tmp_path, epochs=epochs) for epochs in (1, 3)]
+    output = start("several", *(text for command in commands for text in ("---", *command)), framework=framework).wait()
 
     figures = figures_of(tmp_path, "mnist_mirrored", framework, [1])
     assert (figures["ranks"], figures["replicas"]) == (2, 2)
-    assert output.count("Learning rate for epoch 1 is 1e-03") == 1, "one rank speaks"
+    assert output.count("Learning rate for epoch 1 is 1e-03") == 1, "only one rank prints"
     assert ("exported as" in output) == (framework == "tensorflow")
     logs = tmp_path / "mnist_mirrored" / "logs"
     (row,) = figures["history"]
@@ -65,8 +65,8 @@ def test_mirrored(start: Start, tmp_path: Path, framework: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_parameter_server(start: Start, tmp_path: Path) -> None:
-    command = [*words("parameter_server", tmp_path, epochs=2), "--coordinator"]
+    command = [*argv("parameter_server", tmp_path, epochs=2), "--coordinator"]
     output = start("several", *command, framework="torch", ranks=1, servers=1).wait()
     figures = figures_of(tmp_path, "parameter_server", "torch", [1, 2])
     assert (figures["ranks"], figures["servers"]) == (1, 1)
-    assert output.count("held-out accuracy") == 1, "the chief speaks"
+    assert output.count("held-out accuracy") == 1, "only the chief prints"

@@ -1,4 +1,4 @@
-"""Compressions on ranks that are processes; on three, so that no slice is like another."""
+"""Compressions on ranks that are processes; on three, so that slices have different sizes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from choros.parallel.compression import Compression, Compressor
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
 
 SHAPES = ((257, 64), (3, 3, 16, 24), (31,))
-ITEMS = sum(int(np.prod(shape)) for shape in SHAPES)
+ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES)
 
 
 def check(compressor: Compressor, rounds: int, close: float) -> None:
-    """The mean over many rounds of a gradient that does not change comes close to it, the same on every rank."""
-    every = choros.global_process_set
+    """Checks that the mean result over many steps with constant gradients is close to them and equal on all ranks."""
+    communicator = choros.global_process_set.communicator
     reducer = GradientReducer(ReduceConfig(compressor=compressor))
     gradients = [
         [np.random.default_rng(rank).normal(size=shape).astype(np.float32) for shape in SHAPES]
@@ -24,7 +24,7 @@ def check(compressor: Compressor, rounds: int, close: float) -> None:
     for _ in range(rounds):
         for total, reduced in zip(totals, reducer.reduce(gradients[choros.rank()], examples=1), strict=True):
             total += reduced
-            np.testing.assert_array_equal(reduced, every.communicator.broadcast(reduced))
+            np.testing.assert_array_equal(reduced, communicator.broadcast(reduced))
     for total, *given in zip(totals, *gradients, strict=True):
         assert np.abs(total / rounds - np.mean(given, axis=0)).max() < close
 
@@ -45,10 +45,10 @@ def case_power_sgd() -> None:
     check(Compression.power_sgd(4), rounds=200, close=0.3)
 
 
-def case_bytes_are_those_of_theory() -> None:
+def case_bytes_are_as_documented() -> None:
     communicator = choros.global_process_set.communicator
     reducer = GradientReducer(ReduceConfig(compressor=Compression.bf16))
     before = communicator.bytes_sent
     reducer.reduce([np.ones(shape, np.float32) for shape in SHAPES], examples=1)
-    start, stop = choros.shard_range(ITEMS, choros.rank(), choros.size())
-    assert communicator.bytes_sent - before == 2 * ITEMS + 2 * (stop - start)
+    start, stop = choros.shard_range(ELEMENTS, choros.rank(), choros.size())
+    assert communicator.bytes_sent - before == 2 * ELEMENTS + 2 * (stop - start)

@@ -1,4 +1,4 @@
-"""A small network on real digits, in NumPy: what compressions and local updates must learn as well."""
+"""A small network for real digits, in NumPy: the test model of compressions and local updates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def data() -> tuple[NDArray, NDArray]:
 
 
 def batches(rank: int, size: int, epochs: int, seed: int = 0) -> Iterator[NDArray]:
-    """This rank's part of each batch of ``BATCH`` training examples, as indices."""
+    """Yields the indices of this rank's examples in each batch of ``BATCH`` training examples."""
     generator = np.random.default_rng(seed)
     for _ in range(epochs):
         for batch in generator.permutation(TRAINING).reshape(-1, BATCH):
@@ -37,7 +37,7 @@ def initial_weights() -> Arrays:
 
 
 def gradients(weights: Arrays, batch: NDArray) -> Arrays:
-    """Of the mean cross-entropy of a network with one hidden layer."""
+    """Returns the gradients of the mean cross-entropy of a network with one hidden layer."""
     first, first_bias, second, second_bias = weights
     x, y = (part[batch] for part in data())
     hidden = np.maximum(x @ first + first_bias, 0)
@@ -51,7 +51,7 @@ def gradients(weights: Arrays, batch: NDArray) -> Arrays:
 
 
 def accuracy(weights: Arrays) -> float:
-    """On the examples that are not trained on."""
+    """Returns the accuracy on the test examples."""
     first, first_bias, second, second_bias = weights
     x, y = (part[TRAINING:] for part in data())
     logits = np.maximum(x @ first + first_bias, 0) @ second + second_bias
@@ -60,7 +60,7 @@ def accuracy(weights: Arrays) -> float:
 
 @dataclass
 class SGD:
-    """Plain SGD with momentum, on ``weights`` in place."""
+    """Plain SGD with momentum, which updates ``weights`` in place."""
 
     weights: Arrays
     rate: float = 0.1

@@ -1,4 +1,4 @@
-"""Gradients through the collectives, eager and compiled; on two ranks."""
+"""Gradients of the collectives, eager and compiled; on two ranks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ import_module(FRAMEWORK)
 
 
 def values(rank: int, *shape: int) -> NDArray:
-    """What a rank brings, or what its loss weighs results with."""
+    """Returns the input of a rank, or the weights of its loss."""
     return ((np.arange(np.prod(shape)) * (rank + 2)) % 5 + rank).reshape(shape).astype(np.float32)
 
 
 def gradients(function: Callable[[Any], Any], host: NDArray, weights: NDArray, known: bool = True) -> Iterator[NDArray]:
-    """The gradient of ``sum(function(x) * weights)`` at ``host``, in every way the framework has to ask for it.
+    """Yields the gradient of ``sum(function(x) * weights)`` at ``host``, eager and compiled.
 
     Args:
-        function: of an array.
-        host: where.
-        weights: of the elements of its result.
-        known: whether ``jax.jit`` may know the shape of the result.
+        function: a function of an array.
+        host: its argument.
+        weights: factors of the elements of its result.
+        known: whether the shape of the result is static, as ``jax.jit`` requires.
     """
     x, w = make(host), make(weights)
     if FRAMEWORK == "torch":
@@ -66,7 +66,7 @@ def gradients(function: Callable[[Any], Any], host: NDArray, weights: NDArray, k
 
 
 def check(function: Callable[[Any], Any], hosts: list, weights: list, expected: list, known: bool = True) -> None:
-    """The gradients of this rank, for each rank's input and weights."""
+    """Checks the gradient of this rank; the lists have one entry per rank."""
     rank = choros.rank()
     for gradient in gradients(function, hosts[rank], weights[rank], known):
         np.testing.assert_allclose(gradient, expected[rank], rtol=1e-6)
@@ -89,7 +89,7 @@ def case_allgather() -> None:
     check(ops.allgather, hosts, weights, np.split(sum(weights), SIZE))
 
 
-def case_allgather_of_unlike_rows() -> None:
+def case_allgather_of_different_numbers_of_rows() -> None:
     hosts, weights = [values(r, 1 + 2 * r, 3) for r in range(SIZE)], [values(r + 2, 4, 3) for r in range(SIZE)]
     check(ops.allgather, hosts, weights, np.split(sum(weights), [1]), known=False)
 
@@ -102,10 +102,10 @@ def case_allgather_of_no_rows() -> None:
 def case_allgather_along_another_dimension() -> None:
     hosts, weights = [values(r, 2, 3) for r in range(SIZE)], [values(r + 2, 2, 6) for r in range(SIZE)]
     check(lambda x: ops.allgather(x, axis=-1), hosts, weights, np.split(sum(weights), SIZE, axis=1))
-    unlike = [values(r, 2, 1 + 2 * r) for r in range(SIZE)]
+    uneven = [values(r, 2, 1 + 2 * r) for r in range(SIZE)]
     weights = [values(r + 2, 2, 4) for r in range(SIZE)]
     expected = np.split(sum(weights), [1], axis=1)
-    check(lambda x: ops.allgather(x, axis=1), unlike, weights, expected, known=False)
+    check(lambda x: ops.allgather(x, axis=1), uneven, weights, expected, known=False)
 
 
 def case_allgather_of_numbers() -> None:
@@ -120,9 +120,9 @@ def case_broadcast() -> None:
 
 def case_reducescatter() -> None:
     hosts, weights = [values(r, 3, 2) for r in range(SIZE)], [values(r + 2, 2 - r, 2) for r in range(SIZE)]
-    together = np.concatenate(weights)
-    check(lambda x: ops.reducescatter(x, ReduceOp.SUM), hosts, weights, [together] * SIZE)
-    check(ops.reducescatter, hosts, weights, [together / SIZE] * SIZE)
+    gathered = np.concatenate(weights)
+    check(lambda x: ops.reducescatter(x, ReduceOp.SUM), hosts, weights, [gathered] * SIZE)
+    check(ops.reducescatter, hosts, weights, [gathered / SIZE] * SIZE)
 
 
 def case_alltoall() -> None:
@@ -144,7 +144,7 @@ def case_grouped_allreduce() -> None:
 
     def function(x: Any) -> Any:
         doubled, added, count = ops.grouped_allreduce([x * 2, x + 1, counts], ReduceOp.SUM)
-        if FRAMEWORK != "tensorflow":  # whose function's value may not depend on others than its results
+        if FRAMEWORK != "tensorflow":  # a tf.custom_gradient function may only use its own results
             assert tuple(count.shape) == (2,)
         return doubled + added
 
@@ -163,7 +163,7 @@ def case_gradient_of_a_gradient() -> None:
 
 
 def _twice(function: Callable[[Any], Any], host: NDArray) -> Iterator[tuple[NDArray, NDArray]]:
-    """First and second derivatives of the sum of ``function``."""
+    """Yields first and second derivatives of the sum of ``function``."""
     x = make(host)
     if FRAMEWORK == "torch":
         torch = sys.modules["torch"]
@@ -188,7 +188,7 @@ def _twice(function: Callable[[Any], Any], host: NDArray) -> Iterator[tuple[NDAr
         yield first.numpy(), outer.gradient(first, x).numpy()
 
 
-def case_nothing_is_recorded_unless_asked_for() -> None:
+def case_gradients_are_recorded_only_if_required() -> None:
     x = make(values(choros.rank(), 2))
     before = choros.global_process_set.communicator.collectives
     ops.allreduce(x)
@@ -210,7 +210,7 @@ def case_bfloat16() -> None:
         assert x.grad.tolist() == [2.0, 2.0]
 
 
-def case_grouped_values_come_back_as_what_they_are() -> None:
+def case_grouped_values_keep_their_types() -> None:
     rank = choros.rank()
     array = make(values(rank, 3))
     for call in (lambda function: function, compiled):

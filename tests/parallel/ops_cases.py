@@ -18,7 +18,7 @@ from choros.errors import ConfigError, MismatchError
 from choros.parallel import ops
 from choros.parallel.compression import Compression
 
-#: How functions of arrays are called.
+#: Functions are called directly and compiled.
 CALLS: list[Callable[..., Any]] = [lambda function: function, compiled]
 FLOAT32 = np.dtype(np.float32)
 
@@ -27,12 +27,12 @@ def values(rank: int, dtype: np.dtype = FLOAT32, shape: tuple[int, ...] = (4, 3)
     return ((np.arange(np.prod(shape)) + 3 * rank) % 4).reshape(shape).astype(dtype)
 
 
-def mine(dtype: np.dtype = FLOAT32, shape: tuple[int, ...] = (4, 3)) -> Any:
+def own_array(dtype: np.dtype = FLOAT32, shape: tuple[int, ...] = (4, 3)) -> Any:
     return make(values(choros.rank(), dtype, shape))
 
 
 def check(result: Any, expected: NDArray) -> None:
-    """Fails unless ``result`` is an array of the framework with ``expected``'s dtype and values."""
+    """Checks that ``result`` is an array of the framework with ``expected``'s shape, dtype and values."""
     assert type(result) is type(make(expected))
     assert (dtype_name(result), tuple(result.shape)) == (expected.dtype.name, expected.shape)
     np.testing.assert_array_equal(adapter_of(result).to_host(result), expected)
@@ -42,23 +42,23 @@ def case_allreduce() -> None:
     for call in CALLS:
         for dtype in dtypes() if call is CALLS[0] else (FLOAT32, BFLOAT16, np.dtype(np.bool_)):
             both = np.stack([values(0, dtype), values(1, dtype)]).astype(np.float64)
-            check(call(lambda x: ops.allreduce(x, ReduceOp.SUM))(mine(dtype)), both.sum(0).astype(dtype))
-        check(call(ops.allreduce)(mine()), (values(0) + values(1)) / 2)
-        check(call(ops.allreduce)(mine(shape=())), np.array(1.5, np.float32))
+            check(call(lambda x: ops.allreduce(x, ReduceOp.SUM))(own_array(dtype)), both.sum(0).astype(dtype))
+        check(call(ops.allreduce)(own_array()), (values(0) + values(1)) / 2)
+        check(call(ops.allreduce)(own_array(shape=())), np.array(1.5, np.float32))
 
 
 def case_allgather() -> None:
     for call in CALLS:
         for dtype in (FLOAT32, BFLOAT16, np.dtype(np.bool_)):
-            check(call(ops.allgather)(mine(dtype)), np.concatenate([values(0, dtype), values(1, dtype)]))
-        check(call(ops.allgather)(mine(shape=())), np.array([0, 3], np.float32))
+            check(call(ops.allgather)(own_array(dtype)), np.concatenate([values(0, dtype), values(1, dtype)]))
+        check(call(ops.allgather)(own_array(shape=())), np.array([0, 3], np.float32))
 
 
-def case_allgather_of_unlike_rows() -> None:
+def case_allgather_of_different_numbers_of_rows() -> None:
     def rows(rank: int) -> NDArray:
         return values(rank, shape=(3 * rank, 2))
 
-    # jax.jit must know the shapes.
+    # jax.jit requires static shapes.
     for call in CALLS[:1] if FRAMEWORK == "jax" else CALLS:
         check(call(ops.allgather)(make(rows(choros.rank()))), np.concatenate([rows(0), rows(1)]))
 
@@ -66,20 +66,20 @@ def case_allgather_of_unlike_rows() -> None:
 def case_broadcast() -> None:
     for call in CALLS:
         for dtype in (FLOAT32, BFLOAT16, np.dtype(np.int32)):
-            check(call(lambda x: ops.broadcast(x, 1))(mine(dtype)), values(1, dtype))
+            check(call(lambda x: ops.broadcast(x, 1))(own_array(dtype)), values(1, dtype))
 
 
 def case_reducescatter() -> None:
     total = values(0, shape=(3, 2)) + values(1, shape=(3, 2))
     for call in CALLS:
-        result = call(lambda x: ops.reducescatter(x, ReduceOp.SUM))(mine(shape=(3, 2)))
+        result = call(lambda x: ops.reducescatter(x, ReduceOp.SUM))(own_array(shape=(3, 2)))
         check(result, total[2:] if choros.rank() else total[:2])
 
 
 def case_alltoall() -> None:
     half = slice(2, 4) if choros.rank() else slice(0, 2)
     for call in CALLS:
-        check(call(ops.alltoall)(mine()), np.concatenate([values(0)[half], values(1)[half]]))
+        check(call(ops.alltoall)(own_array()), np.concatenate([values(0)[half], values(1)[half]]))
 
 
 def case_alltoall_with_splits() -> None:
@@ -87,22 +87,22 @@ def case_alltoall_with_splits() -> None:
     received = values(1)[:3] if choros.rank() == 0 else np.concatenate([values(0)[:2], values(1)[3:]])
     for call in CALLS[:1] if FRAMEWORK == "jax" else CALLS:
         for given in (splits, np.array(splits), make(np.array(splits, np.int32))):
-            rows, counts = call(lambda x, s=given: ops.alltoall(x, s))(mine())
+            rows, counts = call(lambda x, s=given: ops.alltoall(x, s))(own_array())
             check(rows, received)
             check(counts, np.array([2, 1] if choros.rank() else [0, 3], np.int32))
 
 
 def case_collectives_of_one_compiled_function_keep_their_order() -> None:
-    # Neither needs the other's result: nothing but the order of the program tells which comes first.
+    # They do not depend on each other's results: only the order of the program determines which is first.
     function = compiled(lambda x: (ops.allgather(x), ops.allreduce(x, ReduceOp.SUM), ops.broadcast(x, 0)))
     for _ in range(5):
-        gathered, total, first = function(mine(shape=(2,)))
+        gathered, total, first = function(own_array(shape=(2,)))
         check(gathered, np.concatenate([values(0, shape=(2,)), values(1, shape=(2,))]))
         check(total, values(0, shape=(2,)) + values(1, shape=(2,)))
         check(first, values(0, shape=(2,)))
 
 
-def case_numbers_come_back_as_numbers() -> None:
+def case_results_for_numbers_are_numbers() -> None:
     for result, expected in (
         (ops.allreduce(choros.rank()), 0.5),
         (ops.allreduce(choros.rank() + 1, ReduceOp.SUM), 3),
@@ -120,54 +120,56 @@ def case_values_are_scaled_before_and_after() -> None:
     for call in CALLS:
         for dtype in (FLOAT32, BFLOAT16):
             scaled = call(lambda x: ops.allreduce(x, ReduceOp.SUM, prescale_factor=0.5, postscale_factor=4.0))
-            check(scaled(mine(dtype)), (2 * (values(0) + values(1))).astype(dtype))
-    maximum = ops.allreduce(mine(), ReduceOp.MAX, prescale_factor=-1.0)
+            check(scaled(own_array(dtype)), (2 * (values(0) + values(1))).astype(dtype))
+    maximum = ops.allreduce(own_array(), ReduceOp.MAX, prescale_factor=-1.0)
     check(maximum, -np.minimum(values(0), values(1)))
     with pytest.raises(ConfigError, match="need floating-point values, not int32"):
-        ops.allreduce(mine(np.dtype(np.int32)), prescale_factor=0.5)
+        ops.allreduce(own_array(np.dtype(np.int32)), prescale_factor=0.5)
 
 
-def case_fp16_compression_rounds_what_travels_and_keeps_the_dtype() -> None:
+def case_fp16_compression_rounds_values_and_keeps_the_dtype() -> None:
     third = np.full(2, 1 / 3, np.float32)
     for call in CALLS:
         result = call(lambda x: ops.allreduce(x, compression=Compression.fp16))(make(third))
         check(result, third.astype(np.float16).astype(np.float32))
-        whole = call(lambda x: ops.allreduce(x, ReduceOp.SUM, compression=Compression.fp16))(mine(np.dtype(np.int32)))
+        whole = call(lambda x: ops.allreduce(x, ReduceOp.SUM, compression=Compression.fp16))(
+            own_array(np.dtype(np.int32))
+        )
         check(whole, (values(0) + values(1)).astype(np.int32))
 
 
 def case_root_is_a_global_rank_also_in_a_process_set() -> None:
     own = choros.add_process_set([1])
     if own.included():
-        check(ops.broadcast(mine(), 1, process_set=own), values(1))
-        with pytest.raises(ConfigError, match=r"root_rank=0 is not one of the ranks \[1\]"):
-            ops.broadcast(mine(), 0, process_set=own)
+        check(ops.broadcast(own_array(), 1, process_set=own), values(1))
+        with pytest.raises(ConfigError, match=r"root_rank=0 is not one of the participating ranks \[1\]"):
+            ops.broadcast(own_array(), 0, process_set=own)
     choros.remove_process_set(own)
 
 
-def case_inputs_stay_as_they_are() -> None:
-    array = mine()
+def case_inputs_are_not_changed() -> None:
+    array = own_array()
     for collective in (ops.allreduce, ops.allgather, ops.reducescatter, ops.alltoall, lambda x: ops.broadcast(x, 1)):
         collective(array)
         check(array, values(choros.rank()))
 
 
-def case_arrays_that_differ_mismatch() -> None:
+def case_arrays_of_different_shapes_mismatch() -> None:
     with pytest.raises(MismatchError, match=r"shape=\(4,\)"):
-        ops.allreduce(mine(shape=(4 + choros.rank(),)))
+        ops.allreduce(own_array(shape=(4 + choros.rank(),)))
 
 
-def case_what_a_compiled_function_cannot_do_says_what_to_do() -> None:
+def case_limits_of_compiled_functions_are_errors() -> None:
     if FRAMEWORK == "jax":
-        with pytest.raises(ConfigError, match="call it outside of jit"):
-            compiled(lambda x: ops.alltoall(x, [2, 2]))(mine())
+        with pytest.raises(ConfigError, match="call the collective outside of jit"):
+            compiled(lambda x: ops.alltoall(x, [2, 2]))(own_array())
     if FRAMEWORK == "tensorflow":
         tf = sys.modules["tensorflow"]
         with pytest.raises(ConfigError, match=r"pass jit_compile=False to model\.compile\(\) or tf\.function\(\)"):
-            tf.function(ops.allreduce, jit_compile=True, autograph=False)(mine())
+            tf.function(ops.allreduce, jit_compile=True, autograph=False)(own_array())
         shapeless = tf.function(ops.allreduce, input_signature=[tf.TensorSpec(None)], autograph=False)
         with pytest.raises(ConfigError, match="number of dimensions"):
-            shapeless(mine())
+            shapeless(own_array())
 
 
 def case_shapes_are_known_while_tensorflow_traces() -> None:

@@ -1,4 +1,4 @@
-"""A network learns digits over a slow link, compressed and not: bytes and accuracy, on two hosts with a rank each."""
+"""Training over a slow link with and without compression: bytes and accuracy, on two hosts with a rank each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from parallel.digits import HIDDEN, SGD, accuracy, batches, gradients, initial_w
 
 EPOCHS, STEPS = 5, 100
 BIASES = HIDDEN + 10
-ITEMS = 64 * HIDDEN + HIDDEN * 10
+ELEMENTS = 64 * HIDDEN + HIDDEN * 10
 
 
 @functools.cache
 def learned(compressor: Compressor) -> tuple[float, float]:
-    """The accuracy, and the bytes brought to each step."""
+    """Returns the accuracy, and the bytes sent per step."""
     communicator = choros.global_process_set.communicator
     before = communicator.bytes_sent
     reducer = GradientReducer(ReduceConfig(compressor=compressor))
@@ -34,11 +34,11 @@ def case_ranks_are_on_two_hosts() -> None:
 
 
 def case_power_sgd() -> None:
-    best, all_bytes = learned(Compression.none)
+    baseline, all_bytes = learned(Compression.none)
     reached, sent = learned(Compression.power_sgd(2))
-    assert best > 0.96
-    assert abs(reached - best) <= 0.01
-    assert all_bytes == 4 * (ITEMS + BIASES)
+    assert baseline > 0.96
+    assert abs(reached - baseline) <= 0.01
+    assert all_bytes == 4 * (ELEMENTS + BIASES)
     assert sent == 4 * 2 * (64 + HIDDEN + HIDDEN + 10) + 4 * BIASES
 
 
@@ -53,6 +53,6 @@ def case_local_sgd() -> None:
         examples += len(batch)
         if updates.step():
             optimizer.weights, examples = updates.exchange(optimizer.weights, examples=examples), 0
-    best, all_bytes = learned(Compression.none)
-    assert abs(accuracy(updates.finish(optimizer.weights, examples=1)) - best) <= 0.01
+    baseline, all_bytes = learned(Compression.none)
+    assert abs(accuracy(updates.finish(optimizer.weights, examples=1)) - baseline) <= 0.01
     assert communicator.bytes_sent - before == all_bytes * STEPS / 5

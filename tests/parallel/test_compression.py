@@ -1,4 +1,4 @@
-"""Compressions on ranks that are threads: what arrives, what is kept, how many bytes, and that models learn."""
+"""Compressions on ranks that are threads: results, residuals, bytes, and the accuracy of trained models."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ CASES = "parallel.compression_cases"
 
 
 def arrays(seed: int) -> list[NDArray]:
-    """Kernels of a dense layer and a convolution, and what is not compressed by everybody."""
+    """Kernels of a dense layer and a convolution, and arrays that some compressions send uncompressed."""
     generator = np.random.default_rng(seed)
     shapes = ((64, 48), (3, 3, 16, 24), (48,), (), (0, 5))
     dtypes = (np.float32, np.float64, np.float32, BFLOAT16, np.float32)
-    made = [generator.normal(size=shape).astype(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    return [*made, generator.integers(-9, 9, (40, 40)), generator.normal(size=7).astype(np.float16)]
+    floating = [generator.normal(size=shape).astype(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return [*floating, generator.integers(-9, 9, (40, 40)), generator.normal(size=7).astype(np.float16)]
 
 
 def reduce(
     compressor: Compressor, ranks: Sequence[Sequence[Sequence[NDArray]]], op: ReduceOp = ReduceOp.SUM, groups: int = 1
 ) -> list[list[list[NDArray]]]:
-    """What each rank gets at each of its steps."""
+    """Returns the results of each rank in each of its steps."""
 
     def rank_main(process_set: ProcessSet) -> list[list[NDArray]]:
         config = ReduceConfig(op=op, compressor=compressor, groups=groups, process_set=process_set)
@@ -57,32 +57,32 @@ def reduce(
     return on_threads(len(ranks), rank_main)
 
 
-# ── what arrives ─────────────────────────────────────────────────────────────────────────────────
+# ── results ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_ranks_get_the_same_arrays_of_the_same_kind(name: str, ranks: int, groups: int) -> None:
+def test_results_are_the_same_on_all_ranks_and_of_the_same_shape_and_dtype(name: str, ranks: int, groups: int) -> None:
     steps = [[arrays(10 * rank + step) for step in range(3)] for rank in range(ranks)]
     results = reduce(COMPRESSORS[name], steps, groups=groups)
     for step in range(3):
         for index, given in enumerate(steps[0][step]):
-            got = [result[step][index] for result in results]
-            assert {(array.shape, array.dtype) for array in got} == {(given.shape, given.dtype)}
-            for other in got:
-                np.testing.assert_array_equal(other, got[0])
+            received = [result[step][index] for result in results]
+            assert {(array.shape, array.dtype) for array in received} == {(given.shape, given.dtype)}
+            for other in received:
+                np.testing.assert_array_equal(other, received[0])
     for given, result in zip(zip(*(rank[0] for rank in steps), strict=True), results[0][0], strict=True):
-        if result.dtype.kind == "i":  # whole numbers are never rounded
+        if result.dtype.kind == "i":  # integers are never rounded
             np.testing.assert_array_equal(result, sum(given))
 
 
-def test_bf16_rounds_what_is_sent_and_the_sum_but_not_between() -> None:
-    mine = [arrays(rank)[0] for rank in range(3)]
-    total = np.zeros_like(mine[0])
-    for array in mine:
+def test_bf16_rounds_before_and_after_the_sum_but_not_within() -> None:
+    own = [arrays(rank)[0] for rank in range(3)]
+    total = np.zeros_like(own[0])
+    for array in own:
         total += array.astype(BFLOAT16).astype(np.float32)
-    (result,) = reduce(Compression.bf16, [[[array]] for array in mine])[0][0]
+    (result,) = reduce(Compression.bf16, [[[array]] for array in own])[0][0]
     np.testing.assert_array_equal(result, total.astype(BFLOAT16).astype(np.float32))
 
 
@@ -93,27 +93,27 @@ def test_bf16_has_the_range_of_float32() -> None:
         assert np.isfinite(result).all()
 
 
-def test_int8_errs_by_half_a_step_of_the_block() -> None:
+def test_int8_rounds_to_half_a_step_of_the_block() -> None:
     given = np.random.default_rng(0).normal(size=3 * BLOCK + 5).astype(np.float32)
-    given[BLOCK] = 1000  # coarsens its own block only
+    given[BLOCK] = 1000  # reduces the precision of its own block only
     ((result,),) = reduce(Compression.int8, [[[given]]])[0]
-    # One rank rounds what it sends and, as the owner of the slice, the sum.
+    # The rank rounds its numbers and, as the owner of the slice, their sum.
     for start in range(0, len(given), BLOCK):
         block = slice(start, start + BLOCK)
         assert np.abs(result[block] - given[block]).max() <= 1.01 * np.abs(given[block]).max() / 127
 
 
-def test_top_k_sends_the_largest_items() -> None:
+def test_top_k_sends_the_largest_elements() -> None:
     one, other = np.zeros(2000, np.float32), np.zeros(2000, np.float32)
     one[[3, 7, 11]], other[[7, 1999]] = (5.0, -4.0, 1.0), (-3.0, 2.0)
     ((result,),) = reduce(Compression.top_k(0.001), [[[one]], [[other]]])[0]
     assert {int(index): float(result[index]) for index in np.flatnonzero(result)} == {3: 5.0, 7: -7.0, 1999: 2.0}
 
 
-def test_power_sgd_gives_a_matrix_of_that_rank_exactly() -> None:
+def test_power_sgd_is_exact_for_matrices_of_its_rank() -> None:
     generator = np.random.default_rng(0)
     steps = []
-    for _ in range(2):  # the ranks' columns lie in one plane: so does their sum's
+    for _ in range(2):  # the columns of all ranks' matrices, hence of their sum, are in one plane
         rows = generator.normal(size=(2, 50)).astype(np.float32)
         steps.append([[np.array([[1, 0], [0, 1]] * 30, np.float32) @ rows]])
     ((result,),) = reduce(Compression.power_sgd(2), steps)[0]
@@ -123,37 +123,37 @@ def test_power_sgd_gives_a_matrix_of_that_rank_exactly() -> None:
 @pytest.mark.parametrize(
     ("shape", "matrix"), [((), (1, 1)), ((7,), (1, 7)), ((5, 4, 3), (5, 12)), ((1, 64, 3), (64, 3))]
 )
-def test_arrays_are_cut_into_matrices_where_these_are_nearest_to_square(shape: tuple, matrix: tuple) -> None:
+def test_arrays_are_reshaped_to_the_matrix_nearest_to_a_square(shape: tuple, matrix: tuple) -> None:
     assert matrix_shape(shape) == matrix
 
 
-# ── the error that is kept ───────────────────────────────────────────────────────────────────────
+# ── error feedback ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", LOSSY)
-def test_nothing_is_lost_but_late(name: str, ranks: int) -> None:
-    """What arrived so far, and what would arrive if nothing new came, is all that was sent."""
+def test_residuals_are_sent_by_later_steps(name: str, ranks: int) -> None:
+    """After enough steps with zeros, the sum of the results is the sum of all gradients."""
     given = [arrays(rank)[0] for rank in range(ranks)]
     silent = [np.zeros_like(given[0])]
-    steps = [[[mine]] * 5 + [silent] * 600 for mine in given]
+    steps = [[[own]] * 5 + [silent] * 600 for own in given]
     results = reduce(COMPRESSORS[name], steps)[0]
     arrived = np.sum([step[0] for step in results], axis=0)
     np.testing.assert_allclose(arrived, 5 * sum(given), rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_rank_that_has_joined_still_brings_what_it_kept(name: str) -> None:
+def test_joined_rank_still_sends_its_residual(name: str) -> None:
     first, zeros = [arrays(0)[0]], [np.zeros_like(arrays(0)[0])]
     results = reduce(COMPRESSORS[name], [[zeros] * 601, [first]])[0]
     arrived = np.sum([step[0] for step in results], axis=0)
-    # Of what rank 1 brings, its first gradient counts half: two examples, one of them its.
+    # The gradient of rank 1 has weight 1/2: it has one of two examples in that step.
     np.testing.assert_allclose(2 * arrived, 2 * first[0], rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_what_is_not_finite_arrives_everywhere_and_is_forgotten(name: str, value: float) -> None:
+def test_values_that_are_not_finite_reach_all_ranks_and_leave_no_residual(name: str, value: float) -> None:
     ok = [arrays(0)[0]]
     overflow = [ok[0].copy()]
     overflow[0][5, 7] = value
@@ -166,15 +166,15 @@ def test_what_is_not_finite_arrives_everywhere_and_is_forgotten(name: str, value
 
 # ── bytes ────────────────────────────────────────────────────────────────────────────────────────
 
-#: Items of ``arrays()`` by what can be done with them.
+#: The numbers of elements of ``arrays()``.
 KERNEL, CONVOLUTION, BIAS, SCALAR, WHOLE, HALF = 64 * 48, 9 * 16 * 24, 48, 1, 40 * 40, 7
 UNCOMPRESSED = 8 * WHOLE + 2 * HALF
 
 
-def slices(items: int, bytes_of: Callable[[int], int]) -> int:
-    """What rank 0 of two brings: both its slices dealt out, and the sum of its own."""
-    mine, others = (items + 1) // 2, items // 2
-    return 2 * bytes_of(mine) + bytes_of(others)
+def slices(elements: int, bytes_of: Callable[[int], int]) -> int:
+    """Returns the bytes that rank 0 of two sends: its encoded slices, and the sum of its own slice."""
+    own, other = (elements + 1) // 2, elements // 2
+    return 2 * bytes_of(own) + bytes_of(other)
 
 
 BYTES = {
@@ -188,7 +188,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_bytes_are_those_of_theory(name: str) -> None:
+def test_bytes_are_as_documented(name: str) -> None:
     def rank_main(process_set: ProcessSet) -> int:
         reducer = GradientReducer(ReduceConfig(compressor=COMPRESSORS[name], process_set=process_set))
         for _ in range(3):
@@ -203,7 +203,7 @@ def test_bytes_are_those_of_theory(name: str) -> None:
 
 @functools.cache
 def learned(name: str) -> float:
-    """The accuracy on digits after training on two ranks."""
+    """Returns the accuracy on digits after training on two ranks."""
 
     def rank_main(process_set: ProcessSet) -> float:
         reducer = GradientReducer(ReduceConfig(compressor=COMPRESSORS[name], process_set=process_set))
@@ -218,33 +218,33 @@ def learned(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", [name for name in COMPRESSORS if name != "none"])
-def test_digits_are_learned_as_well_as_without(name: str) -> None:
+def test_accuracy_is_that_of_uncompressed_training(name: str) -> None:
     assert learned("none") > 0.97
     assert abs(learned(name) - learned("none")) <= 0.01
 
 
-# ── what cannot be meant ─────────────────────────────────────────────────────────────────────────
+# ── invalid arguments ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("ratio", [0.0, -1.0, 1.5, float("nan")])
-def test_top_k_of_no_share_of_the_items(ratio: float) -> None:
-    with pytest.raises(ConfigError, match="a share of the items is more than 0 and at most 1"):
+def test_top_k_ratio_out_of_range(ratio: float) -> None:
+    with pytest.raises(ConfigError, match="expected a ratio of more than 0 and at most 1"):
         Compression.top_k(ratio)
 
 
-def test_power_sgd_of_no_rank() -> None:
-    with pytest.raises(ConfigError, match=r"power_sgd\(rank=0\): a matrix has a rank of 1 or more"):
+def test_power_sgd_rank_out_of_range() -> None:
+    with pytest.raises(ConfigError, match=r"power_sgd\(rank=0\): expected a rank of 1 or more"):
         Compression.power_sgd(0)
 
 
 @pytest.mark.parametrize("name", ["bf16", *LOSSY])
-def test_single_arrays_are_not_for_compressions_of_gradients(name: str) -> None:
+def test_allreduce_of_a_single_array_rejects_compressions_of_gradients(name: str) -> None:
     def rank_main(process_set: ProcessSet) -> None:
         whole = np.arange(3)
         np.testing.assert_array_equal(
             ops.allreduce(whole, compression=COMPRESSORS[name], process_set=process_set), whole
         )
-        with pytest.raises(ConfigError, match=rf"compression={name}: an allreduce of a single array .* none or fp16"):
+        with pytest.raises(ConfigError, match=rf"compression={name}: an allreduce of a single array .* none and fp16"):
             ops.allreduce(np.ones(3), compression=COMPRESSORS[name], process_set=process_set)
 
     on_threads(2, rank_main)
@@ -259,7 +259,7 @@ def test_single_arrays_are_not_for_compressions_of_gradients(name: str) -> None:
         (Compression.power_sgd(1), Compression.power_sgd(2)),
     ],
 )
-def test_ranks_that_compress_differently_mismatch(one: Compressor, other: Compressor) -> None:
+def test_ranks_with_different_compressions_mismatch(one: Compressor, other: Compressor) -> None:
     def rank_main(process_set: ProcessSet) -> None:
         compressor = other if process_set.rank() else one
         reducer = GradientReducer(ReduceConfig(compressor=compressor, process_set=process_set))

@@ -1,4 +1,4 @@
-"""What a dense exchange packs it unpacks, whatever the pieces; one rank suffices to see that."""
+"""Fused exchanges on one rank: arrays are packed and unpacked correctly for all sizes of chunks."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from choros.parallel.compression import Compression, Compressor
 
 FLOAT16, FLOAT32, FLOAT64, INT32 = (np.dtype(name) for name in ("float16", "float32", "float64", "int32"))
 LAYOUT: Layout = (((2, 2), FLOAT32), ((), FLOAT64), ((3,), FLOAT32), ((0, 4), FLOAT32), ((5,), BFLOAT16))
-TOGETHER = [[0, 1, 2, 3, 4]]
+ONE_GROUP = [[0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -21,15 +21,15 @@ TOGETHER = [[0, 1, 2, 3, 4]]
     ],
     ids=["none", "fp16"],
 )
-def test_dtype_in_which_arrays_travel(compressor: Compressor, wires: dict[np.dtype, np.dtype]) -> None:
+def test_wire_dtype(compressor: Compressor, wires: dict[np.dtype, np.dtype]) -> None:
     assert {dtype: compressor.wire_dtype(dtype) for dtype in wires} == wires
 
 
 @pytest.mark.parametrize("compressor", [Compression.none, Compression.fp16], ids=["none", "fp16"])
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 4.0)])
-@pytest.mark.parametrize("groups", [TOGETHER, [[4, 0], [1, 3, 2]]])
+@pytest.mark.parametrize("groups", [ONE_GROUP, [[4, 0], [1, 3, 2]]])
 @pytest.mark.parametrize("piece_bytes", [8, 1 << 20])
-def test_what_is_packed_is_unpacked(
+def test_arrays_are_packed_and_unpacked(
     groups: list[list[int]], scales: tuple[float, float], compressor: Compressor, piece_bytes: int
 ) -> None:
     communicator = LocalCommunicator()
@@ -42,13 +42,13 @@ def test_what_is_packed_is_unpacked(
         np.testing.assert_array_equal(result, array * array.dtype.type(scales[0] * scales[1]))
 
 
-def test_nothing_to_give_is_zeros() -> None:
-    exchange = Compression.none.exchange(LocalCommunicator(), LAYOUT, TOGETHER)
+def test_no_arrays_count_as_zeros() -> None:
+    exchange = Compression.none.exchange(LocalCommunicator(), LAYOUT, ONE_GROUP)
     exchange.sum([np.ones(shape, dtype) for shape, dtype in LAYOUT], 1.0, 1.0)
     assert not any(result.any() for result in exchange.sum(None, 1.0, 1.0))
 
 
-def test_scaling_is_done_in_the_wider_format() -> None:
-    # In float16 the sum of the ranks' 60000 would be infinite, in float32 1e-7 / 2 is no zero.
+def test_scaling_is_done_in_the_wider_dtype() -> None:
+    # In float16 the sum of the ranks' 60000 would be infinite.
     exchange = Compression.fp16.exchange(LocalCommunicator(), (((2,), FLOAT32),), [[0]])
     assert exchange.sum([np.array([120000, 6e4], np.float32)], 0.5, 2.0)[0].tolist() == [120000, 60000]

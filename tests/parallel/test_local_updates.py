@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo on ranks that are threads: the synchronous mean, uneven steps, bytes, and learning."""
+"""Local SGD and DiLoCo on ranks that are threads: the synchronous mean, uneven steps, bytes, and accuracy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(
     rate: float = 0.1,
     **more: Any,
 ) -> list[tuple[list[NDArray], int]]:
-    """What each rank has after so many steps: the weights, and the bytes it has brought."""
+    """Returns the weights of each rank after its steps, and the bytes it has sent."""
 
     def rank_main(process_set: ProcessSet) -> tuple[list[NDArray], int]:
         communicator = process_set.communicator
@@ -38,8 +38,8 @@ def train(
         optimizer = SGD(initial_weights(), rate, momentum)
         updates.start(optimizer.weights)
         examples = 0
-        mine = list(batches(communicator.rank, communicator.size, epochs=-(-max(steps) // 20)))
-        for batch in mine[: steps[communicator.rank]]:
+        own = list(batches(communicator.rank, communicator.size, epochs=-(-max(steps) // 20)))
+        for batch in own[: steps[communicator.rank]]:
             optimizer.step(gradients(optimizer.weights, batch))
             examples += len(batch)
             if updates.step():
@@ -52,7 +52,7 @@ def train(
 
 @functools.cache
 def synchronous(steps: int, momentum: float = 0.0) -> list[NDArray]:
-    """The weights after as many steps with the mean gradient."""
+    """Returns the weights after ``steps`` steps of synchronous training."""
 
     def rank_main(process_set: ProcessSet) -> list[NDArray]:
         reducer = GradientReducer(ReduceConfig(process_set=process_set))
@@ -75,27 +75,27 @@ def assert_all_same(results: Sequence[tuple[list[NDArray], int]]) -> None:
             np.testing.assert_array_equal(one, other)
 
 
-# ── what comes out ───────────────────────────────────────────────────────────────────────────────
+# ── weights ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_averaging_at_every_step_is_the_synchronous_mean() -> None:
+def test_averaging_in_every_step_is_synchronous_training() -> None:
     results = train(every=1)
     assert_all_same(results)
     assert_close(results[0][0], synchronous(12))
 
 
-def test_averaged_weights_are_the_mean_by_examples() -> None:
+def test_average_is_weighted_by_examples() -> None:
     def rank_main(process_set: ProcessSet) -> list[float]:
         updates = LocalUpdates(5, process_set=process_set)
         updates.start([np.full(2, 10.0)])
-        came_to, examples = ((13.0, 30), (6.0, 10))[process_set.communicator.rank]
-        return updates.exchange([np.full(2, came_to)], examples=examples)[0].tolist()
+        final, examples = ((13.0, 30), (6.0, 10))[process_set.communicator.rank]
+        return updates.exchange([np.full(2, final)], examples=examples)[0].tolist()
 
     assert on_threads(2, rank_main) == [[(3 * 13 + 6) / 4] * 2] * 2
 
 
 def test_outer_momentum_is_nesterovs() -> None:
-    """As PyTorch defines it: the velocity gathers gradients, and the step looks one velocity ahead."""
+    """As in PyTorch: the velocity accumulates gradients, and the step adds the next velocity in advance."""
     moves = [0.3, -0.1, 0.25]
     weight, velocity, expected = 1.0, 0.0, []
     for move in moves:
@@ -108,7 +108,7 @@ def test_outer_momentum_is_nesterovs() -> None:
         updates.start([np.array([1.0])])
         weights, seen = [np.array([1.0])], []
         for move in moves:
-            own = 2 * move * process_set.communicator.rank  # the mean is the move
+            own = 2 * move * process_set.communicator.rank  # the mean over the ranks is ``move``
             weights = updates.exchange([weights[0] + own], examples=1)
             seen.append(float(weights[0][0]))
         return seen
@@ -119,7 +119,9 @@ def test_outer_momentum_is_nesterovs() -> None:
 
 @pytest.mark.parametrize("outer", [AVERAGE, DILOCO], ids=["local_sgd", "diloco"])
 @pytest.mark.parametrize("steps", [(7, 3), (3, 7), (5, 0), (4, 8), (0, 0), (9, 2, 6)])
-def test_ranks_with_other_numbers_of_steps_end_with_the_same_weights(steps: tuple[int, ...], outer: OuterSGD) -> None:
+def test_ranks_with_different_numbers_of_steps_end_with_the_same_weights(
+    steps: tuple[int, ...], outer: OuterSGD
+) -> None:
     results = train(every=4, outer=outer, steps=steps)
     assert_all_same(results)
     if not any(steps):
@@ -143,7 +145,7 @@ def test_outer_state_is_the_same_after_an_uneven_epoch() -> None:
     assert one == other
 
 
-def test_weights_given_and_returned_are_the_callers() -> None:
+def test_given_and_returned_weights_may_be_changed() -> None:
     def rank_main(process_set: ProcessSet) -> None:
         updates = LocalUpdates(1, process_set=process_set)
         weights = [np.zeros(3)]
@@ -157,17 +159,17 @@ def test_weights_given_and_returned_are_the_callers() -> None:
     on_threads(2, rank_main)
 
 
-# ── bytes and learning ───────────────────────────────────────────────────────────────────────────
+# ── bytes and accuracy ───────────────────────────────────────────────────────────────────────────
 
 NBYTES = sum(weight.nbytes for weight in initial_weights())
 
 
 @pytest.mark.parametrize("every", [1, 4, 6])
-def test_bytes_are_those_of_every_step_divided(every: int) -> None:
+def test_bytes_are_divided_by_every(every: int) -> None:
     assert [sent for _, sent in train(every)] == [NBYTES * 12 // every] * 2
 
 
-def test_compressed_bytes_are_divided_too() -> None:
+def test_compressed_bytes_are_divided_by_every() -> None:
     assert [sent for _, sent in train(4, compressor=Compression.fp16)] == [NBYTES // 2 * 3] * 2
 
 
@@ -181,14 +183,14 @@ def test_compressed_bytes_are_divided_too() -> None:
     ],
     ids=["local_sgd", "diloco", "diloco-int8", "local_sgd-power_sgd"],
 )
-def test_digits_are_learned_as_well_as_synchronously(every: int, outer: OuterSGD, compressor: Any) -> None:
+def test_accuracy_is_that_of_synchronous_training(every: int, outer: OuterSGD, compressor: Any) -> None:
     results = train(every, outer, steps=(400, 400), momentum=0.9, compressor=compressor)
     assert_all_same(results)
     assert accuracy(synchronous(400, 0.9)) > 0.97
     assert abs(accuracy(results[0][0]) - accuracy(synchronous(400, 0.9))) <= 0.01
 
 
-# ── what cannot be meant ─────────────────────────────────────────────────────────────────────────
+# ── invalid arguments ────────────────────────────────────────────────────────────────────────────
 
 
 def test_ranks_with_different_weights_mismatch() -> None:
@@ -211,6 +213,6 @@ def test_ranks_with_different_weights_mismatch() -> None:
         (lambda: OuterSGD(nesterov=True), "nesterov=True needs an outer momentum"),
     ],
 )
-def test_arguments_that_cannot_be_meant(make: Any, text: str) -> None:
+def test_invalid_arguments(make: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make()

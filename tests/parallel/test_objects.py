@@ -20,7 +20,7 @@ class Plain:
 
 OBJECTS: dict[str, Any] = {
     "none": None,
-    "nothing": b"",
+    "empty": b"",
     "tree": {"epoch": 3, "losses": [0.5, float("inf")], "names": {"a", "b"}},
     "instance": Plain(4),
     "class": Plain,
@@ -30,14 +30,14 @@ OBJECTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("root", [0, 2])
 @pytest.mark.parametrize("obj", OBJECTS.values(), ids=OBJECTS)
-def test_broadcast_gives_everybody_the_object_of_the_root(obj: Any, root: int) -> None:
+def test_broadcast_sends_the_object_of_the_root_to_all_ranks(obj: Any, root: int) -> None:
     def rank_main(process_set: Any) -> Any:
         return broadcast_object(obj if process_set.rank() == root else "not this", root, process_set=process_set)
 
     assert on_threads(3, rank_main) == [obj] * 3
 
 
-def test_broadcast_gives_the_root_its_own_object_and_others_copies() -> None:
+def test_broadcast_returns_the_object_itself_on_the_root_and_copies_elsewhere() -> None:
     objects = [[0], [1], [2]]
     results = on_threads(
         3, lambda process_set: broadcast_object(objects[process_set.rank()], 1, process_set=process_set)
@@ -55,14 +55,14 @@ def test_functions_and_closures_can_be_sent() -> None:
     assert on_threads(3, rank_main) == [[10, 11, 12]] * 3
 
 
-def test_allgather_gives_everybody_everybodys_object_of_any_size() -> None:
+def test_allgather_of_objects_of_different_sizes() -> None:
     def rank_main(process_set: Any) -> list[Any]:
         return allgather_object("x" * 10 ** (2 * process_set.rank()), process_set=process_set)
 
     assert on_threads(3, rank_main) == [["x", "x" * 100, "x" * 10000]] * 3
 
 
-def test_arrays_that_were_sent_can_be_written_to() -> None:
+def test_received_arrays_are_writable() -> None:
     def rank_main(process_set: Any) -> list[float]:
         array = broadcast_object(np.zeros(2), process_set=process_set)
         array += process_set.rank()
@@ -71,6 +71,6 @@ def test_arrays_that_were_sent_can_be_written_to() -> None:
     assert on_threads(2, rank_main) == [[0, 0], [1, 1]]
 
 
-def test_root_that_does_not_take_part_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"root_rank=2 is not one of the ranks \[0, 1\]"):
+def test_root_outside_of_the_process_set_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"root_rank=2 is not one of the participating ranks \[0, 1\]"):
         on_threads(2, lambda process_set: broadcast_object(1, 2, process_set=process_set))

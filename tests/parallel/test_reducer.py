@@ -1,4 +1,4 @@
-"""The gradient reducer on ranks that are threads: weights, accumulation, and ranks that run out of batches."""
+"""The gradient reducer on ranks that are threads: weighting, accumulation, and ranks with fewer batches."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from choros.parallel.reduce.exchange import layout_of
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
 from parallel.threads import on_threads
 
-#: A batch: the gradient of its mean loss, and how many examples it has.
+#: A batch: the gradient of its mean loss, and its number of examples.
 Batch = tuple[float, int]
 
 
 def gradients(value: float) -> list[NDArray]:
-    """Of three variables, of two dtypes."""
+    """Returns gradients of three variables of two dtypes."""
     return [np.full((2, 3), value, np.float32), np.full((), value / 2, np.float64), np.full(4, -value, np.float32)]
 
 
 def train(batches: Sequence[Sequence[Batch]], **config: Any) -> list[list[float]]:
-    """The first variable's combined gradient at each of the ranks' ``batches``; all ranks join at the end."""
+    """Returns the first variable's reduced gradient for each of the ranks' ``batches``; all ranks join at the end."""
 
     def rank_main(process_set: ProcessSet) -> list[float]:
         reducer = GradientReducer(ReduceConfig(process_set=process_set, **config))
@@ -36,16 +36,16 @@ def train(batches: Sequence[Sequence[Batch]], **config: Any) -> list[list[float]
 
 
 def epoch(reducer: GradientReducer, batches: Sequence[Batch]) -> list[float]:
-    combined = []
+    reduced = []
     for step, (value, examples) in enumerate(batches, start=1):
         exchange = step % reducer.config.steps == 0
         first, second, third = reducer.reduce(gradients(value), examples=examples, exchange=exchange)
         np.testing.assert_array_equal(first, np.full((2, 3), first[0, 0]))
         np.testing.assert_allclose(second, first[0, 0] / 2, rtol=1e-3)
         np.testing.assert_array_equal(third, np.full(4, -first[0, 0]))
-        combined.append(float(first[0, 0]))
+        reduced.append(float(first[0, 0]))
     reducer.join(layout_of(gradients(0)))
-    return combined
+    return reduced
 
 
 # ── one step ─────────────────────────────────────────────────────────────────────────────────────
@@ -58,36 +58,36 @@ def test_average_is_over_examples(groups: Any) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
-def test_predivide_factor_changes_nothing_but_when_it_is_divided(factor: float) -> None:
+def test_predivide_factor_does_not_change_the_average(factor: float) -> None:
     assert train([[(1.0, 3)], [(2.0, 1)]], predivide_factor=factor) == [[1.25]] * 2
 
 
-def test_sum_adds_gradients_whatever_the_number_of_examples() -> None:
+def test_sum_does_not_depend_on_the_number_of_examples() -> None:
     assert train([[(1.0, 3)], [(2.0, 1)], [(4.0, 4)]], op=ReduceOp.SUM) == [[7.0]] * 3
 
 
-def test_fp16_averages_before_it_sends() -> None:
+def test_fp16_averages_before_sending() -> None:
     assert train([[(60000.0, 1)], [(60000.0, 1)], [(60000.0, 2)]], compressor=Compression.fp16) == [[60000.0]] * 3
 
 
-def test_fp16_rounds_what_it_sends() -> None:
+def test_fp16_rounds_sent_values() -> None:
     third = float(np.float16(1 / 3) + np.float16(1 / 3))
     assert train([[(2 / 3, 1)], [(2 / 3, 1)]], compressor=Compression.fp16) == [[third]] * 2
 
 
-def test_infinities_and_nan_arrive_everywhere_without_a_warning() -> None:
+def test_infinities_and_nan_reach_all_ranks_without_a_warning() -> None:
     for compressor in (Compression.none, Compression.fp16):
         assert train([[(np.inf, 1)], [(1.0, 1)]], compressor=compressor) == [[np.inf]] * 2
         assert np.isnan(train([[(np.inf, 1)], [(-np.inf, 1)]], compressor=compressor)).all()
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_overflow_of_the_format_that_travels_is_an_infinity_without_a_warning(steps: int) -> None:
+def test_overflow_of_the_wire_dtype_is_an_infinity_without_a_warning(steps: int) -> None:
     batches = [[(1e6, 1)] * steps, [(1.0, 1)] * steps]
     assert train(batches, steps=steps, compressor=Compression.fp16) == [[0.0] * (steps - 1) + [np.inf]] * 2
 
 
-def test_bfloat16_is_combined_in_float32_and_rounded_once() -> None:
+def test_bfloat16_is_reduced_in_float32_and_rounded_once() -> None:
     def rank_main(process_set: ProcessSet) -> NDArray:
         reducer = GradientReducer(ReduceConfig(op=ReduceOp.SUM, process_set=process_set))
         return reducer.reduce([np.full(2, 256 if process_set.rank() == 0 else 1, BFLOAT16)], examples=1)[0]
@@ -96,7 +96,7 @@ def test_bfloat16_is_combined_in_float32_and_rounded_once() -> None:
         assert (total.dtype, total.tolist()) == (BFLOAT16, [258, 258])
 
 
-def test_results_are_the_callers_and_inputs_are_only_read() -> None:
+def test_results_are_new_arrays_and_inputs_are_not_written_to() -> None:
     def rank_main(process_set: ProcessSet) -> list[float]:
         reducer = GradientReducer(ReduceConfig(process_set=process_set))
         given = np.ones(3)
@@ -108,7 +108,7 @@ def test_results_are_the_callers_and_inputs_are_only_read() -> None:
     assert on_threads(2, rank_main) == [[1, 1, 1]] * 2
 
 
-def test_gradients_may_change_their_shapes_between_steps() -> None:
+def test_shapes_of_gradients_may_change_between_steps() -> None:
     def rank_main(process_set: ProcessSet) -> list[list[float]]:
         reducer = GradientReducer(ReduceConfig(process_set=process_set))
         return [reducer.reduce([np.ones(n)], examples=1)[0].tolist() for n in (2, 3, 2)]
@@ -116,7 +116,7 @@ def test_gradients_may_change_their_shapes_between_steps() -> None:
     assert on_threads(2, rank_main) == [[[1, 1], [1, 1, 1], [1, 1]]] * 2
 
 
-def test_no_gradients_at_all_are_exchanged_too() -> None:
+def test_reduction_of_no_gradients() -> None:
     def rank_main(process_set: ProcessSet) -> list[list[NDArray]]:
         return [
             GradientReducer(ReduceConfig(process_set=process_set, groups=groups)).reduce([], examples=1)
@@ -126,13 +126,13 @@ def test_no_gradients_at_all_are_exchanged_too() -> None:
     assert on_threads(2, rank_main) == [[[], [], []]] * 2
 
 
-def test_empty_batch_counts_for_nothing_though_its_gradient_is_not_a_number() -> None:
+def test_empty_batch_is_ignored_although_its_gradient_is_not_a_number() -> None:
     assert train([[(2.0, 4)], [(np.nan, 0)]]) == [[2.0]] * 2
 
 
 def test_empty_batches_on_all_ranks_are_an_error() -> None:
     def rank_main(process_set: ProcessSet) -> None:
-        with pytest.raises(EngineError, match="a batch of 0 examples"):
+        with pytest.raises(EngineError, match="the batch has 0 examples"):
             GradientReducer(ReduceConfig(process_set=process_set)).reduce([np.ones(2)], examples=0)
 
     on_threads(2, rank_main)
@@ -140,14 +140,14 @@ def test_empty_batches_on_all_ranks_are_an_error() -> None:
 
 # ── accumulation ─────────────────────────────────────────────────────────────────────────────────
 
-PASSES = [[(1.0, 3), (2.0, 1)], [(4.0, 2), (8.0, 2)]]
+MICRO_BATCHES = [[(1.0, 3), (2.0, 1)], [(4.0, 2), (8.0, 2)]]
 MEAN = (3 * 1.0 + 1 * 2.0 + 2 * 4.0 + 2 * 8.0) / 8
 
 
 @pytest.mark.parametrize(
-    ("config", "combined"),
+    ("config", "reduced"),
     [
-        # Keras divides by the number of passes.
+        # Keras divides by the number of micro-batches.
         ({"average_steps": True}, 2 * MEAN),
         ({"average_steps": False}, 4 * MEAN),
         ({"op": ReduceOp.SUM, "average_steps": True}, 1.0 + 2.0 + 4.0 + 8.0),
@@ -155,11 +155,11 @@ MEAN = (3 * 1.0 + 1 * 2.0 + 2 * 4.0 + 2 * 8.0) / 8
         ({"predivide_factor": 2.0}, 2 * MEAN),
     ],
 )
-def test_passes_are_combined_at_the_last_of_them(config: dict[str, Any], combined: float) -> None:
-    assert train(PASSES, steps=2, **config) == [[0.0, combined]] * 2
+def test_micro_batches_are_reduced_after_the_last(config: dict[str, Any], reduced: float) -> None:
+    assert train(MICRO_BATCHES, steps=2, **config) == [[0.0, reduced]] * 2
 
 
-def test_passes_cost_one_exchange_together() -> None:
+def test_micro_batches_need_one_collective_per_step() -> None:
     def rank_main(process_set: ProcessSet) -> int:
         reducer = GradientReducer(ReduceConfig(process_set=process_set, steps=3))
         for step in range(6):
@@ -169,41 +169,43 @@ def test_passes_cost_one_exchange_together() -> None:
     assert on_threads(2, rank_main) == [2, 2]
 
 
-# ── ranks with other numbers of batches ──────────────────────────────────────────────────────────
+# ── ranks with different numbers of batches ──────────────────────────────────────────────────────
 
 
-def test_ranks_that_ran_out_of_batches_leave_the_average_to_the_others() -> None:
+def test_average_is_over_the_ranks_that_still_have_batches() -> None:
     batches = [[(1.0, 1), (2.0, 1), (4.0, 3)], [(3.0, 1)], [(5.0, 2), (8.0, 1)]]
     steps = [(1.0 + 3.0 + 2 * 5.0) / 4, (2.0 + 8.0) / 2, 4.0]
     assert train(batches) == [steps, steps[:1], steps[:2]]
 
 
-def test_rank_without_any_batch_joins_at_once() -> None:
+def test_rank_without_batches_joins_immediately() -> None:
     assert train([[(1.0, 2), (3.0, 2)], []]) == [[1.0, 3.0], []]
 
 
 @pytest.mark.parametrize(
     ("counts", "last"), [((2, 2), None), ((0, 0), None), ((2, 1), 0), ((1, 2), 1), ((1, 2, 2), 1), ((0, 0, 1), 2)]
 )
-def test_join_names_a_rank_of_the_last_update_if_another_missed_it(counts: Sequence[int], last: int | None) -> None:
+def test_join_returns_a_rank_of_the_last_step_if_another_had_no_batch_in_it(
+    counts: Sequence[int], last: int | None
+) -> None:
     def rank_main(process_set: ProcessSet) -> list[int | None]:
         reducer = GradientReducer(ReduceConfig(process_set=process_set))
-        named = []
+        results = []
         for _ in range(2):
             for _ in range(counts[process_set.rank()]):
                 reducer.reduce(gradients(1.0), examples=1)
-            named.append(reducer.join(layout_of(gradients(0))))
-        return named
+            results.append(reducer.join(layout_of(gradients(0))))
+        return results
 
     assert on_threads(len(counts), rank_main) == [[last, last]] * len(counts)
 
 
-def test_passes_kept_when_a_rank_joins_go_into_the_others_next_exchange() -> None:
-    together = 2 * (1.0 + 2 * 3.0 + 5.0) / 4
-    assert train([[(1.0, 1), (3.0, 2)], [(5.0, 1)]], steps=2) == [[0.0, together], [0.0]]
+def test_pending_micro_batches_of_a_joined_rank_count_in_the_next_reduction() -> None:
+    reduced = 2 * (1.0 + 2 * 3.0 + 5.0) / 4
+    assert train([[(1.0, 1), (3.0, 2)], [(5.0, 1)]], steps=2) == [[0.0, reduced], [0.0]]
 
 
-def test_passes_kept_when_all_ranks_have_joined_wait_for_the_next_epoch() -> None:
+def test_pending_micro_batches_after_all_ranks_have_joined_count_in_the_next_epoch() -> None:
     def rank_main(process_set: ProcessSet) -> list[list[float]]:
         reducer = GradientReducer(ReduceConfig(process_set=process_set, steps=2))
         first = [float(reducer.reduce(gradients(1.0), examples=1, exchange=False)[0][0, 0])]
@@ -214,7 +216,7 @@ def test_passes_kept_when_all_ranks_have_joined_wait_for_the_next_epoch() -> Non
     assert on_threads(2, rank_main) == [[[0.0], [4.0]]] * 2
 
 
-# ── what cannot be meant ─────────────────────────────────────────────────────────────────────────
+# ── invalid arguments ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -229,17 +231,19 @@ def test_passes_kept_when_all_ranks_have_joined_wait_for_the_next_epoch() -> Non
         ({"steps": 2}, [np.zeros(2)]),
     ],
 )
-def test_ranks_that_differ_mismatch_before_data_moves(config: dict[str, Any], arrays: list[NDArray]) -> None:
+def test_ranks_with_different_gradients_mismatch_before_data_is_sent(
+    config: dict[str, Any], arrays: list[NDArray]
+) -> None:
     def rank_main(process_set: ProcessSet) -> None:
-        odd = process_set.rank() == 1
-        reducer = GradientReducer(ReduceConfig(process_set=process_set, **(config if odd else {})))
+        differs = process_set.rank() == 1
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, **(config if differs else {})))
         with pytest.raises(MismatchError, match="1 arrays: float64"):
-            reducer.reduce(arrays if odd else [np.zeros(2)], examples=1)
+            reducer.reduce(arrays if differs else [np.zeros(2)], examples=1)
 
     on_threads(2, rank_main)
 
 
-def test_rank_that_calls_something_else_mismatches() -> None:
+def test_rank_that_calls_another_collective_mismatches() -> None:
     def rank_main(process_set: ProcessSet) -> None:
         reducer = GradientReducer(ReduceConfig(process_set=process_set))
         with pytest.raises(MismatchError, match=r"rank 0: gradients\(.*\n.*rank 1: barrier"):
@@ -251,13 +255,13 @@ def test_rank_that_calls_something_else_mismatches() -> None:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"op": ReduceOp.MAX}, "op=Max: gradients can be combined with Average or Sum"),
+        ({"op": ReduceOp.MAX}, "op=Max: gradients can be reduced with Average or Sum"),
         ({"predivide_factor": 0.0}, "gradient_predivide_factor=0.0 must be greater than 0"),
-        ({"predivide_factor": 2.0, "op": ReduceOp.SUM}, "use it with op=Average"),
+        ({"predivide_factor": 2.0, "op": ReduceOp.SUM}, "needs op=Average"),
         ({"steps": 0}, "backward_passes_per_step=0 must be 1 or more"),
     ],
 )
-def test_config_that_cannot_be_meant(config: dict[str, Any], text: str) -> None:
+def test_invalid_config(config: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         ReduceConfig(**config)
 
@@ -276,9 +280,9 @@ def test_groups(groups: Any, indices: list[list[int]]) -> None:
     assert ReduceConfig(groups=groups).group_indices(5) == indices
 
 
-def test_reducer_is_active_where_there_is_somebody_to_exchange_with() -> None:
-    assert on_threads(2, lambda every: GradientReducer(ReduceConfig(process_set=every)).active) == [True, True]
-    assert on_threads(1, lambda every: GradientReducer(ReduceConfig(process_set=every)).active) == [False]
+def test_reducer_is_active_if_there_are_other_ranks() -> None:
+    assert on_threads(2, lambda all_ranks: GradientReducer(ReduceConfig(process_set=all_ranks)).active) == [True, True]
+    assert on_threads(1, lambda all_ranks: GradientReducer(ReduceConfig(process_set=all_ranks)).active) == [False]
     outside, unregistered = ProcessSet([1]), ProcessSet([0])
     outside.register(1, [1], None)
     assert not GradientReducer(ReduceConfig(process_set=outside)).active

@@ -9,18 +9,18 @@ CASES = [(16, 8, 2), (18, 8, 2), (17, 8, 3), (20, 7, 3), (7, 7, 4), (2, 8, 4), (
 
 
 @pytest.mark.parametrize(("n", "batch_size", "size"), CASES)
-def test_ranks_together_see_the_batches_that_one_process_would(n: int, batch_size: int, size: int) -> None:
+def test_batches_of_all_ranks_are_the_batches_of_one_process(n: int, batch_size: int, size: int) -> None:
     ranges = [batch_ranges(n, batch_size, rank, size) for rank in range(size)]
     steps = -(-n // batch_size)
-    together = []
+    batches = []
     for step in range(steps):
-        taken = [mine[step] for mine in ranges if step < len(mine)]
-        together.append([index for start, end in taken for index in range(start, end)])
-    assert together == [list(range(first, min(first + batch_size, n))) for first in range(0, n, batch_size)]
+        parts = [own[step] for own in ranges if step < len(own)]
+        batches.append([index for start, end in parts for index in range(start, end)])
+    assert batches == [list(range(first, min(first + batch_size, n))) for first in range(0, n, batch_size)]
 
 
 @pytest.mark.parametrize(("n", "batch_size", "size"), CASES)
-def test_ranks_have_an_example_in_every_batch_but_maybe_the_last(n: int, batch_size: int, size: int) -> None:
+def test_ranks_have_an_example_in_every_batch_except_possibly_the_last(n: int, batch_size: int, size: int) -> None:
     steps = -(-n // batch_size)
     for rank in range(size):
         ranges = batch_ranges(n, batch_size, rank, size)
@@ -29,11 +29,11 @@ def test_ranks_have_an_example_in_every_batch_but_maybe_the_last(n: int, batch_s
 
 
 @pytest.mark.parametrize(("n", "batch_size", "size"), CASES)
-def test_indices_are_the_ranges_one_after_the_other(n: int, batch_size: int, size: int) -> None:
+def test_indices_are_the_concatenated_ranges(n: int, batch_size: int, size: int) -> None:
     indices = [example_indices(n, batch_size, rank, size) for rank in range(size)]
-    for rank, mine in enumerate(indices):
-        assert mine.dtype == np.int64
-        assert mine.tolist() == [i for start, end in batch_ranges(n, batch_size, rank, size) for i in range(start, end)]
+    for rank, own in enumerate(indices):
+        assert own.dtype == np.int64
+        assert own.tolist() == [i for start, end in batch_ranges(n, batch_size, rank, size) for i in range(start, end)]
     assert sorted(np.concatenate(indices)) == list(range(n))
 
 

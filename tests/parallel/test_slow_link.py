@@ -1,4 +1,4 @@
-"""On a link of 100 Mbit/s and 5 ms between two hosts; what it gains in time is measured by benchmarks/slow_link."""
+"""Training over a link of 100 Mbit/s and 5 ms between two hosts; benchmarks/slow_link measures the time."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ CANNOT = 75
 
 @functools.cache
 def errors() -> dict[str, str]:
-    """Those of each case."""
+    """Runs all cases; returns the error of each, empty if it passed."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.json"
         command = [sys.executable, LINK, "--", sys.executable, str(TESTS / "harness.py"), MODULE, str(report)]

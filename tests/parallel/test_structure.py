@@ -5,7 +5,7 @@ from choros.parallel.structure import leaves, map_structure
 Pair = namedtuple("Pair", "first second")
 
 
-def test_structures_keep_their_form() -> None:
+def test_structures_keep_their_types() -> None:
     for structure in (
         1,
         None,
@@ -18,9 +18,9 @@ def test_structures_keep_their_form() -> None:
         assert (mapped, type(mapped)) == (structure, type(structure))
 
 
-def test_dicts_of_other_kinds_become_dicts() -> None:
+def test_other_subclasses_of_dict_become_dicts() -> None:
     assert map_structure(str, defaultdict(list, a=1)) == {"a": "1"}
 
 
-def test_leaves_come_in_the_order_of_the_structure() -> None:
+def test_leaves_are_in_the_order_of_the_structure() -> None:
     assert leaves({"b": [1, None, Pair(2, 3)], "a": (4,)}) == [1, 2, 3, 4]

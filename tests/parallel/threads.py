@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def on_threads(size: int, function: Callable[[ProcessSet], T]) -> list[T]:
-    """What ``function`` returns on each of ``size`` ranks, called with the set of all of them."""
+    """Calls ``function`` on each of ``size`` ranks with the process set of all of them; returns the results."""
 
     def rank_main(communicator: Communicator) -> T:
         process_set = ProcessSet(communicator.ranks)

@@ -45,7 +45,7 @@ def slurm(rank: int, size: int, local_rank: int, host: int, tasks: str) -> dict[
     }
 
 
-#: What a batch script sees: it is no rank, whatever the job has asked for.
+#: The environment of a batch script, which is not a rank, even if the job has several tasks.
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "8"}
 
 
@@ -53,8 +53,8 @@ def tf_config(role: str, index: int, **cluster: list[str]) -> dict[str, str]:
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})}
 
 
-PLACES = {
-    "alone": ({}, Topology()),
+TOPOLOGIES = {
+    "single process": ({}, Topology()),
     "Open MPI, one host": (open_mpi(1, 2, 1, 2), Topology(1, 2, 1, 2, 0, 1, True, "Open MPI's mpirun")),
     "Open MPI, two hosts": (open_mpi(3, 4, 1, 2), Topology(3, 4, 1, 2, 1, 2, True, "Open MPI's mpirun")),
     "Open MPI, uneven hosts": (open_mpi(0, 3, 0, 2), Topology(0, 3, 0, 2, 0, 2, False, "Open MPI's mpirun")),
@@ -62,15 +62,18 @@ PLACES = {
     "torchrun": (torchrun(3, 4, 1, 2, 1, 2), Topology(3, 4, 1, 2, 1, 2, True, "torchrun")),
     "srun, uneven hosts": (slurm(6, 7, 0, 3, "2(x3),1"), Topology(6, 7, 0, 1, 3, 4, False, "srun")),
     "srun, not on every host": (slurm(5, 7, 1, 2, "2(x3),1"), Topology(5, 7, 1, 2, 2, 3, False, "srun")),
-    "srun, cyclic, host unlike block-wise": (slurm(1, 4, 0, 1, "2(x2)"), Topology(1, 4, 0, 2, 1, 2, True, "srun")),
-    "srun, cyclic, host like block-wise": (slurm(2, 8, 1, 0, "4(x2)"), Topology(2, 8, 1, 4, 0, 2, True, "srun")),
+    "srun, cyclic, other host than block-wise": (
+        slurm(1, 4, 0, 1, "2(x2)"),
+        Topology(1, 4, 0, 2, 1, 2, True, "srun"),
+    ),
+    "srun, cyclic, same host as block-wise": (slurm(2, 8, 1, 0, "4(x2)"), Topology(2, 8, 1, 4, 0, 2, True, "srun")),
     "sbatch script without srun": (SBATCH, Topology()),
     "mpirun inside SLURM": ({**SBATCH, **open_mpi(1, 2, 1, 2)}, Topology(1, 2, 1, 2, 0, 1, True, "Open MPI's mpirun")),
     "torchrun inside srun": (
         {**slurm(1, 2, 0, 1, "1(x2)"), **torchrun(5, 8, 1, 4, 1, 2)},
         Topology(5, 8, 1, 4, 1, 2, True, "torchrun"),
     ),
-    "TF_CONFIG, chief comes first": (
+    "TF_CONFIG, chief is rank 0": (
         tf_config("worker", 0, chief=["a:1"], worker=["b:1", "b:2"]),
         Topology(1, 3, 0, 2, 1, 2, False, "TF_CONFIG"),
     ),
@@ -82,7 +85,10 @@ PLACES = {
         tf_config("worker", 1, worker=["a:1", "b:1"]),
         Topology(1, 2, 0, 1, 1, 2, True, "TF_CONFIG"),
     ),
-    "TF_CONFIG, master is an old name": (tf_config("master", 0, master=["a:1"]), Topology(launcher="TF_CONFIG")),
+    "TF_CONFIG, master for chief": (
+        tf_config("master", 0, master=["a:1"]),
+        Topology(launcher="TF_CONFIG"),
+    ),
     "TF_CONFIG, ps": (tf_config("ps", 0, worker=["a:1", "b:1"], ps=["b:2"]), Topology(launcher="TF_CONFIG")),
     "TF_CONFIG, evaluator": (
         {**tf_config("evaluator", 0, worker=["a:1", "b:1"]), **slurm(1, 2, 0, 1, "1(x2)")},
@@ -101,14 +107,14 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(("environ", "place"), PLACES.values(), ids=PLACES)
-def test_place(environ: dict[str, str], place: Topology) -> None:
-    assert detect(environ) == place
+@pytest.mark.parametrize(("environ", "topology"), TOPOLOGIES.values(), ids=TOPOLOGIES)
+def test_detect(environ: dict[str, str], topology: Topology) -> None:
+    assert detect(environ) == topology
 
 
-def test_ranks_dealt_out_cyclically_each_have_a_place_of_their_own() -> None:
-    places = [detect(slurm(rank, 8, rank // 2, rank % 2, "4(x2)")) for rank in range(8)]
-    assert len({(place.local_rank, place.cross_rank) for place in places}) == 8
+def test_ranks_distributed_cyclically_have_different_local_and_cross_ranks() -> None:
+    topologies = [detect(slurm(rank, 8, rank // 2, rank % 2, "4(x2)")) for rank in range(8)]
+    assert len({(topology.local_rank, topology.cross_rank) for topology in topologies}) == 8
 
 
 CONTRADICTIONS = {
@@ -125,20 +131,25 @@ CONTRADICTIONS = {
     "local rank not below the local size": (torchrun(1, 4, 2, 2, 0, 2), ("LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2")),
     "more ranks on the host than in the job": (open_mpi(1, 2, 2, 3), ("LOCAL_SIZE=3", "WORLD_SIZE=2")),
     "not a number": ({**open_mpi(0, 2, 0, 2), "OMPI_COMM_WORLD_RANK": "one"}, ("OMPI_COMM_WORLD_RANK='one'",)),
-    "no number": ({**open_mpi(0, 2, 0, 2), "OMPI_COMM_WORLD_SIZE": ""}, ("OMPI_COMM_WORLD_SIZE=''",)),
-    "tasks that do not add up": (
+    "empty": ({**open_mpi(0, 2, 0, 2), "OMPI_COMM_WORLD_SIZE": ""}, ("OMPI_COMM_WORLD_SIZE=''",)),
+    "tasks that do not add up to the size": (
         slurm(0, 5, 0, 0, "2(x2)"),
         ("SLURM_STEP_TASKS_PER_NODE='2(x2)'", "SLURM_STEP_NUM_TASKS=5"),
     ),
-    "tasks that cannot be read": (slurm(0, 2, 0, 0, "2x1"), ("SLURM_STEP_TASKS_PER_NODE='2x1'", "2(x3),1")),
-    "a host that is not listed": (slurm(0, 2, 0, 2, "1(x2)"), ("SLURM_NODEID=2", "SLURM_STEP_TASKS_PER_NODE")),
-    "a place the host does not have": (slurm(0, 2, 1, 0, "1(x2)"), ("SLURM_LOCALID=1", "SLURM_STEP_TASKS_PER_NODE")),
+    "malformed list of tasks": (slurm(0, 2, 0, 0, "2x1"), ("SLURM_STEP_TASKS_PER_NODE='2x1'", "2(x3),1")),
+    "an unlisted host": (slurm(0, 2, 0, 2, "1(x2)"), ("SLURM_NODEID=2", "SLURM_STEP_TASKS_PER_NODE")),
+    "an unlisted local rank": (
+        slurm(0, 2, 1, 0, "1(x2)"),
+        ("SLURM_LOCALID=1", "SLURM_STEP_TASKS_PER_NODE"),
+    ),
     "TF_CONFIG": ({"TF_CONFIG": "{"}, ("TF_CONFIG cannot be used. It is not JSON",)),
 }
 
 
-@pytest.mark.parametrize(("environ", "named"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
-def test_contradiction_is_an_error_that_names_the_variables(environ: dict[str, str], named: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("environ", "fragments"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_contradiction_is_an_error_that_names_the_variables(
+    environ: dict[str, str], fragments: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as raised:
         detect(environ)
-    assert [text for text in named if text not in str(raised.value)] == []
+    assert [text for text in fragments if text not in str(raised.value)] == []

@@ -12,12 +12,12 @@ def tf_config(**cluster: list[str]) -> dict[str, str]:
 
 ADDR = {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 MASTERS = {
-    "by hand": (ADDR, "torchrun", Master("a", 29500)),
+    "MASTER_ADDR and MASTER_PORT": (ADDR, "torchrun", Master("a", 29500)),
     "torchrun's agent": ({**ADDR, "TORCHELASTIC_USE_AGENT_STORE": "True"}, "torchrun", Master("a", 29500, True)),
-    "torchrun without it": ({**ADDR, "TORCHELASTIC_USE_AGENT_STORE": "False"}, "torchrun", Master("a", 29500)),
-    "nothing": ({"MASTER_PORT": "29500"}, "torchrun", None),
+    "torchrun without its agent": ({**ADDR, "TORCHELASTIC_USE_AGENT_STORE": "False"}, "torchrun", Master("a", 29500)),
+    "no address": ({"MASTER_PORT": "29500"}, "torchrun", None),
     "TF_CONFIG, first worker": (tf_config(worker=["a:1", "b:2"]), "TF_CONFIG", Master("a", 1)),
-    "TF_CONFIG, the chief comes first": (tf_config(worker=["a:1"], chief=["c:3"]), "TF_CONFIG", Master("c", 3)),
+    "TF_CONFIG, the chief is rank 0": (tf_config(worker=["a:1"], chief=["c:3"]), "TF_CONFIG", Master("c", 3)),
     "TF_CONFIG beside another launcher's": ({**ADDR, **tf_config(worker=["b:1"])}, "TF_CONFIG", Master("b", 1)),
     "TF_CONFIG, IPv6": (tf_config(worker=["[fd00::1]:1"]), "TF_CONFIG", Master("fd00::1", 1)),
 }
@@ -29,7 +29,7 @@ def test_master(environ: dict[str, str], launcher: str, master: Master | None) -
 
 
 @pytest.mark.parametrize(
-    ("environ", "launcher", "named"),
+    ("environ", "launcher", "fragment"),
     [
         ({"MASTER_ADDR": "a"}, "torchrun", "MASTER_ADDR='a' and MASTER_PORT=''"),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "x"}, "torchrun", "MASTER_PORT='x'"),
@@ -38,11 +38,11 @@ def test_master(environ: dict[str, str], launcher: str, master: Master | None) -
         (tf_config(worker=["a:http"]), "TF_CONFIG", "'a:http' is no address"),
     ],
 )
-def test_what_is_no_address_is_an_error_that_names_it(environ: dict[str, str], launcher: str, named: str) -> None:
+def test_invalid_address_is_an_error_that_names_it(environ: dict[str, str], launcher: str, fragment: str) -> None:
     with pytest.raises(ConfigError) as raised:
         find_master(environ, launcher)
-    assert named in str(raised.value)
+    assert fragment in str(raised.value)
 
 
-def test_masters_are_written_as_addresses_are() -> None:
+def test_str_is_the_address() -> None:
     assert [str(Master("a", 1)), str(Master("fd00::1", 1))] == ["a:1", "[fd00::1]:1"]

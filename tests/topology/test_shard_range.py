@@ -6,13 +6,13 @@ from choros.topology import shard_range
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("n", [0, 1, 2, 6, 7, 8, 100])
-def test_ranges_follow_each_other_cover_everything_and_differ_by_one_at_most(n: int, size: int) -> None:
+def test_ranges_are_consecutive_cover_all_indices_and_differ_by_one_at_most(n: int, size: int) -> None:
     ranges = [shard_range(n, rank, size) for rank in range(size)]
     assert [index for start, end in ranges for index in range(start, end)] == list(range(n))
     assert [end - start for start, end in ranges] == [n // size + (rank < n % size) for rank in range(size)]
 
 
 @pytest.mark.parametrize(("n", "rank", "size"), [(-1, 0, 1), (4, 2, 2), (4, -1, 2), (4, 0, 0)])
-def test_what_cannot_be_meant_is_an_error(n: int, rank: int, size: int) -> None:
+def test_invalid_arguments_are_an_error(n: int, rank: int, size: int) -> None:
     with pytest.raises(ConfigError, match=rf"n={n}, rank={rank}, size={size}"):
         shard_range(n, rank, size)

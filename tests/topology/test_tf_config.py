@@ -1,4 +1,4 @@
-"""``TF_CONFIG``: what it says, and what is wrong with it."""
+"""``TF_CONFIG``: valid and malformed values."""
 
 import json
 
@@ -14,7 +14,7 @@ def config(cluster: object, task: object = WORKER_0, **rest: object) -> dict[str
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task, **rest})}
 
 
-def test_what_it_says() -> None:
+def test_read() -> None:
     cluster = {"worker": ["b:1", "[fd00::1]:1"], "master": ["a:1"], "ps": ["p:1"]}
     read = read_tf_config(config(cluster, {"type": "worker", "index": "1"}, rpc_layer="grpc"))
     assert read is not None
@@ -23,7 +23,7 @@ def test_what_it_says() -> None:
     assert read_tf_config({"TF_CONFIG": read.text()}) == read
 
 
-def test_another_task_in_place_of_its_own() -> None:
+def test_arguments_replace_the_task() -> None:
     environ = config({"worker": ["a:1"], "ps": ["b:1"]}, {})
     assert read_tf_config(environ, "ps", 0) == TFConfig({"worker": ("a:1",), "ps": ("b:1",)}, "ps", 0)
 
@@ -36,55 +36,58 @@ def test_ranks(role: str, index: int, rank: int | None) -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": ""}, config({})])
-def test_no_cluster_to_be_part_of(environ: dict[str, str]) -> None:
+def test_no_cluster(environ: dict[str, str]) -> None:
     assert read_tf_config(environ) is None
 
 
 ONE = {"worker": ["a:1"]}
 MALFORMED = {
-    "no JSON": ({"TF_CONFIG": "{'cluster': {}}"}, "It is not JSON (Expecting property name"),
-    "no object": ({"TF_CONFIG": "[]"}, 'It has no "cluster": name the addresses'),
-    "no cluster": ({"TF_CONFIG": "{}"}, 'It has no "cluster": name the addresses'),
-    "a cluster that is none": (config(["a:1"]), "The cluster is ['a:1'], not an object"),
-    "addresses that are no list": (config({"worker": "a:1"}), "cluster['worker'] is 'a:1', not a list of addresses"),
-    "a role nobody knows": (config({"workers": ["a:1"]}), "'workers', which is none of chief, worker, ps, evaluator"),
+    "not JSON": ({"TF_CONFIG": "{'cluster': {}}"}, "It is not JSON (Expecting property name"),
+    "not an object": ({"TF_CONFIG": "[]"}, 'It has no "cluster": add one with the addresses'),
+    "no cluster": ({"TF_CONFIG": "{}"}, 'It has no "cluster": add one with the addresses'),
+    "a cluster that is not an object": (config(["a:1"]), "The cluster is ['a:1'], not an object"),
+    "addresses that are not a list": (config({"worker": "a:1"}), "cluster['worker'] is 'a:1', not a list of addresses"),
+    "an unknown role": (
+        config({"workers": ["a:1"]}),
+        "'workers': expected chief, worker, ps, evaluator",
+    ),
     "no task": ({"TF_CONFIG": json.dumps({"cluster": ONE})}, 'add a "task" with a "type" and an "index"'),
-    "half a task": (config(ONE, {"type": "worker"}), 'add a "task" with a "type" and an "index"'),
-    "a task that is none": (config(ONE, "worker"), "\"task\" is 'worker', not an object"),
-    "a task of a role nobody knows": (config(ONE, {"type": "boss", "index": 0}), "to be a 'boss', which is none of"),
-    "an index that is no number": (config(ONE, {"type": "worker", "index": "x"}), "worker 'x': its index must be"),
+    "a task without an index": (config(ONE, {"type": "worker"}), 'add a "task" with a "type" and an "index"'),
+    "a task that is not an object": (config(ONE, "worker"), "\"task\" is 'worker', not an object"),
+    "a task with an unknown role": (config(ONE, {"type": "boss", "index": 0}), "to be a 'boss': expected one of"),
+    "an index that is not a number": (config(ONE, {"type": "worker", "index": "x"}), "worker 'x': its index must be"),
     "an index below 0": (config(ONE, {"type": "worker", "index": -1}), "worker -1: its index must be"),
     "an index out of range": (
         config({"worker": ["a:1", "b:1"]}, {"type": "worker", "index": 2}),
         "to be worker 2, but of these the cluster has 2: worker 0 … 1. Add the task's address",
     ),
-    "one task only": (config(ONE, {"type": "worker", "index": 1}), "the cluster has worker 0 only"),
-    "a role that is not there": (
+    "a second task of a role with one": (config(ONE, {"type": "worker", "index": 1}), "the cluster has worker 0 only"),
+    "a role that the cluster does not have": (
         config(ONE, {"type": "ps", "index": 0}),
         "to be ps 0, but of these the cluster has none",
     ),
     "no port": (config({"worker": ["a:1", "b"]}), "Of worker 1, 'b' is no address: expected host:port"),
-    "a port that is none": (config({"worker": ["a:0"]}), "'a:0' is no address"),
+    "an invalid port": (config({"worker": ["a:0"]}), "'a:0' is no address"),
     "no host": (config({"worker": [":1"]}), "':1' is no address"),
     "IPv6 without brackets": (config({"worker": ["fd00::1:1"]}), "'fd00::1:1' is no address"),
     "two chiefs": (
         config({"chief": ["a:1", "b:1"], "worker": ["c:1"]}),
-        "2 chiefs (a:1, b:1); make all but one workers",
+        "2 chiefs (a:1, b:1): make all but one workers",
     ),
     "chief and master": (config({"chief": ["a:1"], "master": ["b:1"], "worker": ["c:1"]}), "2 chiefs"),
     "one address twice": (
         config({"worker": ["a:1"], "ps": ["a:1"]}),
-        "worker 0 and ps 0 have one address, 'a:1': each needs a port of its own",
+        "worker 0 and ps 0 have the same address, 'a:1': give each task another port",
     ),
 }
 
 
-@pytest.mark.parametrize(("environ", "says"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed(environ: dict[str, str], says: str) -> None:
+@pytest.mark.parametrize(("environ", "fragment"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed(environ: dict[str, str], fragment: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read_tf_config(environ)
     text = str(raised.value)
     assert text.startswith("TF_CONFIG cannot be used. ")
-    assert says in text
+    assert fragment in text
     assert 'Expected JSON like {"cluster": {"worker": ["host1:2222"' in text
     assert text.endswith(f"got {environ['TF_CONFIG']!r}.")

@@ -11,11 +11,11 @@ def test_ranks_of_uneven_hosts() -> None:
         rank 0  rank 3  rank 1          rank 2  rank 4
     """
     hosts = ["a", "b", "c", "a", "c"]
-    places = [Topology.from_hosts(hosts, rank) for rank in range(5)]
-    assert [place.local_rank for place in places] == [0, 0, 0, 1, 1]
-    assert [place.local_size for place in places] == [2, 1, 2, 2, 2]
-    assert [place.cross_rank for place in places] == [0, 1, 2, 0, 1]
-    assert [place.cross_size for place in places] == [3, 3, 3, 2, 2]
+    topologies = [Topology.from_hosts(hosts, rank) for rank in range(5)]
+    assert [topology.local_rank for topology in topologies] == [0, 0, 0, 1, 1]
+    assert [topology.local_size for topology in topologies] == [2, 1, 2, 2, 2]
+    assert [topology.cross_rank for topology in topologies] == [0, 1, 2, 0, 1]
+    assert [topology.cross_size for topology in topologies] == [3, 3, 3, 2, 2]
 
 
 @pytest.mark.parametrize(("hosts", "homogeneous"), [("aabb", True), ("abab", True), ("aab", False)])

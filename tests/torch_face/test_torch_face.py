@@ -1,4 +1,4 @@
-"""The PyTorch face on two real ranks; the cases are in ``torch_cases.py``."""
+"""The PyTorch API on two ranks; the cases are in ``torch_cases.py``."""
 
 import pytest
 
@@ -8,14 +8,14 @@ from harness import FRAMEWORKS, case_names, check_case
 MODULE = "torch_face.torch_cases"
 
 
-@pytest.mark.skipif("torch" not in FRAMEWORKS, reason="CHOROS_TEST_FRAMEWORKS does not name torch")
+@pytest.mark.skipif("torch" not in FRAMEWORKS, reason="torch is not in CHOROS_TEST_FRAMEWORKS")
 @pytest.mark.parametrize("case", case_names(MODULE))
 def test_two_ranks(case: str) -> None:
     check_case(MODULE, 2, case, "torch")
 
 
 @pytest.mark.parametrize(
-    ("told", "devices", "expected"),
+    ("setting", "devices", "expected"),
     [
         ("auto", ["cpu", "cpu"], False),
         ("auto", ["cpu", "cuda"], True),
@@ -24,7 +24,7 @@ def test_two_ranks(case: str) -> None:
         ("1", ["cpu"], True),
     ],
 )
-def test_overlaps(told: str, devices: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHOROS_OVERLAP", told)
+def test_overlap(setting: str, devices: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHOROS_OVERLAP", setting)
     accelerated = any(device != "cpu" for device in devices)
     assert (bucket_bytes(accelerated=accelerated, device=None) is not None) is expected

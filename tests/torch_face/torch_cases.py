@@ -1,6 +1,6 @@
-"""The PyTorch face on two ranks: training equals plain torch on the global batch; see ``test_torch_face.py``.
+"""The PyTorch API on two ranks: training equals plain torch on the global batch; see ``test_torch_face.py``.
 
-Every case of training runs with and without overlap, in buckets of a few hundred bytes.
+Training cases run with and without overlap, in buckets of a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def batches(steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def part(batch: tuple[torch.Tensor, torch.Tensor], rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's half of a batch."""
+    """Returns this rank's half of a batch."""
     half = slice(*hvd.shard_range(BATCH, hvd.rank() if rank is None else rank, 2))
     return batch[0][half], batch[1][half]
 
@@ -78,14 +78,14 @@ def train(model: torch.nn.Module, optimizer: Any, data: Sequence[Any], *, set_to
         optimizer.step()
 
 
-def plainly(make: Make = SGD) -> torch.nn.Module:
-    """A model trained by plain torch on the global batches."""
+def trained_by_torch(make: Make = SGD) -> torch.nn.Module:
+    """Returns a model trained by plain torch on the global batches."""
     model = build()
     train(model, make(model.parameters()), batches())
     return model
 
 
-def same(model: torch.nn.Module, other: torch.nn.Module, tolerance: float = 1e-5) -> None:
+def assert_same(model: torch.nn.Module, other: torch.nn.Module, tolerance: float = 1e-5) -> None:
     for (name, ours), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         torch.testing.assert_close(
             ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
@@ -102,11 +102,11 @@ def case_sgd_and_adam() -> None:
         model = build()
         optimizer = hvd.DistributedOptimizer(make(model.parameters()), named_parameters=model.named_parameters())
         train(model, optimizer, parts(), set_to_none=set_to_none)
-        same(model, plainly(make))
+        assert_same(model, trained_by_torch(make))
 
 
 @with_and_without_overlap
-def case_gradients_that_are_accumulated() -> None:
+def case_accumulated_gradients() -> None:
     model, reference = build(), build()
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), backward_passes_per_step=2)
     plain = SGD(reference.parameters())
@@ -116,14 +116,14 @@ def case_gradients_that_are_accumulated() -> None:
             for batch in two:
                 (loss_of(net, own(batch)) / 2).backward()
             opt.step()
-    same(model, reference)
+    assert_same(model, reference)
 
 
 @with_and_without_overlap
-def case_fewer_passes_than_told_are_exchanged_too() -> None:
+def case_fewer_backward_passes_than_configured() -> None:
     model = build()
     train(model, hvd.DistributedOptimizer(SGD(model.parameters()), backward_passes_per_step=3), parts())
-    same(model, plainly())
+    assert_same(model, trained_by_torch())
 
 
 class TwoHeads(torch.nn.Module):
@@ -137,7 +137,7 @@ class TwoHeads(torch.nn.Module):
 
 
 @with_and_without_overlap
-def case_parameters_that_a_rank_or_no_rank_uses() -> None:
+def case_parameters_that_are_unused_on_some_or_all_ranks() -> None:
     def loss(net: TwoHeads, batch: Any, rank: int) -> torch.Tensor:
         x, y = part(batch, rank)
         return torch.nn.functional.cross_entropy(net(x, rank), y)
@@ -152,7 +152,7 @@ def case_parameters_that_a_rank_or_no_rank_uses() -> None:
         plain.zero_grad()
         ((loss(reference, batch, 0) + loss(reference, batch, 1)) / 2).backward()
         plain.step()
-    same(model, reference)
+    assert_same(model, reference)
 
 
 @with_and_without_overlap
@@ -165,7 +165,7 @@ def case_parameters_that_are_frozen_and_thawed() -> None:
     model, reference = build(), build()
     train_in_parts(model, hvd.DistributedOptimizer(SGD(model.parameters())), parts())
     train_in_parts(reference, SGD(reference.parameters()), batches())
-    same(model, reference)
+    assert_same(model, reference)
     assert not torch.equal(model[0].weight, build()[0].weight)
 
 
@@ -182,12 +182,12 @@ def case_groups_of_parameters() -> None:
     plain.add_param_group({"params": list(reference[0].parameters())})
     train(model, optimizer, parts()[2:])
     train(reference, plain, batches()[2:])
-    same(model, reference)
+    assert_same(model, reference)
 
 
 @with_and_without_overlap
-def case_arguments_that_change_how_but_not_what() -> None:
-    reference = plainly()
+def case_arguments_that_do_not_change_the_result() -> None:
+    reference = trained_by_torch()
     for arguments in (
         {"groups": 2},
         {"num_groups": 3},
@@ -198,7 +198,7 @@ def case_arguments_that_change_how_but_not_what() -> None:
         model = build()
         given = {name: value(model) if callable(value) else value for name, value in arguments.items()}
         train(model, hvd.DistributedOptimizer(SGD(model.parameters()), **given), parts())
-        same(model, reference)
+        assert_same(model, reference)
 
 
 @with_and_without_overlap
@@ -209,7 +209,7 @@ def case_sum() -> None:
         optimizer.zero_grad()
         (loss_of(model, batch) / 2).backward()
         optimizer.step()
-    same(model, plainly())
+    assert_same(model, trained_by_torch())
 
 
 @with_and_without_overlap
@@ -221,7 +221,7 @@ def case_compression() -> None:
         before = communicator.bytes_sent
         train(model, hvd.DistributedOptimizer(SGD(model.parameters()), compression=compression), parts())
         sent[compression] = communicator.bytes_sent - before
-        same(model, plainly(), tolerance=5e-3)
+        assert_same(model, trained_by_torch(), tolerance=5e-3)
     assert sent[hvd.Compression.none] == 2 * sent[hvd.Compression.fp16]
 
 
@@ -244,7 +244,7 @@ def case_bfloat16_and_sparse_gradients() -> None:
 
 
 @with_and_without_overlap
-def case_clipping_sees_the_gradient_of_all_ranks() -> None:
+def case_clipping_of_reduced_gradients() -> None:
     reference = build()
     plain = SGD(reference.parameters())
     for batch in batches():
@@ -265,11 +265,11 @@ def case_clipping_sees_the_gradient_of_all_ranks() -> None:
                     optimizer.step()
             else:
                 optimizer.step()
-        same(model, reference)
+        assert_same(model, reference)
 
 
 @with_and_without_overlap
-def case_a_gradient_changed_too_early_is_an_error() -> None:
+def case_gradient_changed_before_the_reduction_is_an_error() -> None:
     model = build()
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
     for change in (
@@ -291,7 +291,7 @@ def case_loss_scaling() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for index, batch in enumerate(parts()):
         optimizer.zero_grad()
-        # One rank's gradient is not finite: all ranks skip the step.
+        # The gradient of one rank is not finite: all ranks skip the step.
         scaler.scale(loss_of(model, batch) * (float("inf") if index == 2 and hvd.rank() == 1 else 1.0)).backward()
         optimizer.synchronize()
         with optimizer.skip_synchronize():
@@ -299,11 +299,11 @@ def case_loss_scaling() -> None:
         scaler.update()
     reference = build()
     train(reference, SGD(reference.parameters()), [batch for index, batch in enumerate(batches()) if index != 2])
-    same(model, reference)
+    assert_same(model, reference)
 
 
 @with_and_without_overlap
-def case_zero_grad_and_backward_out_of_turn() -> None:
+def case_zero_grad_and_backward_in_the_wrong_order() -> None:
     model = build()
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
     loss_of(model, parts()[0]).backward()
@@ -329,7 +329,7 @@ def case_closures() -> None:
             return loss
 
         assert (optimizer.step(closure) if index % 2 else optimizer.step(closure=closure)) > 0
-    same(model, plainly())
+    assert_same(model, trained_by_torch())
 
 
 @with_and_without_overlap
@@ -340,21 +340,21 @@ def case_learning_rate_schedulers() -> None:
     for batch in batches():
         train(reference, plain, [batch])
         scheduler.step()
-    for made_before in (True, False):
+    for created_before in (True, False):
         model = build()
         optimizer = SGD(model.parameters())
-        if made_before:
+        if created_before:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         hvd.DistributedOptimizer(optimizer)
-        if not made_before:
+        if not created_before:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         for batch in parts():
             train(model, optimizer, [batch])
             scheduler.step()
-        same(model, reference)
+        assert_same(model, reference)
 
 
-def case_the_optimizer_stays_what_it_was() -> None:
+def case_optimizer_keeps_its_class_and_state() -> None:
     model = build()
     optimizer = ADAM(model.parameters())
     assert hvd.DistributedOptimizer(optimizer) is optimizer
@@ -377,7 +377,7 @@ def case_the_optimizer_stays_what_it_was() -> None:
 
 
 @with_and_without_overlap
-def case_ranks_that_start_unlike() -> None:
+def case_ranks_with_different_initial_weights() -> None:
     model = build(seed=hvd.rank())
     model.register_buffer("count", torch.tensor(hvd.rank()))
     optimizer = SGD(model.parameters(), lr=0.1 if hvd.rank() == 0 else 0.7)
@@ -388,27 +388,27 @@ def case_ranks_that_start_unlike() -> None:
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     train(model, optimizer, parts()[1:])
     model.__delattr__("count")
-    same(model, plainly())
+    assert_same(model, trained_by_torch())
     hvd.broadcast_parameters(model.named_parameters(), root_rank=1)
     other = hvd.broadcast_object(model, root_rank=1)
-    same(model, other, tolerance=0)
+    assert_same(model, other, tolerance=0)
 
 
 @with_and_without_overlap
 def case_join() -> None:
-    gc.collect()  # optimizers of earlier cases
+    gc.collect()  # removes optimizers of earlier cases
     model, reference = build(), build()
     optimizer = hvd.DistributedOptimizer(ADAM(model.parameters()))
     plain = ADAM(reference.parameters())
     train(model, optimizer, parts() if hvd.rank() == 1 else parts()[:2])
     train(reference, plain, [*batches()[:2], *(part(batch, rank=1) for batch in batches()[2:])])
     assert hvd.join() == 1
-    same(model, reference)
+    assert_same(model, reference)
     assert optimizer.state_dict()["state"][0]["step"] == STEPS
     train(model, optimizer, parts()[:1])
     train(reference, plain, batches()[:1])
     assert hvd.join() == 0
-    same(model, reference)
+    assert_same(model, reference)
     loss_of(model, parts()[0]).backward()
     with pytest.raises(ConfigError, match=r"call step\(\) first"):
         hvd.join()
@@ -421,7 +421,7 @@ def case_join() -> None:
 
 
 @with_and_without_overlap
-def case_unlike_models() -> None:
+def case_different_models_mismatch() -> None:
     model = build()
     if hvd.rank() == 1:
         model[4] = torch.nn.Linear(16, CLASSES + 1)
@@ -441,11 +441,11 @@ def case_process_sets() -> None:
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), process_set=alone)
     train(model, optimizer, parts())
     train(reference, SGD(reference.parameters()), parts())
-    same(model, reference, tolerance=0)
+    assert_same(model, reference, tolerance=0)
     hvd.remove_process_set(alone)
 
 
-def case_arguments_that_cannot_be_meant() -> None:
+def case_invalid_arguments() -> None:
     model = build()
     names = list(model.named_parameters())
     for text, arguments in {
@@ -494,7 +494,7 @@ def case_collectives() -> None:
     assert hvd.allgather_object(hvd.rank()) == [0, 1]
 
 
-def case_collectives_under_way() -> None:
+def case_asynchronous_collectives() -> None:
     tensors = [torch.full((1000,), float(hvd.rank() + index)) for index in range(8)]
     handles = [hvd.allreduce_async(tensor, name=str(index)) for index, tensor in enumerate(tensors)]
     inplace = hvd.allreduce_async_(tensors[0].clone(), op=hvd.Sum)
@@ -508,8 +508,8 @@ def case_collectives_under_way() -> None:
         hvd.synchronize(hvd.allreduce_async(tensors[0], name=str(hvd.rank())))
 
 
-def case_backward_passes_that_are_nobody_elses_business() -> None:
-    """What the Keras face needs of ``BackwardExchange``: weights by examples, and hooks that know when to rest."""
+def case_backward_passes_outside_of_training_steps() -> None:
+    """``BackwardExchange`` as used by Keras: weighted by examples, with hooks that ignore other backward passes."""
     model = build()
     parameters = list(model.parameters())
     examples: list[int] = []
@@ -536,16 +536,16 @@ def case_backward_passes_that_are_nobody_elses_business() -> None:
         assert communicator.collectives == before, step
     model[0].requires_grad_(False)
     examples.append(1)
-    combined = exchange.combine(parameters[2:], backward(slice(None)))
-    torch.testing.assert_close(combined, whole[2:], rtol=1e-5, atol=1e-6)
+    reduced = exchange.combine(parameters[2:], backward(slice(None)))
+    torch.testing.assert_close(reduced, whole[2:], rtol=1e-5, atol=1e-6)
 
 
-def case_an_exchange_ends_with_its_optimizer() -> None:
+def case_hooks_are_removed_with_their_optimizer() -> None:
     model = build()
     with overlapping(True):
-        del_me = hvd.DistributedOptimizer(SGD(model.parameters()))
-        train(model, del_me, parts()[:2])
-        del del_me
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+        train(model, optimizer, parts()[:2])
+        del optimizer
         gc.collect()
         before = hvd.global_process_set.communicator.collectives
         loss_of(model, parts()[0]).backward()

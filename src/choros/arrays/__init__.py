@@ -1,6 +1,6 @@
-"""What a framework's array is: one adapter of primitives each, found by the array's type.
+"""Framework arrays: one adapter of primitives per framework, selected by the array's type.
 
-A framework is never imported for the user: an array of it in hand proves that it is loaded.
+No framework is imported unless the user has imported it: an array of it proves that it is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from choros.errors import ConfigError
 
 __all__ = ["ArrayAdapter", "ArrayFunction", "ArraySpec", "HostFunction", "adapter_of", "framework_adapter"]
 
-#: The package an array's class comes from → the framework.
+#: The package of an array's class → the framework.
 _PACKAGES = {"torch": "torch", "tensorflow": "tensorflow", "jax": "jax", "jaxlib": "jax"}
 _ADAPTERS = {"torch": "TorchArrays", "tensorflow": "TensorflowArrays", "jax": "JaxArrays"}
 _NUMPY = NumpyArrays()
@@ -23,15 +23,15 @@ _NUMPY = NumpyArrays()
 
 @cache
 def framework_adapter(framework: str) -> ArrayAdapter:
-    """The adapter of ``tensorflow``, ``torch``, ``jax`` or ``numpy``; imports the framework.
+    """Returns the adapter of ``tensorflow``, ``torch``, ``jax`` or ``numpy``; imports the framework.
 
     Raises:
-        ConfigError: choros knows no such framework.
+        ConfigError: choros does not support the framework.
     """
     if framework == "numpy":
         return _NUMPY
     if framework not in _ADAPTERS:
-        raise ConfigError(f"choros works with the frameworks {', '.join(_ADAPTERS)}; {framework!r} is none of them.")
+        raise ConfigError(f"{framework!r} is not a supported framework: expected one of {', '.join(_ADAPTERS)}.")
     module = import_module(f"choros.arrays.{framework}_arrays")
     adapter: ArrayAdapter = getattr(module, _ADAPTERS[framework])()
     return adapter
@@ -46,7 +46,7 @@ def _framework_of(kind: type) -> str:
 
 
 def adapter_of(array: Any) -> ArrayAdapter:
-    """The adapter of ``array``'s framework; that of NumPy for numbers, lists and all else.
+    """Returns the adapter of ``array``'s framework; that of NumPy for numbers, lists and all other types.
 
     Example:
         >>> type(adapter_of([1.0, 2.0])).__name__

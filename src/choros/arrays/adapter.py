@@ -1,4 +1,4 @@
-"""What the layers above need of a framework's arrays, and nothing else."""
+"""The adapter interface: the primitives of a framework's arrays that the other modules need."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 __all__ = ["ArrayAdapter", "ArrayFunction", "ArraySpec", "HostFunction"]
 
 HostArray = NDArray[Any]
-#: Takes and gives arrays in host memory.
+#: From host arrays to host arrays.
 HostFunction = Callable[[Sequence[HostArray]], Sequence[HostArray]]
-#: Takes and gives arrays of the framework.
+#: From arrays of the framework to arrays of the framework.
 ArrayFunction = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """The shape and dtype of an array that is yet to come; ``None`` is a dimension known only then."""
+    """The shape and dtype of an array; ``None`` is a dimension that is known only when the array is computed."""
 
     shape: tuple[int | None, ...]
     dtype: np.dtype[np.generic]
@@ -31,54 +31,54 @@ class ArrayAdapter(ABC):
     """The primitives of one framework's arrays.
 
     ``to_host`` results may share memory with the array and must not be written to. Arrays given to
-    ``from_host`` are handed over: the caller does not touch them again.
+    ``from_host`` are owned by the result: the caller does not use them again.
 
     Attributes:
-        static_shapes: functions being compiled must know the shape of every result.
+        static_shapes: whether compiled functions must know the shape of every result.
     """
 
     static_shapes: ClassVar[bool] = False
 
     @abstractmethod
     def to_host(self, array: Any) -> HostArray:
-        """The array's values in host memory, without a copy where that can be."""
+        """Returns the array in host memory, without a copy where possible."""
 
     @abstractmethod
     def from_host(self, host: HostArray, like: Any) -> Any:
-        """``host`` as an array of this framework, on the device of ``like``."""
+        """Returns ``host`` as an array of this framework, on the device of ``like``."""
 
     @abstractmethod
     def spec(self, array: Any) -> ArraySpec:
-        """The array's shape and dtype, known or not."""
+        """Returns the array's dtype and its shape as far as it is known."""
 
     @abstractmethod
     def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
-        """The array with ``dtype``; gradients flow through."""
+        """Returns the array cast to ``dtype``; differentiable."""
 
     @abstractmethod
     def sum(self, array: Any) -> Any:
-        """The sum of all elements; gradients flow through."""
+        """Returns the sum of all elements; differentiable."""
 
     @abstractmethod
     def extent(self, array: Any, axis: int) -> Any:
-        """The length of a dimension as an integer array: in a compiled function, known when it runs."""
+        """Returns the length of a dimension as an integer array, which compiled functions may compute at run time."""
 
     def is_symbolic(self, arrays: Sequence[Any]) -> bool:
-        """Whether these stand for values that are computed later, in a compiled function."""
+        """Returns whether ``arrays`` are symbolic: inputs of a function that is being compiled."""
         del arrays
         return False
 
     def symbolic_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
-        """``host_call`` inside a function that is being compiled; of frameworks that have such."""
+        """Implements ``host_call`` inside a function that is being compiled, for frameworks that compile functions."""
         raise NotImplementedError
 
     def host_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
-        """Calls ``function`` on the host: now, or each time the function being compiled is run.
+        """Calls ``function`` on the host: now, or in each run of the function that is being compiled.
 
         Args:
-            function: takes host arrays that it must not write to, returns arrays that it hands over.
-            arrays: what it is called with.
-            outputs: what it returns.
+            function: takes host arrays, which it must not write to; returns host arrays, which it must not keep.
+            arrays: its arguments.
+            outputs: the shapes and dtypes of its results.
         """
         if self.is_symbolic(arrays):
             return self.symbolic_call(function, arrays, outputs)
@@ -87,15 +87,15 @@ class ArrayAdapter(ABC):
         return [self.from_host(np.asarray(result), like) for result in results]
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
-        """``forward(arrays)``, through which gradients flow as ``backward`` says.
+        """Returns ``forward(arrays)`` with the gradient rule ``backward``.
 
-        Nothing is added where no gradient can be asked for: in frameworks without gradients, for instance.
+        The rule is ignored where no gradient can be computed, such as in frameworks without gradients.
 
         Args:
             forward: from arrays to results.
             backward: from the gradients with respect to the results to those with respect to ``arrays``. Integers have
-                none: ``backward`` gets such a result itself, and gives ``None`` for such an array.
-            arrays: what ``forward`` is called with.
+                none: ``backward`` receives such a result itself, and returns ``None`` for such an array.
+            arrays: the arguments of ``forward``.
         """
         del backward
         return list(forward(arrays))

@@ -18,16 +18,16 @@ __all__ = ["JaxArrays"]
 
 @final
 class JaxArrays(ArrayAdapter):
-    """``jax.Array`` and what stands for one inside ``jax.jit``."""
+    """``jax.Array`` and its tracers inside ``jax.jit``."""
 
     static_shapes = True
 
     def to_host(self, array: Any) -> HostArray:
-        """A read-only view of an array on the CPU."""
+        """Returns a read-only view of an array on the CPU."""
         return np.asarray(array)
 
     def from_host(self, host: HostArray, like: Any) -> Any:
-        """May share memory with ``host``, which was handed over."""
+        """The result may share memory with ``host``."""
         del like
         return jnp.asarray(host)
 
@@ -36,7 +36,7 @@ class JaxArrays(ArrayAdapter):
         return ArraySpec(tuple(array.shape), np.dtype(array.dtype))
 
     def is_symbolic(self, arrays: Sequence[Any]) -> bool:
-        """Inside a JAX transformation."""
+        """Returns whether this is inside a JAX transformation."""
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
     def symbolic_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
@@ -44,8 +44,8 @@ class JaxArrays(ArrayAdapter):
         for output in outputs:
             if None in output.shape:
                 raise ConfigError(
-                    "the shape of this collective's result is known only when it runs, which jax.jit does not "
-                    "allow: call it outside of jit."
+                    "the shape of this collective's result is known only when it runs, and jax.jit requires it "
+                    "at compile time: call the collective outside of jit."
                 )
         shapes = [jax.ShapeDtypeStruct(output.shape, output.dtype) for output in outputs]
 
@@ -63,11 +63,11 @@ class JaxArrays(ArrayAdapter):
         return jnp.sum(array)
 
     def extent(self, array: Any, axis: int) -> Any:
-        """A constant of the program that ``jax.jit`` compiles, where there is one."""
+        """Returns a constant: shapes are static inside ``jax.jit``."""
         return jnp.asarray(array.shape[axis])
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
-        """A ``jax.custom_vjp``, inside a JAX transformation."""
+        """Uses ``jax.custom_vjp``, inside a JAX transformation."""
         if not self.is_symbolic(arrays):
             return list(forward(arrays))
 
@@ -76,12 +76,12 @@ class JaxArrays(ArrayAdapter):
             return list(forward(values))
 
         def run(*values: Any) -> tuple[list[Any], list[Any]]:
-            results = differentiable(*values)  # not forward: this may be differentiated in its turn
+            results = differentiable(*values)  # not forward: this call may be differentiated, too
             return results, [None if jnp.issubdtype(result.dtype, jnp.floating) else result for result in results]
 
         def gradient(integers: list[Any], upstream: list[Any]) -> tuple[Any, ...]:
             pairs = zip(upstream, integers, strict=True)
-            return tuple(backward([given if own is None else own for given, own in pairs]))
+            return tuple(backward([given if integer is None else integer for given, integer in pairs]))
 
         differentiable.defvjp(run, gradient)
         return list(differentiable(*arrays))

@@ -13,14 +13,14 @@ __all__ = ["NumpyArrays"]
 
 @final
 class NumpyArrays(ArrayAdapter):
-    """Arrays that are in host memory already; a number comes back as a Python number."""
+    """Arrays in host memory; the results for Python numbers are Python numbers."""
 
     def to_host(self, array: Any) -> HostArray:
         """``numpy.asarray``."""
         return np.asarray(array)
 
     def from_host(self, host: HostArray, like: Any) -> Any:
-        """The array itself, or the number in it if ``like`` is a Python number."""
+        """Returns ``host`` itself, or a Python number if ``like`` is one."""
         return host.item() if isinstance(like, (bool, int, float)) and host.ndim == 0 else host
 
     def spec(self, array: Any) -> ArraySpec:

@@ -18,14 +18,14 @@ __all__ = ["TensorflowArrays"]
 
 @final
 class TensorflowArrays(ArrayAdapter):
-    """Tensors; sparse gradients (``IndexedSlices``) are made dense."""
+    """Tensors; sparse gradients (``IndexedSlices``) are converted to dense tensors."""
 
     def to_host(self, array: Any) -> HostArray:
-        """A copy: some of TensorFlow's views can be written through."""
+        """Returns a copy, because some of TensorFlow's views are writable."""
         return np.asarray(tf.convert_to_tensor(array).numpy())
 
     def from_host(self, host: HostArray, like: Any) -> Any:
-        """A tensor."""
+        """Returns a tensor."""
         del like
         return tf.convert_to_tensor(host)
 
@@ -33,23 +33,22 @@ class TensorflowArrays(ArrayAdapter):
         """Static shape and dtype."""
         if array.shape.rank is None:
             raise ConfigError(
-                "the number of dimensions of this tensor is not known while the tf.function is traced: give it with "
+                "the number of dimensions of this tensor is not known while the tf.function is traced: set it with "
                 "tensor.set_shape([None, …])."
             )
         return ArraySpec(tuple(array.shape), np.dtype(array.dtype.as_numpy_dtype))
 
     def is_symbolic(self, arrays: Sequence[Any]) -> bool:
-        """Inside a ``tf.function``."""
+        """Returns whether this is inside a ``tf.function``."""
         del arrays
         return not tf.executing_eagerly()
 
     def symbolic_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
-        """A ``tf.numpy_function``, which XLA cannot compile."""
+        """Uses a ``tf.numpy_function``, which XLA cannot compile."""
         if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ConfigError(
-                "choros communicates through the host, which a function compiled by XLA cannot do: pass "
-                "jit_compile=False to model.compile() or tf.function(). (With a choros callback in model.fit "
-                "this is done for you.)"
+                "choros communicates through the host, which is not possible in functions compiled by XLA: pass "
+                "jit_compile=False to model.compile() or tf.function(). (choros' callbacks do so in model.fit.)"
             )
         dense = [tf.convert_to_tensor(array) for array in arrays]
         results = tf.numpy_function(
@@ -72,7 +71,7 @@ class TensorflowArrays(ArrayAdapter):
         return tf.shape(array)[axis]
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
-        """A ``tf.custom_gradient``, in a ``tf.function`` or where a tape records."""
+        """Uses ``tf.custom_gradient``, in a ``tf.function`` or while a tape records."""
         if tf.executing_eagerly() and not could_possibly_record():
             return list(forward(arrays))
 
@@ -82,7 +81,7 @@ class TensorflowArrays(ArrayAdapter):
 
             def gradient(*upstream: Any) -> list[Any]:
                 pairs = zip(upstream, results, strict=True)
-                return list(backward([given if own.dtype.is_floating else own for given, own in pairs]))
+                return list(backward([given if result.dtype.is_floating else result for given, result in pairs]))
 
             return results, gradient
 

@@ -22,7 +22,7 @@ class TorchArrays(ArrayAdapter):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def to_host(self, array: Any) -> HostArray:
-        """Shares memory with a contiguous CPU tensor. NumPy has no bfloat16: its bits travel as int16."""
+        """Shares memory with a contiguous CPU tensor. NumPy has no bfloat16: its bits are passed as int16."""
         tensor = array.detach().cpu().contiguous()
         if tensor.dtype == torch.bfloat16:
             return tensor.view(torch.int16).numpy().view(_BFLOAT16)  # type: ignore[no-any-return]
@@ -55,7 +55,7 @@ class TorchArrays(ArrayAdapter):
         return torch.tensor(array.shape[axis], device=array.device)
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
-        """A ``torch.autograd.Function``, where a gradient is recorded."""
+        """Uses a ``torch.autograd.Function``, where autograd records."""
         if not (torch.is_grad_enabled() and any(array.requires_grad for array in arrays)):
             return list(forward(arrays))
         return list(_Differentiable.apply(forward, backward, *arrays))  # type: ignore[no-untyped-call, unused-ignore]
@@ -74,4 +74,4 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc, unused-ign
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         pairs = zip(gradients, ctx.integers, strict=True)
-        return None, None, *ctx.backward_rule([gradient if own is None else own for gradient, own in pairs])
+        return None, None, *ctx.backward_rule([given if integer is None else integer for given, integer in pairs])

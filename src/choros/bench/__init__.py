@@ -1,14 +1,14 @@
-"""``choros bench``: choros and its peers, measured in one run, in turns.
+"""``choros bench``: measures choros and its peers in one run, in interleaved rounds.
 
 ::
 
-    cli ─► allreduce, train, overhead     which contenders there are, and what each burst does
+    cli ─► allreduce, train, overhead        the contenders, and the work of a trial
               │
               ▼
-           contest ─► team ─► channel     rounds; a contender's processes; what they are told
-              │         └───► start       how its users would start it
+             run ─► process_group ─► channel  rounds of trials; a contender's processes; messages to them
+              │         └──────────► start    the launch commands of each contender's users
               ▼
            figures ─► report, plot, model
 
-Nothing imports this package.
+No other package imports this one.
 """

@@ -1,4 +1,4 @@
-"""``choros bench allreduce``: the contenders, and what is made of their figures."""
+"""``choros bench allreduce``: its contenders, cases, rows and tables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from choros.bench.cases import AllreduceCase, GroupedCase, unet_shapes
 from choros.bench.contender import CHOROS, Contender
 from choros.bench.figures import ratios
 from choros.bench.plot import fits
-from choros.bench.report import Row, Table, compare
-from choros.bench.run import Outcome
+from choros.bench.report import ReportRow, Table, compare
+from choros.bench.run import RunResult
 from choros.bench.sizes import format_bytes
 from choros.bench.start import chorosrun, horovodrun, mpirun, torchrun
 
@@ -29,37 +29,38 @@ CONTENDERS = (
     Contender(MEMCPY, chorosrun, "memcpy"),
 )
 
-#: Filters of each level: the example's, and those of the U-Net of Ronneberger et al. (2015) at half its width,
-#: which Keras code that is trained on ``imgs_train.npy`` commonly has.
+#: Filters of each level: those of the example, and those of the U-Net of Ronneberger et al. (2015) at half its width,
+#: as is common in Keras code that trains on ``imgs_train.npy``.
 _UNETS = {"U-Net": (16, 32, 64), "U-Net of 5 levels": (32, 64, 128, 256, 512)}
 
-_BYTES_COUNT_FROM = 1 << 20
+#: Below this size latency dominates, not bandwidth.
+_BANDWIDTH_BOUND_BYTES = 1 << 20
 
 _NOTES = (
     "÷: the contender's time divided by choros'; above 1, choros takes less. CPU: of all ranks, for one allreduce.",
-    "choros: in place, in memory from Communicator.empty, control message included; any array: a new array out.",
-    "mpi4py: by plain mpirun; prepared and in pieces: by chorosrun, with its memory settings and binding to cores.",
-    "grouped: choros by grouped_allreduce of the gradients; all others by one allreduce of an array of as many bytes.",
+    "choros: in place, in memory from Communicator.empty, with the control message; any array: into a new array.",
+    "mpi4py: under plain mpirun; prepared, in pieces: under chorosrun, with its memory settings and core binding.",
+    "grouped: choros: grouped_allreduce of the gradients; all others: one allreduce of one array of the same size.",
 )
 
 
 def cases(sizes: Sequence[int], dtype: str) -> list[AllreduceCase | GroupedCase]:
-    """The sizes one by one, then the gradients of U-Nets."""
+    """Returns a case for each size, then one for the gradients of each U-Net."""
     grouped = [GroupedCase(name, unet_shapes(widths), dtype) for name, widths in _UNETS.items()]
     return [*(AllreduceCase(size, dtype) for size in sizes), *grouped]
 
 
-def rows(outcome: Outcome[AllreduceCase | GroupedCase], ranks: int) -> list[Row]:
-    """What was measured on so many ranks."""
+def rows(result: RunResult[AllreduceCase | GroupedCase], ranks: int) -> list[ReportRow]:
+    """Returns the rows of ``result``, measured on ``ranks`` ranks."""
     return [
-        Row("grouped" if isinstance(case, GroupedCase) else "allreduce", name, ranks, summary, case.facts)
-        for (case, name), summary in outcome.summaries.items()
+        ReportRow("grouped" if isinstance(case, GroupedCase) else "allreduce", name, ranks, summary, case.facts)
+        for (case, name), summary in result.summaries.items()
     ]
 
 
-def tables(measured: Sequence[Row]) -> list[Table]:
-    """The tables of ``measured``, two for each number of ranks, with what they come to."""
-    made = []
+def tables(measured: Sequence[ReportRow]) -> list[Table]:
+    """Returns two tables for each number of ranks in ``measured``, with derived figures as notes."""
+    made: list[Table] = []
     numbers = sorted({row.ranks for row in measured})
     for ranks in numbers:
         here = [row for row in measured if row.ranks == ranks]
@@ -77,32 +78,32 @@ def tables(measured: Sequence[Row]) -> list[Table]:
     return made
 
 
-def _sections(measured: Sequence[Row], label: Callable[[Row], str]) -> list[tuple[str, list[Row]]]:
-    sections: dict[str, list[Row]] = {}
+def _sections(measured: Sequence[ReportRow], label: Callable[[ReportRow], str]) -> list[tuple[str, list[ReportRow]]]:
+    sections: dict[str, list[ReportRow]] = {}
     for row in measured:
         sections.setdefault(label(row), []).append(row)
     return list(sections.items())
 
 
-def _size(row: Row) -> str:
+def _size(row: ReportRow) -> str:
     return format_bytes(row.facts["bytes"])
 
 
-def _model(row: Row) -> str:
+def _model(row: ReportRow) -> str:
     return f"{row.facts['model']}: {row.facts['arrays']} gradients, {_size(row)}"
 
 
-def _fraction(label: str, section: Sequence[Row]) -> list[str]:
-    """How near choros comes to a memcpy, where bytes are what takes time."""
+def _fraction(label: str, section: Sequence[ReportRow]) -> list[str]:
+    """Returns choros' speed as a fraction of a memcpy's, if the size is bound by bandwidth."""
     found = {row.peer: row.summary for row in section}
-    if CHOROS not in found or MEMCPY not in found or section[0].facts["bytes"] < _BYTES_COUNT_FROM:
+    if CHOROS not in found or MEMCPY not in found or section[0].facts["bytes"] < _BANDWIDTH_BOUND_BYTES:
         return []
     share = ratios(found[MEMCPY], found[CHOROS])
     return [f"{label}: {share.best:.0%} of a memcpy's speed (median {share.median:.0%})"]
 
 
-def _grouped_cost(label: str, section: Sequence[Row]) -> list[str]:
-    """What many arrays cost more than one."""
+def _grouped_cost(label: str, section: Sequence[ReportRow]) -> list[str]:
+    """Returns the cost of many arrays relative to one array of the same bytes."""
     found = {row.peer: row.summary for row in section}
     if CHOROS not in found or ANY_ARRAY not in found:
         return []

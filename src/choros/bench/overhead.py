@@ -1,4 +1,4 @@
-"""``choros bench overhead``: the contenders, and what is made of their figures."""
+"""``choros bench overhead``: its contenders, cases, rows and tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from choros.bench.cases import PARTS, PartCase, TrainCase
 from choros.bench.contender import CHOROS, Contender
 from choros.bench.figures import Ratios, Summary, format_seconds, ratios
-from choros.bench.report import Row, Table
-from choros.bench.run import Outcome
+from choros.bench.report import ReportRow, Table
+from choros.bench.run import RunResult
 from choros.bench.start import chorosrun, one_core
 from choros.bench.train import sections
 
@@ -25,27 +25,27 @@ CONTENDERS = (
 PARTS_CONTENDER = Contender(CHOROS, chorosrun, "parts")
 PART_CASES = tuple(PartCase(part) for part in PARTS)
 
-#: What rows call the contenders: the peer and how many ranks.
+#: The peer and the number of ranks in the rows of each contender.
 _ROWS = {CHOROS: (CHOROS, 2), "choros, 1 rank": (CHOROS, 1), PLAIN: (PLAIN, 1), "plain Keras, twice": (PLAIN, 2)}
 
 
-def rows(outcome: Outcome[TrainCase], framework: str) -> list[Row]:
-    """What was measured with ``framework``."""
+def rows(result: RunResult[TrainCase], framework: str) -> list[ReportRow]:
+    """Returns the rows of ``result``, measured with ``framework``."""
     made = []
-    for (case, name), summary in outcome.summaries.items():
+    for (case, name), summary in result.summaries.items():
         peer, ranks = _ROWS[name]
         facts = {"framework": framework, **case.facts, "images_per_s": case.batch * ranks / summary.best_s}
-        made.append(Row("overhead", peer, ranks, summary, facts))
+        made.append(ReportRow("overhead", peer, ranks, summary, facts))
     return made
 
 
-def part_rows(outcome: Outcome[PartCase]) -> list[Row]:
-    """What the parts of a step take on two ranks."""
-    return [Row("overhead", name, 2, summary, case.facts) for (case, name), summary in outcome.summaries.items()]
+def part_rows(result: RunResult[PartCase]) -> list[ReportRow]:
+    """Returns the rows of the parts of a step on two ranks."""
+    return [ReportRow("overhead", name, 2, summary, case.facts) for (case, name), summary in result.summaries.items()]
 
 
-def tables(measured: Sequence[Row]) -> list[Table]:
-    """Training steps with what they come to, and the parts of a step."""
+def tables(measured: Sequence[ReportRow]) -> list[Table]:
+    """Returns the table of training steps, with derived ratios as notes, and the table of the parts of a step."""
     steps = sections([row for row in measured if "framework" in row.facts])
     columns = ("", "images/s", "best", "median", "CPU")
     training = Table(
@@ -60,16 +60,16 @@ def tables(measured: Sequence[Row]) -> list[Table]:
     return [training, Table(title, ("", "best", "median", "CPU"), (("the CNN's gradients", lines),))]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    who = f"{row.peer}, {row.ranks} rank{'s' if row.ranks > 1 else ''}"
-    return who, f"{row.facts['images_per_s']:,.0f}", *_times(row.summary)
+def _cells(row: ReportRow) -> tuple[str, ...]:
+    name = f"{row.peer}, {row.ranks} rank{'s' if row.ranks > 1 else ''}"
+    return name, f"{row.facts['images_per_s']:,.0f}", *_times(row.summary)
 
 
 def _times(summary: Summary) -> tuple[str, str, str]:
     return format_seconds(summary.best_s), format_seconds(summary.median_s), format_seconds(summary.cpu_s)
 
 
-def _notes(label: str, section: Sequence[Row]) -> list[str]:
+def _notes(label: str, section: Sequence[ReportRow]) -> list[str]:
     found = {(row.peer, row.ranks): row.summary for row in section}
     comparisons = (
         ("time of choros, 1 rank / plain Keras", (CHOROS, 1), (PLAIN, 1), 1),
@@ -83,5 +83,5 @@ def _notes(label: str, section: Sequence[Row]) -> list[str]:
     ]
 
 
-def _text(relation: Ratios, factor: int) -> str:
-    return f"best {relation.best * factor:.3f}, median {relation.median * factor:.3f}, CPU {relation.cpu * factor:.3f}"
+def _text(relative: Ratios, factor: int) -> str:
+    return f"best {relative.best * factor:.3f}, median {relative.median * factor:.3f}, CPU {relative.cpu * factor:.3f}"

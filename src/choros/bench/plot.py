@@ -1,4 +1,4 @@
-"""The figures as pictures, by matplotlib."""
+"""Plots of the measured figures, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from choros.bench.contender import CHOROS
 from choros.bench.model import AlphaBeta, fit
-from choros.bench.report import Row
+from choros.bench.report import ReportRow
 from choros.bench.sizes import format_bytes
 from choros.errors import ConfigError
 
@@ -23,25 +23,25 @@ def check_matplotlib() -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'choros[bench]'") from error
 
 
-def fits(rows: Sequence[Row]) -> list[AlphaBeta]:
-    """The α-β model of choros' allreduce, for each number of ranks, 2 or more."""
+def fits(rows: Sequence[ReportRow]) -> list[AlphaBeta]:
+    """Returns the fitted α-β model of choros' allreduce for each number of ranks, 2 or more."""
     return [model for ranks, sizes, seconds in _series(rows, CHOROS) if (model := fit(ranks, sizes, seconds))]
 
 
 def scaling_title(ranks: Sequence[int], cores: int) -> str:
-    """What the plot of several numbers of ranks is called.
+    """Returns the title of the plot of several numbers of ranks.
 
     Example:
         >>> scaling_title([1, 2, 4], cores=2)
         'allreduce by choros; 4 ranks share 2 cores'
     """
-    crowded = [str(number) for number in ranks if number > cores]
-    share = f"; {' and '.join(crowded)} ranks share {cores} cores" if crowded else ""
+    oversubscribed = [str(number) for number in ranks if number > cores]
+    share = f"; {' and '.join(oversubscribed)} ranks share {cores} cores" if oversubscribed else ""
     return f"allreduce by {CHOROS}{share}"
 
 
-def plot_sizes(rows: Sequence[Row], path: Path, cores: int) -> None:
-    """Time against bytes: all contenders; for several numbers of ranks, choros with the fitted α-β model."""
+def plot_sizes(rows: Sequence[ReportRow], path: Path, cores: int) -> None:
+    """Plots time against bytes: for one number of ranks all contenders, for several choros and the fitted models."""
     figure, axes = _figure()
     numbers = sorted({row.ranks for row in rows})
     if len(numbers) == 1:
@@ -67,24 +67,24 @@ def plot_sizes(rows: Sequence[Row], path: Path, cores: int) -> None:
     figure.savefig(path, dpi=150)
 
 
-def plot_rows(sections: Sequence[tuple[str, Sequence[Row]]], path: Path, title: str) -> None:
-    """A bar for each contender's best round and a mark for its median, a group for each section."""
+def plot_rows(sections: Sequence[tuple[str, Sequence[ReportRow]]], path: Path, title: str) -> None:
+    """Plots a bar for each contender's best round and a mark for its median, in one group per section."""
     figure, axes = _figure()
     labels: list[str] = []
     for label, rows in sections:
-        places = range(len(labels), len(labels) + len(rows))
-        axes.barh(places, [row.summary.best_s * 1e3 for row in rows], label=label)
-        axes.plot([row.summary.median_s * 1e3 for row in rows], places, "k|", markersize=12)
+        positions = range(len(labels), len(labels) + len(rows))
+        axes.barh(positions, [row.summary.best_s * 1e3 for row in rows], label=label)
+        axes.plot([row.summary.median_s * 1e3 for row in rows], positions, "k|", markersize=12)
         labels += [f"{row.peer}, {row.ranks} rank{'s' if row.ranks > 1 else ''}" for row in rows]
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
-    axes.set(title=title, xlabel="milliseconds a step: best round (bar), median (mark)")
+    axes.set(title=title, xlabel="milliseconds per step: best round (bar), median (mark)")
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)
 
 
-def _series(rows: Sequence[Row], peer: str) -> list[tuple[int, list[int], list[float]]]:
-    """``peer``'s best times by number of ranks: (ranks, sizes, seconds)."""
+def _series(rows: Sequence[ReportRow], peer: str) -> list[tuple[int, list[int], list[float]]]:
+    """Returns ``peer``'s best times for each number of ranks, as (ranks, sizes, seconds)."""
     series = []
     for ranks in sorted({row.ranks for row in rows}):
         chosen = [row for row in rows if (row.peer, row.ranks) == (peer, ranks)]
@@ -95,7 +95,7 @@ def _series(rows: Sequence[Row], peer: str) -> list[tuple[int, list[int], list[f
 
 
 def _figure() -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # not pyplot: there may be no display
+    from matplotlib.figure import Figure  # not pyplot, which may need a display
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     return figure, figure.subplots()

@@ -1,4 +1,4 @@
-"""What is going on, on standard error, for runs that take their time."""
+"""Progress lines on standard error, for long runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LINE_EVERY = 10.0
 
 @final
 class Progress:
-    """Says what is going on from two seconds after the start: one line, rewritten, on a terminal; else now and then.
+    """Shows progress from two seconds after the start: on a terminal one line, rewritten; elsewhere a line every 10 s.
 
     Example:
         >>> with Progress() as progress:
-        ...     progress.say("starting")  # nothing is shown yet
+        ...     progress.show("starting")  # nothing is shown yet
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -37,8 +37,8 @@ class Progress:
         if self._width:
             self._write("", "\r")
 
-    def say(self, text: str) -> None:
-        """Shows ``text`` in place of what it showed before."""
+    def show(self, text: str) -> None:
+        """Shows ``text`` in place of the text before it."""
         now = time.monotonic()
         if now < self._last + (0.0 if self._terminal else _LINE_EVERY):
             return

@@ -1,4 +1,4 @@
-"""What is shown and written: rows, tables, JSON."""
+"""Rows, tables and the JSON file: the output of a benchmark run."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from typing import Any, TextIO
 
 from choros.bench.contender import CHOROS
 from choros.bench.figures import Ratios, Summary, format_seconds, ratios
-from choros.bench.run import Absence
+from choros.bench.run import Skipped
 from choros.errors import ConfigError
 
-__all__ = ["Row", "Table", "absence_lines", "as_json", "check_writable", "compare", "plain", "show", "write_json"]
+__all__ = [
+    "ReportRow", "Table", "as_json", "check_writable", "compare", "plain_text", "show", "skipped_lines", "write_json",
+]  # fmt: skip
 
 _MEASURED = ("best", "median", "CPU")
 _RATIOS = ("best÷", "median÷", "CPU÷")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One contender's figures for one piece of work.
+class ReportRow:
+    """One contender's figures for one case.
 
     Attributes:
         bench: ``allreduce``, ``grouped``, ``train`` or ``overhead``.
         peer: the contender's name; ``choros`` for ours.
-        ranks: how many worked.
+        ranks: the number of ranks.
         summary: seconds for one allreduce, or for one training step.
-        facts: what else tells this row from others: ``bytes``, ``dtype``, ``framework``, ``model`` …
+        facts: the other keys that distinguish this row: ``bytes``, ``dtype``, ``framework``, ``model`` …
     """
 
     bench: str
@@ -40,10 +42,10 @@ class Row:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The row of the JSON file.
+        """Returns the row of the JSON file.
 
         Example:
-            >>> Row("train", "choros", 2, Summary(1.0, 2.0, 3.0), {"batch": 8}).as_json()
+            >>> ReportRow("train", "choros", 2, Summary(1.0, 2.0, 3.0), {"batch": 8}).as_json()
             {'bench': 'train', 'peer': 'choros', 'ranks': 2, 'best_s': 1.0, 'median_s': 2.0, 'cpu_s': 3.0, 'batch': 8}
         """
         summary = {"best_s": self.summary.best_s, "median_s": self.summary.median_s, "cpu_s": self.summary.cpu_s}
@@ -55,10 +57,10 @@ class Table:
     """A table as text: names in the first column, figures in the others.
 
     Attributes:
-        title: what is compared.
-        columns: headings.
-        sections: a line above its rows, and the rows' cells.
-        notes: lines below it.
+        title: the heading of the table.
+        columns: the headings of the columns.
+        sections: for each section its label, a line above its rows, and the rows' cells.
+        notes: lines below the table.
     """
 
     title: str
@@ -68,50 +70,54 @@ class Table:
 
 
 def compare(
-    title: str, sections: Sequence[tuple[str, Sequence[Row]]], *, throughput: bool = False, notes: Iterable[str] = ()
+    title: str,
+    sections: Sequence[tuple[str, Sequence[ReportRow]]],
+    *,
+    throughput: bool = False,
+    notes: Iterable[str] = (),
 ) -> Table:
-    """A table of contenders, each peer's figures divided by choros'.
+    """Returns a table of contenders with the ratios of each peer's figures to choros'.
 
     Args:
-        title: what is compared.
-        sections: a label, and the rows that do the same work.
-        throughput: whether rows have ``images_per_s``, to be shown.
-        notes: lines below it.
+        title: the heading of the table.
+        sections: labels, each with the rows of the same case.
+        throughput: whether to show the rows' ``images_per_s``.
+        notes: lines below the table.
     """
     columns = ("", *(("images/s",) if throughput else ()), *_MEASURED, *_RATIOS)
     return Table(title, columns, tuple((label, _cells(rows, throughput)) for label, rows in sections), tuple(notes))
 
 
-def _cells(rows: Sequence[Row], throughput: bool) -> tuple[tuple[str, ...], ...]:
+def _cells(rows: Sequence[ReportRow], throughput: bool) -> tuple[tuple[str, ...], ...]:
     ours = next((row.summary for row in rows if row.peer == CHOROS), None)
     cells: list[tuple[str, ...]] = []
     for row in rows:
         speed = (f"{row.facts['images_per_s']:,.0f}",) if throughput else ()
         seconds = map(format_seconds, (row.summary.best_s, row.summary.median_s, row.summary.cpu_s))
-        relation = ("", "", "") if ours is None or row.peer == CHOROS else _three(ratios(row.summary, ours))
-        cells.append((row.peer, *speed, *seconds, *relation))
+        ratio_cells = ("", "", "") if ours is None or row.peer == CHOROS else _ratio_cells(ratios(row.summary, ours))
+        cells.append((row.peer, *speed, *seconds, *ratio_cells))
     return tuple(cells)
 
 
-def _three(relation: Ratios) -> tuple[str, str, str]:
-    return f"{relation.best:.2f}", f"{relation.median:.2f}", f"{relation.cpu:.2f}"
+def _ratio_cells(relative: Ratios) -> tuple[str, str, str]:
+    return f"{relative.best:.2f}", f"{relative.median:.2f}", f"{relative.cpu:.2f}"
 
 
-def absence_lines(absences: Iterable[Absence]) -> list[str]:
-    """A line for each contender that is not in the tables, or not in all, with the reason.
+def skipped_lines(skipped: Iterable[Skipped]) -> list[str]:
+    """Returns a line with the reason for each contender that is missing from all or some of the tables.
 
     Example:
-        >>> absence_lines([Absence("Horovod", "", "not installed (horovod)")])
-        ['not measured: Horovod: not installed (horovod)']
+        >>> skipped_lines([Skipped("Horovod", "", "not installed (horovod)")])
+        ['skipped: Horovod: not installed (horovod)']
     """
-    return [f"not measured: {absence.name}{absence.since}: {absence.reason}" for absence in absences]
+    return [f"skipped: {each.name}{each.since}: {each.reason}" for each in skipped]
 
 
-def plain(table: Table) -> str:
-    """The table in plain text.
+def plain_text(table: Table) -> str:
+    """Returns the table as plain text.
 
     Example:
-        >>> print(plain(Table("Sums", ("", "best"), (("4 KiB", (("choros", "8 µs"),)),), ("A note.",))))
+        >>> print(plain_text(Table("Sums", ("", "best"), (("4 KiB", (("choros", "8 µs"),)),), ("A note.",))))
         Sums
                   best
         4 KiB
@@ -132,18 +138,18 @@ def plain(table: Table) -> str:
 
 
 def show(table: Table, stream: TextIO = sys.stdout) -> None:
-    """Prints the table: drawn on a terminal, where ``rich`` is installed; in plain text elsewhere."""
+    """Prints the table: with ``rich`` on a terminal, if it is installed; as plain text otherwise."""
     try:
         from rich import box
         from rich.console import Console
-        from rich.table import Table as Drawn
+        from rich.table import Table as RichTable
     except ImportError:
-        print(plain(table), file=stream)
+        print(plain_text(table), file=stream)
         return
     if not stream.isatty():
-        print(plain(table), file=stream)
+        print(plain_text(table), file=stream)
         return
-    drawn = Drawn(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+    drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
     names, *figures = table.columns
     drawn.add_column(names)
     for heading in figures:
@@ -159,19 +165,19 @@ def show(table: Table, stream: TextIO = sys.stdout) -> None:
         console.print(note)
 
 
-def as_json(machine: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """What the JSON file holds."""
+def as_json(machine: Mapping[str, Any], rows: Sequence[ReportRow]) -> dict[str, Any]:
+    """Returns the contents of the JSON file."""
     return {"machine": dict(machine), "rows": [row.as_json() for row in rows]}
 
 
-def write_json(path: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Writes ``path`` whole or not at all."""
+def write_json(path: Path, machine: Mapping[str, Any], rows: Sequence[ReportRow]) -> None:
+    """Writes ``path`` atomically."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(as_json(machine, rows), indent=1) + "\n")
     os.replace(partial, path)
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Raises a ``ConfigError`` if ``path`` cannot be written: better now than after ten minutes."""
+    """Raises a ``ConfigError`` if ``path`` cannot be written: before the measurements rather than after them."""
     if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise ConfigError(f"{option} {path}: cannot be written. Name a file in a directory that exists and is yours.")
+        raise ConfigError(f"{option} {path}: cannot be written. Give a file in an existing, writable directory.")

@@ -1,4 +1,4 @@
-"""The contest: all contenders, in turns, so that whatever else the machine does meets all of them.
+"""A benchmark run: all contenders in interleaved trials, so that other load on the machine affects all of them.
 
 ::
 
@@ -8,9 +8,9 @@
               …
     case B    …
 
-One burst at a time; the others' processes block. Each round another one is first: what a burst leaves in the
-caches would otherwise meet the same one every time. A contender that fails is noted with the reason and takes
-no further part.
+One trial runs at a time; the processes of the other contenders block. Each round starts with another contender:
+otherwise the cache contents that a trial leaves behind would always affect the same successor. A contender that
+fails is skipped from then on, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from choros.bench.contender import Contender
 from choros.bench.figures import Burst, Summary, summarise
 from choros.bench.process_group import ContenderFailed, Team
 
-__all__ = ["Absence", "Effort", "Outcome", "amount_for", "hold"]
+__all__ = ["Effort", "RunResult", "Skipped", "run_contenders", "units_for"]
 
 Case = TypeVar("Case")
 
-_MOST = 4000
+_MAX_UNITS = 4000
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """The amount of work to measure.
 
     Attributes:
-        rounds: how often each contender gets its turn.
-        seconds: how long a turn is to last, about.
-        many_runs: a turn is many runs of one unit of work, each begun together, rather than one run of many.
-        fewest: units of work in a turn, however long they take: a run may cost something by itself.
+        rounds: the number of trials of each contender and case.
+        seconds: the approximate duration of a trial.
+        many_runs: whether a trial is many runs of one unit of work, each behind a barrier, rather than one run of
+            many units.
+        fewest: the least units of work in a trial, whatever they take: a run may have a fixed cost.
     """
 
     rounds: int
@@ -51,14 +52,20 @@ class Effort:
     many_runs: bool
     fewest: int = 1
 
-    def split(self, amount: int) -> tuple[int, int]:
-        """(runs, units of each) of a turn with so much work."""
-        return (amount, 1) if self.many_runs else (1, amount)
+    def split(self, units: int) -> tuple[int, int]:
+        """Returns (runs, units of each run) for a trial of ``units`` units of work."""
+        return (units, 1) if self.many_runs else (1, units)
 
 
 @dataclass(frozen=True)
-class Absence:
-    """A contender that did not take part, or from some case on: who, since when (in words), and why."""
+class Skipped:
+    """A contender that was skipped.
+
+    Attributes:
+        name: the contender's name.
+        since: the case from which on it was skipped, as text to append to the name; empty if all cases were.
+        reason: why.
+    """
 
     name: str
     since: str
@@ -66,95 +73,94 @@ class Absence:
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[Case]):
-    """What came of a contest.
+class RunResult(Generic[Case]):
+    """The result of a benchmark run.
 
     Attributes:
-        summaries: by case and contender's name, those that went through all rounds.
-        absences: the others.
+        summaries: by case and contender's name, of those that completed all rounds.
+        skipped: the other contenders.
     """
 
     summaries: dict[tuple[Case, str], Summary] = field(default_factory=dict)
-    absences: list[Absence] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
 
 
-def amount_for(effort: Effort, burst: Burst) -> int:
-    """How many units of work make a turn, by what one took in ``burst``.
+def units_for(effort: Effort, burst: Burst) -> int:
+    """Returns the number of units of work in a trial, estimated from the time of one unit in ``burst``.
 
     Example:
-        >>> amount_for(Effort(rounds=7, seconds=0.02, many_runs=True), Burst(seconds=0.003, cpu_s=0.0))
+        >>> units_for(Effort(rounds=7, seconds=0.02, many_runs=True), Burst(seconds=0.003, cpu_s=0.0))
         7
     """
-    return min(_MOST, max(effort.fewest, math.ceil(effort.seconds / max(burst.seconds, 1e-9))))
+    return min(_MAX_UNITS, max(effort.fewest, math.ceil(effort.seconds / max(burst.seconds, 1e-9))))
 
 
-def hold(
+def run_contenders(
     contenders: Sequence[Contender],
     cases: Sequence[Case],
     ranks: int,
     effort: Effort,
     directory: Path,
-    say: Callable[[str], None],
-) -> Outcome[Case]:
-    """Starts the contenders, has them run all cases in turns, and ends them.
+    show_progress: Callable[[str], None],
+) -> RunResult[Case]:
+    """Starts the contenders, runs all cases in interleaved trials, and ends the contenders.
 
     Args:
-        contenders: who takes part; those that are not installed are among the absences.
-        cases: what is run, one after another; their texts are shown.
-        ranks: how many ranks each contender has.
-        effort: how much.
+        contenders: those to measure; one that is not installed is skipped.
+        cases: the cases to run, in this order; their texts are shown.
+        ranks: the number of ranks of each contender.
+        effort: the amount of work to measure.
         directory: for the contenders' sockets and output; only this user can enter it.
-        say: is told what is going on.
+        show_progress: called with a line of text before each trial.
     """
-    outcome: Outcome[Case] = Outcome()
+    result: RunResult[Case] = RunResult()
     with ExitStack() as stack:
-        teams = []
+        groups = []
         for contender in contenders:
-            say(f"starting {contender.name}")
+            show_progress(f"starting {contender.name}")
             own = directory / secrets.token_hex(4)
             own.mkdir(mode=0o700)
-            team = stack.enter_context(Team(contender, ranks, own))
-            if _attempt(team, outcome, "", team.start):
-                teams.append(team)
+            group = stack.enter_context(Team(contender, ranks, own))
+            if _attempt(group, result, "", group.start):
+                groups.append(group)
         for case in cases:
-            _run_case(case, teams, effort, outcome, say)
-        for team in teams:
-            team.dismiss()  # all, before the first is waited for
-    return outcome
+            _run_case(case, groups, effort, result, show_progress)
+        for group in groups:
+            group.dismiss()  # all groups, before waiting for the first to end
+    return result
 
 
 def _run_case(
-    case: Case, teams: list[Team], effort: Effort, outcome: Outcome[Case], say: Callable[[str], None]
+    case: Case, groups: list[Team], effort: Effort, result: RunResult[Case], show_progress: Callable[[str], None]
 ) -> None:
-    amounts: dict[Team, int] = {}
-    bursts: dict[Team, list[Burst]] = {team: [] for team in teams}
+    units: dict[Team, int] = {}
+    trials: dict[Team, list[Burst]] = {group: [] for group in groups}
 
-    def warm_up(team: Team) -> None:
-        amount = 1
-        team.run(case, *effort.split(amount))  # prepares, compiles, connects
+    def warm_up(group: Team) -> None:
+        units[group] = 1
+        group.run(case, *effort.split(1))  # prepares, compiles, connects
         for _ in range(2):
-            amount = amount_for(effort, team.run(case, *effort.split(amount)))
-        amounts[team] = amount
+            units[group] = units_for(effort, group.run(case, *effort.split(units[group])))
 
-    def turn(team: Team) -> None:
-        bursts[team].append(team.run(case, *effort.split(amounts[team])))
+    def run_trial(group: Team) -> None:
+        trials[group].append(group.run(case, *effort.split(units[group])))
 
     for number in range(effort.rounds + 1):
-        act, what = (turn, f"round {number} of {effort.rounds}") if number else (warm_up, "warming up")
-        first = number % max(1, len(teams))
-        for team in [*teams[first:], *teams[:first]]:
-            say(f"{case}: {what}, {team.contender.name}")
-            if not _attempt(team, outcome, f", from {case} on", partial(act, team)):
-                teams.remove(team)
-    for team in teams:
-        outcome.summaries[case, team.contender.name] = summarise(bursts[team])
+        act, what = (run_trial, f"round {number} of {effort.rounds}") if number else (warm_up, "warming up")
+        first = number % max(1, len(groups))
+        for group in [*groups[first:], *groups[:first]]:
+            show_progress(f"{case}: {what}, {group.contender.name}")
+            if not _attempt(group, result, f", from {case} on", partial(act, group)):
+                groups.remove(group)
+    for group in groups:
+        result.summaries[case, group.contender.name] = summarise(trials[group])
 
 
-def _attempt(team: Team, outcome: Outcome[Any], since: str, act: Callable[[], None]) -> bool:
+def _attempt(group: Team, result: RunResult[Any], since: str, act: Callable[[], None]) -> bool:
     try:
         act()
     except ContenderFailed as failure:
-        outcome.absences.append(Absence(team.contender.name, since, str(failure)))
-        team.stop(polite=False)
+        result.skipped.append(Skipped(group.contender.name, since, str(failure)))
+        group.stop(polite=False)
         return False
     return True

@@ -1,4 +1,4 @@
-"""One invocation of ``choros bench``: what it has measured so far, and where that goes."""
+"""One invocation of ``choros bench``: the rows measured so far, and their output."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from choros.bench.contender import CHOROS, Contender
 from choros.bench.machine import machine, machine_text
 from choros.bench.plot import check_matplotlib
 from choros.bench.progress import Progress
-from choros.bench.report import Row, Table, absence_lines, check_writable, show, write_json
-from choros.bench.run import Absence, Case, Effort, Outcome, hold
+from choros.bench.report import ReportRow, Table, check_writable, show, skipped_lines, write_json
+from choros.bench.run import Case, Effort, RunResult, Skipped, run_contenders
 
 __all__ = ["ENOUGH_ROUNDS", "Session"]
 
-#: With fewer a best one proves little.
+#: With fewer rounds, the best one proves little.
 ENOUGH_ROUNDS = 7
 
 
 @final
 class Session:
-    """Contests are held within its block, the report is made after it.
+    """Measures within its ``with`` block; reports after it.
 
     Args:
-        plot: the picture to draw, if any.
+        plot: the image file to draw, if any.
         json_file: the file to write all figures to, if any.
 
     Attributes:
-        rows: what has been measured.
-        machine: where.
+        rows: all rows measured so far.
+        machine: the description of this machine.
 
     Raises:
-        ConfigError: a file cannot be written, or there is nothing to draw with.
+        ConfigError: a file cannot be written, or matplotlib is needed and not installed.
     """
 
     def __init__(self, plot: Path | None, json_file: Path | None) -> None:
@@ -45,11 +45,11 @@ class Session:
         check_writable("--json", json_file)
         if plot is not None:
             check_matplotlib()
-        self.rows: list[Row] = []
+        self.rows: list[ReportRow] = []
         self.machine = machine()
         self._plot = plot
         self._json = json_file
-        self._absences: dict[tuple[str, str], Absence] = {}
+        self._skipped: dict[tuple[str, str], Skipped] = {}
         self._rounds = ENOUGH_ROUNDS
         self._stack = ExitStack()
 
@@ -65,27 +65,27 @@ class Session:
 
     def hold(
         self, contenders: Sequence[Contender], cases: Sequence[Case], ranks: int, effort: Effort, about: str = ""
-    ) -> Outcome[Case]:
-        """A contest; see ``contest.hold``. ``about`` is shown before what is going on."""
+    ) -> RunResult[Case]:
+        """Measures the contenders; see ``run.run_contenders``. ``about`` is a prefix of the progress lines."""
 
-        def say(text: str) -> None:
-            self._progress.say(about + text)
+        def show_progress(text: str) -> None:
+            self._progress.show(about + text)
 
         self._rounds = min(self._rounds, effort.rounds)
-        outcome = hold(contenders, cases, ranks, effort, self._directory, say)
-        for absence in outcome.absences:
-            self._absences.setdefault((absence.name, absence.reason), absence)
-        return outcome
+        result = run_contenders(contenders, cases, ranks, effort, self._directory, show_progress)
+        for skipped in result.skipped:
+            self._skipped.setdefault((skipped.name, skipped.reason), skipped)
+        return result
 
     def report(self, tables: Sequence[Table], plot: Callable[[Path], None]) -> int:
-        """Prints, draws and writes; returns the exit code."""
+        """Prints the tables, draws the plot and writes the JSON file, where requested; returns the exit code."""
         for table in tables:
             show(table)
             click.echo()
-        for line in absence_lines(self._absences.values()):
+        for line in skipped_lines(self._skipped.values()):
             click.echo(line)
         if self._rounds < ENOUGH_ROUNDS:
-            click.echo(f"rounds: {self._rounds} are too few to compare contenders by; take {ENOUGH_ROUNDS} or more.")
+            click.echo(f"--rounds {self._rounds}: too few for a comparison; use {ENOUGH_ROUNDS} or more.")
         click.echo(f"machine: {machine_text(self.machine)}")
         if self._plot is not None and self.rows:
             plot(self._plot)

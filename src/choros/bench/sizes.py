@@ -1,4 +1,4 @@
-"""Numbers of bytes, as people write them."""
+"""Numbers of bytes as text, such as ``4KiB``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["format_bytes", "parse_sizes"]
 _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _NAMES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _SIZE = re.compile(r"(\d+)\s*([a-z]*)", re.IGNORECASE)
-#: From one size of a range to the next.
+#: The factor from one size of a range to the next.
 _STEP = 4
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """The numbers of bytes in ``text``: sizes with commas between, and ranges, which grow fourfold.
+    """Parses sizes, separated by commas, and ranges, which grow by a factor of four, into numbers of bytes.
 
     Raises:
         ConfigError: a size is malformed, or a range is empty.
@@ -52,7 +52,7 @@ def _parse(text: str) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """``size`` bytes in the largest unit that fits.
+    """Formats ``size`` bytes in the largest unit that fits.
 
     Example:
         >>> format_bytes(4096), format_bytes(1536 << 10), format_bytes(1000), format_bytes(470852)

@@ -1,4 +1,4 @@
-"""``choros bench train``: the contenders of each framework, and what is made of their figures."""
+"""``choros bench train``: the contenders of each framework, the cases, rows and tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from choros.bench.cases import MODELS, TrainCase
 from choros.bench.contender import CHOROS, Contender
-from choros.bench.report import Row, Table, compare
-from choros.bench.run import Outcome
+from choros.bench.report import ReportRow, Table, compare
+from choros.bench.run import RunResult
 from choros.bench.start import chorosrun, horovodrun, jax_cluster, logical_cpus, tf_cluster, torchrun, xla_devices
 from choros.errors import ConfigError
 
@@ -16,7 +16,7 @@ __all__ = ["CONTENDERS", "cases", "frameworks", "of", "rows", "sections", "table
 
 
 def of(framework: str, *contenders: Contender) -> tuple[Contender, ...]:
-    """The contenders, set to use ``framework``, which they all need."""
+    """Returns the contenders, configured for ``framework`` and requiring it."""
     environ = {"KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"}
     return tuple(replace(each, environ=environ, needs=[framework, "keras", *each.needs]) for each in contenders)
 
@@ -46,20 +46,20 @@ CONTENDERS = {
 _NOTES = (
     "÷: the contender's time divided by choros'; above 1, choros takes less. CPU: of all ranks, for one step.",
     "cnn: the CNN of examples/mnist_horovod.py, 1.2 million parameters, Adam. mlp: 20 million parameters, SGD.",
-    "On torch all train by a loop in plain PyTorch, but for one row; elsewhere by Keras' fit, but for",
-    "MultiWorkerMirroredStrategy, whose fit fails under Keras 3.",
+    "torch: all but 'choros, by Keras' train in a plain PyTorch loop. Other frameworks: all train with Keras' fit but",
+    "MultiWorkerMirroredStrategy, whose fit fails under Keras 3 and which trains in a custom loop.",
 )
 
 
 def frameworks(wanted: str, installed: Sequence[str]) -> tuple[str, ...]:
-    """The frameworks to train on.
+    """Returns the frameworks to train with.
 
     Args:
-        wanted: one, or ``all``, which is all that are installed.
-        installed: those that are.
+        wanted: one framework, or ``all`` for all that are installed.
+        installed: the installed frameworks.
 
     Raises:
-        ConfigError: it is not installed, or none is.
+        ConfigError: the framework is not installed, or no framework is.
     """
     chosen = tuple(installed) if wanted == "all" else (wanted,)
     missing = [framework for framework in chosen if framework not in installed]
@@ -70,7 +70,7 @@ def frameworks(wanted: str, installed: Sequence[str]) -> tuple[str, ...]:
 
 
 def cases(wanted: str, batch: int | None) -> list[TrainCase]:
-    """The models to train: one, or ``all``, with ``batch`` examples a rank or what is usual for it.
+    """Returns the models to train: one, or ``all``; each with ``batch`` examples per rank, or with its default.
 
     Example:
         >>> [str(case) for case in cases("all", None)]
@@ -80,24 +80,24 @@ def cases(wanted: str, batch: int | None) -> list[TrainCase]:
     return [TrainCase(name, batch or MODELS[name].batch) for name in chosen]
 
 
-def rows(outcome: Outcome[TrainCase], ranks: int, framework: str) -> list[Row]:
-    """What was measured with ``framework``."""
+def rows(result: RunResult[TrainCase], ranks: int, framework: str) -> list[ReportRow]:
+    """Returns the rows of ``result``, measured with ``framework``."""
     made = []
-    for (case, name), summary in outcome.summaries.items():
+    for (case, name), summary in result.summaries.items():
         facts = {"framework": framework, **case.facts, "images_per_s": case.batch * ranks / summary.best_s}
-        made.append(Row("train", name, ranks, summary, facts))
+        made.append(ReportRow("train", name, ranks, summary, facts))
     return made
 
 
-def sections(measured: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """The rows that did the same work, under a label."""
-    found: dict[str, list[Row]] = {}
+def sections(measured: Sequence[ReportRow]) -> list[tuple[str, list[ReportRow]]]:
+    """Groups the rows of the same framework, model and batch size under a label."""
+    found: dict[str, list[ReportRow]] = {}
     for row in measured:
         label = "{framework}, {model}, {batch} a rank".format_map(row.facts)
         found.setdefault(label, []).append(row)
     return list(found.items())
 
 
-def table(title: str, measured: Sequence[tuple[str, Sequence[Row]]]) -> Table:
-    """The table of what ``sections`` gives."""
+def table(title: str, measured: Sequence[tuple[str, Sequence[ReportRow]]]) -> Table:
+    """Returns the table of the sections that ``sections`` returned."""
     return compare(title, measured, throughput=True, notes=_NOTES)

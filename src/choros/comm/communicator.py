@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from choros.comm.reduction import ReduceOp, check_dtype, from_working, working_d
 from choros.comm.request import Request, caller, mismatch_text
 from choros.comm.work import Work, WorkQueue
 from choros.errors import ConfigError, MismatchError
+from choros.observe import events
 from choros.topology import shard_range
 
 __all__ = ["SHUTDOWN", "Communicator"]
@@ -323,7 +325,9 @@ class Communicator(ABC):
         if problem is not None:
             request = Request(request.collective, f"refused: {problem}", request.name)
         # Plain integers: this runs in every step, and for some ranks they are compared faster than arrays.
-        told: list[list[int]] = self._exchange(np.array((request.digest, extent), np.int64)).tolist()
+        header = np.array((request.digest, extent), np.int64)
+        table = self._observed(request, header) if events.active() else self._exchange(header)
+        told: list[list[int]] = table.tolist()
         for digest, _ in told:
             if digest != request.digest:
                 break
@@ -425,6 +429,23 @@ class Communicator(ABC):
         if self._scratch is None or self._scratch.nbytes < self.piece_bytes:
             self._scratch = self._allocate(self.piece_bytes)
         return self._scratch
+
+    def _observed(self, request: Request, header: NDArray[np.int64]) -> NDArray[np.int64]:
+        """``_exchange``, with events before and after it, and one when the collective is done."""
+        name, sent, begun = request.name or request.collective, self.bytes_sent, time.perf_counter()
+
+        def emit(kind: events.Kind, **details: events.Detail) -> None:
+            events.emit(kind, name, collective=request.collective, process_set=self.ranks, **details)
+
+        def done() -> None:
+            seconds = round(time.perf_counter() - begun, 6)
+            emit(events.Kind.COLLECTIVE_DONE, bytes=self.bytes_sent - sent, seconds=seconds)
+
+        self._queue.on_exit(done)
+        emit(events.Kind.COLLECTIVE_BEGUN)
+        table = self._exchange(header)
+        emit(events.Kind.COLLECTIVE_MATCHED, waited=round(time.perf_counter() - begun, 6))
+        return table
 
     def _compare(self, request: Request) -> str:
         text = str(request) if request == SHUTDOWN else f"{request} at {caller()}"

@@ -17,6 +17,8 @@ from choros.comm.process_set import ProcessSet
 from choros.comm.selection import select
 from choros.config import Config
 from choros.errors import ConfigError, EngineError, MismatchError, NotInitializedError
+from choros.observe import events
+from choros.observe.listeners import start_listeners
 from choros.topology import Topology, detect
 
 __all__ = [
@@ -38,6 +40,7 @@ class _Job:
     topology: Topology
     communicator: Communicator
     finalize: Callable[[], None]
+    stop_listening: Callable[[], None]
     process_sets: dict[int, ProcessSet] = field(default_factory=dict)
     next_id: int = 1
 
@@ -78,9 +81,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
     if _job is not None:
         return
     _install_hooks()
-    _show_log(Config.from_environ(os.environ).log_level)
+    config = Config.from_environ(os.environ)
+    _show_log(config.log_level)
     communicator, place, finalize = _start_engine(os.environ, detect(os.environ), comm)
-    _job = _Job(place, communicator, finalize)
+    _job = _Job(place, communicator, finalize, stop_listening=_listen(config, place))
     global_process_set.register(0, range(communicator.size), communicator)
     for ranks in () if isinstance(process_sets, str) or process_sets is None else process_sets:
         add_process_set(ranks)
@@ -107,6 +111,7 @@ def shutdown() -> None:
         for process_set in (*job.process_sets.values(), global_process_set):
             process_set.unregister()
     global_process_set.process_set_id = None
+    job.stop_listening()
     global _finalize
     _finalize = job.finalize
 
@@ -171,6 +176,19 @@ def _current(what: str) -> _Job:
     if _job is None:
         raise NotInitializedError(what)
     return _job
+
+
+def _listen(config: Config, place: Topology) -> Callable[[], None]:
+    """Starts the listeners that the configuration asks for; returns what ends them."""
+    events.identify(place.rank)
+    started = start_listeners(config, os.environ)
+
+    def stop() -> None:
+        for each in started:
+            each()
+        events.identify(-1)
+
+    return stop
 
 
 def _nothing() -> None:

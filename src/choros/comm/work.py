@@ -47,12 +47,24 @@ class Work(Generic[T]):
 class _Turn(AbstractContextManager[None]):
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
+        self._depth = 0
+        self.on_exit: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
         self._lock.acquire()
+        self._depth += 1
 
     def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self.on_exit is not None:
+            self.end()
         self._lock.release()
+
+    def end(self) -> None:
+        """Calls ``on_exit``, once."""
+        ended, self.on_exit = self.on_exit, None
+        if ended is not None:
+            ended()
 
 
 class WorkQueue:
@@ -74,7 +86,7 @@ class WorkQueue:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="choros-comm")
 
         def run() -> T:
-            with self._turn:
+            with self._blocking_turn:
                 return collective(*args, **kwargs)
 
         future = self._executor.submit(run)
@@ -91,6 +103,11 @@ class WorkQueue:
             # Its error, if any, belongs to whoever waits for that work.
             last.exception()
         return self._blocking_turn
+
+    def on_exit(self, ended: Callable[[], None]) -> None:
+        """Calls ``ended`` when the section that the caller is in is left, or when ``on_exit`` is called again in it."""
+        self._blocking_turn.end()
+        self._blocking_turn.on_exit = ended
 
     def _on_own_thread(self) -> bool:
         return threading.current_thread().name.startswith("choros-comm")

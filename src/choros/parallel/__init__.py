@@ -1,1 +1,1 @@
-"""Written once for all frameworks: collectives on their arrays, gradients, compression, shards."""
+"""Data parallelism for all frameworks: collectives on their arrays, gradient reduction, compression, shards of data."""

@@ -1,4 +1,4 @@
-"""Any Python object, pickled on one rank and unpickled on others of the same job."""
+"""Collectives of Python objects, which are pickled on one rank and unpickled on the others."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["allgather_object", "broadcast_object"]
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Gives every rank a copy of the object of ``root_rank`` (Horovod's ``broadcast_object``).
+    """Sends the object of ``root_rank`` to every rank (Horovod's ``broadcast_object``).
 
     Args:
-        obj: what to send; ignored on other ranks.
+        obj: the object to send; ignored on other ranks.
         root_rank: a global rank.
         name: shown in errors.
-        process_set: the ranks that take part.
+        process_set: the participating ranks.
 
     Returns:
-        The object; on the root, ``obj`` itself.
+        A copy of the object; on the root, ``obj`` itself.
 
     Example:
         >>> import choros
@@ -43,22 +43,22 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Gives every rank the objects of all ranks, in their order (Horovod's ``allgather_object``).
+    """Returns the objects of all ranks, in rank order, on every rank (Horovod's ``allgather_object``).
 
     Args:
-        obj: this rank's; any size, any type that cloudpickle takes.
+        obj: the object of this rank, of any size and of any type that cloudpickle supports.
         name: shown in errors.
-        process_set: the ranks that take part.
+        process_set: the participating ranks.
 
     Example:
         >>> import choros
         >>> choros.init()
-        >>> allgather_object("mine")
-        ['mine']
+        >>> allgather_object("a")
+        ['a']
     """
     communicator = process_set.communicator
     name = name or "allgather_object"
     data = np.frombuffer(cloudpickle.dumps(obj), np.uint8)
     lengths = communicator.allgather(np.int64(data.size), name=f"{name} (length)")
-    together = communicator.allgather(data, name=name)
-    return [cloudpickle.loads(part.tobytes()) for part in np.split(together, np.cumsum(lengths)[:-1])]
+    gathered = communicator.allgather(data, name=name)
+    return [cloudpickle.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(lengths)[:-1])]

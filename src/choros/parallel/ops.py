@@ -1,15 +1,15 @@
-"""The collectives on any framework's arrays, in Horovod's words, and their gradients.
+"""The collectives on any framework's arrays, with Horovod's names, and their gradients.
 
 Gradients are those of the sum of all ranks' losses. Each collective is linear, and its gradient is its adjoint::
 
     allreduce (sum, average)    allreduce, with the same factors
-    allgather                   each rank gets the sum of all ranks' gradients of its own rows    (_sum_of_parts)
+    allgather                   each rank gets the sum of all ranks' gradients of its own rows    (_reduce_own_rows)
     broadcast                   the root gets the sum of all ranks' gradients, the others zeros   (_reduce_to_root)
     reducescatter               allgather
-    alltoall                    alltoall, back to where the rows came from
+    alltoall                    alltoall, back to the ranks that sent the rows
 
-So all ranks must ask for a gradient alike, as they must call the collective. Integers carry none; neither do minima,
-maxima and products.
+The backward pass is therefore a collective, too: all ranks must compute the gradient, or none. Integers have no
+gradient, and neither have minima, maxima and products.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-#: Gradients flow through these.
+#: The operations that have a gradient.
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
 
 
@@ -55,20 +55,20 @@ def allreduce(
     compression: Compressor = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Reduces ``value`` over the ranks; every rank gets the result.
+    """Reduces ``value`` over the ranks; every rank receives the result.
 
     Args:
         value: an array of any framework, also inside ``tf.function`` or ``jax.jit``, or a number. The average
             of Python integers is a float.
-        op: how values are combined.
-        name: shown in errors; ranks that give different names mismatch.
-        prescale_factor: what floating-point values are multiplied by before they are combined.
-        postscale_factor: what they are multiplied by afterwards.
-        compression: the dtype in which they travel, ``none``'s or ``fp16``'s; the others are for gradients.
-        process_set: the ranks that take part.
+        op: the reduction.
+        name: shown in errors; it must be the same on every rank.
+        prescale_factor: the factor of floating-point values before the reduction.
+        postscale_factor: their factor after it.
+        compression: the dtype in which they are sent: ``none`` or ``fp16``; the others are for gradients only.
+        process_set: the participating ranks.
 
     Returns:
-        The same kind of array, or number.
+        An array of the same framework, or a number.
 
     Example:
         >>> import choros
@@ -77,18 +77,18 @@ def allreduce(
         3.0
     """
     communicator = process_set.communicator
-    value = _to_reduce(value, op)
+    value = _averageable(value, op)
 
     def reduce(host: Array) -> Array:
         wire = host.dtype if host.dtype == BFLOAT16 else compression.wire_dtype(host.dtype)
         factor, wire_op = prescale_factor, op
         if op is ReduceOp.AVERAGE and wire != host.dtype:
-            # Divided before it is made small: the sum need not fit what travels.
+            # Divided before the cast: the sum may overflow the narrower dtype.
             factor, wire_op = prescale_factor / communicator.size, ReduceOp.SUM
         reduced = communicator.allreduce(_scaled(host, factor).astype(wire, copy=False), wire_op, name=name or "")
         return _scaled(reduced.astype(host.dtype, copy=False), postscale_factor)
 
-    def again(gradients: Sequence[Any]) -> Sequence[Any]:
+    def backward(gradients: Sequence[Any]) -> Sequence[Any]:
         return [
             allreduce(
                 gradients[0],
@@ -101,7 +101,7 @@ def allreduce(
             )
         ]
 
-    return _call(reduce, value, again if op in _LINEAR else None)
+    return _call(reduce, value, backward if op in _LINEAR else None)
 
 
 def grouped_allreduce(
@@ -111,13 +111,13 @@ def grouped_allreduce(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """``allreduce`` of several values, which travel together: those of one framework are one call of the host.
+    """``allreduce`` of several values in one message: those of one framework need one host call.
 
     Args:
         values: arrays of any framework, or numbers; the same on every rank, in the same order.
-        op: how values are combined.
+        op: the reduction.
         name: shown in errors.
-        process_set: the ranks that take part.
+        process_set: the participating ranks.
 
     Example:
         >>> import choros
@@ -135,26 +135,26 @@ def grouped_allreduce(
 
     results = list(values)
     for adapter, indices in groups.items():
-        arrays = [_as_array(_to_reduce(values[index], op)) for index in indices]
+        arrays = [_as_array(_averageable(values[index], op)) for index in indices]
         specs = [adapter.spec(array) for array in arrays]
 
-        def again(gradients: Sequence[Any], specs: Sequence[ArraySpec] = specs) -> Sequence[Any]:
-            floats = [gradient for gradient, spec in zip(gradients, specs, strict=True) if _is_real(spec)]
+        def backward(gradients: Sequence[Any], specs: Sequence[ArraySpec] = specs) -> Sequence[Any]:
+            floats = [gradient for gradient, spec in zip(gradients, specs, strict=True) if _is_floating(spec)]
             reduced = iter(
                 grouped_allreduce(floats, op, name=_gradient_of(name, "grouped_allreduce"), process_set=process_set)
             )
-            return [next(reduced) if _is_real(spec) else None for spec in specs]
+            return [next(reduced) if _is_floating(spec) else None for spec in specs]
 
-        reduced = _host_call(adapter, reduce, arrays, specs, again if op in _LINEAR else None)
+        reduced = _host_call(adapter, reduce, arrays, specs, backward if op in _LINEAR else None)
         for index, array in zip(indices, reduced, strict=True):
             results[index] = array.item() if isinstance(values[index], (bool, int, float)) else array
     return results
 
 
 def op_of(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """What Horovod's two arguments of ``allreduce`` come to: the average, if neither is given.
+    """Returns the reduction that Horovod's two arguments of ``allreduce`` select: the average, if neither is given.
 
-    The warning that ``average`` is deprecated points at the caller of the function that calls this.
+    The deprecation warning of ``average`` points at the caller of the function that calls this one.
 
     Raises:
         ConfigError: both are given.
@@ -166,7 +166,7 @@ def op_of(average: bool | None, op: ReduceOp | None) -> ReduceOp:
     if average is None:
         return op or ReduceOp.AVERAGE
     if op is not None:
-        raise ConfigError("allreduce: give op or average, not both; average is the older form.")
+        raise ConfigError("allreduce: pass op or average, not both; average is deprecated.")
     warnings.warn("allreduce(average=…) is deprecated: use op=Average or op=Sum.", DeprecationWarning, stacklevel=3)
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
@@ -178,10 +178,10 @@ def allgather(
 
     Args:
         value: an array of any framework; a number counts as an array with one row. Inside ``jax.jit`` shapes must be
-            known, so there every rank must bring equally much.
+            known: there all ranks must contribute equally many rows.
         axis: the dimension.
         name: shown in errors.
-        process_set: the ranks that take part.
+        process_set: the participating ranks.
 
     Raises:
         ConfigError: ``value`` has no such dimension.
@@ -194,14 +194,14 @@ def allgather(
     if not -len(spec.shape) <= axis < len(spec.shape):
         raise ConfigError(f"allgather(axis={axis}): the array has the shape {spec.shape}, which has no such dimension.")
     own = spec.shape[axis]
-    together = own * process_set.communicator.size if own is not None and adapter.static_shapes else None
-    return _gathered(value, spec, axis % len(spec.shape), together, name=name or "", process_set=process_set)
+    total = own * process_set.communicator.size if own is not None and adapter.static_shapes else None
+    return _allgather_along(value, spec, axis % len(spec.shape), total, name=name or "", process_set=process_set)
 
 
-def _gathered(
-    value: Any, spec: ArraySpec, axis: int, together: int | None, *, name: str, process_set: ProcessSet
+def _allgather_along(
+    value: Any, spec: ArraySpec, axis: int, total: int | None, *, name: str, process_set: ProcessSet
 ) -> Any:
-    """``allgather`` of what ``spec`` says; ``together`` is the result's extent, if known."""
+    """``allgather`` of ``value``, which has ``spec``; ``total`` is the result's extent along ``axis``, if known."""
     communicator = process_set.communicator
     adapter = adapter_of(value)
     extent = adapter.extent(value, axis) if spec.shape[axis] is None else spec.shape[axis]
@@ -209,91 +209,93 @@ def _gathered(
     def gather(hosts: Sequence[Array]) -> Sequence[Array]:
         return [_along(axis, hosts[0], lambda rows: communicator.allgather(rows, name=name))]
 
-    def sum_of_parts(gradients: Sequence[Any]) -> Sequence[Any]:
+    def backward(gradients: Sequence[Any]) -> Sequence[Any]:
         gradient_name = _gradient_of(name, "allgather")
-        return [_sum_of_parts(gradients[0], extent, axis, name=gradient_name, process_set=process_set)]
+        return [_reduce_own_rows(gradients[0], extent, axis, name=gradient_name, process_set=process_set)]
 
-    output = ArraySpec(_replaced(spec.shape, axis, together), spec.dtype)
-    (result,) = _host_call(adapter, gather, [value], [output], sum_of_parts)
+    output = ArraySpec(_replaced(spec.shape, axis, total), spec.dtype)
+    (result,) = _host_call(adapter, gather, [value], [output], backward)
     return result
 
 
-def _sum_of_parts(value: Any, extent: Any, axis: int, *, name: str, process_set: ProcessSet) -> Any:
-    """The adjoint of ``allgather``: the sum over the ranks of those parts of their arrays that are this rank's."""
+def _reduce_own_rows(value: Any, extent: Any, axis: int, *, name: str, process_set: ProcessSet) -> Any:
+    """The adjoint of ``allgather``: the sum over the ranks of this rank's rows in their arrays."""
     communicator = process_set.communicator
     adapter = adapter_of(value)
     known = isinstance(extent, int)
 
-    def deal(hosts: Sequence[Array]) -> Sequence[Array]:
-        mine = int(extent if known else hosts[1])
-        extents = communicator.allgather(np.array([mine], np.int64), name=f"{name} (extents)")
+    def reduce(hosts: Sequence[Array]) -> Sequence[Array]:
+        own = int(extent if known else hosts[1])
+        extents = communicator.allgather(np.array([own], np.int64), name=f"{name} (extents)")
 
-        def total(rows: Array) -> Array:
+        def sum_of_parts(rows: Array) -> Array:
             parts, _ = communicator.alltoall(rows, extents, name=name)
-            parts = parts.reshape(communicator.size, mine, *rows.shape[1:])
+            parts = parts.reshape(communicator.size, own, *rows.shape[1:])
             reduced: Array = parts.sum(axis=0, dtype=working_dtype(parts.dtype)).astype(parts.dtype, copy=False)
             return reduced
 
-        return [_along(axis, hosts[0], total)]
+        return [_along(axis, hosts[0], sum_of_parts)]
 
     spec = adapter.spec(value)
 
-    def gather(gradients: Sequence[Any]) -> Sequence[Any]:
+    def backward(gradients: Sequence[Any]) -> Sequence[Any]:
         gradient_name = _gradient_of(name, "allgather")
-        gathered = _gathered(gradients[0], output, axis, spec.shape[axis], name=gradient_name, process_set=process_set)
+        gathered = _allgather_along(
+            gradients[0], output, axis, spec.shape[axis], name=gradient_name, process_set=process_set
+        )
         return [gathered, *(None for _ in inputs[1:])]
 
     output = ArraySpec(_replaced(spec.shape, axis, extent if known else None), spec.dtype)
     inputs = [value] if known else [value, extent]
-    (result,) = _host_call(adapter, deal, inputs, [output], gather)
+    (result,) = _host_call(adapter, reduce, inputs, [output], backward)
     return result
 
 
 def broadcast(
     value: Any, root_rank: int, *, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Gives every rank the ``value`` of ``root_rank``.
+    """Sends the ``value`` of ``root_rank`` to every rank.
 
     Args:
-        value: an array of any framework or a number; the same shape and dtype on every rank.
+        value: an array of any framework, or a number; of the same shape and dtype on every rank.
         root_rank: a *global* rank, also within a process set (as in Horovod).
         name: shown in errors.
-        process_set: the ranks that take part.
+        process_set: the participating ranks.
     """
     communicator = process_set.communicator
-    root = _member(root_rank, process_set)
+    root = _root_index(root_rank, process_set)
 
-    def reduce_to_root(gradients: Sequence[Any]) -> Sequence[Any]:
+    def backward(gradients: Sequence[Any]) -> Sequence[Any]:
         gradient_name = _gradient_of(name, "broadcast")
         return [_reduce_to_root(gradients[0], root_rank, name=gradient_name, process_set=process_set)]
 
     def send(host: Array) -> Array:
         return communicator.broadcast(host, root, name=name or "")
 
-    return _call(send, value, reduce_to_root)
+    return _call(send, value, backward)
 
 
 def _reduce_to_root(value: Any, root_rank: int, *, name: str, process_set: ProcessSet) -> Any:
-    """The adjoint of ``broadcast``: the sum of all ranks' values on the root, zeros elsewhere."""
+    """The adjoint of ``broadcast``: the sum of all ranks' values on the root, zeros on the other ranks."""
     communicator = process_set.communicator
-    is_root = communicator.rank == _member(root_rank, process_set)
+    is_root = communicator.rank == _root_index(root_rank, process_set)
 
     def reduce(host: Array) -> Array:
         total = communicator.allreduce(host, ReduceOp.SUM, name=name)
         return total if is_root else np.zeros_like(total)
 
-    def send(gradients: Sequence[Any]) -> Sequence[Any]:
+    def backward(gradients: Sequence[Any]) -> Sequence[Any]:
         return [broadcast(gradients[0], root_rank, name=_gradient_of(name, "broadcast"), process_set=process_set)]
 
-    return _call(reduce, value, send)
+    return _call(reduce, value, backward)
 
 
 def broadcast_arrays(
     arrays: Sequence[Array], root_rank: int, *, names: Sequence[str], process_set: ProcessSet = global_process_set
 ) -> list[Array]:
-    """``broadcast`` of several host arrays, each under its name."""
+    """``broadcast`` of several host arrays, each with its name."""
     communicator = process_set.communicator
-    root = _member(root_rank, process_set)
+    root = _root_index(root_rank, process_set)
     return [communicator.broadcast(array, root, name=name) for array, name in zip(arrays, names, strict=True)]
 
 
@@ -304,50 +306,50 @@ def reducescatter(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Reduces ``value`` over the ranks and gives each rank its rows; the first ranks get the remainder.
+    """Reduces ``value`` over the ranks and returns this rank's rows; the first ranks get the remainder.
 
     Args:
         value: an array of any framework with at least one dimension, of the same shape on every rank.
-        op: how values are combined.
+        op: the reduction.
         name: shown in errors.
-        process_set: the ranks that take part.
+        process_set: the participating ranks.
     """
     communicator = process_set.communicator
     value = _as_array(value)
     adapter = adapter_of(value)
     spec = adapter.spec(value)
-    together = spec.shape[0] if spec.shape else 0
+    total = spec.shape[0] if spec.shape else 0
     own = None
-    if together is not None:
-        start, end = shard_range(together, communicator.rank, communicator.size)
+    if total is not None:
+        start, end = shard_range(total, communicator.rank, communicator.size)
         own = end - start
     output = ArraySpec((own, *spec.shape[1:]), spec.dtype)
 
     def scatter(hosts: Sequence[Array]) -> Sequence[Array]:
         return [communicator.reducescatter(hosts[0], op, name=name or "")]
 
-    def gather(gradients: Sequence[Any]) -> Sequence[Any]:
+    def backward(gradients: Sequence[Any]) -> Sequence[Any]:
         gradient_name = _gradient_of(name, "reducescatter")
-        gathered = _gathered(gradients[0], output, 0, together, name=gradient_name, process_set=process_set)
+        gathered = _allgather_along(gradients[0], output, 0, total, name=gradient_name, process_set=process_set)
         return [gathered / communicator.size if op is ReduceOp.AVERAGE else gathered]
 
-    (result,) = _host_call(adapter, scatter, [value], [output], gather if op in _LINEAR else None)
+    (result,) = _host_call(adapter, scatter, [value], [output], backward if op in _LINEAR else None)
     return result
 
 
 def alltoall(
     value: Any, splits: Any = None, *, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Sends rows of ``value`` to every rank and gathers the rows meant for this one.
+    """Sends rows of ``value`` to every rank and returns the rows that all ranks sent to this one.
 
     Args:
         value: an array of any framework.
-        splits: how many rows go to each rank; ``None`` deals them out equally.
+        splits: the number of rows for each rank; ``None`` splits them equally.
         name: shown in errors.
-        process_set: the ranks that take part.
+        process_set: the participating ranks.
 
     Returns:
-        The rows received; with ``splits``, a pair of them and how many came from each rank.
+        The received rows; with ``splits``, a pair of these and the number of rows from each rank.
     """
     communicator = process_set.communicator
     array = _as_array(value)
@@ -362,7 +364,7 @@ def alltoall(
     def exchange(hosts: Sequence[Array]) -> Sequence[Array]:
         return communicator.alltoall(hosts[0], hosts[1] if len(hosts) > 1 else None, name=name or "")
 
-    def back(gradients: Sequence[Any]) -> Sequence[Any]:
+    def backward(gradients: Sequence[Any]) -> Sequence[Any]:
         gradient, received_counts = gradients
         gradient_name = _gradient_of(name, "alltoall")
         if rows is not None:
@@ -370,8 +372,8 @@ def alltoall(
         returned, _ = alltoall(gradient, received_counts, name=gradient_name, process_set=process_set)
         return [returned, *(None for _ in inputs[1:])]
 
-    inputs = [array] if splits is None else [array, _adapted(splits, array)]
-    received, counts = _host_call(adapter, exchange, inputs, outputs, back)
+    inputs = [array] if splits is None else [array, _converted(splits, array)]
+    received, counts = _host_call(adapter, exchange, inputs, outputs, backward)
     return received if splits is None else (received, counts)
 
 
@@ -380,24 +382,24 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     process_set.communicator.barrier()
 
 
-def _adapted(value: Any, like: Any) -> Any:
+def _converted(value: Any, like: Any) -> Any:
     adapter = adapter_of(like)
     return value if adapter_of(value) is adapter else adapter.from_host(np.asarray(value), like)
 
 
-def _member(root_rank: int, process_set: ProcessSet) -> int:
+def _root_index(root_rank: int, process_set: ProcessSet) -> int:
     if root_rank not in process_set.communicator.ranks:
-        raise ConfigError(f"root_rank={root_rank} is not one of the ranks {process_set.ranks} that take part.")
+        raise ConfigError(f"root_rank={root_rank} is not one of the participating ranks {process_set.ranks}.")
     return process_set.communicator.ranks.index(root_rank)
 
 
-def _to_reduce(value: Any, op: ReduceOp) -> Any:
-    """The average of Python integers is a float."""
+def _averageable(value: Any, op: ReduceOp) -> Any:
+    """Converts Python integers to floats for an average."""
     return float(value) if op is ReduceOp.AVERAGE and isinstance(value, (bool, int)) else value
 
 
 def _as_array(value: Any) -> Any:
-    """Numbers and lists as arrays: for results that are arrays whatever was given."""
+    """Converts numbers and lists to arrays, for collectives that always return arrays."""
     return np.asarray(value) if isinstance(value, (bool, int, float, list, tuple)) else value
 
 
@@ -405,13 +407,15 @@ def _scaled(array: Array, factor: float) -> Array:
     if factor == 1.0:
         return array
     if array.dtype.kind in "iub":
-        raise ConfigError(f"prescale_factor and postscale_factor need floating-point values, not {array.dtype}.")
+        raise ConfigError(
+            f"prescale_factor and postscale_factor need floating-point values, not {array.dtype}: cast the array first."
+        )
     scaled: Array = array * array.dtype.type(factor)
     return scaled
 
 
 def _along(axis: int, host: Array, function: Callable[[Array], Array]) -> Array:
-    """``function`` of an array whose dimension ``axis`` is its first, for the time being."""
+    """Applies ``function`` to the array with dimension ``axis`` moved to the front, and moves it back."""
     if axis == 0:
         return function(host)
     rows = np.ascontiguousarray(np.moveaxis(host, axis, 0))
@@ -422,7 +426,7 @@ def _replaced(shape: tuple[int | None, ...], axis: int, extent: int | None) -> t
     return (*shape[:axis], extent, *shape[axis + 1 :])
 
 
-def _is_real(spec: ArraySpec) -> bool:
+def _is_floating(spec: ArraySpec) -> bool:
     return spec.dtype == BFLOAT16 or spec.dtype.kind == "f"
 
 
@@ -431,7 +435,7 @@ def _gradient_of(name: str | None, collective: str) -> str:
 
 
 def _call(function: Callable[[Array], Array], value: Any, gradient: ArrayFunction | None) -> Any:
-    """``_host_call`` of one array in, one of the same shape and dtype out."""
+    """``_host_call`` with one array and one result of the same shape and dtype."""
     adapter = adapter_of(value)
     output = adapter.spec(value)
     (result,) = _host_call(adapter, lambda hosts: [function(hosts[0])], [value], [output], gradient)
@@ -445,11 +449,11 @@ def _host_call(
     outputs: Sequence[ArraySpec],
     gradient: ArrayFunction | None,
 ) -> list[Any]:
-    """``function`` on the host, in a compiled function or not; ``gradient`` is the rule of its gradient, if any."""
+    """Calls ``function`` on the host, also from compiled code; ``gradient`` is its gradient rule, if it has one."""
 
     def forward(given: Sequence[Any]) -> Sequence[Any]:
         return adapter.host_call(function, given, outputs)
 
-    if gradient is None or not any(_is_real(output) for output in outputs):
+    if gradient is None or not any(_is_floating(output) for output in outputs):
         return list(forward(arrays))
     return adapter.with_gradient(forward, gradient, arrays)

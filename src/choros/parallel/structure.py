@@ -1,4 +1,4 @@
-"""Structures of values: tuples, lists and dicts, as data sets yield and functions return them."""
+"""Nested structures: tuples, lists and dicts, such as the elements of data sets and the results of functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["leaves", "map_structure"]
 
 
 def map_structure(function: Callable[[Any], Any], structure: Any) -> Any:
-    """``structure`` with ``function`` applied to all that is not a tuple, list or dict; ``None`` stays.
+    """Returns ``structure`` with ``function`` applied to its leaves: all but tuples, lists, dicts and ``None``.
 
     Example:
         >>> map_structure(lambda number: number + 1, {"a": (1, None), "b": [2]})
@@ -19,7 +19,7 @@ def map_structure(function: Callable[[Any], Any], structure: Any) -> Any:
     if structure is None:
         return None
     if isinstance(structure, dict):
-        kind = OrderedDict if isinstance(structure, OrderedDict) else dict  # others may not be made from items
+        kind = OrderedDict if isinstance(structure, OrderedDict) else dict  # other classes may not accept items
         return kind((key, map_structure(function, value)) for key, value in structure.items())
     if isinstance(structure, tuple) and hasattr(structure, "_fields"):
         return type(structure)(*(map_structure(function, value) for value in structure))
@@ -29,7 +29,7 @@ def map_structure(function: Callable[[Any], Any], structure: Any) -> Any:
 
 
 def leaves(structure: Any) -> list[Any]:
-    """What ``map_structure`` applies a function to, in its order.
+    """Returns the leaves of ``structure``, in the order of ``map_structure``.
 
     Example:
         >>> leaves({"a": (1, None), "b": [2]})

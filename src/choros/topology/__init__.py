@@ -1,4 +1,4 @@
-"""Who am I, and which part is mine. Pure functions."""
+"""The rank and size of this process, from its environment, and its share of data. Pure functions."""
 
 from choros.topology.environments import ENVIRONMENTS, WITHOUT_MPI, Environment, detect, expand_counts
 from choros.topology.master import Master, find_master

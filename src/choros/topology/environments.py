@@ -1,8 +1,8 @@
-"""What each launcher tells its processes, as one table, and who wins when several speak.
+"""The environment variables of launchers, as one table, and their precedence.
 
-``mpirun`` may run inside a SLURM allocation and ``torchrun`` inside ``srun``: the launcher that started
-*this process* counts, so SLURM is asked last. Two launchers that each start single ranks cannot nest; if
-both left variables behind they must agree.
+``mpirun`` may run inside a SLURM allocation and ``torchrun`` inside ``srun``: the launcher that started *this process*
+has precedence, so SLURM is read last. Two launchers that each start single ranks cannot be nested; if the variables of
+both are set, they must agree.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Environ = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Environment:
-    """The variables in which one launcher tells a process its place.
+    """The variables in which one launcher sets a process's rank and size.
 
     ``rank`` and ``size`` are always set by the launcher; the others may be missing. ``tasks_per_host`` is
     SLURM's list of ranks on each host (``2(x3),1``), ``host_rank`` and ``host_count`` count hosts. Without
-    ``tells_local_size`` the launcher's number of ranks on a host is not to be relied on; the engine finds it out.
+    ``reliable_local_size`` the launcher's number of ranks per host may be wrong; the engine determines it.
     """
 
     launcher: str
@@ -37,28 +37,28 @@ class Environment:
     host_rank: str = ""
     host_count: str = ""
     tasks_per_host: str = ""
-    tells_local_size: bool = True
+    reliable_local_size: bool = True
 
     def read(self, environ: Environ) -> Topology | None:
-        """The place ``environ`` gives, ``None`` if this launcher did not start the process."""
+        """Returns the topology in ``environ``, ``None`` if this launcher did not start the process."""
         if self.rank not in environ or self.size not in environ:
             return None
         rank, size = _integer(environ, self.rank), _integer(environ, self.size)
         if not 0 <= rank < size:
             raise ConfigError(
-                f"{self.rank}={rank} and {self.size}={size} contradict each other: a rank is at least 0 and "
-                f"less than the size. {self.launcher} sets both; do not set them by hand."
+                f"{self.rank}={rank} and {self.size}={size} contradict each other: expected 0 <= rank < size. "
+                f"{self.launcher} sets both; do not set them yourself."
             )
         if self.tasks_per_host in environ:
             return self._from_tasks_per_host(environ, rank, size)
         local_rank = _integer(environ, self.local_rank, default=0)
         local_size = _integer(environ, self.local_size, default=1)
-        if not self.tells_local_size:
+        if not self.reliable_local_size:
             local_size = max(local_size, local_rank + 1)
         if not 0 <= local_rank < local_size <= size:
             raise ConfigError(
                 f"{self.local_rank}={local_rank}, {self.local_size}={local_size} and {self.size}={size} "
-                "contradict each other: local rank < local size ≤ size must hold."
+                "contradict each other: expected 0 <= local rank < local size <= size."
             )
         hosts = -(-size // local_size)
         return Topology(
@@ -77,7 +77,7 @@ class Environment:
         tasks = f"{self.tasks_per_host}={environ[self.tasks_per_host]!r}"
         if sum(counts) != size:
             raise ConfigError(f"{tasks} adds up to {sum(counts)} ranks, but {self.size}={size}.")
-        # srun deals ranks out block-wise, cyclically or as it is told: only a rank's own place is known.
+        # srun distributes ranks block-wise, cyclically or in a given order: only this rank's own position is known.
         host, local_rank = _integer(environ, self.host_rank), _integer(environ, self.local_rank)
         if not (0 <= host < len(counts) and 0 <= local_rank < counts[host]):
             raise ConfigError(f"{self.host_rank}={host} and {self.local_rank}={local_rank} contradict {tasks}.")
@@ -100,7 +100,7 @@ OPEN_MPI = Environment(
     size="OMPI_COMM_WORLD_SIZE",
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
     local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    tells_local_size=False,  # Open MPI 5 gives ranks on unequal hosts one and the same.
+    reliable_local_size=False,  # Open MPI 5 sets the same value on hosts with different numbers of ranks.
 )
 MPICH = Environment(
     "MPICH's mpiexec",
@@ -121,7 +121,7 @@ TORCHRUN = Environment(
 SLURM = Environment(
     "srun",
     rank="SLURM_PROCID",
-    # Not SLURM_NTASKS: a batch script has that too, with SLURM_PROCID=0, and is no rank of a job.
+    # Not SLURM_NTASKS: batch scripts have it, too, with SLURM_PROCID=0, but are not ranks of a job.
     size="SLURM_STEP_NUM_TASKS",
     local_rank="SLURM_LOCALID",
     local_size="SLURM_NTASKS_PER_NODE",
@@ -130,27 +130,27 @@ SLURM = Environment(
     tasks_per_host="SLURM_STEP_TASKS_PER_NODE",
 )
 
-#: Launchers that start one process a rank, asked first; their answers must agree.
+#: Launchers that start one process per rank, read first; their variables must agree.
 RANK_LAUNCHERS = (OPEN_MPI, MPICH, TORCHRUN)
-#: Every launcher whose variables we read, in the order they are asked. ``TF_CONFIG`` comes before SLURM.
+#: All launchers whose variables are read, in order of precedence. ``TF_CONFIG`` precedes SLURM.
 ENVIRONMENTS = (*RANK_LAUNCHERS, SLURM)
 
-#: The launchers that know nothing of MPI: its library, loaded by one of their ranks, sees that rank alone.
+#: Launchers without MPI: in a rank that they start, MPI sees only that rank.
 WITHOUT_MPI = (TORCHRUN.launcher, TF_CONFIG)
 
 
 def detect(environ: Environ) -> Topology:
-    """Who am I? Reads what started this process from its environment.
+    """Determines the rank and size of this process from its environment.
 
     Args:
         environ: the environment, usually ``os.environ``.
 
     Returns:
-        The place of this process; that of a lone process if nothing is set, or if ``TF_CONFIG`` says that it is a
-        parameter server or an evaluator, which take part in no collective.
+        The topology; that of a single process if no variable is set, or if ``TF_CONFIG`` describes a parameter
+        server or an evaluator, which participate in no collective.
 
     Raises:
-        ConfigError: variables contradict each other or are not numbers; the text names them.
+        ConfigError: variables contradict each other or are not integers; the text names them.
 
     Example:
         >>> detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).rank
@@ -160,10 +160,10 @@ def detect(environ: Environ) -> Topology:
     """
     found: list[tuple[str, Topology]] = []
     for environment in RANK_LAUNCHERS:
-        place = environment.read(environ)
-        if place is not None:
-            found.append((f"{environment.rank}={place.rank}, {environment.size}={place.size}", place))
-    from_tf_config = _place_of_task(environ)
+        topology = environment.read(environ)
+        if topology is not None:
+            found.append((f"{environment.rank}={topology.rank}, {environment.size}={topology.size}", topology))
+    from_tf_config = _from_tf_config(environ)
     if from_tf_config is not None:
         found.append((f"{TF_CONFIG} (rank {from_tf_config.rank} of {from_tf_config.size})", from_tf_config))
     if not found:
@@ -173,7 +173,7 @@ def detect(environ: Environ) -> Topology:
         if (other.rank, other.size) != (first.rank, first.size):
             raise ConfigError(
                 f"The environment contradicts itself: {variables} ({first.launcher}), but {other_variables} "
-                f"({other.launcher}). Unset the ones that did not start this process."
+                f"({other.launcher}). Unset the variables of the launcher that did not start this process."
             )
     return first
 
@@ -189,7 +189,7 @@ def _integer(environ: Environ, name: str, default: int | None = None) -> int:
 
 
 def expand_counts(text: str, name: str) -> list[int]:
-    """SLURM's way to write ranks on each host, ``text``, the value of the variable ``name``.
+    """Parses SLURM's list of ranks per host, ``text``, which is the value of the variable ``name``.
 
     Example:
         >>> expand_counts("2(x3),1", "SLURM_STEP_TASKS_PER_NODE")
@@ -199,13 +199,13 @@ def expand_counts(text: str, name: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise ConfigError(f"{name}={text!r} is not a list like 2(x3),1.")
+            raise ConfigError(f"{name}={text!r} is not a list of counts such as 2(x3),1.")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
-def _place_of_task(environ: Environ) -> Topology | None:
-    """``TF_CONFIG``'s place: chief first, then workers; hosts are told apart by their addresses."""
+def _from_tf_config(environ: Environ) -> Topology | None:
+    """Returns the topology of ``TF_CONFIG``'s cluster: chief first, then workers; addresses identify hosts."""
     config = read_tf_config(environ)
     if config is None:
         return None

@@ -1,4 +1,4 @@
-"""Where ranks meet that were started without MPI: what the environment says. Pure functions."""
+"""The rendezvous address of ranks that are started without MPI, from the environment. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Master", "find_master"]
 
 @dataclass(frozen=True)
 class Master:
-    """The address at which ranks meet.
+    """The rendezvous address of ranks.
 
     Attributes:
-        host: a name or an address.
-        port: of TCP.
-        listens: something listens there already, torchrun's agent; otherwise rank 0 must.
+        host: a host name or an IP address.
+        port: the TCP port.
+        listens: torchrun's agent already listens there; otherwise rank 0 must.
     """
 
     host: str
@@ -30,15 +30,15 @@ class Master:
 
 
 def find_master(environ: Mapping[str, str], launcher: str) -> Master | None:
-    """Where ranks started by ``launcher`` meet, ``None`` if ``environ`` does not say.
+    """Returns the rendezvous address of ranks started by ``launcher``, ``None`` if ``environ`` has none.
 
     Args:
         environ: the environment, usually ``os.environ``.
-        launcher: as ``detect`` names it. ``TF_CONFIG``'s ranks meet at its first task, all others at
-            ``MASTER_ADDR`` and ``MASTER_PORT``.
+        launcher: the name of ``detect``'s result. For ``TF_CONFIG`` the address is that of the first task, for all
+            others ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Raises:
-        ConfigError: what it says is no address.
+        ConfigError: the variables are not a valid address.
 
     Example:
         >>> print(find_master({"MASTER_ADDR": "a", "MASTER_PORT": "29500"}, "torchrun"))
@@ -54,7 +54,6 @@ def find_master(environ: Mapping[str, str], launcher: str) -> Master | None:
     port = parse_port(text)
     if port is None:
         raise ConfigError(
-            f"MASTER_ADDR={host!r} and MASTER_PORT={text!r} are where ranks meet, and {text!r} is no port: expected "
-            "1 … 65535."
+            f"MASTER_ADDR={host!r} and MASTER_PORT={text!r} are not a valid address: expected a port of 1 … 65535."
         )
     return Master(host, port, listens=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")

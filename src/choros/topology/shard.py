@@ -1,4 +1,4 @@
-"""Which part of ``n`` things is a rank's."""
+"""Sharding: the index range of each rank."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ __all__ = ["shard_range"]
 
 
 def shard_range(n: int, rank: int, size: int) -> tuple[int, int]:
-    """The index range of ``n`` things that belongs to ``rank``; the first ``n % size`` ranks get one more.
+    """Returns the index range of ``rank`` among ``n`` elements; the first ``n % size`` ranks get one more.
 
     The ranges of all ranks are disjoint, in order, and together cover ``0 … n - 1``.
 
     Args:
-        n: how many things there are, 0 or more.
-        rank: whose range, ``0 … size - 1``.
-        size: how many ranks share them.
+        n: the number of elements, 0 or more.
+        rank: the rank, ``0 … size - 1``.
+        size: the number of ranks.
 
     Returns:
-        ``(start, end)``, ``end`` not included; empty if there are fewer things than ranks and none is left.
+        ``(start, end)``, ``end`` excluded; empty for the last ranks if there are fewer elements than ranks.
 
     Raises:
-        ConfigError: ``n`` is negative or ``rank`` is not below ``size``.
+        ConfigError: ``n`` is negative, or ``rank`` is not in ``0 … size - 1``.
 
     Example:
         >>> [shard_range(10, rank, 4) for rank in range(4)]

@@ -1,4 +1,4 @@
-"""``TF_CONFIG``: the tasks of a cluster, each with a role and an address, and which of them this process is.
+"""``TF_CONFIG``: the tasks of a cluster, each with a role and an address, and the task of this process.
 
 ::
 
@@ -26,23 +26,23 @@ TF_CONFIG = "TF_CONFIG"
 
 _EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
 _CHIEF, _WORKER = "chief", "worker"
-#: The roles that train together, in the order in which their tasks are counted as ranks.
+#: The roles whose tasks are ranks, in rank order.
 _RANKED = (_CHIEF, _WORKER)
 _ROLES = (_CHIEF, _WORKER, "ps", "evaluator")
-#: What TensorFlow 1 called the chief.
+#: The chief's name in TensorFlow 1.
 _OLD_CHIEF = "master"
 
 
 @final
 @dataclass(frozen=True)
 class TFConfig:
-    """A cluster, and which of its tasks this process is. Made by ``of`` or ``read_tf_config``, which check it.
+    """A cluster and the task of this process. Created by ``of`` or ``read_tf_config``, which validate it.
 
     Attributes:
         cluster: role → the addresses, ``host:port``, of its tasks.
-        role: this process': ``"chief"``, ``"worker"``, ``"ps"`` or ``"evaluator"``.
-        index: which task of its role it is. An evaluator need not be in the cluster.
-        rpc_layer: a word that TensorFlow puts in front of addresses, such as ``"grpc"``.
+        role: the role of this process: ``"chief"``, ``"worker"``, ``"ps"`` or ``"evaluator"``.
+        index: its index among the tasks of its role. An evaluator may be missing in the cluster.
+        rpc_layer: the protocol, a prefix of TensorFlow's addresses, such as ``"grpc"``.
 
     Example:
         >>> config = TFConfig.of({"worker": ["a:1"], "chief": ["c:1"], "ps": ["p:1"]}, "worker", 0)
@@ -59,7 +59,7 @@ class TFConfig:
 
     @classmethod
     def of(cls, cluster: object, role: object, index: object, rpc_layer: object = None) -> TFConfig:
-        """What these say, with ``"master"`` called ``"chief"``.
+        """Validates the arguments; the role ``"master"`` becomes ``"chief"``.
 
         Raises:
             ConfigError: they do not describe a cluster and a task of it; the text says what to do.
@@ -67,9 +67,9 @@ class TFConfig:
         checked = _check_cluster(cluster)
         name = _CHIEF if role == _OLD_CHIEF else role
         if not isinstance(name, str) or name not in _ROLES:
-            raise ConfigError(f"This process is to be a {role!r}, which is none of the roles {', '.join(_ROLES)}.")
+            raise ConfigError(f"This process is to be a {role!r}: expected one of the roles {', '.join(_ROLES)}.")
         if isinstance(index, bool) or not str(index).isdecimal():
-            raise ConfigError(f"This process is to be {name} {index!r}: its index must be a whole number from 0.")
+            raise ConfigError(f"This process is to be {name} {index!r}: its index must be a whole number of 0 or more.")
         number = int(str(index))
         count = len(checked.get(name, ()))
         if number >= count and not (name == "evaluator" and count == 0):
@@ -82,18 +82,18 @@ class TFConfig:
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """The addresses of the tasks that train together by collectives, in the order of their ranks: chief first."""
+        """The addresses of the tasks that are ranks, in rank order: chief first."""
         return tuple(address for role in _RANKED for address in self.cluster.get(role, ()))
 
     @property
     def rank(self) -> int | None:
-        """This process among ``ranks``; ``None`` for a ps or an evaluator, which is alone."""
+        """The rank of this process; ``None`` for a parameter server or an evaluator, which are not ranks."""
         if self.role not in _RANKED:
             return None
         return self.index + (len(self.cluster.get(_CHIEF, ())) if self.role == _WORKER else 0)
 
     def text(self) -> str:
-        """The variable's value.
+        """Returns the variable's value.
 
         Example:
             >>> TFConfig.of({"worker": ["a:1"]}, "worker", 0).text()
@@ -110,20 +110,20 @@ class TFConfig:
 
 
 def read_tf_config(environ: Mapping[str, str], role: str | None = None, index: int | None = None) -> TFConfig | None:
-    """What ``TF_CONFIG`` says.
+    """Reads and validates ``TF_CONFIG``.
 
     Args:
         environ: the environment, usually ``os.environ``.
-        role: in place of the task's type that it names.
-        index: in place of the task's index that it names.
+        role: replaces the task's type.
+        index: replaces the task's index.
 
     Returns:
         The cluster and the task; ``None`` if the variable is not set, is empty, or has an empty cluster: then this
-        process is no task of one.
+        process is not part of a cluster.
 
     Raises:
-        ConfigError: it is no JSON or describes no cluster and task; the text says what was given, what was
-            expected and what to do.
+        ConfigError: it is not JSON, or does not describe a cluster and a task; the text says what was given, what
+            was expected and what to do.
 
     Example:
         >>> import json
@@ -155,10 +155,10 @@ def read_tf_config(environ: Mapping[str, str], role: str | None = None, index: i
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """The host and the port of ``host:port``; an IPv6 address stands in brackets.
+    """Returns the host and the port of ``host:port``; an IPv6 address is written in brackets.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: ``address`` has another format.
 
     Example:
         >>> split_address("[fd00::1]:2222")
@@ -172,7 +172,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def parse_port(text: str) -> int | None:
-    """The port of TCP that ``text`` is, ``None`` if it is none.
+    """Returns ``text`` as a TCP port, ``None`` if it is not one.
 
     Example:
         >>> parse_port("2222"), parse_port("65536"), parse_port("http")
@@ -186,28 +186,28 @@ def _decode(text: str) -> dict[str, Any]:
         given = json.loads(text)
     except ValueError as error:
         raise ConfigError(
-            f"It is not JSON ({error}): mind double quotes, and no comma before a closing bracket."
+            f"It is not JSON ({error}): use double quotes, and no comma before a closing bracket."
         ) from None
     if not isinstance(given, dict) or "cluster" not in given:
-        raise ConfigError('It has no "cluster": name the addresses of all tasks there, or unset it to run alone.')
+        raise ConfigError('It has no "cluster": add one with the addresses of all tasks, or unset it to run alone.')
     return given
 
 
 def _check_cluster(cluster: object) -> dict[str, tuple[str, ...]]:
-    """Role → addresses, as they should be."""
+    """Validates the cluster; returns role → addresses."""
     if not isinstance(cluster, Mapping):
-        raise ConfigError(f"The cluster is {cluster!r}, not an object that has a list of addresses for each role.")
+        raise ConfigError(f"The cluster is {cluster!r}, not an object with a list of addresses for each role.")
     checked: dict[str, tuple[str, ...]] = {}
     tasks: dict[str, str] = {}
     for role, addresses in cluster.items():
         name = _CHIEF if role == _OLD_CHIEF else role
         if name not in _ROLES:
-            raise ConfigError(f"The cluster has the role {role!r}, which is none of {', '.join(_ROLES)}: rename it.")
+            raise ConfigError(f"The cluster has the role {role!r}: expected {', '.join(_ROLES)}.")
         if not (isinstance(addresses, list | tuple) and all(isinstance(address, str) for address in addresses)):
             raise ConfigError(f"cluster[{role!r}] is {addresses!r}, not a list of addresses.")
         checked[name] = (*checked.get(name, ()), *addresses)
     if len(chiefs := checked.get(_CHIEF, ())) > 1:
-        raise ConfigError(f"The cluster has {len(chiefs)} chiefs ({', '.join(chiefs)}); make all but one workers.")
+        raise ConfigError(f"The cluster has {len(chiefs)} chiefs ({', '.join(chiefs)}): make all but one workers.")
     for task, address in ((f"{role} {i}", address) for role in checked for i, address in enumerate(checked[role])):
         try:
             split_address(address)
@@ -215,7 +215,7 @@ def _check_cluster(cluster: object) -> dict[str, tuple[str, ...]]:
             raise ConfigError(f"Of {task}, {error}") from None
         if address in tasks:
             raise ConfigError(
-                f"{tasks[address]} and {task} have one address, {address!r}: each needs a port of its own."
+                f"{tasks[address]} and {task} have the same address, {address!r}: give each task another port."
             )
         tasks[address] = task
     return checked

@@ -1,4 +1,4 @@
-"""Where a rank stands among all ranks."""
+"""The topology of a job: a rank's position among all ranks and hosts."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ __all__ = ["Topology"]
 
 @dataclass(frozen=True)
 class Topology:
-    """A rank's place in the job, in Horovod's words.
+    """A rank's position in the job, in Horovod's terms.
 
     Four ranks on two hosts::
 
         host a          host b
         rank 0  rank 1  rank 2  rank 3
-        local 0 local 1 local 0 local 1      local_rank: place on the host; local_size: ranks on the host
-        cross 0 cross 0 cross 1 cross 1      cross_rank: the host's place among hosts that have this local_rank
+        local 0 local 1 local 0 local 1      local_rank: rank on the host; local_size: ranks on the host
+        cross 0 cross 0 cross 1 cross 1      cross_rank: index of the host among hosts with this local_rank
 
     Attributes:
-        rank: this process, ``0 … size - 1``.
-        size: processes in the job.
-        local_rank: this process among those on its host.
-        local_size: processes on this host.
-        cross_rank: this host among the hosts that have a process of this ``local_rank``.
-        cross_size: how many hosts have one.
-        is_homogeneous: every host has the same number of processes.
-        launcher: what started the process, for messages.
+        rank: the rank of this process, ``0 … size - 1``.
+        size: the number of processes in the job.
+        local_rank: the rank of this process among those on its host.
+        local_size: the number of processes on this host.
+        cross_rank: the index of this host among the hosts that have a process with this ``local_rank``.
+        cross_size: the number of these hosts.
+        is_homogeneous: whether all hosts have the same number of processes.
+        launcher: the launcher that started the process, for messages.
     """
 
     rank: int = 0
@@ -41,13 +41,13 @@ class Topology:
 
     @classmethod
     def from_hosts(cls, hosts: Sequence[str], rank: int, *, launcher: str = "alone") -> Topology:
-        """The place of ``rank`` when rank ``i`` runs on ``hosts[i]``.
+        """Returns the topology of ``rank`` when rank ``i`` runs on ``hosts[i]``.
 
         Example:
-            >>> place = Topology.from_hosts(["a", "a", "b"], rank=2)
-            >>> (place.local_rank, place.local_size, place.cross_rank, place.cross_size)
+            >>> topology = Topology.from_hosts(["a", "a", "b"], rank=2)
+            >>> (topology.local_rank, topology.local_size, topology.cross_rank, topology.cross_size)
             (0, 1, 1, 2)
-            >>> place.is_homogeneous
+            >>> topology.is_homogeneous
             False
         """
         local_ranks = [hosts[:i].count(host) for i, host in enumerate(hosts)]

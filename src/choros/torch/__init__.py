@@ -1,4 +1,4 @@
-"""Horovod's PyTorch face.
+"""Horovod's PyTorch API.
 
 ::
 
@@ -17,7 +17,7 @@
 """
 
 try:
-    import torch as _torch  # noqa: F401  (says what is missing before anything else does)
+    import torch as _torch  # noqa: F401  (reports missing PyTorch before any other import fails)
 except ImportError as _error:
     raise ImportError("choros.torch needs PyTorch: pip install 'choros[torch]'.") from _error
 

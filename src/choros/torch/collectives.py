@@ -1,6 +1,6 @@
-"""The collectives with the arguments of Horovod's PyTorch face.
+"""The collectives with the arguments of Horovod's PyTorch API.
 
-Gradients flow through those that return new tensors; see ``parallel/ops.py`` for what they are.
+Those that return new tensors are differentiable; ``parallel/ops.py`` lists their gradients.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Reduces ``tensor`` over the ranks: their average, if ``op`` says nothing else.
+    """Reduces ``tensor`` over the ranks; averages by default.
 
     Args:
-        tensor: any shape, the same shape and dtype on every rank; a number gives a number.
+        tensor: a tensor of any shape, the same shape and dtype on every rank, or a number.
         average: Horovod's older form of ``op``; deprecated.
-        name: shown in errors; ranks that give different names mismatch.
-        compression: the dtype in which values travel.
-        op: how values are combined.
-        prescale_factor: what values are multiplied by before they are combined.
-        postscale_factor: what they are multiplied by afterwards.
-        process_set: the ranks that take part.
+        name: shown in errors; it must be the same on every rank.
+        compression: the dtype in which values are sent: ``none`` or ``fp16``.
+        op: the reduction.
+        prescale_factor: the factor of values before the reduction.
+        postscale_factor: their factor after it.
+        process_set: the participating ranks.
 
     Returns:
-        A new tensor of the same shape and dtype, on the same device.
+        A new tensor of the same shape and dtype, on the same device; a number for a number.
 
     Raises:
         ConfigError: both ``average`` and ``op`` are given.
@@ -102,7 +102,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Work[Any]:
-    """Starts ``allreduce`` and returns at once; ``synchronize`` gives the result.
+    """Starts ``allreduce`` and returns a handle, whose result ``synchronize`` returns.
 
     ``tensor`` must not be changed until then.
 
@@ -148,7 +148,7 @@ def grouped_allreduce(
     op: ReduceOp | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """``allreduce`` of several tensors, in as few messages as can be."""
+    """``allreduce`` of several tensors, fused into as few messages as possible."""
     return ops.grouped_allreduce(tensors, ops.op_of(average, op), name=name, process_set=process_set)
 
 
@@ -160,7 +160,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = gl
 def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Gives every rank the ``tensor`` of the global rank ``root_rank``: one shape and dtype, or a number."""
+    """Sends the ``tensor`` of the global rank ``root_rank`` to every rank; all have the same shape and dtype."""
     return ops.broadcast(tensor, root_rank, name=name, process_set=process_set)
 
 
@@ -174,10 +174,10 @@ def broadcast_(
 def alltoall(
     tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Sends rows of ``tensor`` to every rank and gathers those meant for this one.
+    """Sends rows of ``tensor`` to every rank and returns the rows that all ranks sent to this one.
 
     Returns:
-        The rows received; with ``splits`` (rows for each rank) a pair of them and how many each rank sent.
+        The received rows; with ``splits`` (rows for each rank) a pair of these and the number of rows from each rank.
     """
     return ops.alltoall(tensor, splits, name=name, process_set=process_set)
 
@@ -188,17 +188,17 @@ def reducescatter(
     op: ReduceOp = ReduceOp.AVERAGE,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Reduces ``tensor`` over the ranks and gives each its rows; the first ranks get the remainder."""
+    """Reduces ``tensor`` over the ranks and returns this rank's rows; the first ranks get the remainder."""
     return ops.reducescatter(tensor, op, name=name, process_set=process_set)
 
 
 def synchronize(handle: Work[T]) -> T:
-    """Waits for what ``…_async`` has started, and returns its result or raises its error."""
+    """Waits for the collective that ``…_async`` started; returns its result or raises its error."""
     return handle.wait()
 
 
 def poll(handle: Work[Any]) -> bool:
-    """Whether ``synchronize`` would return at once."""
+    """Returns whether the collective is done, so that ``synchronize`` does not wait."""
     return handle.done()
 
 
@@ -209,6 +209,6 @@ def _overwrite(tensor: Any, value: Any) -> Any:
 
 def _start(process_set: ProcessSet, tensor: Any, collective: Callable[[], T]) -> Work[T]:
     if tensor.device.type != "cpu":
-        # The other thread has a stream of its own, which would not wait for what computes the tensor.
+        # The other thread uses another stream, which does not wait for the one that computes the tensor.
         torch.accelerator.synchronize(tensor.device)
     return process_set.communicator.start(collective)

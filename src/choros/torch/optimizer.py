@@ -1,12 +1,12 @@
-"""The distributed optimizer: a torch optimizer whose ``step`` first combines the ranks' gradients.
+"""The distributed optimizer: a torch optimizer whose ``step`` first reduces the ranks' gradients.
 
-The user's optimizer object is kept. A hook that torch runs before every step exchanges gradients, also where a
-learning rate scheduler has replaced the method ``step`` before; the object's class becomes a subclass of the same
-name, for Horovod's further methods::
+The user's optimizer object is kept. A hook that torch runs before every step reduces gradients, also if a learning
+rate scheduler has already replaced the method ``step``; the object's class becomes a subclass of the same name, which
+adds Horovod's methods::
 
-    backward() ──► [hooks: buckets start]     step() ──► [pre-hook: combine over ranks] ──► torch's step
+    backward() ──► [hooks: buckets start]     step() ──► [pre-hook: reduce over ranks] ──► torch's step
                                          │                        ▲
-                                         └─ synchronize() ────────┘ clip here, if at all
+                                         └─ synchronize() ────────┘ clip gradients here
 """
 
 from __future__ import annotations
@@ -31,67 +31,67 @@ from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
 __all__ = ["DistributedOptimizer", "join"]
 
 T = TypeVar("T")
-_ATTRIBUTE = "_choros_synchronizer"
+_ATTRIBUTE = "_choros_gradient_hook"
 #: The distributed optimizers of this process, for ``join``.
 _distributed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @final
-class _Synchronizer:
-    """What a distributed optimizer knows of the other ranks; one an optimizer.
+class _GradientHook:
+    """Reduces the gradients of one distributed optimizer before its steps.
 
     Attributes:
-        exchange: of its parameters' gradients; ``None`` if there is nobody to exchange with.
-        skipping: steps are made from gradients as they are.
+        exchange: reduces its parameters' gradients; ``None`` if there are no other ranks.
+        skipping: whether steps use gradients as they are, without reducing them.
     """
 
     def __init__(self, exchange: BackwardExchange | None) -> None:
         self.exchange = exchange
         self.skipping = False
-        self._synchronized = False
+        self._reduced = False
 
     @property
     def pending(self) -> bool:
-        """Whether a backward pass has left gradients that are not combined yet."""
+        """Whether a backward pass has computed gradients that are not reduced yet."""
         return self.exchange is not None and self.exchange.pending
 
-    def synchronize(self, optimizer: Any) -> None:
-        """Puts the gradients of all ranks into ``grad``."""
+    def reduce(self, optimizer: Any) -> None:
+        """Replaces ``grad`` of all parameters by the gradients reduced over the ranks."""
         if self.exchange is None:
             return
         parameters = _trained(optimizer)
-        combined = self.exchange.combine(parameters, [parameter.grad for parameter in parameters])
-        for parameter, gradient in zip(parameters, combined, strict=True):
+        reduced = self.exchange.combine(parameters, [parameter.grad for parameter in parameters])
+        for parameter, gradient in zip(parameters, reduced, strict=True):
             parameter.grad = gradient
-        self._synchronized = True
+        self._reduced = True
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Torch's hook; it may give ``step`` other arguments: a closure that exchanges what it has computed."""
+        """Torch's pre-hook of ``step``, whose arguments it may replace: by a closure that also reduces gradients."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None and not self.skipping:
-            return (args[0], self._exchanging(optimizer, closure)), {k: v for k, v in kwargs.items() if k != "closure"}
-        if not self.skipping and (self.pending or not self._synchronized):
-            self.synchronize(optimizer)
-        self._synchronized = False
+            return (args[0], self._reducing(optimizer, closure)), {k: v for k, v in kwargs.items() if k != "closure"}
+        if not self.skipping and (self.pending or not self._reduced):
+            self.reduce(optimizer)
+        self._reduced = False
         return None
 
-    def _exchanging(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def exchanging() -> Any:
+    def _reducing(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def reducing() -> Any:
             loss = closure()
-            self.synchronize(optimizer)
-            self._synchronized = False
+            self.reduce(optimizer)
+            self._reduced = False
             return loss
 
-        return exchanging
+        return reducing
 
 
-class _Distributed:
-    """What the replaced class adds to the optimizer's own methods."""
+class _HorovodMethods:
+    """Horovod's methods, which the subclass adds to the optimizer's own."""
 
     def synchronize(self) -> None:
-        """Waits until ``grad`` of every parameter holds the gradient of all ranks; ``step`` then need not.
+        """Reduces the gradients of all parameters now, so that the next ``step`` need not.
 
-        For what must see that gradient before the step, such as clipping::
+        For code that needs the reduced gradients before the step, such as clipping::
 
             loss.backward()
             optimizer.synchronize()
@@ -99,44 +99,44 @@ class _Distributed:
             with optimizer.skip_synchronize():
                 optimizer.step()
         """
-        _synchronizer_of(self).synchronize(self)
+        _hook_of(self).reduce(self)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """The block in which ``step`` takes gradients as they are."""
-        synchronizer = _synchronizer_of(self)
-        synchronizer.skipping = True
+        """Returns a context in which ``step`` uses gradients as they are, without reducing them."""
+        hook = _hook_of(self)
+        hook.skipping = True
         try:
             yield
         finally:
-            synchronizer.skipping = False
+            hook.skipping = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Torch's; an error while gradients of a backward pass wait for their step."""
-        if _synchronizer_of(self).pending:
+        """Torch's method; an error between a backward pass and its step."""
+        if _hook_of(self).pending:
             raise ConfigError(
-                "zero_grad() was called between backward() and step(): the gradients are on their way to other ranks. "
-                "Call it after step(), or before backward()."
+                "zero_grad() was called between backward() and step(), before gradients were reduced: "
+                "call it after step(), or before backward()."
             )
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
-        """A copy is the plain optimizer that this one was."""
+        """Copies and pickles are plain optimizers of the original class."""
         optimizer: Any = self
-        return _blank, (type(self).__mro__[2],), optimizer.__getstate__()
+        return _new, (type(self).__mro__[2],), optimizer.__getstate__()
 
 
-def _blank(kind: type[T]) -> T:
+def _new(kind: type[T]) -> T:
     return kind.__new__(kind)
 
 
-def _synchronizer_of(optimizer: Any) -> _Synchronizer:
-    synchronizer: _Synchronizer = getattr(optimizer, _ATTRIBUTE)
-    return synchronizer
+def _hook_of(optimizer: Any) -> _GradientHook:
+    hook: _GradientHook = getattr(optimizer, _ATTRIBUTE)
+    return hook
 
 
 def _trained(optimizer: Any) -> list[Any]:
-    """The parameters that are not frozen at present."""
+    """Returns the parameters that are not frozen now."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
@@ -154,28 +154,28 @@ def DistributedOptimizer(
 ) -> Any:
     """Makes a torch optimizer average gradients over all ranks before it applies them.
 
-    Ranks weigh alike. A parameter that has no gradient on a rank counts as zeros there, as in Horovod, and has one
-    after the exchange. It gets the methods ``synchronize()`` and ``skip_synchronize()``.
+    All ranks have the same weight. A missing gradient on a rank counts as zeros, as in Horovod; after the reduction
+    every rank has it. The optimizer gets the methods ``synchronize()`` and ``skip_synchronize()``.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer`` but LBFGS. It is changed in place.
-        named_parameters: ``model.named_parameters()``, to check that the optimizer's parameters are all among them.
-        compression: how gradients travel, such as ``Compression.fp16``.
-        backward_passes_per_step: backward passes before each ``step``. Autograd adds up their gradients: divide the
-            loss by their number for an average.
+        optimizer: any ``torch.optim.Optimizer`` except LBFGS. It is modified in place.
+        named_parameters: ``model.named_parameters()``, to check that it contains all parameters of the optimizer.
+        compression: the compression of gradients, such as ``Compression.fp16``.
+        backward_passes_per_step: the number of backward passes (micro-batches) before each ``step``. Autograd sums
+            their gradients: divide the loss by this number for their average.
         op: ``Average`` or ``Sum``.
-        gradient_predivide_factor: averages divide by this much before the sum and by the rest after it.
+        gradient_predivide_factor: averages divide by this factor before the sum, and by the rest after it.
         num_groups: Horovod's older form of ``groups``.
-        groups: gradients that travel together: a number of groups, or lists of parameters.
-        sparse_as_dense: Horovod's; sparse gradients are always made dense.
-        process_set: the ranks that train together; others go on alone.
+        groups: gradients that are sent together: a number of groups, or lists of parameters.
+        sparse_as_dense: Horovod's; ignored, because sparse gradients are always converted to dense ones.
+        process_set: the ranks that train together; other ranks train independently.
 
     Returns:
         The optimizer.
 
     Raises:
         NotInitializedError: before ``init()``.
-        ConfigError: an argument has a value that cannot be meant, or the optimizer is distributed already.
+        ConfigError: an argument is invalid, or the optimizer is already distributed.
 
     Example:
         >>> import torch, choros.torch as hvd
@@ -194,9 +194,11 @@ def DistributedOptimizer(
             "as torch.optim.Adam(model.parameters()), and pass it."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("LBFGS decides by the loss of its own rank how often to compute gradients: use another one.")
+        raise ConfigError(
+            "LBFGS cannot be distributed, because ranks may compute different numbers of gradients: use another one."
+        )
     if hasattr(optimizer, _ATTRIBUTE):
-        raise ConfigError("this optimizer is distributed already: wrap it once.")
+        raise ConfigError("this optimizer is already distributed: pass it to DistributedOptimizer only once.")
     if backward_passes_per_step < 1:
         raise ConfigError(f"backward_passes_per_step={backward_passes_per_step} must be 1 or more.")
     parameters = _trained(optimizer)
@@ -219,40 +221,43 @@ def DistributedOptimizer(
     reducer = GradientReducer(config)
     exchange = None
     if reducer.active:
-        exchange = BackwardExchange(reducer, parameters, overlap=buckets is not None, passes=backward_passes_per_step)
-    _wrap(optimizer, _Synchronizer(exchange))
+        exchange = BackwardExchange(
+            reducer, parameters, overlap=buckets is not None, micro_batches=backward_passes_per_step
+        )
+    _wrap(optimizer, _GradientHook(exchange))
     return optimizer
 
 
 def join(device: int = -1) -> int:
-    """Goes along with the ranks that still have batches, until none has (Horovod's ``join``).
+    """Participates with zeros in the steps of the other ranks until no rank has more batches (Horovod's ``join``).
 
-    A rank calls it when it has no more batches. Steps of the others then average over the ranks that take part. In the
-    end all ranks take over the parameters and the optimizer state of one that went on to the end. A model's buffers,
-    such as the statistics of batch normalisation, the optimizer does not know:
+    A rank calls it when it has no more batches. Later steps average over the ranks that still have batches. At the end
+    all ranks receive the parameters and the optimizer state of a rank that had the last batch. A model's buffers, such
+    as the statistics of batch normalisation, are not known to the optimizer: broadcast them with
     ``broadcast_parameters(model.state_dict(), join())``.
 
     Args:
-        device: Horovod's; the engine decides where it works.
+        device: Horovod's; ignored, because the engine selects the device.
 
     Returns:
-        A rank that took part in the last step, the same on every rank.
+        A rank that had a batch in the last step, the same on every rank.
 
     Raises:
-        ConfigError: there is not exactly one distributed optimizer, or it has not stepped after a backward pass.
+        ConfigError: the process does not have exactly one distributed optimizer, or its ``step`` is missing after a
+            backward pass.
     """
     del device
     if len(_distributed) != 1:
-        raise ConfigError(f"join() goes along with one distributed optimizer; this process has {len(_distributed)}.")
+        raise ConfigError(f"join() needs exactly one distributed optimizer; this process has {len(_distributed)}.")
     (optimizer,) = _distributed
-    synchronizer = _synchronizer_of(optimizer)
-    if synchronizer.exchange is None:
+    hook = _hook_of(optimizer)
+    if hook.exchange is None:
         return global_process_set.communicator.rank
-    if synchronizer.pending:
+    if hook.pending:
         raise ConfigError("join() was called between backward() and step(): call step() first.")
-    reducer = synchronizer.exchange.reducer
+    reducer = hook.exchange.reducer
     process_set = reducer.config.process_set
-    last = reducer.join(synchronizer.exchange.layout)
+    last = reducer.join(hook.exchange.layout)
     if last is None:
         return process_set.ranks[0]
     root = process_set.ranks[last]
@@ -262,26 +267,26 @@ def join(device: int = -1) -> int:
     return root
 
 
-def _wrap(optimizer: Any, synchronizer: _Synchronizer) -> None:
+def _wrap(optimizer: Any, hook: _GradientHook) -> None:
     base = type(optimizer)
     namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    optimizer.__class__ = type(base.__name__, (_Distributed, base), namespace)
-    setattr(optimizer, _ATTRIBUTE, synchronizer)
-    optimizer.register_step_pre_hook(synchronizer.before_step)
+    optimizer.__class__ = type(base.__name__, (_HorovodMethods, base), namespace)
+    setattr(optimizer, _ATTRIBUTE, hook)
+    optimizer.register_step_pre_hook(hook.before_step)
     _distributed.add(optimizer)
 
 
 def _check_names(named_parameters: Sequence[Any], optimizer: Any) -> None:
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named_parameters):
-        raise ConfigError("named_parameters takes pairs (name, parameter), such as model.named_parameters().")
-    twice = [name for name, count in Counter(name for name, _ in named_parameters).items() if count > 1]
-    if twice:
-        raise ConfigError(f"named_parameters has these names more than once: {', '.join(twice)}.")
+        raise ConfigError("named_parameters must be pairs (name, parameter): pass model.named_parameters().")
+    duplicates = [name for name, count in Counter(name for name, _ in named_parameters).items() if count > 1]
+    if duplicates:
+        raise ConfigError(f"named_parameters contains these names more than once: {', '.join(duplicates)}.")
     named = {id(parameter) for _, parameter in named_parameters}
     own = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     unnamed = [tuple(parameter.shape) for parameter in own if id(parameter) not in named]
     if unnamed:
         raise ConfigError(
             f"named_parameters lacks {len(unnamed)} of the optimizer's parameters, of shapes "
-            f"{', '.join(map(str, unnamed[:3]))}{', …' if len(unnamed) > 3 else ''}: name all of them, or none."
+            f"{', '.join(map(str, unnamed[:3]))}{', …' if len(unnamed) > 3 else ''}: pass model.named_parameters()."
         )

@@ -1,4 +1,4 @@
-"""The ranks' models and optimizers made equal."""
+"""Broadcast of model parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Overwrites every rank's tensors with those of ``root_rank``.
+    """Copies the tensors of ``root_rank`` into those of every rank.
 
     Args:
-        params: ``model.state_dict()`` or ``model.named_parameters()``, the same on every rank. What is not a tensor
-            in a state dict stays as it is.
+        params: ``model.state_dict()`` or ``model.named_parameters()``, with the same names on every rank. Values of a
+            state dict that are not tensors are not changed.
         root_rank: a global rank.
-        process_set: the ranks that take part.
+        process_set: the participating ranks.
 
     Raises:
-        MismatchError: ranks have different tensors; the text shows the first that differs.
+        MismatchError: ranks have different tensors; the text shows the first difference.
 
     Example:
         >>> import torch, choros.torch as hvd
@@ -47,12 +47,12 @@ def broadcast_parameters(
 
 
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Gives every rank's optimizer the state and the settings of ``root_rank``'s, its learning rate included.
+    """Copies the state and settings of ``root_rank``'s optimizer, including its learning rate, to every rank's.
 
     Args:
-        optimizer: of the same parameters on every rank; it need not have been used, on any of them.
+        optimizer: an optimizer of the same parameters on every rank; it may be unused.
         root_rank: a global rank.
-        process_set: the ranks that take part.
+        process_set: the participating ranks.
 
     Example:
         >>> import torch, choros.torch as hvd
@@ -71,7 +71,7 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, process_set: Proce
 
 
 def _on_cpu(state: Any) -> Any:
-    """``state`` with its tensors in host memory: other ranks have other devices."""
+    """Returns ``state`` with its tensors in host memory, because other ranks use other devices."""
     if torch.is_tensor(state):
         return state.cpu()
     if isinstance(state, dict):

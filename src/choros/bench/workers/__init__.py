@@ -1,1 +1,1 @@
-"""What contenders' processes run: a file for each way to do the same work. ``choros bench`` starts them."""
+"""The programs of the bench processes, one module for each implementation; ``choros bench`` starts them."""

@@ -1,4 +1,4 @@
-"""choros: ``in-place`` in memory of its engine, as gradients travel, or on ``any-array``, with a new one as result."""
+"""choros: ``in-place`` in memory of its engine, like gradients, or from ``any-array`` into a new one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from choros.comm import ReduceOp, global_process_set
 
 
 def main() -> None:
-    """Runs the kind that the command line names."""
+    """Serves the variant that the command line names."""
     (kind,) = sys.argv[1:]
     serve(lambda: {"in-place": in_place, "any-array": any_array}[kind]())
 
 
 def in_place() -> Prepare:
-    """Sums in place; a model's gradients, which are ordinary arrays, as a group."""
+    """Sums in place; a model's gradients, which are ordinary arrays, by a grouped allreduce."""
     choros.init()
     communicator = global_process_set.communicator
     memory = np.empty(0, np.uint8)
@@ -32,7 +32,7 @@ def in_place() -> Prepare:
             arrays = [np.empty(shape, case.dtype) for shape in case.shapes]
             return sum_task(arrays, communicator.size, lambda: communicator.grouped_allreduce(arrays, ReduceOp.SUM))
         needed = case.items * np.dtype(case.dtype).itemsize
-        if memory.nbytes < needed:  # it is given back when the job ends
+        if memory.nbytes < needed:  # released when the job ends
             memory = communicator.empty(needed, np.uint8)
         array = memory[:needed].view(case.dtype)
         return sum_task([array], communicator.size, lambda: [communicator.allreduce(array, ReduceOp.SUM, out=array)])
@@ -41,7 +41,7 @@ def in_place() -> Prepare:
 
 
 def any_array() -> Prepare:
-    """Sums an ordinary array into a new one; a model's gradients as one array of as many bytes."""
+    """Sums an ordinary array into a new one; a model's gradients as one array of the same size."""
     choros.init()
     communicator = global_process_set.communicator
 

@@ -1,4 +1,4 @@
-"""Horovod: ``hvd.allreduce_``, in place, of a torch tensor."""
+"""Horovod: ``hvd.allreduce_`` of a torch tensor, in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mpi4py: one ``Allreduce`` in place, or with a number of bytes on the command line, in pieces of so many."""
+"""mpi4py: one ``Allreduce`` in place, or one for each chunk of the size in bytes that the command line gives."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from choros.bench.workers.summed import sum_task
 def join() -> Prepare:
     """Sums on ``COMM_WORLD``."""
     world = MPI.COMM_WORLD
-    piece_bytes = int(sys.argv[1]) if sys.argv[1:] else None
+    chunk_bytes = int(sys.argv[1]) if sys.argv[1:] else None
 
     def prepare(case: Any) -> Task:
         case = case.joined if isinstance(case, GroupedCase) else case
         array = np.empty(case.items, case.dtype)
-        step = len(array) if piece_bytes is None else max(1, piece_bytes // array.itemsize)
-        pieces = [array[start : start + step] for start in range(0, len(array), step)]
+        step = len(array) if chunk_bytes is None else max(1, chunk_bytes // array.itemsize)
+        chunks = [array[start : start + step] for start in range(0, len(array), step)]
 
         def reduce() -> list[Any]:
-            for piece in pieces:
-                world.Allreduce(MPI.IN_PLACE, piece, MPI.SUM)
+            for chunk in chunks:
+                world.Allreduce(MPI.IN_PLACE, chunk, MPI.SUM)
             return [array]
 
         return sum_task([array], world.Get_size(), reduce)

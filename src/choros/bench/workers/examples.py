@@ -1,4 +1,4 @@
-"""What is trained on: as many random images and labels as a burst needs."""
+"""Training data: random images and labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DISTINCT = 1024
 
 
 def examples(case: TrainCase, count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """``count`` images with values from 0 to 1, and their labels; they repeat after the first thousand.
+    """Returns ``count`` images with values from 0 to 1, and their labels, which repeat after the first 1024.
 
     Returns:
         Arrays of shape ``(count, *example)`` and ``(count,)``.

@@ -1,4 +1,4 @@
-"""The models in Keras, and ``fit`` as a task: the same for every contender that trains with Keras."""
+"""The Keras models and ``fit`` as a task, for all contenders that train with Keras."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["build", "compiled", "dataset", "fit_task"]
 
 
 def build(name: str) -> tuple[Any, Any, str]:
-    """The model, its optimizer and its loss.
+    """Returns the model, its optimizer and its loss.
 
-    ``cnn`` is that of ``examples/mnist_horovod.py``, with 1.2 million parameters; ``mlp`` has 20 million, so
-    that little is computed for each byte that is communicated.
+    ``cnn`` is the model of ``examples/mnist_horovod.py``, with 1.2 million parameters; ``mlp`` has 20 million, so
+    that it computes little for each byte that it communicates.
     """
     layers = keras.layers
     keras.utils.set_random_seed(0)
@@ -36,14 +36,14 @@ def build(name: str) -> tuple[Any, Any, str]:
 
 
 def compiled(name: str, wrap: Callable[[Any], Any] = lambda optimizer: optimizer) -> Any:
-    """The model, compiled with its optimizer, which ``wrap`` may replace."""
+    """Returns the model, compiled with its optimizer as returned by ``wrap``."""
     model, optimizer, loss = build(name)
     model.compile(wrap(optimizer), loss)
     return model
 
 
 def dataset(case: TrainCase, batch: int) -> Any:
-    """Batches without end, as ``tf.data``."""
+    """Returns an infinite ``tf.data`` data set of batches."""
     import tensorflow as tf
 
     steps = 16
@@ -53,15 +53,15 @@ def dataset(case: TrainCase, batch: int) -> Any:
 
 
 def fit_task(model: Any, case: TrainCase, batch: int, callbacks: Sequence[Any] = (), *, alone: bool = False) -> Task:
-    """``model.fit`` as a task, a unit being a step: on ``tf.data`` with TensorFlow, on arrays elsewhere.
+    """Returns ``model.fit`` as a task whose unit is a step: on ``tf.data`` with TensorFlow, on arrays otherwise.
 
-    With TensorFlow the function that ``fit`` has made of the training step is called in a loop: ``fit`` itself takes
-    up to half a second after its last step to give its iterator back.
+    With TensorFlow the task calls, in a loop, the train function that ``fit`` has compiled: ``fit`` itself takes up to
+    half a second after its last step to release its iterator.
 
     Args:
-        model: compiled.
-        case: what it is trained on.
-        batch: examples that this process gives it a step.
+        model: the compiled model.
+        case: the case, with the model's name.
+        batch: the number of examples of this process per step.
         callbacks: for ``fit``.
         alone: see ``Task``.
     """

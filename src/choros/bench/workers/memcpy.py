@@ -1,4 +1,4 @@
-"""No communication: every rank copies the bytes once. The least that a sum of two arrays can take."""
+"""A memcpy on every rank, without communication: the lower bound of the time to sum two arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from choros.bench.channel import Prepare, Task, serve
 
 
 def join() -> Prepare:
-    """Needs nobody."""
+    """Communicates with no other process."""
 
     def prepare(case: Any) -> Task:
         case = case.joined if isinstance(case, GroupedCase) else case

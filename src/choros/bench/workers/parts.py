@@ -1,4 +1,4 @@
-"""choros: what a step's communication consists of, part by part, on the CNN's gradients."""
+"""choros: the parts of a step's communication, one by one, on the CNN's gradients."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
 
 
 def join() -> Prepare:
-    """Makes the gradients, and the memory that they travel in."""
+    """Creates the gradients and the fusion buffer in which they are sent."""
     choros.init()
     communicator = global_process_set.communicator
     gradients = [np.ones(shape, np.float32) for shape in CNN_SHAPES]
     results = [np.empty_like(gradient) for gradient in gradients]
     ends = np.cumsum([math.prod(shape) for shape in CNN_SHAPES])
     buffer = communicator.empty(int(ends[-1]))
-    slots = [part.reshape(shape) for part, shape in zip(np.split(buffer, ends[:-1]), CNN_SHAPES, strict=True)]
+    segments = [part.reshape(shape) for part, shape in zip(np.split(buffer, ends[:-1]), CNN_SHAPES, strict=True)]
     reducer = GradientReducer(ReduceConfig())
 
     def copy(targets: list[Any], sources: list[Any]) -> None:
@@ -31,13 +31,13 @@ def join() -> Prepare:
 
     parts = {
         "control message": communicator.barrier,
-        "pack": lambda: copy(slots, gradients),
+        "pack": lambda: copy(segments, gradients),
         "allreduce": lambda: communicator.allreduce(buffer, ReduceOp.SUM, out=buffer),
-        "unpack": lambda: copy(results, slots),
+        "unpack": lambda: copy(results, segments),
         "all, by the reducer": lambda: reducer.reduce(gradients, examples=1),
     }
 
-    def written_anew() -> None:
+    def rewrite() -> None:
         for array in (*gradients, buffer):
             array.fill(1)
 
@@ -48,7 +48,7 @@ def join() -> Prepare:
             for _ in range(units):
                 act()
 
-        return Task(run, before=written_anew)
+        return Task(run, before=rewrite)
 
     return prepare
 

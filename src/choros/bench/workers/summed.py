@@ -1,4 +1,4 @@
-"""An allreduce as a task: written anew before each run, right after the first."""
+"""An allreduce as a task: the arrays are rewritten before each run, the result is checked after the first."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["sum_task"]
 
 
 def sum_task(arrays: Sequence[Any], size: int, reduce: Callable[[], Sequence[Any]]) -> Task:
-    """The task of summing ``arrays`` over ``size`` ranks.
+    """Returns the task of summing ``arrays`` over ``size`` ranks.
 
-    Every rank writes its arrays before each run, as a backward pass does: data that lie fresh in another
-    core's cache cost more to read.
+    Every rank writes its arrays before each run, as a backward pass does: data that another core has just written,
+    and still caches, cost more to read.
 
     Args:
-        arrays: NumPy's, or a tensor with ``fill_``; what ``reduce`` sums.
-        size: how many ranks there are.
-        reduce: sums them; returns the results.
+        arrays: the arrays that ``reduce`` sums: NumPy's, or tensors with ``fill_``.
+        size: the number of ranks.
+        reduce: sums the arrays; returns the results.
     """
     results: list[Any] = []
     fills = [array.fill_ if hasattr(array, "fill_") else array.fill for array in arrays]
@@ -35,6 +35,6 @@ def sum_task(arrays: Sequence[Any], size: int, reduce: Callable[[], Sequence[Any
     def check() -> None:
         for result in results:
             if not bool((result == size).all()):
-                raise ArithmeticError(f"a sum of ones over {size} ranks is not {size} everywhere")
+                raise ArithmeticError(f"wrong result: a sum of ones over {size} ranks has elements other than {size}")
 
     return Task(run, before, check)

@@ -12,14 +12,14 @@ from choros.bench.workers.keras_training import compiled, fit_task
 
 
 def join() -> Prepare:
-    """Trains with the job's ranks."""
+    """Trains on the ranks of the job."""
     hvd.init()
     hvd.pin_device()
 
     def prepare(case: Any) -> Task:
         keras.utils.clear_session()
         model = compiled(case.model, hvd.DistributedOptimizer)
-        # Weights are broadcast once a training, which here is many calls of fit.
+        # Weights are broadcast once per training, which consists of many calls of fit here.
         fit_task(model, case, case.batch, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]).run(1)
         return fit_task(model, case, case.batch, [hvd.callbacks.MetricAverageCallback(), hvd.callbacks.Throughput()])
 

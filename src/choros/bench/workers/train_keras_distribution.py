@@ -13,7 +13,7 @@ from choros.bench.workers.keras_training import compiled, fit_task
 
 
 def join() -> Prepare:
-    """Meets the other processes, if the environment names some."""
+    """Connects to the other processes, if the environment names any."""
     if "KERAS_DISTRIBUTION_JOB_ADDRESSES" in os.environ:
         keras.distribution.initialize()
     keras.distribution.set_distribution(keras.distribution.DataParallel(auto_shard_dataset=False))

@@ -1,4 +1,4 @@
-"""``tf.distribute.MirroredStrategy`` on logical CPUs, whose number the command line gives, and Keras' ``fit``."""
+"""``tf.distribute.MirroredStrategy`` and Keras' ``fit``, on as many logical CPUs as the command line says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from choros.bench.workers.keras_training import compiled, fit_task
 
 
 def join() -> Prepare:
-    """Divides the CPU."""
+    """Divides the CPU into logical devices."""
     devices = int(sys.argv[1])
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)

@@ -1,4 +1,4 @@
-"""``tf.distribute.MultiWorkerMirroredStrategy`` and a loop of its own: under Keras 3 its ``fit`` fails."""
+"""``tf.distribute.MultiWorkerMirroredStrategy`` in a custom training loop, as ``fit`` fails under Keras 3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from choros.bench.workers.keras_training import build, dataset
 
 
 def join() -> Prepare:
-    """Meets the other workers, whom ``TF_CONFIG`` names."""
+    """Connects to the other processes, which ``TF_CONFIG`` lists."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
 
     def prepare(case: Any) -> Task:

@@ -1,4 +1,4 @@
-"""Plain Keras: each process for itself."""
+"""Plain Keras: each process trains independently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from choros.bench.workers.keras_training import compiled, fit_task
 
 
 def join() -> Prepare:
-    """Joins nothing."""
+    """Communicates with no other process."""
 
     def prepare(case: Any) -> Task:
         keras.utils.clear_session()

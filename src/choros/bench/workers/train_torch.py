@@ -1,4 +1,4 @@
-"""A loop in plain PyTorch: with ``choros``' optimizer, ``ddp`` on Gloo, or ``horovod``'s optimizer."""
+"""A plain PyTorch training loop: with ``choros``' optimizer, ``ddp`` on Gloo, or ``horovod``'s optimizer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from choros.bench.workers.examples import CLASSES, examples
 
 
 def main() -> None:
-    """Runs the kind that the command line names."""
+    """Serves the variant that the command line names."""
     (kind,) = sys.argv[1:]
     serve(ddp if kind == "ddp" else partial(hooked, f"{kind}.torch"))
 
 
 def hooked(library: str) -> Prepare:
-    """Trains with the distributed optimizer of ``library``, which is Horovod's or has its names."""
+    """Trains with the distributed optimizer of ``library``: Horovod, or a module with Horovod's API."""
     hvd = importlib.import_module(library)
     hvd.init()
 
@@ -48,7 +48,7 @@ def ddp() -> Prepare:
 
 
 def build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The models of ``keras_training``, and their optimizers."""
+    """Returns the models of ``keras_training`` in PyTorch, with their optimizers."""
     torch.manual_seed(0)
     if name == "cnn":
         convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)]
@@ -62,7 +62,7 @@ def build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def loop_task(model: nn.Module, optimizer: Any, case: Any) -> Task:
-    """The training loop as a task, a unit being a step."""
+    """Returns the training loop as a task whose unit is a step."""
     steps = 16
     arrays = examples(case, steps * case.batch)
     images, labels = (torch.from_numpy(array).reshape(steps, case.batch, *array.shape[1:]) for array in arrays)

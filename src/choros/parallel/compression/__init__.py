@@ -1,15 +1,15 @@
-"""How gradients are made smaller on their way: one interface, one file a way.
+"""Gradient compression: one interface, one module per algorithm.
 
 ::
 
-    Compressor ──makes──► Exchange, which keeps buffers and errors from step to step
-    ├── NoCompression, Float16      casts.py       FusedExchange: an allreduce, in that dtype
-    ├── Bfloat16                    bfloat16.py  ┐ VectorExchange: arrays laid end to end in one
-    ├── Int8                        int8.py      │ float32 vector, which a VectorSum adds up:
+    Compressor ─creates─► Exchange, which keeps buffers and residuals from step to step
+    ├── NoCompression, Float16      casts.py       FusedExchange: an allreduce in that dtype
+    ├── Bfloat16                    bfloat16.py  ┐ VectorExchange: arrays concatenated to one
+    ├── Int8                        int8.py      │ float32 vector, which a VectorSum sums:
     ├── TopK                        top_k.py     ┘ SlicedSum (sliced.py) or TopKSum
     └── PowerSGD                    power_sgd.py   two small allreduces for all matrices
 
-What is not worth it, or cannot be compressed, travels as it is (``selection.py``).
+Arrays that cannot be compressed, or are too small to gain from it, are sent uncompressed (``selection.py``).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Compression:
-    """How gradients travel; Horovod has ``none`` and ``fp16``.
+    """The compressions of gradients; ``none`` and ``fp16`` are Horovod's.
 
     ========================  ====================  ======================================================
-    ``none``                  4 bytes an item       as they are
+    ``none``                  4 bytes per element   uncompressed
     ``fp16``                  2                     values are averaged before they are sent, so that their
-                                                    sum does not overflow; parts below 6e-8 are lost
+                                                    sum does not overflow; values below 6e-8 become 0
     ``bf16``                  2                     summed in float32 and rounded once: no overflow
-    ``int8``                  1.02                  blocks of 256 share a scale; the error is kept
-    ``top_k(ratio=0.01)``     8 × ``ratio``         the largest items; the others are kept for later
-    ``power_sgd(rank=4)``     4 × rank × (n + m)    of an n × m matrix; the error is kept
+    ``int8``                  1.02                  blocks of 256 share a scale; error feedback
+    ``top_k(ratio=0.01)``     8 × ``ratio``         the largest elements; error feedback
+    ``power_sgd(rank=4)``     4 × rank × (n + m)    of an n × m matrix; error feedback
     ========================  ====================  ======================================================
 
     Example:

@@ -1,4 +1,4 @@
-"""Two bytes an item with float32's range."""
+"""The bf16 compression: two bytes per element, with the range of float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 
 from choros.comm import BFLOAT16, Communicator
-from choros.parallel.compression.compressor import Compressor, DType, is_floating, refuse_lone
+from choros.parallel.compression.compressor import Compressor, DType, is_floating, reject_single_array
 from choros.parallel.compression.selection import SelectiveExchange
 from choros.parallel.compression.sliced import Bytes, Codec, SlicedSum
 from choros.parallel.compression.vector import Vector, VectorExchange
@@ -35,15 +35,15 @@ class _Bfloat16Codec(Codec):
 
 @final
 class Bfloat16(Compressor):
-    """Gradients travel in bfloat16, the upper half of a float32, and are summed in float32.
+    """Gradients are sent in bfloat16, the upper half of a float32, and summed in float32.
 
-    Unlike float16 nothing overflows or vanishes; 8 bits of precision remain. Rounding is to nearest, an error
-    without a direction, so none is kept. Arrays of float16 travel as they are.
+    Unlike with float16, no value overflows or underflows; 8 bits of precision remain. Rounding is to nearest and thus
+    unbiased, so there is no error feedback. Arrays of float16 are sent uncompressed.
     """
 
     def wire_dtype(self, dtype: DType) -> DType:
-        """See ``refuse_lone``."""
-        return refuse_lone("bf16", dtype)
+        """See ``reject_single_array``."""
+        return reject_single_array("bf16", dtype)
 
     def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
         """See ``Compressor``."""

@@ -1,4 +1,4 @@
-"""Gradients as they are, and gradients in float16."""
+"""The compressions none and fp16: gradients are sent uncompressed, or cast to float16."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Float16", "NoCompression", "plain_dtype"]
 
 
 def plain_dtype(dtype: DType) -> DType:
-    """The dtype in which uncompressed arrays are summed, hence sent: float32 for bfloat16, all else as it is."""
+    """Returns the dtype in which uncompressed arrays are summed, hence sent: float32 for bfloat16, else ``dtype``."""
     return np.dtype(np.float32) if dtype == BFLOAT16 else dtype
 
 
 @final
 class NoCompression(Compressor):
-    """Gradients travel as they are."""
+    """Gradients are sent uncompressed."""
 
     def wire_dtype(self, dtype: DType) -> DType:
         """See ``plain_dtype``."""
@@ -35,10 +35,10 @@ class NoCompression(Compressor):
 
 @final
 class Float16(Compressor):
-    """Gradients travel, and are summed, in float16."""
+    """Gradients are sent and summed in float16."""
 
     def wire_dtype(self, dtype: DType) -> DType:
-        """float16 for every floating-point format."""
+        """Returns float16 for every floating-point dtype."""
         return np.dtype(np.float16) if is_floating(dtype) else dtype
 
     def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:

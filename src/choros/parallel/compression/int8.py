@@ -1,4 +1,4 @@
-"""One byte an item, and a scale for each block of items."""
+"""The int8 compression: one byte per element, and a scale for each block of elements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 
 from choros.comm import Communicator
-from choros.parallel.compression.compressor import Compressor, DType, is_floating, refuse_lone
+from choros.parallel.compression.compressor import Compressor, DType, is_floating, reject_single_array
 from choros.parallel.compression.selection import SelectiveExchange
 from choros.parallel.compression.sliced import Bytes, Codec, SlicedSum
 from choros.parallel.compression.vector import Vector, VectorExchange
@@ -17,13 +17,13 @@ from choros.parallel.reduce.exchange import Exchange, Layout
 
 __all__ = ["BLOCK", "Int8"]
 
-#: Items that share a scale: one of them can be no smaller than 1/254 of the largest without becoming 0.
+#: The number of elements that share a scale: those below 1/254 of the largest are rounded to 0.
 BLOCK = 256
 
 
 @final
 class _Int8Codec(Codec):
-    """The scales of all blocks, then a byte an item: ``item = byte * scale``, ``scale = max |item| / 127``."""
+    """The scales of all blocks, then one byte per element: ``value = byte * scale``, ``scale = max |value| / 127``."""
 
     name = "int8"
 
@@ -33,16 +33,16 @@ class _Int8Codec(Codec):
     def encode(self, numbers: Vector) -> Bytes:
         blocks = np.zeros((_blocks(len(numbers)), BLOCK), np.float32)
         blocks.reshape(-1)[: len(numbers)] = numbers
-        # What is not finite makes the scale so: that is how it arrives.
+        # A value that is not finite makes the scale not finite, and so reaches the other ranks.
         scales = np.abs(blocks).max(axis=1, initial=0) / np.float32(127)
         blocks /= np.where(scales > 0, scales, np.float32(1))[:, np.newaxis]
         codes = np.rint(blocks, out=blocks).astype(np.int8).reshape(-1)[: len(numbers)]
         return np.concatenate([scales.view(np.uint8), codes.view(np.uint8)])
 
     def decode(self, data: Bytes, count: int) -> Vector:
-        ends = 4 * _blocks(count)
-        scales = np.repeat(data[:ends].view(np.float32), BLOCK)[:count]
-        return scales * data[ends:].view(np.int8)
+        start = 4 * _blocks(count)
+        scales = np.repeat(data[:start].view(np.float32), BLOCK)[:count]
+        return scales * data[start:].view(np.int8)
 
 
 def _blocks(count: int) -> int:
@@ -51,16 +51,16 @@ def _blocks(count: int) -> int:
 
 @final
 class Int8(Compressor):
-    """Gradients travel as bytes, blocks of 256 sharing a scale, and are summed in float32; the error is kept.
+    """Gradients are sent as int8, with a scale for each block of 256, and summed in float32, with error feedback.
 
-    The blocks are those of Dettmers et al. 2022 (https://arxiv.org/abs/2110.02861), so that one large item
-    coarsens its neighbours only; the two rounds with an error kept for each are those of 1-bit Adam (Tang et
-    al. 2021, https://arxiv.org/abs/2102.02888).
+    The blocks are those of Dettmers et al. 2022 (https://arxiv.org/abs/2110.02861): a large element reduces the
+    precision of its block only. The two rounds with error feedback in each are those of 1-bit Adam (Tang et al. 2021,
+    https://arxiv.org/abs/2102.02888).
     """
 
     def wire_dtype(self, dtype: DType) -> DType:
-        """See ``refuse_lone``."""
-        return refuse_lone("int8", dtype)
+        """See ``reject_single_array``."""
+        return reject_single_array("int8", dtype)
 
     def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
         """See ``Compressor``."""

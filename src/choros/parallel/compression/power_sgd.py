@@ -1,12 +1,12 @@
-"""Matrices travel as two thin factors.
+"""The PowerSGD compression: matrices are sent as two factors of low rank.
 
-A step, for the matrix M of each rank, its gradient plus the error kept; Q is the same on all ranks::
+A step, for the matrix M of each rank, its gradient plus the residual; Q is the same on all ranks::
 
-    P = Σ M Q            allreduce of n × r numbers: all matrices' in one message
-    P = orthonormal(P)   of equal numbers, hence equal
+    P = Σ M Q            allreduce of n × r numbers, for all matrices in one message
+    P = orthonormal(P)   the same on all ranks
     Q = Σ Mᵀ P           allreduce of m × r numbers: likewise
-    P Qᵀ ≈ Σ M           the result; the error that a rank keeps is M − P Pᵀ M
-    Q                    where the next step starts: one step of a power iteration each
+    P Qᵀ ≈ Σ M           the result; the residual of a rank is M − P Pᵀ M
+    Q                    the start of the next step: each step is one power iteration
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from choros.comm import Communicator
 from choros.errors import ConfigError
 from choros.parallel.compression.casts import plain_dtype
-from choros.parallel.compression.compressor import Compressor, DType, is_floating, refuse_lone
+from choros.parallel.compression.compressor import Compressor, DType, is_floating, reject_single_array
 from choros.parallel.compression.error_feedback import ErrorFeedback
 from choros.parallel.compression.selection import SelectiveExchange
 from choros.parallel.reduce.exchange import Array, Exchange, Layout
@@ -34,20 +34,20 @@ Matrix = NDArray[np.float32]
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """``shape`` as rows and columns: cut where they are fewest together, so that factors are smallest.
+    """Returns the rows and columns of ``shape`` as a matrix, split at the axis that gives the smallest factors.
 
-    Frameworks order the dimensions of a convolution's kernel differently; this finds the cut in each.
+    Frameworks order the dimensions of a convolution kernel differently; this works for all of them.
 
     Example:
         >>> matrix_shape((3, 3, 32, 64)), matrix_shape((64, 32, 3, 3)), matrix_shape((10,))
         ((288, 64), (64, 288), (1, 10))
     """
-    cuts = ((math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(len(shape)))
-    return min(cuts, key=sum, default=(1, 1))
+    splits = ((math.prod(shape[:axis]), math.prod(shape[axis:])) for axis in range(len(shape)))
+    return min(splits, key=sum, default=(1, 1))
 
 
 def _orthonormal(matrix: Matrix) -> Matrix:
-    """Columns of length 1 at right angles that span ``matrix``'s; also if it is 0."""
+    """Returns orthonormal columns that span those of ``matrix``, also if it is 0."""
     columns: Matrix = np.linalg.qr(matrix)[0]
     return columns
 
@@ -72,19 +72,19 @@ class _PowerExchange(Exchange):
 
     def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
         """See ``Exchange``."""
-        matrices = [feedback.kept.copy() for feedback in self._feedback]
+        matrices = [feedback.residual.copy() for feedback in self._feedback]
         if arrays is not None:
             for matrix, array in zip(matrices, arrays, strict=True):
                 matrix += np.multiply(array.reshape(matrix.shape), before, dtype=np.float32, casting="unsafe")
 
         left = self._sum_left.sum([m @ right for m, right in zip(matrices, self._right, strict=True)], 1.0, 1.0)
         left = [_orthonormal(factor) for factor in left]
-        mine = [m.T @ factor for m, factor in zip(matrices, left, strict=True)]
-        right = self._sum_right.sum(mine, 1.0, 1.0)
+        own = [m.T @ factor for m, factor in zip(matrices, left, strict=True)]
+        right = self._sum_right.sum(own, 1.0, 1.0)
 
         for index, feedback in enumerate(self._feedback):
-            np.subtract(matrices[index], left[index] @ mine[index].T, out=feedback.lost)
-            if feedback.settle(right[index]):
+            np.subtract(matrices[index], left[index] @ own[index].T, out=feedback.next_residual)
+            if feedback.end_step(right[index]):
                 self._right[index] = _orthonormal(right[index])
         return [
             (p @ q.T * np.float32(after)).reshape(shape).astype(dtype, copy=False)
@@ -94,29 +94,29 @@ class _PowerExchange(Exchange):
 
 @final
 class PowerSGD(Compressor):
-    """Gradients of matrices travel as factors of a low rank, found by one step of a power iteration each time.
+    """Gradients of matrices are sent as low-rank factors, found by one power iteration per step.
 
-    For an n × m matrix, ``4 * rank * (n + m)`` bytes in two allreduces, in place of ``4 * n * m``; the error
-    is kept. Convolutions' kernels are matrices too (see ``matrix_shape``). What would not become half as large
-    at least, biases above all, travels as it is. Vogels et al. 2019 (https://arxiv.org/abs/1905.13727).
+    An n × m matrix needs ``4 * rank * (n + m)`` bytes in two allreduces instead of ``4 * n * m``; there is error
+    feedback. Convolution kernels are matrices too (see ``matrix_shape``). Arrays that would not shrink at least to
+    half, above all biases, are sent uncompressed. Vogels et al. 2019 (https://arxiv.org/abs/1905.13727).
 
-    Results are equal on all ranks as far as equal processors and libraries factorise equal numbers alike.
+    Results are the same on all ranks if their processors and libraries factorise the same numbers identically.
 
     Args:
-        rank: of the factors, 1 or more; the paper uses 1 to 4.
+        rank: the rank of the factors, 1 or more; the paper uses 1 to 4.
 
     Raises:
-        ConfigError: another rank.
+        ConfigError: ``rank`` is less than 1.
     """
 
     def __init__(self, rank: int = 4) -> None:
         if rank < 1:
-            raise ConfigError(f"power_sgd(rank={rank}): a matrix has a rank of 1 or more, such as 4.")
+            raise ConfigError(f"power_sgd(rank={rank}): expected a rank of 1 or more, such as 4.")
         self.rank = rank
 
     def wire_dtype(self, dtype: DType) -> DType:
-        """See ``refuse_lone``."""
-        return refuse_lone("power_sgd", dtype)
+        """See ``reject_single_array``."""
+        return reject_single_array("power_sgd", dtype)
 
     def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
         """See ``Compressor``."""

@@ -1,4 +1,4 @@
-"""Some arrays compressed, the others as they are."""
+"""Selective compression: some arrays are compressed, the others are sent uncompressed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class SelectiveExchange(Exchange):
     Args:
         communicator: the ranks.
         layout: all arrays.
-        groups: those that travel together.
+        groups: indices of arrays that are sent together.
         chosen: indices of the arrays to compress.
-        compressing: makes the exchange of these, given their layout and their groups.
+        compressing: creates the exchange of these from their layout and groups.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class SelectiveExchange(Exchange):
         """See ``Exchange``."""
         results: dict[int, Array] = {}
         for indices, exchange in self._parts:
-            mine = None if arrays is None else [arrays[index] for index in indices]
-            results.update(zip(indices, exchange.sum(mine, before, after), strict=True))
+            own = None if arrays is None else [arrays[index] for index in indices]
+            results.update(zip(indices, exchange.sum(own, before, after), strict=True))
         return [results[index] for index in range(self._count)]
 
 
 def _only(indices: Sequence[int], layout: Layout, groups: Sequence[Sequence[int]]) -> tuple[Layout, Groups]:
-    """The layout of some arrays, and their groups in the new numbering."""
-    place = {index: position for position, index in enumerate(indices)}
-    parts = [[place[index] for index in group if index in place] for group in groups]
+    """Returns the layout of the arrays at ``indices``, and their groups with renumbered indices."""
+    positions = {index: position for position, index in enumerate(indices)}
+    parts = [[positions[index] for index in group if index in positions] for group in groups]
     return tuple(layout[index] for index in indices), [part for part in parts if part]

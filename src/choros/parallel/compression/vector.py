@@ -1,4 +1,4 @@
-"""Many arrays in one vector, and what adds up the ranks' vectors."""
+"""Arrays concatenated to one vector, and the interface of lossy vector sums."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ Vector = NDArray[np.float32]
 
 
 class VectorSum(ABC):
-    """Sums vectors of one length over the ranks, saving bytes at the price of an error.
+    """Sums vectors of one length over the ranks, with fewer bytes and a rounding error.
 
     Attributes:
-        description: how. Part of what ranks compare before the first byte moves.
+        description: how it sums. Ranks compare it before the first byte is sent.
     """
 
     description: str
 
     @abstractmethod
-    def sum(self, vector: Vector, lost: Vector | None) -> Vector:
-        """The ranks' sum, the same on every rank; not finite if any rank's vector is not.
+    def sum(self, vector: Vector, residual: Vector | None) -> Vector:
+        """Returns the sum over the ranks, the same on every rank; not finite if any rank's vector is not.
 
         Args:
             vector: this rank's; not written to.
-            lost: where to write what of ``vector`` is not in the sum; ``None`` if nobody wants to know.
+            residual: receives the part of ``vector`` that is not in the sum; ``None`` if it is not needed.
         """
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Arrays laid end to end: array ``indices[i]`` at ``bounds[i]``."""
+    """Concatenated arrays: array ``indices[i]`` at ``bounds[i]``."""
 
     indices: Sequence[int]
     bounds: Sequence[tuple[int, int]]
@@ -52,13 +52,13 @@ class _Group:
 
 @final
 class VectorExchange(Exchange):
-    """Lays the arrays of each group end to end in one float32 vector, and sums that.
+    """Concatenates the arrays of each group to one float32 vector, and sums that.
 
     Args:
         layout: floating-point arrays.
-        groups: all of them, in groups.
-        method: makes what sums vectors of a given length.
-        feedback: whether the error is kept and added to the next step's vector.
+        groups: indices of all arrays, in groups.
+        method: creates the sum of vectors of a given length.
+        feedback: whether to use error feedback.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class VectorExchange(Exchange):
         for group in groups:
             ends = list(accumulate((math.prod(layout[index][0]) for index in group), initial=0))
             vector = np.zeros(ends[-1], np.float32)
-            kept = ErrorFeedback(vector.shape) if feedback else None
-            self._groups.append(_Group(group, list(pairwise(ends)), method(ends[-1]), vector, kept))
+            error_feedback = ErrorFeedback(vector.shape) if feedback else None
+            self._groups.append(_Group(group, list(pairwise(ends)), method(ends[-1]), vector, error_feedback))
         self.description = ", ".join(group.method.description for group in self._groups)
 
     def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
@@ -94,7 +94,7 @@ def _sum(group: _Group, arrays: Sequence[Array] | None, before: float) -> Vector
             np.multiply(arrays[index].reshape(-1), before, out=vector[start:stop], dtype=np.float32, casting="unsafe")
     if group.feedback is None:
         return group.method.sum(vector, None)
-    vector += group.feedback.kept
-    total = group.method.sum(vector, group.feedback.lost)
-    group.feedback.settle(total)
+    vector += group.feedback.residual
+    total = group.method.sum(vector, group.feedback.next_residual)
+    group.feedback.end_step(total)
     return total

@@ -1,1 +1,1 @@
-"""Gradients of all ranks, reduced: one reducer, whatever the framework, and how arrays get from rank to rank."""
+"""Gradient reduction over the ranks: one reducer for all frameworks, and the exchanges that sum arrays."""

@@ -1,4 +1,4 @@
-"""What a step does with gradients once ranks have agreed: the seam between the reducer and compression."""
+"""The interface between the reducer and compression: an exchange sums arrays over the ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Array = NDArray[Any]
 
 
 def layout_of(arrays: Sequence[Any]) -> Layout:
-    """The shapes and dtypes of ``arrays``, of NumPy or of torch."""
+    """Returns the shapes and dtypes of ``arrays``, of NumPy or of torch."""
     return tuple((tuple(array.shape), _dtype(array)) for array in arrays)
 
 
 def zeros_like(array: Any) -> Any:
-    """Zeros of the same shape and dtype, where ``array`` lies."""
+    """Returns zeros of the same shape and dtype, on the device of ``array``."""
     return np.zeros_like(array) if isinstance(array, np.ndarray) else array.new_zeros(array.shape)
 
 
@@ -31,26 +31,25 @@ def _dtype(array: Any) -> np.dtype[np.generic]:
 
 
 class Exchange(ABC):
-    """Sums arrays of one layout over the ranks of one communicator; made once, used every step.
+    """Sums arrays of one layout over the ranks of one communicator; created once, used in every step.
 
-    All ranks call ``sum`` alike, within the turn in which they have agreed to. What it keeps from step to
-    step (buffers, the error of a compression) is its own.
+    All ranks call ``sum`` within the exclusive section in which they have agreed on the step. It owns the state that it
+    keeps from step to step (buffers, the residual of a compression).
 
     Attributes:
-        description: how it sums. Part of what ranks compare before the first byte moves.
+        description: how it sums. Ranks compare it before the first byte is sent.
     """
 
     description: str
 
     @abstractmethod
     def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
-        """The sum over the ranks of ``arrays * before``, times ``after``.
+        """Returns the sum over the ranks of ``arrays * before``, times ``after``.
 
         Args:
-            arrays: this rank's, which are not written to; ``None`` stands for zeros, of a rank that has
-                nothing to bring.
-            before: what this rank's arrays are multiplied by, its share of the examples.
-            after: what the sum is multiplied by, the same on every rank.
+            arrays: this rank's, which are not written to; ``None`` for zeros, of a rank that has no gradients.
+            before: the factor of this rank's arrays: its share of the examples.
+            after: the factor of the sum, the same on every rank.
 
         Returns:
             New arrays of the layout's shapes and dtypes, the same on every rank.

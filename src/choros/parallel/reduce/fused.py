@@ -1,4 +1,4 @@
-"""Arrays that travel as they are, or in another dtype, many to a message."""
+"""Fusion: many arrays are summed in one message, uncompressed or cast to another dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FusedExchange"]
 
 @final
 class FusedExchange(Exchange):
-    """The sum is an allreduce; each gradient is copied once into the message, scaled, and once out of it."""
+    """Sums by an allreduce; each gradient is scaled and copied into the message once, and copied out of it once."""
 
     def __init__(
         self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]], wire_dtype: WireDtype
@@ -45,16 +45,16 @@ class FusedExchange(Exchange):
                     pack(piece, flats, message)
                     np.multiply(message, message.dtype.type(before), out=message)
 
-            def empty(message: Array, piece: Piece, flat: Array = flat) -> None:
+            def drain(message: Array, piece: Piece, flat: Array = flat) -> None:
                 _scale_into(flat[piece.start : piece.stop], message, after)
 
-            self._communicator.reduce_pieces(bucket, ReduceOp.SUM, fill, empty)
+            self._communicator.reduce_pieces(bucket, ReduceOp.SUM, fill, drain)
             views(bucket, flat, self._layout, results)
         return results
 
 
 def _pack_scaled(piece: Piece, flats: Sequence[Array], target: Array, scale: float) -> None:
-    """Scales before it makes values small: what is too large for the wire may not be so when it is scaled."""
+    """Scales before the cast to a narrower dtype: values that overflow it may fit after scaling."""
     start = 0
     for part in piece.parts:
         stop = start + part.stop - part.start
@@ -63,7 +63,7 @@ def _pack_scaled(piece: Piece, flats: Sequence[Array], target: Array, scale: flo
 
 
 def _scale_into(target: Array, source: Array, scale: float) -> None:
-    """``target = source * scale``, multiplied in the wider of the two formats."""
+    """Computes ``target = source * scale`` in the wider of the two dtypes."""
     if scale == 1.0:
         np.copyto(target, source, casting="unsafe")
     elif source.itemsize >= target.itemsize:

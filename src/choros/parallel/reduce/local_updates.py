@@ -1,14 +1,14 @@
-"""Ranks that train alone for a while, then agree on weights: Local SGD and DiLoCo.
+"""Local SGD and DiLoCo: ranks train independently for several steps, then average their progress.
 
-Between two exchanges a rank updates its weights as if there were no others. Then ranks exchange how far each has
-come, the *outer gradient*, and an outer optimizer moves the weights they all had before. Two ranks, every = 3::
+Between two reductions a rank updates its weights on its own. Then ranks reduce their *outer gradients*, the difference
+of their weights before and after these steps, and an outer optimizer updates the shared weights. Two ranks, every = 3::
 
     rank 0    w ─► ─► ─► w0  ┐ w − w0 ┐                          ┌ w'' ─► …
                              ├────────┤ mean g, by examples      │
     rank 1    w ─► ─► ─► w1  ┘ w − w1 ┘  w' = outer step(w, g)  ─┴ w'' = w', on both
 
-With an outer step of rate 1 and no momentum, w' is the mean of w0 and w1: Local SGD. The exchange is the
-gradient reducer's, once in so many steps: its compression, its weights by examples, its ranks that join early.
+With an outer step of rate 1 and no momentum, w' is the mean of w0 and w1: Local SGD. Outer gradients are
+reduced by the gradient reducer, so compression, weighting by examples and ``join`` work as they do for gradients.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = ["LocalUpdates", "OuterSGD"]
 
 @dataclass(frozen=True)
 class OuterSGD:
-    """What is done with the mean outer gradient: SGD with momentum, as in PyTorch.
+    """The outer optimizer, which applies the mean outer gradient: SGD with momentum, as in PyTorch.
 
     The defaults are those of Local SGD (Stich 2019, https://arxiv.org/abs/1805.09767): weights are averaged.
-    DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105) has ``OuterSGD(0.7, 0.9, nesterov=True)``.
+    DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105) uses ``OuterSGD(0.7, 0.9, nesterov=True)``.
 
     Attributes:
-        learning_rate: how much of the way to the mean is gone.
-        momentum: how much of the last steps is gone again.
-        nesterov: whether the momentum is applied before the step it comes from is over.
+        learning_rate: the factor of the outer gradient; 1 moves the weights to the mean.
+        momentum: the decay of the velocity, the sum of earlier outer gradients.
+        nesterov: whether to use Nesterov's momentum.
 
     Raises:
-        ConfigError: a rate that is not positive, a momentum outside 0 … 1, or Nesterov's without any.
+        ConfigError: the rate is not positive, the momentum is not in [0, 1), or it is 0 with ``nesterov``.
     """
 
     learning_rate: float = 1.0
@@ -58,12 +58,12 @@ class OuterSGD:
             raise ConfigError("nesterov=True needs an outer momentum greater than 0.")
 
     def velocity(self, velocity: Array, gradient: Array) -> Array:
-        """The velocity after ``gradient``."""
+        """Returns the velocity after ``gradient``."""
         new: Array = velocity * velocity.dtype.type(self.momentum) + gradient
         return new
 
     def weight(self, weight: Array, velocity: Array, gradient: Array) -> Array:
-        """The weight after a step with this new ``velocity``."""
+        """Returns the weight after a step with the updated ``velocity``."""
         direction = gradient + velocity * velocity.dtype.type(self.momentum) if self.nesterov else velocity
         new: Array = weight - direction * weight.dtype.type(self.learning_rate)
         return new
@@ -71,19 +71,19 @@ class OuterSGD:
 
 @final
 class LocalUpdates:
-    """Lets a rank train alone and brings it together with the others every so many steps.
+    """Averages the weights of ranks that train independently, every few steps.
 
-    All ranks call ``start`` with the same weights. Then each calls ``step`` for each of its steps, ``exchange``
-    when that says so, and ``finish`` when it has no more; ranks may have different numbers of steps.
+    All ranks call ``start`` with the same weights. Then each calls ``step`` after each of its steps, ``exchange``
+    when ``step`` returns True, and ``finish`` after its last step; ranks may have different numbers of steps.
 
     Args:
-        every: steps from one exchange to the next, 1 or more.
-        outer: what is done with the mean of the outer gradients.
-        compressor: how these travel.
+        every: the number of steps between reductions, 1 or more.
+        outer: the optimizer that applies the mean of the outer gradients.
+        compressor: the compression of outer gradients.
         process_set: the ranks that train together.
 
     Raises:
-        ConfigError: ``every`` is not a positive number.
+        ConfigError: ``every`` is less than 1.
 
     Example:
         >>> import choros
@@ -105,7 +105,7 @@ class LocalUpdates:
         process_set: ProcessSet = global_process_set,
     ) -> None:
         if every < 1:
-            raise ConfigError(f"every={every}: there must be 1 step or more between exchanges.")
+            raise ConfigError(f"every={every}: there must be 1 step or more between reductions.")
         self.every = every
         self.outer = outer
         self.process_set = process_set
@@ -115,46 +115,46 @@ class LocalUpdates:
         self._velocities: list[Array] = []
 
     def start(self, weights: Sequence[Array]) -> None:
-        """Begins at ``weights``, the same on every rank; they are copied."""
+        """Starts from ``weights``, which are the same on every rank; they are copied."""
         self._steps = 0
         self._weights = [np.array(weight) for weight in weights]
         self._velocities = [np.zeros_like(weight) for weight in self._weights]
 
     def step(self, steps: int = 1) -> bool:
-        """Counts steps of this rank; whether an exchange is due."""
+        """Counts ``steps`` steps of this rank; returns whether a reduction is due."""
         self._steps += steps
         return self._steps >= self.every
 
     def exchange(self, weights: Sequence[Array], *, examples: int) -> list[Array]:
-        """Agrees on new weights with the other ranks.
+        """Reduces the outer gradients of all ranks and updates the shared weights.
 
         Args:
             weights: this rank's, after its steps.
-            examples: how many it has trained on since the last exchange, 1 or more.
+            examples: the number of examples it has trained on since the last reduction, 1 or more.
 
         Returns:
-            The weights to go on with, the same on every rank; new arrays.
+            The updated weights, the same on every rank; new arrays.
 
         Raises:
-            MismatchError: ranks have different weights.
+            MismatchError: ranks have weights of different shapes or dtypes.
         """
         outer_gradients = [shared - weight for shared, weight in zip(self._weights, weights, strict=True)]
         means = self._reducer.reduce(outer_gradients, examples=examples)
         self._velocities = [self.outer.velocity(*pair) for pair in zip(self._velocities, means, strict=True)]
-        parts = zip(self._weights, self._velocities, means, strict=True)
-        self._weights = [self.outer.weight(*part) for part in parts]
+        updates = zip(self._weights, self._velocities, means, strict=True)
+        self._weights = [self.outer.weight(*update) for update in updates]
         self._steps = 0
         return self._copies()
 
     def finish(self, weights: Sequence[Array], *, examples: int) -> list[Array]:
-        """Exchanges what is left and goes along with the ranks that have more steps, until none has.
+        """Reduces the last steps, then participates with zeros until no rank has more steps.
 
         Args:
             weights: as for ``exchange``.
-            examples: likewise; not looked at if there was no step since the last exchange.
+            examples: likewise; ignored if there was no step since the last reduction.
 
         Returns:
-            The weights of all ranks, the same on every rank; new arrays.
+            The final weights, the same on every rank; new arrays.
         """
         if self._steps:
             self.exchange(weights, examples=examples)
@@ -168,5 +168,5 @@ class LocalUpdates:
         return self._copies()
 
     def _copies(self) -> list[Array]:
-        """The shared weights for others to change."""
+        """Returns copies of the shared weights, which callers may change."""
         return [weight.copy() for weight in self._weights]

@@ -1,15 +1,15 @@
-"""The gradient reducer: one exchange a step, whatever the framework.
+"""The gradient reducer: one reduction per step, for every framework.
 
-A step of three ranks, of which rank 2 has run out of batches and has joined::
+A step of three ranks, of which rank 2 has no more batches and has joined::
 
              rank 0            rank 1            rank 2
-    (1)  32 examples       31 examples        joined: 0          agree: one control message tells all
+    (1)  32 examples       31 examples        joined: 0          agree: one control message to all ranks
     (2)  g0 * 32/63        g1 * 31/63         zeros              pack, scaled by the share of the examples
-    (3)  ───────────────── allreduce, sum ──────────────────     one buffer a dtype, in pieces
-    (4)  mean over 63      mean over 63                          unpack; ranks with a batch update alike
+    (3)  ───────────────── allreduce, sum ──────────────────     one buffer per dtype, in chunks
+    (4)  mean over 63      mean over 63                          unpack; ranks with a batch update
 
-When all ranks have joined, (1) says so to all of them: the epoch is over for every rank at once, and those
-that joined early take over the weights of one that saw the last batch.
+When all ranks have joined, (1) reports it to all of them: the epoch ends on all ranks at the same time, and ranks
+that joined early receive the weights of a rank that had the last batch.
 """
 
 from __future__ import annotations
@@ -33,65 +33,66 @@ from choros.parallel.reduce.exchange import Array, Exchange, Layout, layout_of, 
 
 __all__ = ["GradientReducer", "ReduceConfig", "bucket_bytes", "indices_of_groups"]
 
-#: What is sent at once while the backward pass still runs: large enough that handing it over to another thread costs
+#: The size of buckets that are sent during the backward pass: large enough that passing one to another thread costs
 #: little, small enough that the first bucket is full early.
 _BUCKET_BYTES = 8 << 20
 
 
 def bucket_bytes(*, accelerated: bool, device: Any) -> int | None:
-    """The size of buckets that are sent during the backward pass, ``None`` if gradients are sent after it.
+    """Returns the size of buckets that are sent during the backward pass; ``None`` if gradients are sent after it.
 
-    ``CHOROS_OVERLAP`` says so, or else where the model is: on a CPU the exchange would take its cores from the backward
-    pass. Tensors that do not leave a GPU are exchanged in the stream that computes them, after it.
+    ``CHOROS_OVERLAP`` decides; by default only gradients of accelerators are sent during the backward pass, because on
+    a CPU the reduction would compete with it for cores. Tensors that stay on a GPU are reduced after the backward pass,
+    in the stream that computes them.
 
     Args:
-        accelerated: the model is on something else than the CPU.
+        accelerated: whether the model is on an accelerator.
         device: as in ``ReduceConfig``.
     """
     if device is not None and device.type != "cpu":
         return None
-    told = Config.from_environ(os.environ).overlap
-    return _BUCKET_BYTES if (accelerated if told is None else told) else None
+    overlap = Config.from_environ(os.environ).overlap
+    return _BUCKET_BYTES if (accelerated if overlap is None else overlap) else None
 
 
 def indices_of_groups(
     groups: int | Sequence[Sequence[Any]], trained: Sequence[Any], kind: str
 ) -> int | tuple[tuple[int, ...], ...] | None:
-    """``ReduceConfig.groups`` from a face's argument: a number of groups, or lists of what is trained.
+    """Returns ``ReduceConfig.groups`` for a user's argument: a number of groups, or lists of trained objects.
 
     Args:
-        groups: the argument; 0 is none.
-        trained: all that the optimizer trains, in order.
-        kind: what these are called.
+        groups: the argument; 0 for no groups.
+        trained: the variables or parameters that the optimizer trains, in order.
+        kind: their name in error messages.
 
     Raises:
-        ConfigError: the number is negative, or a group has something that is not trained.
+        ConfigError: the number is negative, or a group contains an object that is not trained.
     """
     if isinstance(groups, int):
         if groups < 0:
             raise ConfigError(f"groups={groups} must be 0 or more.")
         return groups or None
-    place = {id(each): index for index, each in enumerate(trained)}
+    index_of = {id(each): index for index, each in enumerate(trained)}
     try:
-        return tuple(tuple(place[id(each)] for each in group) for group in groups)
+        return tuple(tuple(index_of[id(each)] for each in group) for group in groups)
     except KeyError:
-        raise ConfigError(f"groups names a {kind} that the optimizer does not train.") from None
+        raise ConfigError(f"groups contains a {kind} that the optimizer does not train: remove it.") from None
 
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """How gradients are combined; what the faces' many arguments come down to.
+    """How gradients are reduced: the settings of all distributed optimizers.
 
     Attributes:
         op: ``AVERAGE`` (over examples) or ``SUM``.
-        compressor: how gradients travel.
-        predivide_factor: averages divide by this much before the sum, by the rest after it.
-        groups: gradients that travel together: a number of groups, or lists of indices; ``None`` for all.
-        steps: backward passes for each exchange.
-        average_steps: whether the passes of one exchange are averaged or summed.
-        bucket_bytes: gradients are combined in buckets of about so many bytes, the last ones first, as the
-            backward pass gives them; ``None``: all at once.
-        device: where torch's tensors are summed without a way over the host; ``None``: gradients are host arrays.
+        compressor: the compression of gradients.
+        predivide_factor: averages divide by this factor before the sum, and by the rest after it.
+        groups: gradients that are sent together: a number of groups, or lists of indices; ``None`` for one group.
+        steps: the number of micro-batches, that is backward passes, per reduction.
+        average_steps: whether the gradients of micro-batches are averaged or summed.
+        bucket_bytes: the approximate size of buckets, which are reduced in the order of the backward pass: the last
+            layers' first; ``None``: all gradients are reduced at once.
+        device: where torch's tensors are summed without host staging; ``None``: gradients are host arrays.
         process_set: the ranks that share gradients.
     """
 
@@ -107,16 +108,16 @@ class ReduceConfig:
 
     def __post_init__(self) -> None:
         if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise ConfigError(f"op={self.op.value}: gradients can be combined with Average or Sum.")
+            raise ConfigError(f"op={self.op.value}: gradients can be reduced with Average or Sum only.")
         if self.predivide_factor <= 0:
             raise ConfigError(f"gradient_predivide_factor={self.predivide_factor} must be greater than 0.")
         if self.predivide_factor != 1.0 and self.op is not ReduceOp.AVERAGE:
-            raise ConfigError("gradient_predivide_factor splits the division of an average: use it with op=Average.")
+            raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
         if self.steps < 1:
             raise ConfigError(f"backward_passes_per_step={self.steps} must be 1 or more.")
 
     def group_indices(self, count: int) -> list[list[int]]:
-        """The groups of ``count`` gradients; those that no group names travel in one of their own."""
+        """Returns the groups of ``count`` gradients; those that are in no given group form another one."""
         if self.groups is None or self.groups == 0:
             return [list(range(count))]
         if isinstance(self.groups, int):
@@ -126,7 +127,7 @@ class ReduceConfig:
         return [group for group in (*named, rest) if group]
 
     def bucket_indices(self, layout: Layout) -> list[tuple[int, ...]]:
-        """Which gradients are combined together, in the order in which they are sent.
+        """Returns the indices of the gradients in each bucket, in the order in which buckets are sent.
 
         Example:
             >>> matrix = ((256, 256), np.dtype("float32"))
@@ -149,7 +150,7 @@ class ReduceConfig:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Gradients that are combined together, and what combines them."""
+    """Gradients that are reduced together, and the exchange that sums them."""
 
     indices: tuple[int, ...]
     exchange: Exchange
@@ -157,7 +158,7 @@ class _Bucket:
 
 @final
 class GradientReducer:
-    """Averages the ranks' gradients over all examples they were computed from.
+    """Averages the ranks' gradients over all examples of the step.
 
     Every rank of the process set calls ``reduce`` for each of its batches, and ``join`` when it has no more;
     ranks may have different numbers of batches, and batches of different sizes.
@@ -183,58 +184,58 @@ class GradientReducer:
         self._request = Request("gradients")
         self._buckets: tuple[_Bucket, ...] = ()
         self._scales = (1.0, 1.0)
-        self._folds = False
-        self._brings = True
+        self._scales_late = False
+        self._contributes = True
         self._pending: list[Array] | None = None
         self._pending_examples = 0
         self._active: list[int] | None = None
 
     @property
     def active(self) -> bool:
-        """Whether there is anybody to exchange gradients with."""
+        """Whether there are other ranks to reduce gradients with."""
         return bool(self.config.process_set.included()) and self.config.process_set.communicator.size > 1
 
     def reduce(
         self, gradients: Sequence[Array], *, examples: int, exchange: bool = True, layout: Layout | None = None
     ) -> list[Array]:
-        """This step's gradients of all ranks together.
+        """Reduces this step's gradients over all ranks.
 
         Args:
             gradients: the gradients of the mean loss of this rank's batch.
-            examples: how many examples are in the batch; 1 on every rank weighs ranks alike.
-            exchange: whether this is the pass at which ranks exchange; gradients of the passes before it
-                are kept, and zeros are returned for them.
+            examples: the number of examples in the batch; 1 on every rank gives all ranks the same weight.
+            exchange: whether this is the last micro-batch of the step, after which ranks reduce; the gradients of
+                earlier ones are accumulated here, and zeros are returned for them.
             layout: the gradients' shapes and dtypes, where they are known already.
 
         Returns:
-            New arrays. At an exchange, the combined gradient of ``config.steps`` passes *times* ``steps``:
-            who accumulates passes divides by it.
+            New arrays. After the last micro-batch, the reduced gradient *times* ``config.steps``, because the
+            optimizer that accumulates micro-batches divides by it.
 
         Raises:
-            MismatchError: ranks have different gradients, or one has none to give.
+            MismatchError: ranks have different gradients, or a rank has none.
         """
         self.plan(layout_of(gradients) if layout is None else layout)
         if not exchange:
-            self._keep(gradients, examples)
+            self._accumulate(gradients, examples)
             return [zeros_like(gradient) for gradient in gradients]
         weight = examples if self._weighted else 1
         if self._pending is not None:
-            self._keep(gradients, examples)
+            self._accumulate(gradients, examples)
             gradients, examples, weight = self._pending, self._pending_examples, 1
             self._pending, self._pending_examples = None, 0
         reduced = self._step(gradients, weight, examples, joined=False)
         if reduced is None:
-            raise EngineError(f"a batch of {examples} examples was told, which ranks take for none.")
+            raise EngineError(f"the batch has {examples} examples, and no other rank has any: expected 1 or more.")
         return reduced
 
     def plan(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        """Prepares for gradients of ``layout``; which of them are in each bucket, in the order they are sent."""
+        """Prepares for gradients of ``layout``; returns the indices in each bucket, in the order buckets are sent."""
         communicator = self.config.process_set.communicator
         if layout != self._layout or communicator is not self._communicator:
             self._layout, self._communicator = layout, communicator
-            # float16 may not hold the sum of what is not scaled yet.
-            wide = all(dtype != np.float16 for _, dtype in layout)
-            self._folds = wide and isinstance(self.config.compressor, NoCompression)
+            # The sum of unscaled values may overflow float16.
+            fits = all(dtype != np.float16 for _, dtype in layout)
+            self._scales_late = fits and isinstance(self.config.compressor, NoCompression)
             config = self.config
             self._buckets = tuple(
                 _Bucket(indices, self._exchange_for(layout, indices)) for indices in config.bucket_indices(layout)
@@ -246,34 +247,34 @@ class GradientReducer:
         return tuple(bucket.indices for bucket in self._buckets)
 
     def begin(self, examples: int) -> None:
-        """Starts a step whose buckets are sent one by one, each as soon as it is full; ``plan`` comes first.
+        """Starts a step whose buckets are sent one by one, each as soon as it is full; call ``plan`` first.
 
         Args:
             examples: as for ``reduce``.
         """
         self._agree(examples if self._weighted else 1, examples, joined=False)
-        self._brings = examples > 0
+        self._contributes = examples > 0
 
     def send(self, bucket: int, gradients: Sequence[Array]) -> list[Array]:
-        """Combines one bucket; every rank sends the buckets in the order of ``plan``.
+        """Reduces one bucket; every rank sends the buckets in the order of ``plan``.
 
         Args:
-            bucket: its place in the plan.
-            gradients: those whose indices the plan lists.
+            bucket: its position in the plan.
+            gradients: the gradients at the indices that the plan lists for it.
         """
         with self.config.process_set.communicator.turn():
-            return self._sum(bucket, gradients if self._brings else None)
+            return self._sum(bucket, gradients if self._contributes else None)
 
     def join(self, layout: Layout, on_update: Callable[[list[Array]], None] | None = None) -> int | None:
-        """Goes along with the ranks that still have batches, until none has.
+        """Participates with zeros until no rank has more batches.
 
         Args:
             layout: the gradients' shapes and dtypes, for a rank that has not computed any.
-            on_update: called with the combined gradients of each of those steps.
+            on_update: called with the reduced gradients of each of those steps.
 
         Returns:
-            A rank (of the process set) that took part in the last update, if there is one that did not:
-            then all must take over its weights. ``None`` if all ranks had equally many updates.
+            A rank (of the process set) that had a batch in the last step, if another rank had none: then all must
+            receive its weights. ``None`` if all ranks had the same number of batches.
         """
         self.plan(self._layout or layout)
         while (reduced := self._step(self._pending, 1, self._pending_examples, joined=True)) is not None:
@@ -281,17 +282,17 @@ class GradientReducer:
             if on_update is not None:
                 on_update(reduced)
         active, self._active = self._active, None
-        everybody = self.config.process_set.communicator.size
-        return active[0] if active is not None and len(active) < everybody else None
+        size = self.config.process_set.communicator.size
+        return active[0] if active is not None and len(active) < size else None
 
     @property
     def _weighted(self) -> bool:
         return self.config.op is ReduceOp.AVERAGE
 
     def _exchange_for(self, layout: Layout, indices: Sequence[int]) -> Exchange:
-        """What moves the gradients ``indices``; groups of arrays keep together within a bucket."""
-        place = {index: position for position, index in enumerate(indices)}
-        groups = [[place[i] for i in group if i in place] for group in self.config.group_indices(len(layout))]
+        """Returns the exchange of the gradients at ``indices``; groups are kept together within a bucket."""
+        positions = {index: position for position, index in enumerate(indices)}
+        groups = [[positions[i] for i in group if i in positions] for group in self.config.group_indices(len(layout))]
         part = tuple(layout[index] for index in indices)
         groups = [group for group in groups if group]
         communicator, compressor = self.config.process_set.communicator, self.config.compressor
@@ -299,57 +300,57 @@ class GradientReducer:
             return DeviceExchange(communicator, part, groups, compressor.wire_dtype, self.config.device)
         return compressor.exchange(communicator, part, groups)
 
-    def _keep(self, gradients: Sequence[Array], examples: int) -> None:
+    def _accumulate(self, gradients: Sequence[Array], examples: int) -> None:
         weight = examples if self._weighted else 1
         with np.errstate(over="ignore", invalid="ignore"):
             parts = [gradient * weight for gradient in gradients]
             if self._pending is not None:
-                parts = [kept + part for kept, part in zip(self._pending, parts, strict=True)]
+                parts = [pending + part for pending, part in zip(self._pending, parts, strict=True)]
         self._pending = parts
         self._pending_examples += examples
 
     def _step(
         self, gradients: Sequence[Array] | None, weight: int, examples: int, *, joined: bool
     ) -> list[Array] | None:
-        """One step of all ranks; ``None`` if all have joined."""
+        """Runs one step of all ranks; returns ``None`` if all have joined."""
         with self.config.process_set.communicator.turn():
             if not self._agree(weight, examples, joined=joined):
                 return None
             results: dict[int, Array] = {}
             for number, bucket in enumerate(self._buckets):
-                # The mean over no examples is not a number: such a rank brings zeros.
-                mine = [gradients[index] for index in bucket.indices] if gradients and examples else None
-                results.update(zip(bucket.indices, self._sum(number, mine), strict=True))
+                # The mean over no examples is not a number: such a rank contributes zeros.
+                own = [gradients[index] for index in bucket.indices] if gradients and examples else None
+                results.update(zip(bucket.indices, self._sum(number, own), strict=True))
         return [results[index] for index in range(len(results))]
 
     def _agree(self, weight: int, examples: int, *, joined: bool) -> bool:
-        """The control message; a joined rank tells the examples it has kept as a negative number.
+        """Exchanges the control message; a joined rank sends its pending examples as a negative number.
 
         Returns:
-            Whether any rank had a batch.
+            Whether any rank has a batch.
         """
         communicator = self.config.process_set.communicator
         with communicator.turn():
-            told = communicator.agree(self._request, extent=-examples if joined else examples)
-        active = [rank for rank, count in enumerate(told) if count > 0]
+            counts = communicator.agree(self._request, extent=-examples if joined else examples)
+        active = [rank for rank, count in enumerate(counts) if count > 0]
         if active:
             self._active = active
-            before, after = self._scales_of(weight, sum(map(abs, told)), communicator.size)
-            # What all ranks multiply by alike can be done on the way out, where it costs nothing.
-            alike = self._folds and len(set(told)) == 1
-            self._scales = (1.0, before * after) if alike else (before, after)
+            before, after = self._scales_of(weight, sum(map(abs, counts)), communicator.size)
+            # A factor that is the same on all ranks is applied while unpacking, where it costs nothing.
+            same = self._scales_late and len(set(counts)) == 1
+            self._scales = (1.0, before * after) if same else (before, after)
         return bool(active)
 
     def _sum(self, bucket: int, gradients: Sequence[Array] | None) -> list[Array]:
         if bucket > 0:
-            # Between buckets the user's program goes on: another collective of one rank's must not meet ours.
+            # Between buckets the user's program runs: another collective of one rank must not be matched with this one.
             self.config.process_set.communicator.agree(_bucket_request(bucket))
-        # Infinities are for the loss scale to find, not for NumPy to warn of.
+        # Infinities are detected by the loss scale: NumPy must not warn of them.
         with np.errstate(over="ignore", invalid="ignore"):
             return self._buckets[bucket].exchange.sum(gradients, *self._scales)
 
     def _scales_of(self, weight: int, examples: int, size: int) -> tuple[float, float]:
-        """What gradients are multiplied by before and after the sum."""
+        """Returns the factors of gradients before and after the sum."""
         steps = self.config.steps
         if not self._weighted:
             return 1.0, 1.0 if self.config.average_steps else float(steps)

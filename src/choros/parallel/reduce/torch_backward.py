@@ -1,16 +1,16 @@
-"""Gradients of torch parameters, exchanged while the backward pass still runs.
+"""Reduction of torch gradients during the backward pass.
 
-Autograd calls a hook for each parameter as soon as its gradient is there, the last layers' first. Parameters are
-dealt out to buckets in that order, and a bucket that is full is sent from another thread while earlier layers still
-compute. Ranks fill buckets in different orders, but all of them send in the order of the plan::
+Autograd calls a hook for each parameter as soon as its gradient is computed, the last layers' first. Parameters are
+grouped into buckets in that order, and a full bucket is sent from another thread while earlier layers still compute.
+Ranks may fill buckets in different orders, but all of them send buckets in the order of the plan::
 
-    this thread      g9 g8 g7 │ g4 │ g6 g5 │ g3 g2 g1 g0 │ combine: wait ──► gradients of all ranks
+    this thread      g9 g8 g7 │ g4 │ g6 g5 │ g3 g2 g1 g0 │ combine: wait ──► reduced gradients
                               ▼            ▼             ▼              ▲
     queue's thread     begin, send 0     send 1        send 2 ──────────┘
                        g9 g8 g7        g6 g5 g4     g3 g2 g1 g0
 
-A parameter that the backward pass did not reach leaves its bucket open; ``combine`` brings zeros for it, and sends the
-bucket and those after it. Without overlap hooks only count, and ``combine`` exchanges all gradients at once.
+A parameter that the backward pass did not reach leaves its bucket incomplete; ``combine`` uses zeros for it, and sends
+that bucket and those after it. Without overlap hooks only count, and ``combine`` reduces all gradients at once.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = ["BackwardExchange"]
 
 @dataclass
 class _Step:
-    """What has come since the last exchange.
+    """The gradients computed since the last reduction.
 
     Attributes:
-        passes: how many backward passes each parameter has seen.
-        missing: how many gradients each bucket waits for.
-        complete: by parameter, its gradient after the last pass, and the version that tells if it is changed later.
-        works: the buckets that are under way.
+        micro_batches: for each parameter, the number of backward passes that computed its gradient.
+        missing: for each bucket, the number of gradients it waits for.
+        complete: by parameter, its gradient after the last micro-batch, and its version, which detects later changes.
+        works: the buckets that are being sent.
     """
 
-    passes: list[int]
+    micro_batches: list[int]
     missing: list[int]
     complete: dict[int, tuple[Any, int]] = field(default_factory=dict)
     works: list[Work[list[Array]]] = field(default_factory=list)
@@ -50,9 +50,9 @@ class _Step:
 
 @final
 class BackwardExchange:
-    """Combines torch parameters' gradients over the ranks, during the backward pass or after it.
+    """Reduces torch parameters' gradients over the ranks, during the backward pass or after it.
 
-    Every rank calls ``combine`` once for every ``passes`` backward passes.
+    Every rank calls ``combine`` once for every ``micro_batches`` backward passes.
     """
 
     def __init__(
@@ -61,28 +61,28 @@ class BackwardExchange:
         parameters: Sequence[Any],
         *,
         overlap: bool,
-        passes: int = 1,
+        micro_batches: int = 1,
         examples: Callable[[], int | None] = lambda: 1,
     ) -> None:
-        """Starts to watch ``parameters``.
+        """Registers hooks on ``parameters``.
 
         Args:
-            reducer: does the exchange; in buckets, if ``overlap``.
+            reducer: reduces the gradients; in buckets, with ``overlap``.
             parameters: leaves of the autograd graph, in the same order on all ranks.
             overlap: whether full buckets are sent during the backward pass.
-            passes: backward passes before each exchange; autograd adds up their gradients.
-            examples: tells how many examples the gradients are of; ``None``: a backward pass at this time is for
-                something else, which no other rank needs to know of.
+            micro_batches: backward passes before each reduction; autograd sums their gradients.
+            examples: returns the number of examples of the gradients; ``None`` if the backward pass is not part of
+                a training step: then it is ignored.
         """
         self.reducer = reducer
         self._overlap = overlap
-        self._passes = passes
+        self._micro_batches = micro_batches
         self._examples = examples
         self._adapter = framework_adapter("torch")
-        self._lock = threading.Lock()  # Autograd has a thread for each device.
+        self._lock = threading.Lock()  # Autograd runs hooks in one thread per device.
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks)
-        self._watch(parameters)
+        self._register(parameters)
 
     @property
     def layout(self) -> Layout:
@@ -91,16 +91,16 @@ class BackwardExchange:
 
     @property
     def pending(self) -> bool:
-        """Whether a backward pass has left gradients that are not combined yet."""
-        return any(self._step.passes)
+        """Whether a backward pass has computed gradients that are not reduced yet."""
+        return any(self._step.micro_batches)
 
     def combine(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """The gradients of all ranks together.
+        """Returns the gradients reduced over all ranks.
 
         Args:
-            parameters: those to train. If they are others than the last time, they are watched from now on, and
-                what was sent for the others is dropped.
-            gradients: what the backward pass has left in each one's ``grad``; ``None`` brings zeros.
+            parameters: those to train. If they differ from those of the last call, hooks are moved to them, and
+                buckets that were sent for the previous ones are discarded.
+            gradients: the ``grad`` of each parameter after the backward pass; ``None`` counts as zeros.
 
         Returns:
             New tensors.
@@ -112,19 +112,19 @@ class BackwardExchange:
         if [id(parameter) for parameter in parameters] != self._ids:
             if self._step.works:
                 self._finish([parameter.grad for parameter in self._parameters])
-            self._watch(parameters)
+            self._register(parameters)
         results = self._finish(gradients)
-        return [self._received(result, like) for result, like in zip(results, parameters, strict=True)]
+        return [self._to_tensor(result, like) for result, like in zip(results, parameters, strict=True)]
 
-    def _watch(self, parameters: Sequence[Any]) -> None:
+    def _register(self, parameters: Sequence[Any]) -> None:
         _remove(self._hooks)
         self._parameters = list(parameters)
         self._ids = [id(parameter) for parameter in parameters]
-        self._layout: Layout = tuple((tuple(each.shape), self._adapter.spec(each).dtype) for each in parameters)
+        self._layout: Layout = tuple((tuple(p.shape), self._adapter.spec(p).dtype) for p in parameters)
         self._buckets = self.reducer.plan(self._layout)
         self._bucket_of = {index: bucket for bucket, indices in enumerate(self._buckets) for index in indices}
         self._hooks += [
-            parameter.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self), index))
+            parameter.register_post_accumulate_grad_hook(functools.partial(_on_gradient, weakref.ref(self), index))
             for index, parameter in enumerate(parameters)
         ]
         self._step = self._new_step()
@@ -132,20 +132,20 @@ class BackwardExchange:
     def _new_step(self) -> _Step:
         return _Step([0] * len(self._parameters), [len(indices) for indices in self._buckets])
 
-    def arrived(self, index: int, parameter: Any) -> None:
-        """Takes notice that a backward pass has added to the gradient of ``parameter``, the ``index``-th."""
+    def gradient_computed(self, index: int, parameter: Any) -> None:
+        """Records that a backward pass has accumulated the gradient of ``parameter``, the ``index``-th."""
         if self._examples() is None:
             return
         with self._lock:
             step = self._step
-            step.passes[index] += 1
-            if step.passes[index] < self._passes:
+            step.micro_batches[index] += 1
+            if step.micro_batches[index] < self._micro_batches:
                 return
-            if step.passes[index] > self._passes:
+            if step.micro_batches[index] > self._micro_batches:
                 raise ConfigError(
-                    f"a gradient was computed {step.passes[index]} times since the last step, and "
-                    f"backward_passes_per_step is {self._passes}: call step() after so many backward passes, or tell "
-                    "DistributedOptimizer their number."
+                    f"a gradient was computed {step.micro_batches[index]} times since the last step, and "
+                    f"backward_passes_per_step is {self._micro_batches}: call step() after that many backward passes, "
+                    "or pass their number to DistributedOptimizer."
                 )
             gradient = parameter.grad
             step.complete[index] = gradient, gradient._version
@@ -155,42 +155,40 @@ class BackwardExchange:
                     self._start_next(lambda index: step.complete[index][0])
 
     def _start_next(self, gradient_of: Callable[[int], Any]) -> None:
-        """Sends the next bucket from the queue's thread."""
+        """Starts to send the next bucket, in the queue's thread."""
         works = self._step.works
         bucket = len(works)
-        brought = [self._brought(index, gradient_of(index)) for index in self._buckets[bucket]]
+        own = [self._own_gradient(index, gradient_of(index)) for index in self._buckets[bucket]]
         communicator = self.reducer.config.process_set.communicator
-        works.append(
-            communicator.start(self._send, bucket, brought, works[-1] if works else None, self._examples() or 1)
-        )
+        works.append(communicator.start(self._send, bucket, own, works[-1] if works else None, self._examples() or 1))
 
     def _send(
-        self, bucket: int, brought: Sequence[Array], before: Work[list[Array]] | None, examples: int
+        self, bucket: int, gradients: Sequence[Array], previous: Work[list[Array]] | None, examples: int
     ) -> list[Array]:
-        if before is None:
+        if previous is None:
             self.reducer.plan(self._layout)
             self.reducer.begin(examples)
         else:
-            before.wait()  # It has ended; if it failed, so does this one.
-        return self.reducer.send(bucket, brought)
+            previous.wait()  # It has ended; its error is raised here, too.
+        return self.reducer.send(bucket, gradients)
 
     def _finish(self, gradients: Sequence[Any]) -> list[Array]:
-        """Exchanges what is not under way, and waits for what is."""
+        """Sends the remaining gradients and waits for all buckets."""
         complete = self._step.complete.items()
-        changed = any(gradients[index] is not was or was._version != version for index, (was, version) in complete)
+        changed = any(gradients[index] is not old or old._version != version for index, (old, version) in complete)
         try:
             if self._overlap:
                 results = self._finish_buckets(gradients)
             else:
-                brought = [self._brought(index, gradient) for index, gradient in enumerate(gradients)]
-                results = self.reducer.reduce(brought, examples=self._examples() or 1)
+                own = [self._own_gradient(index, gradient) for index, gradient in enumerate(gradients)]
+                results = self.reducer.reduce(own, examples=self._examples() or 1)
         finally:
             self._step = self._new_step()
         if changed:
             raise ConfigError(
                 "a gradient was changed between backward() and step(), before it was averaged over the ranks: call "
-                "optimizer.synchronize() after backward(), then change gradients, then call step(). Under Keras leave "
-                "it to the optimizer (clipnorm=…), or set CHOROS_OVERLAP=0."
+                "optimizer.synchronize() after backward(), then change gradients, then call step(). With Keras, use "
+                "the optimizer's own arguments (clipnorm=…), or set CHOROS_OVERLAP=0."
             )
         return results
 
@@ -202,18 +200,18 @@ class BackwardExchange:
             results.update(zip(indices, work.wait(), strict=True))
         return [results[index] for index in range(len(results))]
 
-    def _brought(self, index: int, gradient: Any) -> Any:
-        """A gradient as the reducer takes it: a tensor where it lies, or a host array.
+    def _own_gradient(self, index: int, gradient: Any) -> Any:
+        """Returns the gradient as the reducer expects it: a dense tensor on its device, or a host array.
 
-        The one place where gradients leave an accelerator. That waits for the stream that computes them.
+        Gradients are copied from an accelerator only here. The copy waits for the stream that computes them.
         """
         if gradient is None:
             gradient = self._parameters[index].new_zeros(self._layout[index][0])
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         return dense if self._on_device else self._adapter.to_host(dense)
 
-    def _received(self, result: Any, like: Any) -> Any:
-        # Results may be parts of one tensor: ``data`` gives each a version of its own.
+    def _to_tensor(self, result: Any, like: Any) -> Any:
+        # Results may be views of one tensor: ``data`` gives each its own version counter.
         return result.data if self._on_device else self._adapter.from_host(result, like)
 
     @property
@@ -221,11 +219,11 @@ class BackwardExchange:
         return self.reducer.config.device is not None
 
 
-def _arrived(exchange: weakref.ref[BackwardExchange], index: int, parameter: Any) -> None:
-    """A hook that does not keep alive an exchange whose optimizer is gone."""
+def _on_gradient(exchange: weakref.ref[BackwardExchange], index: int, parameter: Any) -> None:
+    """Autograd's hook. It holds a weak reference, so that the exchange is freed with its optimizer."""
     alive = exchange()
     if alive is not None:
-        alive.arrived(index, parameter)
+        alive.gradient_computed(index, parameter)
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -1,0 +1,191 @@
+"""Events: what the processes of a job do, as they do it.
+
+::
+
+    comm  training  strategies  parameter servers          chorosrun
+      │ emit(kind, name, details)                               │ emit
+      ▼                                                         ▼
+    listeners of a rank ── pipe ──► wrapper ── frames ──► listeners of chorosrun
+    (``listeners.py``)                                    (the log, with CHOROS_LOG_LEVEL=debug)
+
+Whoever emits does not know who listens. While nobody does, ``emit`` returns at once; code that runs in every
+collective asks ``active()`` first and so does not even gather the details.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import final
+
+__all__ = ["Detail", "Event", "Kind", "Listener", "active", "emit", "identify", "listen", "publish", "span"]
+
+Detail = int | float | str | bool | tuple[int, ...] | list[int]
+
+
+@final
+class Kind(enum.StrEnum):
+    """What can happen. ``…_BEGUN`` and ``…_DONE`` come in pairs, from one thread of one process.
+
+    Between a collective's two stands ``COLLECTIVE_MATCHED``: all ranks have come, so the wait is over and data moves.
+    """
+
+    STEP_BEGUN = "step begun"
+    STEP_DONE = "step done"
+    EPOCH_BEGUN = "epoch begun"
+    EPOCH_DONE = "epoch done"
+    COLLECTIVE_BEGUN = "collective begun"
+    COLLECTIVE_MATCHED = "collective matched"
+    COLLECTIVE_DONE = "collective done"
+    RANK_STARTED = "rank started"
+    RANK_STOPPED = "rank stopped"
+    RANK_ENDED = "rank ended"
+    COMMIT = "commit"
+    CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        kind: what.
+        name: of what: a collective's name, a task, a file.
+        rank: the rank it happened on; ``-1`` in a process that has none, such as chorosrun.
+        time: when, in seconds since 1970, by the clock of that rank's host.
+        details: numbers and short texts, such as ``bytes``, ``seconds`` and ``process_set`` (its ranks).
+
+    Example:
+        >>> event = Event(Kind.COLLECTIVE_DONE, "loss", rank=1, time=0.0, details={"bytes": 8})
+        >>> print(event)
+        collective done: loss (bytes=8)
+        >>> Event.from_json(event.to_json()) == event
+        True
+    """
+
+    kind: Kind
+    name: str = ""
+    rank: int = -1
+    time: float = 0.0
+    details: Mapping[str, Detail] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        details = ", ".join(f"{key}={_brief(value)}" for key, value in self.details.items())
+        return self.kind + (f": {self.name}" if self.name else "") + (f" ({details})" if details else "")
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Event:
+        """The event that ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text is none.
+        """
+        try:
+            fields = json.loads(text)
+            return cls(**{**fields, "kind": Kind(fields["kind"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{text!r:.100} is not an event: {error}") from error
+
+
+Listener = Callable[[Event], None]
+
+_listeners: tuple[Listener, ...] = ()
+_rank = -1
+
+
+def active() -> bool:
+    """Whether anyone listens."""
+    return bool(_listeners)
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Calls ``listener`` with every event of this process from now on.
+
+    It is called by the thread that emits, in the middle of its work, so it must be quick, must not emit and must
+    not call a collective.
+
+    Returns:
+        A function that ends it.
+
+    Example:
+        >>> heard = []
+        >>> stop = listen(lambda event: heard.append(str(event)))
+        >>> emit(Kind.CHECKPOINT, "model.keras", step=3)
+        >>> stop()
+        >>> emit(Kind.CHECKPOINT, "model.keras", step=4)
+        >>> heard
+        ['checkpoint: model.keras (step=3)']
+    """
+    global _listeners
+    _listeners = (*_listeners, listener)
+
+    def stop() -> None:
+        global _listeners
+        _listeners = tuple(each for each in _listeners if each is not listener)
+
+    return stop
+
+
+def identify(rank: int) -> None:
+    """Sets the rank that this process's events carry."""
+    global _rank
+    _rank = rank
+
+
+def emit(kind: Kind, name: str = "", **details: Detail) -> None:
+    """Passes an event of this process to all listeners.
+
+    Args:
+        kind: what happened.
+        name: of what.
+        details: see ``Event``.
+    """
+    if _listeners:
+        publish(Event(kind, name, _rank, time.time(), details))
+
+
+def publish(event: Event) -> None:
+    """Passes on an event that another process has emitted."""
+    for listener in _listeners:
+        listener(event)
+
+
+@contextmanager
+def span(begun: Kind, done: Kind, name: str = "", **details: Detail) -> Iterator[None]:
+    """Emits ``begun`` before the block and ``done``, with its ``seconds``, after it.
+
+    Example:
+        >>> heard = []
+        >>> stop = listen(lambda event: heard.append(event.kind.value))
+        >>> with span(Kind.STEP_BEGUN, Kind.STEP_DONE):
+        ...     pass
+        >>> stop()
+        >>> heard
+        ['step begun', 'step done']
+    """
+    if not _listeners:
+        yield
+        return
+    start = time.perf_counter()
+    emit(begun, name, **details)
+    try:
+        yield
+    finally:
+        emit(done, name, **details, seconds=round(time.perf_counter() - start, 6))
+
+
+def _brief(value: Detail) -> str:
+    if isinstance(value, tuple | list):
+        first_to_last = list(range(value[0], value[-1] + 1)) if value else []
+        if len(value) > 2 and list(value) == first_to_last:
+            return f"{value[0]}-{value[-1]}"
+        return ",".join(map(str, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,29 @@
+"""Events in the log: ``CHOROS_LOG_LEVEL=debug``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from choros.config import Config
+from choros.observe.events import Event, Listener
+from choros.observe.pipe import EVENTS_FD
+
+__all__ = ["make", "wanted"]
+
+_log = logging.getLogger("choros")
+
+
+def wanted(config: Config, environ: Mapping[str, str]) -> bool:
+    """With the level ``DEBUG``, but not under chorosrun, which prints the events of all ranks itself."""
+    return config.log_level == "DEBUG" and EVENTS_FD not in environ
+
+
+def make(config: Config, environ: Mapping[str, str]) -> Listener:
+    """Logs each event."""
+    del config, environ
+
+    def log(event: Event) -> None:
+        _log.debug("%s", event)
+
+    return log

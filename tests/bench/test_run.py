@@ -1,0 +1,100 @@
+"""A benchmark run, with contenders that are a few lines of Python."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from choros.bench.contender import Contender, check_names, chosen
+from choros.bench.figures import Burst
+from choros.bench.process_group import ContenderFailed, Team
+from choros.bench.run import Effort, RunResult, run_contenders, units_for
+from choros.bench.start import Command
+from choros.errors import ConfigError
+
+PROGRAM = """
+import time
+from choros.bench.channel import Task, serve
+
+def join():
+    return lambda case: Task(lambda units: time.sleep(case * units))
+
+serve(join)
+"""
+PICKY = PROGRAM.replace("lambda case: Task", "lambda case: None if case > 0.001 and 1 / 0 else Task")
+WRONG = PROGRAM.replace("case * units)", "case * units), check=lambda: 1 / 0")
+DYING = "raise SystemExit('an Error in its last line')"
+
+
+def python(name: str, script: str, needs: Sequence[str] = ()) -> Contender:
+    def start(ranks: int, argv: Sequence[str]) -> list[Command]:
+        return [Command((sys.executable, "-c", script))] * ranks
+
+    return Contender(name, start, "unused", needs=needs)
+
+
+def run(tmp_path: Path, *contenders: Contender, many_runs: bool = True) -> RunResult[float]:
+    effort = Effort(rounds=3, seconds=0.004, many_runs=many_runs)
+    return run_contenders(contenders, [0.001, 0.002], 2, effort, tmp_path, lambda _text: None)
+
+
+@pytest.mark.parametrize("many_runs", [True, False])
+def test_every_contender_runs_all_rounds(tmp_path: Path, many_runs: bool) -> None:
+    result = run(tmp_path, python("a", PROGRAM), python("b", PROGRAM), many_runs=many_runs)
+    assert list(result.summaries) == [(0.001, "a"), (0.001, "b"), (0.002, "a"), (0.002, "b")]
+    assert all(summary.best_s >= case for (case, _), summary in result.summaries.items())
+    assert result.skipped == []
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_contenders_that_fail_are_skipped_and_the_others_continue(tmp_path: Path) -> None:
+    result = run(
+        tmp_path,
+        python("good", PROGRAM),
+        python("absent", PROGRAM, needs=["no_such_module"]),
+        python("dying", DYING),
+        python("wrong", WRONG),
+        python("picky", PICKY),
+    )
+    assert list(result.summaries) == [(0.001, "good"), (0.001, "picky"), (0.002, "good")]
+    assert [(each.name, each.since, each.reason) for each in result.skipped] == [
+        ("absent", "", "not installed (no_such_module)"),
+        ("dying", "", "an Error in its last line"),
+        ("wrong", ", from 0.001 on", "ZeroDivisionError: division by zero"),
+        ("picky", ", from 0.002 on", "ZeroDivisionError: division by zero"),
+    ]
+
+
+def test_a_missing_launcher_is_reported(tmp_path: Path) -> None:
+    contender = Contender("none", lambda _ranks, _argv: [Command(("no-such-program",))], "unused")
+    with Team(contender, 2, tmp_path) as group, pytest.raises(ContenderFailed, match="no command 'no-such-program'"):
+        group.start()
+
+
+def test_the_processes_end_when_the_block_is_left_with_an_error(tmp_path: Path) -> None:
+    stuck = PROGRAM.replace("serve(join)", "import signal; signal.signal(15, signal.SIG_IGN); serve(join)")
+    with contextlib.suppress(KeyboardInterrupt), Team(python("stuck", stuck), 2, tmp_path) as group:
+        group.start()
+        assert len(psutil.Process().children()) == 2
+        raise KeyboardInterrupt
+    assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.mark.parametrize(("seconds", "units"), [(1e-9, 2), (0.02, 7), (1e9, 4000)])
+def test_units_of_a_trial(seconds: float, units: int) -> None:
+    assert units_for(Effort(7, seconds, many_runs=True, fewest=2), Burst(0.003, 0.0)) == units
+
+
+def test_choros_is_always_selected() -> None:
+    contenders = [python(name, PROGRAM) for name in ("choros", "a", "b")]
+    names: Callable[[Sequence[str]], list[str]] = lambda only: [each.name for each in chosen(contenders, only)]  # noqa: E731
+    assert names([]) == ["choros", "a", "b"]
+    assert names(["b"]) == ["choros", "b"]
+
+
+def test_unknown_contenders_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"unknown contender 'c'\. Expected one of: 'a', 'b'\."):
+        check_names(["a", "c"], ["a", "b"])
