@@ -49,6 +49,5 @@ def _sum_over_replicas(gradients: Sequence[Any]) -> list[Any] | None:
             "update only this process's copy of the variables: apply it in a function that "
             "strategy.run(fn, args=…) runs, or use model.fit."
         )
-    given = [gradient for gradient in gradients if gradient is not None]
-    summed = iter(current_strategy().replicas.all_reduce(ReduceOp.SUM, given))
-    return [None if gradient is None else next(summed) for gradient in gradients]
+    summed: list[Any] = current_strategy().replicas.all_reduce(ReduceOp.SUM, list(gradients))  # None stays None
+    return summed
