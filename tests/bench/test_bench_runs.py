@@ -93,3 +93,18 @@ def test_help_teaches() -> None:
         assert text in done.stdout
     done = subprocess.run([*CHOROS, "--version"], capture_output=True, text=True, timeout=300)
     assert done.stdout.startswith("choros ")
+
+
+def test_start(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    done = run("start", "--rounds", "1", "--only", "mpirun", "--only", "mpi4py", "--only", "numpy", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert {(row["case"], row["peer"], row["ranks"]) for row in rows} == {
+        ("python -c pass", "choros", 2),
+        ("python -c pass", "mpirun", 2),
+        ("a first allreduce of 3 numbers", "choros", 2),
+        ("a first allreduce of 3 numbers", "mpi4py", 2),
+        ("import", "choros", 1),
+        ("import", "numpy", 1),
+    }

@@ -12,17 +12,11 @@ def as_is(dtype: np.dtype) -> np.dtype:
     return dtype
 
 
-def test_arrays_of_one_dtype_share_a_bucket_those_that_keep_it_aligned_first() -> None:
+def test_arrays_of_one_dtype_share_a_fusion_buffer_aligned_ones_first() -> None:
     floats = (Slot(3, 0, 0), Slot(4, 0, 16), Slot(0, 16, 20), Slot(2, 20, 23))
     slices = (ArraySlice(4, 0, 16), ArraySlice(0, 0, 4), ArraySlice(2, 0, 3))
     assert plan_fusion(LAYOUT, TOGETHER, as_is, 1 << 20) == (
-        FusionBuffer(
-            FLOAT32,
-            FLOAT32,
-            23,
-            floats,
-            (Chunk(0, 23, (ArraySlice(4, 0, 16), ArraySlice(0, 0, 4), ArraySlice(2, 0, 3))),),
-        ),
+        FusionBuffer(FLOAT32, FLOAT32, 23, floats, (Chunk(0, 23, slices),)),
         FusionBuffer(FLOAT64, FLOAT64, 1, (Slot(1, 0, 1),), (Chunk(0, 1, (ArraySlice(1, 0, 1),)),)),
     )
 

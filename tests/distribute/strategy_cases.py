@@ -653,7 +653,7 @@ def case_wrong_uses_say_what_to_do():
         assert distribute.in_cross_replica_context()
         assert distribute.get_strategy() is here
         assert distribute.get_replica_context() is None
-        with pytest.raises(StrategyError, match="made outside of the scope"):
+        with pytest.raises(StrategyError, match="created outside the scope"):
             stranger.compile("sgd", "mse")
         with (
             pytest.raises(StrategyError, match="one strategy's scope at a time"),

@@ -6,12 +6,14 @@ import socket
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.plan.cluster import introduce, role_in, task_environment, why_not_listening
+from choros.launch.driver.cluster_addresses import assign_addresses
+from choros.launch.plan.cluster import role_in, task_environment
 from choros.launch.plan.command import Command
 from choros.launch.plan.dry_run import draft_text
 from choros.launch.plan.hosts import Host, parse_hosts
 from choros.launch.plan.job import Job
 from choros.launch.plan.roles import Role, Roles
+from choros.launch.wrapper.task_address import why_not_listening
 from choros.topology import TFConfig, Topology, detect, read_tf_config, split_address
 
 HOSTS = parse_hosts("a.invalid:2,b.invalid:3")
@@ -22,7 +24,7 @@ def job(hosts=(), remote=(), **rest):
 
 
 def told(*given, environ=(), **how):
-    return introduce(job(*given, **how), dict(environ)).environment
+    return assign_addresses(job(*given, **how), dict(environ)).environment
 
 
 def cluster_of(environment):
@@ -82,7 +84,7 @@ def test_secrets_differ_from_job_to_job_unless_they_are_given():
 
 def test_a_job_without_roles_is_told_nothing():
     plain = Job(("x",), 2)
-    assert introduce(plain, {}) is plain
+    assert assign_addresses(plain, {}) is plain
     environ = {"OMPI_COMM_WORLD_RANK": "1", "TF_CONFIG": "{}"}
     assert task_environment(environ, 1) == environ
     assert (role_in(environ, 1), why_not_listening(environ, 1)) == (None, "")
@@ -90,7 +92,7 @@ def test_a_job_without_roles_is_told_nothing():
 
 def test_hosts_that_a_scheduler_chooses_must_be_named():
     with pytest.raises(ConfigError, match="name them with -H host:slots"):
-        introduce(job(), {"SLURM_JOB_ID": "7"})
+        assign_addresses(job(), {"SLURM_JOB_ID": "7"})
 
 
 def test_what_a_process_is_told():

@@ -9,8 +9,9 @@ from choros.launch.plan.hosts import parse_hosts
 from choros.launch.plan.job import Job, Ssh
 from choros.launch.plan.mpi_implementations import Hydra, IntelMpi, Mpirun, OpenMpi4, OpenMpi5
 from choros.launch.protocol.wrapper_options import Options
+from choros.launch.wrapper import __main__ as wrapper
 
-WORKER = (sys.executable, "-P", "-m", "choros.launch.wrapper.wrapper")
+WORKER = (sys.executable, "-I", "-S", wrapper.__file__)
 COMMAND = ("python", "train.py", "--lr", "0.1")
 
 

@@ -101,3 +101,10 @@ def test_waiting_ranks_yield_where_it_is_crowded():
 
 def test_memory_is_glibcs():
     assert not rank_settings({}, Share((0,), 1), "darwin").keys() & MEMORY.keys()
+
+
+def test_no_fabric_is_looked_for_on_one_host():
+    share = Share(bind=(0,), threads=1)
+    assert rank_settings({}, share, one_host=True)["OMPI_MCA_btl"] == "^ofi,uct"
+    assert "OMPI_MCA_btl" not in rank_settings({}, share)
+    assert "OMPI_MCA_btl" not in rank_settings({"OMPI_MCA_btl": "self,sm"}, share, one_host=True)

@@ -8,14 +8,14 @@ import pytest
 
 from choros.errors import ConfigError
 from choros.launch.build_report import build_text, version_text
-from choros.launch.plan.accelerators import count_accelerators
+from choros.launch.driver.accelerators import count_accelerators
+from choros.launch.driver.mpirun_detection import detect_mpirun
 from choros.launch.plan.mpi_implementations import (
     Hydra,
     IntelMpi,
     Mpirun,
     OpenMpi4,
     OpenMpi5,
-    detect_mpirun,
     flavour_of,
 )
 

@@ -207,7 +207,7 @@ def test_dry_run():
     command, *ranks = ended.out.splitlines()
     assert ended.code == 0
     assert command.startswith(os.path.join(os.path.dirname(PYTHON), "mpirun "))
-    assert command.endswith(f"-np 2 {PYTHON} -P -m choros.launch.wrapper.wrapper -- {PYTHON} 'a b.py'")
+    assert re.search(rf"-np 2 {PYTHON} -I -S \S+/wrapper/__main__.py -- {PYTHON} 'a b.py'$", command)
     assert [line.split(":")[0] for line in ranks] == ["# rank 0 on localhost", "# rank 1 on localhost"]
     assert "hush" not in ended.out
 
@@ -255,10 +255,15 @@ def test_no_zombies_and_no_busy_waiting(tmp_path):
     with Running("-np", "2", PYTHON, rank_script(tmp_path / "s.py", "ready(); time.sleep(60)")) as job:
         job.wait_for(2, "ready")
         ours = [psutil.Process(job.process.pid)]
-        ours += [process for process in job.processes() if "choros.launch.wrapper.wrapper" in process.cmdline()[:5]]
+        ours += [process for process in job.processes() if "__main__.py" in " ".join(process.cmdline()[:4])]
         assert len(ours) == 3
+        wrappers = ours[1:]
+        assert [process.memory_full_info().uss < 15_000_000 for process in wrappers] == [True, True]
         before = sum(sum(process.cpu_times()[:2]) for process in ours)
+        switches = [process.num_ctx_switches().voluntary for process in wrappers]
         time.sleep(2)
+        if sys.platform == "linux":  # nothing wakes them
+            assert [process.num_ctx_switches().voluntary for process in wrappers] == switches
         assert sum(sum(process.cpu_times()[:2]) for process in ours) - before < 0.2
         job.signal(signal.SIGTERM)
         assert job.end().code == 143

@@ -92,7 +92,7 @@ def named(job, word):
     return [process for process in job.processes() if any(word in part for part in process.cmdline())]
 
 
-@pytest.mark.parametrize("who", ["chorosrun", "prterun", "choros.launch.wrapper.wrapper"])
+@pytest.mark.parametrize("who", ["chorosrun", "prterun", "launch/wrapper/__main__.py"])
 def test_whoever_is_killed_nothing_is_left(tmp_path, who):
     with Running("-np", "2", PYTHON, rank_script(tmp_path / "s.py", IN_MPI)) as job:
         job.wait_for(2, "ready")

@@ -4,16 +4,19 @@ import io
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from choros.launch import wrapper
 from choros.launch.driver.output import Output, Screen
 from choros.launch.driver.stopping import Reason
-from choros.launch.driver.supervisor import Limits, supervise
+from choros.launch.driver.supervisor import supervise
 from choros.launch.plan.command import Command
+from choros.launch.plan.limits import Limits
 from choros.launch.plan.mpi_implementations import OpenMpi5
 
-WRAPPER = (sys.executable, "-P", "-m", "choros.launch.wrapper.wrapper")
+WRAPPER = (sys.executable, "-I", "-S", str(Path(wrapper.__file__).with_name("__main__.py")))
 PLACE = {
     "OMPI_COMM_WORLD_RANK": "0",
     "OMPI_COMM_WORLD_SIZE": "1",
@@ -24,13 +27,13 @@ PLACE = {
 HEAD = f"import os, signal, sys, time\ndef to_chorosrun(number): os.kill({os.getpid()}, number)\n"
 
 
-def job(code, *options, **how):
+def job(code, *options, limits=None, **how):
     """What became of a rank that runs ``code``, and what stands on the screen."""
     words = (*WRAPPER, "--no-bind", *options, "--", sys.executable, "-c", HEAD + code)
     out, err = io.BytesIO(), io.BytesIO()
     screen = Screen(out, err, prefix=False, colour=False)
     command = Command(words, {**os.environ, **PLACE})
-    outcome = supervise(command, 1, Output(screen), carriers=OpenMpi5.carriers, **how)
+    outcome = supervise(command, 1, Output(screen), carriers=OpenMpi5.carriers, limits=limits or Limits(), **how)
     return outcome, out.getvalue(), err.getvalue()
 
 

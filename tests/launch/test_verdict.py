@@ -5,7 +5,8 @@ import pytest
 from choros.launch.driver.mpirun_messages import explain
 from choros.launch.driver.outcome import exception_name, judge
 from choros.launch.driver.stopping import Reason, Stage, stages
-from choros.launch.driver.supervisor import Limits, Outcome
+from choros.launch.driver.supervisor import Outcome
+from choros.launch.plan.limits import Limits
 from choros.launch.plan.roles import Roles
 from choros.launch.protocol.frames import Exit, Start
 

@@ -10,5 +10,7 @@
               ▼
            figures ─► report, plot, model
 
+    cli ─► startup                           processes that live for one trial
+
 No other package imports this one.
 """

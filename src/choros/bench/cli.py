@@ -13,9 +13,10 @@ import click
 
 from choros.bench import allreduce as sums
 from choros.bench import overhead as costs
+from choros.bench import startup
 from choros.bench import train as training
 from choros.bench.cases import MODELS
-from choros.bench.contender import check_names, chosen
+from choros.bench.contender import CHOROS, check_names, chosen
 from choros.bench.plot import plot_rows, plot_sizes
 from choros.bench.run import Effort
 from choros.bench.session import ENOUGH_ROUNDS, Session
@@ -24,7 +25,7 @@ from choros.errors import ConfigError
 
 __all__ = ["bench"]
 
-#: How long a turn lasts: of calls that take microseconds or milliseconds, of training steps.
+#: The duration of a trial: of calls that take microseconds or milliseconds, of training steps.
 _CALLS_SECONDS, _STEPS_SECONDS = 0.02, 2.0
 #: A call of ``fit`` costs something by itself; in a real training it has hundreds of steps.
 _FEWEST_STEPS = 8
@@ -33,13 +34,13 @@ _SIZES_HELP = "Bytes of the array; 1MiB..256MiB is every fourfold size between t
 _MODEL_HELP = "cnn: of the MNIST example; mlp: 20 million parameters."
 _EPILOG = """\
 \b
-Every contender found installed runs in the same invocation, in turns, started as its users start it. Printed
-are the best and the median round, the CPU time, and the ratios of all three: peer / choros.
+Every installed contender runs in the same invocation, in interleaved rounds, started as its users start it. The
+tables show the best and the median round, the CPU time, and the ratios of all three: peer / choros.
 \b
 Exit codes:
-  0         choros was measured; peers that are missing are named with the reason
+  0         choros was measured; peers that were skipped are named with the reason
   1         choros itself could not be measured
-  2         arguments that cannot be meant
+  2         invalid arguments
   130, 143  ended by Ctrl-C, by SIGTERM; every process that was started is ended
 """
 
@@ -59,13 +60,13 @@ class _Common:
         return Session(self.plot, self.json_file)
 
 
-def _with_common(seconds: float) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Gives a command ``_Common``'s options; a turn lasts ``seconds`` unless told."""
+def _with_common(seconds: float | None) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Gives a command ``_Common``'s options; ``seconds`` is the default of ``--burst``, ``None``: it has none."""
     options = (
         click.option("--rounds", type=click.IntRange(min=1), default=ENOUGH_ROUNDS, show_default=True,
-                     help="How often each contender gets its turn."),
+                     help="Trials of each contender."),
         click.option("--burst", type=click.FloatRange(min=0, min_open=True), default=seconds, show_default=True,
-                     metavar="SECONDS", help="How long a turn lasts, about."),
+                     metavar="SECONDS", help="Approximate duration of a trial."),
         click.option("--only", multiple=True, metavar="NAME",
                      help="Only this contender, by its name in the tables, and choros; may be given more than once."),
         click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png",
@@ -77,9 +78,10 @@ def _with_common(seconds: float) -> Callable[[Callable[..., int]], Callable[...,
     def decorate(function: Callable[..., int]) -> Callable[..., int]:
         @wraps(function)
         def command(**given: Any) -> int:
-            return function(common=_Common(**{each.name: given.pop(each.name) for each in fields(_Common)}), **given)
+            common = _Common(**{each.name: given.pop(each.name, 0.0) for each in fields(_Common)})
+            return function(common=common, **given)
 
-        for option in reversed(options):
+        for option in reversed(options if seconds is not None else [*options[:1], *options[2:]]):
             command = option(command)
         return command
 
@@ -186,6 +188,27 @@ def overhead(framework: str, model: str, batch_size: int | None, common: _Common
     steps = [row for row in session.rows if "framework" in row.facts]
     title = "training step, 1 and 2 ranks"
     return session.report(costs.tables(session.rows), lambda path: plot_rows(training.sections(steps), path, title))
+
+
+@bench.command(epilog=_EPILOG)
+@click.option("-np", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="How many.")
+@_with_common(None)
+def start(ranks: int, common: _Common) -> int:
+    """Starts programs that do next to nothing: chorosrun, mpirun, torchrun; a first allreduce; an import.
+
+    \b
+    Examples:
+      choros bench start
+      choros bench start --ranks 4 --only mpirun --rounds 20 --json start.json
+    """
+    names = [program.contender for case in startup.CASES for program in case.programs]
+    check_names(common.only, names)
+    wanted = (CHOROS, *common.only) if common.only else names
+    session = common.session()
+    with session:
+        session.rows += startup.rows(session.hold_starts(startup.CASES, wanted, ranks, common.rounds), ranks)
+    title, sections = f"start to end, {ranks} rank{'s' if ranks > 1 else ''}", startup.sections(session.rows)
+    return session.report([startup.table(title, sections)], lambda path: plot_rows(sections, path, title))
 
 
 def _installed() -> list[str]:

@@ -28,7 +28,7 @@ class ReportRow:
     """One contender's figures for one case.
 
     Attributes:
-        bench: ``allreduce``, ``grouped``, ``train`` or ``overhead``.
+        bench: ``allreduce``, ``grouped``, ``train``, ``overhead`` or ``start``.
         peer: the contender's name; ``choros`` for ours.
         ranks: the number of ranks.
         summary: seconds for one allreduce, or for one training step.

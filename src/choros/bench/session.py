@@ -17,6 +17,7 @@ from choros.bench.plot import check_matplotlib
 from choros.bench.progress import Progress
 from choros.bench.report import ReportRow, Table, check_writable, show, skipped_lines, write_json
 from choros.bench.run import Case, Effort, RunResult, Skipped, run_contenders
+from choros.bench.startup import StartCase, run_starts
 
 __all__ = ["ENOUGH_ROUNDS", "Session"]
 
@@ -71,8 +72,19 @@ class Session:
         def show_progress(text: str) -> None:
             self._progress.show(about + text)
 
-        self._rounds = min(self._rounds, effort.rounds)
-        result = run_contenders(contenders, cases, ranks, effort, self._directory, show_progress)
+        return self._noted(
+            effort.rounds, run_contenders(contenders, cases, ranks, effort, self._directory, show_progress)
+        )
+
+    def hold_starts(
+        self, cases: Sequence[StartCase], names: Sequence[str], ranks: int, rounds: int
+    ) -> RunResult[StartCase]:
+        """Measures the start of the contenders in ``names``; see ``startup.run_starts``."""
+        return self._noted(rounds, run_starts(cases, names, ranks, rounds, self._progress.show))
+
+    def _noted(self, rounds: int, result: RunResult[Case]) -> RunResult[Case]:
+        """``result``, whose skipped contenders the report is to name."""
+        self._rounds = min(self._rounds, rounds)
         for skipped in result.skipped:
             self._skipped.setdefault((skipped.name, skipped.reason), skipped)
         return result

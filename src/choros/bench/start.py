@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from choros.launch.driver.mpirun_detection import detect_mpirun
 from choros.launch.plan.cores import physical_cores
-from choros.launch.plan.mpi_implementations import OpenMpi4, OpenMpi5, detect_mpirun
+from choros.launch.plan.mpi_implementations import OpenMpi4, OpenMpi5
 
 __all__ = [
     "Command", "Starter", "chorosrun", "horovodrun", "jax_cluster", "logical_cpus", "mpirun", "one_core", "tf_cluster",
@@ -62,7 +63,7 @@ def one_core(_ranks: int, worker: Sequence[str]) -> list[Command]:
 
 
 def mpirun(ranks: int, worker: Sequence[str]) -> list[Command]:
-    """``mpirun -np N``, with its defaults; it must be told only that we are root, or that cores are too few."""
+    """``mpirun -np N``, with its defaults; it must be given flags only for root, or for more ranks than cores."""
     found = detect_mpirun()
     words = [found.path]
     if isinstance(found.flavour, (OpenMpi4, OpenMpi5)):

@@ -43,19 +43,19 @@ class CentralStorageStrategy(Strategy):
 
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
         del parameter_device
-        place = join()
-        if place.cross_size > 1:
+        topology = join()
+        if topology.cross_size > 1:
             raise StrategyError(
-                f"CentralStorageStrategy keeps variables on one host, and this job runs on {place.cross_size}: use "
+                f"CentralStorageStrategy keeps variables on one host, and this job runs on {topology.cross_size}: use "
                 "MultiWorkerMirroredStrategy, or ParameterServerStrategy."
             )
-        if compute_devices is not None and len(compute_devices) != place.size:
+        if compute_devices is not None and len(compute_devices) != topology.size:
             raise ConfigError(
                 f"compute_devices={list(compute_devices)!r} asks for {len(compute_devices)} replicas, but this job has "
-                f"{place.size}: each process has one. Start the script with chorosrun -np {len(compute_devices)}."
+                f"{topology.size}: each process has one. Start the script with chorosrun -np {len(compute_devices)}."
             )
-        super().__init__(ProcessReplicas(place.size, place.rank))
-        self._training = synchronous_training(place, state_owner=0)
+        super().__init__(ProcessReplicas(topology.size, topology.rank))
+        self._training = synchronous_training(topology, state_owner=0)
 
     @property
     def training(self) -> Training | None:

@@ -1,4 +1,4 @@
-"""The replicas of the job that this process has joined, and how they train Keras models together."""
+"""The replicas of the job that this process has joined, and their training of Keras models."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from choros.topology import Topology
 __all__ = ["replicas_of", "synchronous_training"]
 
 
-def replicas_of(place: Topology, devices: Sequence[str] | None = None) -> tuple[Replicas, Training | None]:
-    """The replicas of this job, and how they train Keras models: processes, or the devices of a lone one on JAX.
+def replicas_of(topology: Topology, devices: Sequence[str] | None = None) -> tuple[Replicas, Training | None]:
+    """Returns the replicas of this job, and their training of Keras models, which is ``None`` without Keras.
 
-    The second is ``None`` where there is no Keras.
+    The replicas are the processes of the job; on JAX, a process that was started alone has one per device.
     """
-    if place.size == 1 and framework() == "jax":
+    if topology.size == 1 and framework() == "jax":
         from choros.distribute.devices.replicas import local_devices, on_devices
 
         chosen = local_devices(devices)
         if len(chosen) > 1:
             return on_devices(chosen)
-    if devices is not None and len(devices) != place.size:
+    if devices is not None and len(devices) != topology.size:
         raise ConfigError(
-            f"devices={list(devices)!r} asks for {len(devices)} replicas, but this job has {place.size}: each process "
-            f"has one device. Start the script with chorosrun -np {len(devices)}, or leave devices out."
+            f"devices={list(devices)!r} requests {len(devices)} replicas, but this job has {topology.size}: one per "
+            f"process. Start the script with chorosrun -np {len(devices)}, or leave devices out."
         )
-    return ProcessReplicas(place.size, place.rank), synchronous_training(place)
+    return ProcessReplicas(topology.size, topology.rank), synchronous_training(topology)
 
 
-def synchronous_training(place: Topology, state_owner: int | None = None) -> Training | None:
-    """How the processes of a job train Keras models together; ``None`` where there is no Keras.
+def synchronous_training(topology: Topology, state_owner: int | None = None) -> Training | None:
+    """Returns the synchronous training of Keras models by the processes of a job; ``None`` without Keras.
 
     Args:
-        place: this process's.
-        state_owner: the process that alone keeps the state of optimizers and makes updates; ``None``: every one does.
+        topology: the job, and this process's rank in it.
+        state_owner: the only process that keeps the optimizers' state and applies updates; ``None``: all processes do.
     """
     if "keras" not in sys.modules:
         return None
     from choros.distribute.fit.synchronous import SynchronousTraining
 
-    return SynchronousTraining(ProcessReplicas(place.size, place.rank), state_owner)
+    return SynchronousTraining(ProcessReplicas(topology.size, topology.rank), state_owner)

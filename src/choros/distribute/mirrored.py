@@ -41,13 +41,13 @@ class MirroredStrategy(Strategy):
 
     def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None) -> None:
         del cross_device_ops
-        place = join()
-        if place.cross_size > 1:
+        topology = join()
+        if topology.cross_size > 1:
             raise StrategyError(
-                f"MirroredStrategy is for the replicas of one host, and this job runs on {place.cross_size}: use "
+                f"MirroredStrategy is for the replicas of one host, and this job runs on {topology.cross_size}: use "
                 "MultiWorkerMirroredStrategy, which is for any number."
             )
-        replicas, training = replicas_of(place, devices)
+        replicas, training = replicas_of(topology, devices)
         super().__init__(replicas)
         self._training = training
 

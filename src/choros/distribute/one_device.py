@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
-from choros.distribute.devices.names import DeviceName, devices_of, placed
+from choros.distribute.devices.names import DeviceName, devices_of, on_device
 from choros.distribute.fit.local import LocalTraining
 from choros.distribute.fit.training import Training
 from choros.distribute.joining import framework
@@ -58,7 +58,7 @@ class OneDeviceStrategy(Strategy):
 
     def placement(self) -> AbstractContextManager[Any]:
         """The device's."""
-        return placed(self._framework, self._device)
+        return on_device(self._framework, self._device)
 
 
 @final

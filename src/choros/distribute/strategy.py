@@ -18,7 +18,7 @@ from choros.distribute import datasets
 from choros.distribute.extended import StrategyExtended
 from choros.distribute.fit.training import Training
 from choros.distribute.input_context import InputContext, InputOptions, ValueContext
-from choros.distribute.keras_hook import catching
+from choros.distribute.keras_hook import patch_keras
 from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replicas import Replicas
 from choros.distribute.scope import current_replica, enter_scope
@@ -96,7 +96,7 @@ class Strategy(ABC):
             ...     distribute.get_strategy() is strategy
             True
         """
-        with enter_scope(self), self.placement(), catching(self):
+        with enter_scope(self), self.placement(), patch_keras(self):
             yield self
 
     @final

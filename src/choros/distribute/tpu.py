@@ -50,14 +50,14 @@ class TPUStrategy(Strategy):
                 "keras is imported, and pip install 'jax[tpu]'."
             )
         resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver
-        place = join()
+        topology = join()
         devices = resolver.tpu_devices()
-        if place.size == 1 and len(devices) > 1:
+        if topology.size == 1 and len(devices) > 1:
             from choros.distribute.devices.replicas import on_devices
 
             replicas, self._training = on_devices(devices)
         else:
-            replicas, self._training = ProcessReplicas(place.size, place.rank), synchronous_training(place)
+            replicas, self._training = ProcessReplicas(topology.size, topology.rank), synchronous_training(topology)
         super().__init__(replicas, resolver)
 
     @property

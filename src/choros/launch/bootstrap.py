@@ -51,7 +51,7 @@ def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:
     """The part of a traceback that begins in the user's function."""
     here = os.path.dirname(__file__)
     part = traceback
-    while part is not None and os.path.dirname(part.tb_frame.f_code.co_filename) == here:
+    while part is not None and part.tb_frame.f_code.co_filename.startswith(here + os.sep):
         part = part.tb_next
     return part or traceback
 

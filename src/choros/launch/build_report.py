@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 
-from choros.launch.plan.accelerators import count_accelerators
+from choros.launch.driver.accelerators import count_accelerators
 from choros.launch.plan.mpi_implementations import Mpirun
 
 __all__ = ["build_text", "version_text"]

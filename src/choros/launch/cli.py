@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from choros.errors import ChorosError, ConfigError
-from choros.launch.build_report import build_text, version_text
+from choros.launch.driver.accelerators import count_accelerators
+from choros.launch.driver.host_names import own_names
 from choros.launch.driver.launcher import draft, launch
+from choros.launch.driver.mpirun_detection import detect_mpirun
 from choros.launch.driver.outcome import judge
 from choros.launch.driver.output import Files, Output, Screen, use_colour
-from choros.launch.driver.supervisor import Limits
-from choros.launch.plan.accelerators import count_accelerators
+from choros.launch.options import GroupedCommand, with_options
+from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.dry_run import draft_text
 from choros.launch.plan.environment import parse_variables
-from choros.launch.plan.hosts import Host, own_names, parse_hostfile, parse_hosts, total_slots
-from choros.launch.plan.job import Job, Ssh
-from choros.launch.plan.mpi_implementations import Mpirun, detect_mpirun
-from choros.launch.plan.options import GroupedCommand, with_options
+from choros.launch.plan.job import Job
+from choros.launch.plan.mpi_implementations import Mpirun
 from choros.launch.plan.unsupported_flags import refusal
-from choros.launch.protocol.wrapper_options import Options
 
 __all__ = ["main"]
-
-_RESTARTS = 3
-#: Where Kubernetes' MPI operator and other tools tell mpirun its hosts.
-_DEFAULT_HOSTFILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
 
 
 @click.command(cls=GroupedCommand, context_settings={"allow_interspersed_args": False, "max_content_width": 110})
@@ -41,13 +36,16 @@ _DEFAULT_HOSTFILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_h
 def chorosrun(command: tuple[str, ...], **given: Any) -> int:
     """Runs COMMAND as several processes that train one model together."""
     if given["version"] or given["check_build"]:
+        from choros.launch.build_report import build_text, version_text  # 10 ms, for these two flags
+
         text = version_text if given["version"] else build_text
         click.echo(text(_mpirun_or_sentence(given["mpirun"])))
         return 0
     if not command:
         raise click.UsageError("no command given. Example: chorosrun -np 2 python train.py")
-    mpirun = detect_mpirun(given["mpirun"])
-    job = make_job(command, given)
+    arguments = arguments_of(given)
+    mpirun = detect_mpirun(arguments.mpirun)
+    job = arguments.job(command, os.environ, own_names, count_accelerators)
     if given["dry_run"]:
         click.echo(draft_text(job, draft(job, mpirun, os.environ), os.environ))
         return 0
@@ -56,58 +54,14 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
         if problem is not None:
             click.echo(f"chorosrun: {problem}", err=True)
             return 127
-    return _run(job, mpirun, given)
+    return _run(job, mpirun, arguments)
 
 
-def make_job(command: Sequence[str], given: dict[str, Any]) -> Job:
-    """The job that the options ``given`` describe."""
-    hosts = _hosts(given["hosts"], given["hostfile"])
-    servers = given["ps"] or 0
-    names = own_names()
-    return Job(
-        command=tuple(command),
-        size=_size(given["num_proc"], servers, hosts),
-        hosts=hosts,
-        remote=tuple(host for host in hosts if host.name not in names),
-        environment=parse_variables(given["env"], os.environ),
-        ssh=Ssh(given["ssh_port"], given["ssh_identity_file"], given["ssh_command"]),
-        network_interfaces=tuple(_split(given["network_interfaces"])),
-        tcp=given["tcp"],
-        mpi_args=tuple(shlex.split(given["mpi_args"])),
-        binding_args=tuple(shlex.split(given["binding_args"])),
-        options=Options(bind=not given["binding_args"], restarts=_restarts(given["max_restarts"], servers)),
-        servers=servers,
-    )
-
-
-def _size(asked: int | None, servers: int, hosts: Sequence[Host]) -> int:
-    """How many processes there are to be, when there are ``servers`` and ``asked`` ranks or workers."""
-    besides = 1 + servers if servers else 0
-    if asked is None and hosts:
-        return total_slots(hosts)
-    return (asked or count_accelerators() or 1) + besides
-
-
-def _restarts(asked: int | None, servers: int) -> int:
-    if asked is not None and not servers:
-        raise ConfigError(
-            "--max-restarts is about the workers beside parameter servers: give --ps too, or leave it out."
-        )
-    return (_RESTARTS if asked is None else asked) if servers else 0
-
-
-def _hosts(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
-    if hosts is not None and hostfile is not None:
-        raise ConfigError("--hosts and --hostfile both name hosts: give one of them.")
-    if hosts is not None:
-        return parse_hosts(hosts)
-    if hostfile is None:
-        hostfile = next((os.environ[name] for name in _DEFAULT_HOSTFILES if os.environ.get(name)), None)
-    return parse_hostfile(Path(hostfile)) if hostfile is not None else ()
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def arguments_of(given: Mapping[str, Any]) -> Arguments:
+    """What the options ``given`` ask for."""
+    values = {each.name: given[each.name] for each in fields(Arguments) if each.name in given}
+    verbose = given["verbose"] or given["log_level"] in ("TRACE", "DEBUG")
+    return Arguments(**{**values, "env": parse_variables(given["env"], os.environ), "verbose": verbose})
 
 
 def missing_command(program: str) -> str | None:
@@ -116,7 +70,7 @@ def missing_command(program: str) -> str | None:
         return None
     path = Path(program)
     if path.suffix == ".py" and path.is_file():
-        return f"{program!r} is not executable. A script of Python's is run with: chorosrun … python {program}"
+        return f"{program!r} is not executable. A Python script is run with: chorosrun … python {program}"
     return f"there is no command {program!r}." if not path.exists() else f"{program!r} is not executable."
 
 
@@ -127,15 +81,14 @@ def _mpirun_or_sentence(path: str | None) -> Mpirun | str:
         return str(error)
 
 
-def _run(job: Job, mpirun: Mpirun, given: dict[str, Any]) -> int:
-    limits = Limits(given["start_timeout"], given["timeout"], given["grace_period"])
-    prefix = job.size > 1 if given["prefix_output"] is None else given["prefix_output"]
+def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
     colour = use_colour(os.environ, sys.stdout.isatty() and sys.stderr.isatty())
+    prefix = arguments.prefix(job.size)
     screen = Screen(sys.stdout.buffer, sys.stderr.buffer, prefix=prefix, colour=colour, roles=job.roles)
-    directory = given["output_dir"]
+    directory = arguments.output_dir
     output = Output(screen, Files(Path(directory), job.roles) if directory else None)
-    verbose = given["verbose"] or given["log_level"] in ("TRACE", "DEBUG")
-    verdict = judge(launch(job, mpirun, os.environ, output, limits, verbose=verbose), limits)
+    limits = arguments.limits
+    verdict = judge(launch(job, mpirun, os.environ, output, limits, verbose=arguments.verbose), limits)
     for line in verdict.lines:
         screen.say(line)
     return verdict.exit_code

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +12,16 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from choros.errors import ConfigError, JobTimeout, LaunchError, WorkerFailed
+from choros.launch.driver.accelerators import count_accelerators
+from choros.launch.driver.host_names import own_names
 from choros.launch.driver.launcher import launch
+from choros.launch.driver.mpirun_detection import detect_mpirun
 from choros.launch.driver.outcome import judge
 from choros.launch.driver.output import Files, Output, Screen
 from choros.launch.driver.stopping import Reason
-from choros.launch.driver.supervisor import Limits, Outcome
-from choros.launch.plan.hosts import own_names, parse_hostfile, parse_hosts, total_slots
-from choros.launch.plan.job import Job, Ssh
-from choros.launch.plan.mpi_implementations import detect_mpirun
+from choros.launch.driver.supervisor import Outcome
+from choros.launch.plan.arguments import Arguments
+from choros.launch.plan.limits import Limits
 from choros.launch.protocol.payload import Call, pack
 from choros.launch.protocol.wrapper_options import Options
 
@@ -41,8 +42,8 @@ def run(
     hostfile: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
-    start_timeout: float = 30.0,
-    grace_period: float = 20.0,
+    start_timeout: float = Arguments.start_timeout,
+    grace_period: float = Arguments.grace_period,
     output_dir: str | os.PathLike[str] | None = None,
     prefix_output: bool | None = None,
     verbose: bool = False,
@@ -52,6 +53,8 @@ def run(
     network_interfaces: str = "",
     mpirun: str | None = None,
     mpi_args: str = "",
+    binding_args: str = "",
+    tcp: bool = False,
     num_proc: int | None = None,
 ) -> list[Returned]:
     """Runs ``fn(*args, **kwargs)`` on every rank of a new job and returns what each returned.
@@ -63,7 +66,7 @@ def run(
         fn: the function.
         args: its arguments.
         kwargs: its arguments by name.
-        np: how many ranks. Default: the slots of ``hosts``, or 2.
+        np: how many ranks. Default, as chorosrun's: the slots of the hosts; or one for each accelerator here; or 1.
         hosts: where, as ``"a:4,b:4"``. Default: here.
         hostfile: the hosts, in a file with a line ``name slots=N`` each.
         env: environment variables to set for the ranks.
@@ -76,15 +79,18 @@ def run(
         ssh_port: the port of the hosts' ssh servers.
         ssh_identity_file: the private key to show them.
         ssh_command: what to call in ssh's place.
-        network_interfaces: talk through these only, as ``"eth0,eth1"``.
+        network_interfaces: communicate through these only, as ``"eth0,eth1"``.
         mpirun: the mpirun to use. Default: the one installed with choros.
         mpi_args: more arguments for mpirun.
-        num_proc: Horovod's name for ``np``.
+        binding_args: mpirun's arguments for binding and mapping, in place of choros' own binding to whole cores.
+        tcp: communicate through TCP only, whatever faster network there is.
+        num_proc: Horovod's other name for ``np``.
 
     Returns:
         What the ranks returned, rank 0's first.
 
     Raises:
+        ConfigError: an argument is invalid; nothing has been started.
         WorkerFailed: a rank failed; it carries the rank, its host and its traceback.
         JobTimeout: ``timeout`` has passed.
         HostUnreachable: a host does not exist or does not let us in.
@@ -99,28 +105,35 @@ def run(
         >>> choros.run(add, (10,), {"b": 100}, np=2)  # doctest: +SKIP
         [110, 111]
     """
-    if hosts is not None and hostfile is not None:
-        raise ConfigError("choros.run: hosts and hostfile both name hosts; give one of them.")
-    places = parse_hosts(hosts) if hosts is not None else parse_hostfile(Path(hostfile)) if hostfile else ()
-    names = own_names()
-    job = Job(
-        command=(sys.executable, *_BOOTSTRAP),
-        size=np or num_proc or total_slots(places) or 2,
-        hosts=places,
-        remote=tuple(host for host in places if host.name not in names),
-        environment=dict(env or {}),
-        ssh=Ssh(ssh_port, ssh_identity_file, ssh_command),
-        network_interfaces=tuple(part.strip() for part in network_interfaces.split(",") if part.strip()),
-        mpi_args=tuple(shlex.split(mpi_args)),
-        options=Options(stdin=True, result=True),
+    if not callable(fn):
+        raise ConfigError(f"choros.run({fn!r}): expected a function. A command is run with chorosrun.")
+    if None not in (np, num_proc) and np != num_proc:
+        raise ConfigError(f"np={np!r} and num_proc={num_proc!r} are two names of one argument: give one of them.")
+    arguments = Arguments(
+        num_proc=num_proc if np is None else np,
+        env=env or {},
+        hosts=hosts,
+        hostfile=hostfile,
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
+        ssh_command=ssh_command,
+        network_interfaces=network_interfaces,
+        tcp=tcp,
+        prefix_output=prefix_output,
+        output_dir=output_dir,
+        verbose=verbose,
+        timeout=timeout,
+        start_timeout=start_timeout,
+        grace_period=grace_period,
+        mpirun=mpirun,
+        mpi_args=mpi_args,
+        binding_args=binding_args,
+        in_python=True,
     )
-    limits = Limits(start_timeout, timeout, grace_period)
-    screen = Screen(
-        _TextSink(sys.stdout),
-        _TextSink(sys.stderr),
-        prefix=job.size > 1 if prefix_output is None else prefix_output,
-        colour=False,
-    )
+    command, options = (sys.executable, *_BOOTSTRAP), Options(stdin=True, result=True)
+    job = arguments.job(command, os.environ, own_names, count_accelerators, options)
+    limits = arguments.limits
+    screen = Screen(_TextSink(sys.stdout), _TextSink(sys.stderr), prefix=arguments.prefix(job.size), colour=False)
     output = Output(screen, Files(Path(output_dir)) if output_dir is not None else None)
     payload = pack(Call(fn, args, kwargs or {}))
     outcome = launch(job, detect_mpirun(mpirun), os.environ, output, limits, payload=payload, verbose=verbose)

@@ -59,7 +59,7 @@ class _DistributedMixin:
             BaseOptimizer.build(self, variables)
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        """``apply`` as JAX's trainer calls it; Keras' own method calls ``apply``, the loss scale optimizer's does not."""
+        """``apply`` as JAX's trainer calls it; Keras' own calls ``apply``, ``LossScaleOptimizer``'s does not."""
         optimizer: Any = self
         if isinstance(self, keras.optimizers.LossScaleOptimizer):
             move_outwards(self)
@@ -93,7 +93,7 @@ _derived_classes: dict[tuple[type, type], type] = {}
 
 
 def derive(base: type, behaviour: type) -> type:
-    """Returns a subclass of the optimizer class ``base`` that is saved as ``base``; the same one for the same arguments.
+    """Returns the subclass of the optimizer class ``base`` that is saved as ``base``; created only once.
 
     Args:
         base: a Keras optimizer's class.

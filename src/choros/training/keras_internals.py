@@ -202,7 +202,7 @@ def torch_device() -> str:
 
 
 def jax_state(model: Any) -> Any:
-    """The values that the training step on JAX takes (``JAX_STATE``); while ``fit`` runs the model does not have them."""
+    """The values that the training step on JAX takes (``JAX_STATE``); the model lacks them while ``fit`` runs."""
     return model._get_jax_state(**dict.fromkeys(JAX_STATE, True))
 
 

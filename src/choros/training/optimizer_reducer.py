@@ -24,6 +24,7 @@ from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.compression import Compressor
 from choros.parallel.reduce.device import device_to_reduce_on
+from choros.parallel.reduce.exchange import Layout
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket_bytes
 from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.training.device import accelerated
@@ -145,14 +146,15 @@ class OptimizerReducer:
                 return self._reduce_during_backward(gradients, [variable.value for variable in variables])
             exchange = (int(micro_batches) + 1) % config.steps == 0
             return self.reducer.reduce(gradients, examples=int(examples), exchange=exchange)
-        outputs = [ArraySpec(tuple(v.shape), _dtype(g)) for v, g in zip(variables, gradients, strict=True)]
+        layout = tuple((tuple(v.shape), _dtype(g)) for v, g in zip(variables, gradients, strict=True))
+        outputs = [ArraySpec(shape, dtype) for shape, dtype in layout]
         if config.bucket_bytes is not None:
-            return self._reduce_buckets(gradients, outputs, examples)
+            return self._reduce_buckets(gradients, outputs, layout, examples)
 
         def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
             done, count, *parts = hosts
             exchange = (int(done) + 1) % config.steps == 0
-            return self.reducer.reduce(parts, examples=int(count), exchange=exchange)
+            return self.reducer.reduce(parts, examples=int(count), exchange=exchange, layout=layout)
 
         return _host_call(on_host, (micro_batches, examples), gradients, outputs)
 
@@ -166,14 +168,15 @@ class OptimizerReducer:
             self._backward = BackwardExchange(self.reducer, parameters, overlap=True, examples=lambda: self.examples)
         return self._backward.combine(parameters, gradients)
 
-    def _reduce_buckets(self, gradients: list[Any], outputs: list[ArraySpec], examples: Any) -> list[Any]:
+    def _reduce_buckets(
+        self, gradients: list[Any], outputs: list[ArraySpec], layout: Layout, examples: Any
+    ) -> list[Any]:
         """Makes one host call per bucket: a compiled step can make it as soon as the bucket's gradients are computed.
 
         The calls have side effects, so the frameworks keep them in this order on every rank.
         """
-        buckets = self.reducer.plan(tuple((output.shape, output.dtype) for output in outputs))  # type: ignore[misc]
         reduced = list(gradients)
-        for bucket, indices in enumerate(buckets):
+        for bucket, indices in enumerate(self.reducer.plan(layout)):
 
             def on_host(hosts: Sequence[Array], bucket: int = bucket) -> Sequence[Array]:
                 count, *parts = hosts

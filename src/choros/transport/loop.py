@@ -38,8 +38,8 @@ class Loop:
     Deadlines may be set and cancelled from signal handlers, if a ``SignalPipe`` wakes the loop.
 
     Args:
-        poll_seconds: how often the condition of ``run`` is checked at least, for conditions that no descriptor
-            announces.
+        poll_seconds: how often the condition of ``run`` is checked at least; ``None`` if a descriptor, a signal or a
+            deadline announces every change of it, so that nothing needs to run meanwhile.
 
     Example:
         >>> loop, rings = Loop(), []
@@ -48,7 +48,7 @@ class Loop:
         True
     """
 
-    def __init__(self, poll_seconds: float = 0.5) -> None:
+    def __init__(self, poll_seconds: float | None = 0.5) -> None:
         self._poll_seconds = poll_seconds
         self._selector = selectors.DefaultSelector()
         self._deadlines: dict[str, tuple[float, Callable[[], None]]] = {}
@@ -94,18 +94,19 @@ class Loop:
             now = time.monotonic()
             if end is not None and now >= end:
                 return False
-            self._turn(self._poll_seconds if end is None else min(self._poll_seconds, end - now))
+            remaining = None if end is None else end - now
+            self._step([limit for limit in (self._poll_seconds, remaining) if limit is not None])
         return True
 
     def close(self) -> None:
         """Ends the loop's own descriptor, none of those it waited for."""
         self._selector.close()
 
-    def _turn(self, seconds: float) -> None:
+    def _step(self, limits: list[float]) -> None:
         now = time.monotonic()
         # A copy: a signal's handler may set a deadline at any moment.
         waits = [max(0.0, when - now) for when, _ in list(self._deadlines.values())]
-        for key, _ in self._selector.select(min([seconds, *waits])):
+        for key, _ in self._selector.select(min([*limits, *waits], default=None)):
             if self._selector.get_map().get(key.fd) is key:  # not forgotten by the callback before it
                 key.data()
         now = time.monotonic()

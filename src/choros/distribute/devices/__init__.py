@@ -1,1 +1,1 @@
-"""Replicas that are devices of one process: on JAX, and how devices are named on all frameworks."""
+"""Replicas on the devices of one process, on JAX; and device names, on all frameworks."""

@@ -1,4 +1,4 @@
-"""The arguments of a function that replicas run, taken apart."""
+"""The arguments of a function that replicas run, flattened for compilation."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import numpy as np
 from choros.distribute.values import PerReplica
 from choros.errors import StrategyError
 
-__all__ = ["Pattern", "by_leaf", "taken_apart"]
+__all__ = ["Pattern", "by_leaf", "flatten"]
 
 
 class _Kind(enum.Enum):
-    EACH = "a value for each replica"
-    EVERY = "an array or a number that every replica gets"
-    CONSTANT = "something else"
+    PER_REPLICA = "one value per replica"
+    REPLICATED = "an array or a number that is replicated"
+    CONSTANT = "any other object"
 
 
 @final
 @dataclass(frozen=True)
 class Pattern:
-    """What is left of arguments when the arrays have been taken out.
+    """The structure of arguments, without their arrays.
 
     Attributes:
-        key: equal for arguments that one program serves, as long as the constants live.
+        key: equal for arguments that one compiled step can serve, for the lifetime of the constants.
     """
 
     tree: Any
@@ -37,49 +37,51 @@ class Pattern:
     constants: tuple[Any, ...]
     key: Any
 
-    def put_together(self, each: Sequence[Any], every: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments of one replica, positional and by keyword."""
+    def unflatten(
+        self, per_replica: Sequence[Any], replicated: Sequence[Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Returns the arguments of one replica, positional and by keyword."""
         sources: dict[_Kind, Iterator[Any]] = {
-            _Kind.EACH: iter(each),
-            _Kind.EVERY: iter(every),
+            _Kind.PER_REPLICA: iter(per_replica),
+            _Kind.REPLICATED: iter(replicated),
             _Kind.CONSTANT: iter(self.constants),
         }
         args, kwargs = jax.tree.unflatten(self.tree, [next(sources[kind]) for kind in self.kinds])
         return args, kwargs
 
 
-def taken_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pattern, list[PerReplica], list[Any]]:
-    """The pattern of arguments; their values for each replica; and their arrays and numbers for every replica.
+def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pattern, list[PerReplica], list[Any]]:
+    """Returns the pattern of the arguments, their per-replica values, and their replicated arrays and numbers.
 
     Raises:
-        StrategyError: JAX is tracing them.
+        StrategyError: the arguments are being traced by JAX.
     """
     leaves, tree = jax.tree.flatten(by_leaf((tuple(args), dict(kwargs))))
     if any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, jnp.zeros(()))):
         raise StrategyError(
-            "strategy.run was called within a function that JAX compiles or differentiates: it compiles what it runs "
-            "by itself. Call it outside of jax.jit and jax.grad."
+            "strategy.run was called within a function that JAX compiles or differentiates, but it compiles the "
+            "function itself. Call it outside of jax.jit and jax.grad."
         )
-    kinds, constants, each, every, key = [], [], [], [], []
+    kinds, constants, per_replica, replicated, key = [], [], [], [], []
     for leaf in leaves:
         if isinstance(leaf, PerReplica):
-            kinds.append(_Kind.EACH)
-            each.append(leaf)
+            kinds.append(_Kind.PER_REPLICA)
+            per_replica.append(leaf)
             key.append(_spec(leaf.values[0]))
         elif _is_array(leaf):
-            kinds.append(_Kind.EVERY)
-            every.append(_array(leaf))
+            kinds.append(_Kind.REPLICATED)
+            replicated.append(_array(leaf))
             key.append(_spec(leaf))
         else:
             kinds.append(_Kind.CONSTANT)
             constants.append(leaf)
             key.append(leaf if isinstance(leaf, (bool, str, bytes, enum.Enum)) else id(leaf))
     pattern = Pattern(tree, tuple(kinds), tuple(constants), (tree, tuple(kinds), tuple(key)))
-    return pattern, each, every
+    return pattern, per_replica, replicated
 
 
 def by_leaf(structure: Any) -> Any:
-    """Every ``PerReplica`` of structures, such as batches, as a structure of ``PerReplica``."""
+    """Replaces every ``PerReplica`` of structures, such as batches, by a structure of ``PerReplica`` leaves."""
 
     def leaf_by_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, PerReplica) or all(isinstance(value, jax.Array) for value in leaf.values):
@@ -90,7 +92,7 @@ def by_leaf(structure: Any) -> Any:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Also another framework's; a Keras variable has a value, but is none."""
+    """Whether ``leaf`` is an array of any framework; a Keras variable has a value, but is not an array."""
     if isinstance(leaf, (int, float, complex)):
         return not isinstance(leaf, bool)
     return hasattr(leaf, "__array__") and not hasattr(leaf, "__jax_array__")

@@ -1,4 +1,4 @@
-"""Values of replicas as one array over their devices, and back.
+"""Conversion between per-replica values and one array sharded over their devices.
 
 ::
 
@@ -22,58 +22,58 @@ __all__ = ["DeviceArrays"]
 
 @final
 class DeviceArrays:
-    """The arrays of a mesh.
+    """The global arrays of a mesh.
 
     Args:
-        mesh: one dimension, a device a replica.
+        mesh: has one dimension, with one device per replica.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.devices = list(mesh.devices.flat)
-        self._dealt_out = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
-        self._alike = NamedSharding(mesh, PartitionSpec())
-        #: The arrays that values were part of, so that they need not be put together anew.
-        self._whole: WeakMap[Any] = WeakMap()
-        #: Of Keras variables: the value here, and the same everywhere.
+        self._sharded = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        #: Per-replica value → the global array that it is part of, so that it need not be assembled again.
+        self._global_arrays: WeakMap[Any] = WeakMap()
+        #: Keras variable → its local value, and the replicated array of the same value.
         self._variables: WeakMap[tuple[Any, Any]] = WeakMap()
 
-    def whole(self, value: PerReplica) -> Any:
-        """The array of which ``value`` has the parts, which are of one shape; what is in its place is not copied."""
-        known = self._whole.get(value)
+    def global_array(self, value: PerReplica) -> Any:
+        """Returns the array whose shards are the values, all of one shape; values on their device are not copied."""
+        known = self._global_arrays.get(value)
         if known is not None:
             return known
         parts = [jax.device_put(part, device) for part, device in zip(value.values, self.devices, strict=True)]
         parts = [part if part.ndim else part.reshape(1) for part in parts]
         length, *rest = parts[0].shape
-        array = jax.make_array_from_single_device_arrays((length * len(parts), *rest), self._dealt_out, parts)
-        self._whole[value] = array
+        array = jax.make_array_from_single_device_arrays((length * len(parts), *rest), self._sharded, parts)
+        self._global_arrays[value] = array
         return array
 
-    def parts(self, array: Any, *, numbers: bool) -> PerReplica:
-        """The replicas' values; ``numbers`` if each has no dimension."""
-        # In the order of the mesh. addressable_shards would make an object of each, which costs more than all else.
+    def per_replica(self, array: Any, *, numbers: bool) -> PerReplica:
+        """Returns the replicas' values; ``numbers``: whether they are scalars."""
+        # In the order of the mesh. addressable_shards would create an object for each shard, the largest cost here.
         values = [array.addressable_data(index) for index in range(len(self.devices))]
         value = PerReplica([value.reshape(()) for value in values] if numbers else values)
-        self._whole[value] = array
+        self._global_arrays[value] = array
         return value
 
-    def alike(self, values: Sequence[Any]) -> list[Any]:
-        """Arrays that every replica has."""
-        return list(jax.device_put(list(values), self._alike))
+    def replicate(self, values: Sequence[Any]) -> list[Any]:
+        """Copies values to every replica's device."""
+        return list(jax.device_put(list(values), self._replicated))
 
-    def of_variables(self, variables: Sequence[Any]) -> list[Any]:
-        """The values of Keras variables for every replica; copied to the devices if they have changed meanwhile."""
-        return [self._of_variable(variable) for variable in variables]
+    def variable_values(self, variables: Sequence[Any]) -> list[Any]:
+        """Returns the replicated values of Keras variables; copies them to the devices only if they have changed."""
+        return [self._variable_value(variable) for variable in variables]
 
     def assign(self, variables: Sequence[Any], arrays: Sequence[Any]) -> None:
-        """Gives Keras variables the value that every replica has, as an ordinary array of the first device."""
+        """Assigns the replicated values to Keras variables, as ordinary arrays of the first device."""
         for variable, array in zip(variables, arrays, strict=True):
             variable.assign(array.addressable_data(0))
             self._variables[variable] = (variable.value, array)
 
-    def _of_variable(self, variable: Any) -> Any:
+    def _variable_value(self, variable: Any) -> Any:
         value, array = self._variables.get(variable) or (None, None)
         if value is not variable.value:
-            array = jax.device_put(variable.value, self._alike)
+            array = jax.device_put(variable.value, self._replicated)
             self._variables[variable] = (variable.value, array)
         return array

@@ -1,4 +1,4 @@
-"""A function compiled for all replicas of a process, and the memory of what has been compiled."""
+"""A function compiled for all replicas of a process, and the cache of compiled steps."""
 
 from __future__ import annotations
 
@@ -12,108 +12,119 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from choros.distribute.devices.collectives import AXIS, Link, Program
+from choros.distribute.devices.collectives import AXIS, DeviceCollectives, TracedCollectives
 from choros.distribute.devices.weak_map import WeakMap
 
 if TYPE_CHECKING:
     from choros.distribute.devices.keras_flow import Flow
 
-__all__ = ["Call", "Compiled", "Memory", "flow_of"]
+__all__ = ["CompileCache", "CompiledStep", "ReplicaFunction", "flow_of"]
 
-#: Calls the user's function for the replica of a link, given this replica's values and those of every replica.
-Call = Callable[[Link, Sequence[Any], Sequence[Any]], Any]
+#: Calls the user's function on one replica, given its collectives, its per-replica and the replicated values.
+ReplicaFunction = Callable[[DeviceCollectives, Sequence[Any], Sequence[Any]], Any]
 
-_DEALT_OUT, _ALIKE = PartitionSpec(AXIS), PartitionSpec()
+_SHARDED, _REPLICATED = PartitionSpec(AXIS), PartitionSpec()
 
 
-def flow_of(call: Call, mesh: Mesh, each: Sequence[Any], every: Sequence[Any]) -> Flow | None:
-    """The Keras variables that a function reads and assigns; ``None`` without Keras.
+def flow_of(call: ReplicaFunction, mesh: Mesh, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Flow | None:
+    """Returns the Keras variables that a function reads and assigns; ``None`` without Keras.
 
     Args:
         call: the function.
-        mesh: the replicas'.
-        each: one replica's own arguments.
-        every: the others.
+        mesh: the mesh of the replicas.
+        per_replica: the per-replica arguments of one replica.
+        replicated: the other arguments, which all replicas share.
     """
     if "keras" not in sys.modules:
         return None
     from choros.distribute.devices.keras_flow import record
 
-    def trace(watched: Callable[[Callable[[], Any]], Any]) -> None:
-        def on_device(each: Sequence[Any], every: Sequence[Any]) -> None:
-            watched(lambda: call(Program(), each, every))
+    def trace(recorded: Callable[[Callable[[], Any]], Any]) -> None:
+        def on_device(per_replica: Sequence[Any], replicated: Sequence[Any]) -> None:
+            recorded(lambda: call(TracedCollectives(), per_replica, replicated))
 
-        specs = {"in_specs": _ALIKE, "out_specs": _ALIKE, "check_vma": False}
-        jax.eval_shape(jax.shard_map(on_device, mesh=mesh, **specs), each, every)
+        specs = {"in_specs": _REPLICATED, "out_specs": _REPLICATED, "check_vma": False}
+        jax.eval_shape(jax.shard_map(on_device, mesh=mesh, **specs), per_replica, replicated)
 
     return record(trace)
 
 
 @final
-class Compiled:
-    """One program for all replicas.
+class CompiledStep:
+    """One compiled step for all replicas.
 
     Attributes:
         flow: the Keras variables that are its first inputs, and its last outputs.
 
     Args:
         call: the function.
-        mesh: the replicas'.
-        is_number: of the replicas' own arguments, which have no dimensions.
-        flow: see above.
+        mesh: the mesh of the replicas.
+        is_number: for each per-replica argument, whether it is a scalar.
+        flow: as the attribute.
     """
 
-    def __init__(self, call: Call, mesh: Mesh, is_number: Sequence[bool], flow: Flow | None) -> None:
+    def __init__(self, call: ReplicaFunction, mesh: Mesh, is_number: Sequence[bool], flow: Flow | None) -> None:
         self.flow = flow
         self._call = call
         self._is_number = tuple(is_number)
-        #: Of the function's results, which have no dimensions; known when it has been traced.
-        self._gives_number: tuple[bool, ...] = ()
-        specs = {"in_specs": (_ALIKE, _DEALT_OUT, _ALIKE), "out_specs": (_DEALT_OUT, _ALIKE), "check_vma": False}
+        #: For each result of the function, whether it is a scalar; known once it has been traced.
+        self._result_is_number: tuple[bool, ...] = ()
+        specs = {
+            "in_specs": (_REPLICATED, _SHARDED, _REPLICATED),
+            "out_specs": (_SHARDED, _REPLICATED),
+            "check_vma": False,
+        }
         self._compiled = jax.jit(jax.shard_map(self._on_device, mesh=mesh, **specs))
 
     def __call__(
-        self, variables: Sequence[Any], each: Sequence[Any], every: Sequence[Any]
+        self, variables: Sequence[Any], per_replica: Sequence[Any], replicated: Sequence[Any]
     ) -> tuple[list[Any], tuple[bool, ...], Any, list[Any]]:
-        """Runs it.
+        """Runs the step.
 
         Returns:
-            The leaves of the results, over the devices; which of them are numbers; their tree; and what is to be
-            assigned to the flow's outputs.
+            The leaves of the results, sharded over the devices; which of them are scalars; their tree; and the values
+            to assign to the flow's outputs.
         """
-        results, assigned = self._compiled(list(variables), list(each), list(every))
+        results, assigned = self._compiled(list(variables), list(per_replica), list(replicated))
         leaves, tree = jax.tree.flatten(results)
-        return leaves, self._gives_number, tree, assigned
+        return leaves, self._result_is_number, tree, assigned
 
-    def _on_device(self, variables: Any, each: Any, every: Any) -> tuple[Any, list[Any]]:
-        link = Program()
-        own = [array.reshape(()) if number else array for array, number in zip(each, self._is_number, strict=True)]
+    def _on_device(self, variables: Any, per_replica: Any, replicated: Any) -> tuple[Any, list[Any]]:
+        collectives = TracedCollectives()
+        own = [
+            array.reshape(()) if number else array for array, number in zip(per_replica, self._is_number, strict=True)
+        ]
         assigned: list[Any] = []
         if self.flow is None:
-            results = self._call(link, own, every)
+            results = self._call(collectives, own, replicated)
         else:
-            results, assigned = self.flow.through(
-                variables, link.replica == 0, lambda: self._call(link, own, every), link.all_reduce
+            results, assigned = self.flow.run(
+                variables,
+                collectives.replica == 0,
+                lambda: self._call(collectives, own, replicated),
+                collectives.all_reduce,
             )
         results = jax.tree.map(jnp.asarray, results)
-        self._gives_number = tuple(leaf.ndim == 0 for leaf in jax.tree.leaves(results))
+        self._result_is_number = tuple(leaf.ndim == 0 for leaf in jax.tree.leaves(results))
         return jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf.reshape(1), results), assigned
 
 
 @final
-class Memory:
-    """What has been compiled for functions that still exist; a method counts as long as its object does."""
+class CompileCache:
+    """Compiled steps of functions that still exist; those of a method live as long as its object."""
 
     def __init__(self) -> None:
-        self._programs: WeakMap[dict[Any, Compiled]] = WeakMap()
+        self._steps: WeakMap[dict[Any, CompiledStep]] = WeakMap()
 
-    def get(self, function: Callable[..., Any], key: Any, make: Callable[[Callable[..., Any]], Compiled]) -> Compiled:
-        """The program of ``function`` for arguments of this ``key``.
+    def get(
+        self, function: Callable[..., Any], key: Any, make: Callable[[Callable[..., Any]], CompiledStep]
+    ) -> CompiledStep:
+        """Returns the compiled step of ``function`` for arguments of this ``key``; compiles it if there is none.
 
         Args:
-            function: the user's.
+            function: the user's function.
             key: see ``Pattern``.
-            make: compiles what it is given: the function, which it must not keep alive.
+            make: compiles the function that it is given, which does not keep the user's function alive.
         """
         owner: Any = function
         method = None
@@ -125,9 +136,9 @@ class Memory:
             own = reference()
             return own(*args, **kwargs) if method is None else method(own, *args, **kwargs)  # type: ignore[misc]
 
-        programs = self._programs.get(owner)
-        if programs is None:
-            self._programs[owner] = programs = {}
-        if (method, key) not in programs:
-            programs[method, key] = make(weakly)
-        return programs[method, key]
+        steps = self._steps.get(owner)
+        if steps is None:
+            self._steps[owner] = steps = {}
+        if (method, key) not in steps:
+            steps[method, key] = make(weakly)
+        return steps[method, key]

@@ -1,4 +1,4 @@
-"""Keras variables that a function reads and assigns, as inputs and outputs of it: what JAX needs to compile it.
+"""Keras variables that a function reads and assigns, as its inputs and outputs, which JAX needs to compile it.
 
 ::
 
@@ -8,16 +8,17 @@
         return loss                                       │ replica 1│ ──► out 1 ─┘
                                                       ──► └──────────┘
 
-What becomes of the replicas' assignments is what the variable's ``aggregation`` says, as in ``tf.distribute``:
+A variable's ``aggregation`` decides how the replicas' assignments are merged, as in ``tf.distribute``:
 
     ==================  ==================================================================================
-    sum                 metrics: the first replica goes on from the value, the others from zero; the sum
+    sum                 metrics: the first replica starts from the value, the others from zero; the sum
     mean                the mean
-    none                the mean if it is a number with a fraction (batch normalisation), else the first's
-    only_first_replica  the first's
+    none                the mean of floating-point values (batch normalisation), else the first replica's
+    only_first_replica  the first replica's
     ==================  ==================================================================================
 
-Trainable variables, and those of optimizers that sum the replicas' gradients, are updated alike: nothing is exchanged.
+Trainable variables, and those of optimizers that sum the replicas' gradients, receive the same
+update on every replica: nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def share_variables_of(optimizer: Any) -> None:
-    """Notes that replicas update the variables of ``optimizer`` alike."""
+    """Registers that all replicas apply the same updates to the variables of ``optimizer``."""
     _optimizers.add(optimizer)
 
 
@@ -47,33 +48,33 @@ class Flow:
     """The variables of one function.
 
     Attributes:
-        variables: those that it reads or assigns.
-        assigned: the places in ``variables`` of those that it assigns.
-        alike: the places of those that all replicas assign alike.
+        variables: those that the function reads or assigns.
+        assigned: the indices in ``variables`` of those that it assigns.
+        replicated: the indices of those to which all replicas assign the same value.
     """
 
     variables: tuple[Any, ...]
     assigned: tuple[int, ...]
-    alike: frozenset[int]
+    replicated: frozenset[int]
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """The variables that it assigns."""
-        return tuple(self.variables[place] for place in self.assigned)
+        """The variables that the function assigns."""
+        return tuple(self.variables[index] for index in self.assigned)
 
-    def through(
+    def run(
         self, values: Sequence[Any], is_first: Any, function: Callable[[], Any], all_reduce: Callable[..., Any]
     ) -> tuple[Any, list[Any]]:
-        """Calls ``function`` with ``values`` in the variables, on one replica.
+        """Calls ``function`` on one replica, with the variables set to ``values``.
 
         Args:
             values: one for each variable.
             is_first: whether this is the first replica.
-            function: gets the variables' values from them.
-            all_reduce: of a ``ReduceOp`` and an array, over the replicas.
+            function: reads and assigns the variables.
+            all_reduce: reduces an array over the replicas, given a ``ReduceOp`` and the array.
 
         Returns:
-            What ``function`` returned, and what is to be assigned to ``outputs``.
+            The result of ``function``, and the values to assign to ``outputs``.
         """
         own = [
             jnp.where(is_first, value, jnp.zeros_like(value)) if variable.aggregation == "sum" else value
@@ -81,12 +82,12 @@ class Flow:
         ]
         with _Recorder(zip(self.variables, own, strict=True)) as scope:
             result = function()
-        return result, [self._merged(place, scope, is_first, all_reduce) for place in self.assigned]
+        return result, [self._merged(index, scope, is_first, all_reduce) for index in self.assigned]
 
-    def _merged(self, place: int, scope: _Recorder, is_first: Any, all_reduce: Callable[..., Any]) -> Any:
-        variable = self.variables[place]
+    def _merged(self, index: int, scope: _Recorder, is_first: Any, all_reduce: Callable[..., Any]) -> Any:
+        variable = self.variables[index]
         value = scope.get_current_value(variable)
-        if place in self.alike:
+        if index in self.replicated:
             return value
         averaged = variable.aggregation == "none" and "float" in variable.dtype
         if variable.aggregation == "mean" or averaged:
@@ -97,44 +98,44 @@ class Flow:
 
 
 def record(trace: Callable[[Callable[[Callable[[], Any]], Any]], None]) -> Flow:
-    """What a function that is traced without being computed does to variables.
+    """Returns the variables that a function reads and assigns; the function is traced, not computed.
 
     Args:
-        trace: traces the function, which it calls through what it is given.
+        trace: traces the function; it must call the function through the callable that it is given.
     """
     recorder = _Recorder()
 
-    def watched(function: Callable[[], Any]) -> Any:
+    def recorded(function: Callable[[], Any]) -> Any:
         with recorder:
             return function()
 
-    # On leaving the outer scope, nothing being traced any more, variables that the function has made get their values.
+    # Variables that the function creates are initialised on leaving the outer scope, when nothing is traced any more.
     with keras.StatelessScope():
-        trace(watched)
-    variables = tuple(recorder.met.values())
-    assigned = tuple(place for place, key in enumerate(recorder.met) if key in recorder.state_mapping)
+        trace(recorded)
+    variables = tuple(recorder.seen.values())
+    assigned = tuple(index for index, key in enumerate(recorder.seen) if key in recorder.state_mapping)
     of_optimizers = {id(variable) for optimizer in _optimizers for variable in optimizer.variables}
-    alike = {place for place in assigned if variables[place].trainable or id(variables[place]) in of_optimizers}
-    return Flow(variables, assigned, frozenset(alike))
+    replicated = {index for index in assigned if variables[index].trainable or id(variables[index]) in of_optimizers}
+    return Flow(variables, assigned, frozenset(replicated))
 
 
 class _Recorder(keras.StatelessScope):
-    """Notes which variables are asked for their value, or assigned; derives from Keras' as Keras calls it.
+    """Records which variables are read or assigned; a subclass of Keras' scope, because Keras calls its methods.
 
     Attributes:
-        met: the variables by their ``id``; they are compared value by value.
+        seen: the variables by their ``id``, because they compare by value.
     """
 
     def __init__(self, state_mapping: Any = None) -> None:
         super().__init__(state_mapping)
-        self.met: dict[int, Any] = {}
+        self.seen: dict[int, Any] = {}
 
     def get_current_value(self, variable: Any) -> Any:
-        """Keras' own."""
-        self.met.setdefault(id(variable), variable)
+        """Records the variable; see Keras."""
+        self.seen.setdefault(id(variable), variable)
         return super().get_current_value(variable)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Keras' own."""
-        self.met.setdefault(id(update[0]), update[0])
+        """Records the variable; see Keras."""
+        self.seen.setdefault(id(update[0]), update[0])
         super().add_update(update)

@@ -1,4 +1,4 @@
-"""Devices by TensorFlow's names, on every framework."""
+"""Device names in TensorFlow's notation, on every framework."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 
 from choros.errors import ConfigError
 
-__all__ = ["DeviceName", "devices_of", "placed"]
+__all__ = ["DeviceName", "devices_of", "on_device"]
 
 Block: TypeAlias = AbstractContextManager[Any]
 
@@ -23,7 +23,7 @@ class DeviceName:
 
     Attributes:
         kind: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-        index: which of its kind.
+        index: its index among the devices of this kind.
 
     Example:
         >>> [str(DeviceName.parse(name)) for name in ("cpu", "/gpu:1", "/job:localhost/replica:0/task:0/device:GPU:0")]
@@ -35,14 +35,14 @@ class DeviceName:
 
     @classmethod
     def parse(cls, name: str) -> DeviceName:
-        """What ``name`` stands for.
+        """Parses ``name``.
 
         Raises:
-            ConfigError: it is no name of a device.
+            ConfigError: ``name`` is not a device name.
         """
         match = _NAME.fullmatch(name) if isinstance(name, str) else None
         if match is None:
-            raise ConfigError(f"{name!r} is no name of a device: write 'cpu', '/gpu:0' or 'GPU:1'.")
+            raise ConfigError(f"{name!r} is not a device name: write 'cpu', '/gpu:0' or 'GPU:1'.")
         kind = match[1].lower()
         return cls("gpu" if kind == "cuda" else kind, int(match[2] or 0))
 
@@ -51,7 +51,7 @@ class DeviceName:
 
 
 def devices_of(framework: str) -> tuple[DeviceName, ...]:
-    """The devices of this process that ``framework`` can use; asking starts it."""
+    """Returns the devices of this process that ``framework`` can use; this initialises the framework."""
     match framework:
         case "tensorflow":
             import tensorflow as tf
@@ -67,7 +67,7 @@ def devices_of(framework: str) -> tuple[DeviceName, ...]:
 
 
 def jax_devices() -> dict[DeviceName, Any]:
-    """JAX's devices of this process, the default platform's first."""
+    """Returns JAX's devices of this process, those of the default platform first."""
     import jax
 
     platforms = dict.fromkeys((jax.default_backend(), "cpu"))
@@ -78,29 +78,29 @@ def jax_devices() -> dict[DeviceName, Any]:
     }
 
 
-def placed(framework: str, device: DeviceName) -> Block:
-    """The block in which ``framework``, and Keras on it, makes and computes things on ``device``."""
+def on_device(framework: str, device: DeviceName) -> Block:
+    """Returns the block in which ``framework``, and Keras on it, creates and computes values on ``device``."""
     match framework:
         case "tensorflow":
             import tensorflow as tf
 
             return cast("Block", tf.device(f"/device:{device.kind.upper()}:{device.index}"))
         case "torch":
-            return _placed_torch(device)
+            return _on_torch_device(device)
         case _:
             import jax
 
             return cast("Block", jax.default_device(jax_devices()[device]))
 
 
-def _placed_torch(device: DeviceName) -> Block:
+def _on_torch_device(device: DeviceName) -> Block:
     import torch
 
     kind = "cpu" if device.kind == "cpu" else torch.accelerator.current_accelerator().type
     name = kind if kind == "cpu" else f"{kind}:{device.index}"
     if "keras" not in sys.modules:
         return cast("Block", torch.device(name))
-    # Not torch's own: a DataLoader that shuffles would draw its numbers on the accelerator, and fail.
+    # Not torch.device: a DataLoader that shuffles would draw its random numbers on the accelerator, and fail.
     import keras
 
     return cast("Block", keras.device(name))

@@ -1,4 +1,4 @@
-"""Replicas that are the devices of one process, on JAX: a function runs on all of them as one compiled program.
+"""Replicas on the devices of one process, on JAX: a function runs on all of them as one compiled step.
 
 ::
 
@@ -8,14 +8,14 @@
     device 1 ─ state[1], x[1] ─┴─► jit(shard_map(step)), compiled ─┴─ result[1] ─┴─► PerReplica
                                      once for these shapes
 
-    in step:  all_reduce = psum       in merge_call:  reduce = psum, the program goes on
+    in step:  all_reduce = psum       in merge_call:  reduce = psum, in the same step
 
-Numbers and arrays in the arguments are traced. What else is there (words, ``True``, objects) is part of the program,
-which is compiled once for each function, structure of arguments and shapes. Keras variables that the function reads or
-assigns are inputs and outputs of the program (``keras_flow.py``).
+Numbers and arrays in the arguments are traced. All other arguments (strings, ``True``, objects) are constants of the
+step, which is compiled once for each function, structure of arguments and shapes. Keras variables that the function
+reads or assigns are inputs and outputs of the step (``keras_flow.py``).
 
-A program has one shape for all devices. For a batch that they cannot share equally, such as the last of an epoch,
-replicas compute one operation at a time instead, as threads on one device, which meet where they exchange something.
+A compiled step has the same shapes on all devices. For a batch that cannot be divided equally, such as the last one of
+an epoch, the replicas run eagerly instead, as threads on one device, which synchronise in each collective.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ import numpy as np
 
 from choros.comm import Communicator
 from choros.comm.engines.threads import run_threads
-from choros.distribute.devices.arguments import Pattern, by_leaf, taken_apart
+from choros.distribute.devices.arguments import Pattern, by_leaf, flatten
 from choros.distribute.devices.arrays import DeviceArrays
-from choros.distribute.devices.collectives import AXIS, Link, Threads, axis_of, mean_of
-from choros.distribute.devices.compiled_step import Call, Compiled, Memory, flow_of
+from choros.distribute.devices.collectives import AXIS, DeviceCollectives, ThreadCollectives, axis_of, mean_of
+from choros.distribute.devices.compiled_step import CompileCache, CompiledStep, ReplicaFunction, flow_of
 from choros.distribute.devices.names import DeviceName, jax_devices
 from choros.distribute.fit.training import Training
 from choros.distribute.reduce_op import ReduceOp
@@ -49,7 +49,7 @@ __all__ = ["DeviceReplicas", "local_devices", "on_devices"]
 
 
 def local_devices(names: Sequence[str] | None = None) -> list[Any]:
-    """JAX's devices of this process that have these names; all of the default platform if no names are given.
+    """Returns JAX's devices of this process with these names; all of the default platform if no names are given.
 
     Raises:
         ConfigError: there is no such device, or one is named twice.
@@ -59,12 +59,12 @@ def local_devices(names: Sequence[str] | None = None) -> list[Any]:
     known = jax_devices()
     wanted = [DeviceName.parse(name) for name in names]
     if len(set(wanted)) < len(wanted) or not known.keys() >= set(wanted):
-        raise ConfigError(f"devices={list(names)!r}: name some of {', '.join(map(str, known))}, each once.")
+        raise ConfigError(f"devices={list(names)!r}: choose from {', '.join(map(str, known))}, each once.")
     return [known[name] for name in wanted]
 
 
 def on_devices(devices: Sequence[Any]) -> tuple[Replicas, Training | None]:
-    """The replicas of several devices of this process; how they train Keras models, or ``None`` without Keras."""
+    """Returns the replicas on several devices of this process, and their training (``None`` without Keras)."""
     replicas = DeviceReplicas(devices)
     if "keras" not in sys.modules:
         return replicas, None
@@ -73,18 +73,18 @@ def on_devices(devices: Sequence[Any]) -> tuple[Replicas, Training | None]:
     return replicas, DeviceTraining(replicas, devices)
 
 
-class _Here(threading.local):
-    """What this thread, if it is in a replica, has to reach the others with."""
+class _Active(threading.local):
+    """The collectives of the replica that this thread runs, if any."""
 
-    link: Link | None = None
+    collectives: DeviceCollectives | None = None
 
 
 @final
 class DeviceReplicas(Replicas):
-    """The devices of this process, each with one replica.
+    """One replica on each device of this process.
 
     Args:
-        devices: JAX's; at least two, of one kind.
+        devices: JAX devices; at least two, of one kind.
     """
 
     first = 0
@@ -93,118 +93,117 @@ class DeviceReplicas(Replicas):
         self.count = self.local_count = len(devices)
         self._mesh = jax.sharding.Mesh(np.array(devices), (AXIS,))
         self._arrays = DeviceArrays(self._mesh)
-        self._memory = Memory()
-        self._here = _Here()
+        self._cache = CompileCache()
+        self._active = _Active()
 
     def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs a program; every number or array that ``function`` returns becomes a ``PerReplica``."""
-        pattern, each, every = taken_apart(args, kwargs)
-        for value in each:
+        """Runs the compiled step; every number or array that ``function`` returns becomes a ``PerReplica``."""
+        pattern, per_replica, replicated = flatten(args, kwargs)
+        for value in per_replica:
             if len(value) != self.count:
                 raise ConfigError(
-                    f"a PerReplica of {len(value)} values was passed to strategy.run, and there are {self.count} "
-                    "replicas."
+                    f"strategy.run got a PerReplica of {len(value)} values, but there are {self.count} replicas."
                 )
-        if any(len({np.shape(part) for part in value}) > 1 for value in each):
-            return self._run_threads(self._calling(strategy, function, pattern), each, every)
-        own = [value.values[0] for value in each]
+        if any(len({np.shape(part) for part in value}) > 1 for value in per_replica):
+            return self._run_threads(self._in_replica_context(strategy, function, pattern), per_replica, replicated)
+        own = [value.values[0] for value in per_replica]
 
-        def compiled(function: Callable[..., Any]) -> Compiled:
-            call = self._calling(strategy, function, pattern)
+        def compiled(function: Callable[..., Any]) -> CompiledStep:
+            call = self._in_replica_context(strategy, function, pattern)
             is_number = [np.ndim(part) == 0 for part in own]
-            return Compiled(call, self._mesh, is_number, flow_of(call, self._mesh, own, every))
+            return CompiledStep(call, self._mesh, is_number, flow_of(call, self._mesh, own, replicated))
 
-        program = self._memory.get(function, pattern.key, compiled)
-        variables = self._arrays.of_variables(program.flow.variables) if program.flow else []
-        whole = [self._arrays.whole(value) for value in each]
-        leaves, numbers, tree, assigned = program(variables, whole, self._arrays.alike(every))
-        if program.flow:
-            self._arrays.assign(program.flow.outputs, assigned)
-        parts = [self._arrays.parts(leaf, numbers=number) for leaf, number in zip(leaves, numbers, strict=True)]
+        step = self._cache.get(function, pattern.key, compiled)
+        variables = self._arrays.variable_values(step.flow.variables) if step.flow else []
+        whole = [self._arrays.global_array(value) for value in per_replica]
+        leaves, numbers, tree, assigned = step(variables, whole, self._arrays.replicate(replicated))
+        if step.flow:
+            self._arrays.assign(step.flow.outputs, assigned)
+        parts = [self._arrays.per_replica(leaf, numbers=number) for leaf, number in zip(leaves, numbers, strict=True)]
         return jax.tree.unflatten(tree, parts)
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
-        """On the first device; in a ``merge_call``, in the program."""
-        if (link := self._here.link) is not None:
-            return jax.tree.map(lambda leaf: link.reduce(op, leaf, axis), value)
+        """Reduces on the first device; in a ``merge_call``, within the step."""
+        if (collectives := self._active.collectives) is not None:
+            return jax.tree.map(lambda leaf: collectives.reduce(op, leaf, axis), value)
         return jax.tree.map(lambda leaf: _reduced(op, self._on_first(leaf), axis), by_leaf(value))
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Likewise."""
-        if self._here.link is not None:
+        """Gathers on the first device; in a ``merge_call``, within the step."""
+        if self._active.collectives is not None:
             return self.all_gather(value, axis)
         return jax.tree.map(lambda leaf: _gathered(self._on_first(leaf), axis), by_leaf(value))
 
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
-        """A psum of each leaf."""
-        link = self._link("all_reduce")
-        return jax.tree.map(lambda leaf: link.all_reduce(op, leaf), value)
+        """Reduces each leaf."""
+        collectives = self._active_collectives("all_reduce")
+        return jax.tree.map(lambda leaf: collectives.all_reduce(op, leaf), value)
 
     def all_gather(self, value: Any, axis: int) -> Any:
-        """An all-gather of each leaf."""
-        link = self._link("all_gather")
-        return jax.tree.map(lambda leaf: link.all_gather(leaf, axis), value)
+        """Gathers each leaf."""
+        collectives = self._active_collectives("all_gather")
+        return jax.tree.map(lambda leaf: collectives.all_gather(leaf, axis), value)
 
     def merge_call(
         self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Goes on in the program: ``function`` is called once for all replicas, with each one's own arguments."""
+        """Continues the step: ``function`` is called once for all replicas, with each one's own arguments."""
         with enter_scope(strategy):
             return function(strategy, *args, **kwargs)
 
-    def _calling(self, strategy: Any, function: Callable[..., Any], pattern: Pattern) -> Call:
-        """``function`` in replica context, with arguments of this ``pattern``."""
+    def _in_replica_context(self, strategy: Any, function: Callable[..., Any], pattern: Pattern) -> ReplicaFunction:
+        """Returns a function that calls ``function`` in replica context, with arguments of this ``pattern``."""
 
-        def call(link: Link, each: Sequence[Any], every: Sequence[Any]) -> Any:
-            args, kwargs = pattern.put_together(each, every)
-            with self._linked(link), enter_scope(strategy, ReplicaContext(strategy, link.replica)):
+        def call(collectives: DeviceCollectives, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Any:
+            args, kwargs = pattern.unflatten(per_replica, replicated)
+            with self._activate(collectives), enter_scope(strategy, ReplicaContext(strategy, collectives.replica)):
                 return function(*args, **kwargs)
 
         return call
 
-    def _run_threads(self, call: Call, each: Sequence[PerReplica], every: Sequence[Any]) -> Any:
+    def _run_threads(self, call: ReplicaFunction, per_replica: Sequence[PerReplica], replicated: Sequence[Any]) -> Any:
         devices = self._arrays.devices
-        flow = flow_of(call, self._mesh, [value.values[0] for value in each], every)
+        flow = flow_of(call, self._mesh, [value.values[0] for value in per_replica], replicated)
 
         def replica(communicator: Communicator) -> tuple[Any, list[Any]]:
-            link = Threads(communicator)
+            collectives = ThreadCollectives(communicator)
             with jax.default_device(devices[0]):
-                own = jax.device_put([value.values[link.replica] for value in each], devices[0])
-                shared = jax.device_put(list(every), devices[0])
+                own = jax.device_put([value.values[collectives.replica] for value in per_replica], devices[0])
+                shared = jax.device_put(list(replicated), devices[0])
                 if flow is None:
-                    return call(link, own, shared), []
+                    return call(collectives, own, shared), []
                 values = [jax.device_put(variable.value, devices[0]) for variable in flow.variables]
-                first = link.replica == 0
-                return flow.through(values, first, lambda: call(link, own, shared), link.all_reduce)
+                first = collectives.replica == 0
+                return flow.run(values, first, lambda: call(collectives, own, shared), collectives.all_reduce)
 
         done = run_threads(replica, self.count)
         if flow is not None:
             for variable, value in zip(flow.outputs, done[0][1], strict=True):
                 variable.assign(value)
 
-        def together(*parts: Any) -> PerReplica:
+        def per_replica_of(*parts: Any) -> PerReplica:
             return PerReplica([jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)])
 
-        return jax.tree.map(together, *(results for results, _ in done))
+        return jax.tree.map(per_replica_of, *(results for results, _ in done))
 
     @contextmanager
-    def _linked(self, link: Link) -> Iterator[None]:
-        outer, self._here.link = self._here.link, link
+    def _activate(self, collectives: DeviceCollectives) -> Iterator[None]:
+        outer, self._active.collectives = self._active.collectives, collectives
         try:
             yield
         finally:
-            self._here.link = outer
+            self._active.collectives = outer
 
-    def _link(self, method: str) -> Link:
-        if self._here.link is None:
+    def _active_collectives(self, method: str) -> DeviceCollectives:
+        if self._active.collectives is None:
             raise StrategyError(
                 f"{method} was called outside of the replicas: call it in a function that strategy.run(fn, args=…) "
-                "calls, in the same thread."
+                "runs, in the same thread."
             )
-        return self._here.link
+        return self._active.collectives
 
     def _on_first(self, leaf: Any) -> list[Any]:
-        """A value of each replica, on the first device; a plain value counts once for each."""
+        """Returns the replicas' values on the first device; a plain value counts once per replica."""
         values = leaf.values if isinstance(leaf, PerReplica) else (leaf,) * self.count
         return [jax.device_put(value, self._arrays.devices[0]) for value in values]
 
@@ -213,7 +212,7 @@ def _reduced(op: ReduceOp, values: Sequence[Any], axis: int | None) -> Any:
     if axis is None:
         if len({value.shape for value in values}) > 1:
             raise ConfigError(
-                f"reduce(axis=None) adds the replicas' values element by element, and they have the shapes "
+                f"reduce(axis=None) adds the replicas' values element by element, but their shapes are "
                 f"{', '.join(str(value.shape) for value in values)}: pass axis=0 to reduce over the examples as well."
             )
         return (jnp.sum if op is ReduceOp.SUM else jnp.mean)(jnp.stack(values), 0)
@@ -230,6 +229,6 @@ def _gathered(values: Sequence[Any], axis: int) -> Any:
     if len(axes) > 1 or len(others) > 1:
         raise ConfigError(
             f"gather(axis={axis}): the replicas' values have the shapes "
-            f"{', '.join(str(value.shape) for value in values)}; they may differ in that dimension alone."
+            f"{', '.join(str(value.shape) for value in values)}; they may differ in that dimension only."
         )
     return jnp.concatenate(values, axes.pop())

@@ -1,4 +1,4 @@
-"""What is known of objects that others own, for as long as they exist."""
+"""A dictionary with weak keys that are compared by identity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 @final
 class WeakMap(Generic[V]):
-    """A dictionary by identity, whose keys may be compared in ways of their own, as Keras variables are.
+    """A weak-key dictionary by identity, for keys that redefine equality, as Keras variables do.
 
     Example:
         >>> class Owner: ...
@@ -26,7 +26,7 @@ class WeakMap(Generic[V]):
         self._entries: dict[int, tuple[weakref.ref[Any], V]] = {}
 
     def get(self, key: Any) -> V | None:
-        """What is known of ``key``."""
+        """Returns the value of ``key``; ``None`` if there is none."""
         entry = self._entries.get(id(key))
         return None if entry is None else entry[1]
 

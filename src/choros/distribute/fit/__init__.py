@@ -1,4 +1,4 @@
-"""What the methods of a Keras model do that was made in a strategy's scope: one module a way of training."""
+"""Training of Keras models that were created in a strategy's scope: one module per way of training."""
 
 from choros.distribute.fit.training import Training
 

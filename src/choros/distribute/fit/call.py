@@ -1,4 +1,4 @@
-"""A call of one of Keras' methods, as a user has made it."""
+"""The user's call of one of Keras' methods."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any, final
 
-__all__ = ["Call"]
+__all__ = ["KerasCall"]
 
 
 @final
-class Call:
-    """A call of one of Keras' methods, which can be made with other arguments.
+class KerasCall:
+    """A call of one of Keras' methods, whose arguments can be replaced before it is run.
 
     Example:
-        >>> call = Call(lambda x, batch_size=32: (x, batch_size), (1,), {})
+        >>> call = KerasCall(lambda x, batch_size=32: (x, batch_size), (1,), {})
         >>> call["batch_size"], call.replaced(x=2).run()
         (32, (2, 32))
     """
@@ -28,15 +28,15 @@ class Call:
         return self._bound.arguments[name]
 
     def get(self, name: str) -> Any:
-        """``None`` for what the method does not take."""
+        """Returns an argument; ``None`` if the method does not have it."""
         return self._bound.arguments.get(name)
 
-    def replaced(self, **arguments: Any) -> Call:
-        """The same call with other ``arguments``."""
-        call = Call(self._method, self._bound.args, self._bound.kwargs)
+    def replaced(self, **arguments: Any) -> KerasCall:
+        """Returns the same call with other ``arguments``."""
+        call = KerasCall(self._method, self._bound.args, self._bound.kwargs)
         call._bound.arguments.update(arguments)
         return call
 
     def run(self) -> Any:
-        """Makes the call."""
+        """Calls the method."""
         return self._method(*self._bound.args, **self._bound.kwargs)

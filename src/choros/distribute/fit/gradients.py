@@ -1,10 +1,10 @@
-"""What an optimizer that was made in a scope does with gradients: it depends on where ``apply`` is called.
+"""Gradient reduction of optimizers that were created in a scope; it depends on where ``apply`` is called.
 
 ::
 
     in strategy.run(step)     the sum over replicas: the step has divided its loss by the global batch
     in model.fit              the mean over the examples of all replicas
-    in neither                an error: it would train this process's copy of the variables alone
+    elsewhere                 an error: only this process's copy of the variables would be updated
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["distribute_optimizer"]
 
 
 def distribute_optimizer(optimizer: Any, state_owner: int | None = None) -> None:
-    """Makes ``optimizer`` reduce the gradients of a strategy's replicas, in place; once.
+    """Patches ``optimizer`` to reduce the gradients of a strategy's replicas; does nothing if it is patched already.
 
     Args:
-        optimizer: any of Keras; its own ``__init__`` may not be through yet.
-        state_owner: the process that alone keeps its state and makes the updates; ``None``: every one does.
+        optimizer: any Keras optimizer; its own ``__init__`` may not have returned yet.
+        state_owner: the only process that keeps its state and applies updates; ``None``: all processes do.
     """
     if reducer_of(optimizer) is not None:
         return
@@ -40,15 +40,14 @@ def distribute_optimizer(optimizer: Any, state_owner: int | None = None) -> None
 
 
 def _sum_over_replicas(gradients: Sequence[Any]) -> list[Any] | None:
-    """In a replica, the sum of all replicas' gradients; ``None`` in ``fit``."""
+    """Returns the sum of all replicas' gradients, in a replica; ``None`` in ``fit``."""
     if in_fit():
         return None
     if current_replica() is None:
         raise StrategyError(
-            "an optimizer that was made in a strategy's scope was applied outside of its replicas, which would "
-            "change this process's copy of the variables alone: do it in a function that strategy.run(fn, args=…) "
-            "calls, or use model.fit."
+            "an optimizer that was created in a strategy's scope was applied outside of its replicas, which would "
+            "update only this process's copy of the variables: apply it in a function that "
+            "strategy.run(fn, args=…) runs, or use model.fit."
         )
-    given = [gradient for gradient in gradients if gradient is not None]
-    summed = iter(current_strategy().replicas.all_reduce(ReduceOp.SUM, given))
-    return [None if gradient is None else next(summed) for gradient in gradients]
+    summed: list[Any] = current_strategy().replicas.all_reduce(ReduceOp.SUM, list(gradients))  # None stays None
+    return summed

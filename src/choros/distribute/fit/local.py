@@ -1,10 +1,10 @@
-"""Training where there is one replica: Keras' own."""
+"""Training on one replica: Keras' own."""
 
 from __future__ import annotations
 
 from typing import Any, final
 
-from choros.distribute.fit.call import Call
+from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.training import Training
 
 __all__ = ["LocalTraining"]
@@ -12,32 +12,32 @@ __all__ = ["LocalTraining"]
 
 @final
 class LocalTraining(Training):
-    """Makes the calls as they are; optimizers are Keras' own, and may be applied anywhere."""
+    """Runs Keras' own methods; optimizers are not patched, and may be applied anywhere."""
 
-    def variable_made(self, variable: Any) -> None:
-        """Nothing."""
+    def variable_created(self, variable: Any) -> None:
+        """Does nothing."""
 
-    def optimizer_made(self, optimizer: Any) -> None:
-        """Nothing: the sum over one replica is what it has."""
+    def optimizer_created(self, optimizer: Any) -> None:
+        """Does nothing: the sum over one replica is its own gradient."""
 
-    def model_made(self, model: Any) -> None:
-        """Nothing."""
+    def model_created(self, model: Any) -> None:
+        """Does nothing."""
 
-    def metric_made(self, metric: Any) -> None:
-        """Nothing."""
+    def metric_created(self, metric: Any) -> None:
+        """Does nothing."""
 
-    def checkpoint_made(self, checkpoint: Any) -> None:
-        """Nothing."""
+    def checkpoint_created(self, checkpoint: Any) -> None:
+        """Does nothing."""
 
-    def checkpoint_manager_made(self, manager: Any) -> None:
-        """Nothing."""
+    def checkpoint_manager_created(self, manager: Any) -> None:
+        """Does nothing."""
 
-    def compile(self, model: Any, call: Call) -> None:
-        """As it is."""
+    def compile(self, model: Any, call: KerasCall) -> None:
+        """Runs Keras' own method."""
         call.run()
 
-    def fit(self, model: Any, call: Call) -> Any:
-        """As it is."""
+    def fit(self, model: Any, call: KerasCall) -> Any:
+        """Runs Keras' own method."""
         return call.run()
 
     evaluate = fit
@@ -46,8 +46,8 @@ class LocalTraining(Training):
     test_on_batch = fit
     predict_on_batch = fit
 
-    def save(self, model: Any, call: Call) -> None:
-        """As it is."""
+    def save(self, model: Any, call: KerasCall) -> None:
+        """Runs Keras' own method."""
         call.run()
 
     save_weights = save

@@ -1,14 +1,14 @@
-"""Keras' ``fit``, ``evaluate`` and ``predict`` with one replica a process: each gets its rows of every global batch.
+"""Keras' ``fit``, ``evaluate`` and ``predict`` with one replica per process: each gets its rows of every global batch.
 
 ::
 
-    the user's call                     what Keras' own method is called with, on every process
-    fit(x, y, batch_size=64)            this process's rows of each batch of 64; the same order everywhere
-        callbacks=[…]                   first ours: equal weights, global metrics; those that write on process 0 alone
+    the user's call                     the call of Keras' own method, on every process
+    fit(x, y, batch_size=64)            this process's rows of each batch of 64; the same order on all
+        callbacks=[…]                   equal weights, global metrics; then the given ones, writers on process 0 only
         verbose=1                       on process 0
-    evaluate(…)                         its rows; then the metrics' sums are added up, and all get the same numbers
-    predict(…)                          its rows; then all outputs, in the order of the input
-    save(…)                             process 0 writes, the others wait until it has
+    evaluate(…)                         its rows; then the metrics' sums are reduced: all processes return the same
+    predict(…)                          its rows; then all outputs are gathered, in the order of the input
+    save(…)                             process 0 writes, the others wait
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import numpy as np
 from choros.arrays import adapter_of
 from choros.comm import global_process_set
 from choros.distribute import datasets
-from choros.distribute.fit.call import Call
+from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.gradients import distribute_optimizer
 from choros.distribute.fit.prediction import predict_rows
-from choros.distribute.fit.tf_checkpoints import lead_checkpoint, lead_manager
+from choros.distribute.fit.tf_checkpoints import patch_checkpoint, patch_manager
 from choros.distribute.fit.training import Training
 from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_fit, in_fit, in_replica
@@ -52,41 +52,41 @@ from choros.training.variables import broadcast_variables
 __all__ = ["SynchronousTraining"]
 
 _BATCH = 32
-#: Callbacks of Keras that write where others must not write at the same time.
+#: Callbacks of Keras that write files or send messages, which only one process must do.
 _WRITERS = ("TensorBoard", "CSVLogger", "RemoteMonitor")
 
 
 @final
 class SynchronousTraining(Training):
-    """All processes train one model together.
+    """Synchronous training of one model by all processes.
 
     Args:
         replicas: one for each process.
-        state_owner: the process that alone keeps the state of optimizers and makes updates; ``None``: every one does.
+        state_owner: the only process that keeps the optimizers' state and applies updates; ``None``: all processes do.
     """
 
     def __init__(self, replicas: Replicas, state_owner: int | None = None) -> None:
         self._replicas = replicas
         self._state_owner = state_owner
 
-    def variable_made(self, variable: Any) -> None:
-        """Gives weights the first process's initial values: replicas begin alike, but for the seeds of random layers.
+    def variable_created(self, variable: Any) -> None:
+        """Broadcasts the initial values of weights from process 0; the seeds of random layers stay different.
 
-        What is made in ``fit`` is made equal there, when all of it is there.
+        Variables created in ``fit`` are broadcast there, once all of them exist.
         """
         if self._replicas.count > 1 and not in_fit() and variable.trainable and has_value(variable):
             with _outside_of_graphs():
                 broadcast_variables([variable], 0)
 
-    def optimizer_made(self, optimizer: Any) -> None:
-        """It will reduce the replicas' gradients."""
+    def optimizer_created(self, optimizer: Any) -> None:
+        """Patches the optimizer to reduce the replicas' gradients."""
         distribute_optimizer(optimizer, self._state_owner)
 
-    def model_made(self, model: Any) -> None:
-        """Nothing: it is caught when it is compiled."""
+    def model_created(self, model: Any) -> None:
+        """Does nothing: the model is prepared when it is compiled."""
 
-    def metric_made(self, metric: Any) -> None:
-        """Has ``metric.result()`` tell of all replicas' examples, outside of ``run`` and ``fit``."""
+    def metric_created(self, metric: Any) -> None:
+        """Makes ``metric.result()`` cover the examples of all replicas, outside of ``run`` and ``fit``."""
         own = metric.result
 
         @functools.wraps(own)
@@ -95,25 +95,25 @@ class SynchronousTraining(Training):
 
         object.__setattr__(metric, "result", result)
 
-    def checkpoint_made(self, checkpoint: Any) -> None:
-        """Process 0 will write it."""
-        lead_checkpoint(checkpoint)
+    def checkpoint_created(self, checkpoint: Any) -> None:
+        """Makes process 0 the only writer of the checkpoint."""
+        patch_checkpoint(checkpoint)
 
-    def checkpoint_manager_made(self, manager: Any) -> None:
-        """Process 0 will write what it manages."""
-        lead_manager(manager)
+    def checkpoint_manager_created(self, manager: Any) -> None:
+        """Makes process 0 the only writer of the manager's checkpoints."""
+        patch_manager(manager)
 
-    def compile(self, model: Any, call: Call) -> None:
-        """An optimizer that was made elsewhere is taken over here."""
+    def compile(self, model: Any, call: KerasCall) -> None:
+        """Compiles the model, and patches its optimizer if it was created outside of the scope."""
         call.run()
         distribute_optimizer(model.optimizer, self._state_owner)
         if keras.backend.backend() == "tensorflow":
             build_before_training(model)
 
-    def fit(self, model: Any, call: Call) -> Any:
+    def fit(self, model: Any, call: KerasCall) -> Any:
         """Trains on this process's rows of each global batch."""
         if self._replicas.count == 1:
-            return _alone(call)
+            return _run_locally(call)
         x, y, weights, validation = _split_validation(call)
         batch_size = call["batch_size"]
         data = self._training_data(x, y, weights, batch_size, shuffle=call["shuffle"], epoch=call["initial_epoch"])
@@ -126,18 +126,18 @@ class SynchronousTraining(Training):
         changes["callbacks"] = self._callbacks(call["callbacks"])
         with enter_fit():
             history = call.replaced(**changes, shuffle=False, verbose=self._verbosity(call)).run()
-        global_process_set.communicator.barrier()  # what process 0 has written is there for all
+        global_process_set.communicator.barrier()  # the files that process 0 has written exist for all processes
         return history
 
-    def evaluate(self, model: Any, call: Call) -> Any:
-        """Evaluates this process's rows, then adds up what the metrics have seen."""
+    def evaluate(self, model: Any, call: KerasCall) -> Any:
+        """Evaluates this process's rows, then reduces the metrics' sums."""
         if self._replicas.count == 1:
-            return _alone(call)
+            return _run_locally(call)
         data = self._part(call["x"], call["y"], call["sample_weight"], call["batch_size"], steps=call["steps"])
-        callbacks = self._writing(call["callbacks"])
+        callbacks = self._callbacks_of_rank(call["callbacks"])
         call = call.replaced(callbacks=callbacks, verbose=self._verbosity(call))
-        if data is None:  # fewer examples than replicas: everybody evaluates all of them
-            return _alone(call)
+        if data is None:  # fewer examples than replicas: every process evaluates all of them
+            return _run_locally(call)
         steps = None if are_arrays(call["x"]) else call["steps"]
         changes = {"x": data, "y": None, "sample_weight": None, "batch_size": None, "steps": steps}
         with enter_fit():
@@ -145,38 +145,38 @@ class SynchronousTraining(Training):
             results = global_results(model)
         return results if call["return_dict"] else flatten_metrics(model, results)
 
-    def predict(self, model: Any, call: Call) -> Any:
-        """Predicts this process's rows, then gathers everybody's."""
-        call = call.replaced(callbacks=self._writing(call["callbacks"]), verbose=self._verbosity(call))
+    def predict(self, model: Any, call: KerasCall) -> Any:
+        """Predicts this process's rows, then gathers the outputs of all processes."""
+        call = call.replaced(callbacks=self._callbacks_of_rank(call["callbacks"]), verbose=self._verbosity(call))
         if call["steps"] is not None and are_arrays(call["x"]):
             call = call.replaced(x=cut(call["x"], 0, call["steps"] * (call["batch_size"] or _BATCH)), steps=None)
         with enter_fit():
             return predict_rows(call, self._replicas.first, self._replicas.count)
 
-    def train_on_batch(self, model: Any, call: Call) -> Any:
-        """One step on this process's rows."""
+    def train_on_batch(self, model: Any, call: KerasCall) -> Any:
+        """Trains one step on this process's rows."""
         attach(model)
         return self._on_batch(model, call, ("x", "y", "sample_weight"))
 
-    def test_on_batch(self, model: Any, call: Call) -> Any:
+    def test_on_batch(self, model: Any, call: KerasCall) -> Any:
         """Adds this process's rows to the metrics."""
         return self._on_batch(model, call, ("x", "y", "sample_weight"))
 
-    def predict_on_batch(self, model: Any, call: Call) -> Any:
-        """Predicts this process's rows, then gathers everybody's."""
+    def predict_on_batch(self, model: Any, call: KerasCall) -> Any:
+        """Predicts this process's rows, then gathers the outputs of all processes."""
         with enter_fit():
             return predict_rows(call, self._replicas.first, self._replicas.count)
 
-    def save(self, model: Any, call: Call) -> None:
-        """Process 0 writes."""
+    def save(self, model: Any, call: KerasCall) -> None:
+        """Writes on process 0."""
         write_once(call.run)
 
     save_weights = save
     export = save
 
-    def _on_batch(self, model: Any, call: Call, names: tuple[str, ...]) -> Any:
+    def _on_batch(self, model: Any, call: KerasCall, names: tuple[str, ...]) -> Any:
         if self._replicas.count == 1:
-            return _alone(call)
+            return _run_locally(call)
         rows = count_rows(call["x"])
         check_global_batch(rows, self._replicas.count)
         start, end = shard_range(rows, self._replicas.first, self._replicas.count)
@@ -196,7 +196,7 @@ class SynchronousTraining(Training):
         return _sharded(_packed(x, y, weights), sharding)
 
     def _part(self, x: Any, y: Any, weights: Any, batch_size: int | None, steps: int | None = None) -> Any:
-        """This process's part of data that is evaluated; ``None`` if there is not a row for each."""
+        """Returns this process's part of evaluation data; ``None`` if there are fewer rows than processes."""
         if not are_arrays(x):
             return self._batches(x)
         data = _packed(x, y, weights)
@@ -215,19 +215,19 @@ class SynchronousTraining(Training):
     # callbacks and output -----------------------------------------------------------------------
 
     def _callbacks(self, given: Any) -> list[Any]:
-        """Ours come first: then the others see equal weights and global metrics."""
-        others = self._writing(given)
+        """Returns choros' callbacks, then the user's, which so see equal weights and global metrics."""
+        others = self._callbacks_of_rank(given)
         backups = [each for each in others if isinstance(each, keras.callbacks.BackupAndRestore)]
         others = [each for each in others if each not in backups]
-        mine = backups if self._replicas.first == 0 else []
-        same = (_SameEpoch(), BroadcastGlobalVariablesCallback(0), _SameStatistics())
-        return [MetricAverageCallback(), *mine, *same, *others]
+        own_backups = backups if self._replicas.first == 0 else []
+        synchronizing = (_SynchronizeEpoch(), BroadcastGlobalVariablesCallback(0), _AverageStatistics())
+        return [MetricAverageCallback(), *own_backups, *synchronizing, *others]
 
-    def _writing(self, given: Any) -> list[Any]:
-        """The user's callbacks; on other processes than the first without those that only write, and silent."""
+    def _callbacks_of_rank(self, given: Any) -> list[Any]:
+        """Returns the user's callbacks; on ranks other than 0, without those that only write, and with no output."""
         if isinstance(given, keras.callbacks.CallbackList):
             raise ConfigError(
-                "pass callbacks as a list: a strategy adds its own to them, which a CallbackList does not allow."
+                "callbacks is a CallbackList, to which a strategy cannot add its own callbacks: pass a list instead."
             )
         callbacks = list(keras.tree.flatten(given)) if given else []
         if self._replicas.first == 0:
@@ -238,24 +238,24 @@ class SynchronousTraining(Training):
                 each.verbose = 0
         return quiet
 
-    def _verbosity(self, call: Call) -> Any:
+    def _verbosity(self, call: KerasCall) -> Any:
         return call["verbose"] if self._replicas.first == 0 else 0
 
 
 @final
-class _SameEpoch(keras.callbacks.Callback):
-    """All begin at the epoch to which a backup, which process 0 alone has read, takes the training back."""
+class _SynchronizeEpoch(keras.callbacks.Callback):
+    """Broadcasts the initial epoch, which a backup may have changed; only process 0 reads the backup."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         set_initial_epoch(self.model, broadcast_object(initial_epoch(self.model)))
 
 
 @final
-class _SameStatistics(keras.callbacks.Callback):
-    """Averages over the processes what layers count of their own inputs, such as batch normalisation.
+class _AverageStatistics(keras.callbacks.Callback):
+    """Averages the statistics that layers keep of their inputs, such as batch normalisation's, over the processes.
 
-    ``tf.distribute`` does so when such a variable is read. Here that is when it is next made use of: at the end of an
-    epoch, and before validation.
+    ``tf.distribute`` averages such a variable when it is read. This callback does so before the next use: at the end of
+    an epoch, and before validation.
     """
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -265,21 +265,21 @@ class _SameStatistics(keras.callbacks.Callback):
         self._average()
 
     def _average(self) -> None:
-        counted = [each for each in self.model.non_trainable_variables if "float" in each.dtype]
-        own = [adapter_of(each.value).to_host(each.value) for each in counted]
+        statistics = [each for each in self.model.non_trainable_variables if "float" in each.dtype]
+        own = [adapter_of(each.value).to_host(each.value) for each in statistics]
         communicator = global_process_set.communicator
-        for variable, value in zip(counted, communicator.grouped_allreduce(own, name="statistics"), strict=True):
+        for variable, value in zip(statistics, communicator.grouped_allreduce(own, name="statistics"), strict=True):
             variable.assign(value)
 
 
-def _alone(call: Call) -> Any:
-    """The call as it is: there is nobody to share its data with."""
+def _run_locally(call: KerasCall) -> Any:
+    """Runs the call unchanged, on all of its data."""
     with enter_fit():
         return call.run()
 
 
 def _outside_of_graphs() -> AbstractContextManager[Any]:
-    """A variable that is made while TensorFlow traces a function has its value outside of it."""
+    """Returns the block outside of TensorFlow's function graphs, where initial values of variables are computed."""
     if keras.backend.backend() != "tensorflow":
         return nullcontext()
     import tensorflow as tf
@@ -288,7 +288,7 @@ def _outside_of_graphs() -> AbstractContextManager[Any]:
 
 
 def _packed(x: Any, y: Any, weights: Any) -> Any:
-    """The arrays as rows of one structure, in host memory."""
+    """Returns the arrays as one structure, in host memory."""
     given = (x,) if y is None and weights is None else (x, y) if weights is None else (x, y, weights)
     return map_structure(lambda leaf: adapter_of(leaf).to_host(leaf), given)
 
@@ -297,8 +297,8 @@ def _sharded(data: Any, sharding: Sharding) -> Any:
     return kind_of(data).shard(data, sharding)
 
 
-def _split_validation(call: Call) -> tuple[Any, Any, Any, Any]:
-    """``x``, ``y``, ``sample_weight`` and validation data, as ``validation_split`` wants it."""
+def _split_validation(call: KerasCall) -> tuple[Any, Any, Any, Any]:
+    """Returns ``x``, ``y``, ``sample_weight`` and the validation data, after applying ``validation_split``."""
     x, y, weights, validation = call["x"], call["y"], call["sample_weight"], call["validation_data"]
     if validation is not None or not call["validation_split"]:
         return x, y, weights, validation

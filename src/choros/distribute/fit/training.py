@@ -1,82 +1,82 @@
-"""What the methods of a Keras model do that was made in a strategy's scope."""
+"""The training interface: the methods of Keras models that were created in a strategy's scope."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import Any
 
-from choros.distribute.fit.call import Call
+from choros.distribute.fit.call import KerasCall
 
 __all__ = ["Training"]
 
 
 class Training(ABC):
-    """Decides with what data and which callbacks Keras' own methods are called.
+    """Decides with which data and callbacks Keras' own methods are called.
 
-    All methods whose names are not …_made get the model and the call that the user made, and return what the user gets.
-    The strategy's scope is open, except for those that write.
+    The …_created methods are hooks. All others receive the model and the user's call, and return the result for the
+    user. The strategy's scope is open, except in the methods that write files.
     """
 
     @abstractmethod
-    def variable_made(self, variable: Any) -> None:
-        """A Keras variable was made; its value may be yet to come."""
+    def variable_created(self, variable: Any) -> None:
+        """Called after a Keras variable is created; it may have no value yet."""
 
     @abstractmethod
-    def optimizer_made(self, optimizer: Any) -> None:
-        """An optimizer is being made: its own ``__init__`` may not be through yet."""
+    def optimizer_created(self, optimizer: Any) -> None:
+        """Called while an optimizer is created; its own ``__init__`` may not have returned yet."""
 
     @abstractmethod
-    def model_made(self, model: Any) -> None:
-        """A model is being made: nothing of it is there yet."""
+    def model_created(self, model: Any) -> None:
+        """Called while a model is created, before it has any layers."""
 
     @abstractmethod
-    def metric_made(self, metric: Any) -> None:
-        """A metric is being made: its own ``__init__`` may not be through yet."""
+    def metric_created(self, metric: Any) -> None:
+        """Called while a metric is created; its own ``__init__`` may not have returned yet."""
 
     @abstractmethod
-    def checkpoint_made(self, checkpoint: Any) -> None:
-        """A ``tf.train.Checkpoint`` was made."""
+    def checkpoint_created(self, checkpoint: Any) -> None:
+        """Called after a ``tf.train.Checkpoint`` is created."""
 
     @abstractmethod
-    def checkpoint_manager_made(self, manager: Any) -> None:
-        """A ``tf.train.CheckpointManager`` was made."""
+    def checkpoint_manager_created(self, manager: Any) -> None:
+        """Called after a ``tf.train.CheckpointManager`` is created."""
 
     @abstractmethod
-    def compile(self, model: Any, call: Call) -> None:
+    def compile(self, model: Any, call: KerasCall) -> None:
         """``model.compile``."""
 
     @abstractmethod
-    def fit(self, model: Any, call: Call) -> Any:
+    def fit(self, model: Any, call: KerasCall) -> Any:
         """``model.fit`` on global batches; returns the history."""
 
     @abstractmethod
-    def evaluate(self, model: Any, call: Call) -> Any:
+    def evaluate(self, model: Any, call: KerasCall) -> Any:
         """``model.evaluate``: metrics over all examples, the same on every process."""
 
     @abstractmethod
-    def predict(self, model: Any, call: Call) -> Any:
+    def predict(self, model: Any, call: KerasCall) -> Any:
         """``model.predict``: outputs for all examples in their order, on every process."""
 
     @abstractmethod
-    def train_on_batch(self, model: Any, call: Call) -> Any:
+    def train_on_batch(self, model: Any, call: KerasCall) -> Any:
         """``model.train_on_batch`` of a global batch."""
 
     @abstractmethod
-    def test_on_batch(self, model: Any, call: Call) -> Any:
+    def test_on_batch(self, model: Any, call: KerasCall) -> Any:
         """``model.test_on_batch`` of a global batch."""
 
     @abstractmethod
-    def predict_on_batch(self, model: Any, call: Call) -> Any:
+    def predict_on_batch(self, model: Any, call: KerasCall) -> Any:
         """``model.predict_on_batch`` of a global batch."""
 
     @abstractmethod
-    def save(self, model: Any, call: Call) -> None:
+    def save(self, model: Any, call: KerasCall) -> None:
         """``model.save``: one process writes."""
 
     @abstractmethod
-    def save_weights(self, model: Any, call: Call) -> None:
+    def save_weights(self, model: Any, call: KerasCall) -> None:
         """``model.save_weights``: one process writes."""
 
     @abstractmethod
-    def export(self, model: Any, call: Call) -> None:
+    def export(self, model: Any, call: KerasCall) -> None:
         """``model.export``: one process writes."""

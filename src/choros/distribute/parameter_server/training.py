@@ -22,7 +22,7 @@ from choros.distribute.coordinator.chief import Chief
 from choros.distribute.coordinator.remote_value import RemoteValue
 from choros.distribute.coordinator.role import Role
 from choros.distribute.coordinator.worker import Worker
-from choros.distribute.fit.call import Call
+from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.training import Training
 from choros.distribute.parameter_server.optimizer import Pusher, lead
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
@@ -49,45 +49,45 @@ class ChiefTraining(Training):
         self._chief = chief
         self._limit = _BATCHES_PER_WORKER * workers
 
-    def variable_made(self, variable: Any) -> None:
+    def variable_created(self, variable: Any) -> None:
         """Nothing: its model is published when it is complete."""
 
-    def optimizer_made(self, optimizer: Any) -> None:
+    def optimizer_created(self, optimizer: Any) -> None:
         """The servers will apply its gradients."""
         _note_optimizer(optimizer, self._chief, self._chief.session.objects, leads=True)
 
-    def model_made(self, model: Any) -> None:
+    def model_created(self, model: Any) -> None:
         """Gives it a number."""
         self._chief.session.objects.add(model)
 
-    def metric_made(self, metric: Any) -> None:
+    def metric_created(self, metric: Any) -> None:
         """Gives it a number."""
         self._chief.session.objects.add_metric(metric)
 
-    def checkpoint_made(self, checkpoint: Any) -> None:
+    def checkpoint_created(self, checkpoint: Any) -> None:
         """Nothing: when no function runs, models and optimizers here have the servers' variables."""
 
-    def checkpoint_manager_made(self, manager: Any) -> None:
+    def checkpoint_manager_created(self, manager: Any) -> None:
         """Nothing."""
 
-    def compile(self, model: Any, call: Call) -> None:
+    def compile(self, model: Any, call: KerasCall) -> None:
         """Keras' own."""
         del model
         call.run()
 
-    def fit(self, model: Any, call: Call) -> Any:
+    def fit(self, model: Any, call: KerasCall) -> Any:
         """Keras' own loop, whose batches workers train on."""
         with enter_fit(), _led(model, self._chief, self._limit):
             return call.run()
 
-    def train_on_batch(self, model: Any, call: Call) -> Any:
+    def train_on_batch(self, model: Any, call: KerasCall) -> Any:
         """A worker does."""
         with enter_fit(), _led(model, self._chief, self._limit):
             logs = call.run()
             self._chief.join()
             return logs
 
-    def evaluate(self, model: Any, call: Call) -> Any:
+    def evaluate(self, model: Any, call: KerasCall) -> Any:
         """Here, with the servers' variables."""
         del model
         self._chief.refresh()
@@ -97,7 +97,7 @@ class ChiefTraining(Training):
     test_on_batch = evaluate
     predict_on_batch = evaluate
 
-    def save(self, model: Any, call: Call) -> None:
+    def save(self, model: Any, call: KerasCall) -> None:
         """Here, with the servers' variables."""
         del model
         self._chief.refresh()
@@ -120,40 +120,40 @@ class WorkerTraining(Training):
         self._worker = worker
         self._objects = objects
 
-    def variable_made(self, variable: Any) -> None:
+    def variable_created(self, variable: Any) -> None:
         """Nothing: it gets the servers' value when it is needed."""
 
-    def optimizer_made(self, optimizer: Any) -> None:
+    def optimizer_created(self, optimizer: Any) -> None:
         """The servers will apply its gradients."""
         _note_optimizer(optimizer, self._worker, self._objects, leads=False)
 
-    def model_made(self, model: Any) -> None:
+    def model_created(self, model: Any) -> None:
         """Gives it a number."""
         self._objects.add(model)
 
-    def metric_made(self, metric: Any) -> None:
+    def metric_created(self, metric: Any) -> None:
         """Gives it a number."""
         self._objects.add_metric(metric)
 
-    def checkpoint_made(self, checkpoint: Any) -> None:
+    def checkpoint_created(self, checkpoint: Any) -> None:
         """Nothing: scripts save when they have trained."""
 
-    def checkpoint_manager_made(self, manager: Any) -> None:
+    def checkpoint_manager_created(self, manager: Any) -> None:
         """Nothing."""
 
-    def compile(self, model: Any, call: Call) -> None:
+    def compile(self, model: Any, call: KerasCall) -> None:
         """Keras' own."""
         del model
         call.run()
 
-    def fit(self, model: Any, call: Call) -> Any:
+    def fit(self, model: Any, call: KerasCall) -> Any:
         """Serves the chief, and never comes back."""
         del model, call
         self._worker.serve()
 
     train_on_batch = fit
 
-    def evaluate(self, model: Any, call: Call) -> Any:
+    def evaluate(self, model: Any, call: KerasCall) -> Any:
         """Keras' own: only scripts that evaluate before they train come here."""
         del model
         return call.run()
@@ -162,7 +162,7 @@ class WorkerTraining(Training):
     test_on_batch = evaluate
     predict_on_batch = evaluate
 
-    def save(self, model: Any, call: Call) -> None:
+    def save(self, model: Any, call: KerasCall) -> None:
         """Nothing: the chief writes."""
 
     save_weights = save

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 from choros.config import LOG_LEVEL
 from choros.errors import LaunchError
 from choros.launch.driver.output import Output
-from choros.launch.driver.preflight import check_hosts
-from choros.launch.driver.supervisor import Limits, Outcome, supervise
-from choros.launch.plan.cluster import introduce
+from choros.launch.driver.supervisor import Outcome, supervise
 from choros.launch.plan.command import Command, plan
 from choros.launch.plan.dry_run import preparation
 from choros.launch.plan.job import Job
+from choros.launch.plan.limits import Limits
 from choros.launch.plan.mpi_implementations import Mpirun
-from choros.launch.processes.directories import SESSION, remove_stale, session_directory, shared_memory
+from choros.launch.processes.directories import SESSION, remove_stale, session_directory, shared_memory, temporary
 from choros.launch.protocol.wrapper_options import JOB
 
 __all__ = ["draft", "launch"]
@@ -31,8 +27,8 @@ _PATIENCE = 2.0
 
 def draft(job: Job, mpirun: Mpirun, environ: Mapping[str, str]) -> Command:
     """The command that would run ``job``: that of a job called ``draft``."""
-    session = str(Path(tempfile.gettempdir()) / f"{SESSION}draft")
-    return plan(introduce(job, environ), mpirun, environ, name="draft", session=session, root=_is_root())
+    session = str(temporary() / f"{SESSION}draft")
+    return plan(_with_addresses(job, environ), mpirun, environ, name="draft", session=session, root=_is_root())
 
 
 def launch(
@@ -60,15 +56,13 @@ def launch(
         HostUnreachable: a host does not exist or does not let us in.
     """
     began = time.monotonic()
-    job = introduce(job, environ)
-    hosts = "host" if len(job.remote) == 1 else "hosts"
-    with _said_after(_PATIENCE, lambda: output.screen.say(f"chorosrun: checking {len(job.remote)} other {hosts} …")):
-        check_hosts(job.remote, job.ssh, limits.start)
+    job = _with_addresses(job, environ)
+    _check_hosts(job, limits, output)
     remove_stale()
-    name = uuid.uuid4().hex[:12]
+    name = os.urandom(6).hex()
     session = session_directory(name)
     if session is None:
-        raise LaunchError(f"no directory can be made in {tempfile.gettempdir()}: is it full, or read-only?")
+        raise LaunchError(f"no directory can be made in {temporary()}: is it full, or read-only?")
     memory = shared_memory({JOB: name})
     if verbose:
         environ = {LOG_LEVEL.name: "INFO", **environ}
@@ -93,6 +87,26 @@ def launch(
         for directory in (session, memory):
             if directory is not None:
                 directory.remove()
+
+
+def _with_addresses(job: Job, environ: Mapping[str, str]) -> Job:
+    """The job; if it has parameter servers, with their addresses."""
+    if not job.roles:
+        return job
+    from choros.launch.driver.cluster_addresses import assign_addresses  # 20 ms, which no other job need spend
+
+    return assign_addresses(job, environ)
+
+
+def _check_hosts(job: Job, limits: Limits, output: Output) -> None:
+    """Raises if one of the job's other hosts cannot be reached."""
+    if not job.remote:
+        return
+    from choros.launch.driver.preflight import check_hosts  # 20 ms, which no other job need spend
+
+    hosts = "host" if len(job.remote) == 1 else "hosts"
+    with _said_after(_PATIENCE, lambda: output.screen.say(f"chorosrun: checking {len(job.remote)} other {hosts} …")):
+        check_hosts(job.remote, job.ssh, limits.start)
 
 
 @contextmanager

@@ -8,8 +8,6 @@ import subprocess
 import sys
 import time
 
-import psutil
-
 from choros.launch.plan.command import Command
 from choros.launch.processes import parent_death_guard as tether
 
@@ -75,10 +73,20 @@ class MpirunProcess:
     def _session(self) -> list[int]:
         """The processes of mpirun's session."""
         found = []
-        for pid in psutil.pids():
+        for pid in _pids():
             try:
                 if os.getsid(pid) == self._popen.pid:
                     found.append(pid)
             except (ProcessLookupError, PermissionError):
                 continue
         return found
+
+
+def _pids() -> list[int]:
+    """All processes of this host."""
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    except FileNotFoundError:
+        import psutil  # 10 ms, spent only where there is no /proc
+
+        return list(psutil.pids())

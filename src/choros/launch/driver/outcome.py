@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from choros.errors import LaunchError
 from choros.launch.driver.mpirun_messages import aborted_by_mpi, explain, lost_hosts, met_shutdown
 from choros.launch.driver.stopping import Reason, signal_name
-from choros.launch.driver.supervisor import Limits, Outcome
+from choros.launch.driver.supervisor import Outcome
+from choros.launch.plan.limits import Limits
 from choros.launch.plan.roles import CHIEF, PS, WORKER, Roles
 from choros.launch.protocol.frames import Exit
 
@@ -22,7 +23,7 @@ _CODES = {Reason.INTERRUPT: 130, Reason.TERMINATE: 143, Reason.TIMEOUT: 124}
 #: Of several that failed, who did so because of whom: the last because of the first.
 _SUSPECTS = (PS, CHIEF, WORKER)
 _ADVICE: dict[int, str] = {
-    signal.SIGKILL: "out of memory, or somebody's kill -9?",
+    signal.SIGKILL: "out of memory, or kill -9?",
     signal.SIGSEGV: "a bug in compiled code, or a library that does not fit this machine?",
     signal.SIGBUS: "is shared memory (/dev/shm) full?",
     signal.SIGILL: "a library built for another processor?",
@@ -193,7 +194,7 @@ def _done_lines(outcome: Outcome, limits: Limits) -> tuple[str, ...]:
 
 
 def _lost(outcome: Outcome, limits: Limits) -> Verdict:
-    """Ranks that never started, or of whose end nobody told us."""
+    """Ranks that never started, or did not report their end."""
     code, roles = LaunchError.exit_code, outcome.roles
     unheard = [start for rank, start in sorted(outcome.started.items()) if rank not in outcome.exits]
     if len(outcome.started) < outcome.size:

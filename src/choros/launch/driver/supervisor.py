@@ -27,12 +27,13 @@ from choros.launch.driver.mpirun_process import MpirunProcess
 from choros.launch.driver.output import Output
 from choros.launch.driver.stopping import Reason, Stage, signal_name, stages
 from choros.launch.plan.command import Command
+from choros.launch.plan.limits import Limits
 from choros.launch.plan.roles import NO_ROLES, Roles
 from choros.launch.protocol.frames import Exit, Frame, FrameReader, Result, Start, Text
 from choros.transport.loop import Loop
 from choros.transport.signal_pipe import SignalPipe, wake_only
 
-__all__ = ["Limits", "Outcome", "supervise"]
+__all__ = ["Outcome", "supervise"]
 
 _MESSAGES = 400
 _PIPE_READ = 1 << 16
@@ -42,22 +43,6 @@ _TO_END_BY_ITSELF = 1.0
 _TO_LET_GO = 3.0
 _TO_LISTEN = 1.0
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long things may take, in seconds.
-
-    Attributes:
-        start: until every rank has started.
-        run: until the job has ended; ``None``: as long as it likes.
-        grace: from the signal that asks the ranks to end to the one that does not ask; also, from the chief's end to
-            the first signal to the others.
-    """
-
-    start: float = 30.0
-    run: float | None = None
-    grace: float = 20.0
 
 
 @dataclass
@@ -98,7 +83,7 @@ def supervise(
     *,
     carriers: Mapping[signal.Signals, signal.Signals],
     roles: Roles = NO_ROLES,
-    limits: Limits = Limits(),
+    limits: Limits,
     payload: bytes | None = None,
     verbose: bool = False,
 ) -> Outcome:
@@ -268,7 +253,7 @@ class _Supervisor:
         self._stages = stages(reason, self._limits.grace)
         if reason in (Reason.INTERRUPT, Reason.TERMINATE) and self._outcome.started:
             self._output.screen.say(
-                f"chorosrun: the {self._outcome.roles.kind(2)} have been told ({self._stages[0].signal.name}) and "
+                f"chorosrun: the {self._outcome.roles.kind(2)} got {self._stages[0].signal.name} and "
                 f"have {self._limits.grace:g} s to end; once more ends them at once."
             )
         self._next_stage()

@@ -7,7 +7,6 @@ time on 160 steps so, and 34 s with the settings below, as measured with glibc's
 
 from __future__ import annotations
 
-import ctypes.util
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,13 +30,21 @@ _PRELOADED = {
     "tcmalloc": {"TCMALLOC_RELEASE_RATE": "0"},
 }
 _LIBRARIES = {"jemalloc": ("jemalloc",), "tcmalloc": ("tcmalloc_minimal", "tcmalloc")}
+
+
+def _find_library(name: str) -> str | None:
+    import ctypes.util  # 5 ms, which every rank's wrapper would spend
+
+    return ctypes.util.find_library(name)
+
+
 _PACKAGES = {"jemalloc": "libjemalloc2", "tcmalloc": "libtcmalloc-minimal4"}
 
 
 def allocator_settings(
     environ: Mapping[str, str],
     platform: str = sys.platform,
-    find: Callable[[str], str | None] = ctypes.util.find_library,
+    find: Callable[[str], str | None] = _find_library,
 ) -> dict[str, str]:
     """What a rank's environment needs for the allocator that ``CHOROS_ALLOCATOR`` names.
 

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from choros.launch.plan.environment import forwarded, in_allocation, without_launchers
 from choros.launch.plan.hosts import ranks_per_host
@@ -15,8 +16,9 @@ from choros.launch.protocol.wrapper_options import JOB, Options
 
 __all__ = ["Command", "plan"]
 
-_WORKER = ("-P", "-m", "choros.launch.wrapper.wrapper")
-#: NVIDIA's and Meta's libraries choose an interface themselves unless told.
+#: What Python is given to run a rank's wrapper; why so, it says itself.
+_WRAPPER = ("-I", "-S", str(Path(__file__).parents[1] / "wrapper" / "__main__.py"))
+#: NVIDIA's and Meta's libraries choose an interface themselves unless one is set.
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
@@ -54,12 +56,12 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
     elsewhere = bool(job.remote) or (not job.hosts and in_allocation(environ))
     forward = forwarded(full) if elsewhere else []
     words = [mpirun.path, *mpirun.flavour.arguments(job, session, root, forward)]
-    words += [sys.executable, *_WORKER, *_options(job).words(), "--", *job.command]
+    words += [sys.executable, *_WRAPPER, *_options(job).words(), "--", *job.command]
     return Command(tuple(words), full)
 
 
 def _options(job: Job) -> Options:
-    """The wrappers' options; they are told how ranks are dealt out where that differs between hosts."""
+    """The wrappers' options, with the number of ranks on each host where hosts differ."""
     counts = ranks_per_host(job.hosts, job.size)
     ours = not job.binding_args and not job.mpi_args
     return replace(job.options, ranks_per_host=counts) if ours and len(set(counts)) > 1 else job.options

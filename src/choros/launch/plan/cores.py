@@ -1,7 +1,7 @@
 """Which processor cores each rank of a host gets: whole physical ones, never two ranks on one.
 
 Two ranks that float over the same cores, each with a thread pool for all of them, run slower than one rank
-alone. So every rank is bound to its share and told how many threads that is worth.
+alone. So every rank is bound to its share, with as many threads as that is worth.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def preparation(job: Job, environ: Mapping[str, str]) -> list[str]:
         if place.host not in remote:
             share = share_of(place.local_rank, place.local_size, job.options.bind)
             cpus = ",".join(map(str, share.bind)) or "any"
-            added = rank_settings({**environ, **job.environment}, share)
+            added = rank_settings({**environ, **job.environment}, share, one_host=not remote)
             words = [f"{name}={value}" for name, value in added.items()]
             settings = " ".join([f"cpus {cpus};", *words])
         lines.append(f"{job.roles.name(place.rank)} on {place.host}: {settings}")

@@ -63,12 +63,12 @@ def parse_variables(given: Iterable[str], environ: Mapping[str, str]) -> dict[st
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Whether a scheduler has given us hosts, which mpirun will use when it is told none."""
+    """Whether a scheduler has given us hosts, which mpirun uses if it is given none."""
     return any(name in environ for name in _ALLOCATIONS)
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what a launcher may have told this process of its own rank; what SLURM says is kept.
+    """``environ`` without the variables in which a launcher passes a rank to this process; SLURM's are kept.
 
     Example:
         >>> without_launchers({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "TF_CONFIG": "{}", "PATH": "/bin"})

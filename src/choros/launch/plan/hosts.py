@@ -1,20 +1,18 @@
-"""The hosts of a job: ``-H a:4,b:4`` or a host file, and which of them is this machine."""
+"""The hosts of a job: ``-H a:4,b:4`` or a host file."""
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from choros.errors import ConfigError
 
-__all__ = ["Host", "own_names", "parse_hostfile", "parse_hosts", "ranks_per_host", "total_slots"]
+__all__ = ["MOST_SLOTS", "Host", "parse_hostfile", "parse_hosts", "ranks_per_host", "total_slots"]
 
+#: More ranks than any machine has: a larger number is a mistake.
+MOST_SLOTS = 1 << 20
 _NAME = r"(?P<name>\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9_][A-Za-z0-9_.-]*)"
 _HOST = re.compile(_NAME + r"(?::(?P<slots>\d+))?")
 _LINE = re.compile(_NAME + r"(?::(?P<short>\d+))?(?:\s+slots\s*=\s*(?P<slots>\d+))?(?:\s+max[-_]slots\s*=\s*\d+)?")
@@ -43,10 +41,10 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         match = _HOST.fullmatch(part.strip())
         if match is None:
             raise ConfigError(
-                f"--hosts {text!r}: {part.strip()!r} is no host. Write it as name:slots,name:slots, like a:4,b:4."
+                f"--hosts {text!r}: {part.strip()!r} is not a host. Write it as name:slots,name:slots, like a:4,b:4."
             )
-        hosts.append(Host(match["name"].strip("[]"), int(match["slots"] or 1)))
-    return _merged(hosts, f"--hosts {text!r}")
+        hosts.append(Host(match["name"].strip("[]"), _slots(match["slots"])))
+    return _merged(hosts, f"--hosts {_shortened(text)!r}")
 
 
 def parse_hostfile(path: Path) -> tuple[Host, ...]:
@@ -63,10 +61,18 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
         match = _LINE.fullmatch(content)
         if match is None:
             raise ConfigError(f"--hostfile {path}, line {number}: {content!r} is not `name slots=N` or `name:N`.")
-        hosts.append(Host(match["name"].strip("[]"), int(match["slots"] or match["short"] or 1)))
+        hosts.append(Host(match["name"].strip("[]"), _slots(match["slots"] or match["short"])))
     if not hosts:
         raise ConfigError(f"--hostfile {path} names no host.")
     return _merged(hosts, f"--hostfile {path}")
+
+
+def _slots(digits: str | None) -> int:
+    return MOST_SLOTS + 1 if digits is not None and len(digits) > len(str(MOST_SLOTS)) else int(digits or 1)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _merged(hosts: Iterable[Host], where: str) -> tuple[Host, ...]:
@@ -75,6 +81,8 @@ def _merged(hosts: Iterable[Host], where: str) -> tuple[Host, ...]:
     for host in hosts:
         if host.slots < 1:
             raise ConfigError(f"{where}: host {host.name} has no slots; give it at least one or leave it out.")
+        if host.slots > MOST_SLOTS:
+            raise ConfigError(f"{where}: host {host.name} has more than {MOST_SLOTS} slots; give it one for each rank.")
         slots[host.name] = slots.get(host.name, 0) + host.slots
     return tuple(Host(name, count) for name, count in slots.items())
 
@@ -96,12 +104,3 @@ def ranks_per_host(hosts: Iterable[Host], size: int) -> tuple[int, ...]:
         counts.append(min(host.slots, size))
         size -= counts[-1]
     return tuple(count for count in counts if count)
-
-
-def own_names() -> frozenset[str]:
-    """Every name and address by which this machine may be called on it."""
-    hostname = socket.gethostname()
-    names = {"localhost", "127.0.0.1", "::1", hostname, hostname.split(".")[0], os.uname().nodename}
-    for addresses in psutil.net_if_addrs().values():
-        names |= {address.address for address in addresses}
-    return frozenset(names)

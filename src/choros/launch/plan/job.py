@@ -52,8 +52,8 @@ class Job:
         remote: the hosts that are not this machine.
         environment: variables to set for every rank.
         ssh: how to get onto other hosts.
-        network_interfaces: the interfaces to talk through; empty: all that connect.
-        tcp: talk through TCP alone.
+        network_interfaces: the interfaces to communicate through; empty: all that connect.
+        tcp: communicate through TCP only.
         mpi_args: further words for mpirun.
         binding_args: words for mpirun that bind ranks to cores, in place of choros' own binding.
         options: how the worker wrappers behave.

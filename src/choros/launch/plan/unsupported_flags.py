@@ -7,9 +7,11 @@ from collections.abc import Sequence
 __all__ = ["REFUSED", "refusal"]
 
 _ELASTIC = "elastic jobs are not yet in this release. Run with a fixed -np, and save checkpoints."
-_TUNING = "choros has no background thread whose cycles could be tuned; leave it out."
-_AUTOTUNE = "there is nothing to tune automatically: choros has no cycle time and no cache. Leave it out."
-_ALGORITHM = "Open MPI chooses the algorithm for each message size and layout of hosts; leave it out."
+_TUNING = "choros has no cycle time: a collective starts when it is called. Leave it out."
+_AUTOTUNE = (
+    "set CHOROS_AUTOTUNE=1 in the environment instead: ranks then measure the best message sizes when they start."
+)
+_ALGORITHM = "choros chooses the algorithm by the size of the message and the hosts of the ranks; leave it out."
 _TIMELINE = "timelines are not yet in this release. Use your framework's profiler, such as keras' TensorBoard callback."
 _STALL = "the stall check is not yet in this release. Use --timeout to end a job that hangs."
 _YAML = "configuration files are not supported. Write the flags on the command line, or in a shell script."
@@ -21,7 +23,7 @@ _LOGGING = (
 REFUSED: dict[str, str] = {
     "--disable-cache": "chorosrun checks hosts anew at every start and caches nothing; leave it out.",
     "--config-file": _YAML,
-    "--fusion-threshold-mb": "the fusion threshold is an argument of the optimizer, not of the launcher; leave it out.",
+    "--fusion-threshold-mb": "choros sizes its fusion buffers itself, and CHOROS_AUTOTUNE=1 measures; leave it out.",
     "--cycle-time-ms": _TUNING,
     "--cache-capacity": "choros has no response cache; leave it out.",
     "--hierarchical-allreduce": _ALGORITHM,
@@ -56,15 +58,15 @@ REFUSED: dict[str, str] = {
     "--mpi-threads-disable": "choros never calls MPI from several threads at once; leave it out.",
     "--no-mpi-threads-disable": "choros never calls MPI from several threads at once; leave it out.",
     "--num-nccl-streams": "choros does not drive NCCL's streams itself; leave it out.",
-    "--thread-affinity": "choros has no background thread to pin; ranks are bound to whole cores by themselves.",
-    "--gloo-timeout-seconds": "choros does not use Gloo; --start-timeout limits how long a start may take.",
+    "--thread-affinity": "each rank is bound to cores of its own; --binding-args leaves binding to mpirun.",
+    "--gloo-timeout-seconds": "--start-timeout limits how long ranks may take to start; leave it out.",
     "--log-with-timestamp": _LOGGING,
     "--log-without-timestamp": _LOGGING,
     "-prefix-timestamp": _LOGGING,
     "--prefix-output-with-timestamp": _LOGGING,
     "--log-hide-timestamp": _LOGGING,
     "--no-log-hide-timestamp": _LOGGING,
-    "--gloo": "the engine is MPI, installed with pip; leave it out.",
+    "--gloo": "the engine is MPI. Leave it out; CHOROS_ENGINE=torch has ranks communicate through Gloo.",
     "--jsrun": "jsrun is not supported; chorosrun's mpirun runs inside an LSF allocation by itself. Leave it out.",
 }  # fmt: skip
 
@@ -81,7 +83,7 @@ def refusal(words: Sequence[str], flags_with_value: frozenset[str]) -> str | Non
 
     Example:
         >>> refusal(["-np", "2", "--gloo", "python"], frozenset({"-np"}))
-        '--gloo: the engine is MPI, installed with pip; leave it out.'
+        '--gloo: the engine is MPI. Leave it out; CHOROS_ENGINE=torch has ranks communicate through Gloo.'
         >>> refusal(["-np", "2", "python", "--gloo"], frozenset({"-np"})) is None
         True
     """

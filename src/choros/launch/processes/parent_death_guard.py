@@ -3,19 +3,16 @@
 Linux can do this itself: ``prctl(PR_SET_PDEATHSIG)`` has the kernel kill a process when its parent dies.
 Elsewhere this file, run as a script, stays between the two and looks every half second.
 
-As a script: ``python tether.py PARENT_PID COMMAND …`` becomes COMMAND.
+As a script: ``python parent_death_guard.py PARENT_PID COMMAND …`` becomes COMMAND.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import subprocess
 import sys
-import time
 
-__all__ = ["adopt_orphans", "die_with_parent"]
+__all__ = ["adopt_orphans", "die_with_parent", "signal_at_parent_death"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -25,6 +22,8 @@ _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "S
 def _prctl(option: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
+    import ctypes  # here, as imports are what a short job spends its time on
+
     return bool(ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0)
 
 
@@ -42,7 +41,18 @@ def adopt_orphans() -> bool:
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def signal_at_parent_death(number: int) -> bool:
+    """Has the kernel send this process ``number`` when its parent dies; ``False`` where it cannot.
+
+    It may come earlier: the kernel sends it when the thread ends that has started this process.
+    """
+    return _prctl(_PR_SET_PDEATHSIG, number)
+
+
 def _watch(parent: int, command: list[str]) -> int:
+    import subprocess
+    import time
+
     with subprocess.Popen(command) as process:
         for name in _FORWARDED:
             signal.signal(getattr(signal, name), lambda number, _frame: process.send_signal(number))

@@ -20,7 +20,7 @@ def signal_group(group: int, number: int) -> None:
 
 
 def group_exists(group: int) -> bool:
-    """Whether a process of ``group`` is still there; a dead one that nobody has waited for counts."""
+    """Whether a process of ``group`` is still there; a dead one whose parent has not waited for it counts."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

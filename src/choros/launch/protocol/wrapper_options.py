@@ -36,7 +36,7 @@ class Options:
         bind: bind the rank to its share of the host's cores.
         stdin: the rank reads what mpirun sends it; otherwise it reads nothing.
         result: give the rank a pipe for the result of its function.
-        ranks_per_host: how many ranks each host has, where hosts differ and chorosrun has dealt them out.
+        ranks_per_host: how many ranks each host has, where hosts differ and chorosrun has assigned them.
         restarts: how often a worker, beside parameter servers, is started again when a signal has ended it.
     """
 

@@ -1,7 +1,7 @@
 """Who a wrapper's rank is: what the launcher's environment says, with one thing put right.
 
-Open MPI 5 tells every rank the same number of ranks on its host, that of one of the hosts, even where hosts
-have different numbers. chorosrun knows better: it has dealt the ranks out.
+Open MPI 5 reports to every rank the same number of ranks on its host, that of one of the hosts, even where hosts
+have different numbers. chorosrun, which assigns ranks to hosts, passes the right one.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ def repairs(environ: Mapping[str, str], ranks_per_host: Sequence[int]) -> dict[s
         ranks_per_host: how many ranks each host has, in the order of their ranks; empty if that is not known.
 
     Example:
-        >>> told = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-        >>> repairs(told, (2, 1))["OMPI_COMM_WORLD_LOCAL_SIZE"]
+        >>> names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+        >>> repairs(dict.fromkeys(names, "1"), (2, 1))["OMPI_COMM_WORLD_LOCAL_SIZE"]
         '2'
     """
     if not all(name in environ for name in (_RANK, _LOCAL_RANK, _LOCAL_SIZES[0])):
         return {}
-    rank, local_rank, told = (int(environ[name]) for name in (_RANK, _LOCAL_RANK, _LOCAL_SIZES[0]))
-    size = _size_of_host(rank, local_rank, ranks_per_host) or max(told, local_rank + 1)
-    return {} if size == told else dict.fromkeys(_LOCAL_SIZES, str(size))
+    rank, local_rank, reported = (int(environ[name]) for name in (_RANK, _LOCAL_RANK, _LOCAL_SIZES[0]))
+    size = _size_of_host(rank, local_rank, ranks_per_host) or max(reported, local_rank + 1)
+    return {} if size == reported else dict.fromkeys(_LOCAL_SIZES, str(size))
 
 
 def _size_of_host(rank: int, local_rank: int, ranks_per_host: Sequence[int]) -> int | None:
-    """How many ranks ``rank``'s host has; ``None`` if mpirun has dealt them out in another way."""
+    """How many ranks ``rank``'s host has; ``None`` if mpirun has assigned ranks in another way."""
     first = 0
     for count in ranks_per_host:
         if rank < first + count:

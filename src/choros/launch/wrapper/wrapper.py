@@ -25,15 +25,13 @@ Beside parameter servers, a worker that a signal has ended, and not one of ours,
 so the job, stays.
 
 No rank is left behind: 1 and 3 are tethered (the kernel kills the child when its parent dies), and across 2
-the wrapper checks twice a second whether mpirun is still its parent.
+the kernel wakes the wrapper when mpirun dies. Where it cannot, the wrapper checks twice a second.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -42,16 +40,17 @@ from functools import partial
 from pathlib import Path
 
 from choros.errors import ChorosError, LaunchError
-from choros.launch.plan.cluster import role_in, task_environment, why_not_listening
+from choros.launch.plan.cluster import role_in, task_environment
 from choros.launch.plan.cores import share_of
 from choros.launch.plan.roles import WORKER
 from choros.launch.plan.settings import rank_settings
 from choros.launch.processes.directories import SESSION, VARIABLE, Directory, remove_stale, shared_memory
-from choros.launch.processes.parent_death_guard import adopt_orphans, die_with_parent
+from choros.launch.processes.parent_death_guard import adopt_orphans, die_with_parent, signal_at_parent_death
 from choros.launch.processes.process_tree import end_children, group_exists, signal_group
 from choros.launch.protocol.frames import Exit, Frame, Start, encode
 from choros.launch.protocol.wrapper_options import CARRIED, RESULT_FD, Options
 from choros.launch.wrapper.open_mpi_fixes import repairs
+from choros.launch.wrapper.task_address import why_not_listening
 from choros.launch.wrapper.transcript import ERR, OUT, RESULT, Transcript
 from choros.topology import Topology, detect
 from choros.transport.loop import HasFileno, Loop
@@ -88,7 +87,7 @@ class Wrapper:
         self._command = command
         self._environ: dict[str, str] = {}
         self._restarts = 0
-        self._host = os.environ.get("PMIX_HOSTNAME") or socket.gethostname()
+        self._host = os.environ.get("PMIX_HOSTNAME") or os.uname().nodename
         self._mpirun = os.getppid()
         self._process: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
@@ -98,7 +97,7 @@ class Wrapper:
         self._released = False
         self._early: list[int] = []
         self._transcript = Transcript(place.rank)
-        self._loop = Loop(_POLL)
+        self._loop = Loop(None)  # idle while the rank computes
         self._pipes: set[HasFileno | int] = set()
         self._memory: Directory | None = None
         self._began = time.monotonic()
@@ -134,11 +133,15 @@ class Wrapper:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
         self._loop.on_readable(pipe, partial(self._on_wake_up, pipe))
-        self._loop.repeat("parent", _POLL, self._check_parent)
+        # The signal only wakes the loop: whether mpirun has ended is for _check_parent to find out.
+        wakes_at_parent_death = signal_at_parent_death(signal.SIGCHLD) and os.getppid() == self._mpirun
+        if not wakes_at_parent_death:
+            self._loop.repeat("parent", _POLL, self._check_parent)
 
     def _on_wake_up(self, pipe: SignalPipe) -> None:
-        pipe.read()  # their handlers have run; what is left are the children that have ended
+        pipe.read()  # their handlers have run; what is left are the children that have ended, and mpirun
         self._reap()
+        self._check_parent()
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGTERM:  # from mpirun itself: SIGKILL follows at once
@@ -176,7 +179,7 @@ class Wrapper:
         if share.bind and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, share.bind)
         environ = task_environment(os.environ, self._place.rank)
-        environ |= rank_settings(environ, share)
+        environ |= rank_settings(environ, share, one_host=self._place.local_size == self._place.size)
         self._memory = shared_memory(environ)
         if self._memory is not None:
             environ[VARIABLE] = str(self._memory.path)
@@ -336,6 +339,8 @@ class Wrapper:
         session = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
         if os.getppid() != self._mpirun and session.is_absolute():  # mpirun is gone and cannot do it
             ours = session.parent.name.startswith(SESSION)
+            import shutil  # with three compression libraries, for once in a while
+
             shutil.rmtree(session.parent if ours else session, ignore_errors=True)
 
 
@@ -363,7 +368,3 @@ def main() -> None:
     except ChorosError as error:
         sys.exit(f"choros: {error}")
     os._exit(Wrapper(place, options, command).run())
-
-
-if __name__ == "__main__":
-    main()

@@ -196,7 +196,9 @@ class GradientReducer:
         """Whether there are other ranks to reduce gradients with."""
         return bool(self.config.process_set.included()) and self.config.process_set.communicator.size > 1
 
-    def reduce(self, gradients: Sequence[Array], *, examples: int, exchange: bool = True) -> list[Array]:
+    def reduce(
+        self, gradients: Sequence[Array], *, examples: int, exchange: bool = True, layout: Layout | None = None
+    ) -> list[Array]:
         """Reduces this step's gradients over all ranks.
 
         Args:
@@ -204,6 +206,7 @@ class GradientReducer:
             examples: the number of examples in the batch; 1 on every rank gives all ranks the same weight.
             exchange: whether this is the last micro-batch of the step, after which ranks reduce; the gradients of
                 earlier ones are accumulated here, and zeros are returned for them.
+            layout: the gradients' shapes and dtypes, where they are known already.
 
         Returns:
             New arrays. After the last micro-batch, the reduced gradient *times* ``config.steps``, because the
@@ -212,7 +215,7 @@ class GradientReducer:
         Raises:
             MismatchError: ranks have different gradients, or a rank has none.
         """
-        self.plan(layout_of(gradients))
+        self.plan(layout_of(gradients) if layout is None else layout)
         if not exchange:
             self._accumulate(gradients, examples)
             return [zeros_like(gradient) for gradient in gradients]

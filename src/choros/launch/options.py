@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
+from choros.launch.plan.arguments import Arguments
+
 __all__ = ["GroupedCommand", "GroupedOption", "with_options"]
 
 _EXAMPLES = """\
@@ -19,7 +21,7 @@ _EXAMPLES = """\
 _EXIT_CODES = (
     ("0", "every rank ended with 0; with --ps, the chief did"),
     ("N", "the exit code of the rank that failed first; 128 + n if signal n ended it"),
-    ("2", "arguments that cannot be meant"),
+    ("2", "invalid arguments"),
     ("68", "a host cannot be reached"),
     ("70", "the job could not be started, or a host was lost"),
     ("124", "--timeout"),
@@ -75,17 +77,25 @@ def _option(group: str, *names: str, **rest: Any) -> Callable[[Decorated], Decor
     return click.option(*names, cls=GroupedOption, group=group, **rest)
 
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+class _WholeNumber(click.IntRange):
+    name = "whole number"
+
+
+class _Seconds(click.FloatRange):
+    name = "number of seconds"
+
+
+_POSITIVE = _Seconds(min=0, min_open=True)
 _LEVELS = click.Choice(["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"], case_sensitive=False)
 
 _OPTIONS = (
-    _option("What", "-np", "--num-proc", type=click.IntRange(min=1), metavar="N",
+    _option("What", "-np", "--num-proc", type=_WholeNumber(min=1), metavar="N",
             help="How many ranks, or with --ps workers. Default: the slots of the hosts; or one for each accelerator "
             "here; or 1."),
-    _option("What", "--ps", type=click.IntRange(min=1), metavar="P",
-            help="A job for ParameterServerStrategy: a chief, P parameter servers, and -np workers, each told its role "
+    _option("What", "--ps", type=_WholeNumber(min=1), metavar="P",
+            help="A job for ParameterServerStrategy: a chief, P parameter servers, and -np workers, each with its role "
             "in TF_CONFIG. It ends when the chief does, with its exit code."),
-    _option("What", "--max-restarts", type=click.IntRange(min=0), metavar="N",
+    _option("What", "--max-restarts", type=_WholeNumber(min=0), metavar="N",
             help="With --ps, how often a worker that was killed by a signal is started again. Default: 3."),
     _option("What", "--env", multiple=True, metavar="KEY[=VALUE]",
             help="An environment variable for the ranks; may be given more than once. "
@@ -93,13 +103,13 @@ _OPTIONS = (
     _option("Where", "-H", "--hosts", metavar="HOST:SLOTS,...", help="The hosts, and how many ranks each may run."),
     _option("Where", "-hostfile", "--hostfile", metavar="FILE", type=click.Path(dir_okay=False),
             help="The hosts, in a file with a line `host slots=N` each."),
-    _option("Where", "-p", "--ssh-port", type=click.IntRange(1, 65535), metavar="PORT",
+    _option("Where", "-p", "--ssh-port", type=_WholeNumber(1, 65535), metavar="PORT",
             help="The port of their ssh servers."),
     _option("Where", "-i", "--ssh-identity-file", metavar="FILE", help="The private key to show them."),
     _option("Where", "--ssh-command", metavar="PATH", help="What to call in ssh's place, as PATH host command..."),
     _option("Where", "--network-interfaces", "--network-interface", default="", metavar="NAME,...",
-            help="Talk through these interfaces only: names that every host has, or networks like 10.0.0.0/24."),
-    _option("Where", "--tcp", is_flag=True, help="Talk through TCP only, whatever faster network there is."),
+            help="Communicate through these interfaces only: names that every host has, or networks like 10.0.0.0/24."),
+    _option("Where", "--tcp", is_flag=True, help="Communicate through TCP only, whatever faster network there is."),
     _option("Output", "--prefix-output/--no-prefix-output", default=None,
             help="Put [rank], or [role], in front of every line. Default: if there is more than one rank."),
     _option("Output", "--output-dir", "--output-filename", metavar="DIR",
@@ -108,11 +118,12 @@ _OPTIONS = (
     _option("Output", "--verbose", is_flag=True, help="Show what is started, and what mpirun says."),
     _option("Output", "--log-level", type=_LEVELS, help="DEBUG and TRACE mean --verbose."),
     _option("Time", "--timeout", type=_POSITIVE, metavar="SECONDS", help="End the job after so long."),
-    _option("Time", "--start-timeout", type=_POSITIVE, metavar="SECONDS", default=30.0, show_default=True,
+    _option("Time", "--start-timeout", type=_POSITIVE, metavar="SECONDS",
+            default=Arguments.start_timeout, show_default=True,
             envvar=("CHOROS_START_TIMEOUT", "HOROVOD_START_TIMEOUT"),
             help="How long reaching hosts and starting ranks may take."),
-    _option("Time", "--grace-period", type=click.FloatRange(min=0), metavar="SECONDS", default=20.0, show_default=True,
-            help="How long ranks may take to end when asked to."),
+    _option("Time", "--grace-period", type=_Seconds(min=0), metavar="SECONDS",
+            default=Arguments.grace_period, show_default=True, help="How long ranks may take to end when asked to."),
     _option("MPI", "--mpirun", metavar="PATH", help="The mpirun to use. Default: the one installed with choros."),
     _option("MPI", "--mpi-args", default="", metavar="WORDS",
             help='More arguments for mpirun, in quotes: --mpi-args="..."'),

@@ -1,0 +1,57 @@
+"""``choros bench start``: its commands, its trials, its table."""
+
+import sys
+
+import pytest
+
+from choros.bench.figures import Summary
+from choros.bench.report import ReportRow, plain_text
+from choros.bench.start import Command
+from choros.bench.startup import CASES, Program, StartCase, measure, rows, run_starts, sections, table
+
+
+def python(code: str) -> Command:
+    return Command((sys.executable, "-I", "-S", "-c", code))
+
+
+def case(**programs: str) -> StartCase:
+    made = tuple(Program(name, lambda _ranks, argv: [python(argv[1])], code) for name, code in programs.items())
+    return StartCase("nothing", made)
+
+
+def test_every_case_has_choros_first() -> None:
+    assert [each.programs[0].contender for each in CASES] == ["choros"] * 3
+    for each in CASES:
+        for program in each.programs:
+            assert program.code in program.command(2).words
+
+
+def test_a_trial_lasts_until_the_end() -> None:
+    burst = measure(python("import time; time.sleep(0.2)"))
+    assert burst.seconds > 0.2
+    assert burst.cpu_s < 0.2
+
+
+def test_a_failure_has_a_reason() -> None:
+    with pytest.raises(RuntimeError, match="ValueError: no"):
+        measure(python("raise ValueError('no')"))
+
+
+def test_rounds_are_interleaved_and_failures_are_skipped() -> None:
+    shown: list[str] = []
+    result = run_starts([case(choros="pass", fails="1/0", other="pass")], ["choros", "fails"], 2, 2, shown.append)
+    assert [text.rpartition(", ")[2] for text in shown] == ["choros", "fails", "choros", "choros"]
+    assert [(each.name, each.reason) for each in result.skipped] == [("fails", "ZeroDivisionError: division by zero")]
+    (row,) = rows(result, 2)
+    assert (row.bench, row.peer, row.ranks, row.facts) == ("start", "choros", 2, {"case": "nothing"})
+
+
+def test_the_table() -> None:
+    measured = [
+        ReportRow("start", "choros", 2, Summary(0.5, 0.6, 0.7), {"case": "nothing"}),
+        ReportRow("start", "torchrun", 2, Summary(2.0, 3.0, 1.4), {"case": "nothing"}),
+    ]
+    text = plain_text(table("start to end", sections(measured)))
+    assert "nothing, 2 processes" in text
+    assert "4.00" in text
+    assert "5.00" in text

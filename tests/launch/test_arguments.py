@@ -1,0 +1,138 @@
+"""The arguments of chorosrun and choros.run: the same names, defaults, checks and jobs."""
+
+import inspect
+from dataclasses import fields
+
+import pytest
+
+from choros.errors import ConfigError
+from choros.launch import cli
+from choros.launch.plan.arguments import Arguments
+from choros.launch.plan.hosts import Host
+from choros.launch.plan.limits import Limits
+from choros.launch.protocol.wrapper_options import Options
+from choros.launch.run import run
+
+DEFAULTS = {each.name: each.default for each in fields(Arguments)}
+
+
+def job(accelerators=0, names=("here",), environ=None, **given):
+    return Arguments(**given).job(["x"], environ or {}, lambda: frozenset(names), lambda: accelerators)
+
+
+def test_both_faces_have_the_same_arguments_and_defaults():
+    flags = {option.name: option for option in cli.chorosrun.params}
+    only_flags = {"command", "log_level", "mpi", "dry_run", "version", "check_build"}
+    assert flags.keys() - only_flags == DEFAULTS.keys() - {"in_python"}
+    parameters = inspect.signature(run).parameters
+    assert parameters.keys() - {"fn", "args", "kwargs", "np"} == DEFAULTS.keys() - {"in_python", "ps", "max_restarts"}
+    for name in parameters.keys() - {"fn", "args", "kwargs", "np", "env"}:
+        assert parameters[name].default == DEFAULTS[name], name
+    context = cli.chorosrun.make_context("chorosrun", ["true"])
+    assert cli.arguments_of(context.params) == Arguments()
+
+
+@pytest.mark.parametrize(
+    ("given", "accelerators", "size"),
+    [
+        ({}, 0, 1),
+        ({}, 4, 4),
+        ({"hosts": "a:2,b:3"}, 4, 5),
+        ({"num_proc": 3}, 4, 3),
+        ({"ps": 2, "num_proc": 4}, 0, 7),
+        ({"ps": 1, "hosts": "a:4"}, 0, 4),
+    ],
+)
+def test_how_many(given, accelerators, size):
+    assert job(accelerators, **given).size == size
+
+
+def test_a_job():
+    made = job(hosts="here:1,there:1", mpi_args="--mca 'a b' c", network_interfaces="eth0, eth1")
+    assert made.remote == (Host("there", 1),)
+    assert (made.mpi_args, made.network_interfaces) == (("--mca", "a b", "c"), ("eth0", "eth1"))
+
+
+def test_options_of_the_wrappers():
+    assert job().options == Options()
+    assert job(binding_args="--bind-to core").options == Options(bind=False)
+    assert job(ps=1, num_proc=1).options == Options(restarts=3)
+
+
+def test_a_host_file_named_by_others(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=2\n")
+    assert job(environ={"OMPI_MCA_orte_default_hostfile": str(tmp_path / "hosts")}).hosts == (Host("a", 2),)
+
+
+def test_limits():
+    assert Arguments().limits == Limits()
+    assert Arguments(timeout=5, start_timeout=2, grace_period=0).limits == Limits(2, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_proc": 0}, "-np 0: expected a whole number from 1 to "),
+        ({"num_proc": True}, "-np True: expected a whole number"),
+        ({"num_proc": 10**30}, "expected a whole number"),
+        ({"ssh_port": 70_000}, "--ssh-port 70000: expected a whole number from 1 to 65535"),
+        ({"timeout": float("nan")}, "--timeout nan: expected a finite number of seconds, more than 0"),
+        ({"start_timeout": float("inf")}, "--start-timeout inf: expected a finite number"),
+        ({"start_timeout": None}, "--start-timeout None: expected a finite number"),
+        ({"start_timeout": 0}, "--start-timeout 0: expected"),
+        ({"grace_period": -1}, "--grace-period -1: expected a finite number of seconds, 0 or more"),
+        ({"hosts": "a", "hostfile": "b"}, "--hosts and --hostfile both name hosts"),
+        ({"max_restarts": 1}, "--max-restarts is about the workers"),
+        ({"env": {"A": 1}}, r"env=\{'A': 1\}: names and values of environment variables are strings"),
+        ({"num_proc": 0, "in_python": True}, "^np=0: expected"),
+        ({"start_timeout": None, "in_python": True}, "^start_timeout=None: expected"),
+    ],
+)
+def test_invalid_values(given, message):
+    with pytest.raises(ConfigError, match=message):
+        Arguments(**given)
+
+
+@pytest.mark.parametrize("name", ["mpi_args", "binding_args"])
+def test_words_with_an_open_quotation_mark(name):
+    with pytest.raises(ConfigError, match=r"No closing quotation\)\. Close every quotation mark"):
+        job(**{name: "'"})
+
+
+@pytest.mark.parametrize("slots", ["9" * 10, "9" * 5000])
+def test_more_slots_than_any_machine_has(slots):
+    with pytest.raises(ConfigError, match="host a has more than 1048576 slots"):
+        job(hosts=f"a:{slots}")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fn": "nope"}, "expected a function"),
+        ({"np": 0}, "np=0: expected a whole number"),
+        ({"np": 1, "num_proc": 2}, "two names of one argument"),
+        ({"timeout": float("inf")}, "timeout=inf: expected"),
+    ],
+)
+def test_run_starts_nothing_with_invalid_arguments(given, message, monkeypatch):
+    monkeypatch.setattr("choros.launch.run.launch", None)
+    with pytest.raises(ConfigError, match=message):
+        run(**{"fn": print, **given})
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "said"),
+    [
+        (["-np", "two"], {}, "'two' is not a valid whole number"),
+        (["--start-timeout", "inf"], {}, "--start-timeout inf: expected a finite number of seconds"),
+        ([], {"CHOROS_START_TIMEOUT": "nan"}, "--start-timeout nan: expected a finite number of seconds"),
+        ([], {"CHOROS_START_TIMEOUT": "soon"}, "'soon' is not a valid number of seconds"),
+    ],
+)
+def test_chorosrun_says_what_is_invalid(words, environ, said, monkeypatch, capsys):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, "true"])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

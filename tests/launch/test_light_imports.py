@@ -1,0 +1,34 @@
+"""What is imported where every millisecond and megabyte counts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import choros
+
+SOURCES = Path(choros.__file__).parents[1]
+
+
+def modules_after(code: str, *flags: str) -> set[str]:
+    code = f"import json, sys; sys.path.append({str(SOURCES)!r}); before = set(sys.modules); {code}; "
+    code += "print(json.dumps(sorted(set(sys.modules) - before)))"
+    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_import_choros_imports_nothing_else() -> None:
+    assert modules_after("import choros") == {"choros"}
+
+
+def test_a_wrapper_needs_the_standard_library_and_choros() -> None:
+    loaded = modules_after("import choros.launch.wrapper.wrapper", "-I", "-S")
+    assert {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names - {"org"} == {"choros"}
+    assert not {"hashlib", "random", "shutil", "socket", "tempfile", "ctypes"} & loaded
+
+
+def test_chorosrun_loads_no_numbers_and_no_network() -> None:
+    loaded = modules_after("import choros.launch.cli")
+    assert (
+        not {"numpy", "psutil", "mpi4py", "asyncio", "hashlib", "socket", "concurrent", "importlib.metadata"} & loaded
+    )
