@@ -111,7 +111,7 @@ def case_what_cannot_be_meant():
     with pytest.raises(NotInitializedError):
         hvd.LocalSGDCallback(every=1, process_set=hvd.ProcessSet([0]))
     model = build(optimizer=hvd.DistributedOptimizer(OPTIMIZERS["plain"]()))
-    with pytest.raises(ConfigError, match="the optimizer is distributed, so ranks exchange gradients at every step"):
+    with pytest.raises(ConfigError, match="the optimizer is distributed, so ranks reduce gradients at every step"):
         fit(model, *data(EVEN), callbacks=[hvd.LocalSGDCallback(every=2)])
 
 

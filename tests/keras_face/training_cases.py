@@ -567,7 +567,7 @@ def case_local_variables_keep_their_own_gradient():
     np.testing.assert_allclose(keras.ops.convert_to_numpy(local.value), -(hvd.rank() + 1) / hvd.size())
 
 
-def case_what_cannot_be_meant_is_refused():
+def case_invalid_arguments_are_errors():
     adam = keras.optimizers.Adam
     for arguments, words in (
         ({"op": hvd.Max}, "Average or Sum"),
@@ -578,9 +578,9 @@ def case_what_cannot_be_meant_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             hvd.DistributedOptimizer(adam(), **arguments)
-    with pytest.raises(ValueError, match="same thing"):
+    with pytest.raises(ValueError, match="both set gradient accumulation"):
         hvd.DistributedOptimizer(adam(gradient_accumulation_steps=2), backward_passes_per_step=2)
-    with pytest.raises(ValueError, match="wrap it once"):
+    with pytest.raises(ValueError, match="wrap it only once"):
         hvd.DistributedOptimizer(hvd.DistributedOptimizer(adam()))
     with pytest.raises(ValueError, match="takes a keras"):
         hvd.DistributedOptimizer("adam")
@@ -755,7 +755,7 @@ def case_best_model_is_saved_by_one_rank_and_loads_without_choros():
 
 
 def case_best_model_checks_its_arguments_before_the_epoch():
-    for arguments, words in (({"mode": "best"}, "auto, min, max"), ({"save_freq": 3}, "once an epoch")):
+    for arguments, words in (({"mode": "best"}, "auto, min, max"), ({"save_freq": 3}, "once per epoch")):
         with pytest.raises(ValueError, match=words):
             hvd.callbacks.BestModelCheckpoint("x.keras", **arguments)
     with pytest.raises(ValueError, match="filepath"):

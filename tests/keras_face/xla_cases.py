@@ -284,7 +284,7 @@ def case_plans_of_batches():
     assert BatchPlan((1, 1), (2, 1)).index().tolist() == [0, 2]
 
 
-def case_what_cannot_be_dealt_out_is_refused():
+def case_batches_that_cannot_be_sharded_are_errors():
     for batch, words in (
         ((np.zeros((2, 3)), np.zeros(3)), "have 2, 3 examples"),
         ((np.zeros((0, 3)), None), "have 0 examples"),

@@ -1,4 +1,4 @@
-"""Horovod's Keras face, for Keras 3 on TensorFlow, PyTorch and JAX.
+"""Horovod's Keras API, for Keras 3 on TensorFlow, PyTorch and JAX.
 
 ::
 

@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 
-def _say(text: str) -> None:
-    """To the people who watch the training, as Keras' own progress."""
+def _print(text: str) -> None:
+    """Prints ``text`` beside Keras' own progress."""
     print(text, flush=True)  # noqa: T201
 
 
@@ -40,14 +40,14 @@ class LearningRateScheduleCallback(EpochCallback):
     """Sets the learning rate to ``initial_lr * multiplier(epoch)``.
 
     Args:
-        initial_lr: the rate that is multiplied; ``None`` takes the optimizer's when training begins.
+        initial_lr: the rate that is multiplied; ``None`` for the optimizer's rate when training begins.
         multiplier: a number, or a function of the epoch; the epoch is a fraction if ``staircase`` is false.
         start_epoch: the first epoch, counted from 0, in which the rate is set.
-        end_epoch: the first in which it is not any more; ``None`` for never.
-        staircase: set the rate once an epoch, else before every batch.
-        momentum_correction: when the rate changes, scale SGD's velocity along with it, so that past
-            gradients keep their weight (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, remark 3).
-        steps_per_epoch: batches an epoch; ``None`` takes what ``fit`` knows.
+        end_epoch: the first epoch after it in which the rate is not set; ``None`` for no end.
+        staircase: whether to set the rate once per epoch, instead of before every batch.
+        momentum_correction: whether to scale SGD's velocity when the rate changes, so that past gradients
+            keep their weight (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, remark 3).
+        steps_per_epoch: batches per epoch; ``None`` for the number that ``fit`` knows.
 
     Example:
         >>> halve = LearningRateScheduleCallback(0.1, multiplier=lambda epoch: 0.5 ** (epoch // 30))
@@ -81,12 +81,12 @@ class LearningRateScheduleCallback(EpochCallback):
         return (self.initial_lr or 0.0) * factor
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Finds out what the arguments left open."""
+        """Determines the values of arguments that are ``None``."""
         rate = learning_rate_of(innermost(self.model.optimizer))
         if not isinstance(rate, keras.Variable):
             raise ConfigError(
-                "the optimizer's learning rate is a schedule of its own, which a callback cannot set: create the "
-                "optimizer with a number."
+                "the optimizer's learning rate is a schedule, which a callback cannot set: create the optimizer with a "
+                "number as its learning rate."
             )
         if self.initial_lr is None:
             self.initial_lr = float(rate.numpy())
@@ -94,24 +94,24 @@ class LearningRateScheduleCallback(EpochCallback):
             self.steps_per_epoch = self.steps_per_epoch or (self.params or {}).get("steps")
             if not self.steps_per_epoch:
                 raise ConfigError(
-                    f"{type(self).__name__} sets the rate before every batch and must know how many batches an epoch "
-                    "has; the data does not tell. Pass steps_per_epoch=…."
+                    f"{type(self).__name__} sets the rate before every batch and needs the number of batches per epoch,"
+                    " which the data does not have: pass steps_per_epoch=…."
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Sets the rate of the epoch."""
         super().on_epoch_begin(epoch, logs)
         self._epoch = epoch
-        if self.staircase and self._is_on():
+        if self.staircase and self._is_active():
             self._set(self.rate_at(epoch))
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Sets the rate of the batch."""
-        if not self.staircase and self._is_on():
+        if not self.staircase and self._is_active():
             self._set(self.rate_at(self._epoch + batch / (self.steps_per_epoch or 1)))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Nothing, but on JAX it keeps Keras from calling callbacks in other threads."""
+        """Does nothing; on JAX its existence keeps Keras from calling callbacks in other threads."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Adds the rate to the logs."""
@@ -119,7 +119,7 @@ class LearningRateScheduleCallback(EpochCallback):
         if logs is not None:
             logs["learning_rate"] = float(self.model.optimizer.learning_rate)
 
-    def _is_on(self) -> bool:
+    def _is_active(self) -> bool:
         return self._epoch >= self.start_epoch and (self.end_epoch is None or self._epoch < self.end_epoch)
 
     def _set(self, rate: float) -> None:
@@ -138,14 +138,14 @@ class LearningRateScheduleCallback(EpochCallback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over the first epochs.
 
-    For a rate that was multiplied by the number of ranks (Goyal et al. 2017).
+    For a learning rate that was multiplied by the number of ranks (Goyal et al. 2017).
 
     Args:
-        initial_lr: the rate to arrive at; ``None`` takes the optimizer's when training begins.
-        warmup_epochs: how many epochs it takes.
+        initial_lr: the rate after the warm-up; ``None`` for the optimizer's rate when training begins.
+        warmup_epochs: the length of the warm-up.
         momentum_correction: see ``LearningRateScheduleCallback``.
-        steps_per_epoch: batches an epoch; ``None`` takes what ``fit`` knows.
-        verbose: 1 says on rank 0 when the rate has arrived.
+        steps_per_epoch: batches per epoch; ``None`` for the number that ``fit`` knows.
+        verbose: 1 prints a line on rank 0 at the end of the warm-up.
 
     Example:
         >>> import choros.keras as hvd
@@ -181,10 +181,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         return (1 + progress * (size - 1)) / size
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Says when the warm-up is over."""
+        """Prints a line at the end of the warm-up, if ``verbose``."""
         super().on_epoch_end(epoch, logs)
         if epoch == self.warmup_epochs - 1 and self.verbose and topology().rank == 0:
-            _say(
+            _print(
                 f"Epoch {epoch + 1}: warm-up over, the learning rate is {float(self.model.optimizer.learning_rate):g}."
             )
 
@@ -193,15 +193,15 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 class BestModelCheckpoint(EpochCallback):
     """Saves the model on rank 0 whenever the monitored metric is the best so far.
 
-    The file is written beside its final place and moved there, so that it is whole at any moment.
+    The file is written under a temporary name and then renamed, so that it is complete at any time.
 
     Args:
-        filepath: where to; may contain ``{epoch}`` and names of metrics, as in Keras' ``ModelCheckpoint``.
+        filepath: the file's path; may contain ``{epoch}`` and names of metrics, as in Keras' ``ModelCheckpoint``.
         monitor: the name of a metric in the logs.
-        verbose: 1 says when the model was saved.
-        save_weights_only: save the weights (``….weights.h5``) in place of the whole model (``….keras``).
-        mode: ``min``, ``max``, or ``auto``: the larger the better for accuracies and AUCs, else the smaller.
-        save_freq: only ``"epoch"``: the best is known when the epoch's metrics are.
+        verbose: 1 prints a line when the model is saved.
+        save_weights_only: whether to save only the weights (``….weights.h5``), not the whole model (``….keras``).
+        mode: ``min``, ``max``, or ``auto``: larger is better for accuracies and AUCs, smaller for other metrics.
+        save_freq: only ``"epoch"``: the metrics are known at the end of an epoch.
     """
 
     def __init__(
@@ -215,9 +215,9 @@ class BestModelCheckpoint(EpochCallback):
     ) -> None:
         super().__init__()
         if mode not in ("auto", "min", "max"):
-            raise ConfigError(f"mode={mode!r} is not one of auto, min, max.")
+            raise ConfigError(f"mode={mode!r}: expected one of auto, min, max.")
         if save_freq != "epoch":
-            raise ConfigError(f"save_freq={save_freq!r}: the best model is known once an epoch; use 'epoch'.")
+            raise ConfigError(f"save_freq={save_freq!r}: expected 'epoch', as the metrics are known once per epoch.")
         larger = mode == "max" or (mode == "auto" and ("acc" in monitor or "auc" in monitor.lower()))
         self.filepath = filepath
         self.monitor = monitor
@@ -227,15 +227,17 @@ class BestModelCheckpoint(EpochCallback):
         self.best = -np.inf if larger else np.inf
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Asks for the path before an epoch's work depends on it."""
+        """Checks that there is a path, before an epoch has been trained."""
         if self.filepath is None:
-            raise ConfigError("BestModelCheckpoint needs filepath='….keras': where to save the best model.")
+            raise ConfigError("BestModelCheckpoint needs the path of the file to save: pass filepath='….keras'.")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Saves, if this epoch was the best."""
+        """Saves the model if this epoch was the best."""
         super().on_epoch_end(epoch, logs)
         if self.monitor not in (logs or {}):
-            raise ConfigError(f"BestModelCheckpoint monitors {self.monitor!r}; the logs have {sorted(logs or {})}.")
+            raise ConfigError(
+                f"monitor={self.monitor!r}: the logs have no such metric; choose one of {sorted(logs or {})}."
+            )
         value = float(logs[self.monitor])
         if not self._is_better(value, self.best):
             return
@@ -244,11 +246,11 @@ class BestModelCheckpoint(EpochCallback):
             path = Path(str(self.filepath).format(epoch=epoch + 1, **logs))
             self._save(path)
             if self.verbose:
-                _say(f"Epoch {epoch + 1}: {self.monitor} {value:.5g}, saved to {path}.")
+                _print(f"Epoch {epoch + 1}: {self.monitor} {value:.5g}, saved to {path}.")
 
     def _save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Keras chooses the format by the ending: keep it.
+        # Keras chooses the format by the suffix, so the temporary name keeps it.
         unfinished = path.with_name(f".unfinished.{path.name}")
         if self.save_weights_only:
             self.model.save_weights(unfinished, overwrite=True)
@@ -259,13 +261,13 @@ class BestModelCheckpoint(EpochCallback):
 
 @final
 class Throughput(EpochCallback):
-    """Measures the examples that all ranks together train on in a second, without validation.
+    """Measures the training examples per second of all ranks together, without validation.
 
     Adds ``images_per_s`` and ``epoch_s`` to the logs of each epoch, the same on every rank.
 
     Args:
-        total_images: examples all ranks see in an epoch; 0 counts them.
-        verbose: 1 prints a line an epoch on rank 0.
+        total_images: the number of examples that all ranks see in an epoch; 0 to count them.
+        verbose: 1 prints a line per epoch on rank 0.
 
     Example:
         >>> Throughput(total_images=60000).total_images
@@ -291,7 +293,7 @@ class Throughput(EpochCallback):
         self._measure()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Writes the logs."""
+        """Adds the results to the logs."""
         super().on_epoch_end(epoch, logs)
         self._measure()
         images, seconds = self._measured or (0.0, 1.0)
@@ -299,15 +301,15 @@ class Throughput(EpochCallback):
             logs["images_per_s"] = images / seconds
             logs["epoch_s"] = seconds
         if self.verbose and topology().rank == 0:
-            _say(f"Epoch {epoch + 1}: {images / seconds:,.0f} images/s ({images:,.0f} in {seconds:.2f} s)")
+            _print(f"Epoch {epoch + 1}: {images / seconds:,.0f} images/s ({images:,.0f} in {seconds:.2f} s)")
 
     def _measure(self) -> None:
-        """The images of all ranks, and the seconds of the slowest."""
+        """Measures the images of all ranks, and the seconds of the slowest."""
         if self._measured is not None:
             return
         communicator = global_process_set.communicator
         seconds = float(communicator.allreduce(time.perf_counter() - self._begin, Reduction.MAX))
-        # Metrics of a step of all ranks have counted everybody's.
+        # Metrics of an SPMD step have counted the examples of all ranks.
         op = Reduction.MAX if is_spmd(self.model) else Reduction.SUM
         counted = float(communicator.allreduce(float(count_examples(self.model)), op))
         self._measured = (float(self.total_images or counted), max(seconds, 1e-9))

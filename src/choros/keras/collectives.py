@@ -1,6 +1,6 @@
-"""The collectives with the arguments of Horovod's Keras face, on Keras variables too.
+"""The collectives with the arguments of Horovod's Keras API, also for Keras variables.
 
-Gradients flow through them; see ``parallel/ops.py`` for what they are.
+They are differentiable; ``parallel/ops.py`` documents their gradients.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def allreduce(
     compression: Compressor = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Reduces ``value`` over the ranks: their average, if ``op`` says nothing else.
+    """Reduces ``value`` over the ranks, by default to the average.
 
     Args:
         value: an array, tensor or variable of any framework, eager or in a compiled function, or a number.
-        name: shown in errors.
+        name: the name shown in errors.
         average: Horovod's older form of ``op``; deprecated.
-        prescale_factor: what values are multiplied by before they are combined.
-        postscale_factor: what they are multiplied by afterwards.
-        op: how values are combined.
-        compression: the dtype in which they travel, that of ``none`` or ``fp16``.
-        process_set: the ranks that take part.
+        prescale_factor: the factor applied to values before the reduction.
+        postscale_factor: the factor applied to the result.
+        op: the reduction.
+        compression: the dtype in which values are sent, that of ``none`` or ``fp16``.
+        process_set: the ranks that participate.
 
     Raises:
         ConfigError: both ``average`` and ``op`` are given.
@@ -64,7 +64,7 @@ def allgather(value: Any, name: str | None = None, process_set: ProcessSet = glo
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """Gives every rank the ``value`` of ``root_rank``: an array of one shape and dtype, or a number."""
+    """Sends the ``value`` of ``root_rank`` to every rank: an array of the same shape and dtype on all, or a number."""
     return ops.broadcast(_tensor(value), root_rank, name=name, process_set=process_set)
 
 
@@ -81,10 +81,11 @@ def reducescatter(
 def alltoall(
     value: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Sends rows of ``value`` to every rank and gathers those meant for this one.
+    """Sends rows of ``value`` to every rank and receives rows from every rank.
 
     Returns:
-        The rows received; with ``splits`` (rows for each rank) a pair of them and how many each rank sent.
+        The rows received; with ``splits`` (the number of rows for each rank) a pair of them and the numbers of rows
+        that each rank sent.
     """
     return ops.alltoall(_tensor(value), splits, name=name, process_set=process_set)
 

@@ -1,4 +1,4 @@
-"""This rank's part of a data set, whatever Keras takes as one."""
+"""This rank's shard of a data set, of any kind that Keras takes."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ __all__ = ["shard"]
 def shard(
     data: Any, batch_size: int | None = None, *, shuffle: bool = False, seed: int = 0, initial_epoch: int = 0
 ) -> Any:
-    """This rank's part of ``data``.
+    """Returns this rank's shard of ``data``.
 
     With ``batch_size`` the result yields batches: those that one process would see, each sharded over all
-    ranks, so that training on it is training on the whole. Ranks' parts may differ in size, also in their
-    number; choros' callbacks see to it that no rank waits and every example counts the same.
+    ranks, so that the ranks together train on the whole data set. Ranks may have batches of different sizes and
+    different numbers of batches; with choros' callbacks no rank waits, and all examples have the same weight.
 
-    Pass ``shuffle=False`` to ``model.fit``: of a ``PyDataset`` (which arrays become here) it reorders the
-    *batches*, on each rank by itself, and a step then mixes parts of different global batches.
+    Pass ``shuffle=False`` to ``model.fit``: it reorders the *batches* of a ``PyDataset`` (which arrays become here)
+    on each rank independently, and a step then mixes shards of different global batches.
 
     Args:
-        data: what ``model.fit`` takes:
+        data: a data set that ``model.fit`` takes:
 
             - *arrays*, or tuples, lists and dicts of them, such as ``(x, y)``. Without ``batch_size``: the
               rows of ``shard_range``. With it: a ``keras.utils.PyDataset``.
             - ``tf.data.Dataset`` of examples. Without ``batch_size``: every size-th element, by
               ``Dataset.shard``; do so early, before elements are decoded. With it: batches, split.
-            - ``keras.utils.PyDataset``: its batches are the global ones. Each rank makes all of each batch.
+            - ``keras.utils.PyDataset``: its batches are the global ones. Each rank produces all of each batch.
             - torch ``DataLoader``: its batches, or those of ``batch_size``, are the global ones. Only this
               rank's examples are loaded. Random samplers that have no generator get one with the same seed.
             - Grain ``MapDataset`` or ``IterDataset`` of examples.
-        batch_size: examples in a batch of *all* ranks together.
-        shuffle: for arrays with ``batch_size``: draw a new order of all examples each epoch.
-        seed: of the shuffle; the same on all ranks.
-        initial_epoch: the epoch at which training resumes, whose order the shuffle goes on with.
+        batch_size: the number of examples in a batch of *all* ranks together.
+        shuffle: for arrays with ``batch_size``: whether to draw a new order of all examples each epoch.
+        seed: the seed of the shuffle; the same on all ranks.
+        initial_epoch: the epoch at which training resumes; the shuffle continues with its order.
 
     Returns:
-        An object of the same kind, for arrays with ``batch_size`` a ``PyDataset``.
+        A data set of the same kind; a ``PyDataset`` for arrays with ``batch_size``.
 
     Raises:
         ConfigError: the kind of data is not known, or the batch size does not fit it.
@@ -53,10 +53,12 @@ def shard(
         >>> [x.tolist() for x, y in (batches[i] for i in range(len(batches)))]
         [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
-    place = topology("shard()")
+    here = topology("shard()")
     if batch_size is not None:
-        check_batch_size(batch_size, place.size)
+        check_batch_size(batch_size, here.size)
     kind = kind_of(data)
     if shuffle and not kind.shuffles:
-        raise ConfigError(f"shuffle=True is for arrays; shuffle the {type(data).__name__} itself, alike on all ranks.")
-    return kind.shard(data, Sharding(Part(place.rank, place.size), batch_size, shuffle, seed, initial_epoch))
+        raise ConfigError(
+            f"shuffle=True is for arrays; shuffle the {type(data).__name__} itself, in the same order on all ranks."
+        )
+    return kind.shard(data, Sharding(Part(here.rank, here.size), batch_size, shuffle, seed, initial_epoch))

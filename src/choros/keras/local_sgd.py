@@ -1,7 +1,7 @@
-"""Local SGD and DiLoCo in ``model.fit``: ranks train alone and agree on weights now and then.
+"""Local SGD and DiLoCo in ``model.fit``: ranks train independently and average their weights periodically.
 
-The optimizer is a plain one, and the training step is Keras' own, compiled as Keras compiles it: nothing is
-exchanged within it. See ``parallel/reduce/local_updates.py`` for what is exchanged between steps.
+The optimizer is a plain one, and the training step is Keras' own, compiled as Keras compiles it: it does not
+communicate. ``parallel/reduce/local_updates.py`` documents what ranks exchange between steps.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def LocalSGDCallback(
     compression: Compressor = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> keras.callbacks.Callback:
-    """Averages the ranks' weights every so many steps, and at the end of each epoch.
+    """Averages the ranks' weights every ``every`` steps, and at the end of each epoch.
 
-    Bytes are those of synchronous training divided by ``every``. All ranks begin with rank 0's weights; each keeps
-    its optimizer's state. The average is over the examples that each has trained on since the last one; ranks may
-    have different numbers of batches. Put it before callbacks that compare ranks, such as
+    Ranks send the bytes of synchronous training divided by ``every``. All ranks start from rank 0's weights; each
+    keeps its optimizer's state. Each rank's weights count by the examples it has trained on since the last average;
+    ranks may have different numbers of batches. Put the callback before those that compare ranks, such as
     ``MetricAverageCallback``. Stich 2019, https://arxiv.org/abs/1805.09767.
 
     Args:
-        every: steps from one average to the next.
-        compression: how the change of the weights travels.
-        process_set: the ranks that train together; others go on alone.
+        every: the number of steps between two averages.
+        compression: how the change of the weights is compressed.
+        process_set: the ranks that train together; other ranks train alone.
 
     Raises:
         NotInitializedError: before ``init()``.
@@ -62,22 +62,22 @@ def DiLoCoCallback(
     compression: Compressor = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> keras.callbacks.Callback:
-    """Like ``LocalSGDCallback``, but the mean change of the weights is a gradient for an outer optimizer.
+    """Like ``LocalSGDCallback``, but the mean change of the weights is the gradient of an outer optimizer.
 
-    With an outer momentum ranks can train alone for much longer. Defaults are the paper's, whose inner optimizer
-    is AdamW (Douillard et al. 2023, https://arxiv.org/abs/2311.08105).
+    With an outer momentum ranks can train independently for much longer. Defaults are the paper's, whose inner
+    optimizer is AdamW (Douillard et al. 2023, https://arxiv.org/abs/2311.08105).
 
     Args:
-        every: steps from one exchange to the next; the end of an epoch is one, too.
-        outer_learning_rate: of the outer SGD.
-        outer_momentum: likewise.
+        every: the number of steps between two exchanges; ranks also exchange weights at the end of an epoch.
+        outer_learning_rate: the learning rate of the outer SGD.
+        outer_momentum: the momentum of the outer SGD.
         nesterov: whether that momentum is Nesterov's.
-        compression: how the change of the weights travels.
-        process_set: the ranks that train together; others go on alone.
+        compression: how the change of the weights is compressed.
+        process_set: the ranks that train together; other ranks train alone.
 
     Raises:
         NotInitializedError: before ``init()``.
-        ConfigError: an argument has a value that cannot be meant; in ``fit``, the optimizer is a distributed one.
+        ConfigError: an argument has an invalid value; in ``fit``, the optimizer is a distributed one.
 
     Example:
         >>> import choros.keras as hvd
@@ -90,7 +90,7 @@ def DiLoCoCallback(
 
 @final
 class _LocalUpdatesCallback(keras.callbacks.Callback):
-    """Tells ``updates`` of each step, and gives the model the weights that come of it."""
+    """Passes each step to ``updates``, and assigns the resulting weights to the model."""
 
     def __init__(self, updates: LocalUpdates) -> None:
         super().__init__()
@@ -104,12 +104,12 @@ class _LocalUpdatesCallback(keras.callbacks.Callback):
         self._examples = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Starts all ranks alike; the model and the optimizer are built by now."""
+        """Starts all ranks from identical weights; the model and the optimizer are built by now."""
         optimizer = self.model.optimizer
         if reducer_of(optimizer) or reducer_of(innermost(optimizer)):
             raise ConfigError(
-                "the optimizer is distributed, so ranks exchange gradients at every step: compile the model with the "
-                "plain optimizer to exchange weights every so many."
+                "the optimizer is distributed, so ranks reduce gradients at every step: to average weights instead, "
+                "compile the model with the plain optimizer."
             )
         if self._included:
             process_set = self._updates.process_set
@@ -117,23 +117,23 @@ class _LocalUpdatesCallback(keras.callbacks.Callback):
             self._updates.start(self._read())
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Keras counts batches and examples anew."""
+        """Resets the counts of batches and examples, as Keras does."""
         self._in_epoch = True
         self._batches, self._examples = 0, 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Exchanges weights if it is time to."""
+        """Exchanges weights after the number of steps that ``updates`` has."""
         steps, self._batches = batch + 1 - self._batches, batch + 1
         if self._included and self._updates.step(steps):
             self._synchronize()
             self._write(self._updates.exchange(self._read(), examples=self._count()))
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """In ``fit``, the epoch's batches are over."""
+        """Ends the epoch's batches, in ``fit``."""
         self._end_batches()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """The epoch's batches are over."""
+        """Ends the epoch's batches."""
         self._end_batches()
 
     def _end_batches(self) -> None:
@@ -142,13 +142,13 @@ class _LocalUpdatesCallback(keras.callbacks.Callback):
             self._write(self._updates.finish(self._read(), examples=self._count()))
 
     def _count(self) -> int:
-        """Examples since the last exchange; batches, if the model has no loss metric that tells."""
+        """The number of examples since the last exchange; of batches, if the model has no loss metric that counts."""
         examples = count_examples(self.model) or self._batches
         new, self._examples = examples - self._examples, examples
         return new
 
     def _synchronize(self) -> None:
-        """On JAX the weights are elsewhere during an epoch; Keras takes them up again before its next step."""
+        """On JAX, writes the weights of the training loop to the model; Keras reads them again before its next step."""
         if keras.backend.backend() == "jax":
             self.model.jax_state_sync()
 

@@ -1,4 +1,4 @@
-"""The distributed optimizer of Horovod's face: gradients are averaged over the examples of all ranks."""
+"""The distributed optimizer of Horovod's Keras API: gradients are averaged over the examples of all ranks."""
 
 from __future__ import annotations
 
@@ -36,34 +36,35 @@ def DistributedOptimizer(
 ) -> Any:
     """Makes a Keras optimizer average gradients over all ranks before it applies them.
 
-    The average is over examples: ranks with batches of different sizes, or with fewer batches, count for
-    what they bring (a choros callback in ``model.fit`` tells the optimizer; without one, ranks weigh alike).
+    The average is over examples: ranks with batches of different sizes, or with fewer batches, are weighted by the
+    examples they contribute. A choros callback in ``model.fit`` reports those to the optimizer; without one, all ranks
+    have the same weight.
 
     Args:
         optimizer: any Keras 3 optimizer, a ``LossScaleOptimizer`` included. It is changed in place.
         name: Horovod's; the optimizer keeps its own name.
         device_dense: Horovod's; the engine decides where gradients are reduced.
         device_sparse: Horovod's; likewise.
-        compression: how gradients travel, such as ``Compression.fp16``; see docs/compression.md.
+        compression: how gradients are compressed, such as ``Compression.fp16``; see docs/compression.md.
         sparse_as_dense: Horovod's; sparse gradients are always made dense.
-        gradient_predivide_factor: averages divide by this much before the sum and by the rest after it.
+        gradient_predivide_factor: the divisor before the sum; the average divides by the rest after it.
         op: ``Average`` or ``Sum``.
-        backward_passes_per_step: batches whose gradients are accumulated before ranks exchange them and
-            weights are updated.
-        average_aggregated_gradients: whether those batches' gradients are averaged or, as is Horovod's
-            default, summed.
+        backward_passes_per_step: the number of micro-batches whose gradients are accumulated before ranks reduce them
+            and the weights are updated.
+        average_aggregated_gradients: whether the gradients of those micro-batches are averaged, not summed, which is
+            Horovod's default.
         num_groups: Horovod's older form of ``groups``.
-        groups: gradients that travel together: a number of groups, or lists of variables.
-        process_set: the ranks that train together; others go on alone.
+        groups: gradients that are reduced together: a number of groups, or lists of variables.
+        process_set: the ranks that train together; other ranks train alone.
         scale_local_gradients: whether gradients of ``register_local_var`` are divided by the number of
-            ranks, to stay in proportion.
+            ranks, so that they have the scale of averaged gradients.
 
     Returns:
         The optimizer.
 
     Raises:
         NotInitializedError: before ``init()``.
-        ConfigError: an argument has a value that cannot be meant, or the optimizer is distributed already.
+        ConfigError: an argument has an invalid value, or the optimizer is distributed already.
 
     Example:
         >>> import keras, choros.keras as hvd
@@ -82,7 +83,7 @@ def DistributedOptimizer(
         )
     base = innermost(optimizer)
     if reducer_of(optimizer) or reducer_of(base):
-        raise ConfigError("this optimizer is distributed already: wrap it once.")
+        raise ConfigError("this optimizer is distributed already: wrap it only once.")
     config = placed(
         ReduceConfig(
             op=op,
@@ -95,7 +96,7 @@ def DistributedOptimizer(
         )
     )
     if base is optimizer and keras.config.dtype_policy().name == "mixed_float16":
-        # compile() would put the loss scale around the exchange; ranks must exchange before it looks at gradients.
+        # compile() would put the loss scale around the reduction; ranks must reduce gradients before it checks them.
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     wrap(optimizer, OptimizerReducer(lambda: config, scale_local_gradients=scale_local_gradients))
     return optimizer
@@ -104,7 +105,7 @@ def DistributedOptimizer(
 def _groups(groups: int | Sequence[Sequence[Any]], optimizer: Any) -> int | tuple[tuple[int, ...], ...] | None:
     if not isinstance(groups, int) and not optimizer.built:
         raise ConfigError(
-            "groups=[[variable, …], …] needs to know the variables' order: call "
+            "groups=[[variable, …], …] needs the order of the variables: call "
             "optimizer.build(model.trainable_variables) first, or pass a number of groups."
         )
     return indices_of_groups(groups, trained_variables(optimizer) if optimizer.built else (), "variable")

@@ -1,4 +1,4 @@
-"""Models back from disk, ready to go on training."""
+"""Loading of saved models, ready to continue training."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def load_model(
     compression: Compressor = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """Loads a Keras model whose optimizer, its state restored, is distributed already.
+    """Loads a Keras model with its optimizer's state restored and the optimizer distributed already.
 
     The file may have been saved with or without choros.
 
     Args:
         filepath: a ``.keras`` or ``.h5`` file.
         custom_optimizers: classes of optimizers that Keras does not know.
-        custom_objects: other things by the names under which the model knows them.
+        custom_objects: other custom objects by the names that the model's configuration uses.
         compression: as for ``DistributedOptimizer``.
         legacy_opts: Horovod's; Keras 3 has no legacy optimizers.
 
@@ -53,10 +53,10 @@ def load_model(
 
 
 def _bound(optimizer: Any, model: Any, path: Path) -> Any:
-    """The optimizer with its state, made for the model's variables.
+    """Returns the optimizer with its state, built for the model's variables.
 
-    Keras (3.15) builds the optimizer of an ``.h5`` file before a sequential model has its variables, and then
-    neither restores its state nor lets it train the model.
+    Keras (3.15) builds the optimizer of an ``.h5`` file before a sequential model has its variables; it then neither
+    restores the optimizer's state nor can train the model with it.
     """
     known = {id(variable) for variable in trained_variables(optimizer)} if optimizer.built else set()
     if path.suffix not in (".h5", ".hdf5") or all(id(variable) in known for variable in model.trainable_variables):
