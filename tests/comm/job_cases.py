@@ -76,7 +76,7 @@ def case_a_second_set_of_the_same_ranks_is_refused() -> None:
     assert choros.remove_process_set(pair)
 
 
-def case_sets_that_cannot_be_meant_are_refused() -> None:
+def case_invalid_process_sets_are_errors() -> None:
     for ranks in ([], [0, 3]):
         with pytest.raises(ConfigError, match=r"not distinct ranks of 0 … 2"):
             choros.add_process_set(ranks)

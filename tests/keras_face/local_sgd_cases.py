@@ -103,7 +103,7 @@ def case_ranks_outside_the_process_set_go_on_alone():
     hvd.remove_process_set(own)
 
 
-def case_what_cannot_be_meant():
+def case_invalid_arguments_are_errors():
     with pytest.raises(ConfigError, match="every=0: there must be 1 step or more"):
         hvd.LocalSGDCallback(every=0)
     with pytest.raises(ConfigError, match="outer momentum 1"):

@@ -81,7 +81,7 @@ def case_a_loss_scale_has_the_rate_of_the_optimizer_in_it():
     assert scalars(only_file(directory / "train"))["epoch_learning_rate"] == steps_of([0.125, 0.125])
 
 
-def case_what_cannot_be_meant():
+def case_invalid_arguments_are_errors():
     for arguments in ({"update_freq": "often"}, {"update_freq": 0}, {"histogram_freq": -1}):
         with pytest.raises(ConfigError, match=next(iter(arguments))):
             TensorBoard(**arguments)

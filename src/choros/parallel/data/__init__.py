@@ -1,12 +1,12 @@
-"""Global batches, of whatever kind of data set, cut to a process's part of each; a module a kind.
+"""Global batches of any kind of data set, and a process's part of each; one module per kind.
 
 ::
 
-    kind_of(data)  ─►  DataKind                    kinds.py: the one table; kind.py: what is asked of a kind
+    kind_of(data)  ─►  DataKind                    kinds.py: the table; kind.py: the interface of a kind
                          ├── ArrayKind             arrays.py
                          ├── PyDatasetKind         py_dataset.py
-                         ├── TfDataKind            tf_data.py        these are imported when the first such
-                         ├── DataLoaderKind        data_loader.py    data set is seen
+                         ├── TfDataKind            tf_data.py        these are imported with the first
+                         ├── DataLoaderKind        data_loader.py    such data set
                          └── GrainKind             grain_data.py
 """
 

@@ -1,4 +1,4 @@
-"""Batches of arrays in memory, as a ``keras.utils.PyDataset``. Imports Keras: import it on demand."""
+"""Batches of arrays in memory, as a ``keras.utils.PyDataset``. The module imports Keras: import it on demand."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ArrayBatches(keras.utils.PyDataset):
 
     Args:
         data: arrays of one length, or tuples, lists and dicts of them.
-        batch_size: examples in a global batch.
-        sharding: whose rows, in which order.
+        batch_size: the number of examples in a global batch.
+        sharding: the process's part, and the order of examples.
     """
 
     def __init__(self, data: Any, batch_size: int, sharding: Sharding) -> None:
@@ -47,22 +47,22 @@ class ArrayBatches(keras.utils.PyDataset):
         start, end = self._ranges[index]
         if self._order is None:
             return cut(self._data, start, end)
-        chosen = self._order[start:end]
-        return map_structure(lambda leaf: leaf[chosen], self._data)
+        indices = self._order[start:end]
+        return map_structure(lambda leaf: leaf[indices], self._data)
 
     def _check_order(self, index: int) -> None:
-        """Warns if Keras shuffles batches: it does not say so, but the indices that it asks for show it."""
+        """Warns if Keras shuffles batches: there is no public flag, but the requested indices show it."""
         if self._split and self._last is not None and index not in (0, self._last + 1):
             self._split = False
             warnings.warn(
-                "Keras reorders these batches, on each rank by itself, so that a step mixes parts of different global "
-                "batches: pass shuffle=False to fit, and shuffle=True to shard for a new order each epoch.",
+                "Keras reorders these batches on each rank independently, so that a step mixes shards of different "
+                "global batches: pass shuffle=False to fit, and shuffle=True to shard for a new order each epoch.",
                 stacklevel=2,
             )
         self._last = index
 
     def on_epoch_end(self) -> None:
-        """A new order, the same on all ranks."""
+        """Draws a new order, the same on all ranks."""
         self._epoch += 1
         self._order = self._draw()
 

@@ -1,7 +1,7 @@
-"""Arrays in memory, and iterables of batches: data of no package's making.
+"""Arrays in memory, and iterables of batches: data sets of no particular package.
 
-A list of arrays is either: ``shard`` takes the rows of each array for examples, the other methods take each array for
-a batch.
+A list of arrays may be both: for ``shard`` each array's rows are the examples, for the other methods each array is a
+batch.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ __all__ = ["ArrayKind"]
 
 @final
 class ArrayKind(DataKind):
-    """Arrays, or tuples, lists and dicts of them; and whatever yields such batches."""
+    """Arrays, or tuples, lists and dicts of them; and iterables of such batches."""
 
     shuffles: ClassVar[bool] = True
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
-        """Rows of the arrays; with a batch size a ``PyDataset``."""
+        """Returns rows of the arrays; with a batch size a ``PyDataset``."""
         lengths = {np.shape(leaf)[:1] for leaf in leaves(data)}
         if len(lengths) != 1 or lengths == {()}:
             raise ConfigError(
-                f"shard() got a {type(data).__name__} whose parts have the lengths {sorted(lengths)}. It takes arrays "
-                "of one length, tf.data, PyDataset, DataLoader and Grain data sets."
+                f"shard() got a {type(data).__name__} of arrays with the lengths {sorted(lengths)}. It takes arrays "
+                "of one length, and tf.data, PyDataset, DataLoader and Grain data sets."
             )
         if sharding.batch_size is None:
             if sharding.shuffle:
-                raise ConfigError("shuffle=True needs batch_size; without it the rows are split in their order.")
+                raise ConfigError("shuffle=True needs batch_size; without it the rows are sharded in their order.")
             ((n,),) = lengths
             return cut(data, *sharding.part.range(n))
         from choros.parallel.data.array_batches import ArrayBatches
@@ -43,7 +43,7 @@ class ArrayKind(DataKind):
         return ArrayBatches(data, sharding.batch_size, sharding)
 
     def local_batches(self, data: Any, part: Part) -> LocalBatches:
-        """Rows of each batch of an iterable."""
+        """Returns the process's rows of each batch of an iterable."""
         if (
             not isinstance(data, Iterable)
             or isinstance(data, (tuple, dict, str, bytes))
@@ -51,6 +51,6 @@ class ArrayKind(DataKind):
         ):
             raise ConfigError(
                 f"a {type(data).__name__} is no data set of batches. Strategies take tf.data.Dataset, PyDataset, torch "
-                "DataLoader, Grain data sets and iterables of batches; of arrays, make batches first."
+                "DataLoader, Grain data sets and iterables of batches; split arrays into batches first."
             )
         return super().local_batches(data, part)

@@ -1,4 +1,4 @@
-"""Batches of a torch ``DataLoader``, of which only the process's own examples are loaded."""
+"""Batches of a torch ``DataLoader``; a process loads only its own examples."""
 
 from __future__ import annotations
 
@@ -18,54 +18,54 @@ class DataLoaderKind(DataKind):
     """``torch.utils.data.DataLoader``: its batches are the global ones, of which the process loads its own examples."""
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
-        """A ``DataLoader`` of the process's rows, of batches of another size if one is given."""
+        """Returns a ``DataLoader`` of the process's rows, with another batch size if one is given."""
         return _split(data, sharding.part, batch_size=sharding.batch_size, seed=sharding.seed)
 
     def split(self, data: Any, part: Part) -> Any:
-        """A ``DataLoader`` of the process's rows."""
+        """Returns a ``DataLoader`` of the process's rows."""
         if data.batch_size is not None:
             check_global_batch(data.batch_size, part.count)
         return _split(data, part)
 
     def local_batches(self, data: Any, part: Part) -> LocalBatches:
-        """Of a stream every process loads everything."""
+        """Returns the process's rows of each batch; every process loads all of a stream."""
         if _is_stream(data):
             return super().local_batches(data, part)
         loaded = _LoadedParts(data, part)
         return LocalBatches(lambda: iter(loaded), lambda: self.length(data))
 
     def batch_rows(self, data: Any) -> int | None:
-        """The loader's ``batch_size``."""
+        """Returns the loader's ``batch_size``."""
         rows: int | None = data.batch_size
         return rows
 
 
 def _is_stream(loader: Any) -> bool:
-    """Whether its examples come in an order of their own, and cannot be chosen."""
+    """Whether the loader reads its examples in sequence, so that they cannot be selected by index."""
     from torch.utils.data import IterableDataset
 
     return isinstance(loader.dataset, IterableDataset)
 
 
 def _split(loader: Any, part: Part, *, batch_size: int | None = None, seed: int = 0) -> Any:
-    """A ``DataLoader`` of the process's rows of each batch, without batches in which it has none.
+    """Returns a ``DataLoader`` of the process's rows of each batch; batches in which it has none are skipped.
 
     Args:
-        loader: its batches are the global ones.
-        part: which rows are the process's.
-        batch_size: examples in a global batch, if not those of the loader.
-        seed: of random samplers that have no generator.
+        loader: a loader of global batches.
+        part: the process's part of each.
+        batch_size: the number of examples in a global batch; ``None`` for the loader's own.
+        seed: the seed of random samplers that have no generator.
 
     Raises:
-        ConfigError: the loader makes no batches, or a stream others than ``batch_size`` asks for.
+        ConfigError: the loader has no batches, or reads a stream in batches of another size than ``batch_size``.
     """
     import torch.utils.data as torch_data
 
     if _is_stream(loader):
         if batch_size is not None and batch_size != loader.batch_size:
             raise ConfigError(
-                f"the DataLoader reads a stream in batches of {loader.batch_size}, batch_size={batch_size} asks for "
-                "others. Its batches are the global ones: make them that large, or leave batch_size out."
+                f"the DataLoader reads a stream in batches of {loader.batch_size}, but batch_size={batch_size}. Its "
+                "batches are the global ones: give it that batch size, or remove batch_size."
             )
         return torch_data.DataLoader(_stream_part(loader, part), batch_size=None)
     return _with_sampler(loader, _sampler_part(loader, part, batch_size, seed, deque(), keep_empty=False))
@@ -73,11 +73,11 @@ def _split(loader: Any, part: Part, *, batch_size: int | None = None, seed: int 
 
 @final
 class _LoadedParts:
-    """The process's rows of each batch of a ``DataLoader`` that is no stream, with batches of no rows among them.
+    """The process's rows of each batch of a ``DataLoader`` that does not read a stream, including empty batches.
 
     Args:
-        loader: its batches are the global ones.
-        part: which rows are the process's.
+        loader: a loader of global batches.
+        part: the process's part of each.
     """
 
     def __init__(self, loader: Any, part: Part) -> None:
@@ -106,9 +106,10 @@ def _with_sampler(loader: Any, sampler: Any) -> Any:
 def _sampler_part(
     loader: Any, part: Part, batch_size: int | None, seed: int, rows: deque[int], *, keep_empty: bool
 ) -> Any:
-    """The process's indices of each global batch; their numbers are appended to ``rows``, batch by batch.
+    """Returns a sampler of the process's indices of each global batch; it appends their numbers to ``rows``.
 
-    With ``keep_empty`` a batch of which it gets none is its first example, as nothing can be collated from nothing.
+    With ``keep_empty``, a batch in which the process has no rows yields its first example, as an empty list cannot be
+    collated.
     """
     import torch.utils.data as torch_data
 
@@ -117,12 +118,12 @@ def _sampler_part(
         sampler = torch_data.BatchSampler(loader.sampler, batch_size, drop_last=loader.drop_last)
     if sampler is None:
         raise ConfigError(
-            "the DataLoader yields single examples (batch_size=None): give it the size of a global batch."
+            "the DataLoader yields single examples (batch_size=None): pass it the size of a global batch."
         )
     if isinstance(loader.sampler, torch_data.DistributedSampler):
         raise ConfigError(
-            "the DataLoader has a DistributedSampler, which deals out examples to processes itself: leave it out, the "
-            "whole data set is dealt out here."
+            "the DataLoader has a DistributedSampler, which shards the data set itself: remove it, as choros shards "
+            "the data set."
         )
     _seed_sampler(loader.sampler, seed)
 
@@ -142,7 +143,7 @@ def _sampler_part(
 
 
 def _seed_sampler(sampler: Any, seed: int) -> None:
-    """Ranks must draw the same order to split it."""
+    """Sets the seed of a random sampler: ranks must draw the same order, of which each takes its part."""
     import torch
 
     if hasattr(sampler, "generator") and sampler.generator is None:

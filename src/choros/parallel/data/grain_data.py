@@ -15,38 +15,38 @@ __all__ = ["KIND", "GrainKind"]
 
 @final
 class GrainKind(DataKind):
-    """Grain's ``MapDataset`` and ``IterDataset``; its ``DataLoader`` is refused."""
+    """Grain's ``MapDataset`` and ``IterDataset``; its ``DataLoader`` is an error."""
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
-        """Of a ``MapDataset`` only this process's examples are read."""
+        """Returns a data set of this process's rows; of a ``MapDataset``, only those examples are read."""
         import grain
 
-        _refuse_loader(data)
+        _reject_loader(data)
         part, batch_size = sharding.part, sharding.batch_size
         if isinstance(data, grain.MapDataset):
             if batch_size is None:
                 start, end = part.range(len(data))
                 return data[start:end]
             full_start, full_end = shard_range(batch_size, part.first, part.count)
-            mine = example_indices(len(data), batch_size, part.first, part.count)
-            return grain.MapDataset.source(_Chosen(data, mine)).batch(full_end - full_start)
+            indices = example_indices(len(data), batch_size, part.first, part.count)
+            return grain.MapDataset.source(_Subset(data, indices)).batch(full_end - full_start)
         if batch_size is None:
-            raise ConfigError("a grain.IterDataset is split batch by batch: pass shard(…, batch_size=…).")
+            raise ConfigError("a grain.IterDataset is sharded batch by batch: pass shard(…, batch_size=…).")
         return _split(data.batch(batch_size), part)
 
     def split(self, data: Any, part: Part) -> Any:
-        """A data set of the process's rows."""
-        _refuse_loader(data)
+        """Returns a data set of the process's rows."""
+        _reject_loader(data)
         return _split(data, part)
 
     def local_batches(self, data: Any, part: Part) -> LocalBatches:
-        """As for all that can be iterated."""
-        _refuse_loader(data)
+        """Returns the process's rows of each batch, as for any iterable."""
+        _reject_loader(data)
         return super().local_batches(data, part)
 
 
 def _split(batches: Any, part: Part) -> Any:
-    """The process's rows of each batch of a ``MapDataset`` or ``IterDataset``, without batches in which it has none."""
+    """The process's rows of each batch of a ``MapDataset`` or ``IterDataset``; batches without any are skipped."""
     import grain
 
     parts = batches.map(part.of)
@@ -57,20 +57,20 @@ def _split(batches: Any, part: Part) -> Any:
     return parts[: number - 1] if number and count_rows(parts[number - 1]) == 0 else parts
 
 
-def _refuse_loader(data: Any) -> None:
-    """A ``ConfigError`` if ``data`` is a ``grain.DataLoader``, which only its own sampler can split."""
+def _reject_loader(data: Any) -> None:
+    """Raises a ``ConfigError`` if ``data`` is a ``grain.DataLoader``, which only its own sampler can shard."""
     import grain
 
     if isinstance(data, grain.DataLoader):
         raise ConfigError(
-            "a grain.DataLoader is split by its sampler: pass it shard_options=grain.sharding.ShardOptions("
-            "shard_index=…, shard_count=…) with this process's rank and the size. Or take a grain.MapDataset."
+            "a grain.DataLoader is sharded by its sampler: pass it shard_options=grain.sharding.ShardOptions("
+            "shard_index=…, shard_count=…) with this process's rank and the size. Or use a grain.MapDataset."
         )
 
 
 @final
-class _Chosen:
-    """Some elements of a random-access data set."""
+class _Subset:
+    """The elements of a random-access data set at some indices."""
 
     def __init__(self, data: Any, indices: Any) -> None:
         self._data = data

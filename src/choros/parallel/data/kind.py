@@ -1,4 +1,4 @@
-"""What choros asks of a kind of data set; each implementation is a module of its own, found by ``kinds.py``."""
+"""The interface of a kind of data set; each kind is implemented in its own module, which ``kinds.py`` finds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["DataKind", "LocalBatches", "Sharding"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """How Horovod's ``shard`` is to split a data set.
+    """How ``choros.keras.shard`` shards a data set.
 
     Attributes:
-        part: which rows of each global batch are the process's.
-        batch_size: examples in a global batch; ``None`` where none was given.
+        part: the process's part of each global batch.
+        batch_size: the number of examples in a global batch; ``None`` if not given.
         shuffle: whether examples are drawn in a new order each epoch, the same on all processes.
-        seed: of that order, and of samplers that have none of their own.
-        epoch: the one whose order comes first.
+        seed: the seed of that order, and of samplers without a generator.
+        epoch: the epoch whose order comes first.
     """
 
     part: Part
@@ -33,12 +33,12 @@ class Sharding:
 
 @dataclass(frozen=True)
 class LocalBatches:
-    """A process's rows of each global batch, maybe none, so that all processes have equally many batches.
+    """A process's rows of each global batch, maybe none, so that all processes have the same number of batches.
 
     Attributes:
         start: starts an iteration.
-        length: gives the number of batches, ``None`` where it is not known.
-        dataset: a data set of the same kind that yields them, if the kind has such.
+        length: returns the number of batches; ``None`` if it is not known.
+        dataset: a data set of the same kind that yields them; ``None`` if the kind has no such data set.
     """
 
     start: Callable[[], Iterator[Any]]
@@ -47,10 +47,10 @@ class LocalBatches:
 
 
 class DataKind(ABC):
-    """One kind of data set. Every method is given a data set of that kind.
+    """One kind of data set. Every method takes a data set of that kind.
 
-    A kind must have ``shard``. The other methods do for all data sets that can be iterated; a kind overrides those that
-    its data sets do in another way, or better.
+    A kind must implement ``shard``. The other methods work for all iterable data sets; a kind overrides those for which
+    its data sets need, or allow, another implementation.
 
     Attributes:
         shuffles: whether ``shard`` can shuffle.
@@ -60,7 +60,7 @@ class DataKind(ABC):
 
     @abstractmethod
     def shard(self, data: Any, sharding: Sharding) -> Any:
-        """This process's part of ``data``, for Horovod's ``shard``.
+        """Returns this process's shard of ``data``, for ``choros.keras.shard``.
 
         Processes may get different numbers of batches.
 
@@ -69,19 +69,19 @@ class DataKind(ABC):
         """
 
     def split(self, data: Any, part: Part) -> Any:
-        """The process's rows of each batch, without batches in which it has none, for ``fit`` under a strategy.
+        """Returns the process's rows of each batch, for ``fit`` under a strategy; batches without any are skipped.
 
         Returns:
-            Something of the same kind; a generator of what is only iterable. Lengths that are known stay so.
+            A data set of the same kind; a generator if ``data`` is only iterable. A known length stays known.
 
         Raises:
-            ConfigError: ``data`` has no batches or too small ones, or processes would not see them in the same order.
+            ConfigError: ``data`` has no batches or too small ones, or its order may differ between processes.
         """
         own = self.local_batches(data, part)
         return (rows for rows in own.start() if count_rows(rows) > 0)
 
     def local_batches(self, data: Any, part: Part) -> LocalBatches:
-        """The process's rows of each batch, maybe none, for a custom loop under a strategy.
+        """Returns the process's rows of each batch, maybe none, for a custom loop under a strategy.
 
         Raises:
             ConfigError: as ``split``.
@@ -92,27 +92,27 @@ class DataKind(ABC):
         )
 
     def batches(self, data: Any) -> Iterator[Any]:
-        """The batches of one epoch."""
+        """Yields the batches of one epoch."""
         yield from data
 
     def length(self, data: Any) -> int | None:
-        """The number of batches, ``None`` where it is not known."""
+        """Returns the number of batches; ``None`` if it is not known."""
         return len(data) if hasattr(data, "__len__") else None
 
     def batch_rows(self, data: Any) -> int | None:
-        """The rows of a full batch, ``None`` where finding out would consume data."""
+        """Returns the number of rows of a full batch; ``None`` if data would have to be read."""
         return None
 
     def padded(self, own: Any) -> Any:
-        """``own``, the data set of this process alone, with batches of no rows at the end.
+        """Returns ``own``, the data set of this process alone, with empty batches at the end.
 
-        There are as many as it takes for all processes to have equally many batches. All processes must call this.
+        They are as many as all processes need to have the same number of batches. All processes must call this.
 
         Returns:
-            Something of the same kind; ``None`` if the kind has no such data sets.
+            A data set of the same kind; ``None`` if the kind has no such data sets.
         """
         return None
 
     def sources(self, data: Any) -> Iterable[Any]:
-        """``data`` and all data sets that it was made from; none where that cannot be found out."""
+        """Returns ``data`` and all data sets that it is derived from; empty if those are not known."""
         return ()

@@ -1,4 +1,4 @@
-"""Which kind of data set something is, asked without loading the package that it would come from."""
+"""The kinds of data sets, found without importing the packages that define them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["are_arrays", "kind_of"]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A kind of data set that comes from a package.
+    """A kind of data set that a package defines.
 
     Attributes:
-        module: beside this one; its ``KIND`` is the kind. It is imported when the first such data set is seen.
-        package: what must be loaded if there is such a data set.
-        classes: those of the data sets, as paths inside ``package``.
+        module: a module beside this one, whose ``KIND`` is the kind; imported with the first such data set.
+        package: the package, which is imported already if such a data set exists.
+        classes: the classes of the data sets, as paths inside ``package``.
     """
 
     module: str
@@ -37,7 +37,7 @@ class _Entry:
         return isinstance(data, tuple(reduce(getattr, path.split("."), package) for path in self.classes))
 
     def kind(self) -> DataKind:
-        """The kind itself."""
+        """Returns the kind."""
         kind: DataKind = import_module(f"choros.parallel.data.{self.module}").KIND
         return kind
 
@@ -52,7 +52,7 @@ _ARRAYS = ArrayKind()
 
 
 def kind_of(data: Any) -> DataKind:
-    """The kind of ``data``; that of arrays and iterables for all that no package of the table makes.
+    """Returns the kind of ``data``; for data of no package in the table, the kind of arrays and iterables.
 
     Example:
         >>> type(kind_of([1, 2, 3])).__name__
@@ -62,7 +62,7 @@ def kind_of(data: Any) -> DataKind:
 
 
 def are_arrays(data: Any) -> bool:
-    """Whether ``data`` is an array or a structure of arrays, not something that yields batches.
+    """Whether ``data`` is an array or a structure of arrays, not an iterable of batches.
 
     Example:
         >>> import numpy as np

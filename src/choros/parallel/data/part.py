@@ -1,4 +1,4 @@
-"""Which rows of a global batch are a process's."""
+"""A process's part of each global batch: its rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """The rows that one process takes of each batch: those of ``local`` replicas in a row.
+    """The rows of each batch that belong to one process: those of ``local`` consecutive replicas.
 
     Attributes:
         first: the process's first replica.
-        count: the replicas of all processes, each of which gets the rows of ``shard_range``.
-        local: how many replicas the process has.
+        count: the number of replicas of all processes, each of which has the rows of ``shard_range``.
+        local: the number of replicas of the process.
 
     Example:
         >>> Part(first=2, count=4, local=2).range(10)
@@ -34,18 +34,18 @@ class Part:
     local: int = 1
 
     def range(self, rows: int) -> tuple[int, int]:
-        """The ``(start, end)`` of the process's rows in a batch of so many."""
+        """Returns ``(start, end)`` of the process's rows in a batch of ``rows`` rows."""
         start, _ = shard_range(rows, self.first, self.count)
         _, end = shard_range(rows, self.first + self.local - 1, self.count)
         return start, end
 
     def of(self, batch: Any) -> Any:
-        """The process's rows of ``batch``, maybe none."""
+        """Returns the process's rows of ``batch``, maybe none."""
         return cut(batch, *self.range(count_rows(batch)))
 
 
 def count_rows(batch: Any) -> int:
-    """How many rows a batch of arrays has.
+    """The number of rows of a batch of arrays.
 
     Example:
         >>> import numpy as np
@@ -56,28 +56,28 @@ def count_rows(batch: Any) -> int:
     shape = getattr(first, "shape", None)
     if not shape:
         raise ConfigError(
-            f"a batch must be an array, or a tuple, list or dict of arrays with a row for each example; this one is a "
+            f"a batch must be an array, or a tuple, list or dict of arrays, with one row per example; this one is a "
             f"{type(batch).__name__}{'' if first is batch else f' of a {type(first).__name__}'}."
         )
     return int(shape[0])
 
 
 def cut(batch: Any, start: int, end: int) -> Any:
-    """The rows from ``start`` to before ``end`` of every array of ``batch``; ``None`` stays."""
+    """Returns the rows ``start … end - 1`` of every array of ``batch``; ``None`` stays ``None``."""
     return map_structure(lambda leaf: leaf[start:end], batch)
 
 
 def check_global_batch(rows: int, replicas: int) -> None:
-    """A ``ConfigError`` if a batch of ``rows`` examples, other than the last, has none for some replica."""
+    """Raises a ``ConfigError`` if a batch of ``rows`` examples has none for some replica; not for the last batch."""
     if rows < replicas:
         raise ConfigError(
-            f"a global batch of {rows} examples is smaller than the {replicas} replicas that are to share it: batches "
-            f"are those of all replicas together. Take a batch size of {replicas} or more."
+            f"a global batch of {rows} examples is smaller than the {replicas} replicas over which it is sharded: the "
+            f"batch size is that of all replicas together. Choose a batch size of {replicas} or more."
         )
 
 
 def checked(batches: Iterable[T], replicas: int, count: Callable[[T], int]) -> Iterator[T]:
-    """``batches`` as they come; a ``ConfigError`` when one that was too small turns out not to be the last."""
+    """Yields ``batches``; raises a ``ConfigError`` when a batch that was too small is not the last."""
     last: int | None = None
     for batch in batches:
         if last is not None:

@@ -17,43 +17,43 @@ __all__ = ["KIND", "PyDatasetKind", "PyDatasetPart"]
 
 @final
 class PyDatasetKind(DataKind):
-    """``keras.utils.PyDataset``: its batches are the global ones, and each process makes all of each."""
+    """``keras.utils.PyDataset``: its batches are the global ones, and each process produces all of each."""
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
-        """A ``PyDataset`` of the process's rows."""
+        """Returns a ``PyDataset`` of the process's rows."""
         batch_size = sharding.batch_size
         if batch_size is not None and (own := count_rows(data[0])) != batch_size:
             raise ConfigError(
-                f"the PyDataset's batches have {own} examples, batch_size={batch_size} asks for others. Its batches "
-                "are the global ones: make them that large, or leave batch_size out."
+                f"the PyDataset's batches have {own} examples, but batch_size={batch_size}. Its batches are the global "
+                "ones: give it that batch size, or remove batch_size."
             )
         return PyDatasetPart(data, sharding.part)
 
     def split(self, data: Any, part: Part) -> Any:
-        """A ``PyDataset`` of the process's rows."""
+        """Returns a ``PyDataset`` of the process's rows."""
         check_global_batch(count_rows(data[0]), part.count)
         return PyDatasetPart(data, part)
 
     def batches(self, data: Any) -> Iterator[Any]:
-        """By index, with its methods for the begin and the end of an epoch called."""
+        """Yields the batches by index, with the calls of its methods for the beginning and the end of an epoch."""
         data.on_epoch_begin()
         for index in itertools.count() if data.num_batches is None else range(data.num_batches):
             yield data[index]
         data.on_epoch_end()
 
     def length(self, data: Any) -> int | None:
-        """``None`` for a data set without end."""
+        """Returns the number of batches; ``None`` for an infinite data set."""
         number: int | None = data.num_batches
         return number
 
     def batch_rows(self, data: Any) -> int | None:
-        """Those of the first batch."""
+        """Returns the number of rows of the first batch."""
         return count_rows(data[0])
 
 
 @final
 class PyDatasetPart(keras.utils.PyDataset):
-    """The process's rows of the batches of another ``PyDataset``, without batches in which it has none."""
+    """The process's rows of each batch of another ``PyDataset``; batches in which it has none are skipped."""
 
     def __init__(self, inner: Any, part: Part) -> None:
         super().__init__(
@@ -69,7 +69,7 @@ class PyDatasetPart(keras.utils.PyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in which this rank has rows; ``None`` for a data set without end."""
+        """The number of batches in which this rank has rows; ``None`` for an infinite data set."""
         return self._batches
 
     def __len__(self) -> int:
@@ -79,11 +79,11 @@ class PyDatasetPart(keras.utils.PyDataset):
         return self._part.of(self._inner[index])
 
     def on_epoch_begin(self) -> None:
-        """The inner data set's."""
+        """Calls the inner data set's method."""
         self._inner.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """The inner data set's."""
+        """Calls the inner data set's method."""
         self._inner.on_epoch_end()
 
 

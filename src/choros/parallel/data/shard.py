@@ -1,4 +1,4 @@
-"""Which examples are a rank's: global batches, each sharded over all ranks.
+"""The examples of a rank: global batches, each sharded over all ranks.
 
 One process would see the batches ``0 1 2 3 | 4 5 6 7 | 8 9``; two ranks see the same ones together::
 
@@ -18,7 +18,7 @@ __all__ = ["batch_ranges", "check_batch_size", "example_indices"]
 
 
 def check_batch_size(batch_size: int, size: int) -> None:
-    """A ``ConfigError`` if ``batch_size`` examples cannot be sharded over ``size`` ranks."""
+    """Raises a ``ConfigError`` if ``batch_size`` examples cannot be sharded over ``size`` ranks."""
     if batch_size < size:
         raise ConfigError(
             f"batch_size={batch_size} is the number of examples of all {size} ranks together: it must be at least "
@@ -27,16 +27,16 @@ def check_batch_size(batch_size: int, size: int) -> None:
 
 
 def batch_ranges(n: int, batch_size: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """The index ranges that are ``rank``'s of each global batch of ``n`` examples.
+    """Returns the index ranges of ``rank``'s examples in each global batch of ``n`` examples.
 
     Args:
-        n: how many examples there are.
-        batch_size: examples in a global batch; the last one may have fewer.
-        rank: whose ranges.
-        size: how many ranks share each batch.
+        n: the number of examples.
+        batch_size: the number of examples in a global batch; the last one may have fewer.
+        rank: the rank.
+        size: the number of ranks over which each batch is sharded.
 
     Returns:
-        ``(start, end)`` for each batch in which the rank has an example: all, but maybe the last.
+        ``(start, end)`` for each batch in which the rank has an example: all, except maybe the last.
 
     Example:
         >>> batch_ranges(10, 4, rank=1, size=2)
@@ -52,7 +52,7 @@ def batch_ranges(n: int, batch_size: int, rank: int, size: int) -> list[tuple[in
 
 
 def example_indices(n: int, batch_size: int, rank: int, size: int) -> NDArray[np.int64]:
-    """The examples of ``batch_ranges``, one after the other.
+    """Returns the indices of the examples of ``batch_ranges``, in order.
 
     Example:
         >>> example_indices(10, 4, rank=1, size=2).tolist()

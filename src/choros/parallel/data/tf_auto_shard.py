@@ -1,4 +1,4 @@
-"""What a process reads of a ``tf.data.Dataset``: all of it, its share of the files, or its rows of every batch."""
+"""Auto-sharding of a ``tf.data.Dataset``: a process reads all of it, its files, or its rows of every batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from choros.topology import shard_range
 
 __all__ = ["AutoShardPolicy", "InputPipeline", "chain", "check_order", "own_files", "policy_of"]
 
-#: The operations that read records from the files that their input names; those that TensorFlow's rewrite knows.
+#: The operations that read records from the files named by their input, as far as TensorFlow's rewrite knows them.
 _READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset", "ArrayRecordDataset", "SSTableDataset")
 
 
@@ -24,11 +24,11 @@ class AutoShardPolicy(enum.IntEnum):
     Set it on the data set: ``options.experimental_distribute.auto_shard_policy``.
 
     Attributes:
-        OFF: every process reads all of its own copy, in batches of one process's share.
-        AUTO: ``FILE`` if the data set reads files, enough for all processes; else ``DATA``.
+        OFF: every process reads all of its own data set, in batches of its share of the global batch.
+        AUTO: ``FILE`` if the data set reads at least as many files as there are processes, else ``DATA``.
         FILE: every process reads its share of the files.
         DATA: every process reads everything and keeps its rows of each batch.
-        HINT: the data set says where, with ``shard(SHARD_HINT, SHARD_HINT)``.
+        HINT: the data set marks where to shard, with ``shard(SHARD_HINT, SHARD_HINT)``.
 
     Example:
         >>> AutoShardPolicy(2)
@@ -47,17 +47,17 @@ class InputPipeline:
     """A process among those that read a data set.
 
     Attributes:
-        index: its rank among them.
-        count: how many there are.
+        index: its position among them.
+        count: their number.
     """
 
     index: int
     count: int
 
     def batch_sizes(self, global_batch: int) -> list[int]:
-        """The sizes of the batches of a process that reads data of its own, in turn.
+        """Returns the batch sizes, repeated cyclically, of a process that reads its own data.
 
-        In each step those of all processes make up one global batch.
+        In each step the batches of all processes together are one global batch.
 
         Example:
             >>> InputPipeline(0, 2).batch_sizes(7), InputPipeline(1, 2).batch_sizes(7)
@@ -68,15 +68,15 @@ class InputPipeline:
 
 
 def policy_of(dataset: Any, pipeline: InputPipeline, global_batch: int) -> AutoShardPolicy:
-    """What to do with ``dataset``: its policy, with ``AUTO`` decided. All processes must ask.
+    """Returns the policy of ``dataset``, with ``AUTO`` resolved. All processes must call this.
 
     Args:
-        dataset: what is to be shared.
+        dataset: the data set.
         pipeline: this process.
-        global_batch: how many examples are in a batch; negative if not known.
+        global_batch: the number of examples in a batch; negative if not known.
 
     Raises:
-        ConfigError: ``FILE`` is asked for, and there are not as many files as processes.
+        ConfigError: the policy is ``FILE``, and there are fewer files than processes.
     """
     policy = AutoShardPolicy(int(dataset.options().experimental_distribute.auto_shard_policy))
     if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE):
@@ -90,20 +90,20 @@ def policy_of(dataset: Any, pipeline: InputPipeline, global_batch: int) -> AutoS
         return policy
     found = f"reads {files} files" if files else "reads no files through TFRecordDataset, TextLineDataset or the like"
     raise ConfigError(
-        f"AutoShardPolicy.FILE: the data set {found}, which {pipeline.count} processes cannot share. Make more files, "
-        "or set options.experimental_distribute.auto_shard_policy to DATA."
+        f"AutoShardPolicy.FILE: the data set {found}, which {pipeline.count} processes cannot share. Write more "
+        "files, or set options.experimental_distribute.auto_shard_policy to DATA."
     )
 
 
 def own_files(dataset: Any, policy: AutoShardPolicy, pipeline: InputPipeline, global_batch: int) -> Any:
-    """What this process reads by itself under ``OFF``, ``FILE`` or ``HINT``, in batches of its share."""
+    """Returns the data set that this process reads under ``OFF``, ``FILE`` or ``HINT``, in batches of its share."""
     import tensorflow as tf
     from tensorflow.python.data.experimental.ops.distribute import _AutoShardDataset
 
     if global_batch < 0:
         raise ConfigError(
-            f"AutoShardPolicy.{policy.name}: how many examples are in a batch of the data set cannot be told. Call "
-            "batch() once, or set options.experimental_distribute.auto_shard_policy to DATA."
+            f"AutoShardPolicy.{policy.name}: the batch size of the data set is not known. Call batch() once, or set "
+            "options.experimental_distribute.auto_shard_policy to DATA."
         )
     check_global_batch(global_batch, pipeline.count)
     own = dataset
@@ -117,22 +117,22 @@ def own_files(dataset: Any, policy: AutoShardPolicy, pipeline: InputPipeline, gl
 
 
 def chain(dataset: Any) -> Iterator[Any]:
-    """``dataset`` and all that it is made from."""
+    """Yields ``dataset`` and all data sets that it is derived from."""
     yield dataset
     for inner in dataset._inputs():
         yield from chain(inner)
 
 
 def check_order(dataset: Any) -> None:
-    """A ``ConfigError`` if processes may see ``dataset`` in different orders, and so not split it into parts."""
+    """Raises a ``ConfigError`` if the order of ``dataset`` may differ between processes, which prevents sharding."""
     for each in chain(dataset):
         seeds = [(getattr(each, "_seed", None), getattr(each, "_seed2", None))]
         seeds += [op.inputs[2:4] for op in _operations(each) if op.type.startswith("ShuffleDataset")]
         if any(_is_zero(first) and _is_zero(second) for first, second in seeds):
             raise ConfigError(
-                "the tf.data.Dataset is shuffled without a seed, so each process has an order of its own, and their "
-                "parts would repeat and miss examples. Pass shuffle(…, seed=…) or list_files(…, seed=…), or make the "
-                "data set after the strategy, which seeds all processes alike."
+                "the tf.data.Dataset is shuffled without a seed, so its order differs between processes, and their "
+                "parts would repeat and miss examples. Pass shuffle(…, seed=…) or list_files(…, seed=…), or create the "
+                "data set after the strategy, which sets the same seed on all processes."
             )
 
 
@@ -154,7 +154,7 @@ def _operations(dataset: Any) -> list[Any]:
 
 
 def _file_names(dataset: Any) -> list[Any]:
-    """The data sets of names of files that ``dataset`` reads."""
+    """Returns the data sets of file names that ``dataset`` reads."""
     if type(dataset).__name__.startswith(_READERS):
         return list(dataset._inputs())
     if any(operation.type.startswith(_READERS) for operation in _operations(dataset)):
@@ -163,7 +163,7 @@ def _file_names(dataset: Any) -> list[Any]:
 
 
 def _count_files(dataset: Any) -> int:
-    """How many files ``dataset`` reads, at least; 0 if none."""
+    """Returns the number of files that ``dataset`` reads, at least; 0 if none."""
     import tensorflow as tf
 
     counts = []

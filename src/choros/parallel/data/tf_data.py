@@ -17,26 +17,26 @@ __all__ = ["KIND", "TfDataKind", "count_examples", "split_rows"]
 
 @final
 class TfDataKind(DataKind):
-    """``tf.data.Dataset``; under a strategy its auto-shard policy decides what a process reads."""
+    """``tf.data.Dataset``; under a strategy its auto-shard policy determines what a process reads."""
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
-        """A ``Dataset`` of this process's examples, in batches if a batch size is given."""
+        """Returns a ``Dataset`` of this process's examples, in batches if a batch size is given."""
         part = sharding.part
         if sharding.batch_size is None:
             return data.shard(part.count, part.first)
         return split_rows(data.batch(sharding.batch_size), part)
 
     def split(self, data: Any, part: Part) -> Any:
-        """A ``Dataset`` of what its policy gives this process."""
+        """Returns a ``Dataset`` of this process's part, by the auto-shard policy."""
         return _auto_shard(data, part, keep_empty=False)
 
     def local_batches(self, data: Any, part: Part) -> LocalBatches:
-        """Those of a ``Dataset`` of what its policy gives this process."""
+        """Returns the batches of this process's part, by the auto-shard policy."""
         own = _auto_shard(data, part, keep_empty=True)
         return LocalBatches(lambda: iter(own), lambda: self.length(own), own)
 
     def batch_rows(self, data: Any) -> int | None:
-        """The static shape's."""
+        """Returns the number of rows in the static shape."""
         import tensorflow as tf
 
         shape = tf.nest.flatten(data.element_spec)[0].shape
@@ -44,32 +44,32 @@ class TfDataKind(DataKind):
         return rows
 
     def padded(self, own: Any) -> Any:
-        """Inside of TensorFlow's graph."""
+        """Pads ``own`` inside TensorFlow's graph."""
         return padded(own)
 
     def sources(self, data: Any) -> Iterable[Any]:
-        """By the inputs of each."""
+        """Yields the data set and, recursively, its inputs."""
         return chain(data)
 
 
 def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool) -> Any:
-    """This process's part of ``dataset``, by its auto-shard policy.
+    """Returns this process's part of ``dataset``, by its auto-shard policy.
 
     Args:
-        dataset: of global batches.
-        part: the process's.
+        dataset: a data set of global batches.
+        part: the process's part of each.
         keep_empty: whether all processes must have the same number of batches.
 
     Raises:
-        ConfigError: ``dataset`` has no batches or too small ones, or no order that all processes share.
+        ConfigError: ``dataset`` has no batches or too small ones, or its order may differ between processes.
     """
     import tensorflow as tf
     from tensorflow.python.data.experimental.ops.distribute import compute_batch_size
 
     if any(spec.shape.rank == 0 for spec in tf.nest.flatten(dataset.element_spec) if hasattr(spec, "shape")):
         raise ConfigError(
-            "the tf.data.Dataset yields single examples: call .batch(…) on it, with the number of examples of all "
-            "replicas together."
+            "the tf.data.Dataset yields single examples: call .batch(…) on it, with the batch size of all replicas "
+            "together."
         )
     global_batch = int(compute_batch_size(dataset))
     if global_batch >= 0:
@@ -87,12 +87,12 @@ def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool) -> Any:
 
 
 def split_rows(batches: Any, part: Part, *, keep_empty: bool = False) -> Any:
-    """The process's rows of each batch.
+    """Returns a data set of the process's rows of each batch.
 
     Args:
         batches: a ``tf.data.Dataset``.
-        part: which rows those are.
-        keep_empty: whether a batch of which the process gets no row becomes one of no rows, and is not left out.
+        part: the process's part of each batch.
+        keep_empty: whether a batch in which the process has no rows becomes an empty batch; otherwise it is skipped.
     """
     import tensorflow as tf
 
@@ -114,7 +114,7 @@ def split_rows(batches: Any, part: Part, *, keep_empty: bool = False) -> Any:
 
 
 def _count_own(batches: Any, part: Part) -> int | None:
-    """In how many batches the process has rows, if that is known before they are read."""
+    """The number of batches in which the process has rows; ``None`` if it is not known before they are read."""
     plan = count_examples(batches)
     if plan is None:
         return None
@@ -123,9 +123,10 @@ def _count_own(batches: Any, part: Part) -> int | None:
 
 
 def count_examples(batches: Any) -> tuple[int, int] | None:
-    """How many examples are in ``batches``, and how many in each of them, if that is known before they are read.
+    """The numbers of examples in ``batches`` and in each batch; ``None`` if not known before they are read.
 
-    It is where what was batched has a known length, and what came after ``batch()`` kept the number of batches.
+    They are known if the data set had a known length before ``batch()``, and the transformations after ``batch()``
+    keep the number of batches.
     """
     import tensorflow as tf
 

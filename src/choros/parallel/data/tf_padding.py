@@ -1,6 +1,6 @@
-"""``tf.data`` that processes read by themselves, with batches of no rows until all have come to their ends.
+"""Padding of ``tf.data`` that processes read independently: empty batches until all processes are at the end.
 
-The protocol is drawn in ``choros/distribute/datasets/distributed.py``.
+``choros/distribute/datasets/distributed.py`` documents the protocol.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def count_rows(batch: Any) -> Any:
 
 
 def padded(own: Any) -> Any:
-    """``own``, with batches of no rows at the end until all processes have come to theirs.
+    """Returns ``own`` with empty batches at the end, until all processes are at the end of their data.
 
-    Where all know how many batches they have, they exchange the numbers now; otherwise they ask before each batch, in
-    an iteration that must not be prefetched.
+    If all processes know their numbers of batches, they gather these numbers once; otherwise they communicate before
+    each batch, in an iteration that must not be prefetched.
     """
     import tensorflow as tf
 
@@ -46,11 +46,11 @@ def padded(own: Any) -> Any:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator, unused-ignore]
     def any_left(*elements: Any) -> Any:
-        mine = tf.cast(has_rows(*elements), tf.int32)
-        return ops.allreduce(mine, Reduction.MAX, name="batches left") > 0
+        own_rows = tf.cast(has_rows(*elements), tf.int32)
+        return ops.allreduce(own_rows, Reduction.MAX, name="batches left") > 0
 
     options = tf.data.Options()
-    # Collectives happen in the order of the program: no batch is fetched before it is asked for.
+    # Collectives must run in program order: no batch may be fetched before it is requested.
     options.experimental_optimization.inject_prefetch = False
     return own.filter(has_rows).concatenate(empty.repeat()).take_while(any_left).with_options(options)
 
@@ -61,9 +61,9 @@ def _empty_batch(element_spec: Any) -> Any:
     def zeros(spec: Any) -> Any:
         if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
             raise ConfigError(
-                "processes that run out of data make their last steps with batches of no rows, which cannot be made "
-                f"for {spec}: give tensors whose number of dimensions is known, or set the auto-shard policy to DATA."
+                "processes without data make their last steps with empty batches, which cannot be created for "
+                f"{spec}: use tensors whose number of dimensions is known, or set the auto-shard policy to DATA."
             )
-        return tf.zeros([0, *(1 if extent is None else extent for extent in spec.shape[1:])], spec.dtype)
+        return tf.zeros([0, *(1 if length is None else length for length in spec.shape[1:])], spec.dtype)
 
     return tf.nest.map_structure(zeros, element_spec)
