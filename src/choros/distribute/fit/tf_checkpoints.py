@@ -45,7 +45,7 @@ def _counting(checkpoint: Any, name: str) -> Callable[[Any], None]:
 def _write_once(own: Callable[..., Any], on_other_ranks: Callable[[Any], None]) -> Callable[..., Any]:
     @functools.wraps(own)
     def method(*args: Any, **kwargs: Any) -> Any:
-        path = write_write_once(lambda: own(*args, **kwargs))
+        path = write_once(lambda: own(*args, **kwargs))
         if global_process_set.communicator.rank != 0:
             on_other_ranks(path)
         return path
