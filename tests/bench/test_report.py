@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from choros.bench.allreduce import tables
-from choros.bench.figures import Burst, Ratios, Summary, Timing, burst_of, format_seconds, ratios, summarise
+from choros.bench.figures import Ratios, Summary, Timing, Trial, format_seconds, ratios, summarise, trial_of
 from choros.bench.model import AlphaBeta
 from choros.bench.overhead import tables as overhead_tables
 from choros.bench.plot import plot_rows, plot_sizes, scaling_title
@@ -23,11 +23,11 @@ def row(peer: str, best: float, bytes_: int = 1 << 24, ranks: int = 2, bench: st
 def test_a_run_lasts_from_the_last_start_to_the_last_end() -> None:
     first = Timing(begins=(0.0, 10.0), ends=(2.0, 14.0), cpu_s=4.0)
     second = Timing(begins=(1.0, 9.0), ends=(3.0, 12.0), cpu_s=2.0)
-    assert burst_of([first, second], units=1) == Burst(seconds=3.0, cpu_s=3.0)
+    assert trial_of([first, second], units=1) == Trial(seconds=3.0, cpu_s=3.0)
 
 
 def test_summary_and_ratios() -> None:
-    ours = summarise([Burst(2.0, 1.0), Burst(1.0, 5.0), Burst(4.0, 3.0)])
+    ours = summarise([Trial(2.0, 1.0), Trial(1.0, 5.0), Trial(4.0, 3.0)])
     assert ours == Summary(best_s=1.0, median_s=2.0, cpu_s=3.0)
     assert ratios(Summary(3.0, 4.0, 1.5), ours) == Ratios(best=3.0, median=2.0, cpu=0.5)
 

@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from choros.bench.contender import Contender, check_names, chosen
-from choros.bench.figures import Burst
-from choros.bench.process_group import ContenderFailed, Team
+from choros.bench.figures import Trial
+from choros.bench.process_group import ContenderFailed, ProcessGroup
 from choros.bench.run import Effort, RunResult, run_contenders, units_for
-from choros.bench.start import Command
+from choros.bench.start import LaunchCommand
 from choros.errors import ConfigError
 
 PROGRAM = """
@@ -30,8 +30,8 @@ DYING = "raise SystemExit('an Error in its last line')"
 
 
 def python(name: str, script: str, needs: Sequence[str] = ()) -> Contender:
-    def start(ranks: int, argv: Sequence[str]) -> list[Command]:
-        return [Command((sys.executable, "-c", script))] * ranks
+    def start(ranks: int, argv: Sequence[str]) -> list[LaunchCommand]:
+        return [LaunchCommand((sys.executable, "-c", script))] * ranks
 
     return Contender(name, start, "unused", needs=needs)
 
@@ -69,14 +69,17 @@ def test_contenders_that_fail_are_skipped_and_the_others_continue(tmp_path: Path
 
 
 def test_a_missing_launcher_is_reported(tmp_path: Path) -> None:
-    contender = Contender("none", lambda _ranks, _argv: [Command(("no-such-program",))], "unused")
-    with Team(contender, 2, tmp_path) as group, pytest.raises(ContenderFailed, match="no command 'no-such-program'"):
+    contender = Contender("none", lambda _ranks, _argv: [LaunchCommand(("no-such-program",))], "unused")
+    with (
+        ProcessGroup(contender, 2, tmp_path) as group,
+        pytest.raises(ContenderFailed, match="no command 'no-such-program'"),
+    ):
         group.start()
 
 
 def test_the_processes_end_when_the_block_is_left_with_an_error(tmp_path: Path) -> None:
     stuck = PROGRAM.replace("serve(join)", "import signal; signal.signal(15, signal.SIG_IGN); serve(join)")
-    with contextlib.suppress(KeyboardInterrupt), Team(python("stuck", stuck), 2, tmp_path) as group:
+    with contextlib.suppress(KeyboardInterrupt), ProcessGroup(python("stuck", stuck), 2, tmp_path) as group:
         group.start()
         assert len(psutil.Process().children()) == 2
         raise KeyboardInterrupt
@@ -85,7 +88,7 @@ def test_the_processes_end_when_the_block_is_left_with_an_error(tmp_path: Path) 
 
 @pytest.mark.parametrize(("seconds", "units"), [(1e-9, 2), (0.02, 7), (1e9, 4000)])
 def test_units_of_a_trial(seconds: float, units: int) -> None:
-    assert units_for(Effort(7, seconds, many_runs=True, fewest=2), Burst(0.003, 0.0)) == units
+    assert units_for(Effort(7, seconds, many_runs=True, fewest=2), Trial(0.003, 0.0)) == units
 
 
 def test_choros_is_always_selected() -> None:

@@ -6,12 +6,12 @@ import pytest
 
 from choros.bench.figures import Summary
 from choros.bench.report import ReportRow, plain_text
-from choros.bench.start import Command
+from choros.bench.start import LaunchCommand
 from choros.bench.startup import CASES, Program, StartCase, measure, rows, run_starts, sections, table
 
 
-def python(code: str) -> Command:
-    return Command((sys.executable, "-I", "-S", "-c", code))
+def python(code: str) -> LaunchCommand:
+    return LaunchCommand((sys.executable, "-I", "-S", "-c", code))
 
 
 def case(**programs: str) -> StartCase:
@@ -23,7 +23,7 @@ def test_every_case_has_choros_first() -> None:
     assert [each.programs[0].contender for each in CASES] == ["choros"] * 3
     for each in CASES:
         for program in each.programs:
-            assert program.code in program.command(2).words
+            assert program.code in program.command(2).argv
 
 
 def test_a_trial_lasts_until_the_end() -> None:

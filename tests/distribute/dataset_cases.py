@@ -1,4 +1,4 @@
-"""Every kind of data set dealt out to two real replicas, one a process."""
+"""Every kind of data set distributed to two real replicas, one per process."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Stream(torch_data.IterableDataset):
 
 
 class Batches(keras.utils.PyDataset):
-    """Its epochs alternate in direction."""
+    """Counts its epochs."""
 
     def __init__(self, n: int, batch: int) -> None:
         super().__init__()
@@ -112,9 +112,9 @@ def hosts(batch: dict[str, Any]) -> dict[str, NDArray]:
 
 def check_parts(parts: list[dict[str, Any]], n: int, batch: int) -> None:
     """Fails unless this rank's batches and the others', step by step, are the global batches."""
-    everybody = allgather_object([hosts(part) for part in parts])
-    assert {len(each) for each in everybody} == {-(-n // batch)}
-    for step, (global_batch, *theirs) in enumerate(zip(batches_of(n, batch), *everybody, strict=True)):
+    of_ranks = allgather_object([hosts(part) for part in parts])
+    assert {len(each) for each in of_ranks} == {-(-n // batch)}
+    for step, (global_batch, *theirs) in enumerate(zip(batches_of(n, batch), *of_ranks, strict=True)):
         for key, value in global_batch.items():
             np.testing.assert_array_equal(np.concatenate([each[key] for each in theirs]), value, err_msg=str(step))
             assert {each[key].dtype for each in theirs} == {value.dtype}
@@ -127,16 +127,16 @@ def numbers(parts: Any, key: str | None = "y") -> list[list[int]]:
     return [np.asarray(part if key is None else part[key]).tolist() for part in parts]
 
 
-def everybody(parts: list[list[int]]) -> list[list[list[int]]]:
+def of_all_ranks(parts: list[list[int]]) -> list[list[list[int]]]:
     return allgather_object(parts)
 
 
 def seen(parts: list[list[int]]) -> list[int]:
     """All examples that all ranks have seen, in order."""
-    return sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(everybody(parts))))
+    return sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(of_all_ranks(parts))))
 
 
-def case_every_kind_is_found() -> None:
+def case_every_kind_is_detected() -> None:
     names = {name: type(kind_of(kind(11, 4))).__name__ for name, kind in KINDS.items()}
     assert names == {
         "tf.data": "TfDataKind",
@@ -155,16 +155,16 @@ def case_every_kind_is_found() -> None:
     assert kind_of(static).batch_rows(static) == 4
 
 
-def case_every_kind_is_dealt_out_once() -> None:
+def case_every_kind_is_distributed_once() -> None:
     for name, kind in KINDS.items():
         for n, batch in SIZES:
-            dealt = datasets.distribute(kind(n, batch), replicas())
-            assert datasets.is_distributed(dealt), name
-            check_parts(list(dealt), n, batch)
+            distributed = datasets.distribute(kind(n, batch), replicas())
+            assert datasets.is_distributed(distributed), name
+            check_parts(list(distributed), n, batch)
             if name not in ("generator", "IterDataset", "stream"):
-                assert len(dealt) == -(-n // batch), name
+                assert len(distributed) == -(-n // batch), name
             if name != "generator":
-                check_parts(list(dealt), n, batch)
+                check_parts(list(distributed), n, batch)
 
 
 def case_every_kind_is_split_for_fit_without_empty_batches() -> None:
@@ -192,32 +192,32 @@ def case_one_replica_gets_the_data_set_itself() -> None:
     assert choros.global_process_set.communicator.collectives == before
 
 
-def case_what_was_dealt_out_is_fit_on_without_empty_batches() -> None:
+def case_fit_on_a_distributed_data_set_has_no_empty_batches() -> None:
     for name in ("tf.data", "list", "DataLoader"):
         part = datasets.split_batches(datasets.distribute(KINDS[name](9, 4), replicas()), replicas())
         assert seen(numbers(map(hosts, part))) == list(range(9))
         assert not datasets.is_distributed(part)
-        with pytest.raises(ConfigError, match="dealt out to the replicas already"):
+        with pytest.raises(ConfigError, match="distributed to the replicas already"):
             datasets.distribute(datasets.distribute(KINDS[name](9, 4), replicas()), replicas())
     changed = datasets.distribute(KINDS["tf.data"](9, 4), replicas()).map(lambda batch: batch)
-    with pytest.raises(ConfigError, match="transformed after the strategy had dealt it out"):
+    with pytest.raises(ConfigError, match="transformed after the strategy had distributed it"):
         datasets.split_batches(changed, replicas())
 
 
-def case_epochs_of_a_py_dataset_are_told() -> None:
+def case_a_py_dataset_receives_on_epoch_end() -> None:
     data = Batches(8, 4)
-    dealt = datasets.distribute(data, replicas())
-    list(dealt)
-    list(dealt)
+    distributed = datasets.distribute(data, replicas())
+    list(distributed)
+    list(distributed)
     assert data.epochs == 2
 
 
-def case_shuffled_data_loaders_draw_alike() -> None:
+def case_shuffled_data_loaders_have_the_same_order_on_all_ranks() -> None:
     loader = torch_data.DataLoader(Examples(11), 4, shuffle=True)
-    dealt = datasets.distribute(loader, replicas())
-    first, second = numbers(dealt), numbers(dealt)
+    distributed = datasets.distribute(loader, replicas())
+    first, second = numbers(distributed), numbers(distributed)
     assert seen(first) == seen(second) == list(range(11))
-    assert everybody(first) != everybody(second)
+    assert of_all_ranks(first) != of_all_ranks(second)
 
 
 def case_elements_may_be_arrays_tuples_and_none() -> None:
@@ -261,29 +261,29 @@ class Files:
         return tf.data.TFRecordDataset(self.names).map(tf.strings.to_number).batch(4)
 
 
-def check_in_step(dealt: Any) -> list[list[list[int]]]:
-    """Iterates with a collective in every step, eagerly and in a ``tf.function``; gives all ranks' batches."""
+def check_synchronized(distributed: Any) -> list[list[list[int]]]:
+    """Iterates with a collective in every step, eagerly and in a ``tf.function``; returns all ranks' batches."""
     own = []
-    for step, batch in enumerate(dealt):
+    for step, batch in enumerate(distributed):
         ops.allreduce(step, name="the program's own")
         own.append(batch.numpy().astype(int).tolist())
 
     @tf.function
     def iterate() -> Any:
         total = tf.constant(0.0)
-        for batch in dealt:
+        for batch in distributed:
             rows = tf.reduce_sum(tf.cast(batch, tf.float32))
             total += ops.allreduce(rows, choros.comm.Reduction.SUM, name="the program's own")
         return total
 
-    theirs = everybody(own)
+    theirs = of_all_ranks(own)
     assert len({len(each) for each in theirs}) == 1
     assert float(iterate()) == sum(sum(sum(batch) for batch in each) for each in theirs)
     return theirs
 
 
-def case_nobody_fetches_a_batch_before_the_program_does() -> None:
-    # Something parallel in the pipeline makes TensorFlow add a prefetch at its end, unless told not to.
+def case_no_batch_is_prefetched_before_the_program_requests_it() -> None:
+    # Something parallel in the pipeline makes TensorFlow add a prefetch at its end, unless an option disables it.
     parallel = tf.data.Dataset.range(12).map(lambda i: i, num_parallel_calls=tf.data.AUTOTUNE).filter(lambda _: True)
     communicator = choros.global_process_set.communicator
     iterator = iter(datasets.from_function(lambda context: parallel.batch(2), replicas()))
@@ -293,14 +293,14 @@ def case_nobody_fetches_a_batch_before_the_program_does() -> None:
     assert communicator.collectives == before + 1
 
 
-def case_tf_data_works_in_a_tf_function() -> None:
-    dealt = datasets.distribute(count_up(9), replicas())
-    assert dealt.element_spec == tf.TensorSpec([None], tf.int64)
-    assert check_in_step(dealt) == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], []]]
+def case_tf_data_in_a_tf_function() -> None:
+    distributed = datasets.distribute(count_up(9), replicas())
+    assert distributed.element_spec == tf.TensorSpec([None], tf.int64)
+    assert check_synchronized(distributed) == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], []]]
 
 
-def case_off_reads_everything_everywhere() -> None:
-    theirs = check_in_step(datasets.distribute(with_policy(count_up(9), AutoShardPolicy.OFF), replicas()))
+def case_off_reads_all_data_on_all_ranks() -> None:
+    theirs = check_synchronized(datasets.distribute(with_policy(count_up(9), AutoShardPolicy.OFF), replicas()))
     assert [sorted(itertools.chain(*each)) for each in theirs] == [list(range(9))] * 2
     assert [len(batch) for batch in theirs[0]] == [2, 2, 2, 2, 1]
     part = datasets.split_batches(with_policy(count_up(9), AutoShardPolicy.OFF), replicas())
@@ -310,7 +310,7 @@ def case_off_reads_everything_everywhere() -> None:
 def case_file_reads_a_share_of_the_files() -> None:
     files = Files(5, 3, 6)  # 11 examples for rank 0, 3 for rank 1
     for policy in (AutoShardPolicy.FILE, AutoShardPolicy.AUTO):
-        theirs = check_in_step(datasets.distribute(with_policy(files.read(), policy), replicas()))
+        theirs = check_synchronized(datasets.distribute(with_policy(files.read(), policy), replicas()))
         assert sorted(itertools.chain(*itertools.chain(*theirs))) == files.numbers
         assert [[len(batch) for batch in each] for each in theirs] == [[2, 2, 2, 2, 2, 1], [2, 1, 0, 0, 0, 0]]
     part = numbers(datasets.split_batches(files.read(), replicas()), None)
@@ -318,11 +318,11 @@ def case_file_reads_a_share_of_the_files() -> None:
     assert seen(part) == files.numbers
 
 
-def case_files_are_found_inside_of_interleave() -> None:
+def case_files_are_found_inside_interleave() -> None:
     files = Files(5, 3)
     names = tf.data.Dataset.list_files(f"{files.directory}/*", seed=1)
     read = names.interleave(lambda name: tf.data.TFRecordDataset(name).map(tf.strings.to_number)).batch(4)
-    theirs = check_in_step(datasets.distribute(with_policy(read, AutoShardPolicy.FILE), replicas()))
+    theirs = check_synchronized(datasets.distribute(with_policy(read, AutoShardPolicy.FILE), replicas()))
     assert sorted(sorted(itertools.chain(*each)) for each in theirs) == [[0, 1, 2, 3, 4], [10, 11, 12]]
 
 
@@ -332,14 +332,14 @@ def case_fewer_files_than_processes() -> None:
         datasets.distribute(with_policy(files.read(), AutoShardPolicy.FILE), replicas())
     with pytest.raises(ConfigError, match="reads no files"):
         datasets.distribute(with_policy(count_up(4), AutoShardPolicy.FILE), replicas())
-    theirs = check_in_step(datasets.distribute(files.read(), replicas()))
+    theirs = check_synchronized(datasets.distribute(files.read(), replicas()))
     assert theirs == [[[0, 1], [4]], [[2, 3], [5]]]
 
 
-def case_hint_shards_where_the_data_set_says() -> None:
+def case_hint_shards_at_the_hint() -> None:
     hint = tf.data.experimental.SHARD_HINT
     given = tf.data.Dataset.range(9).shard(hint, hint).batch(4)
-    theirs = check_in_step(datasets.distribute(with_policy(given, AutoShardPolicy.HINT), replicas()))
+    theirs = check_synchronized(datasets.distribute(with_policy(given, AutoShardPolicy.HINT), replicas()))
     assert theirs == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], []]]
 
 
@@ -350,19 +350,19 @@ def case_tf_data_from_a_function() -> None:
         return dataset.batch(context.get_per_replica_batch_size(2))
 
     expected = [[[0], [2], [4], [6]], [[1], [3], [5], []]]
-    dealt = datasets.from_function(make_dataset, replicas())
-    assert int(dealt.cardinality()) == 4
-    assert check_in_step(dealt) == expected
+    distributed = datasets.from_function(make_dataset, replicas())
+    assert int(distributed.cardinality()) == 4
+    assert check_synchronized(distributed) == expected
     unknown = datasets.from_function(lambda context: make_dataset(context).filter(lambda _: True), replicas())
-    assert check_in_step(unknown) == expected
+    assert check_synchronized(unknown) == expected
     own = [batch for batch in expected[choros.rank()] if batch]
     assert numbers(datasets.split_batches(unknown, replicas()), None) == own
 
 
-def case_endless_data_sets_ask_nobody() -> None:
-    dealt = datasets.from_function(lambda context: count_up(4).repeat(), replicas())
+def case_infinite_data_sets_need_no_collective() -> None:
+    distributed = datasets.from_function(lambda context: count_up(4).repeat(), replicas())
     before = choros.global_process_set.communicator.collectives
-    assert len(list(dealt.take(5))) == 5
+    assert len(list(distributed.take(5))) == 5
     assert choros.global_process_set.communicator.collectives == before
     mixed = datasets.from_function(
         lambda context: count_up(4).repeat() if choros.rank() == 0 else count_up(4), replicas()
@@ -382,7 +382,7 @@ def case_batches_of_no_rows_have_the_structure_of_others() -> None:
     assert shapes == [{"x": (n, 2), "name": (n,), "z": (n, 1)} for n in rows]
 
 
-def case_what_is_not_shuffled_alike_is_refused() -> None:
+def case_a_shuffle_without_a_seed_is_rejected() -> None:
     shuffled = tf.data.Dataset.range(12).shuffle(5)
     nested = tf.data.Dataset.range(3).flat_map(lambda i: tf.data.Dataset.range(3).shuffle(3))
     for dataset in (shuffled.batch(4), shuffled.map(lambda i: i + 1).batch(4).prefetch(1), nested.batch(4)):
@@ -392,19 +392,19 @@ def case_what_is_not_shuffled_alike_is_refused() -> None:
     unordered = tf.data.TFRecordDataset(tf.data.Dataset.list_files(f"{files.directory}/*")).batch(4)
     with pytest.raises(ConfigError, match="shuffled without a seed"):
         datasets.distribute(unordered, replicas())
-    within = files.read().unbatch().shuffle(5).batch(4)  # each in its own files
+    within = files.read().unbatch().shuffle(5).batch(4)  # each rank in its own files
     assert (
-        sorted(itertools.chain(*itertools.chain(*check_in_step(datasets.distribute(within, replicas())))))
+        sorted(itertools.chain(*itertools.chain(*check_synchronized(datasets.distribute(within, replicas())))))
         == files.numbers
     )
 
 
-def case_what_is_shuffled_alike_is_dealt_out() -> None:
+def case_a_shuffle_with_a_seed_is_distributed() -> None:
     seeded = tf.data.Dataset.range(11).shuffle(11, seed=3).batch(4)
-    dealt = datasets.distribute(seeded, replicas())
-    first, second = numbers(dealt, None), numbers(dealt, None)
+    distributed = datasets.distribute(seeded, replicas())
+    first, second = numbers(distributed, None), numbers(distributed, None)
     assert seen(first) == seen(second) == list(range(11))
-    assert everybody(first) != everybody(second)
+    assert of_all_ranks(first) != of_all_ranks(second)
     tf.random.set_seed(5)
     after = tf.data.Dataset.range(11).shuffle(11).batch(4)
     tf.random.set_seed(None)
@@ -417,18 +417,18 @@ def case_what_is_shuffled_alike_is_dealt_out() -> None:
 def case_iterables_from_a_function() -> None:
     for lengths in ((3, 1), (0, 2)):
         own = [tensors(each) for each in batches_of(2 * lengths[choros.rank()], 2)]
-        dealt = datasets.from_function(lambda context, own=own: own, replicas())
+        distributed = datasets.from_function(lambda context, own=own: own, replicas())
         for _ in range(2):
             parts = []
-            for part in dealt:
+            for part in distributed:
                 ops.allreduce(1, name="the program's own")
                 parts.append(hosts(part))
             assert [len(part["y"]) for part in parts] == [2] * len(own) + [0] * (max(lengths) - len(own))
             assert {part["x"].shape[1:] for part in parts} == {(2,)}
-        assert datasets.split_batches(dealt, replicas()) is own
+        assert datasets.split_batches(distributed, replicas()) is own
 
 
-def case_batches_smaller_than_the_replicas_are_refused() -> None:
+def case_batches_smaller_than_the_replicas_are_rejected() -> None:
     for name, kind in KINDS.items():
         with pytest.raises(ConfigError, match="a global batch of 1 examples is smaller than the 2 replicas"):
             list(datasets.distribute(kind(3, 1), replicas()))
@@ -437,7 +437,7 @@ def case_batches_smaller_than_the_replicas_are_refused() -> None:
                 list(datasets.split_batches(kind(3, 1), replicas()))
 
 
-def case_what_is_no_data_set_of_batches_is_refused() -> None:
+def case_other_objects_than_data_sets_of_batches_are_rejected() -> None:
     for given in (np.zeros(3), (np.zeros(3), np.zeros(3)), {"x": np.zeros(3)}, 3, "text", make(np.zeros(3))):
         with pytest.raises(ConfigError, match="is no data set of batches"):
             datasets.distribute(given, replicas())
@@ -453,7 +453,7 @@ def case_what_is_no_data_set_of_batches_is_refused() -> None:
 
 
 def case_a_collective_out_of_step_is_an_error() -> None:
-    dealt = datasets.from_function(lambda context: [np.zeros(2)] * 2, replicas())
+    distributed = datasets.from_function(lambda context: [np.zeros(2)] * 2, replicas())
     with pytest.raises(MismatchError, match="batches left"):
-        ops.allreduce(1, name="mine") if choros.rank() else next(iter(dealt))
-    assert isinstance(dealt, DistributedDataset)
+        ops.allreduce(1, name="mine") if choros.rank() else next(iter(distributed))
+    assert isinstance(distributed, DistributedDataset)

@@ -14,16 +14,16 @@ BACKEND = keras.backend.backend()
 
 def model() -> keras.Model:
     keras.utils.set_random_seed(1)
-    made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    made.compile("adam", "mse")
-    return made
+    built = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    built.compile("adam", "mse")
+    return built
 
 
 def device_of(tensor) -> str:
     return str(tensor.device).lower()
 
 
-def case_fit_is_that_of_keras():
+def case_fit_equals_that_of_keras():
     on = distribute.OneDeviceStrategy("/cpu:0")
     with on.scope():
         ours = model()
@@ -36,7 +36,7 @@ def case_fit_is_that_of_keras():
     ours.optimizer.apply([keras.ops.zeros(variable.shape) for variable in ours.trainable_variables])
 
 
-def case_run_is_a_call():
+def case_run_calls_the_function():
     on = distribute.OneDeviceStrategy("cpu")
     assert (on.num_replicas_in_sync, on.cluster_resolver) == (1, None)
 
@@ -55,8 +55,8 @@ def case_run_is_a_call():
     assert tuple(on.gather(x, axis=1).shape) == (3, 2)
 
 
-def case_a_device_that_is_not_there():
-    with pytest.raises(ConfigError, match=f"{BACKEND} has no such device here. It has cpu:0"):
+def case_a_missing_device_is_an_error():
+    with pytest.raises(ConfigError, match=f"{BACKEND} has no such device. It has cpu:0"):
         distribute.OneDeviceStrategy("/gpu:7")
     with pytest.raises(ConfigError, match="not a device name"):
         distribute.OneDeviceStrategy("over there!")

@@ -1,4 +1,4 @@
-"""Cluster resolvers: what each finds, and what is wrong with it."""
+"""Cluster resolvers: their results and errors."""
 
 import json
 import os
@@ -27,7 +27,7 @@ SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "x,b,a", "SLURM_STE
 
 @pytest.fixture(autouse=True)
 def environ(monkeypatch):
-    """The environment, without what says who this process is."""
+    """The environment, without the variables of launchers."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "TF_CONFIG", "CUDA_VISIBLE"))]:
         monkeypatch.delenv(name)
     return lambda **variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
@@ -51,7 +51,7 @@ def test_cluster_spec():
 
 
 @pytest.mark.parametrize(
-    ("ask", "says"),
+    ("ask", "message"),
     [
         (lambda: ClusterSpec("a:1"), "expected a dictionary with a list of addresses for each job"),
         (lambda: ClusterSpec({"worker": "a:1"}), "the tasks of 'worker' are 'a:1', not a list"),
@@ -59,8 +59,8 @@ def test_cluster_spec():
         (lambda: ClusterSpec(CLUSTER).task_address("worker", 2), "'worker' has 2 tasks, counted from 0, and no task 2"),
     ],
 )
-def test_no_such_cluster(ask, says):
-    with pytest.raises(ConfigError, match=says):
+def test_an_invalid_cluster_or_task_is_an_error(ask, message):
+    with pytest.raises(ConfigError, match=message):
         ask()
 
 
@@ -77,9 +77,9 @@ def test_simple():
     assert detect({"TF_CONFIG": tf_config_of(resolver)}) == Topology(launcher="TF_CONFIG")
 
 
-def test_joining_by_a_resolver_is_joining_by_tf_config():
-    places = [detect({"TF_CONFIG": tf_config_of(SimpleClusterResolver(CLUSTER, "", *task))}) for task in TASKS]
-    assert [(place.rank, place.size, place.launcher) for place in places] == [(i, 3, "TF_CONFIG") for i in range(3)]
+def test_joining_by_a_resolver_equals_joining_by_tf_config():
+    topologies = [detect({"TF_CONFIG": tf_config_of(SimpleClusterResolver(CLUSTER, "", *task))}) for task in TASKS]
+    assert [(each.rank, each.size, each.launcher) for each in topologies] == [(i, 3, "TF_CONFIG") for i in range(3)]
     environ = {"TF_CONFIG": tf_config_of(SimpleClusterResolver(CLUSTER, "", "worker", 1))}
     assert find_master(environ, "TF_CONFIG") == Master("c", 1)
 
@@ -88,7 +88,7 @@ TASKS = [("chief", 0), ("worker", 0), ("worker", 1)]
 
 
 @pytest.mark.parametrize(
-    ("resolver", "says"),
+    ("resolver", "message"),
     [
         (SimpleClusterResolver(CLUSTER), "SimpleClusterResolver does not know which task of the cluster this process"),
         (SimpleClusterResolver(CLUSTER, "", "worker", 2), "to be worker 2, but of these the cluster has 2"),
@@ -98,8 +98,8 @@ TASKS = [("chief", 0), ("worker", 0), ("worker", 1)]
         ),
     ],
 )
-def test_what_cannot_be_joined(resolver, says):
-    with pytest.raises(ConfigError, match=says):
+def test_an_invalid_task_cannot_join(resolver, message):
+    with pytest.raises(ConfigError, match=message):
         tf_config_of(resolver)
 
 
@@ -114,7 +114,7 @@ def test_tf_config(environ):
     assert (resolver.master(), resolver.master("ps", 0, "x")) == ("grpc://b:1", "x://p:1")
     assert json.loads(tf_config_of(resolver))["task"] == {"type": "worker", "index": 1}
     environ(TF_CONFIG=json.dumps({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}))
-    assert (resolver.task_id, resolver.master()) == (0, "")  # it reads anew; a lone task has no master
+    assert (resolver.task_id, resolver.master()) == (0, "")  # it reads the variable again; a single task has no master
 
 
 def test_tf_config_overridden(environ):
@@ -143,8 +143,8 @@ def test_slurm_hosts_are_in_the_order_of_ranks(environ):
     assert resolver.get_task_info() == ("worker", 2)
     assert resolver.cluster_spec().as_dict() == {"worker": ["x:8888", "b:8888", "b:8889", "a:8888"]}
     assert (resolver.master(), resolver.master("worker", 0, "x")) == ("grpc://b:8889", "x://x:8888")
-    place = detect({**os.environ, "TF_CONFIG": tf_config_of(resolver)})
-    assert (place.rank, place.size, place.local_rank, place.launcher) == (2, 4, 1, "TF_CONFIG")
+    topology = detect({**os.environ, "TF_CONFIG": tf_config_of(resolver)})
+    assert (topology.rank, topology.size, topology.local_rank, topology.launcher) == (2, 4, 1, "TF_CONFIG")
 
 
 def test_slurm_jobs(environ):
@@ -171,7 +171,7 @@ def test_slurm_tasks_per_node(environ, given, workers):
         ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, {}, 2, "6,7"),
         ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, {"gpus_per_task": 1}, 1, "5"),
         ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, {"auto_set_gpu": False}, 2, "4,5,6,7"),
-        ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0"}, {}, 1, "0"),  # SLURM has dealt them out
+        ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0"}, {}, 1, "0"),  # SLURM has assigned them
         ({}, {"gpus_per_node": 2}, 1, "1"),
     ],
 )
@@ -186,12 +186,12 @@ def test_slurm_gpus(environ, variables, how, gpus, visible):
 
 
 @pytest.mark.parametrize(
-    ("variables", "how", "says"),
+    ("variables", "how", "message"),
     [
         (
             {"SLURM_PROCID": ""},
             {},
-            "SLURM_PROCID is not set: this is no step of a SLURM job. Start the script with srun",
+            "SLURM_PROCID is not set: this is not a SLURM job step. Start the script with srun",
         ),
         ({"SLURM_PROCID": "one"}, {}, "SLURM_PROCID='one' is not a whole number"),
         ({"SLURM_PROCID": "4"}, {}, "SLURM_PROCID=4, but there are 4 tasks"),
@@ -200,25 +200,29 @@ def test_slurm_gpus(environ, variables, how, gpus, visible):
             {"jobs": {"worker": 5}},
             r"5 tasks, but SLURM has started 4 \(1 on x, 2 on b, 1 on a\). Start .*--ntasks=5",
         ),
-        ({"SLURM_STEP_NODELIST": "a[1-"}, {}, r"'a\[1-' is not a list of hosts like"),
-        ({"SLURM_STEP_NODELIST": "a"}, {}, "is about 3 hosts, but SLURM_STEP_NODELIST names 1"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "x"}, {}, r"SLURM_STEP_TASKS_PER_NODE='x' is not a list like 2\(x3\),1"),
-        ({"SLURM_NODEID": "0"}, {}, "SLURM_PROCID=1 has SLURM_NODEID=0, where 1 was expected.*--distribution=block"),
+        ({"SLURM_STEP_NODELIST": "a[1-"}, {}, r"'a\[1-' is not a list of hosts such as"),
+        ({"SLURM_STEP_NODELIST": "a"}, {}, "has 3 hosts, but SLURM_STEP_NODELIST has 1"),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "x"},
+            {},
+            r"SLURM_STEP_TASKS_PER_NODE='x' is not a list of counts such as 2\(x3\)",
+        ),
+        ({"SLURM_NODEID": "0"}, {}, "SLURM_PROCID=1 has SLURM_NODEID=0, but expected 1.*--distribution=block"),
         (
             {},
             {"gpus_per_node": 1, "gpus_per_task": 1},
-            "2 tasks on one host with gpus_per_task=1 need more GPUs than the 1",
+            "2 tasks on one host with gpus_per_task=1 need more GPUs than its 1",
         ),
     ],
 )
-def test_slurm_that_contradicts_itself(environ, variables, how, says):
+def test_inconsistent_slurm_variables_are_an_error(environ, variables, how, message):
     environ(**{**SLURM, "SLURM_PROCID": "1", **variables})
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         SlurmClusterResolver(**how)
 
 
 @pytest.mark.parametrize("text", ["", "a b", "a[x]", "a[1-x]", "a[]"])
-def test_no_list_of_hosts(text):
+def test_an_invalid_list_of_hosts_is_an_error(text):
     with pytest.raises(ConfigError, match="is not a list of hosts"):
         expand_hosts(text)
 
@@ -253,16 +257,16 @@ def test_kubernetes():
     assert json.loads(tf_config_of(resolver))["task"] == {"type": "worker", "index": 1}
 
 
-def test_kubernetes_from_elsewhere():
-    elsewhere = KubernetesExecutableLocation.OFF_CLUSTER
-    resolver = KubernetesClusterResolver(JOBS, override_client=Client(), executable_location=elsewhere)
+def test_kubernetes_from_outside_the_cluster():
+    outside = KubernetesExecutableLocation.OFF_CLUSTER
+    resolver = KubernetesClusterResolver(JOBS, override_client=Client(), executable_location=outside)
     assert resolver.cluster_spec().job_tasks("ps") == ["host-of-p-0:8470"]
 
 
-def test_a_pod_that_does_not_run():
+def test_a_pod_that_is_not_running_is_an_error():
     client = Client()
     client.pods = {"job-name=tensorflow": [pod("w-0", None, "Pending")]}
-    with pytest.raises(LaunchError, match="pod w-0 is Pending, and all must be Running"):
+    with pytest.raises(LaunchError, match="pod w-0 is Pending, but all must be Running"):
         KubernetesClusterResolver(override_client=client).cluster_spec()
 
 

@@ -1,4 +1,4 @@
-"""Data sets dealt out; the cases on real replicas are in ``dataset_cases.py``."""
+"""Distributed data sets; the cases on real replicas are in ``dataset_cases.py``."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from choros.parallel.data.tf_auto_shard import InputPipeline
 from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 MODULE = "distribute.dataset_cases"
-#: The data sets of all frameworks are in these cases; which arrays are in the lists of batches differs.
+#: The data sets of all frameworks are in these cases; only the arrays in the lists of batches depend on the framework.
 FRAMEWORK = FRAMEWORKS[-1]
 
 
@@ -21,7 +21,7 @@ def test_two_replicas(case: str, job: Job) -> None:
 
 
 class Local(Replicas):
-    """Several replicas in one process, which is all these tests need of them."""
+    """Several replicas in one process, with no collectives: these tests need none."""
 
     run = reduce = gather = all_reduce = all_gather = merge_call = None  # type: ignore[assignment]
 
@@ -33,16 +33,16 @@ class Local(Replicas):
 Local.__abstractmethods__ = frozenset()
 
 
-def test_local_replicas_get_their_rows_together() -> None:
+def test_local_replicas_share_the_rows_of_a_batch() -> None:
     batches = [np.arange(7), np.arange(2)]
-    dealt = [[part.tolist() for part in batch] for batch in datasets.distribute(batches, Local(3))]
-    assert dealt == [[[0, 1, 2], [3, 4], [5, 6]], [[0], [1], []]]
+    distributed = [[part.tolist() for part in batch] for batch in datasets.distribute(batches, Local(3))]
+    assert distributed == [[[0, 1, 2], [3, 4], [5, 6]], [[0], [1], []]]
 
 
-def test_local_replicas_each_take_a_batch_of_a_function() -> None:
+def test_each_local_replica_gets_a_batch_from_a_function() -> None:
     own = [np.arange(2), np.arange(3), np.arange(1)]
-    dealt = datasets.from_function(lambda context: own, Local(2))
-    assert [[part.tolist() for part in step] for step in dealt] == [[[0, 1], [0, 1, 2]], [[0], []]]
+    distributed = datasets.from_function(lambda context: own, Local(2))
+    assert [[part.tolist() for part in step] for step in distributed] == [[[0, 1], [0, 1, 2]], [[0], []]]
 
 
 def test_fit_on_local_replicas_gets_the_whole_batch() -> None:
@@ -51,12 +51,12 @@ def test_fit_on_local_replicas_gets_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize(("rows", "count", "local"), [(7, 4, 2), (8, 4, 2), (2, 4, 2), (9, 2, 1), (0, 3, 1)])
-def test_parts_are_all_rows_once(rows: int, count: int, local: int) -> None:
+def test_parts_cover_all_rows_once(rows: int, count: int, local: int) -> None:
     parts = [Part(first, count, local).range(rows) for first in range(0, count, local)]
     assert [row for start, end in parts for row in range(start, end)] == list(range(rows))
 
 
 @pytest.mark.parametrize(("batch", "count"), [(7, 2), (8, 3), (3, 3)])
-def test_batches_of_processes_that_read_for_themselves_make_up_global_ones(batch: int, count: int) -> None:
+def test_batches_of_processes_that_read_independently_add_up_to_global_ones(batch: int, count: int) -> None:
     sizes = [InputPipeline(index, count).batch_sizes(batch) for index in range(count)]
     assert {sum(step) for step in zip(*sizes, strict=True)} == {sum(each) for each in sizes} == {batch}

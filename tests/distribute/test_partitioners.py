@@ -23,11 +23,11 @@ SHAPES = [(7,), (10, 3), (1, 5), (300, 200), (5, 100_000)]
         (MaxSizePartitioner(100_000), [[1], [1, 1], [1, 1], [3, 1], [5, 1]]),
     ],
 )
-def test_shards_as_tensorflow_cuts_them(partitioner, expected):
+def test_shards_equal_those_of_tensorflow(partitioner, expected):
     assert [partitioner(shape, "float32") for shape in SHAPES] == expected
 
 
-def test_the_size_of_an_element_counts():
+def test_the_element_size_counts():
     assert MinSizePartitioner(4, max_shards=8)((4,), "float64") == [4]
     assert MinSizePartitioner(4, max_shards=8)((4,), np.float16) == [2]
     assert MinSizePartitioner(4, max_shards=8)((4,), "bfloat16") == [2]
@@ -39,12 +39,12 @@ def test_a_size_below_one_is_an_error(make):
         make(0)
 
 
-def test_an_axis_that_is_not_there_is_an_error():
-    with pytest.raises(ConfigError, match=re.escape("shape (3,) cannot be cut along axis 1")):
+def test_a_missing_axis_is_an_error():
+    with pytest.raises(ConfigError, match=re.escape("shape (3,) cannot be sharded along axis 1")):
         FixedShardsPartitioner(2)((3,), "float32", axis=1)
 
 
-def test_shards_are_dealt_in_turn():
+def test_shards_are_assigned_round_robin():
     variables = {(1, 0): ((5, 2), "float32"), (1, 1): ((), "float32"), (1, 2): ((2,), "float32")}
     assert place(variables, FixedShardsPartitioner(2), servers=2, first=1) == Placement(
         (
@@ -56,21 +56,21 @@ def test_shards_are_dealt_in_turn():
 
 @pytest.mark.parametrize("servers", [1, 2, 5])
 @pytest.mark.parametrize("partitioner", [None, FixedShardsPartitioner(3), MaxSizePartitioner(16)])
-def test_what_is_split_comes_together_again(partitioner, servers):
+def test_joining_the_shards_restores_the_values(partitioner, servers):
     values = {
         (0, i): np.random.default_rng(i).normal(size=shape) for i, shape in enumerate([(7, 3), (), (2,), (4, 1, 2)])
     }
     placement = place({key: (value.shape, "float64") for key, value in values.items()}, partitioner, servers)
     parts = placement.split(values)
     assert len(parts) == servers
-    together = placement.join(parts)
-    assert together.keys() == values.keys()
+    joined = placement.join(parts)
+    assert joined.keys() == values.keys()
     for key, value in values.items():
-        np.testing.assert_array_equal(together[key], value)
+        np.testing.assert_array_equal(joined[key], value)
     assert placement.split({(0, 1): values[0, 1]}).count({}) == servers - 1
 
 
 @pytest.mark.parametrize("given", [[2, 2], [3], [0, 1], [4, 1]])
-def test_a_partitioner_that_gives_what_cannot_be_done_is_an_error(given):
-    with pytest.raises(ConfigError, match=re.escape(f"gave {given} for a variable of shape (3, 2)")):
+def test_an_invalid_result_of_a_partitioner_is_an_error(given):
+    with pytest.raises(ConfigError, match=re.escape(f"returned {given} for a variable of shape (3, 2)")):
         place({(0, 0): ((3, 2), "float32")}, lambda shape, dtype: given, servers=2)

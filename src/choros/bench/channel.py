@@ -6,7 +6,7 @@
       listens on a Unix socket
       starts chorosrun, mpirun, … ─────► connects                        connects       (1)
       ◄──────────── Hello ────────────────────────────────────────────────
-      ───────────── Welcome: its place, where the barrier is ─────────────►             (2)
+      ───────────── Welcome: its rank, where the barrier is ─────────────►             (2)
                                          imports, joins its job          likewise
       ◄──────────── Ready ────────────────────────────────────────────────              (3)
       ───────────── Order: a case, how much of it ────────────────────────►             (4)
@@ -18,7 +18,7 @@
 Between (6) and the next (4) a process blocks in a read, whatever its library would do while it waits: another
 contender has the machine. The barrier at (5) is in memory that the processes share, the same one for every
 contender: a library's own would favour those whose barrier is good. Whatever goes wrong in a process is
-sent in place of its answer, as ``Failed``.
+sent in rank of its answer, as ``Failed``.
 
 The channels are those of ``transport``: both ends prove that they know a key. The socket lies in a directory that only
 this user can enter.
@@ -59,9 +59,9 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The answer to ``Hello``: the process' place among the contender's processes, and the barrier's file."""
+    """The answer to ``Hello``: the process' rank among the contender's processes, and the barrier's file."""
 
-    place: int
+    rank: int
     processes: int
     barrier: str
 
@@ -122,15 +122,15 @@ class Barrier:
 
     Args:
         file: of ``size(processes)`` zeros to begin with.
-        place: this process among them.
+        rank: this process among them.
         processes: how many there are.
     """
 
-    def __init__(self, file: Path, place: int, processes: int) -> None:
+    def __init__(self, file: Path, rank: int, processes: int) -> None:
         with file.open("r+b") as opened:
             self._counters = memoryview(mmap.mmap(opened.fileno(), self.size(processes))).cast("q")
-        self._mine = place * _CACHE_LINE
-        self._others = [other * _CACHE_LINE for other in range(processes) if other != place]
+        self._mine = rank * _CACHE_LINE
+        self._others = [other * _CACHE_LINE for other in range(processes) if other != rank]
 
     @staticmethod
     def size(processes: int) -> int:
@@ -164,9 +164,9 @@ def serve(join: Callable[[], Prepare], environ: Mapping[str, str] = os.environ) 
         coordinator.send(Hello())
         welcome: Welcome = coordinator.receive()
         prepare = join()
-        barrier = Barrier(Path(welcome.barrier), welcome.place, welcome.processes)
+        barrier = Barrier(Path(welcome.barrier), welcome.rank, welcome.processes)
         coordinator.send(Ready())
-        _obey(coordinator, prepare, barrier)
+        _serve_orders(coordinator, prepare, barrier)
     except ChannelClosed:  # the coordinator is gone
         os._exit(1)
     except Exception as error:
@@ -180,7 +180,7 @@ def _connect(environ: Mapping[str, str]) -> Channel:
     return connect(environ[ADDRESS], bytes.fromhex(environ[KEY]), "choros bench", _CONNECT_SECONDS)
 
 
-def _obey(coordinator: Channel, prepare: Prepare, barrier: Barrier) -> None:
+def _serve_orders(coordinator: Channel, prepare: Prepare, barrier: Barrier) -> None:
     case: Any = None
     task: Task | None = None
     while isinstance(order := coordinator.receive(), Order):

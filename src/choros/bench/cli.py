@@ -19,7 +19,7 @@ from choros.bench.cases import MODELS
 from choros.bench.contender import CHOROS, check_names, chosen
 from choros.bench.plot import plot_rows, plot_sizes
 from choros.bench.run import Effort
-from choros.bench.session import ENOUGH_ROUNDS, Session
+from choros.bench.session import ENOUGH_ROUNDS, BenchSession
 from choros.bench.sizes import parse_sizes
 from choros.errors import ConfigError
 
@@ -55,9 +55,9 @@ class _Common:
     plot: Path | None
     json_file: Path | None
 
-    def session(self) -> Session:
+    def session(self) -> BenchSession:
         """What holds the contests."""
-        return Session(self.plot, self.json_file)
+        return BenchSession(self.plot, self.json_file)
 
 
 def _with_common(seconds: float | None) -> Callable[[Callable[..., int]], Callable[..., int]]:

@@ -22,7 +22,7 @@ class Contender:
     Attributes:
         name: its name in the tables and in the JSON file.
         start: returns the commands with which its users start it.
-        module: the module below ``choros.bench.workers`` that its bench processes run.
+        module: the module below ``choros.bench.processes`` that its bench processes run.
         arguments: the module's command-line arguments.
         needs: modules that must be installed.
         environ: environment variables that its users set.
@@ -43,9 +43,9 @@ class Contender:
         return [module for module in self.needs if importlib.util.find_spec(module) is None]
 
     @property
-    def words(self) -> list[str]:
+    def argv(self) -> list[str]:
         """The arguments with which Python runs the module."""
-        return ["-m", f"choros.bench.workers.{self.module}", *self.arguments]
+        return ["-m", f"choros.bench.processes.{self.module}", *self.arguments]
 
 
 def check_names(only: Sequence[str], names: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Burst", "Ratios", "Summary", "Timing", "burst_of", "format_seconds", "ratios", "summarise"]
+__all__ = ["Ratios", "Summary", "Timing", "Trial", "format_seconds", "ratios", "summarise", "trial_of"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Burst:
+class Trial:
     """A trial: one contender's part of a round.
 
     Attributes:
@@ -55,7 +55,7 @@ class Ratios:
     cpu: float
 
 
-def burst_of(timings: Sequence[Timing], units: int) -> Burst:
+def trial_of(timings: Sequence[Timing], units: int) -> Trial:
     """Returns the times of a trial from the timings of its processes.
 
     A run lasts from the start of the last process, which excludes the skew that the barrier leaves, to the end of
@@ -66,20 +66,20 @@ def burst_of(timings: Sequence[Timing], units: int) -> Burst:
         units: units of work in one run.
 
     Example:
-        >>> burst_of([Timing((0.0,), (4.0,), 4.0), Timing((1.0,), (5.0,), 2.0)], units=2)
-        Burst(seconds=2.0, cpu_s=3.0)
+        >>> trial_of([Timing((0.0,), (4.0,), 4.0), Timing((1.0,), (5.0,), 2.0)], units=2)
+        Trial(seconds=2.0, cpu_s=3.0)
     """
     begins = map(max, zip(*(timing.begins for timing in timings), strict=True))
     ends = map(max, zip(*(timing.ends for timing in timings), strict=True))
     runs = [end - begin for begin, end in zip(begins, ends, strict=True)]
-    return Burst(statistics.fmean(runs) / units, sum(timing.cpu_s for timing in timings) / (len(runs) * units))
+    return Trial(statistics.fmean(runs) / units, sum(timing.cpu_s for timing in timings) / (len(runs) * units))
 
 
-def summarise(bursts: Sequence[Burst]) -> Summary:
+def summarise(bursts: Sequence[Trial]) -> Summary:
     """Returns the best and the median of ``bursts``, the trials of a contender.
 
     Example:
-        >>> summarise([Burst(3.0, 1.0), Burst(1.0, 2.0), Burst(8.0, 6.0)])
+        >>> summarise([Trial(3.0, 1.0), Trial(1.0, 2.0), Trial(8.0, 6.0)])
         Summary(best_s=1.0, median_s=3.0, cpu_s=2.0)
     """
     seconds = [burst.seconds for burst in bursts]

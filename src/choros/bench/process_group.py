@@ -20,19 +20,19 @@ import psutil
 
 from choros.bench.channel import ADDRESS, KEY, Barrier, Failed, Order, Ready, Stop, Timing, Welcome
 from choros.bench.contender import Contender
-from choros.bench.figures import Burst, burst_of
-from choros.launch.processes import parent_death_guard as tether
+from choros.bench.figures import Trial, trial_of
+from choros.launch.processes import parent_death_guard
 from choros.transport.channel import Channel, ChannelClosed
 from choros.transport.listener import Listener
 from choros.transport.loop import Loop
 
-__all__ = ["ContenderFailed", "Team"]
+__all__ = ["ContenderFailed", "ProcessGroup"]
 
 _POLL_SECONDS = 0.25
 _START_SECONDS = 240.0
 _ANSWER_SECONDS = 600.0
 _GRACE_SECONDS = 5.0
-_TIDY_SECONDS = 2.0
+_CLEANUP_SECONDS = 2.0
 _REASON_LENGTH = 300
 
 
@@ -41,7 +41,7 @@ class ContenderFailed(Exception):
 
 
 @final
-class Team:
+class ProcessGroup:
     """The running processes of a contender. Leaving the block ends them, whatever they are doing.
 
     Args:
@@ -58,9 +58,9 @@ class Team:
         self._log = directory / "output"
         self._started: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
-        self._family: set[psutil.Process] = set()
+        self._process_tree: set[psutil.Process] = set()
 
-    def __enter__(self) -> Team:
+    def __enter__(self) -> ProcessGroup:
         return self
 
     def __exit__(
@@ -92,13 +92,13 @@ class Team:
             listener.close()
         barrier = self._directory / "barrier"
         barrier.write_bytes(bytes(Barrier.size(self._size)))
-        self._send(Welcome(place, self._size, str(barrier)) for place in range(self._size))
+        self._send(Welcome(rank, self._size, str(barrier)) for rank in range(self._size))
         for answer in self._answers(_START_SECONDS):
             if not isinstance(answer, Ready):
                 raise ContenderFailed(f"answered {answer!r} where it should have been ready")
-        self._note_family()
+        self._record_process_tree()
 
-    def run(self, case: Any, runs: int, units: int) -> Burst:
+    def run(self, case: Any, runs: int, units: int) -> Trial:
         """One burst: all processes do ``runs`` runs of ``units`` units of ``case``.
 
         Raises:
@@ -106,9 +106,9 @@ class Team:
         """
         self._send([Order(case, runs, units)] * self._size)
         timings = [answer for answer in self._answers(_ANSWER_SECONDS) if isinstance(answer, Timing)]
-        return burst_of(timings, units)
+        return trial_of(timings, units)
 
-    def dismiss(self) -> None:
+    def request_stop(self) -> None:
         """Asks the processes to end, and does not wait for it."""
         for channel in self._channels:
             with contextlib.suppress(ChannelClosed):  # it has ended already
@@ -117,29 +117,29 @@ class Team:
     def stop(self, *, polite: bool = True) -> None:
         """Ends the processes: they are asked to, unless it is not ``polite``; then they are killed."""
         if polite:
-            self.dismiss()
+            self.request_stop()
             self._wait(_GRACE_SECONDS)
         for channel in self._channels:
             channel.close()
-        self._note_family()
+        self._record_process_tree()
         for started in self._started:
             started.terminate()  # a launcher tidies up after its ranks
-        self._wait(_TIDY_SECONDS)
-        for process in self._family:
+        self._wait(_CLEANUP_SECONDS)
+        for process in self._process_tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(self._family, timeout=1.0)
+        psutil.wait_procs(self._process_tree, timeout=1.0)
         for started in self._started:
             started.wait()
-        self._started, self._channels, self._family = [], [], set()
+        self._started, self._channels, self._process_tree = [], [], set()
 
     def _spawn(self, private: dict[str, str]) -> None:
         """Starts the commands; they end when we do."""
         with self._log.open("ab") as log:
-            for command in self.contender.start(self._ranks, self.contender.words):
+            for command in self.contender.start(self._ranks, self.contender.argv):
                 self._started.append(
                     subprocess.Popen(
-                        [sys.executable, tether.__file__, str(os.getpid()), *_found(command.words)],
+                        [sys.executable, parent_death_guard.__file__, str(os.getpid()), *_with_path(command.argv)],
                         env={**os.environ, **self.contender.environ, **command.environ, **private},
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -153,7 +153,7 @@ class Team:
             try:
                 channel.send(message)
             except ChannelClosed as error:
-                raise ContenderFailed(self._last_words()) from error
+                raise ContenderFailed(self._reason_of_exit()) from error
 
     def _answers(self, seconds: float) -> list[Any]:
         """What each process answers; the first that fails speaks for all."""
@@ -161,31 +161,31 @@ class Team:
         answers: dict[int, Any] = {}
         loop = Loop(_POLL_SECONDS)
         loop.repeat("check", _POLL_SECONDS, lambda: self._check(deadline))
-        for place, channel in enumerate(self._channels):
-            loop.on_readable(channel, partial(self._receive, place, loop, answers))
+        for rank, channel in enumerate(self._channels):
+            loop.on_readable(channel, partial(self._receive, rank, loop, answers))
         try:
             loop.run(until=lambda: len(answers) == len(self._channels))
         finally:
             loop.close()
-        return [answers[place] for place in sorted(answers)]
+        return [answers[rank] for rank in sorted(answers)]
 
-    def _receive(self, place: int, loop: Loop, answers: dict[int, Any]) -> None:
-        channel = self._channels[place]
+    def _receive(self, rank: int, loop: Loop, answers: dict[int, Any]) -> None:
+        channel = self._channels[rank]
         loop.forget(channel)
         try:
-            answers[place] = channel.receive()
+            answers[rank] = channel.receive()
         except ChannelClosed as error:
-            raise ContenderFailed(self._last_words()) from error
-        if isinstance(answers[place], Failed):
-            raise ContenderFailed(_shortened(answers[place].reason))
+            raise ContenderFailed(self._reason_of_exit()) from error
+        if isinstance(answers[rank], Failed):
+            raise ContenderFailed(_shortened(answers[rank].reason))
 
     def _check(self, deadline: float) -> None:
         if any(process.poll() is not None for process in self._started):
-            raise ContenderFailed(self._last_words())
+            raise ContenderFailed(self._reason_of_exit())
         if time.monotonic() > deadline:
             raise ContenderFailed("does not answer")
 
-    def _last_words(self) -> str:
+    def _reason_of_exit(self) -> str:
         """Why it ended: the last line of its output that speaks of an error, or simply the last."""
         self._wait(1.0)
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
@@ -193,11 +193,14 @@ class Team:
         codes = {process.poll() for process in self._started}
         return _shortened((of_errors or lines or [f"ended with exit code {codes}, and without a word"])[-1])
 
-    def _note_family(self) -> None:
+    def _record_process_tree(self) -> None:
         """Remembers what the processes have started: when a launcher dies, nothing else leads to its ranks."""
         for process in self._started:
             with contextlib.suppress(psutil.NoSuchProcess):
-                self._family |= {psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)}
+                self._process_tree |= {
+                    psutil.Process(process.pid),
+                    *psutil.Process(process.pid).children(recursive=True),
+                }
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -205,12 +208,12 @@ class Team:
             time.sleep(0.02)
 
 
-def _found(words: Sequence[str]) -> list[str]:
-    """``words`` with the program's path: the tether takes no other."""
-    path = shutil.which(words[0])
+def _with_path(argv: Sequence[str]) -> list[str]:
+    """``argv`` with the program's path: the tether takes no other."""
+    path = shutil.which(argv[0])
     if path is None:
-        raise ContenderFailed(f"there is no command {words[0]!r}")
-    return [path, *words[1:]]
+        raise ContenderFailed(f"there is no command {argv[0]!r}")
+    return [path, *argv[1:]]
 
 
 def _shortened(text: str) -> str:

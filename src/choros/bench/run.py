@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from choros.bench.contender import Contender
-from choros.bench.figures import Burst, Summary, summarise
-from choros.bench.process_group import ContenderFailed, Team
+from choros.bench.figures import Summary, Trial, summarise
+from choros.bench.process_group import ContenderFailed, ProcessGroup
 
 __all__ = ["Effort", "RunResult", "Skipped", "run_contenders", "units_for"]
 
@@ -85,11 +85,11 @@ class RunResult(Generic[Case]):
     skipped: list[Skipped] = field(default_factory=list)
 
 
-def units_for(effort: Effort, burst: Burst) -> int:
+def units_for(effort: Effort, burst: Trial) -> int:
     """Returns the number of units of work in a trial, estimated from the time of one unit in ``burst``.
 
     Example:
-        >>> units_for(Effort(rounds=7, seconds=0.02, many_runs=True), Burst(seconds=0.003, cpu_s=0.0))
+        >>> units_for(Effort(rounds=7, seconds=0.02, many_runs=True), Trial(seconds=0.003, cpu_s=0.0))
         7
     """
     return min(_MAX_UNITS, max(effort.fewest, math.ceil(effort.seconds / max(burst.seconds, 1e-9))))
@@ -120,29 +120,33 @@ def run_contenders(
             show_progress(f"starting {contender.name}")
             own = directory / secrets.token_hex(4)
             own.mkdir(mode=0o700)
-            group = stack.enter_context(Team(contender, ranks, own))
+            group = stack.enter_context(ProcessGroup(contender, ranks, own))
             if _attempt(group, result, "", group.start):
                 groups.append(group)
         for case in cases:
             _run_case(case, groups, effort, result, show_progress)
         for group in groups:
-            group.dismiss()  # all groups, before waiting for the first to end
+            group.request_stop()  # all groups, before waiting for the first to end
     return result
 
 
 def _run_case(
-    case: Case, groups: list[Team], effort: Effort, result: RunResult[Case], show_progress: Callable[[str], None]
+    case: Case,
+    groups: list[ProcessGroup],
+    effort: Effort,
+    result: RunResult[Case],
+    show_progress: Callable[[str], None],
 ) -> None:
-    units: dict[Team, int] = {}
-    trials: dict[Team, list[Burst]] = {group: [] for group in groups}
+    units: dict[ProcessGroup, int] = {}
+    trials: dict[ProcessGroup, list[Trial]] = {group: [] for group in groups}
 
-    def warm_up(group: Team) -> None:
+    def warm_up(group: ProcessGroup) -> None:
         units[group] = 1
         group.run(case, *effort.split(1))  # prepares, compiles, connects
         for _ in range(2):
             units[group] = units_for(effort, group.run(case, *effort.split(units[group])))
 
-    def run_trial(group: Team) -> None:
+    def run_trial(group: ProcessGroup) -> None:
         trials[group].append(group.run(case, *effort.split(units[group])))
 
     for number in range(effort.rounds + 1):
@@ -156,7 +160,7 @@ def _run_case(
         result.summaries[case, group.contender.name] = summarise(trials[group])
 
 
-def _attempt(group: Team, result: RunResult[Any], since: str, act: Callable[[], None]) -> bool:
+def _attempt(group: ProcessGroup, result: RunResult[Any], since: str, act: Callable[[], None]) -> bool:
     try:
         act()
     except ContenderFailed as failure:

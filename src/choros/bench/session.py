@@ -19,14 +19,14 @@ from choros.bench.report import ReportRow, Table, check_writable, show, skipped_
 from choros.bench.run import Case, Effort, RunResult, Skipped, run_contenders
 from choros.bench.startup import StartCase, run_starts
 
-__all__ = ["ENOUGH_ROUNDS", "Session"]
+__all__ = ["ENOUGH_ROUNDS", "BenchSession"]
 
 #: With fewer rounds, the best one proves little.
 ENOUGH_ROUNDS = 7
 
 
 @final
-class Session:
+class BenchSession:
     """Measures within its ``with`` block; reports after it.
 
     Args:
@@ -54,7 +54,7 @@ class Session:
         self._rounds = ENOUGH_ROUNDS
         self._stack = ExitStack()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> BenchSession:
         self._progress = self._stack.enter_context(Progress())
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="choros-bench-")))
         return self

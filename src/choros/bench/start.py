@@ -19,8 +19,8 @@ from choros.launch.plan.cores import physical_cores
 from choros.launch.plan.mpi_implementations import OpenMpi4, OpenMpi5
 
 __all__ = [
-    "Command", "Starter", "chorosrun", "horovodrun", "jax_cluster", "logical_cpus", "mpirun", "one_core", "tf_cluster",
-    "torchrun", "xla_devices",
+    "LaunchCommand", "Starter", "chorosrun", "horovodrun", "jax_cluster", "logical_cpus", "mpirun", "one_core",
+    "tf_cluster", "torchrun", "xla_devices",
 ]  # fmt: skip
 
 _LOCALHOST = "127.0.0.1"
@@ -30,75 +30,75 @@ _CONFINE = (
 
 
 @dataclass(frozen=True)
-class Command:
-    """One process to start: its words, and what they add to the environment."""
+class LaunchCommand:
+    """One process to start: its argv, and what they add to the environment."""
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-#: Given how many ranks and the words of a worker (``-m module argument …``, for Python), the commands.
-Starter = Callable[[int, Sequence[str]], list[Command]]
+#: Given how many ranks and the argv of a worker (``-m module argument …``, for Python), the commands.
+Starter = Callable[[int, Sequence[str]], list[LaunchCommand]]
 
 
-def chorosrun(ranks: int, worker: Sequence[str]) -> list[Command]:
+def chorosrun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """As choros' users start a script.
 
     Example:
         >>> (command,) = chorosrun(2, ["-m", "worker"])
-        >>> command.words[1:]  # doctest: +ELLIPSIS
+        >>> command.argv[1:]  # doctest: +ELLIPSIS
         ('-m', 'choros.launch.cli', '-np', '2', '--start-timeout', '120', ..., '-m', 'worker')
     """
-    words = (sys.executable, "-m", "choros.launch.cli", "-np", str(ranks), "--start-timeout", "120")
-    return [Command((*words, "--no-prefix-output", sys.executable, *worker))]
+    argv = (sys.executable, "-m", "choros.launch.cli", "-np", str(ranks), "--start-timeout", "120")
+    return [LaunchCommand((*argv, "--no-prefix-output", sys.executable, *program))]
 
 
-def one_core(_ranks: int, worker: Sequence[str]) -> list[Command]:
+def one_core(_ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """chorosrun with one rank, on one core: what a rank has where there are as many as cores."""
-    (command,) = chorosrun(1, worker)
+    (command,) = chorosrun(1, program)
     if not hasattr(os, "sched_getaffinity"):
         return [command]
     core = physical_cores(sorted(os.sched_getaffinity(0)))[0]
-    return [Command((sys.executable, "-c", _CONFINE, ",".join(map(str, core)), *command.words), command.environ)]
+    return [LaunchCommand((sys.executable, "-c", _CONFINE, ",".join(map(str, core)), *command.argv), command.environ)]
 
 
-def mpirun(ranks: int, worker: Sequence[str]) -> list[Command]:
+def mpirun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """``mpirun -np N``, with its defaults; it must be given flags only for root, or for more ranks than cores."""
     found = detect_mpirun()
-    words = [found.path]
+    argv = [found.path]
     if isinstance(found.flavour, (OpenMpi4, OpenMpi5)):
-        words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        words += ["--oversubscribe"] if ranks > (os.cpu_count() or 1) else []
-    return [Command((*words, "-np", str(ranks), sys.executable, *worker), found.environment())]
+        argv += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        argv += ["--oversubscribe"] if ranks > (os.cpu_count() or 1) else []
+    return [LaunchCommand((*argv, "-np", str(ranks), sys.executable, *program), found.environment())]
 
 
-def torchrun(ranks: int, worker: Sequence[str]) -> list[Command]:
+def torchrun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """PyTorch's launcher, which gives each process one thread."""
-    words = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    return [Command((*words, *worker))]
+    argv = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return [LaunchCommand((*argv, *program))]
 
 
-def horovodrun(ranks: int, worker: Sequence[str]) -> list[Command]:
+def horovodrun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """Horovod's launcher."""
-    return [Command(("horovodrun", "-np", str(ranks), sys.executable, *worker))]
+    return [LaunchCommand(("horovodrun", "-np", str(ranks), sys.executable, *program))]
 
 
-def logical_cpus(ranks: int, worker: Sequence[str]) -> list[Command]:
+def logical_cpus(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """One process, told on its command line into how many devices it is to divide the CPU."""
-    return [Command((sys.executable, *worker, str(ranks)))]
+    return [LaunchCommand((sys.executable, *program, str(ranks)))]
 
 
-def xla_devices(ranks: int, worker: Sequence[str]) -> list[Command]:
+def xla_devices(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """One process in which XLA takes the CPU for so many devices."""
-    return [Command((sys.executable, *worker), {"XLA_FLAGS": f"--xla_force_host_platform_device_count={ranks}"})]
+    return [LaunchCommand((sys.executable, *program), {"XLA_FLAGS": f"--xla_force_host_platform_device_count={ranks}"})]
 
 
-def tf_cluster(ranks: int, worker: Sequence[str]) -> list[Command]:
+def tf_cluster(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """A process for each rank, told of the others by ``TF_CONFIG``."""
-    return _tf_cluster_at(_free_ports(ranks), worker)
+    return _tf_cluster_at(_free_ports(ranks), program)
 
 
-def _tf_cluster_at(ports: Sequence[int], worker: Sequence[str]) -> list[Command]:
+def _tf_cluster_at(ports: Sequence[int], program: Sequence[str]) -> list[LaunchCommand]:
     """The processes of a cluster on these ports.
 
     Example:
@@ -107,20 +107,20 @@ def _tf_cluster_at(ports: Sequence[int], worker: Sequence[str]) -> list[Command]
     """
     cluster = {"worker": [f"{_LOCALHOST}:{port}" for port in ports]}
     return [
-        Command(
-            (sys.executable, *worker),
+        LaunchCommand(
+            (sys.executable, *program),
             {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})},
         )
         for index in range(len(ports))
     ]
 
 
-def jax_cluster(ranks: int, worker: Sequence[str]) -> list[Command]:
+def jax_cluster(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """A process for each rank, told by the variables that ``keras.distribution.initialize`` reads."""
     (port,) = _free_ports(1)
     return [
-        Command(
-            (sys.executable, *worker),
+        LaunchCommand(
+            (sys.executable, *program),
             {
                 "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"{_LOCALHOST}:{port}",
                 "KERAS_DISTRIBUTION_NUM_PROCESSES": str(ranks),

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 from choros.bench.contender import CHOROS
-from choros.bench.figures import Burst, summarise
+from choros.bench.figures import Trial, summarise
 from choros.bench.report import ReportRow, Table, compare
 from choros.bench.run import RunResult, Skipped
-from choros.bench.start import Command, Starter, chorosrun, mpirun, torchrun
+from choros.bench.start import LaunchCommand, Starter, chorosrun, mpirun, torchrun
 from choros.launch.processes.parent_death_guard import die_with_parent
 
 __all__ = ["CASES", "Program", "StartCase", "measure", "rows", "run_starts", "sections", "table"]
@@ -53,13 +53,13 @@ dist.destroy_process_group()
 """
 
 
-def _torchrun(ranks: int, argv: Sequence[str]) -> list[Command]:
+def _torchrun(ranks: int, argv: Sequence[str]) -> list[LaunchCommand]:
     """torchrun, which otherwise takes a script or a module."""
     return torchrun(ranks, ["--no-python", sys.executable, *argv])
 
 
-def _python(_ranks: int, argv: Sequence[str]) -> list[Command]:
-    return [Command((sys.executable, *argv))]
+def _python(_ranks: int, argv: Sequence[str]) -> list[LaunchCommand]:
+    return [LaunchCommand((sys.executable, *argv))]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Program:
     code: str
     needs: tuple[str, ...] = ()
 
-    def command(self, ranks: int) -> Command:
+    def command(self, ranks: int) -> LaunchCommand:
         """The command that runs it."""
         (command,) = self.start(ranks, ["-c", self.code])
         return command
@@ -136,7 +136,7 @@ CASES = (
 )
 
 
-def measure(command: Command) -> Burst:
+def measure(command: LaunchCommand) -> Trial:
     """Runs ``command`` to its end: wall time, and CPU time of all its processes that were waited for.
 
     Raises:
@@ -144,7 +144,7 @@ def measure(command: Command) -> Burst:
     """
     began = time.perf_counter()
     with subprocess.Popen(
-        command.words,
+        command.argv,
         env={**os.environ, **command.environ},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -161,7 +161,7 @@ def measure(command: Command) -> Burst:
     if process.returncode != 0:
         lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
         raise RuntimeError((lines or [f"ended with exit code {process.returncode}"])[-1][:_REASON_LENGTH])
-    return Burst(seconds, _cpu_seconds() - before)
+    return Trial(seconds, _cpu_seconds() - before)
 
 
 def _cpu_seconds() -> float:
@@ -183,7 +183,7 @@ def run_starts(
     """
     result: RunResult[StartCase] = RunResult()
     for case in cases:
-        trials: dict[Program, list[Burst]] = {}
+        trials: dict[Program, list[Trial]] = {}
         for program in (each for each in case.programs if each.contender in names):
             missing = [module for module in program.needs if importlib.util.find_spec(module) is None]
             if missing:

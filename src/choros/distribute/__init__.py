@@ -10,7 +10,7 @@
         model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
     model.fit(x, y, batch_size=64 * strategy.num_replicas_in_sync)
 
-Started with ``chorosrun -np 4 python train.py``, four processes train on their parts of each batch.
+Started with ``chorosrun -np 4 python train.py``, four processes each train on their share of every batch.
 """
 
 from choros.distribute import cluster_resolver, coordinator, experimental

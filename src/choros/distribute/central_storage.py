@@ -1,12 +1,12 @@
-"""CentralStorageStrategy: the optimizer's state, and the variables it updates, exist once.
+"""CentralStorageStrategy: one process keeps the optimizer's state and applies the updates.
 
-A step of three processes; the first keeps the state::
+A step of three processes; process 0 keeps the state::
 
     process 0                process 1           process 2
     gradients ───────────────gradients ──────────gradients      (1) reduced, as by MirroredStrategy
     optimizer: m, v          no optimizer state  no optimizer state
     variables updated once                                      (2) by the optimizer of process 0
-    values ─────────────────►taken over ────────►taken over     (3) what the next step is computed with
+    values ─────────────────►received ──────────►received       (3) broadcast; the next step computes with them
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = ["CentralStorageStrategy"]
 
 @final
 class CentralStorageStrategy(Strategy):
-    """Synchronous training in which one process of the host keeps the optimizer's state and makes each update, once.
+    """Synchronous training on one host, in which one process keeps the optimizer's state and applies each update.
 
-    Every other replica saves the memory of that state: with Adam twice that of the variables. Each has the values that
-    its steps compute with, as a device of ``tf.distribute``'s has while it computes.
+    The other replicas save the memory of that state: with Adam twice that of the variables. Every replica has a copy of
+    the variables, as in ``tf.distribute`` each device has while it computes.
 
     Args:
-        compute_devices: ``tf.distribute``'s; here each process that ``chorosrun`` starts is a replica, so this can only
-            say how many there are.
-        parameter_device: ``tf.distribute``'s; the first process's device.
+        compute_devices: as in ``tf.distribute``. Each process that ``chorosrun`` starts is a replica here, so only the
+            number of devices counts.
+        parameter_device: has no effect; it is the device of process 0.
 
     Raises:
-        ConfigError: there are not so many processes.
+        ConfigError: ``compute_devices`` has another length than the number of processes.
         StrategyError: the job has several hosts.
     """
 
@@ -51,13 +51,13 @@ class CentralStorageStrategy(Strategy):
             )
         if compute_devices is not None and len(compute_devices) != topology.size:
             raise ConfigError(
-                f"compute_devices={list(compute_devices)!r} asks for {len(compute_devices)} replicas, but this job has "
-                f"{topology.size}: each process has one. Start the script with chorosrun -np {len(compute_devices)}."
+                f"compute_devices={list(compute_devices)!r} requests {len(compute_devices)} replicas, but this job has "
+                f"{topology.size}: one per process. Start the script with chorosrun -np {len(compute_devices)}."
             )
         super().__init__(ProcessReplicas(topology.size, topology.rank))
         self._training = synchronous_training(topology, state_owner=0)
 
     @property
     def training(self) -> Training | None:
-        """Synchronous, with one process that updates."""
+        """Synchronous, with one process that applies the updates."""
         return self._training

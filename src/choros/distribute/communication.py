@@ -1,6 +1,6 @@
-"""How ``tf.distribute`` lets a script say how values travel; here the engine decides, and these have no effect.
+"""``tf.distribute``'s communication options, which have no effect: the engine decides how values are sent.
 
-They are there so that a script that names them runs as it is. What can be chosen is described in docs/engines.md.
+They exist so that scripts that use them run unchanged. docs/engines.md describes the choices that choros offers.
 """
 
 from __future__ import annotations

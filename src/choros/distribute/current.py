@@ -1,4 +1,4 @@
-"""The strategy and the replica that the program is in, for users; the default strategy, which is active outside of all.
+"""The current strategy and replica, for users; and the default strategy, which is active outside of all scopes.
 
 ::
 
@@ -23,7 +23,7 @@ __all__ = ["get_replica_context", "get_strategy", "has_strategy", "in_cross_repl
 
 @final
 class DefaultStrategy(Strategy):
-    """One replica, which computes where the framework likes; models made in its scope train as they would without."""
+    """One replica, on the framework's default device; models created in its scope train as without a strategy."""
 
     is_default = True
 
@@ -32,7 +32,7 @@ class DefaultStrategy(Strategy):
 
     @property
     def training(self) -> Training | None:
-        """``None``: what Keras makes is left alone."""
+        """``None``: Keras objects are not patched."""
         return None
 
 
@@ -53,7 +53,7 @@ def has_strategy() -> bool:
 
 
 def get_strategy() -> Strategy:
-    """The strategy in whose scope the program is; outside of all, the default one, which has one replica.
+    """Returns the strategy in whose scope the program is; outside of all, the default one, which has one replica.
 
     Example:
         >>> from choros import distribute
@@ -65,7 +65,7 @@ def get_strategy() -> Strategy:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the program is in the scope of a strategy, but in none of its replicas.
+    """Whether the program is in the scope of a strategy, but not in a replica.
 
     Example:
         >>> from choros import distribute
@@ -77,9 +77,9 @@ def in_cross_replica_context() -> bool:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The replica in which the program is; ``None`` in cross-replica context.
+    """Returns the context of the current replica; ``None`` in cross-replica context.
 
-    Outside of all strategies that is the one replica of the default strategy.
+    Outside of all scopes, it is that of the one replica of the default strategy.
 
     Example:
         >>> from choros import distribute

@@ -1,4 +1,4 @@
-"""``tf.distribute.experimental``: what has no other name, and the older names of what has."""
+"""``tf.distribute.experimental``: experimental classes, and older names of stable ones."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ CollectiveCommunication = CommunicationImplementation
 def MultiWorkerMirroredStrategy(
     communication: Any = None, cluster_resolver: Any = None
 ) -> _MultiWorkerMirroredStrategy:
-    """The older way to make a ``MultiWorkerMirroredStrategy``.
+    """Creates a ``MultiWorkerMirroredStrategy``; the older name.
 
     Args:
-        communication: has no effect; the engine decides how values travel.
+        communication: has no effect; the engine decides how values are sent.
         cluster_resolver: as for the strategy itself.
     """
     return _MultiWorkerMirroredStrategy(cluster_resolver, communication)

@@ -1,4 +1,4 @@
-"""The rarer methods of a strategy, where Keras users and optimizers written for TensorFlow meet them."""
+"""The ``extended`` methods of a strategy, which Keras and optimizers written for TensorFlow use."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["StrategyExtended"]
 
 @final
 class StrategyExtended:
-    """``tf.distribute.StrategyExtended``: what is left of it where each process holds one copy of every variable."""
+    """``tf.distribute.StrategyExtended``, for processes that each hold one copy of every variable."""
 
-    def __init__(self, strategy: Any) -> None:  # a Strategy, which is made of this
+    def __init__(self, strategy: Any) -> None:  # a Strategy; its module imports this one
         self._strategy = strategy
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Whether the Keras variable ``v`` was made in this strategy's scope."""
+        """Whether the Keras variable ``v`` was created in this strategy's scope."""
         return strategy_of(v) is self._strategy
 
     def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any = None, options: Any = None) -> Any:
-        """``strategy.reduce``: every process gets the result, wherever ``destinations`` says."""
+        """``strategy.reduce``: every process receives the result; ``destinations`` has no effect."""
         del destinations, options
         return self._strategy.reduce(reduce_op, value, axis=None)
 
@@ -42,7 +42,7 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """``fn(var, *args)``: this process has one copy of ``var`` to update."""
+        """Calls ``fn(var, *args)`` once: this process has one copy of ``var``."""
         result = fn(var, *args, **(kwargs or {}))
         return result if group else (result,)
 
@@ -53,10 +53,10 @@ class StrategyExtended:
         return self._strategy.run(fn, args, kwargs)
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
-        """Nothing: a process has one place for its variables."""
+        """Does nothing: all variables of a process are on one device."""
         del colocate_with_variable
         return nullcontext()
 
     def value_container(self, value: Any) -> Any:
-        """``value`` itself: no variable here consists of others."""
+        """Returns ``value`` itself: no variable consists of others."""
         return value

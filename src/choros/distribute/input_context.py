@@ -1,4 +1,4 @@
-"""What functions that make a replica's data are told."""
+"""The arguments of functions that create a replica's data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["InputContext", "InputOptions", "ValueContext"]
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a function that makes a data set is told (``tf.distribute.InputContext``).
+    """The argument of a function that creates a data set (``tf.distribute.InputContext``).
 
     Attributes:
-        num_input_pipelines: how many such functions there are: one a process.
-        input_pipeline_id: which of them this is.
-        num_replicas_in_sync: replicas of all processes.
+        num_input_pipelines: the number of input pipelines: one per process.
+        input_pipeline_id: the index of this one.
+        num_replicas_in_sync: the number of replicas of all processes.
     """
 
     num_input_pipelines: int = 1
@@ -25,10 +25,10 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The batch of one replica.
+        """Returns the batch size of one replica.
 
         Raises:
-            ConfigError: the replicas cannot share ``global_batch_size`` equally.
+            ConfigError: ``global_batch_size`` is not a multiple of the number of replicas.
 
         Example:
             >>> InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(128)
@@ -36,15 +36,15 @@ class InputContext:
         """
         if global_batch_size % self.num_replicas_in_sync:
             raise ConfigError(
-                f"a global batch of {global_batch_size} examples cannot be shared equally by "
-                f"{self.num_replicas_in_sync} replicas: take a multiple of {self.num_replicas_in_sync}."
+                f"a global batch of {global_batch_size} examples cannot be divided equally among "
+                f"{self.num_replicas_in_sync} replicas: use a multiple of {self.num_replicas_in_sync}."
             )
         return global_batch_size // self.num_replicas_in_sync
 
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What a function that makes a replica's value is told (``tf.distribute.experimental.ValueContext``)."""
+    """The argument of a function that creates a replica's value (``tf.distribute.experimental.ValueContext``)."""
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
@@ -52,7 +52,7 @@ class ValueContext:
 
 @dataclass(frozen=True)
 class InputOptions:
-    """``tf.distribute.InputOptions``, for scripts that pass it; choros needs none of it, and it has no effect."""
+    """``tf.distribute.InputOptions``, for scripts that pass it; it has no effect."""
 
     experimental_fetch_to_device: bool = True
     experimental_replication_mode: Any = None

@@ -1,4 +1,4 @@
-"""How a strategy's process joins its job."""
+"""Joining the job: how a strategy initialises its process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FRAMEWORKS = ("tensorflow", "torch", "jax")
 
 
 def framework() -> str:
-    """The framework that trains: Keras' backend; without Keras, what the program has imported.
+    """Returns the framework that trains: Keras' backend; without Keras, the framework that the program has imported.
 
-    Keras is imported if it is installed and nothing else tells, so that models made in a scope are caught.
+    If no framework is imported and Keras is installed, it is imported, so that models created in a scope are patched.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no framework is imported, or Keras' backend cannot train.
     """
     loaded = [name for name in _FRAMEWORKS if sys.modules.get(name) is not None]
     if "keras" in sys.modules or (not loaded and importlib.util.find_spec("keras") is not None):
@@ -36,36 +36,39 @@ def framework() -> str:
         backend = str(keras.backend.backend())
         if backend not in _FRAMEWORKS:
             raise ConfigError(
-                f"Keras' backend is {backend}, which does not train: set KERAS_BACKEND to {' or '.join(_FRAMEWORKS)}."
+                f"Keras' backend is {backend}, which cannot train: set KERAS_BACKEND to {' or '.join(_FRAMEWORKS)}."
             )
         return backend
     if loaded:
         return loaded[0]
     raise ConfigError(
-        "a strategy needs a framework to train with: import torch, jax or tensorflow before it is made, or install "
+        "a strategy needs a framework to train with: import torch, jax or tensorflow first, or install "
         "Keras: pip install 'choros[tensorflow]', 'choros[torch]' or 'choros[jax]'."
     )
 
 
 def join(cluster_resolver: Any = None) -> Topology:
-    """Joins the job that this process was started in; gives it its device, and data in an order that all share.
+    """Joins the job in which this process was started; pins its device, and sets a common seed for ``tf.data``.
 
-    ``tf.data`` draws the seeds of a ``shuffle`` that was given none from TensorFlow's global seed: all processes get
-    one, unless the program has set it already.
+    A ``shuffle`` without a seed draws one from TensorFlow's global seed. All processes receive the same global seed,
+    unless the program has set one already.
 
     Args:
-        cluster_resolver: tells the workers' addresses, if no launcher that starts ranks has.
+        cluster_resolver: provides the processes' addresses, if no launcher has started the ranks.
 
     Returns:
-        The place of this process.
+        The job, and this process's rank in it.
+
+    Raises:
+        ConfigError: the framework has been used already, so that its device can no longer be set.
     """
     if cluster_resolver is not None and not is_initialized() and not _is_rank_of_launcher():
         os.environ[TF_CONFIG] = tf_config_of(cluster_resolver)
     init()
-    place = topology()
+    job = topology()
     used = framework()
-    if place.size == 1:
-        return place
+    if job.size == 1:
+        return job
     if "keras" in sys.modules:
         from choros.training.device import pin_device
 
@@ -73,8 +76,8 @@ def join(cluster_resolver: Any = None) -> Topology:
             pin_device()
         except RuntimeError as error:
             raise ConfigError(
-                f"the strategy gives this process its device and threads, which {used} no longer lets it do ({error}): "
-                "make the strategy first, before anything is computed."
+                f"the strategy sets the device and threads of this process, but {used} has started already ({error}): "
+                "create the strategy first, before anything is computed."
             ) from error
     seed = broadcast_object(int(np.random.randint(2**31)))
     if sys.modules.get("tensorflow") is not None:
@@ -83,7 +86,7 @@ def join(cluster_resolver: Any = None) -> Topology:
 
         if context.global_seed() is None:
             tf.random.set_seed(seed)
-    return place
+    return job
 
 
 def _is_rank_of_launcher() -> bool:

@@ -16,18 +16,18 @@ __all__ = ["MirroredStrategy"]
 
 @final
 class MirroredStrategy(Strategy):
-    """Synchronous training on one host: every replica has a copy of the variables, and all are updated alike.
+    """Synchronous training on one host: every replica has a copy of the variables and applies the same updates.
 
     Under ``chorosrun -np N`` each of the N processes is a replica, with its own device. On JAX a process that was
     started alone, such as a notebook, uses all its devices.
 
     Args:
-        devices: which devices of a lone process on JAX to use, such as ``["gpu:0", "gpu:1"]``; ``None`` for all. Under
-            ``chorosrun`` there is one a process, and this can only say how many.
-        cross_device_ops: ``tf.distribute``'s; the engine decides how to reduce.
+        devices: the devices to use in a process that was started alone on JAX, such as ``["gpu:0", "gpu:1"]``; ``None``
+            for all. Under ``chorosrun`` each process has one device, and only the number of devices counts.
+        cross_device_ops: has no effect; the engine decides how to reduce.
 
     Raises:
-        ConfigError: there are not so many devices, or processes.
+        ConfigError: a device does not exist, or the number of processes differs.
         StrategyError: the job has several hosts.
 
     Example:
@@ -45,7 +45,7 @@ class MirroredStrategy(Strategy):
         if topology.cross_size > 1:
             raise StrategyError(
                 f"MirroredStrategy is for the replicas of one host, and this job runs on {topology.cross_size}: use "
-                "MultiWorkerMirroredStrategy, which is for any number."
+                "MultiWorkerMirroredStrategy, which is for any number of hosts."
             )
         replicas, training = replicas_of(topology, devices)
         super().__init__(replicas)

@@ -18,16 +18,16 @@ class MultiWorkerMirroredStrategy(Strategy):
     """``MirroredStrategy`` over any number of hosts.
 
     Processes are started by ``chorosrun -np N -H host1:4,host2:4``, by ``srun``, or by hand on each host with
-    ``TF_CONFIG``, which names the workers' addresses; then nothing but PyTorch is needed to carry the gradients, and no
-    mpirun.
+    ``TF_CONFIG``, which lists the workers' addresses. Started by hand, PyTorch alone sends the
+    gradients, and mpirun is not needed.
 
     Args:
-        cluster_resolver: what tells the workers' addresses where no launcher does; ``None`` reads ``TF_CONFIG``.
-        communication_options: ``tf.distribute``'s; the engine decides how values travel.
+        cluster_resolver: provides the workers' addresses where no launcher does; ``None`` reads ``TF_CONFIG``.
+        communication_options: has no effect; the engine decides how values are sent.
 
     Raises:
-        ConfigError: ``TF_CONFIG`` cannot be meant.
-        EngineUnavailable: not all workers came.
+        ConfigError: ``TF_CONFIG`` is invalid.
+        EngineUnavailable: a worker did not connect in time.
 
     Example:
         >>> from choros import distribute

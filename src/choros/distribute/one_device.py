@@ -1,4 +1,4 @@
-"""OneDeviceStrategy: everything on one device, to try out a script that is to run on many."""
+"""OneDeviceStrategy: one replica on one device, for testing scripts meant for many."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["OneDeviceStrategy"]
 
 @final
 class OneDeviceStrategy(Strategy):
-    """One replica on one device, which takes part in no job (``tf.distribute.OneDeviceStrategy``).
+    """One replica on one device, which joins no job (``tf.distribute.OneDeviceStrategy``).
 
-    Variables made in its scope, ``fit`` of its models, and functions that ``run`` calls are on the device.
+    Variables created in its scope, ``fit`` of its models, and functions run by ``run`` are on the device.
 
     Args:
-        device: its name, as TensorFlow writes it: ``"/cpu:0"``, ``"GPU:1"``, ``"/device:TPU:0"``, ``"cpu"``. ``gpu`` is
-            whatever accelerator PyTorch has.
+        device: its name in TensorFlow's notation: ``"/cpu:0"``, ``"GPU:1"``, ``"/device:TPU:0"``, ``"cpu"``. On
+            PyTorch, ``gpu`` is the accelerator of any kind.
 
     Raises:
         ConfigError: the framework has no such device.
@@ -45,7 +45,7 @@ class OneDeviceStrategy(Strategy):
         known = devices_of(self._framework)
         if self._device not in known:
             raise ConfigError(
-                f"OneDeviceStrategy({device!r}): {self._framework} has no such device here. It has "
+                f"OneDeviceStrategy({device!r}): {self._framework} has no such device. It has "
                 f"{', '.join(map(str, known))}."
             )
         super().__init__(_OnDevice(self.placement))
@@ -57,46 +57,46 @@ class OneDeviceStrategy(Strategy):
         return self._training
 
     def placement(self) -> AbstractContextManager[Any]:
-        """The device's."""
+        """Returns the block that places values on the device."""
         return on_device(self._framework, self._device)
 
 
 @final
 class _OnDevice(Replicas):
-    """The only replica, whose functions run in the block ``placement``."""
+    """The only replica, which runs functions in the block ``placement``."""
 
     count = local_count = 1
     first = 0
 
     def __init__(self, placement: Callable[[], AbstractContextManager[Any]]) -> None:
         self._placement = placement
-        self._alone = ProcessReplicas(1, 0)
+        self._replica = ProcessReplicas(1, 0)
 
     def run(
         self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Calls ``function``, on the device."""
         with self._placement():
-            return self._alone.run(strategy, function, args, kwargs)
+            return self._replica.run(strategy, function, args, kwargs)
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
-        """Over ``axis``, if at all."""
-        return self._alone.reduce(op, value, axis)
+        """Reduces over ``axis``; with ``None``, returns the value."""
+        return self._replica.reduce(op, value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """The value."""
-        return self._alone.gather(value, axis)
+        """Returns the value."""
+        return self._replica.gather(value, axis)
 
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
-        """The value."""
-        return self._alone.all_reduce(op, value)
+        """Returns the value."""
+        return self._replica.all_reduce(op, value)
 
     def all_gather(self, value: Any, axis: int) -> Any:
-        """The value."""
-        return self._alone.all_gather(value, axis)
+        """Returns the value."""
+        return self._replica.all_gather(value, axis)
 
     def merge_call(
         self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Calls ``function(strategy, …)``."""
-        return self._alone.merge_call(strategy, function, args, kwargs)
+        return self._replica.merge_call(strategy, function, args, kwargs)

@@ -1,7 +1,7 @@
-"""How variables are cut for parameter servers (``tf.distribute.experimental.partitioners``).
+"""Partitioners, which shard variables over parameter servers (``tf.distribute.experimental.partitioners``).
 
-A partitioner is a callable ``(shape, dtype) -> [shards, 1, 1, …]``: into how many pieces a variable is cut along its
-first axis, and the number 1 for each other axis. The ones here are TensorFlow's, with its names and its arithmetic.
+A partitioner is a callable ``(shape, dtype) -> [shards, 1, 1, …]``: the number of shards of a variable along its first
+axis, and 1 for each other axis. These have TensorFlow's names and arithmetic.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner",
 
 
 class Partitioner(ABC):
-    """Decides into how many shards a variable is cut along one axis."""
+    """Decides the number of shards of a variable along one axis."""
 
     @final
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """The number of shards along each axis.
+        """Returns the number of shards along each axis.
 
         Args:
-            shape: the variable's; at least one dimension.
-            dtype: the variable's, anything that NumPy knows, or ``"bfloat16"``.
-            axis: the one that is cut.
+            shape: the variable's shape; at least one dimension.
+            dtype: the variable's dtype: any of NumPy's, or ``"bfloat16"``.
+            axis: the axis that is sharded.
 
         Raises:
-            ConfigError: there is no such axis.
+            ConfigError: the variable has no such axis.
         """
         if axis >= len(shape):
             raise ConfigError(
-                f"a variable of shape {tuple(shape)} cannot be cut along axis {axis}: it has no such axis."
+                f"a variable of shape {tuple(shape)} cannot be sharded along axis {axis}: it has no such axis."
             )
         shards = [1] * len(shape)
         shards[axis] = max(1, min(shape[axis], self._shards(tuple(shape), _bytes_per_element(dtype), axis)))
@@ -43,7 +43,7 @@ class Partitioner(ABC):
 
     @abstractmethod
     def _shards(self, shape: tuple[int, ...], itemsize: int, axis: int) -> int:
-        """How many shards there should be, whatever the axis' length."""
+        """Returns the desired number of shards; the caller limits it to the axis' length."""
 
 
 @final
@@ -51,7 +51,7 @@ class FixedShardsPartitioner(Partitioner):
     """The same number of shards for every variable.
 
     Args:
-        num_shards: how many; fewer where the first axis is shorter.
+        num_shards: the number; fewer where the first axis is shorter.
 
     Example:
         >>> FixedShardsPartitioner(num_shards=2)((10, 3), "float32")
@@ -68,12 +68,12 @@ class FixedShardsPartitioner(Partitioner):
 
 @final
 class MinSizePartitioner(Partitioner):
-    """As many shards as keep a minimum size.
+    """The largest number of shards of at least a minimum size.
 
     Args:
-        min_shard_bytes: no shard is to be smaller.
-        max_shards: there are never more.
-        bytes_per_string: TensorFlow's, for variables of strings, which Keras 3 does not have.
+        min_shard_bytes: the minimum size of a shard.
+        max_shards: the maximum number of shards.
+        bytes_per_string: has no effect: Keras 3 has no variables of strings.
 
     Example:
         >>> MinSizePartitioner(min_shard_bytes=4, max_shards=2)((6, 1), "float32")
@@ -94,12 +94,12 @@ class MinSizePartitioner(Partitioner):
 
 @final
 class MaxSizePartitioner(Partitioner):
-    """As few shards as keep a maximum size.
+    """The smallest number of shards of at most a maximum size.
 
     Args:
-        max_shard_bytes: no shard is to be larger, unless one row of the first axis is.
-        max_shards: there are never more, even if shards get larger; ``None`` is no limit.
-        bytes_per_string: TensorFlow's, for variables of strings, which Keras 3 does not have.
+        max_shard_bytes: the maximum size of a shard; one row of the first axis may exceed it.
+        max_shards: the maximum number of shards, even if they then exceed the size; ``None`` is no limit.
+        bytes_per_string: has no effect: Keras 3 has no variables of strings.
 
     Example:
         >>> MaxSizePartitioner(max_shard_bytes=4)((6, 1), "float32")
@@ -122,7 +122,7 @@ class MaxSizePartitioner(Partitioner):
 
 def _positive(name: str, value: int) -> int:
     if value < 1:
-        raise ConfigError(f"{name}={value!r}: a partitioner needs a number of at least 1.")
+        raise ConfigError(f"{name}={value!r}: expected a number of at least 1.")
     return value
 
 

@@ -1,4 +1,4 @@
-"""One replica for each process: what they share goes through the job's communicator.
+"""One replica per process; values are exchanged through the job's communicator.
 
 ::
 
@@ -7,7 +7,7 @@
       all_reduce(SUM, a) ────────── all_reduce(SUM, b)           a + b on both
     strategy.reduce(MEAN, loss) ─── strategy.reduce(MEAN, loss)  likewise
 
-In a function that is compiled (``tf.function``, ``jax.jit``) each of these is a call of the host, in program order.
+In a compiled function (``tf.function``, ``jax.jit``) each of these is a call on the host, in program order.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ProcessReplicas(Replicas):
     """The job's processes, each with one replica.
 
     Args:
-        count: how many processes.
-        first: which of them this is.
+        count: the number of processes.
+        first: the rank of this one.
     """
 
     local_count = 1
@@ -47,7 +47,7 @@ class ProcessReplicas(Replicas):
         self.first = first
 
     def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls ``function`` here; the other processes call theirs."""
+        """Calls ``function`` on this process's replica."""
         with enter_scope(strategy, ReplicaContext(strategy, self.first)):
             return function(*select(0, tuple(args)), **select(0, dict(kwargs)))
 
@@ -55,29 +55,29 @@ class ProcessReplicas(Replicas):
         """Reduces over ``axis`` on the host, then over the processes."""
         value = select(0, value)
         if axis is None:
-            return self._together(op, value, "reduce")
+            return self._allreduce(op, value, "reduce")
         return map_structure(lambda leaf: self._reduce(op, leaf, axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """An allgather of each leaf."""
+        """Gathers each leaf."""
         return self.all_gather(select(0, value), axis)
 
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
-        """An allreduce of all leaves together."""
-        return self._together(op, value, "all_reduce")
+        """Reduces all leaves in one grouped allreduce."""
+        return self._allreduce(op, value, "all_reduce")
 
     def all_gather(self, value: Any, axis: int) -> Any:
-        """An allgather of each leaf."""
+        """Gathers each leaf."""
         return map_structure(lambda leaf: self._gather(leaf, axis), value)
 
     def merge_call(
         self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """This process's replica is all that is to be merged here; ``reduce`` and ``gather`` see the others'."""
+        """Calls ``function`` on every process; ``reduce`` and ``gather`` in it combine the replicas."""
         with enter_scope(strategy):
             return function(strategy, *args, **kwargs)
 
-    def _together(self, op: ReduceOp, value: Any, name: str) -> Any:
+    def _allreduce(self, op: ReduceOp, value: Any, name: str) -> Any:
         if self.count == 1:
             return value
         leaves: list[Any] = []
@@ -88,7 +88,7 @@ class ProcessReplicas(Replicas):
     def _reduce(self, op: ReduceOp, value: Any, axis: int) -> Any:
         adapter = adapter_of(value)
         spec = adapter.spec(value)
-        _check_axis("reduce", spec.shape, axis, "pass axis=None for a value that is one number a replica.")
+        _check_axis("reduce", spec.shape, axis, "pass axis=None for scalars.")
         rest = tuple(n for dimension, n in enumerate(spec.shape) if dimension != axis % len(spec.shape))
 
         def on_host(hosts: Sequence[Any]) -> Sequence[Any]:
@@ -104,7 +104,7 @@ class ProcessReplicas(Replicas):
 
     def _gather(self, value: Any, axis: int) -> Any:
         shape = adapter_of(value).spec(value).shape
-        _check_axis("gather", shape, axis, "stack numbers into an array first.")
+        _check_axis("gather", shape, axis, "reshape scalars to arrays first.")
         return value if self.count == 1 else ops.allgather(value, axis=axis, name="gather")
 
 

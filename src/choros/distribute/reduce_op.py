@@ -1,4 +1,4 @@
-"""How a strategy combines the values of its replicas."""
+"""The reduction of a strategy's per-replica values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ReduceOp"]
 
 
 class ReduceOp(enum.Enum):
-    """``tf.distribute.ReduceOp``: there are two.
+    """``tf.distribute.ReduceOp``: ``SUM`` or ``MEAN``.
 
     Example:
         >>> ReduceOp.of("sum")
@@ -23,19 +23,17 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def of(cls, given: ReduceOp | str) -> ReduceOp:
-        """The operation that a user names, as a member or as a word.
+        """Returns the operation for a member, a name, or a member of TensorFlow's own ``ReduceOp``.
 
         Raises:
-            ConfigError: it is neither; TensorFlow's own ``ReduceOp`` counts as the word it stands for.
+            ConfigError: ``given`` is none of these.
         """
         name = str(getattr(given, "name", given)).upper()
         if name not in cls.__members__:
-            raise ConfigError(
-                f"reduce_op={given!r}: values of replicas are combined with ReduceOp.SUM or ReduceOp.MEAN."
-            )
+            raise ConfigError(f"reduce_op={given!r}: expected ReduceOp.SUM or ReduceOp.MEAN.")
         return cls[name]
 
     @property
     def engine_op(self) -> Reduction:
-        """What the layers below call it."""
+        """The engine's operation of the same meaning."""
         return Reduction.SUM if self is ReduceOp.SUM else Reduction.AVERAGE

@@ -1,4 +1,4 @@
-"""What a function that ``strategy.run`` calls knows of its replica."""
+"""The replica context of a function that ``strategy.run`` calls."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["ReplicaContext"]
 
 @final
 class ReplicaContext:
-    """What a function that ``strategy.run`` calls knows of its replica, and how it speaks to the others.
+    """The replica in which ``strategy.run`` calls a function, and its collectives.
 
-    All replicas must call the collective methods alike, in the same order.
+    All replicas must call the same collective methods in the same order.
 
     Attributes:
-        strategy: the ``Strategy`` whose replica it is.
+        strategy: the ``Strategy`` of the replica.
     """
 
     def __init__(self, strategy: Any, replica_id: Any) -> None:
@@ -28,22 +28,22 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> Any:
-        """Which replica this is, from 0: a number, or a traced one where several replicas share one program."""
+        """The index of this replica, from 0; a traced number where several replicas share one compiled step."""
         return self._replica_id
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas there are, on all workers together."""
+        """The number of replicas on all processes together."""
         count: int = self.strategy.num_replicas_in_sync
         return count
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
-        """Combines the replicas' values; each gets the result. Gradients flow through it.
+        """Reduces the replicas' values, on each replica. Gradients flow through it.
 
         Args:
             reduce_op: ``SUM`` or ``MEAN``.
             value: an array, a number, or a structure of them; the same shapes on every replica.
-            options: ``tf.distribute``'s; the engine decides how to travel.
+            options: has no effect; the engine decides how values are sent.
 
         Example:
             >>> from choros import distribute
@@ -56,13 +56,13 @@ class ReplicaContext:
         return self.strategy.replicas.all_reduce(ReduceOp.of(reduce_op), value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Concatenates the replicas' values along ``axis``; each gets the result. Gradients flow through it.
+        """Concatenates the replicas' values along ``axis``, on each replica. Gradients flow through it.
 
         Args:
             value: an array with at least one dimension, or a structure of them; only the dimension ``axis`` may differ
                 between replicas.
             axis: the dimension.
-            options: ``tf.distribute``'s.
+            options: has no effect.
         """
         del options
         return self.strategy.replicas.all_gather(value, axis)
@@ -72,8 +72,8 @@ class ReplicaContext:
     ) -> Any:
         """Calls ``merge_fn(strategy, *args)`` in cross-replica context, where ``strategy.reduce`` works.
 
-        Every process calls it for its replica. Unlike TensorFlow's, this one may be called from within a condition or a
-        nested function, as long as all replicas do.
+        Every process calls it for its replica. Unlike TensorFlow's, it may be called within a condition or a nested
+        function, provided that all replicas call it.
         """
         return self.strategy.replicas.merge_call(self.strategy, merge_fn, args, dict(kwargs or {}))
 

@@ -1,4 +1,4 @@
-"""The replicas of a strategy: how they run a function together, and how they speak with each other."""
+"""The replicas of a strategy: how they run a function together, and their collectives."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Replicas"]
 
 
 class Replicas(ABC):
-    """One replica for each process of the job, or one for each device of this one.
+    """One replica per process of the job, or one per device of this process.
 
     Attributes:
-        count: how many take part, on all processes.
-        local_count: how many of them this process has.
-        first: the number of this process's first replica.
+        count: the number of replicas on all processes.
+        local_count: the number of this process's replicas.
+        first: the index of this process's first replica.
     """
 
     count: int
@@ -30,19 +30,19 @@ class Replicas(ABC):
 
     @abstractmethod
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
-        """In cross-replica context: the replicas' values as one, on every process."""
+        """In cross-replica context: returns the reduced value, on every process."""
 
     @abstractmethod
     def gather(self, value: Any, axis: int) -> Any:
-        """In cross-replica context: the replicas' values one after the other along ``axis``."""
+        """In cross-replica context: returns the replicas' values, concatenated along ``axis``."""
 
     @abstractmethod
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
-        """In replica context: the sum or the mean of the replicas' values."""
+        """In replica context: returns the sum or the mean of the replicas' values."""
 
     @abstractmethod
     def all_gather(self, value: Any, axis: int) -> Any:
-        """In replica context: the replicas' values one after the other along ``axis``."""
+        """In replica context: returns the replicas' values, concatenated along ``axis``."""
 
     @abstractmethod
     def merge_call(

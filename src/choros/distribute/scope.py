@@ -1,15 +1,15 @@
-"""Where the program is: outside of all strategies, in the scope of one, in one of its replicas, or in its ``fit``.
+"""The scope stack of each thread: outside of all strategies, in the scope of one, in a replica, or in its ``fit``.
 
 ::
 
     outside of all scopes                                     current_strategy() is None
-    with strategy.scope():    cross-replica context           models and optimizers are made here
-        strategy.run(step)      replica context               step() runs once a replica; sums gradients
+    with strategy.scope():    cross-replica context           models and optimizers are created here
+        strategy.run(step)      replica context               step() runs once per replica; sums gradients
           merge_call(f)           cross-replica context       f(strategy, …) sees all replicas
         model.fit(…)          in the scope again              averages gradients over examples
 
-Each thread has a stack of what it has entered; the topmost entry counts. What a strategy is does not matter here, so
-that all modules of strategies can ask; ``choros.distribute.current`` has the functions for users.
+Each thread has a stack of entered scopes; the topmost entry counts. This module does not depend on the strategies, so
+that all of their modules can import it; ``choros.distribute.current`` has the functions for users.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["current_replica", "current_strategy", "enter_fit", "enter_scope", "h
 
 
 class EnteredStrategy(Protocol):
-    """All that this module knows of a strategy."""
+    """The part of a strategy that this module uses."""
 
     @property
     def is_default(self) -> bool:
-        """Whether its scope counts as none."""
+        """Whether its scope counts as outside of all scopes."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def enter_scope(strategy: EnteredStrategy, replica: Any = None) -> Iterator[None
     """The block in which the program is in the scope of ``strategy``, or in one of its replicas.
 
     Args:
-        strategy: the one to enter. In the default strategy's scope all is as outside of all scopes.
+        strategy: the one to enter. The default strategy's scope has no effect.
         replica: the replica's context; ``None`` for cross-replica context.
 
     Raises:
@@ -80,7 +80,7 @@ def enter_scope(strategy: EnteredStrategy, replica: Any = None) -> Iterator[None
 
 @contextmanager
 def enter_fit() -> Iterator[None]:
-    """The block of the current strategy's ``fit``, ``evaluate`` or ``predict``; outside of all scopes, nothing."""
+    """The block of the current strategy's ``fit``, ``evaluate`` or ``predict``; no effect outside of all scopes."""
     top = _stack.top
     if top is None or top.strategy.is_default:
         yield
@@ -99,12 +99,12 @@ def _entered(entry: _Entry) -> Iterator[None]:
 
 
 def current_strategy() -> Any:
-    """The strategy whose scope, replica or ``fit`` the program is in; ``None`` outside of all."""
+    """Returns the strategy whose scope, replica or ``fit`` is active; ``None`` outside of all."""
     return None if _stack.top is None else _stack.top.strategy
 
 
 def current_replica() -> Any:
-    """The context of the replica that the program is in; ``None`` in cross-replica context and outside of scopes."""
+    """Returns the context of the current replica; ``None`` in cross-replica context and outside of scopes."""
     return None if _stack.top is None else _stack.top.replica
 
 
@@ -114,11 +114,11 @@ def has_strategy() -> bool:
 
 
 def in_replica() -> bool:
-    """Whether the program is in a replica of such a strategy."""
+    """Whether the program is in a replica of a strategy other than the default one."""
     return has_strategy() and current_replica() is not None
 
 
 def in_fit() -> bool:
-    """Whether a strategy's ``fit``, ``evaluate`` or ``predict`` is active, and no replica within it."""
+    """Whether a strategy's ``fit``, ``evaluate`` or ``predict`` is active, without a replica inside it."""
     innermost = next((entry for entry in reversed(_stack.entries) if entry.fit or entry.replica is not None), None)
     return innermost is not None and innermost.fit

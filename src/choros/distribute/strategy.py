@@ -1,9 +1,9 @@
-"""What all strategies have in common: the face of ``tf.distribute.Strategy``.
+"""The base class of all strategies, with the interface of ``tf.distribute.Strategy``.
 
-A strategy is put together from two parts and adds nothing to them but where variables are placed:
+A strategy is composed of two parts; itself it only decides the device of variables:
 
-    replicas   how many there are, how they run a function together and combine values   (replicas.py)
-    training   what ``fit``, ``evaluate``, ``predict`` and ``save`` of a model do under it   (fit/training.py)
+    replicas   their number, how they run a function together and reduce values    (replicas.py)
+    training   ``fit``, ``evaluate``, ``predict`` and ``save`` of its models        (fit/training.py)
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Strategy(ABC):
     """How a model is trained on several replicas (``tf.distribute.Strategy``).
 
     Args:
-        replicas: those that take part.
-        cluster_resolver: what told the workers' addresses, if anything did.
+        replicas: the participating replicas.
+        cluster_resolver: the resolver that provided the workers' addresses, if any.
 
     Attributes:
-        is_default: whether its scope counts as none.
+        is_default: whether its scope counts as outside of all scopes.
     """
 
     is_default: ClassVar[bool] = False
@@ -49,16 +49,16 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def training(self) -> Training | None:
-        """What models that are made in the scope do when they are trained; ``None`` where there is no Keras."""
+        """The training of models that are created in the scope; ``None`` without Keras."""
 
     def placement(self) -> AbstractContextManager[Any]:
-        """The block in which variables are made where this strategy wants them."""
+        """Returns the block in which variables are created on this strategy's device."""
         return nullcontext()
 
     @final
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas compute a step together, on all workers.
+        """The number of replicas that compute a step together, on all processes.
 
         Example:
             >>> from choros import distribute
@@ -70,21 +70,21 @@ class Strategy(ABC):
     @final
     @property
     def cluster_resolver(self) -> Any:
-        """What told the workers' addresses; ``None`` for strategies of one host."""
+        """The resolver that provided the workers' addresses; ``None`` for strategies of one host."""
         return self._cluster_resolver
 
     @final
     @property
     def extended(self) -> StrategyExtended:
-        """The rarer methods (``tf.distribute.StrategyExtended``)."""
+        """The methods of ``tf.distribute.StrategyExtended``."""
         return self._extended
 
     @final
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """The block in which models, optimizers and metrics are made that are to train with this strategy.
+        """The block in which models, optimizers and metrics are created for this strategy.
 
-        ``compile``, ``fit``, ``evaluate``, ``predict`` and ``save`` of such a model come back here by themselves.
+        ``compile``, ``fit``, ``evaluate``, ``predict`` and ``save`` of such a model use the strategy, even outside.
 
         Raises:
             StrategyError: the scope of another strategy is open.
@@ -114,12 +114,12 @@ class Strategy(ABC):
 
         Args:
             fn: the step.
-            args: its arguments, as a tuple or list; each ``PerReplica`` in them gives way to the replica's own value.
+            args: its arguments, as a tuple or list; each ``PerReplica`` in them is replaced by the replica's value.
             kwargs: its keyword arguments, likewise.
             options: ``tf.distribute.RunOptions``; has no effect.
 
         Returns:
-            What ``fn`` returned: as it is where a process has one replica, else as ``PerReplica``.
+            The result of ``fn``: plain values where a process has one replica, else ``PerReplica``.
 
         Example:
             >>> from choros import distribute
@@ -136,7 +136,7 @@ class Strategy(ABC):
             raise StrategyError(
                 "strategy.run was called inside a replica: call it outside of the functions that it runs."
             )
-        # Not in scope(): this may be inside of a function that a framework compiles.
+        # Not scope(), which patches Keras: this may run inside a function that a framework compiles.
         with enter_scope(self):
             return self.replicas.run(self, fn, args, kwargs or {})
 
@@ -150,13 +150,13 @@ class Strategy(ABC):
 
     @final
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
-        """The replicas' values as one; every process gets it.
+        """Reduces the replicas' values; returns the result on every process.
 
         Args:
             reduce_op: ``SUM`` or ``MEAN``.
-            value: what ``run`` returned, or a structure of such.
-            axis: ``None`` combines the values of the replicas element by element; a number also reduces each value over
-                that dimension, so that ``MEAN`` is the mean over all examples, also of batches of unequal sizes.
+            value: a result of ``run``, or a structure of results.
+            axis: ``None`` reduces the replicas' values element by element; a number also reduces each value over that
+                dimension, so that ``MEAN`` is the mean over all examples, even of batches of unequal sizes.
 
         Raises:
             StrategyError: the program is in a replica, which sees only its own value.
@@ -168,27 +168,26 @@ class Strategy(ABC):
             >>> float(strategy.reduce("MEAN", np.array([1.0, 2.0]), axis=0))
             1.5
         """
-        self._not_in_replica("reduce", "get_replica_context().all_reduce(…)")
+        self._check_not_in_replica("reduce", "get_replica_context().all_reduce(…)")
         return self.replicas.reduce(ReduceOp.of(reduce_op), value, axis)
 
     @final
     def gather(self, value: Any, axis: int) -> Any:
-        """The replicas' values one after the other along ``axis``; every process gets them.
+        """Concatenates the replicas' values along ``axis``; returns the result on every process.
 
         Args:
-            value: what ``run`` returned: arrays of at least one dimension, which differ in the dimension ``axis`` at
-                most.
+            value: a result of ``run``: arrays of at least one dimension, which may differ only in ``axis``.
             axis: the dimension.
 
         Raises:
             StrategyError: the program is in a replica.
         """
-        self._not_in_replica("gather", "get_replica_context().all_gather(…)")
+        self._check_not_in_replica("gather", "get_replica_context().all_gather(…)")
         return self.replicas.gather(value, axis)
 
     @final
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of this process's replicas, as a tuple.
+        """Returns the values of this process's replicas as a tuple.
 
         Example:
             >>> from choros import distribute
@@ -199,7 +198,7 @@ class Strategy(ABC):
 
     @final
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
-        """``dataset``, whose batches are those of all replicas together, dealt out to them.
+        """Distributes ``dataset``, whose batches are global, to the replicas.
 
         Args:
             dataset: a ``tf.data.Dataset``, a ``PyDataset``, a torch ``DataLoader``, a Grain data set, or an iterable of
@@ -207,7 +206,7 @@ class Strategy(ABC):
             options: ``tf.distribute.InputOptions``; has no effect.
 
         Returns:
-            An iterable of this process's part of each batch; of ``tf.data``, a ``tf.data.Dataset``.
+            An iterable of this process's part of each batch; for a ``tf.data.Dataset``, another ``tf.data.Dataset``.
         """
         del options
         return datasets.distribute(dataset, self.replicas)
@@ -216,11 +215,11 @@ class Strategy(ABC):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> Any:
-        """The data set that ``dataset_fn`` makes for this process.
+        """Returns the data set that ``dataset_fn`` creates for this process.
 
         Args:
-            dataset_fn: gets an ``InputContext``; returns a data set of batches for *one replica*, of this process's
-                part of the data.
+            dataset_fn: takes an ``InputContext``; returns a data set of this process's part of the data, in batches for
+                *one replica*.
             options: ``tf.distribute.InputOptions``; has no effect.
         """
         del options
@@ -228,7 +227,7 @@ class Strategy(ABC):
 
     @final
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """What ``value_fn`` gives for each replica of this process.
+        """Returns the result of ``value_fn`` for each replica of this process.
 
         Example:
             >>> from choros import distribute
@@ -240,11 +239,11 @@ class Strategy(ABC):
         return per_replica([value_fn(ValueContext(first + i, count)) for i in range(self.replicas.local_count)])
 
     @final
-    def _not_in_replica(self, method: str, instead: str) -> None:
+    def _check_not_in_replica(self, method: str, instead: str) -> None:
         if current_replica() is not None:
             raise StrategyError(
-                f"strategy.{method} was called inside a replica, which sees only its own value: call it on what "
-                f"strategy.run returned, or use {instead} here."
+                f"strategy.{method} was called inside a replica, which sees only its own value: call it on the "
+                f"result of strategy.run, or use {instead} here."
             )
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""TPUStrategy: the TPUs that JAX finds."""
+"""TPUStrategy: replicas on TPUs, through JAX."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ class TPUStrategy(Strategy):
     """Synchronous training on TPUs, through JAX (``tf.distribute.TPUStrategy``).
 
     A process that was started alone uses all TPUs of its host. Several processes, started by ``chorosrun`` or ``srun``,
-    each have their own (docs/engines.md, "xla").
+    each have their own TPUs (docs/engines.md, "xla").
 
     Args:
-        tpu_cluster_resolver: a ``TPUClusterResolver``, whose ``tpu_devices()`` is asked which they are; ``None`` makes
-            one.
-        experimental_device_assignment: TensorFlow's; replicas here have one device each, so it must be ``None``.
-        experimental_spmd_xla_partitioning: TensorFlow's way to cut a model into parts; it must be ``False``.
+        tpu_cluster_resolver: a ``TPUClusterResolver``, whose ``tpu_devices()`` returns the TPUs; ``None`` creates one.
+        experimental_device_assignment: must be ``None``: each replica has one device.
+        experimental_spmd_xla_partitioning: must be ``False``: models are not partitioned.
 
     Raises:
-        EngineUnavailable: there is no TPU, or the framework is not JAX.
-        ConfigError: an argument asks for replicas of several devices.
+        EngineUnavailable: the host has no TPU, or the framework is not JAX.
+        ConfigError: an argument requests replicas of several devices.
     """
 
     def __init__(
@@ -42,11 +41,11 @@ class TPUStrategy(Strategy):
         if experimental_device_assignment is not None or experimental_spmd_xla_partitioning:
             raise ConfigError(
                 "TPUStrategy trains a whole model on each device: leave experimental_device_assignment and "
-                "experimental_spmd_xla_partitioning out, or cut the model with keras.distribution.ModelParallel."
+                "experimental_spmd_xla_partitioning out, or shard the model with keras.distribution.ModelParallel."
             )
         if (used := framework()) != "jax":
             raise EngineUnavailable(
-                f"TPUStrategy reaches TPUs through JAX, and the framework here is {used}: set KERAS_BACKEND=jax before "
+                f"TPUStrategy uses TPUs through JAX, but the framework is {used}: set KERAS_BACKEND=jax before "
                 "keras is imported, and pip install 'jax[tpu]'."
             )
         resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver

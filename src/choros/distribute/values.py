@@ -1,4 +1,4 @@
-"""A value that differs between the replicas of one process."""
+"""Per-replica values of one process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["PerReplica", "per_replica", "select"]
 
 @final
 class PerReplica:
-    """What each replica of this process has: the result of ``strategy.run``, or a batch that was dealt out.
+    """One value for each replica of this process: a result of ``strategy.run``, or a distributed batch.
 
-    A process with one replica, which is the rule, has plain values in its place, as in ``tf.distribute``.
+    A process with one replica, the usual case, has plain values instead, as in ``tf.distribute``.
 
     Attributes:
-        values: one for each replica of this process, in their order.
+        values: one for each replica of this process, in order.
 
     Example:
         >>> PerReplica((1.0, 3.0)).values
@@ -38,7 +38,7 @@ class PerReplica:
 
 
 def per_replica(values: Sequence[Any]) -> Any:
-    """The values of this process's replicas as one value: plain if there is one replica, else of ``PerReplica`` leaves.
+    """Combines the values of this process's replicas: plain for one replica, else with ``PerReplica`` leaves.
 
     Example:
         >>> per_replica([{"x": 1}, {"x": 2}])
@@ -57,5 +57,5 @@ def per_replica(values: Sequence[Any]) -> Any:
 
 
 def select(replica: int, structure: Any) -> Any:
-    """``structure`` as the local replica sees it: every ``PerReplica`` in it gives way to that replica's value."""
+    """Replaces every ``PerReplica`` in ``structure`` by the value of the local replica of this index."""
     return map_structure(lambda leaf: leaf.values[replica] if isinstance(leaf, PerReplica) else leaf, structure)

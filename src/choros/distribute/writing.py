@@ -1,4 +1,4 @@
-"""Files of all processes, written by one."""
+"""Files that one process writes for all."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ __all__ = ["write_once"]
 
 
 def write_once(write: Callable[[], Any]) -> Any:
-    """Calls ``write`` on process 0; returns when it is done, everywhere, with what it returned.
+    """Calls ``write`` on process 0; all processes wait for it and return its result.
 
-    In ``fit``, where a callback may decide on one process alone to write something, the others do not wait, and get
-    ``None``.
+    In ``fit``, where a callback may write on one process only, the others do not wait, and return ``None``.
 
     Raises:
         StrategyError: on the other processes, if process 0 could not write.
@@ -29,14 +28,14 @@ def write_once(write: Callable[[], Any]) -> Any:
     problem: Exception | None = None
     if first:
         try:
-            with enter_fit():  # what saving makes for itself concerns no other process
+            with enter_fit():  # objects that saving creates must not start collectives
                 result = write()
-        except Exception as error:  # noqa: BLE001  (raised below, once the others know)
+        except Exception as error:  # noqa: BLE001  (raised below, once the others have received it)
             problem = error
-    told = None if problem is None else f"{type(problem).__name__}: {problem}"
-    result, told = broadcast_object((result, told))
+    reported = None if problem is None else f"{type(problem).__name__}: {problem}"
+    result, reported = broadcast_object((result, reported))
     if problem is not None:
         raise problem
-    if told is not None:
-        raise StrategyError(f"process 0, which writes for all, could not: {told}")
+    if reported is not None:
+        raise StrategyError(f"process 0, which writes for all processes, failed: {reported}")
     return result

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
+from choros.config import LOG_LEVEL
 from choros.errors import ChorosError, ConfigError
 from choros.launch.driver.accelerators import count_accelerators
 from choros.launch.driver.host_names import own_names
@@ -60,8 +61,11 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
 def arguments_of(given: Mapping[str, Any]) -> Arguments:
     """What the options ``given`` ask for."""
     values = {each.name: given[each.name] for each in fields(Arguments) if each.name in given}
-    verbose = given["verbose"] or given["log_level"] in ("TRACE", "DEBUG")
-    return Arguments(**{**values, "env": parse_variables(given["env"], os.environ), "verbose": verbose})
+    debug = given["log_level"] in ("TRACE", "DEBUG")
+    env = parse_variables(given["env"], os.environ)
+    if debug:
+        env = {LOG_LEVEL.name: "DEBUG", **env}
+    return Arguments(**{**values, "env": env, "verbose": given["verbose"] or debug})
 
 
 def missing_command(program: str) -> str | None:

@@ -31,7 +31,9 @@ Detail = int | float | str | bool | tuple[int, ...] | list[int]
 class Kind(enum.StrEnum):
     """What can happen. ``…_BEGUN`` and ``…_DONE`` come in pairs, from one thread of one process.
 
-    Between a collective's two stands ``COLLECTIVE_MATCHED``: all ranks have come, so the wait is over and data moves.
+    A step is begun when ranks have agreed to reduce its gradients, and done when they are reduced; on a worker of a job
+    with parameter servers, it is the function that the chief has scheduled. Between a collective's two events comes
+    ``COLLECTIVE_MATCHED``: all ranks have called it, so the wait is over and data moves.
     """
 
     STEP_BEGUN = "step begun"

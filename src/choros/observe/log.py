@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from choros.config import Config
 from choros.observe.events import Event, Listener
-from choros.observe.pipe import EVENTS_FD
+from choros.observe.pipe import take_descriptor
 
 __all__ = ["make", "wanted"]
 
@@ -16,7 +16,8 @@ _log = logging.getLogger("choros")
 
 def wanted(config: Config, environ: Mapping[str, str]) -> bool:
     """With the level ``DEBUG``, but not under chorosrun, which prints the events of all ranks itself."""
-    return config.log_level == "DEBUG" and EVENTS_FD not in environ
+    del environ
+    return config.log_level == "DEBUG" and take_descriptor() is None
 
 
 def make(config: Config, environ: Mapping[str, str]) -> Listener:

@@ -7,24 +7,39 @@ from collections.abc import Mapping
 from typing import final
 
 from choros.config import Config
+from choros.observe import EVENTS_FD
 from choros.observe.events import Event, Listener
 
-__all__ = ["EVENTS_FD", "EventPipe", "make", "wanted"]
+__all__ = ["EventPipe", "make", "take_descriptor", "wanted"]
 
-#: The variable in which a wrapper gives its rank the pipe's descriptor.
-EVENTS_FD = "CHOROS_EVENTS_FD"
+_descriptor: int | None = None
+
+
+def take_descriptor() -> int | None:
+    """The pipe that a wrapper has given this process, if any.
+
+    Taken out of the environment at the first call: in a process that this one starts, the number means another file.
+    """
+    global _descriptor
+    text = os.environ.pop(EVENTS_FD, None)
+    if text is not None:
+        _descriptor = int(text)
+        os.set_inheritable(_descriptor, False)
+    return _descriptor
 
 
 def wanted(config: Config, environ: Mapping[str, str]) -> bool:
-    """If a wrapper has given this process a pipe."""
-    del config
-    return EVENTS_FD in environ
+    """Whether a wrapper has given this process a pipe."""
+    del config, environ
+    return take_descriptor() is not None
 
 
 def make(config: Config, environ: Mapping[str, str]) -> Listener:
     """Writes each event to the wrapper's pipe."""
-    del config
-    return EventPipe(int(environ[EVENTS_FD])).write
+    del config, environ
+    descriptor = take_descriptor()
+    assert descriptor is not None  # noqa: S101  (wanted has found it)
+    return EventPipe(descriptor).write
 
 
 @final

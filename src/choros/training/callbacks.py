@@ -6,6 +6,8 @@ from typing import Any, final
 
 import keras
 
+from choros.observe import events
+from choros.observe.events import Kind
 from choros.training.metrics import average_logs, count_examples, global_results
 from choros.training.model_variables import model_variables
 from choros.training.optimizer_reducer import OptimizerReducer
@@ -33,6 +35,8 @@ class EpochCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Marks that batches may come, so that the rank joins at their end."""
         if self._reducer is not None:
+            if not self._reducer.in_epoch:
+                events.emit(Kind.EPOCH_BEGUN, self.model.name, epoch=epoch)
             self._reducer.in_epoch = True
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -47,6 +51,7 @@ class EpochCallback(keras.callbacks.Callback):
         if self._reducer is not None and self._reducer.in_epoch:
             self._reducer.in_epoch = False
             join(self.model)
+            events.emit(Kind.EPOCH_DONE, self.model.name)
 
 
 @final

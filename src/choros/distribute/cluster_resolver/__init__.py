@@ -1,4 +1,4 @@
-"""Who the processes of a cluster are, found out in one of several ways: tf.distribute.cluster_resolver.
+"""Cluster resolvers, which find the processes of a cluster: tf.distribute.cluster_resolver.
 
 ::
 
@@ -6,8 +6,7 @@
     resolver = distribute.cluster_resolver.SlurmClusterResolver()
     strategy = distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
 
-A strategy that is given none reads the environment, as `TFConfigClusterResolver` does; under chorosrun nothing is
-needed at all.
+A strategy without a resolver reads the environment, as `TFConfigClusterResolver` does; under chorosrun none is needed.
 """
 
 from choros.distribute.cluster_resolver.cluster_spec import ClusterSpec

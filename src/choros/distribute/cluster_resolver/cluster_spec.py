@@ -12,10 +12,10 @@ __all__ = ["ClusterSpec", "Described"]
 
 
 class Described(Protocol):
-    """Whatever tells a cluster as a dictionary, such as ``tf.train.ClusterSpec``."""
+    """An object that describes a cluster as a dictionary, such as ``tf.train.ClusterSpec``."""
 
     def as_dict(self) -> Mapping[str, Sequence[str]]:
-        """Job → the addresses of its tasks."""
+        """Returns a mapping from each job to the addresses of its tasks."""
 
 
 @final
@@ -24,10 +24,10 @@ class ClusterSpec:
     """Jobs, such as ``"worker"``, each with the addresses of its tasks: tf.train.ClusterSpec.
 
     Args:
-        cluster: job → addresses, ``host:port``, of its tasks in order; or another such object, TensorFlow's too.
+        cluster: job → addresses, ``host:port``, of its tasks in order; or another such object, including TensorFlow's.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: ``cluster`` is none of these.
 
     Example:
         >>> spec = ClusterSpec({"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]})
@@ -60,7 +60,7 @@ class ClusterSpec:
         return list(self._tasks)
 
     def as_dict(self) -> dict[str, list[str]]:
-        """Job → the addresses of its tasks.
+        """Returns a mapping from each job to the addresses of its tasks.
 
         Example:
             >>> ClusterSpec({"worker": ("a:1",)}).as_dict()
@@ -69,7 +69,7 @@ class ClusterSpec:
         return {job: list(addresses) for job, addresses in self._tasks.items()}
 
     def job_tasks(self, job_name: str) -> list[str]:
-        """The addresses of the tasks of a job.
+        """Returns the addresses of the tasks of a job.
 
         Raises:
             ConfigError: there is no such job.
@@ -81,11 +81,11 @@ class ClusterSpec:
         return list(self._tasks[job_name])
 
     def num_tasks(self, job_name: str) -> int:
-        """How many tasks a job has; errors as ``job_tasks``."""
+        """Returns the number of tasks of a job; raises as ``job_tasks``."""
         return len(self.job_tasks(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """The address of a task.
+        """Returns the address of a task.
 
         Raises:
             ConfigError: there is no such job, or it has no such task.

@@ -1,4 +1,4 @@
-"""The running pods of a Kubernetes cluster."""
+"""The resolver of the running pods of a Kubernetes cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["KubernetesClusterResolver", "KubernetesExecutableLocation"]
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where this process runs: in a pod of the cluster, or elsewhere."""
+    """The location of this process: in a pod of the cluster, or outside."""
 
     WITHIN_CLUSTER = 0
     OFF_CLUSTER = 1
@@ -23,17 +23,17 @@ class KubernetesExecutableLocation(enum.Enum):
 
 @final
 class KubernetesClusterResolver(ClusterResolver):
-    """Asks Kubernetes for the pods with some labels: tf.distribute.cluster_resolver.KubernetesClusterResolver.
+    """Queries Kubernetes for the pods with given labels: tf.distribute.cluster_resolver.KubernetesClusterResolver.
 
     It cannot know which pod this process is in: set ``task_type`` and ``task_id`` afterwards.
 
     Args:
-        job_to_label_mapping: job → selectors of its pods, which are taken in this order, and by name. Default:
-            workers with ``job-name=tensorflow``.
+        job_to_label_mapping: job → label selectors of its pods, in this order; the pods of a selector are sorted by
+            name. Default: workers with ``job-name=tensorflow``.
         tf_server_port: the port of every task.
-        rpc_layer: a word to put in front of addresses in ``master()``.
-        override_client: a ``kubernetes.client.CoreV1Api`` to ask, with credentials of its own.
-        executable_location: in the cluster, pods are reached at their own addresses; from elsewhere at their hosts'.
+        rpc_layer: the prefix of addresses in ``master()``.
+        override_client: a ``kubernetes.client.CoreV1Api`` with its own credentials.
+        executable_location: in the cluster, pods are reached at their own addresses; from outside, at their hosts'.
 
     Raises:
         ConfigError: the package ``kubernetes`` is not installed.
@@ -61,10 +61,10 @@ class KubernetesClusterResolver(ClusterResolver):
         self._client = override_client if override_client is not None else _client(self._within)
 
     def cluster_spec(self) -> ClusterSpec:
-        """See ``ClusterResolver``; asks Kubernetes each time.
+        """See ``ClusterResolver``; queries Kubernetes each time.
 
         Raises:
-            LaunchError: a pod does not run.
+            LaunchError: a pod is not running.
         """
         return ClusterSpec(
             {
@@ -82,7 +82,7 @@ class KubernetesClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Empty: the framework is to be asked."""
+        """Empty: the framework counts its own devices."""
         del task_type, task_id, config_proto
         return {}
 
@@ -93,22 +93,22 @@ class KubernetesClusterResolver(ClusterResolver):
     def _address(self, pod: Any) -> str:
         if pod.status.phase != "Running":
             raise LaunchError(
-                f"KubernetesClusterResolver: pod {pod.metadata.name} is {pod.status.phase}, and all must be Running. "
-                "Wait for it (kubectl wait --for=condition=Ready pod/…), or make the selectors narrower."
+                f"KubernetesClusterResolver: pod {pod.metadata.name} is {pod.status.phase}, but all must be Running. "
+                "Wait for it (kubectl wait --for=condition=Ready pod/…), or use narrower selectors."
             )
         host = pod.status.pod_ip if self._within else pod.status.host_ip
         return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
 
 
 def _client(within: bool) -> Any:
-    """What to ask, with this pod's credentials or the user's."""
+    """Returns a Kubernetes client with this pod's credentials or the user's."""
     try:
         kubernetes = importlib.import_module("kubernetes")
         config = importlib.import_module("kubernetes.config")
     except ImportError as error:
         raise ConfigError(
             f"KubernetesClusterResolver needs the package kubernetes, which cannot be imported ({error}): pip install "
-            "kubernetes. Or give it a client as override_client."
+            "kubernetes. Or pass a client as override_client."
         ) from error
     if within:
         config.load_incluster_config()

@@ -1,4 +1,4 @@
-"""What every cluster resolver can tell."""
+"""The interface of cluster resolvers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["ClusterResolver", "url"]
 
 
 class ClusterResolver(ABC):
-    """Finds out the tasks of the cluster, and which of them this process is.
+    """Finds the tasks of the cluster, and the task of this process.
 
-    Own resolvers derive from it, as from tf.distribute's.
+    Users may derive their own resolvers from it, as from tf.distribute's.
 
     Attributes:
-        task_type: this process' job, such as ``"worker"``; ``None`` if that is not known. May be set.
-        task_id: this process' place in its job; likewise.
-        rpc_layer: a word to put in front of addresses, such as ``"grpc"``. choros makes no use of it.
-        environment: a name for the surroundings; empty outside Google.
+        task_type: this process' job, such as ``"worker"``; ``None`` if it is unknown. May be set.
+        task_id: the index of this process in its job; likewise.
+        rpc_layer: a prefix of addresses, such as ``"grpc"``. choros does not use it.
+        environment: the name of the environment; empty outside Google.
     """
 
     task_type: str | None = None
@@ -30,21 +30,21 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of the cluster as they are now; without jobs if there is no cluster."""
+        """Returns the current tasks of the cluster; a specification without jobs if there is no cluster."""
 
     @abstractmethod
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task, this process by default; empty if it is not known. A thing of TensorFlow 1."""
+        """Returns the address of a task, by default this process's; empty if it is unknown. Used by TensorFlow 1."""
 
     @abstractmethod
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
-        """Kind of accelerator → how many of it a task has; empty where the framework is to be asked instead."""
+        """Returns the number of accelerators of a task by kind; empty where the framework counts them itself."""
 
 
 def url(cluster: ClusterSpec, task_type: str | None, task_id: int | None, rpc_layer: str | None) -> str:
-    """A task's address as TensorFlow writes it; empty if it is not known which task is meant.
+    """Returns a task's address in TensorFlow's notation; empty if the task is unknown.
 
     Example:
         >>> cluster = ClusterSpec({"worker": ["a:2222"]})

@@ -1,4 +1,4 @@
-"""A cluster that the script knows."""
+"""The resolver of a cluster that the script specifies."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["SimpleClusterResolver"]
 
 @final
 class SimpleClusterResolver(ClusterResolver):
-    """Tells what it has been given: tf.distribute.cluster_resolver.SimpleClusterResolver.
+    """Returns the values that it was given: tf.distribute.cluster_resolver.SimpleClusterResolver.
 
     Args:
-        cluster_spec: the tasks; a ``ClusterSpec``, TensorFlow's as well, or a dictionary of lists of addresses.
-        master: what ``master()`` is to return for no task in particular.
+        cluster_spec: the tasks; a ``ClusterSpec``, including TensorFlow's, or a dictionary of lists of addresses.
+        master: the result of ``master()`` without a task.
         task_type: this process' job. A strategy needs it, and ``task_id``.
-        task_id: its place in this job.
-        environment: what to tell as such.
-        num_accelerators: kind of accelerator → how many a task has.
-        rpc_layer: a word to put in front of addresses.
+        task_id: its index in this job.
+        environment: the value of this attribute.
+        num_accelerators: kind of accelerator → their number per task.
+        rpc_layer: the prefix of addresses.
 
     Raises:
-        ConfigError: ``cluster_spec`` is no cluster.
+        ConfigError: ``cluster_spec`` does not describe a cluster.
 
     Example:
         >>> resolver = SimpleClusterResolver({"worker": ["a:2222", "b:2222"]}, task_type="worker", task_id=1)

@@ -1,4 +1,4 @@
-"""The tasks of a SLURM job step."""
+"""The resolver of the tasks of a SLURM job step."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @final
 class SlurmClusterResolver(ClusterResolver):
-    """Deals the tasks that ``srun`` has started out to jobs: tf.distribute.cluster_resolver.SlurmClusterResolver.
+    """Assigns the tasks that ``srun`` has started to jobs: tf.distribute.cluster_resolver.SlurmClusterResolver.
 
-    Task by task in the order of ``SLURM_PROCID``, the jobs in that of their names: chief, then ps, then worker. Unlike
-    in tf.distribute hosts stand in the order in which SLURM names them, which is that of the ranks; this process' task
-    is known at once; and nothing is started to count GPUs.
+    Tasks are assigned in the order of ``SLURM_PROCID``, to the jobs in the order of their names: chief, then ps, then
+    worker. Unlike in tf.distribute, hosts are in the order in which SLURM names them, which is that of the ranks; this
+    process' task is known at once; and no command is run to count GPUs.
 
     Args:
-        jobs: job → how many tasks. Default: all are workers.
-        port_base: the port of each host's first task; the next has the next.
+        jobs: job → number of tasks. Default: all are workers.
+        port_base: the port of each host's first task; the second one has the next port, and so on.
         gpus_per_node: GPUs of a host. Default: SLURM's number, else as many as ``CUDA_VISIBLE_DEVICES`` lists.
-        gpus_per_task: GPUs of a task. Default: a host's, shared out evenly.
-        tasks_per_node: tasks of every host, or host → tasks, in the order of ranks. Default: what SLURM says.
-        auto_set_gpu: ``cluster_spec()`` narrows ``CUDA_VISIBLE_DEVICES`` down to this task's GPUs, unless SLURM has.
-        rpc_layer: a word to put in front of addresses in ``master()``.
+        gpus_per_task: GPUs of a task. Default: a host's GPUs divided by its tasks.
+        tasks_per_node: tasks of every host, or host → tasks, in the order of ranks. Default: SLURM's.
+        auto_set_gpu: ``cluster_spec()`` restricts ``CUDA_VISIBLE_DEVICES`` to this task's GPUs, unless SLURM has.
+        rpc_layer: the prefix of addresses in ``master()``.
 
     Raises:
-        ConfigError: this is no step of SLURM's, or the numbers contradict each other or SLURM's.
+        ConfigError: this is not a SLURM job step, or the numbers contradict each other or SLURM's.
 
     Example:
         >>> import os
@@ -64,28 +64,28 @@ class SlurmClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer
         rank = _number("SLURM_PROCID")
         counts = _tasks_of_hosts(tasks_per_node)
-        places = [(host, local) for host, count in counts.items() for local in range(count)]
-        wanted = dict(sorted(jobs.items())) if jobs is not None else {"worker": _number("SLURM_STEP_NUM_TASKS")}
-        tasks = [(job, index) for job, count in wanted.items() for index in range(count)]
-        if len(tasks) != len(places):
+        slots = [(host, local) for host, count in counts.items() for local in range(count)]
+        requested = dict(sorted(jobs.items())) if jobs is not None else {"worker": _number("SLURM_STEP_NUM_TASKS")}
+        tasks = [(job, index) for job, count in requested.items() for index in range(count)]
+        if len(tasks) != len(slots):
             raise ConfigError(
-                f"SlurmClusterResolver: the jobs {wanted} have {len(tasks)} tasks, but SLURM has started {len(places)} "
+                f"SlurmClusterResolver: jobs {requested} have {len(tasks)} tasks, but SLURM has started {len(slots)} "
                 f"({', '.join(f'{count} on {host}' for host, count in counts.items())}). Start the script with srun "
                 f"--ntasks={len(tasks)}, or change the jobs."
             )
         if not 0 <= rank < len(tasks):
             raise ConfigError(f"SLURM_PROCID={rank}, but there are {len(tasks)} tasks, counted from 0.")
-        host, local = places[rank]
-        _check_own_place(rank, list(counts).index(host), local)
+        host, local = slots[rank]
+        _check_position(rank, list(counts).index(host), local)
         self.task_type, self.task_id = tasks[rank]
         self._cluster_spec = ClusterSpec(
             {
                 job: [
                     f"{host}:{port_base + local}"
-                    for (host, local), task in zip(places, tasks, strict=True)
+                    for (host, local), task in zip(slots, tasks, strict=True)
                     if task[0] == job
                 ]
-                for job in wanted
+                for job in requested
             }
         )
         on_node = gpus_per_node if gpus_per_node is not None else int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
@@ -95,17 +95,17 @@ class SlurmClusterResolver(ClusterResolver):
         if self._gpus_per_task * max(counts.values()) > on_node:
             raise ConfigError(
                 f"SlurmClusterResolver: {max(counts.values())} tasks on one host with gpus_per_task="
-                f"{self._gpus_per_task} need more GPUs than the {on_node} it has. Ask SLURM for more (srun "
-                "--gpus-per-node), or give each task fewer."
+                f"{self._gpus_per_task} need more GPUs than its {on_node}. Request more from SLURM (srun "
+                "--gpus-per-node), or fewer per task."
             )
         first = local * self._gpus_per_task
-        mine = visible[first : first + self._gpus_per_task]
-        self._narrow = ",".join(mine) if auto_set_gpu and len(visible) >= on_node else ""
+        own = visible[first : first + self._gpus_per_task]
+        self._task_gpus = ",".join(own) if auto_set_gpu and len(visible) >= on_node else ""
 
     def cluster_spec(self) -> ClusterSpec:
         """See ``ClusterResolver``."""
-        if self._narrow:
-            os.environ[_VISIBLE] = self._narrow
+        if self._task_gpus:
+            os.environ[_VISIBLE] = self._task_gpus
         return self._cluster_spec
 
     def get_task_info(self) -> tuple[str | None, int | None]:
@@ -127,10 +127,10 @@ class SlurmClusterResolver(ClusterResolver):
 
 
 def expand_hosts(text: str) -> list[str]:
-    """SLURM's list of hosts, in its order.
+    """Parses SLURM's list of hosts; keeps its order.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: ``text`` is not such a list.
 
     Example:
         >>> expand_hosts("n[08-10,12]x,login,r[1-2]c[1-2]")
@@ -139,14 +139,14 @@ def expand_hosts(text: str) -> list[str]:
     parts = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
     hosts = [host for part in parts for host in _expand(part)]
     if ",".join(parts) != text or not hosts or not all(re.fullmatch(r"[\w.-]+", host) for host in hosts):
-        raise ConfigError(f"SLURM_STEP_NODELIST={text!r} is not a list of hosts like n[01-03,7],login.")
+        raise ConfigError(f"SLURM_STEP_NODELIST={text!r} is not a list of hosts such as n[01-03,7],login.")
     return hosts
 
 
 def _expand(part: str) -> Iterator[str]:
     """``"n[1-2]x"`` → ``n1x n2x``."""
-    pieces = re.findall(r"\[.*?\]|[^\[]+", part)
-    choices = [list(_numbers(piece[1:-1])) if piece.startswith("[") else [piece] for piece in pieces]
+    segments = re.findall(r"\[.*?\]|[^\[]+", part)
+    choices = [list(_numbers(segment[1:-1])) if segment.startswith("[") else [segment] for segment in segments]
     return map("".join, itertools.product(*choices))
 
 
@@ -155,14 +155,14 @@ def _numbers(text: str) -> Iterator[str]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            yield f"[{part}]"  # no part of a host's name: the list is refused
+            yield f"[{part}]"  # invalid in a host name: the caller rejects the list
             continue
         first, last = match[1], match[2] or match[1]
         yield from (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
 
 
 def _tasks_of_hosts(given: int | Mapping[str, int] | None) -> dict[str, int]:
-    """Host → how many tasks it runs, in the order of ranks."""
+    """Returns host → number of its tasks, in the order of ranks."""
     if isinstance(given, Mapping):
         return dict(given)
     hosts = expand_hosts(_text("SLURM_STEP_NODELIST"))
@@ -171,24 +171,22 @@ def _tasks_of_hosts(given: int | Mapping[str, int] | None) -> dict[str, int]:
     name = "SLURM_STEP_TASKS_PER_NODE"
     counts = expand_counts(_text(name), name)
     if len(counts) != len(hosts):
-        raise ConfigError(
-            f"{name}={_text(name)!r} is about {len(counts)} hosts, but SLURM_STEP_NODELIST names {len(hosts)}."
-        )
+        raise ConfigError(f"{name}={_text(name)!r} has {len(counts)} hosts, but SLURM_STEP_NODELIST has {len(hosts)}.")
     return dict(zip(hosts, counts, strict=True))
 
 
-def _check_own_place(rank: int, host: int, local: int) -> None:
-    """Ranks are taken to fill one host after the other; each can see whether that is so for itself."""
+def _check_position(rank: int, host: int, local: int) -> None:
+    """Checks the assumption that ranks fill one host after the other, for this rank."""
     for name, expected in (("SLURM_NODEID", host), ("SLURM_LOCALID", local)):
         if os.environ.get(name, str(expected)) != str(expected):
             raise ConfigError(
-                f"SLURM_PROCID={rank} has {name}={os.environ[name]}, where {expected} was expected: ranks do not fill "
+                f"SLURM_PROCID={rank} has {name}={os.environ[name]}, but expected {expected}: the ranks do not fill "
                 "one host after the other. Start the script with srun --distribution=block."
             )
 
 
 def _visible_gpus(on_node: int) -> list[str]:
-    """The GPUs of this host that this process may use, as CUDA calls them."""
+    """Returns the GPUs of this host that this process may use, by their CUDA names."""
     if _VISIBLE in os.environ:
         return [name for name in os.environ[_VISIBLE].split(",") if name]
     return [str(number) for number in range(on_node)]
@@ -197,7 +195,7 @@ def _visible_gpus(on_node: int) -> list[str]:
 def _text(name: str) -> str:
     text = os.environ.get(name)
     if not text:
-        raise ConfigError(f"{name} is not set: this is no step of a SLURM job. Start the script with srun.")
+        raise ConfigError(f"{name} is not set: this is not a SLURM job step. Start the script with srun.")
     return text
 
 

@@ -1,4 +1,4 @@
-"""The cluster that ``TF_CONFIG`` names; and any resolver's cluster, written as ``TF_CONFIG``."""
+"""The resolver of the cluster in ``TF_CONFIG``; and the ``TF_CONFIG`` of any resolver's cluster."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["TFConfigClusterResolver", "tf_config_of"]
 
 @final
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads ``TF_CONFIG``, anew whenever it is asked: tf.distribute.cluster_resolver.TFConfigClusterResolver.
+    """Reads ``TF_CONFIG``, on every call: tf.distribute.cluster_resolver.TFConfigClusterResolver.
 
     Args:
-        task_type: in place of the type of the task that ``TF_CONFIG`` names.
-        task_id: in place of its index.
-        rpc_layer: in place of its ``"rpc_layer"``.
-        environment: what to tell as such.
+        task_type: overrides the type of the task in ``TF_CONFIG``.
+        task_id: overrides its index.
+        rpc_layer: overrides its ``"rpc_layer"``.
+        environment: the value of this attribute.
 
-    Every question raises a ``ConfigError`` if ``TF_CONFIG`` is malformed. Without it there are no jobs, and no task.
+    Every method raises a ``ConfigError`` if ``TF_CONFIG`` is malformed. Without it there are no jobs and no task.
 
     Example:
         >>> import json, os
@@ -51,7 +51,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
-        """This process' role."""
+        """The job of this process."""
         config = self._read()
         return self._task_type if config is None else config.role
 
@@ -61,7 +61,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """Which task of its role this process is."""
+        """The index of this process in its job."""
         config = self._read()
         return self._task_id if config is None else config.index
 
@@ -71,7 +71,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def rpc_layer(self) -> str | None:
-        """A word that TensorFlow puts in front of addresses."""
+        """The prefix that TensorFlow adds to addresses."""
         config = self._read()
         return self._rpc_layer if self._rpc_layer is not None or config is None else config.rpc_layer
 
@@ -96,7 +96,7 @@ class TFConfigClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Empty: ``TF_CONFIG`` does not tell, the framework does."""
+        """Empty: ``TF_CONFIG`` does not contain it; the framework counts its own devices."""
         del task_type, task_id, config_proto
         return {}
 
@@ -105,16 +105,16 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def tf_config_of(resolver: ClusterResolver) -> str:
-    """What ``TF_CONFIG`` has to be for this process to join the cluster that ``resolver`` finds.
+    """Returns the ``TF_CONFIG`` with which this process joins the cluster that ``resolver`` finds.
 
-    A strategy puts it into the environment before it joins; all that tells a process its place then reads one thing,
-    also in processes that this one starts.
+    A strategy sets it in the environment before it joins, so that all code that reads this process's rank has one
+    source, also in child processes.
 
     Returns:
-        The value; empty if there is no cluster, which is no cluster to ``TF_CONFIG``'s readers too.
+        The value; empty if there is no cluster, which readers of ``TF_CONFIG`` treat as unset.
 
     Raises:
-        ConfigError: the cluster is malformed, or the resolver does not know which task this process is.
+        ConfigError: the cluster is malformed, or the resolver does not know the task of this process.
 
     Example:
         >>> from choros.distribute.cluster_resolver import SimpleClusterResolver
@@ -130,7 +130,7 @@ def tf_config_of(resolver: ClusterResolver) -> str:
     if resolver.task_type is None or resolver.task_id is None:
         raise ConfigError(
             f"{name} does not know which task of the cluster this process is: set its task_type and task_id, which "
-            'differ from process to process, such as resolver.task_type = "worker"; resolver.task_id = 0.'
+            'differ between processes, such as resolver.task_type = "worker"; resolver.task_id = 0.'
         )
     try:
         return TFConfig.of(cluster.as_dict(), resolver.task_type, resolver.task_id).text()

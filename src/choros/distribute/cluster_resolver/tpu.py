@@ -1,4 +1,4 @@
-"""The TPUs that JAX finds."""
+"""The resolver of the TPUs that JAX finds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["TPUClusterResolver"]
 
 @final
 class TPUClusterResolver(ClusterResolver):
-    """Names nothing but what JAX has found: tf.distribute.cluster_resolver.TPUClusterResolver.
+    """Returns the TPUs that JAX has found: tf.distribute.cluster_resolver.TPUClusterResolver.
 
-    TensorFlow needs it to reach its TPUs over the network. JAX finds those of its host by itself, so a script that has
-    no resolver needs none, and the lines that connect TensorFlow to TPUs can go.
+    TensorFlow needs a resolver to reach TPUs over the network. JAX finds the TPUs of its host itself, so a script needs
+    no resolver, and code that connects TensorFlow to TPUs can be removed.
 
     Args:
-        tpu: TensorFlow's name of a TPU; no JAX program is told one.
-        kwargs: TensorFlow's other arguments; likewise.
+        tpu: TensorFlow's name of a TPU; has no effect.
+        kwargs: TensorFlow's other arguments; have no effect.
 
     Example:
         >>> TPUClusterResolver("").cluster_spec().jobs
@@ -32,20 +32,20 @@ class TPUClusterResolver(ClusterResolver):
 
     @classmethod
     def connect(cls, tpu: str | None = None, **kwargs: Any) -> TPUClusterResolver:
-        """A resolver, if there are TPUs.
+        """Returns a resolver, after checking that there are TPUs.
 
         Raises:
-            EngineUnavailable: there are none.
+            EngineUnavailable: there are no TPUs.
         """
         resolver = cls(tpu, **kwargs)
         resolver.tpu_devices()
         return resolver
 
     def tpu_devices(self) -> list[Any]:
-        """JAX's devices of this process; asking starts JAX.
+        """Returns JAX's devices of this process; initialises JAX.
 
         Raises:
-            EngineUnavailable: they are no TPUs.
+            EngineUnavailable: they are not TPUs.
         """
         import jax
 
@@ -53,14 +53,14 @@ class TPUClusterResolver(ClusterResolver):
         if devices[0].platform != "tpu":
             names = ", ".join(f"{device.platform}:{device.local_hardware_id or device.id}" for device in devices)
             raise EngineUnavailable(
-                f"there is no TPU here: JAX {jax.__version__} runs on the platform {devices[0].platform!r} and has "
-                f"found {names}. On a host with TPUs: pip install 'jax[tpu]'. Anywhere else use MirroredStrategy, "
-                "which takes all devices."
+                f"this process has no TPU: JAX {jax.__version__} runs on the platform {devices[0].platform!r} and has "
+                f"found {names}. On a host with TPUs: pip install 'jax[tpu]'. On other hosts use MirroredStrategy, "
+                "which uses all devices."
             )
         return list(devices)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Without jobs: workers are told of each other by what starts them."""
+        """Returns a specification without jobs: the launcher provides the processes' addresses."""
         return ClusterSpec({})
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:

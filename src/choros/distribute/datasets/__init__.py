@@ -4,11 +4,11 @@
 
     global batches     0 1 2 3 | 4 5 6 7 | 8
     replica 0          0 1     | 4 5     | 8          the rows of choros.topology.shard_range
-    replica 1              2 3 |     6 7 | (none)     a batch of no rows: all replicas make the same number of steps
+    replica 1              2 3 |     6 7 | (none)     a batch of no rows: all replicas run the same number of steps
 
-How a kind of data set is split is in ``choros.parallel.data``. A ``tf.data.Dataset`` becomes another, which carries a
-mark (``marks.py``), all others a ``DistributedDataset`` (``distributed.py``). ``fit`` supports replicas that have fewer
-batches: for it, ``split_batches`` leaves empty ones out.
+``choros.parallel.data`` splits each kind of data set. A ``tf.data.Dataset`` becomes another one, with a mark
+(``marks.py``); all others become a ``DistributedDataset`` (``distributed.py``). ``fit`` supports replicas with fewer
+batches: for it, ``split_batches`` drops the empty ones.
 """
 
 from choros.distribute.datasets.distributed import DistributedDataset

@@ -1,11 +1,11 @@
-"""A distributed data set, of any kind but ``tf.data``; and how processes stay in step.
+"""Distributed data sets of all kinds except ``tf.data``, and the synchronisation of their lengths.
 
-Where processes read data of their own, they may run out at different times, so they ask before each batch::
+Processes that read different data may finish at different times, so they exchange a flag before each batch::
 
     process 0       process 1
-    batch    1 ──── 1    batch        who has one?
-    batch    1 ──── 0    (no rows)    process 1 makes the step with a batch of no rows
-    (end)    0 ──── 0    (end)        no process: all end together
+    batch    1 ──── 1    batch        allgather: has a batch?
+    batch    1 ──── 0    (no rows)    process 1 runs the step with a batch of no rows
+    (end)    0 ──── 0    (end)        no process has one: all end together
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from choros.parallel.data import count_rows, cut
 from choros.parallel.objects import allgather_object
 from choros.topology import shard_range
 
-__all__ = ["DistributedDataset", "in_step", "to_replicas"]
+__all__ = ["DistributedDataset", "pad_batches", "to_replicas"]
 
 
 @final
 class DistributedDataset:
-    """This process's part of each global batch; with several local replicas, a ``PerReplica`` of theirs.
+    """This process's part of each global batch; with several local replicas, a ``PerReplica`` of their parts.
 
-    Every iteration starts anew, if what it was made from does.
+    Every iteration starts from the beginning, if the source supports it.
 
     Args:
         batches: starts an iteration.
-        for_fit: gives what ``fit`` is to train on.
-        length: gives the number of batches, where it is known.
+        for_fit: returns the data on which ``fit`` trains.
+        length: returns the number of batches; ``None`` if it is unknown.
 
     Example:
         >>> dataset = DistributedDataset(lambda: iter(["first", "second"]), list, lambda: 2)
@@ -64,7 +64,7 @@ class DistributedDataset:
 
 
 def to_replicas(batch: Any, local: int) -> Any:
-    """A process's rows of a batch as what its ``local`` replicas get.
+    """Splits a process's rows of a batch among its ``local`` replicas.
 
     Example:
         >>> import numpy as np
@@ -77,28 +77,30 @@ def to_replicas(batch: Any, local: int) -> Any:
     return per_replica([cut(batch, *shard_range(rows, replica, local)) for replica in range(local)])
 
 
-def in_step(batches: Iterable[Any], replicas: Replicas) -> Iterator[Any]:
-    """A batch of ``batches`` for each local replica in every step, until no process has any more.
+def pad_batches(batches: Iterable[Any], replicas: Replicas) -> Iterator[Any]:
+    """Yields a batch of ``batches`` for each local replica in every step, until no process has a batch left.
 
-    Replicas for which none is left get batches of no rows. All processes must iterate together.
+    Replicas without a batch get one of no rows. All processes must iterate together.
     """
     iterator = iter(batches)
     empty = None
     for step in itertools.count():
-        mine = list(itertools.islice(iterator, replicas.local_count))
-        left = _who_has_any(bool(mine), replicas)
-        if not any(left):
+        own = list(itertools.islice(iterator, replicas.local_count))
+        flags = _gather_flags(bool(own), replicas)
+        if not any(flags):
             return
-        if empty is None and mine:
-            empty = cut(mine[0], 0, 0)
-        if step == 0 and not all(left):
-            # Who never had a batch does not know what one looks like.
+        if empty is None and own:
+            empty = cut(own[0], 0, 0)
+        if step == 0 and not all(flags):
+            # A process that never had a batch does not know its structure.
             empty = next(example for example in allgather_object(empty, name="batch of no rows") if example is not None)
-        yield per_replica([*mine, *[empty] * (replicas.local_count - len(mine))])
+        yield per_replica([*own, *[empty] * (replicas.local_count - len(own))])
 
 
-def _who_has_any(mine: bool, replicas: Replicas) -> list[bool]:
+def _gather_flags(has_batch: bool, replicas: Replicas) -> list[bool]:
     if replicas.local_count == replicas.count:
-        return [mine]
-    gathered: list[bool] = global_process_set.communicator.allgather(np.array([mine]), name="batches left").tolist()
+        return [has_batch]
+    gathered: list[bool] = global_process_set.communicator.allgather(
+        np.array([has_batch]), name="batches left"
+    ).tolist()
     return gathered

@@ -1,4 +1,4 @@
-"""Data sets of a framework that a strategy has distributed carry a mark, and with it what ``fit`` is to train on."""
+"""The mark on a framework's data set that a strategy has distributed; it stores the data on which ``fit`` trains."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ from typing import Any
 from choros.errors import ConfigError
 from choros.parallel.data import kind_of
 
-__all__ = ["for_fit_of", "is_marked", "marked"]
+__all__ = ["for_fit_of", "is_marked", "mark"]
 
 _MARK = "_choros_for_fit"
 
 
-def marked(dataset: Any, for_fit: Callable[[], Any]) -> Any:
-    """``dataset`` itself, which from now on is known to be distributed; ``for_fit`` gives what ``fit`` trains on."""
+def mark(dataset: Any, for_fit: Callable[[], Any]) -> Any:
+    """Marks ``dataset`` as distributed and returns it; ``for_fit`` returns the data on which ``fit`` trains."""
     setattr(dataset, _MARK, for_fit)
     return dataset
 
 
 def is_marked(dataset: Any) -> bool:
-    """Whether ``dataset`` is marked, or was made from one that is."""
+    """Whether ``dataset`` is marked, or was derived from a marked one."""
     return any(hasattr(each, _MARK) for each in kind_of(dataset).sources(dataset))
 
 
 def for_fit_of(dataset: Any) -> Any:
-    """What ``fit`` is to train on.
+    """Returns the data on which ``fit`` trains.
 
     Raises:
-        ConfigError: ``dataset`` was made from one that is marked.
+        ConfigError: ``dataset`` was derived from a marked one.
     """
     if not hasattr(dataset, _MARK):
-        raise ConfigError(
-            "the data set was transformed after the strategy had dealt it out to the replicas: do so before."
-        )
+        raise ConfigError("the data set was transformed after the strategy had distributed it: transform it before.")
     return getattr(dataset, _MARK)()

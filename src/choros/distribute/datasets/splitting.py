@@ -1,12 +1,12 @@
-"""What a strategy does with data sets, of whatever kind."""
+"""Distribution of data sets of every kind to a strategy's replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from choros.distribute.datasets.distributed import DistributedDataset, in_step, to_replicas
-from choros.distribute.datasets.marks import for_fit_of, is_marked, marked
+from choros.distribute.datasets.distributed import DistributedDataset, pad_batches, to_replicas
+from choros.distribute.datasets.marks import for_fit_of, is_marked, mark
 from choros.distribute.input_context import InputContext
 from choros.distribute.replicas import Replicas
 from choros.errors import ConfigError
@@ -16,25 +16,25 @@ __all__ = ["distribute", "from_function", "is_distributed", "split_batches"]
 
 
 def distribute(dataset: Any, replicas: Replicas) -> Any:
-    """``dataset``, whose batches are those of all replicas together, split among them.
+    """Distributes ``dataset``, whose batches are global, to the replicas.
 
     Args:
         dataset: a ``tf.data.Dataset``, a ``PyDataset``, a torch ``DataLoader``, a Grain data set, or an iterable or
             generator of batches: arrays of any framework, or tuples, lists and dicts of them.
-        replicas: those of the strategy. If there is one, it gets ``dataset`` itself.
+        replicas: those of the strategy. If there is only one, ``dataset`` itself is returned.
 
     Returns:
-        A ``tf.data.Dataset`` of one, else a ``DistributedDataset``. Every replica gets equally many batches, the last
-        maybe without rows.
+        A ``tf.data.Dataset`` for a ``tf.data.Dataset``, else a ``DistributedDataset``. All replicas get the same
+        number of batches; the last one may have no rows.
 
     Raises:
-        ConfigError: the kind is not known, a batch is smaller than the number of replicas, or replicas would not see
+        ConfigError: the kind is unknown, a batch is smaller than the number of replicas, or replicas would not read
             ``dataset`` in the same order.
     """
     if replicas.count == 1:
         return dataset
     if is_distributed(dataset):
-        raise ConfigError("the data set has been dealt out to the replicas already: pass what it was made from.")
+        raise ConfigError("the data set has been distributed to the replicas already: pass the original one.")
     local = replicas.local_count
     own = kind_of(dataset).local_batches(dataset, _part(replicas))
 
@@ -42,12 +42,12 @@ def distribute(dataset: Any, replicas: Replicas) -> Any:
         return split_batches(dataset, replicas)
 
     if local == 1 and own.dataset is not None:
-        return marked(own.dataset, for_fit)
+        return mark(own.dataset, for_fit)
     return DistributedDataset(lambda: (to_replicas(batch, local) for batch in own.start()), for_fit, own.length)
 
 
 def from_function(dataset_fn: Callable[[InputContext], Any], replicas: Replicas) -> Any:
-    """The data set that ``dataset_fn`` makes for this process, of batches for one replica.
+    """Returns the data set that ``dataset_fn`` creates for this process, of batches for one replica.
 
     Returns:
         As ``distribute``; replicas whose data end before those of others get batches of no rows.
@@ -59,24 +59,24 @@ def from_function(dataset_fn: Callable[[InputContext], Any], replicas: Replicas)
     kind = kind_of(own)
     padded = kind.padded(own) if local == 1 else None
     if padded is not None:
-        return marked(padded, lambda: own)
-    return DistributedDataset(lambda: in_step(kind.batches(own), replicas), lambda: own)
+        return mark(padded, lambda: own)
+    return DistributedDataset(lambda: pad_batches(kind.batches(own), replicas), lambda: own)
 
 
 def is_distributed(dataset: Any) -> bool:
-    """Whether ``dataset`` came from ``distribute`` or ``from_function``."""
+    """Whether ``dataset`` was returned by ``distribute`` or ``from_function``."""
     return isinstance(dataset, DistributedDataset) or is_marked(dataset)
 
 
 def split_batches(data: Any, replicas: Replicas) -> Any:
-    """This process's rows of each batch, for ``fit``: batches in which it has none are left out.
+    """Returns this process's rows of each batch, for ``fit``, without the batches in which it has no rows.
 
     Args:
-        data: global batches, of any kind that ``distribute`` takes; or what that or ``from_function`` gave.
+        data: global batches, of any kind that ``distribute`` takes; or a result of ``distribute`` or ``from_function``.
         replicas: those of the strategy.
 
     Returns:
-        Something of the same kind; a generator of what is only iterable. Lengths that are known stay so.
+        Data of the same kind; a generator for a plain iterable. Known lengths stay known.
 
     Raises:
         ConfigError: as ``distribute``.

@@ -1,4 +1,4 @@
-"""Jobs that are told to end: saved at one step on all processes, and gone on with later."""
+"""Preemption: a job that must end is saved at the same step on all processes, and resumed later."""
 
 from choros.distribute.preemption.handler import PreemptionCheckpointHandler
 from choros.distribute.preemption.keras_checkpoint import KerasCheckpoint

@@ -1,9 +1,9 @@
-"""Checkpoints on disk, each with the number of steps that had been done.
+"""Checkpoints on disk, each with the number of completed steps.
 
 ::
 
     of tf.train.Checkpoint        directory/checkpoint, ckpt-1.index, …   TensorFlow's files; the number is a variable
-    of anything else              directory/run-120/checkpoint…           whatever save(path) wrote there
+    of other objects              directory/run-120/checkpoint…           the files that save(path) wrote
                                   directory/run-130.partial/              being written; renamed when it is complete
 """
 
@@ -21,48 +21,48 @@ from choros.errors import ConfigError
 
 __all__ = ["CheckpointStore", "store_of"]
 
-#: The attribute under which TensorFlow's handler keeps the number: each reads the other's files.
+#: The attribute in which TensorFlow's handler stores the number, so that each can read the other's files.
 _RUNS = "checkpointed_runs"
 _COMPLETE = re.compile(r"run-(\d+)")
 
 
 class CheckpointStore(ABC):
-    """Where checkpoints are kept."""
+    """Saves and restores checkpoints."""
 
     @property
     @abstractmethod
     def latest(self) -> str | None:
-        """The name of the last complete one; ``None`` if there is none."""
+        """The name of the latest complete checkpoint; ``None`` if there is none."""
 
     @abstractmethod
     def restore(self) -> int:
-        """Takes back the last complete one, if there is one.
+        """Restores the latest complete checkpoint, if there is one.
 
         Returns:
-            The steps that had been done.
+            The number of completed steps.
         """
 
     @abstractmethod
     def save(self, runs: int, *args: Any, **kwargs: Any) -> None:
-        """Writes one, complete or not at all; call it on one process.
+        """Writes a checkpoint, atomically; call it on one process.
 
         Args:
-            runs: the steps that have been done.
-            args: for the ``save`` of what is written; likewise ``kwargs``.
+            runs: the number of completed steps.
+            args: positional arguments of the object's ``save``; likewise ``kwargs``.
         """
 
 
 def store_of(checkpoint: Any, directory: Any, save: Callable[..., Any] | None) -> CheckpointStore:
-    """Where ``checkpoint`` is kept.
+    """Returns the store of ``checkpoint``.
 
     Args:
         checkpoint: a ``tf.train.Checkpoint``, a ``tf.train.CheckpointManager``, or an object with ``save(path)`` and
             ``restore(path)``.
         directory: a path; ``None`` for a manager, which has its own.
-        save: in place of the object's own.
+        save: replaces the object's own ``save``.
 
     Raises:
-        ConfigError: it is none of these, or the directory is missing.
+        ConfigError: ``checkpoint`` is none of these, or the directory is missing.
     """
     if "tensorflow" in sys.modules:
         import tensorflow as tf
@@ -74,7 +74,7 @@ def store_of(checkpoint: Any, directory: Any, save: Callable[..., Any] | None) -
             return _ManagedStore(manager, save)
     if not (hasattr(checkpoint, "save") and hasattr(checkpoint, "restore")):
         raise ConfigError(
-            f"a checkpoint of {checkpoint!r} cannot be written: give a tf.train.Checkpoint, "
+            f"a checkpoint of {checkpoint!r} cannot be written: pass a tf.train.Checkpoint, "
             "distribute.experimental.KerasCheckpoint(model), or an object with save(path) and restore(path)."
         )
     return _DirectoryStore(checkpoint, Path(_path(directory, checkpoint)), save)
@@ -82,13 +82,15 @@ def store_of(checkpoint: Any, directory: Any, save: Callable[..., Any] | None) -
 
 def _path(directory: Any, checkpoint: Any) -> str:
     if directory is None:
-        raise ConfigError(f"checkpoint_dir is missing: where is {type(checkpoint).__name__} to be written?")
+        raise ConfigError(
+            f"checkpoint_dir is missing: pass the directory for checkpoints of {type(checkpoint).__name__}."
+        )
     return str(directory)
 
 
 @final
 class _ManagedStore(CheckpointStore):
-    """What a ``tf.train.CheckpointManager`` keeps."""
+    """The checkpoints of a ``tf.train.CheckpointManager``."""
 
     def __init__(self, manager: Any, save: Callable[..., Any] | None) -> None:
         import tensorflow as tf
@@ -102,17 +104,17 @@ class _ManagedStore(CheckpointStore):
 
     @property
     def latest(self) -> str | None:
-        """The name of its files, without their suffixes."""
+        """The name of the checkpoint's files, without their suffixes."""
         path = self._manager.latest_checkpoint
         return None if path is None else Path(path).name
 
     def restore(self) -> int:
-        """As the manager does it."""
+        """Calls the manager's ``restore_or_initialize``."""
         self._manager.restore_or_initialize()
         return int(self._runs.numpy())
 
     def save(self, runs: int, *args: Any, **kwargs: Any) -> None:
-        """As the manager does it."""
+        """Calls the manager's ``save``."""
         self._runs.assign(runs)
         self._save(*args, **kwargs)
 
@@ -144,7 +146,7 @@ class _DirectoryStore(CheckpointStore):
     def save(self, runs: int, *args: Any, **kwargs: Any) -> None:
         """Calls the object's ``save``."""
         older = self._complete()
-        if runs in older:  # told to end again, before another step
+        if runs in older:  # a second request to end, before another step
             return
         partial = self._directory / f"run-{runs}.partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -155,11 +157,11 @@ class _DirectoryStore(CheckpointStore):
             shutil.rmtree(path)
 
     def _complete(self) -> dict[int, Path]:
-        """Steps → the directory of a checkpoint."""
+        """Returns the completed steps → the directory, of each complete checkpoint."""
         found = ((_COMPLETE.fullmatch(path.name), path) for path in self._directory.glob("run-*"))
         return {int(match[1]): path for match, path in found if match is not None}
 
 
 def _within(directory: Path) -> str:
-    """What ``save`` gets; it may add suffixes, and write several files."""
+    """Returns the path for ``save``, which may add suffixes, and write several files."""
     return str(directory / "checkpoint")

@@ -1,18 +1,18 @@
-"""Saving before the machine is taken away: all processes of a job at the same step.
+"""Checkpoints on preemption: all processes of a job save at the same step, and exit.
 
 ::
 
     process 0                        process 1
-    run(step): told? 0               run(step): told? 0       each call begins with one control message of each
+    run(step): stage 0               run(step): stage 0       each call first exchanges one control message
       step 41                          step 41
-                            SIGTERM ──►  …                    noted, and nothing else
-    run(step): told? 0 ◄────────────►run(step): told? 2       (1) all learn of it before the same step
-    writes run-41 ──────────────────►waits                    (2) one writes; all wait until it has
-    exit_fn()                        exit_fn()                (3) sys.exit(42), for whoever starts them again
+                            SIGTERM ──►  …                    recorded; the step goes on
+    run(step): stage 0 ◄────────────►run(step): stage 2       (1) all receive it before the same step
+    writes run-41 ──────────────────►waits                    (2) process 0 writes; all wait
+    exit_fn()                        exit_fn()                (3) sys.exit(42): the exit code requests a restart
 
-    restores run-41                  restores run-41          (4) the next job goes on with step 42
+    restores run-41                  restores run-41          (4) the next job continues with step 42
 
-With a grace period the number is first a 1, upon which all save and go on, and a 2 when the time is nearly over.
+With a grace period the stage is first 1: all save and continue. It is 2 when the period is nearly over.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from choros.parallel.objects import allgather_object
 
 __all__ = ["PreemptionCheckpointHandler"]
 
-#: Of the time that is left, so many steps and checkpoints are kept in reserve.
+#: The number of steps and checkpoints for which time is reserved before the grace period ends.
 _RESERVE = 3
 
 
 class _Stage(enum.IntEnum):
-    """What a process says before each step; the highest number counts."""
+    """The message of a process before each step; the highest one counts."""
 
     TRAINING = 0
-    #: Told to end, with time left.
-    TOLD = 1
-    #: Told to end, now.
+    #: Must end, with time left.
+    NOTIFIED = 1
+    #: Must end now.
     ENDING = 2
 
 
 @final
 class PreemptionCheckpointHandler:
-    """Saves a checkpoint when any process of the job is told to end (``tf.distribute.experimental``'s name).
+    """Saves a checkpoint when any process of the job is asked to end (``tf.distribute.experimental``'s name).
 
-    Making one restores the latest checkpoint, if there is one. From then on SIGTERM does not end this process at once:
-    before the next step all processes learn of it, process 0 writes, and all exit. Started again, the job goes on where
-    it was::
+    The constructor restores the latest checkpoint, if there is one. Afterwards SIGTERM does not end this process at
+    once: before the next step all processes receive the request, process 0 writes, and all exit. Started again, the job
+    continues from the checkpoint::
 
         checkpoint = distribute.experimental.KerasCheckpoint(model, optimizer)
         handler = distribute.experimental.PreemptionCheckpointHandler(None, checkpoint, "checkpoints")
@@ -64,16 +64,17 @@ class PreemptionCheckpointHandler:
                 loss = handler.run(train_step, batch_of(step))
 
     ``chorosrun`` passes SIGTERM on to all processes, and gives them ``--grace-period`` seconds to end. All processes
-    must call ``run`` alike: a call costs one control message more than the function, some 10 µs over MPI on one host.
+    must call ``run`` in step: a call adds one control message to the function, about 10 µs over MPI on one host.
 
     Args:
-        cluster_resolver: what the strategy was given, or ``strategy.cluster_resolver``; tells the workers' addresses if
-            the process has not joined its job yet.
+        cluster_resolver: the strategy's, ``strategy.cluster_resolver``; provides the workers' addresses if the process
+            has not joined its job yet.
         checkpoint_or_checkpoint_manager: a ``tf.train.Checkpoint`` or ``tf.train.CheckpointManager``; on every
             framework a ``KerasCheckpoint``, or any object with ``save(path)`` and ``restore(path)``, which may add a
-            suffix to the path. Process 0 alone saves, all restore.
-        checkpoint_dir: where, for all but a manager: on a file system that all hosts share. The last one is kept.
-        termination_config: how processes are told, and how they end.
+            suffix to the path. Only process 0 saves; all restore.
+        checkpoint_dir: the directory, on a file system that all hosts share; ``None`` for a manager. Only the latest
+            checkpoint is kept.
+        termination_config: how requests to end are detected, and how processes end.
 
     Raises:
         ConfigError: this checkpoint cannot be written, or ``checkpoint_dir`` is missing.
@@ -118,8 +119,8 @@ class PreemptionCheckpointHandler:
         resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
         if "ps" in resolver.cluster_spec().jobs:
             raise StrategyError(
-                "PreemptionCheckpointHandler is for processes that train in step, as those of ParameterServerStrategy "
-                "do not: have the chief alone write checkpoints, by keras.callbacks.BackupAndRestore in fit, or by "
+                "PreemptionCheckpointHandler is for synchronous training, unlike that of ParameterServerStrategy: "
+                "write checkpoints on the chief only, by keras.callbacks.BackupAndRestore in fit, or by "
                 "model.save_weights after ClusterCoordinator.join()."
             )
         config = termination_config or TerminationConfig()
@@ -135,48 +136,48 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How many calls of ``run`` or ``save_checkpoint_if_preempted`` have been done, before restarts too."""
+        """The number of calls of ``run`` or ``save_checkpoint_if_preempted``, including those before restarts."""
         return self._runs
 
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Saves and exits if any process has been told to end; else calls the function.
+        """Saves and exits if any process has been asked to end; else calls the function.
 
         Args:
-            distributed_train_function: one step, of all processes together.
-            args: for it; likewise ``kwargs``.
+            distributed_train_function: one step of all processes together.
+            args: its positional arguments; likewise ``kwargs``.
 
         Returns:
-            What it returned.
+            The result of the function.
         """
-        self._look()
+        self._check()
         with self._timed("step"):
             result = distributed_train_function(*args, **kwargs)
         self._runs += 1
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Counts a step, which the caller has done; saves and exits if any process has been told to end.
+        """Counts a step that the caller has run; saves and exits if any process has been asked to end.
 
-        In place of ``run``. Within Keras' ``fit``, call it at the ends of epochs, which all processes reach.
+        An alternative to ``run``. Within Keras' ``fit``, call it at the ends of epochs, which all processes reach.
 
         Args:
-            args: for the checkpoint's or its manager's ``save``; likewise ``kwargs``.
+            args: positional arguments of the checkpoint's or its manager's ``save``; likewise ``kwargs``.
         """
         self._runs += 1
-        self._look(*args, **kwargs)
+        self._check(*args, **kwargs)
 
     @contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """The block of the training: at its end all look once more, and SIGTERM does again what it did before.
+        """The block of the training: at its end all processes check once more.
 
-        After it, this handler watches no longer.
+        Afterwards this handler no longer watches, and SIGTERM's previous handler is restored.
         """
-        with self._watched():
+        with self._watching():
             yield
-            self._look()
+            self._check()
 
     def _restored(self) -> int:
-        """Takes back the latest checkpoint; the steps that had been done."""
+        """Restores the latest checkpoint; returns the number of completed steps."""
         found = allgather_object(self._store.latest)
         if len(set(found)) > 1:
             raise StrategyError(
@@ -185,11 +186,11 @@ class PreemptionCheckpointHandler:
             )
         return self._store.restore()
 
-    def _look(self, *args: Any, **kwargs: Any) -> None:
-        """Does what is to be done if any process has been told to end."""
+    def _check(self, *args: Any, **kwargs: Any) -> None:
+        """Saves, and exits if it is time, if any process has been asked to end."""
         if self._stage is _Stage.ENDING:  # exit_fn has returned
             return
-        stage = _highest(self._own_stage())
+        stage = _highest(self._local_stage())
         if stage <= self._stage:
             return
         self._stage = stage
@@ -197,12 +198,12 @@ class PreemptionCheckpointHandler:
             write_once(lambda: self._store.save(self._runs, *args, **kwargs))
             global_process_set.communicator.barrier(name="checkpoint")  # in fit, write_once does not wait
         if stage is _Stage.ENDING:
-            with self._watched():
+            with self._watching():
                 self._exit()
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Watches no longer after the block, unless the process exits: no other SIGTERM is to end it sooner."""
+    def _watching(self) -> Iterator[None]:
+        """Stops watching after the block, unless the process exits: then another SIGTERM must not end it sooner."""
         exits = False
         try:
             yield
@@ -213,12 +214,12 @@ class PreemptionCheckpointHandler:
             if not exits:
                 self._notice.stop()
 
-    def _own_stage(self) -> _Stage:
+    def _local_stage(self) -> _Stage:
         age = self._notice.age
         if age is None:
             return _Stage.TRAINING
         reserve = _RESERVE * sum(self._seconds.values())
-        return _Stage.TOLD if age + reserve < self._grace else _Stage.ENDING
+        return _Stage.NOTIFIED if age + reserve < self._grace else _Stage.ENDING
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -228,11 +229,11 @@ class PreemptionCheckpointHandler:
 
 
 def _highest(stage: _Stage) -> _Stage:
-    """The highest of all processes' stages."""
+    """Returns the highest stage of all processes."""
     if "jax" in sys.modules:
         import jax
 
-        jax.effects_barrier()  # a step that still runs may have collectives ahead of it
+        jax.effects_barrier()  # a step that still runs may have collectives left to do
     communicator = global_process_set.communicator
     with communicator.exclusive():
         return _Stage(max(communicator.agree(Request("check for preemption"), value=stage)))

@@ -1,4 +1,4 @@
-"""A Keras model and its optimizer in one file, on every framework."""
+"""Checkpoints of a Keras model and its optimizer in one file, on every framework."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["KerasCheckpoint"]
 
 @final
 class KerasCheckpoint:
-    """The weights of a model and the state of its optimizer, as a ``PreemptionCheckpointHandler`` wants them.
+    """The weights of a model and the state of its optimizer, for a ``PreemptionCheckpointHandler``.
 
-    What it writes is a ``.npz`` file of NumPy. The seeds of random layers and the metrics are not in it.
+    The file is in NumPy's ``.npz`` format. It does not contain the seeds of random layers, nor the metrics.
 
     Args:
-        model: built.
-        optimizer: the one that trains it; by default that with which it was compiled.
+        model: a built model.
+        optimizer: the optimizer that trains it; by default the one with which it was compiled.
 
     Raises:
         ConfigError: the model has no variables yet.
@@ -40,8 +40,8 @@ class KerasCheckpoint:
         self._optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
         if not model.built:
             raise ConfigError(
-                f"KerasCheckpoint({model.name!r}): this model has no variables yet, so there are none to restore: give "
-                "it a keras.Input, or call model.build(…), before."
+                f"KerasCheckpoint({model.name!r}): this model has no variables yet, so none can be restored: give it "
+                "a keras.Input, or call model.build(…), first."
             )
         if self._optimizer is not None and not self._optimizer.built:
             self._optimizer.build(model.trainable_variables)
@@ -56,10 +56,10 @@ class KerasCheckpoint:
     def restore(self, path: str) -> None:
         """Overwrites the variables with those of the file ``path``.
 
-        A process without the optimizer's state, as ``CentralStorageStrategy`` has, takes none.
+        A process without the optimizer's state, as under ``CentralStorageStrategy``, does not restore that state.
 
         Raises:
-            ConfigError: they are another model's or another optimizer's.
+            ConfigError: the file is of another model or optimizer.
         """
         from choros.training.distributed_optimizer import reducer_of
 
@@ -74,14 +74,14 @@ class KerasCheckpoint:
         for name in sorted({*expected, *found}):
             if expected.get(name) != found.get(name):
                 raise ConfigError(
-                    f"{path} is of another model or optimizer than those of {self._model.name!r}: the shape of {name} "
+                    f"{path} does not match {self._model.name!r} and its optimizer: the shape of {name} "
                     f"is {found.get(name, 'missing')} in the file, and {expected.get(name, 'missing')} here."
                 )
         for name, variable in variables.items():
             variable.assign(_of_dtype(saved[name], variable))
 
     def _variables(self) -> dict[str, Any]:
-        """By their numbers: the names that Keras makes depend on what else the program has made."""
+        """Returns the variables by index: Keras' generated names depend on other objects of the program."""
         of_optimizer = [] if self._optimizer is None else self._optimizer.variables
         return {
             **{f"weight {index}": variable for index, variable in enumerate(self._model.weights)},
@@ -90,5 +90,5 @@ class KerasCheckpoint:
 
 
 def _of_dtype(array: NDArray[Any], variable: Any) -> NDArray[Any]:
-    # NumPy's format does not know bfloat16 by name: such arrays come back as plain bytes.
+    # NumPy's format has no bfloat16: such arrays are loaded as plain bytes.
     return array.view(np.dtype(variable.dtype)) if array.dtype.kind == "V" else array

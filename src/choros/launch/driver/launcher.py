@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from choros.config import LOG_LEVEL
 from choros.errors import LaunchError
@@ -19,6 +20,7 @@ from choros.launch.plan.limits import Limits
 from choros.launch.plan.mpi_implementations import Mpirun
 from choros.launch.processes.directories import SESSION, remove_stale, session_directory, shared_memory, temporary
 from choros.launch.protocol.wrapper_options import JOB
+from choros.observe import events
 
 __all__ = ["draft", "launch"]
 
@@ -66,6 +68,8 @@ def launch(
     memory = shared_memory({JOB: name})
     if verbose:
         environ = {LOG_LEVEL.name: "INFO", **environ}
+    stop_listening = _listen({**environ, **job.environment}, output)
+    job = replace(job, options=replace(job.options, events=events.active()))
     try:
         command = plan(job, mpirun, environ, name=name, session=str(session.path), root=_is_root())
         if verbose:
@@ -84,9 +88,22 @@ def launch(
             verbose=verbose,
         )
     finally:
+        stop_listening()
         for directory in (session, memory):
             if directory is not None:
                 directory.remove()
+
+
+def _listen(environ: Mapping[str, str], output: Output) -> Callable[[], None]:
+    """Starts chorosrun's own listeners; returns what ends them."""
+    if LOG_LEVEL.read(environ) != "DEBUG":
+        return lambda: None
+
+    def show(event: events.Event) -> None:
+        rank = f"[{event.rank}] " if event.rank >= 0 else ""
+        output.screen.say(f"chorosrun: {rank}{event}")
+
+    return events.listen(show)
 
 
 def _with_addresses(job: Job, environ: Mapping[str, str]) -> Job:

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from base64 import b64decode
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -29,7 +31,9 @@ from choros.launch.driver.stopping import Reason, Stage, signal_name, stages
 from choros.launch.plan.command import Command
 from choros.launch.plan.limits import Limits
 from choros.launch.plan.roles import NO_ROLES, Roles
-from choros.launch.protocol.frames import Exit, Frame, FrameReader, Result, Start, Text
+from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, Result, Start, Text
+from choros.observe import events
+from choros.observe.events import Detail, Event, Kind
 from choros.transport.loop import Loop
 from choros.transport.signal_pipe import SignalPipe, wake_only
 
@@ -176,6 +180,10 @@ class _Supervisor:
                 self._output.write(frame)
             case Result():
                 self._outcome.results.setdefault(frame.rank, bytearray()).extend(b64decode(frame.data))
+            case Events():
+                for line in frame.lines.splitlines():
+                    with suppress(ValueError):  # of another version of choros, on another host
+                        events.publish(Event.from_json(line))
             case Start():
                 self._on_start(frame)
             case Exit():
@@ -183,6 +191,7 @@ class _Supervisor:
 
     def _on_start(self, frame: Start) -> None:
         self._outcome.started[frame.rank] = frame
+        _publish(Kind.RANK_STARTED, frame.rank, frame.host, pid=frame.pid, restarts=frame.restarts)
         self._output.open(frame.rank)
         self._loop.cancel("progress")
         if frame.restarts:
@@ -203,6 +212,8 @@ class _Supervisor:
         if frame.rank in self._outcome.exits:  # it says so again until it is let go
             return
         self._outcome.exits[frame.rank] = frame
+        details = {"code": frame.code, "signal": frame.signal, "seconds": frame.seconds}
+        _publish(Kind.RANK_ENDED, frame.rank, frame.host, **details)
         if len(self._outcome.exits) == self._outcome.size:
             self._let_go()
         elif self._outcome.chief_is_done:  # the others see that it has gone, and end
@@ -249,6 +260,8 @@ class _Supervisor:
         if self._outcome.reason is not None or self._letting_go:
             return
         self._outcome.reason = reason
+        for rank in sorted(set(range(self._outcome.size)) - self._outcome.exits.keys()):
+            _publish(Kind.RANK_STOPPED, rank, reason=reason.name.lower())
         self._loop.cancel("progress", "start", "run", "failure", "chief")
         self._stages = stages(reason, self._limits.grace)
         if reason in (Reason.INTERRUPT, Reason.TERMINATE) and self._outcome.started:
@@ -304,3 +317,8 @@ class _Supervisor:
     def _say_starting(self) -> None:
         size, roles = self._outcome.size, self._outcome.roles
         self._output.screen.say(f"chorosrun: starting {size} {roles.kind(size)} …")
+
+
+def _publish(kind: Kind, rank: int, name: str = "", **details: Detail) -> None:
+    """Emits an event about a rank, which is another process than this one."""
+    events.publish(Event(kind, name, rank, time.time(), details))

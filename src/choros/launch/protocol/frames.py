@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import final
 
-__all__ = ["MARK", "Exit", "Frame", "FrameReader", "Result", "Start", "Text", "decode", "encode"]
+__all__ = ["MARK", "Events", "Exit", "Frame", "FrameReader", "Result", "Start", "Text", "decode", "encode"]
 
 #: ASCII's record separator: the first byte of every frame.
 MARK = b"\x1e"
@@ -65,6 +65,14 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Events:
+    """Events of the rank: lines of JSON, as ``choros.observe`` writes them."""
+
+    rank: int
+    lines: str
+
+
+@dataclass(frozen=True)
 class Exit:
     """The rank's command has ended, and every process it had started.
 
@@ -95,9 +103,9 @@ class Exit:
     restarts: int = 0
 
 
-Frame = Start | Text | Result | Exit
+Frame = Start | Text | Result | Events | Exit
 
-_KINDS: dict[str, type[Frame]] = {"start": Start, "text": Text, "result": Result, "exit": Exit}
+_KINDS: dict[str, type[Frame]] = {"start": Start, "text": Text, "result": Result, "events": Events, "exit": Exit}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 

@@ -36,6 +36,7 @@ class Options:
         bind: bind the rank to its share of the host's cores.
         stdin: the rank reads what mpirun sends it; otherwise it reads nothing.
         result: give the rank a pipe for the result of its function.
+        events: give the rank a pipe for its events.
         ranks_per_host: how many ranks each host has, where hosts differ and chorosrun has assigned them.
         restarts: how often a worker, beside parameter servers, is started again when a signal has ended it.
     """
@@ -43,6 +44,7 @@ class Options:
     bind: bool = True
     stdin: bool = False
     result: bool = False
+    events: bool = False
     ranks_per_host: tuple[int, ...] = ()
     restarts: int = 0
 
@@ -53,7 +55,7 @@ class Options:
             >>> Options(bind=False).words()
             ['--no-bind']
         """
-        chosen = {"--no-bind": not self.bind, "--stdin": self.stdin, "--result": self.result}
+        chosen = {"--no-bind": not self.bind, "--stdin": self.stdin, "--result": self.result, "--events": self.events}
         words = [word for word, on in chosen.items() if on]
         if self.ranks_per_host:
             words.append(_RANKS_PER_HOST + ",".join(map(str, self.ranks_per_host)))
@@ -66,8 +68,9 @@ class Options:
         """The options and the command in ``words``, which ``--`` separates.
 
         Example:
-            >>> Options.parse(["--stdin", "--", "python", "train.py"])
-            (Options(bind=True, stdin=True, result=False, ranks_per_host=(), restarts=0), ['python', 'train.py'])
+            >>> options, command = Options.parse(["--stdin", "--", "python", "train.py"])
+            >>> (options == Options(stdin=True), command)
+            (True, ['python', 'train.py'])
         """
         split = list(words).index("--")
         chosen = set(words[:split])
@@ -75,6 +78,7 @@ class Options:
             "--no-bind" not in chosen,
             "--stdin" in chosen,
             "--result" in chosen,
+            "--events" in chosen,
             tuple(_numbers(chosen, _RANKS_PER_HOST)),
             sum(_numbers(chosen, _RESTARTS)),
         )

@@ -6,14 +6,14 @@ import base64
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from choros.launch.protocol.frames import Frame, Result, Text
+from choros.launch.protocol.frames import Events, Frame, Result, Text
 from choros.launch.wrapper.line_buffer import LineBuffer
 from choros.launch.wrapper.traceback_buffer import HoldBack
 
-__all__ = ["ERR", "OUT", "RESULT", "Transcript"]
+__all__ = ["ERR", "EVENTS", "OUT", "RESULT", "Transcript"]
 
 #: The pipes of a rank.
-OUT, ERR, RESULT = "out", "err", "result"
+OUT, ERR, RESULT, EVENTS = "out", "err", "result", "events"
 _TAIL_LINES = 10
 #: Of a longer line, so many characters are in the tail.
 _TAIL_WIDTH = 1 << 12
@@ -36,6 +36,7 @@ class Transcript:
         self._rank = rank
         self._lines = {OUT: LineBuffer(), ERR: LineBuffer()}
         self._hold = HoldBack()
+        self._events = b""
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
 
     @property
@@ -58,6 +59,10 @@ class Transcript:
         if stream == RESULT:
             for start in range(0, len(data), _RESULT_PIECE):
                 yield Result(self._rank, base64.b64encode(data[start : start + _RESULT_PIECE]).decode("ascii"))
+        elif stream == EVENTS:
+            *lines_of_json, self._events = (self._events + data).split(b"\n")
+            if lines_of_json:
+                yield Events(self._rank, b"\n".join(lines_of_json).decode("ascii"))
         else:
             lines = self._lines[stream]
             yield from self._frames(stream, lines.feed(data, now) if data else lines.flush(), now)

@@ -51,7 +51,8 @@ from choros.launch.protocol.frames import Exit, Frame, Start, encode
 from choros.launch.protocol.wrapper_options import CARRIED, RESULT_FD, Options
 from choros.launch.wrapper.open_mpi_fixes import repairs
 from choros.launch.wrapper.task_address import why_not_listening
-from choros.launch.wrapper.transcript import ERR, OUT, RESULT, Transcript
+from choros.launch.wrapper.transcript import ERR, EVENTS, OUT, RESULT, Transcript
+from choros.observe import EVENTS_FD
 from choros.topology import Topology, detect
 from choros.transport.loop import HasFileno, Loop
 from choros.transport.signal_pipe import SignalPipe, wake_only
@@ -199,10 +200,15 @@ class Wrapper:
 
     def _start(self) -> subprocess.Popen[bytes]:
         environ = dict(self._environ)
-        result_reader, result_writer = os.pipe() if self._options.result else (None, None)
-        if result_writer is not None:
-            os.set_inheritable(result_writer, True)
-            environ[RESULT_FD] = str(result_writer)
+        asked = ((RESULT, RESULT_FD, self._options.result), (EVENTS, EVENTS_FD, self._options.events))
+        readers: dict[str, int] = {}
+        writers: list[int] = []
+        for name, variable, wanted in asked:
+            if wanted:
+                readers[name], writer = os.pipe()
+                writers.append(writer)
+                os.set_inheritable(writer, True)
+                environ[variable] = str(writer)
         wrapper = os.getpid()
         try:
             self._process = process = subprocess.Popen(
@@ -219,9 +225,9 @@ class Wrapper:
         except OSError as error:
             raise _why_not_started(self._command[0], error) from error
         finally:
-            if result_writer is not None:
-                os.close(result_writer)
-        for name, pipe in ((OUT, process.stdout), (ERR, process.stderr), (RESULT, result_reader)):
+            for writer in writers:
+                os.close(writer)
+        for name, pipe in ((OUT, process.stdout), (ERR, process.stderr), *readers.items()):
             if pipe is not None:
                 self._pipes.add(pipe)
                 self._loop.on_readable(pipe, partial(self._read, name, pipe))

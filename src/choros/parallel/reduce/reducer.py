@@ -27,6 +27,8 @@ from choros.comm import ProcessSet, Reduction, Request, global_process_set
 from choros.comm.membership import Membership
 from choros.config import Config
 from choros.errors import ConfigError, EngineError
+from choros.observe import events
+from choros.observe.events import Kind
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.compression.casts import NoCompression
 from choros.parallel.reduce.device import DeviceExchange
@@ -190,6 +192,7 @@ class GradientReducer:
         self._pending: list[Array] | None = None
         self._pending_examples = 0
         self._active: list[int] | None = None
+        self._steps = 0
 
     @property
     def active(self) -> bool:
@@ -336,6 +339,8 @@ class GradientReducer:
         active = [rank for rank, count in enumerate(counts) if count > 0]
         if active:
             self._active = active
+            self._steps += 1
+            events.emit(Kind.STEP_BEGUN, step=self._steps, examples=examples, joined=joined)
             before, after = self._scales_of(weight, sum(map(abs, counts)), communicator.size)
             # A factor that is the same on all ranks is applied while unpacking, where it costs nothing.
             same = self._scales_late and len(set(counts)) == 1
@@ -348,7 +353,10 @@ class GradientReducer:
             self.config.process_set.communicator.agree(_bucket_request(bucket))
         # Infinities are detected by the loss scale: NumPy must not warn of them.
         with np.errstate(over="ignore", invalid="ignore"):
-            return self._buckets[bucket].exchange.sum(gradients, *self._scales)
+            reduced = self._buckets[bucket].exchange.sum(gradients, *self._scales)
+        if bucket == len(self._buckets) - 1:
+            events.emit(Kind.STEP_DONE, step=self._steps)
+        return reduced
 
     def _scales_of(self, weight: int, examples: int, size: int) -> tuple[float, float]:
         """Returns the factors of gradients before and after the sum."""

@@ -1,25 +1,30 @@
-"""Horovod: ``hvd.allreduce_`` of a torch tensor, in place."""
+"""PyTorch: ``torch.distributed.all_reduce`` on Gloo."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as hvd
 import torch
+import torch.distributed as dist
 
 from choros.bench.cases import GroupedCase
 from choros.bench.channel import Prepare, Task, serve
-from choros.bench.workers.summed import sum_task
+from choros.bench.processes.sum_task import sum_task
 
 
 def join() -> Prepare:
-    """Sums over Horovod's ranks."""
-    hvd.init()
+    """Sums in the default process group."""
+    dist.init_process_group("gloo")
 
     def prepare(case: Any) -> Task:
         case = case.joined if isinstance(case, GroupedCase) else case
         tensor = torch.empty(case.items, dtype=getattr(torch, case.dtype))
-        return sum_task([tensor], hvd.size(), lambda: [hvd.allreduce_(tensor, op=hvd.Sum, name="bench")])
+
+        def reduce() -> list[torch.Tensor]:
+            dist.all_reduce(tensor)
+            return [tensor]
+
+        return sum_task([tensor], dist.get_world_size(), reduce)
 
     return prepare
 

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from choros.bench.cases import GroupedCase
 from choros.bench.channel import Prepare, Task, serve
-from choros.bench.workers.summed import sum_task
+from choros.bench.processes.sum_task import sum_task
 
 
 def join() -> Prepare:

@@ -8,7 +8,7 @@ import keras
 
 import choros.keras as hvd
 from choros.bench.channel import Prepare, Task, serve
-from choros.bench.workers.keras_training import compiled, fit_task
+from choros.bench.processes.keras_training import compiled, fit_task
 
 
 def join() -> Prepare:

@@ -1,30 +1,25 @@
-"""PyTorch: ``torch.distributed.all_reduce`` on Gloo."""
+"""Horovod: ``hvd.allreduce_`` of a torch tensor, in place."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import horovod.torch as hvd
 import torch
-import torch.distributed as dist
 
 from choros.bench.cases import GroupedCase
 from choros.bench.channel import Prepare, Task, serve
-from choros.bench.workers.summed import sum_task
+from choros.bench.processes.sum_task import sum_task
 
 
 def join() -> Prepare:
-    """Sums in the default process group."""
-    dist.init_process_group("gloo")
+    """Sums over Horovod's ranks."""
+    hvd.init()
 
     def prepare(case: Any) -> Task:
         case = case.joined if isinstance(case, GroupedCase) else case
         tensor = torch.empty(case.items, dtype=getattr(torch, case.dtype))
-
-        def reduce() -> list[torch.Tensor]:
-            dist.all_reduce(tensor)
-            return [tensor]
-
-        return sum_task([tensor], dist.get_world_size(), reduce)
+        return sum_task([tensor], hvd.size(), lambda: [hvd.allreduce_(tensor, op=hvd.Sum, name="bench")])
 
     return prepare
 

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from choros.bench.channel import Prepare, Task, serve
-from choros.bench.workers.keras_training import build, dataset
+from choros.bench.processes.keras_training import build, dataset
 
 
 def join() -> Prepare:

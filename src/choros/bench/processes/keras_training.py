@@ -10,7 +10,7 @@ import keras
 
 from choros.bench.cases import MODELS, TrainCase
 from choros.bench.channel import Task
-from choros.bench.workers.examples import CLASSES, examples
+from choros.bench.processes.examples import CLASSES, examples
 
 __all__ = ["build", "compiled", "dataset", "fit_task"]
 

@@ -9,7 +9,7 @@ import jax
 import keras
 
 from choros.bench.channel import Prepare, Task, serve
-from choros.bench.workers.keras_training import compiled, fit_task
+from choros.bench.processes.keras_training import compiled, fit_task
 
 
 def join() -> Prepare:

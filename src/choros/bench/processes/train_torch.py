@@ -12,7 +12,7 @@ from torch import nn
 
 from choros.bench.cases import MODELS
 from choros.bench.channel import Prepare, Task, serve
-from choros.bench.workers.examples import CLASSES, examples
+from choros.bench.processes.examples import CLASSES, examples
 
 
 def main() -> None:

@@ -1,0 +1,47 @@
+"""Events of ranks reach chorosrun, and those of the ranks' processes are its own."""
+
+import sys
+
+from launch.launched import rank_script, run
+
+COLLECTIVE = """
+import choros, numpy, subprocess
+choros.init()
+for again in range(2):
+    choros.comm.global_process_set.communicator.allreduce(numpy.ones(4, numpy.float32), name="loss")
+    choros.shutdown()
+    choros.init()
+subprocess.run([sys.executable, "-c", "import choros; choros.init()"], check=True)
+"""
+
+
+def events_of(err, rank):
+    """What chorosrun prints of a rank's events."""
+    mark = f"chorosrun: [{rank}] "
+    return [line.removeprefix(mark) for line in err.splitlines() if line.startswith(mark)]
+
+
+def test_events_are_printed_on_request(tmp_path):
+    script = rank_script(tmp_path / "script.py", COLLECTIVE)
+    ended = run("-np", 2, sys.executable, script, env={"CHOROS_LOG_LEVEL": "debug"})
+    assert ended.code == 0, ended.err
+    for rank in (0, 1):
+        events = events_of(ended.err, rank)
+        assert events[0].startswith("rank started: ")
+        assert events[-1].startswith("rank ended: ")
+        assert "code=0" in events[-1]
+        assert sum(event.startswith("collective matched: loss") for event in events) == 2
+        assert sum("loss" in event and "process_set=0,1, bytes=16" in event for event in events) == 2
+
+
+def test_a_rank_that_is_stopped(tmp_path):
+    script = rank_script(tmp_path / "script.py", "if rank == 1: sys.exit(3)\ntime.sleep(100)")
+    ended = run("-np", 2, "--log-level", "DEBUG", sys.executable, script)
+    assert ended.code == 3
+    assert "rank stopped (reason=failure)" in events_of(ended.err, 0)
+    assert any("code=3" in event for event in events_of(ended.err, 1))
+
+
+def test_no_rank_gets_a_pipe_that_nobody_reads(tmp_path):
+    script = rank_script(tmp_path / "script.py", "print('CHOROS_EVENTS_FD' in os.environ)")
+    assert run("-np", 1, sys.executable, script).out == "False\n"
