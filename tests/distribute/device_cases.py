@@ -1,6 +1,6 @@
 """Strategies whose replicas are the devices of one process on JAX; run by ``test_devices.py`` on forced host devices.
 
-The reference is a plain Keras model on one device: same start, same batches, no strategy.
+The reference is a plain Keras model on one device: same initial weights, same batches, no strategy.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def data(n: int = UNEVEN) -> tuple[np.ndarray, np.ndarray]:
     return generator.normal(size=(n, FEATURES)).astype("float32"), generator.integers(0, CLASSES, n)
 
 
-def rich(optimizer: Any, **compile_args: Any) -> keras.Model:
-    """A model for which it matters which examples are in a batch together, and in which order."""
+def order_dependent(optimizer: Any, **compile_args: Any) -> keras.Model:
+    """A model whose result depends on the examples of each batch, and on their order."""
     keras.utils.set_random_seed(1)
     layers = [
         keras.Input((FEATURES,)),
@@ -83,17 +83,17 @@ def assert_same(ours: keras.Model, theirs: keras.Model) -> None:
     assert_close(*([np.asarray(weight.value) for weight in model.weights] for model in (ours, theirs)))
 
 
-def both(make: Callable[[Any], keras.Model], optimizer: Callable[[], Any]) -> tuple[keras.Model, keras.Model]:
-    """A model of the strategy, and one of plain Keras."""
+def both(build: Callable[[Any], keras.Model], optimizer: Callable[[], Any]) -> tuple[keras.Model, keras.Model]:
+    """Returns a model of the strategy, and one of plain Keras."""
     with strategy().scope():
-        ours = make(optimizer())
-    return ours, make(optimizer())
+        ours = build(optimizer())
+    return ours, build(optimizer())
 
 
 @functools.cache
 def trained() -> tuple[keras.Model, keras.Model]:
     """Both after 20 steps."""
-    pair = both(rich, lambda: keras.optimizers.Adam(0.01, clipnorm=0.2))
+    pair = both(order_dependent, lambda: keras.optimizers.Adam(0.01, clipnorm=0.2))
     histories = [fit(model, epochs=4, validation_data=data(11)) for model in pair]
     assert_close(*histories)
     return pair
@@ -102,7 +102,7 @@ def trained() -> tuple[keras.Model, keras.Model]:
 # Keras -----------------------------------------------------------------------------------------
 
 
-def case_twenty_steps_are_those_of_one_device():
+def case_twenty_steps_equal_those_of_one_device():
     """Shuffled by Keras itself, from one seed."""
     assert strategy().num_replicas_in_sync == N
     assert_same(*trained())
@@ -134,7 +134,7 @@ def case_accumulation_with_clipping_averaged_weights_and_several_steps_an_execut
     assert_same(*pair)
 
 
-def case_an_overflow_of_one_example_is_skipped_by_all():
+def case_all_devices_skip_the_overflow_of_one_example():
     x, y = data(12)
     x[-1] = 1e38
     keras.config.set_dtype_policy("mixed_float16")
@@ -150,7 +150,7 @@ def case_an_overflow_of_one_example_is_skipped_by_all():
 
 
 class Devices(keras.callbacks.Callback):
-    """How many devices the weights are on while the model trains."""
+    """Records the number of devices of the weights during training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Devices(keras.callbacks.Callback):
         self.seen |= {len(value.sharding.device_set) for value in state}
 
 
-def case_all_devices_train_and_nothing_of_them_is_left():
+def case_all_devices_train_and_weights_end_on_one():
     devices = Devices()
     with strategy().scope():
         model = plain("sgd")
@@ -171,7 +171,7 @@ def case_all_devices_train_and_nothing_of_them_is_left():
     assert not distribute.has_strategy()
 
 
-def case_files_are_those_of_keras():
+def case_files_equal_those_of_keras():
     """Saved under the strategy; loaded outside, and inside, where the loaded model trains on all devices."""
     ours, _ = trained()
     x, _ = data(11)
@@ -205,7 +205,7 @@ class Batches(keras.utils.PyDataset):
 
 
 def case_data_sets_have_global_batches():
-    """Also those that have been dealt out to replicas."""
+    """Including those that have been distributed to replicas."""
     pair = both(plain, lambda: keras.optimizers.SGD(0.1))
     distributed = strategy().experimental_distribute_dataset(Batches(UNEVEN, BATCH))
     for ours in (Batches(UNEVEN, BATCH), distributed):
@@ -218,16 +218,16 @@ def case_a_global_batch_smaller_than_the_replicas():
     with strategy().scope():
         model = plain("sgd")
     small = N - 1
-    words = f"a global batch of {small} examples is smaller than the {N} replicas"
-    with pytest.raises(ConfigError, match=words):
+    message = f"a global batch of {small} examples is smaller than the {N} replicas"
+    with pytest.raises(ConfigError, match=message):
         fit(model, *data(), batch_size=small)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         fit(model, Batches(UNEVEN, small), batch_size=None)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         model.train_on_batch(*data(small))
 
 
-def case_compiled_anew():
+def case_compiling_again():
     pair = both(plain, lambda: keras.optimizers.SGD(0.1))
     fit(pair[0], *data(BATCH), epochs=1)
     fit(pair[1], *data(BATCH), epochs=1)
@@ -244,7 +244,7 @@ def case_compiled_anew():
 # Custom loops ----------------------------------------------------------------------------------
 
 
-def deal(array: np.ndarray) -> PerReplica:
+def shard(array: np.ndarray) -> PerReplica:
     return PerReplica(np.array_split(array, N))
 
 
@@ -270,8 +270,10 @@ class Loop:
             self.optimizer.build(self.model.trainable_variables)
             self.metric = keras.metrics.SparseCategoricalAccuracy()
         self.loss = LOSS(reduction=None)
-        #: What needs no variables is compiled on one device too, which is quicker.
-        self.alone = functools.cache(lambda function: jax.jit(function) if function == self.stateless else function)
+        #: The stateless step is compiled on one device too, which is faster.
+        self.on_one_device = functools.cache(
+            lambda function: jax.jit(function) if function == self.stateless else function
+        )
 
     def gradients(self, trainable: Any, non_trainable: Any, x: Any, y: Any) -> tuple[Any, Any]:
         def loss(trainable: Any) -> tuple[Any, Any]:
@@ -306,7 +308,7 @@ class Loop:
         )
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self.alone(function)(*args) if self.on is None else self.on.run(function, args=args)
+        return self.on_one_device(function)(*args) if self.on is None else self.on.run(function, args=args)
 
     def total(self, loss: Any) -> float:
         return float(loss if self.on is None else self.on.reduce("SUM", loss, axis=None))
@@ -344,8 +346,8 @@ def case_a_loop_of_twenty_steps_with_uneven_batches():
     check_loop(UNEVEN, adam)
 
 
-def case_a_loop_is_compiled_once_for_each_kind_of_state():
-    """Keras' arrays in the first step, the replicas' own after it; each is traced for its variables, then compiled."""
+def case_a_loop_is_compiled_once_per_kind_of_state():
+    """Keras' arrays in the first step, sharded ones afterwards; each is traced for its variables, then compiled."""
     loop = check_loop(EVEN, adam)
     assert loop.calls == 4
 
@@ -355,7 +357,7 @@ def case_a_loop_with_a_loss_scale():
 
 
 def case_a_loop_that_assigns_variables():
-    """Weights, the optimizer's state and a metric's, which adds up what all replicas have seen."""
+    """Weights, the optimizer's state, and a metric over the examples of all replicas."""
     ours, theirs = Loop(strategy(), adam), Loop(None, adam)
     assert_close(ours.train_stateful(UNEVEN), theirs.train_stateful(UNEVEN))
     assert_same(ours.model, theirs.model)
@@ -370,7 +372,7 @@ def case_an_optimizer_is_applied_in_replicas_only():
         loop.optimizer.apply(gradients, loop.model.trainable_variables)
 
 
-# run and what it calls -------------------------------------------------------------------------
+# run -------------------------------------------------------------------------------------------
 
 
 def numbers() -> PerReplica:
@@ -382,8 +384,8 @@ def values(structure: Any, replica: int = N - 1) -> Any:
 
 
 def case_arguments_and_results_of_all_kinds():
-    def step(own, common, word, *, flag, nothing, model):
-        assert word == "word"
+    def step(own, common, text, *, flag, nothing, model):
+        assert text == "text"
         assert flag is True
         assert nothing is None
         assert model is strategy
@@ -392,7 +394,7 @@ def case_arguments_and_results_of_all_kinds():
 
     batch = PerReplica([{"x": (np.full((2, 3), index),), "n": 10 * index} for index in range(N)])
     kwargs = {"flag": True, "nothing": None, "model": strategy}
-    result = strategy().run(step, args=(batch, np.ones(3), "word"), kwargs=kwargs)
+    result = strategy().run(step, args=(batch, np.ones(3), "text"), kwargs=kwargs)
     last = N - 1
     assert_close(values(result), State(np.full((2, 3), last + 1.0), None, [6 * last, 2], (10 * last, last)))
     devices = [value.devices() for value in result.trainable.values]
@@ -414,7 +416,7 @@ def case_collectives_in_replicas():
 
 
 def case_gradients_flow_through_collectives():
-    """Of a sum over replicas, the sum of their gradients; of what is gathered, likewise."""
+    """The gradient of a sum over replicas is the sum of their gradients; likewise that of a gather."""
 
     def step(x):
         weight = x + 1
@@ -426,7 +428,7 @@ def case_gradients_flow_through_collectives():
     assert_close(values(strategy().run(step, args=(numbers(),))), (2 * (N - 1) * total, total))
 
 
-def case_merge_call_goes_on_in_cross_replica_context():
+def case_merge_call_runs_in_cross_replica_context():
     def merged(on, x, *, factor):
         assert on is strategy()
         assert distribute.in_cross_replica_context()
@@ -447,16 +449,16 @@ def case_replicas_with_batches_of_different_shapes():
         return x * factor, replica.all_reduce("SUM", x.sum()), gathered, everything, replica.replica_id_in_sync_group
 
     rows = np.arange(N + 1.0)
-    own, total, gathered, mean, replica = strategy().run(step, args=(deal(rows), 2))
-    assert_close([len(value) for value in own], [len(part) for part in deal(rows).values])
+    own, total, gathered, mean, replica = strategy().run(step, args=(shard(rows), 2))
+    assert_close([len(value) for value in own], [len(part) for part in shard(rows).values])
     assert_close(strategy().gather(own, axis=0), 2 * rows)
     assert_close(values((total, gathered, mean, replica)), (rows.sum(), rows, rows.mean(), N - 1))
     assert own.values[1].devices() == {jax.local_devices()[1]}
 
 
-def case_replicas_of_different_shapes_exchange_nothing_while_jax_traces():
+def case_collectives_of_different_shapes_within_jit_are_an_error():
     with pytest.raises(ConfigError, match="drop_remainder"):
-        strategy().run(jax.jit(lambda x: context().all_reduce("SUM", x.sum())), args=(deal(np.arange(N + 1.0)),))
+        strategy().run(jax.jit(lambda x: context().all_reduce("SUM", x.sum())), args=(shard(np.arange(N + 1.0)),))
 
 
 def case_reduce_and_gather():
@@ -465,21 +467,21 @@ def case_reduce_and_gather():
     assert reduce("MEAN", PerReplica(range(N)), axis=None) == (N - 1) / 2
     assert (reduce("SUM", 3, axis=None), reduce("MEAN", 3, axis=None)) == (3 * N, 3)
     rows = np.arange(2.0 * (2 * N + 1)).reshape(-1, 2)
-    assert_close(reduce("SUM", {"x": deal(rows)}, axis=0), {"x": rows.sum(0)})
-    assert_close(reduce("MEAN", deal(rows), axis=0), rows.mean(0))
-    assert_close(reduce("MEAN", deal(rows > 3), axis=0), (rows > 3).mean(0), rtol=1e-6)
-    batches = PerReplica([(part, {"x": part}) for part in deal(rows)])
+    assert_close(reduce("SUM", {"x": shard(rows)}, axis=0), {"x": rows.sum(0)})
+    assert_close(reduce("MEAN", shard(rows), axis=0), rows.mean(0))
+    assert_close(reduce("MEAN", shard(rows > 3), axis=0), (rows > 3).mean(0), rtol=1e-6)
+    batches = PerReplica([(part, {"x": part}) for part in shard(rows)])
     assert_close(reduce("SUM", batches, axis=0), (rows.sum(0), {"x": rows.sum(0)}))
-    assert_close(gather(deal(rows), axis=0), rows)
+    assert_close(gather(shard(rows), axis=0), rows)
     assert gather(np.ones((2, 3)), axis=1).shape == (2, 3 * N)
     with pytest.raises(ConfigError, match="pass axis=0"):
-        reduce("SUM", deal(rows), axis=None)
+        reduce("SUM", shard(rows), axis=None)
     with pytest.raises(ConfigError, match="no such dimension"):
         reduce("SUM", numbers(), axis=0)
     with pytest.raises(ConfigError, match="no such dimension"):
         gather(numbers(), axis=0)
     with pytest.raises(ConfigError, match="differ in that dimension only"):
-        gather(deal(rows), axis=1)
+        gather(shard(rows), axis=1)
 
 
 def case_a_state_is_not_copied_from_step_to_step():
@@ -496,7 +498,7 @@ def case_a_state_is_not_copied_from_step_to_step():
     assert_close(values(strategy().run(step, args=(state,))), np.full(3, 2.0))
 
 
-def case_programs_live_as_long_as_their_functions():
+def case_compiled_steps_live_as_long_as_their_functions():
     calls = []
 
     @dataclass
@@ -521,7 +523,7 @@ def case_programs_live_as_long_as_their_functions():
     assert [reference() for reference in gone] == [None, None]
 
 
-def case_variables_that_a_function_reads_are_as_they_are_now():
+def case_a_function_reads_current_values_of_variables():
     with strategy().scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
 
@@ -530,40 +532,40 @@ def case_variables_that_a_function_reads_are_as_they_are_now():
 
     for factor in (1.0, 3.0):
         model.set_weights([np.full((2, 1), factor)])
-        outputs = strategy().run(predict, args=(deal(np.ones((N, 2))),))
+        outputs = strategy().run(predict, args=(shard(np.ones((N, 2))),))
         assert_close(strategy().gather(outputs, axis=0), np.full((N, 1), 2 * factor))
 
 
-def case_variables_that_replicas_assign_differently():
+def case_aggregation_of_variables_that_replicas_assign_differently():
     kinds = ("sum", "mean", "none", "only_first_replica")
     with strategy().scope():
-        made = {kind: keras.Variable(1.0, trainable=False, aggregation=kind) for kind in kinds}
-        made["number"] = keras.Variable(1, trainable=False, dtype="int32")
+        created = {kind: keras.Variable(1.0, trainable=False, aggregation=kind) for kind in kinds}
+        created["number"] = keras.Variable(1, trainable=False, dtype="int32")
 
     def step(x):
-        for variable in made.values():
+        for variable in created.values():
             variable.assign_add(keras.ops.cast(x, variable.dtype))
-        return made["sum"] * 1
+        return created["sum"] * 1
 
     mean = 1 + (N - 1) / 2
     expected = {"sum": 1 + sum(range(N)), "mean": mean, "none": mean, "only_first_replica": 1, "number": 1}
     own = strategy().run(step, args=(numbers(),))
-    assert_close({name: np.asarray(variable.value) for name, variable in made.items()}, expected)
-    assert_close(own.values[-1], N - 1)  # the first replica alone goes on from the sum
-    strategy().run(lambda: made["sum"].assign(0.0))
-    assert float(made["sum"].value) == 0
+    assert_close({name: np.asarray(variable.value) for name, variable in created.items()}, expected)
+    assert_close(own.values[-1], N - 1)  # only the first replica starts from the sum
+    strategy().run(lambda: created["sum"].assign(0.0))
+    assert float(created["sum"].value) == 0
 
 
-def case_what_a_function_makes_has_values_after_it():
+def case_variables_created_in_a_function_have_values_afterwards():
     layer = keras.layers.Dense(2)
-    outputs = strategy().run(lambda x: layer(x), args=(deal(np.ones((N, 3))),))
+    outputs = strategy().run(lambda x: layer(x), args=(shard(np.ones((N, 3))),))
     assert_close(outputs.values[0], np.ones((1, 3)) @ np.asarray(layer.kernel.value))
 
 
-# Wrong uses ------------------------------------------------------------------------------------
+# Invalid uses ------------------------------------------------------------------------------------
 
 
-def case_wrong_uses_say_what_to_do():
+def case_invalid_uses_raise_errors_with_advice():
     run = strategy().run
     with pytest.raises(StrategyError, match=r"get_replica_context\(\)\.all_reduce"):
         run(lambda x: strategy().reduce("SUM", x, axis=None), args=(numbers(),))
@@ -600,13 +602,13 @@ def case_one_device_of_several():
 
 
 class HostDevices:
-    """A resolver that takes the host's devices for TPUs."""
+    """A resolver that returns the host's devices as TPUs."""
 
     def tpu_devices(self) -> list[Any]:
         return jax.local_devices()
 
 
-def case_tpus_are_devices_like_others():
+def case_tpus_train_like_other_devices():
     on = TPUStrategy(HostDevices())
     assert on.num_replicas_in_sync == N
     with on.scope():

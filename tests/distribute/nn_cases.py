@@ -19,7 +19,7 @@ from choros.errors import ConfigError, StrategyError
 
 import_module(FRAMEWORK)
 STRATEGY = distribute.MirroredStrategy()
-#: What tf.nn makes 1.25 of: the replicas have batches of two examples and of one.
+#: tf.nn returns 1.25 for these: the replicas have batches of two examples and of one.
 LOSSES = (np.array([0.0, 1.0], np.float32), np.array([2.0], np.float32))
 
 
@@ -27,7 +27,7 @@ def on_replica(function: Callable[..., Any], *args: Any) -> Any:
     return STRATEGY.run(function, args=args)
 
 
-def mine() -> Any:
+def own_losses() -> Any:
     return make(LOSSES[choros.rank()])
 
 
@@ -37,27 +37,27 @@ def total(value: Any) -> float:
 
 
 def case_replicas_with_uneven_batches_average_over_examples() -> None:
-    assert total(on_replica(nn.compute_average_loss, mine())) == pytest.approx(1.0)
-    assert total(on_replica(compiled(nn.compute_average_loss), mine())) == pytest.approx(1.0)
-    assert total(on_replica(lambda loss: nn.compute_average_loss(loss, global_batch_size=3), mine())) == pytest.approx(
-        1.0
-    )
+    assert total(on_replica(nn.compute_average_loss, own_losses())) == pytest.approx(1.0)
+    assert total(on_replica(compiled(nn.compute_average_loss), own_losses())) == pytest.approx(1.0)
+    assert total(
+        on_replica(lambda loss: nn.compute_average_loss(loss, global_batch_size=3), own_losses())
+    ) == pytest.approx(1.0)
     if FRAMEWORK == "tensorflow":
         tf = sys.modules["tensorflow"]
         signature = [tf.TensorSpec([None])]
         assert total(
-            on_replica(tf.function(nn.compute_average_loss, input_signature=signature), mine())
+            on_replica(tf.function(nn.compute_average_loss, input_signature=signature), own_losses())
         ) == pytest.approx(1.0)
 
 
-def case_one_replica_may_come_with_another_size_to_a_compiled_step() -> None:
+def case_batch_sizes_of_a_compiled_step_may_differ_between_replicas() -> None:
     step = compiled(nn.compute_average_loss)
     for rows in ((2, 2), (2, 2), (2, 1), (2, 0)):
         losses = make(np.full(rows[choros.rank()], 3.0, np.float32))
         assert total(on_replica(step, losses)) == pytest.approx(3.0)
 
 
-def case_losses_of_several_outputs_an_example_are_added_up() -> None:
+def case_losses_of_several_outputs_per_example_are_summed() -> None:
     losses = make(np.ones((2, 3), np.float32))
     assert total(on_replica(nn.compute_average_loss, losses)) == 3.0
 
@@ -67,28 +67,28 @@ def case_weights_multiply_and_do_not_divide() -> None:
     for weights in (np.array([3.0, 2.0]), np.array([[3.0], [2.0]]), [3.0, 2.0]):
         own = weights[: 2 - rank]
         for given in (own, make(np.asarray(own, np.float32))):
-            loss = on_replica(lambda loss, w=given: nn.compute_average_loss(loss, sample_weight=w), mine())
+            loss = on_replica(lambda loss, w=given: nn.compute_average_loss(loss, sample_weight=w), own_losses())
             assert total(loss) == pytest.approx((0 * 3 + 1 * 2 + 2 * 3) / 3)
     rows = make(np.ones((2, 3), np.float32))
     weighted = on_replica(lambda loss: nn.compute_average_loss(loss, make(np.array([1.0, 0.5], np.float32))), rows)
     assert total(weighted) == pytest.approx(2.25)
 
 
-def case_the_dtype_stays_and_sums_are_float32() -> None:
+def case_the_dtype_is_kept_and_sums_are_float32() -> None:
     halves = make(np.full(4096, 1.0, np.float16))
     loss = on_replica(lambda loss: nn.compute_average_loss(loss, global_batch_size=8192), halves)
     assert (dtype_name(loss), float(loss)) == ("float16", 0.5)
     assert dtype_name(on_replica(nn.compute_average_loss, make(np.ones(2, BFLOAT16)))) == "bfloat16"
 
 
-def case_a_batch_of_no_example_gives_zero() -> None:
+def case_an_empty_batch_returns_zero() -> None:
     nothing = make(np.zeros(0, np.float32))
     assert float(on_replica(nn.compute_average_loss, nothing)) == 0.0
-    assert float(on_replica(lambda loss: nn.compute_average_loss(loss, global_batch_size=0), mine())) == 0.0
+    assert float(on_replica(lambda loss: nn.compute_average_loss(loss, global_batch_size=0), own_losses())) == 0.0
 
 
 def case_gradients_flow() -> None:
-    loss = mine()
+    loss = own_losses()
     if FRAMEWORK == "torch":
         loss.requires_grad_()
         on_replica(nn.compute_average_loss, loss).backward()
@@ -108,16 +108,16 @@ def case_regularization_is_added_once() -> None:
     assert total(on_replica(nn.scale_regularization_loss, make(np.array([0.5, 1.0], np.float32)))) == 1.5
 
 
-def case_wrong_use_says_what_to_do() -> None:
+def case_invalid_uses_raise_errors_with_advice() -> None:
     with STRATEGY.scope():
         for function in (nn.compute_average_loss, nn.scale_regularization_loss):
             with pytest.raises(StrategyError, match=r"call it in the function that strategy\.run runs"):
-                function(mine())
+                function(own_losses())
     with pytest.raises(ConfigError, match="compute it with reduction=None"):
         nn.compute_average_loss(make(np.array(1.0, np.float32)))
     for size in (2.5, -1, [3], make(np.array([3]))):
         with pytest.raises(ConfigError, match=r"expected an integer|fewer than 0"):
-            nn.compute_average_loss(mine(), global_batch_size=size)
+            nn.compute_average_loss(own_losses(), global_batch_size=size)
 
 
 def case_outside_of_all_strategies_it_is_the_mean() -> None:

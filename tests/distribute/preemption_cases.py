@@ -1,7 +1,7 @@
-"""A job that is told to end and started again ends with the weights of one that never was.
+"""A job that is interrupted and started again ends with the weights of an uninterrupted one.
 
-Run by ``test_preemption.py`` on two ranks. The second rank gets the signal; what is started again
-is a new model in the same process.
+Run by ``test_preemption.py`` on two ranks. Rank 1 receives the signal; the restarted job is a new
+model in the same process.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ STEPS = 6
 
 
 class Ended(Exception):
-    """What ends a job here, in place of ``sys.exit(42)``."""
+    """Ends a job here, instead of ``sys.exit(42)``."""
 
 
 def end():
     raise Ended
 
 
-def tell_one_rank():
+def signal_one_rank():
     if choros.rank() == 1:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -56,22 +56,22 @@ def batch(step):
     return x[step * 8 : step * 8 + BATCH], y[step * 8 : step * 8 + BATCH]
 
 
-def train(model, checkpoint, path, told_after=None):
+def train(model, checkpoint, path, interrupted_after=None):
     handler = handler_of(checkpoint, path)
     with handler.watch_preemption_scope():
         for step in range(handler.total_run_calls, STEPS):
             handler.run(model.train_on_batch, *batch(step))
-            if step + 1 == told_after:
-                tell_one_rank()
+            if step + 1 == interrupted_after:
+                signal_one_rank()
     return handler.total_run_calls
 
 
-def check_interrupted(made):
-    """A job whose model and checkpoint ``made`` makes."""
+def check_interrupted(create):
+    """Interrupts and resumes a job whose model and checkpoint ``create`` returns."""
     before, path = signal.getsignal(signal.SIGTERM), directory()
     with pytest.raises(Ended):
-        train(*made(), path, told_after=4)
-    model, checkpoint = made()
+        train(*create(), path, interrupted_after=4)
+    model, checkpoint = create()
     assert train(model, checkpoint, path) == STEPS
     assert_same_weights(model, uninterrupted())
     assert signal.getsignal(signal.SIGTERM) is before
@@ -85,18 +85,18 @@ def uninterrupted():
     return model
 
 
-def made_by_keras(name="mirrored"):
+def keras_job(name="mirrored"):
     with strategy(name).scope():
         model = build()
     return model, KerasCheckpoint(model)
 
 
-def case_a_job_that_is_told_to_end_goes_on_where_it_was():
-    check_interrupted(made_by_keras)
+def case_an_interrupted_job_resumes():
+    check_interrupted(keras_job)
 
 
 def case_with_the_optimizer_state_on_one_process():
-    check_interrupted(lambda: made_by_keras("central"))
+    check_interrupted(lambda: keras_job("central"))
 
 
 def case_with_checkpoints_of_tensorflow():
@@ -104,25 +104,25 @@ def case_with_checkpoints_of_tensorflow():
         return
     import tensorflow as tf
 
-    def made():
+    def create():
         with strategy().scope():
             model = build()
             model.optimizer.build(model.trainable_variables)
             return model, tf.train.Checkpoint(model=model, optimizer=model.optimizer)
 
-    check_interrupted(made)
+    check_interrupted(create)
 
 
 def case_within_fit():
     path = directory()
 
-    def run(told_after=None):
-        model, checkpoint = made_by_keras()
+    def run(interrupted_after=None):
+        model, checkpoint = keras_job()
         handler = handler_of(checkpoint, path)
 
         def at_epoch_end(epoch, logs):
-            if epoch + 1 == told_after:
-                tell_one_rank()
+            if epoch + 1 == interrupted_after:
+                signal_one_rank()
             handler.save_checkpoint_if_preempted()
 
         callback = keras.callbacks.LambdaCallback(on_epoch_end=at_epoch_end)
@@ -131,15 +131,15 @@ def case_within_fit():
         return model
 
     with pytest.raises(Ended):
-        run(told_after=2)
+        run(interrupted_after=2)
     expected = build()
     fit(expected, *data(64), batch_size=BATCH)
     assert_same_weights(run(), expected)
 
 
-def case_checkpoints_that_not_all_find_or_can_restore():
+def case_missing_or_mismatched_checkpoints_are_an_error():
     path = directory()
-    _, checkpoint = made_by_keras()
+    _, checkpoint = keras_job()
     if choros.rank() == 0:
         (path / "run-7").mkdir()
         checkpoint.save(str(path / "run-7" / "checkpoint"))
@@ -158,7 +158,7 @@ def case_checkpoints_that_not_all_find_or_can_restore():
         assert handler.total_run_calls == 7
 
 
-def case_a_checkpoint_that_cannot_be_written_is_an_error_everywhere():
+def case_a_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks():
     class Broken:
         def save(self, path):
             raise OSError("disk full")
@@ -169,10 +169,10 @@ def case_a_checkpoint_that_cannot_be_written_is_an_error_everywhere():
     handler = handler_of(Broken(), directory())
     expected = OSError if choros.rank() == 0 else StrategyError
     with pytest.raises(expected, match="disk full"), handler.watch_preemption_scope():
-        tell_one_rank()
+        signal_one_rank()
 
 
-def case_no_bfloat16_is_lost():
+def case_bfloat16_is_restored():
     import ml_dtypes
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, dtype="bfloat16")])
@@ -185,6 +185,6 @@ def case_no_bfloat16_is_lost():
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(model.layers[0].kernel), kernel)
 
 
-def case_models_without_variables_are_refused():
+def case_models_without_variables_are_rejected():
     with pytest.raises(ConfigError, match=r"has no variables yet.*keras\.Input"):
         KerasCheckpoint(keras.Sequential([keras.layers.Dense(1)]))

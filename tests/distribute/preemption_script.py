@@ -1,6 +1,6 @@
-"""What each rank of ``test_preemption.py`` runs: ``python preemption_script.py FRAMEWORK DIRECTORY [STEPS]``.
+"""The script of each rank of ``test_preemption.py``: ``python preemption_script.py FRAMEWORK DIRECTORY [STEPS]``.
 
-Trains so many steps more than have been done, for ever by default, and prints how it ends.
+Trains STEPS more steps than are completed, forever by default, and prints how it ends.
 """
 
 import importlib
@@ -20,7 +20,7 @@ TARGET = np.linspace(-1.0, 1.0, 8)
 
 
 class Weights:
-    """With momentum, so that every step matters. NumPy adds a suffix to the path, and so do we."""
+    """With momentum, so that every step matters; NumPy adds a suffix to the path of ``save``."""
 
     def __init__(self):
         self.values, self.momentum = np.zeros(8), np.zeros(8)
@@ -43,7 +43,7 @@ def gradient_of_all(values, noise):
     return np.mean(values - TARGET + noise, axis=0)
 
 
-def gradient_of_mine(values, noise):
+def reduced_gradient(values, noise):
     def of_rows(rows):
         return distribute.get_replica_context().all_reduce("MEAN", np.mean(values - TARGET + rows, axis=0))
 
@@ -57,7 +57,7 @@ more = range(begin, begin + int(sys.argv[3])) if len(sys.argv) > 3 else itertool
 try:
     with handler.watch_preemption_scope():
         for number in more:
-            handler.run(weights.step, number, gradient_of_mine)
+            handler.run(weights.step, number, reduced_gradient)
             if number == begin + 5:
                 print(f"ready pid={os.getpid()} rank={choros.rank()}", flush=True)
 except SystemExit as error:
@@ -68,4 +68,4 @@ alone = Weights()
 for number in range(handler.total_run_calls):
     alone.step(number, gradient_of_all)
 np.testing.assert_allclose(weights.values, alone.values, rtol=1e-9)
-print(f"went on after {begin}")
+print(f"resumed after {begin}")

@@ -1,7 +1,7 @@
 """A model that a strategy trains on global batches equals one that plain Keras trains on one device.
 
 Run by ``test_strategies.py`` on two ranks of each framework. Every rank trains the strategy's model, and a plain one on
-the whole data as the reference: same start, same batches, no strategy.
+the whole data as the reference: same initial weights, same batches, no strategy.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from choros.parallel.objects import allgather_object, broadcast_object
 
 BACKEND = keras.backend.backend()
 FEATURES, CLASSES, BATCH = 6, 3, 16
-#: Five batches an epoch, the last with one example, which one of two replicas cannot have; four epochs are 20 steps.
+#: Five batches per epoch, the last with one example, so that one of two replicas has none; four epochs are 20 steps.
 N = 65
-#: On TensorFlow, XLA takes seconds for each of these small models; one case does with Keras' own choice.
+#: On TensorFlow, XLA compiles each of these small models for seconds; one case uses Keras' own choice.
 JIT = False if BACKEND == "tensorflow" else "auto"
 LOSS = functools.partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True)
 
@@ -54,7 +54,7 @@ def build(optimizer=None, **compile_args) -> keras.Model:
 
 
 def both(make=build, name: str = "mirrored") -> tuple[keras.Model, keras.Model]:
-    """A model of the strategy, and a plain one."""
+    """Returns a model of the strategy, and a plain one."""
     with strategy(name).scope():
         ours = make()
     return ours, make()
@@ -89,7 +89,7 @@ def check_transparent(make=build, name: str = "mirrored", **fit_args) -> tuple[k
 
 
 def directory() -> Path:
-    """One for all processes, empty."""
+    """Returns an empty directory, the same for all processes."""
     import tempfile
 
     return Path(broadcast_object(tempfile.mkdtemp() if choros.rank() == 0 else None))
@@ -110,7 +110,7 @@ def case_multi_worker_mirrored_equals_one_device():
 
 def case_central_storage_equals_one_device():
     ours, theirs = check_transparent(name="central")
-    # One process has the moments: the others have neither them nor their memory.
+    # Only one process has the moments; the others do not allocate them.
     counts = allgather_object(len(ours.optimizer.variables))
     assert counts == [len(theirs.optimizer.variables), 2]
 
@@ -128,7 +128,7 @@ def case_global_clipnorm_is_of_the_global_gradient():
 
 
 def case_gradient_accumulation_steps():
-    # An even number of batches of one size: Keras weighs batches alike, a strategy examples.
+    # An even number of batches of one size: Keras weights batches equally, a strategy weights examples equally.
     ours, theirs = both(lambda: build(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)))
     for model in (ours, theirs):
         fit(model, *data(64), batch_size=BATCH)
@@ -140,7 +140,7 @@ def case_ema_overwrite_frequency():
 
 
 def case_infinity_on_one_replica_only():
-    """The second half of a batch overflows: all skip that step, and all halve the scale."""
+    """The second half of a batch overflows: all replicas skip that step, and halve the scale."""
 
     def make():
         return build(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=1024.0))
@@ -171,7 +171,7 @@ def case_mixed_precision_scales_the_loss_by_itself():
 
 def case_several_steps_per_execution():
     if BACKEND == "torch":
-        return  # Keras 3.15 has none on torch.
+        return  # not supported by Keras 3.15 on torch
     check_transparent(lambda: build(steps_per_execution=2))
 
 
@@ -202,7 +202,7 @@ def case_several_inputs_and_outputs():
         model.compile(keras.optimizers.SGD(0.05), {"a": LOSS(), "b": "mse"}, metrics={"a": ["accuracy"], "b": ["mae"]})
         return model
 
-    (x, y), (other, _) = data(64), data(64, seed=2)  # on TensorFlow, Keras weighs batches alike in an output's loss
+    (x, y), (other, _) = data(64), data(64, seed=2)  # on TensorFlow, Keras weights batches equally in an output's loss
     inputs, targets = {"left": x, "right": other}, {"a": y, "b": x[:, :1]}
     ours, theirs = both(make)
     histories = [fit(model, inputs, targets, batch_size=BATCH) for model in (ours, theirs)]
@@ -216,7 +216,7 @@ def case_several_inputs_and_outputs():
 
 
 def case_statistics_of_layers_are_averaged():
-    """Each replica normalises its own rows; what is kept of them for evaluation is the mean, the same everywhere."""
+    """Each replica normalises its own rows; the statistics for evaluation are the mean, identical on all ranks."""
 
     class Watch(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -234,12 +234,12 @@ def case_statistics_of_layers_are_averaged():
         model = make()
     watch = Watch()
     fit(model, *data(64), batch_size=BATCH, epochs=1, callbacks=[watch])
-    for mine, everybodys in zip(watch.own, weights(model), strict=True):
-        np.testing.assert_allclose(everybodys, np.mean(allgather_object(mine), axis=0), rtol=1e-5, atol=1e-7)
+    for own, averaged in zip(watch.own, weights(model), strict=True):
+        np.testing.assert_allclose(averaged, np.mean(allgather_object(own), axis=0), rtol=1e-5, atol=1e-7)
     assert not np.allclose(*(statistics[2] for statistics in allgather_object(watch.own)))
 
 
-def case_a_model_that_learns_its_input_from_the_first_batch():
+def case_a_model_that_is_built_by_the_first_batch():
     def make():
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(CLASSES)])
@@ -333,7 +333,7 @@ def case_batches_of_a_py_dataset():
 
 
 def case_batches_of_tf_data():
-    if BACKEND != "torch":  # tf.data works there too, at the price of another framework in the process.
+    if BACKEND != "torch":  # tf.data works there too, but loads a second framework.
         check_data(tf_data)
 
 
@@ -362,7 +362,7 @@ def case_tensors_and_held_out_data_smaller_than_the_replicas():
 
 def case_evaluate_and_predict_equal_one_device():
     ours, theirs = both()
-    for n in (N, 2, 1):  # of one example, one replica has none
+    for n in (N, 2, 1):  # with one example, one replica has none
         x, y = data(n)
         results = [model.evaluate(x, y, batch_size=7, verbose=0, return_dict=True) for model in (ours, theirs)]
         assert_same_history(*({name: [value] for name, value in result.items()} for result in results))
@@ -409,7 +409,7 @@ def case_files_are_written_once_and_training_resumes():
     np.testing.assert_allclose(loaded.evaluate(*data(), verbose=0), expected.evaluate(*data(), verbose=0), rtol=1e-4)
 
 
-def case_callbacks_see_what_all_replicas_saw():
+def case_callbacks_receive_global_metrics():
     seen = []
 
     class Watch(keras.callbacks.Callback):
@@ -495,7 +495,7 @@ def case_checkpoints_of_tensorflow_restore_with_and_without_a_strategy():
 
 
 def train_step_of(model, optimizer):
-    """One step, as it is written for the framework: the loss is divided by the global batch, gradients are summed."""
+    """Returns the framework's training step: the loss is divided by the global batch, gradients are summed."""
     loss_of = LOSS(reduction="none")
 
     def loss_on(x, y):
@@ -605,7 +605,7 @@ def case_metrics_of_a_custom_loop_count_all_replicas():
     assert float(accuracy.result()) == 0.0
 
 
-def case_replicas_speak_with_each_other():
+def case_collectives_in_replicas():
     here = strategy()
 
     def step(mine):
@@ -631,7 +631,7 @@ def case_replicas_speak_with_each_other():
         assert here.experimental_run_v2(lambda x: x + 1, args=(1,)) == 2
 
 
-def case_variables_begin_alike():
+def case_initial_weights_are_identical():
     keras.utils.set_random_seed(7 + choros.rank())
     with strategy().scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dropout(0.5)])
@@ -642,19 +642,19 @@ def case_variables_begin_alike():
     assert first != second, "replicas would drop the same units"
 
 
-# ── wrong uses ───────────────────────────────────────────────────────────────────────────────────────
+# ── invalid uses ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def case_wrong_uses_say_what_to_do():
+def case_invalid_uses_raise_errors_with_advice():
     here = strategy()
-    stranger = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    other = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     with here.scope():
         assert distribute.has_strategy()
         assert distribute.in_cross_replica_context()
         assert distribute.get_strategy() is here
         assert distribute.get_replica_context() is None
         with pytest.raises(StrategyError, match="created outside the scope"):
-            stranger.compile("sgd", "mse")
+            other.compile("sgd", "mse")
         with (
             pytest.raises(StrategyError, match="one strategy's scope at a time"),
             distribute.OneDeviceStrategy("cpu").scope(),
@@ -663,7 +663,7 @@ def case_wrong_uses_say_what_to_do():
         optimizer = keras.optimizers.SGD(0.1)
         model = build()
     assert not distribute.has_strategy()
-    stranger.compile("sgd", "mse")  # outside, all is as it was
+    other.compile("sgd", "mse")  # outside, Keras is not patched
     optimizer.build(model.trainable_variables)
     with pytest.raises(StrategyError, match=r"strategy\.run"):
         optimizer.apply([keras.ops.zeros(v.shape) for v in model.trainable_variables])
@@ -683,11 +683,11 @@ def case_wrong_uses_say_what_to_do():
         distribute.MirroredStrategy(devices=["cpu:0", "cpu:1", "cpu:2"])
     with pytest.raises(ConfigError, match="multiple of 2"):
         distribute.InputContext(2, 0, 2).get_per_replica_batch_size(33)
-    # Whatever was refused, the next collective works.
+    # After these errors, the next collective works.
     assert here.reduce("SUM", 1.0, axis=None) == 2.0
 
 
-def case_the_process_that_cannot_write_tells_the_others():
+def case_a_write_error_is_raised_on_all_processes():
     with strategy().scope():
         model = build()
     with pytest.raises((StrategyError, OSError, ValueError)) as caught:

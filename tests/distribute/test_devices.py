@@ -1,4 +1,4 @@
-"""Strategies whose replicas are devices of one process, CPUs standing for accelerators; and those of one device."""
+"""Strategies whose replicas are devices of one process, with CPUs as the accelerators; and OneDeviceStrategy."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 MODULE = "distribute.device_cases"
 ON_TWO = (
-    "case_a_loop_is_compiled_once_for_each_kind_of_state",
+    "case_a_loop_is_compiled_once_per_kind_of_state",
     "case_collectives_in_replicas",
     "case_gradients_flow_through_collectives",
     "case_replicas_with_batches_of_different_shapes",
@@ -58,7 +58,7 @@ assert "keras" not in sys.modules and "tensorflow" not in sys.modules
 
 @pytest.mark.slow
 @needs_jax
-def test_a_script_that_nobody_launched_uses_all_devices_without_keras() -> None:
+def test_a_script_without_a_launcher_uses_all_devices_without_keras() -> None:
     environ = {**os.environ, "XLA_FLAGS": flags(4)}
     done = subprocess.run([sys.executable, "-c", NOTEBOOK], env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

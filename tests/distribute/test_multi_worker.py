@@ -1,4 +1,4 @@
-"""MultiWorkerMirroredStrategy without mpirun: a plain Python process on each of two hosts, network namespaces here."""
+"""MultiWorkerMirroredStrategy without mpirun: a plain Python process on each of two hosts (network namespaces)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from comm.starts import together
 from harness import FRAMEWORKS, free_port, needs
 from launch.namespaces import Network, two_hosts
 
-pytestmark = needs("torch")  # carries the gradients of ranks that MPI did not start
+pytestmark = needs("torch")  # sends the gradients of ranks that MPI did not start
 
 SCRIPT = str(Path(__file__).parent / "worker_script.py")
-#: How the workers learn each other's addresses: another way on each framework.
+#: The source of the workers' addresses: a different one on each framework.
 WAYS = {"tensorflow": "environment", "torch": "simple_resolver", "jax": "tf_config_resolver"}
-#: Runs the command in the namespace that the environment names.
+#: Runs the command in the namespace given by the environment.
 ON_ITS_HOST = ("sh", "-c", 'exec ip netns exec "$HOST" "$@"', "sh")
 
 
@@ -50,7 +50,7 @@ def test_two_hosts_train_as_one_process(network: Network, framework: str) -> Non
     for code, output in together([*ON_ITS_HOST, sys.executable, SCRIPT, WAYS[framework]], environs):
         assert code == 0, output
         assert "as one process" in output
-        assert re.search("refused: MirroredStrategy is for .* one host, .* runs on 2: use MultiWorkerMirrored", output)
+        assert re.search("rejected: MirroredStrategy is for .* one host, .* runs on 2: use MultiWorkerMirrored", output)
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_worker_whose_peer_is_killed_ends_with_an_error() -> None:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Nothing has started us, and nobody waits for long."""
+    """No launcher has started this process, and timeouts are short."""
     choros.shutdown()
     for launcher in ENVIRONMENTS:
         monkeypatch.delenv(launcher.rank, raising=False)
@@ -77,13 +77,13 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     choros.shutdown()
 
 
-def test_worker_that_never_comes(start: pytest.MonkeyPatch) -> None:
+def test_worker_that_never_connects(start: pytest.MonkeyPatch) -> None:
     start.setenv("TF_CONFIG", tf_config([f"127.0.0.1:{free_port()}", "127.0.0.1:1"], 0))
     with pytest.raises(EngineUnavailable, match=r"rank 1 of 2 did not come within 0\.2 s"):
         distribute.MultiWorkerMirroredStrategy()
 
 
-def test_chief_that_never_comes(start: pytest.MonkeyPatch) -> None:
+def test_chief_that_never_listens(start: pytest.MonkeyPatch) -> None:
     start.setenv("TF_CONFIG", tf_config([f"127.0.0.1:{free_port()}", "127.0.0.1:1"], 1))
     with pytest.raises(EngineUnavailable, match=r"rank 1: nothing answers at 127\.0\.0\.1:\d+.* within 0\.2 s"):
         distribute.MultiWorkerMirroredStrategy()

@@ -13,6 +13,6 @@ def test_two_replicas(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 
 
-def test_alone_no_job_is_needed() -> None:
+def test_without_a_job() -> None:
     assert nn.compute_average_loss(np.array([1.0, 2.0, 6.0])) == 3.0
     assert nn.scale_regularization_loss(2.0) == 2.0

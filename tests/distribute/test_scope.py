@@ -1,4 +1,4 @@
-"""Where the program is, without any strategy: anything with ``is_default`` can be entered."""
+"""The scope stack, without strategies: any object with ``is_default`` can be entered."""
 
 import threading
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ STRATEGY, OTHER = SimpleNamespace(is_default=False), SimpleNamespace(is_default=
 DEFAULT = SimpleNamespace(is_default=True)
 
 
-def here() -> tuple[object, object, bool, bool, bool]:
+def state() -> tuple[object, object, bool, bool, bool]:
     return current_strategy(), current_replica(), has_strategy(), in_replica(), in_fit()
 
 
@@ -28,27 +28,27 @@ OUTSIDE = (None, None, False, False, False)
 
 
 def test_the_topmost_entry_counts() -> None:
-    assert here() == OUTSIDE
+    assert state() == OUTSIDE
     with enter_scope(STRATEGY):
-        assert here() == (STRATEGY, None, True, False, False)
+        assert state() == (STRATEGY, None, True, False, False)
         with enter_scope(STRATEGY, "replica"):
-            assert here() == (STRATEGY, "replica", True, True, False)
+            assert state() == (STRATEGY, "replica", True, True, False)
             with enter_scope(STRATEGY):
-                assert here() == (STRATEGY, None, True, False, False)
+                assert state() == (STRATEGY, None, True, False, False)
         with enter_fit():
-            assert here() == (STRATEGY, None, True, False, True)
+            assert state() == (STRATEGY, None, True, False, True)
             with enter_scope(STRATEGY):
                 assert in_fit()
             with enter_scope(STRATEGY, "replica"):
                 assert not in_fit()
-    assert here() == OUTSIDE
+    assert state() == OUTSIDE
 
 
-def test_the_default_strategy_is_in_its_replica_alone() -> None:
+def test_the_default_strategy_is_only_entered_in_its_replica() -> None:
     with enter_scope(DEFAULT), enter_fit():
-        assert here() == OUTSIDE
+        assert state() == OUTSIDE
     with enter_scope(DEFAULT, "replica"), enter_fit():
-        assert here() == (DEFAULT, "replica", False, False, False)
+        assert state() == (DEFAULT, "replica", False, False, False)
 
 
 def test_one_strategy_at_a_time_and_thread() -> None:
@@ -56,7 +56,7 @@ def test_one_strategy_at_a_time_and_thread() -> None:
         with pytest.raises(StrategyError, match="one strategy's scope at a time"), enter_scope(OTHER):
             pass
         seen: list[object] = []
-        thread = threading.Thread(target=lambda: seen.append(here()))
+        thread = threading.Thread(target=lambda: seen.append(state()))
         thread.start()
         thread.join()
         assert seen == [OUTSIDE]
@@ -65,4 +65,4 @@ def test_one_strategy_at_a_time_and_thread() -> None:
 def test_an_error_leaves_the_scope() -> None:
     with pytest.raises(ZeroDivisionError), enter_scope(STRATEGY), enter_fit():
         raise ZeroDivisionError
-    assert here() == OUTSIDE
+    assert state() == OUTSIDE

@@ -1,7 +1,7 @@
-"""What each worker of ``test_multi_worker.py`` runs: ``python worker_script.py HOW``.
+"""The script of each worker of ``test_multi_worker.py``: ``python worker_script.py HOW``.
 
-The script makes the strategy from what the environment says, or from a resolver, and compares ``fit``, ``evaluate`` and
-``predict`` with plain Keras in the same process. Told to ``die``, the second worker kills itself in the middle of it.
+The script creates the strategy from the environment, or from a resolver, and compares ``fit``, ``evaluate`` and
+``predict`` with plain Keras in the same process. With ``die``, the second worker kills itself during ``fit``.
 """
 
 import json
@@ -37,7 +37,7 @@ if how != "die":
     try:
         distribute.MirroredStrategy()
     except StrategyError as error:
-        print("refused:", error)
+        print("rejected:", error)
 
 generator = np.random.default_rng(0)
 x = generator.normal(size=(65, 6)).astype("float32")
@@ -59,7 +59,7 @@ class Die(keras.callbacks.Callback):
 
 
 def results(model):
-    """The last of the batches has one example, which one of two replicas cannot have."""
+    """The last batch has one example, so that one of two replicas has no row."""
     callbacks = [Die()] if how == "die" else []
     history = model.fit(x, y, batch_size=16, epochs=4, verbose=0, shuffle=False, callbacks=callbacks).history
     evaluated = model.evaluate(x, y, batch_size=7, verbose=0)
