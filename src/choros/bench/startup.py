@@ -31,9 +31,9 @@ _REASON_LENGTH = 300
 _NOTHING = "pass"
 _CHOROS = """
 import numpy, choros
-from choros.comm import Reduction, global_process_set
+from choros.comm import ReduceOp, global_process_set
 choros.init()
-assert global_process_set.communicator.allreduce(numpy.ones(3), Reduction.SUM)[0] == choros.size()
+assert global_process_set.communicator.allreduce(numpy.ones(3), ReduceOp.SUM)[0] == choros.size()
 """
 _MPI4PY = """
 import numpy
