@@ -23,7 +23,7 @@ SCRIPTS = {
     "another order": (
         "choros.init()\n(allreduce if choros.rank() == 0 else allgather)(np.ones(3))",
         1,
-        ("Ranks asked for different things", "rank 0: allreduce(op=Average", "rank 1: allgather(", "script.py:7"),
+        ("Ranks made different calls", "rank 0: allreduce(op=Average", "rank 1: allgather(", "script.py:7"),
     ),
     "another shape": (
         "choros.init()\nallreduce(np.ones(3 + choros.rank()))",

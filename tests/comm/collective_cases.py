@@ -177,7 +177,7 @@ def case_alltoall_sends_as_many_rows_as_it_is_told(communicator: Communicator) -
     check_same(counts, np.array([len(part) for part in meant_for_me], np.int32))
 
 
-def case_what_no_rank_can_mean_is_the_same_error_on_all(communicator: Communicator) -> None:
+def case_invalid_arguments_are_the_same_error_on_all_ranks(communicator: Communicator) -> None:
     size = communicator.size
     for text, collective in {
         "dtype complex64 cannot": lambda: communicator.allreduce(np.ones(2, np.complex64)),
@@ -199,7 +199,7 @@ def case_what_no_rank_can_mean_is_the_same_error_on_all(communicator: Communicat
         with pytest.raises(ConfigError, match=text):
             collective()
     if size > 1:
-        with pytest.raises(ConfigError, match="cannot be dealt out equally"):
+        with pytest.raises(ConfigError, match="cannot be split equally"):
             communicator.alltoall(np.ones(size + 1))
 
 

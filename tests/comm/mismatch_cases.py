@@ -51,7 +51,7 @@ def case_every_difference_is_found_and_told_to_all_ranks(communicator: Communica
         assert len(set(asked(error).values())) == 2, what
 
 
-def case_text_tells_what_each_rank_asked_for_and_where(communicator: Communicator) -> None:
+def case_the_message_shows_the_request_and_location_of_each_rank(communicator: Communicator) -> None:
     def usual() -> None:
         communicator.allreduce(ONES, Reduction.SUM, name="loss")
 

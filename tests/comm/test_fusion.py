@@ -21,7 +21,7 @@ def test_arrays_of_one_dtype_share_a_fusion_buffer_aligned_ones_first() -> None:
     )
 
 
-def test_what_travels_smaller_makes_fewer_pieces() -> None:
+def test_a_smaller_wire_dtype_makes_fewer_chunks() -> None:
     whole, half = (plan_fusion(LAYOUT, [[4]], wire, 32)[0] for wire in (as_is, lambda dtype: FLOAT16))
     assert (len(whole.chunks), len(half.chunks), half.wire) == (2, 1, FLOAT16)
 

@@ -1,6 +1,6 @@
 """What ranks can do together: the one interface of all engines.
 
-The public collectives are written here once: they check that all ranks ask for the same thing (see
+The public collectives are written here once: they check that all ranks make the same call (see
 ``request.py``), bring arrays into the format they are moved in, and hand flat buffers to the engine's
 primitives, the abstract methods at the end.
 """
@@ -41,7 +41,7 @@ Kind = tuple[np.dtype[np.generic], tuple[int, ...]]
 
 _log = logging.getLogger("choros")
 
-#: What a rank asks for when it ends: meets no other collective, so ranks that still call one learn of it.
+#: The request of a rank that ends: it matches no other, so ranks that still call a collective are notified.
 SHUTDOWN = Request("shutdown")
 
 
@@ -58,9 +58,9 @@ class Communicator(ABC):
         rank: this process among the members, ``0 … size - 1``.
         size: the number of members.
         ranks: the members' global ranks, ascending.
-        collectives: how many collectives this process has taken part in.
-        chunk_bytes: arrays travel in chunks of at most so many bytes.
-        bytes_sent: how many bytes of arrays it has brought to them: what a compression makes smaller.
+        collectives: the number of collectives in which this process has participated.
+        chunk_bytes: arrays are sent in chunks of at most this many bytes.
+        bytes_sent: the number of bytes of arrays it has contributed to them, which compression reduces.
     """
 
     engine: ClassVar[str]
@@ -86,7 +86,7 @@ class Communicator(ABC):
 
         Args:
             array: any shape, including scalars and 0 elements; the same shape and dtype on every rank.
-            op: how values are combined.
+            op: the reduction.
             name: shown in errors; ranks that give different names mismatch.
             out: where the result goes: contiguous, of the same shape and dtype; may be ``array`` itself. An array
                 from ``empty`` that is reduced into itself moves no byte more than it must.
@@ -133,7 +133,7 @@ class Communicator(ABC):
         It is given back when the communicator is closed, as by ``shutdown()``; do not touch the array after that.
 
         Args:
-            shape: the same on every rank; values are whatever lay there.
+            shape: the same on every rank; values are uninitialised.
             dtype: likewise.
 
         Example:
@@ -172,7 +172,7 @@ class Communicator(ABC):
 
     @final
     def broadcast(self, array: ArrayLike, root: int = 0, *, name: str = "") -> Array:
-        """Gives every rank the array of the member ``root``.
+        """Sends the array of the member ``root`` to every rank.
 
         Args:
             array: the same shape and dtype on every rank; only the root's values matter.
@@ -195,11 +195,11 @@ class Communicator(ABC):
     def reducescatter(self, array: ArrayLike, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> Array:
         """Reduces ``array`` over all ranks and gives each rank its rows of the result.
 
-        Rows are dealt out as by ``shard_range``: the first ranks get the remainder.
+        Rows are distributed as by ``shard_range``: the first ranks get the remainder.
 
         Args:
             array: at least one dimension; the same shape and dtype on every rank.
-            op: how values are combined.
+            op: the reduction.
             name: shown in errors.
         """
         rows = np.asarray(array)
@@ -308,7 +308,7 @@ class Communicator(ABC):
 
     @final
     def close(self) -> None:
-        """Gives back what the communicator holds; all members must do so, and nothing may be called after it."""
+        """Releases the communicator's resources; all members must call it, and no method may be called after it."""
         if "devices" in self.__dict__ and self.devices is not None:
             self.devices.close()
         self._close()
@@ -339,10 +339,10 @@ class Communicator(ABC):
         """The check before data moves: one control message.
 
         Args:
-            request: what this rank asks for.
+            request: this rank's request.
             value: a number that every rank gets, such as the rows of this one.
-            problem: what is wrong with this rank's call. It is raised here; other ranks, who cannot go on
-                without this one, get a ``MismatchError`` in place of a hang.
+            problem: the error in this rank's call. It is raised here; other ranks, which cannot continue
+                without this one, get a ``MismatchError`` instead of a hang.
 
         Returns:
             The ranks' values.
@@ -372,7 +372,7 @@ class Communicator(ABC):
             return [value for _, value in gathered]
         comparison = self._compare(request)
         if any(digest == SHUTDOWN.digest for digest, _ in gathered):
-            # A rank has left: whoever waited for it again would wait for ever.
+            # A rank has left: a rank that waited for it again would wait forever.
             self._over = comparison
         raise problem or MismatchError(comparison)
 
@@ -417,7 +417,7 @@ class Communicator(ABC):
 
         Args:
             send: this rank's.
-            counts: how many bytes each rank brings.
+            counts: the number of bytes that each rank contributes.
         """
         self.bytes_sent += send.nbytes
         return self._allgather(send, counts)
@@ -524,7 +524,7 @@ class Communicator(ABC):
         return aligned_empty((nbytes,), np.dtype(np.uint8))
 
     def _is_registered(self, buffer: Array) -> bool:
-        """Whether ``buffer`` lies in memory from ``_allocate`` that ``_allreduce`` treats in another way."""
+        """Whether ``buffer`` is in memory from ``_allocate`` that ``_allreduce`` treats in another way."""
         del buffer
         return False
 
@@ -534,7 +534,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Gives back what the engine holds; called by all members."""
+        """Releases the engine's resources; called by all members."""
 
 
 def _bytes(array: Array) -> NDArray[np.uint8]:
@@ -548,7 +548,7 @@ def _flat(array: Array) -> Array:
 
 @functools.lru_cache(maxsize=256)
 def _plan(kinds: tuple[Kind, ...], chunk_bytes: int) -> tuple[Layout, tuple[FusionBuffer, ...]]:
-    """Kept, as are requests. Arrays of one dtype travel together."""
+    """Kept, as are requests. Arrays of one dtype are sent together."""
     layout = tuple((shape, dtype) for dtype, shape in kinds)
     return layout, plan_fusion(layout, [range(len(layout))], working_dtype, chunk_bytes)
 
@@ -588,7 +588,7 @@ def row_counts(
     if splits is None:
         if shape[0] % size:
             return nothing, ConfigError(
-                f"alltoall: {shape[0]} rows cannot be dealt out equally to {size} ranks; say how many go to each "
+                f"alltoall: {shape[0]} rows cannot be split equally over {size} ranks; say how many go to each "
                 "with splits=[…]."
             )
         return np.full(size, shape[0] // size, np.int64), None

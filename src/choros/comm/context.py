@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass
 class _Job:
-    """What ``init`` made and ``shutdown`` gives back."""
+    """The state that ``init`` creates and ``shutdown`` releases."""
 
     topology: Topology
     communicator: Communicator

@@ -42,7 +42,7 @@ class DeviceCollectives(ABC):
 
         Args:
             tensor: contiguous; the same shape and dtype on every rank. float16 and bfloat16 are summed as they are.
-            op: how values are combined.
+            op: the reduction.
             name: shown in errors.
 
         Raises:
@@ -75,11 +75,11 @@ class DeviceCollectives(ABC):
 
     @abstractmethod
     def reducescatter(self, tensor: Any, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> Any:
-        """Reduces ``tensor`` over all ranks and gives each rank its rows of the result, as ``shard_range`` says.
+        """Reduces ``tensor`` over all ranks and gives each rank its rows of the result, as by ``shard_range``.
 
         Args:
             tensor: contiguous, of at least one dimension; the same shape and dtype on every rank.
-            op: how values are combined.
+            op: the reduction.
             name: shown in errors.
         """
 
@@ -98,4 +98,4 @@ class DeviceCollectives(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back what was connected; all members must do so."""
+        """Closes the connections; all members must call it."""

@@ -1,11 +1,11 @@
-"""Many arrays in few messages: which item travels where, and how it gets there.
+"""Fusion: many arrays in few messages, and the plan of which item is sent in which message.
 
-Arrays of one dtype are laid end to end in a buffer, which is cut into chunks, each small enough for the caches. A chunk
+Arrays of one dtype are concatenated in a fusion buffer, which is split into chunks that fit the caches. A chunk
 is packed, reduced and unpacked before the next is touched, so that its bytes leave the cache only once::
 
-    arrays    a a a a a a a a│b b│c c c c c c c c        pack: one concatenation a chunk
+    arrays    a a a a a a a a│b b│c c c c c c c c        pack: one concatenation per chunk
     chunks   └──── 0 ────┘└──── 1 ────┘└── 2 ──┘
-    result    a a a a a a a a│b b│c c c c c c c c        unpack: one copy a chunk; each array is a view of the buffer
+    result    a a a a a a a a│b b│c c c c c c c c        unpack: one copy per chunk; each array is a view of the buffer
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 Array = NDArray[Any]
 #: The shape and dtype of each array.
 Layout = tuple[tuple[tuple[int, ...], np.dtype[np.generic]], ...]
-#: The dtype in which arrays of another dtype travel.
+#: Maps the dtype of an array to the dtype in which it is sent.
 WireDtype = Callable[[np.dtype[np.generic]], np.dtype[np.generic]]
 
 #: A chunk of this size still fits the caches.
@@ -45,7 +45,7 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Slot:
-    """Where array ``index`` lies in its buffer."""
+    """The items ``start … stop - 1`` of a buffer, which hold array ``index``."""
 
     index: int
     start: int
@@ -63,7 +63,7 @@ class ArraySlice:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Items ``start … stop - 1`` of a buffer, which travel in one message; ``slices`` lie in it end to end."""
+    """Items ``start … stop - 1`` of a buffer, which are sent in one message: the concatenation of ``slices``."""
 
     start: int
     stop: int
@@ -72,7 +72,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class FusionBuffer:
-    """Arrays of one ``dtype`` that travel together as ``wire``, ``size`` items in all."""
+    """Arrays of one ``dtype`` that are sent together as ``wire``, with ``size`` items in total."""
 
     dtype: np.dtype[np.generic]
     wire: np.dtype[np.generic]
@@ -84,15 +84,15 @@ class FusionBuffer:
 def plan_fusion(
     layout: Layout, groups: Sequence[Sequence[int]], wire_dtype: WireDtype, chunk_bytes: int
 ) -> tuple[FusionBuffer, ...]:
-    """Which array goes where. The same on every rank, being a pure function of what all ranks agree on.
+    """Plans the fusion buffers. The plan is the same on every rank: a pure function of values that all ranks agree on.
 
-    In a buffer, arrays whose size spoils the alignment of what follows come last.
+    In a buffer, arrays whose size would break the alignment of the arrays after them come last.
 
     Args:
-        layout: the arrays.
-        groups: indices of arrays that travel together: a buffer holds arrays of one group and dtype.
-        wire_dtype: the dtype in which each array travels.
-        chunk_bytes: the most that goes into one message.
+        layout: the shapes and dtypes of the arrays.
+        groups: indices of arrays that are sent together: a buffer holds arrays of one group and dtype.
+        wire_dtype: maps an array's dtype to the dtype in which it is sent.
+        chunk_bytes: the maximum size of a message.
 
     Example:
         >>> float32 = np.dtype("float32")
@@ -125,11 +125,11 @@ def _chunk(slots: Sequence[Slot], start: int, stop: int) -> Chunk:
 
 
 def pack(chunk: Chunk, flats: Sequence[Array], target: Array) -> None:
-    """Copies what travels in ``chunk`` from the arrays, all flat, to ``target``."""
+    """Copies the items of ``chunk`` from the arrays, all flat, to ``target``."""
     np.concatenate([flats[s.index][s.start : s.stop] for s in chunk.slices], out=target, casting="unsafe")
 
 
 def views(buffer: FusionBuffer, flat: Array, layout: Layout, results: list[Array]) -> None:
-    """Puts the arrays that lie in ``flat``, the whole buffer, at their indices in ``results``."""
+    """Stores views of the arrays in ``flat``, the whole buffer, at their indices in ``results``."""
     for slot in buffer.slots:
         results[slot.index] = flat[slot.start : slot.stop].reshape(layout[slot.index][0])

@@ -1,4 +1,4 @@
-"""Arrays that frameworks take over without a copy."""
+"""Allocation of arrays that frameworks use without a copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 __all__ = ["ALIGNMENT", "aligned_empty"]
 
-#: TensorFlow and XLA use memory in place if it begins at a multiple of so many bytes, and copy it otherwise.
+#: TensorFlow and XLA use memory in place if it begins at a multiple of this number of bytes, and copy it otherwise.
 ALIGNMENT = 64
 
 

@@ -1,4 +1,4 @@
-"""What a rank asks of a collective, small enough to compare before data moves.
+"""The request of a rank: its call of a collective, in a digest that ranks compare before data moves.
 
 ::
 
@@ -32,7 +32,7 @@ class Request:
 
     Attributes:
         collective: its name.
-        arguments: what must agree, in words, such as ``op=Sum, dtype=float32, shape=(3, 4)``.
+        arguments: the arguments that must agree, as text, such as ``op=Sum, dtype=float32, shape=(3, 4)``.
         name: the name the caller gave, if any.
     """
 
@@ -42,7 +42,7 @@ class Request:
 
     @cached_property
     def digest(self) -> int:
-        """63 bits that tell this request from any other."""
+        """63 bits that identify this request."""
         data = "\0".join((self.collective, self.arguments, self.name)).encode()
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) >> 1
 
@@ -52,24 +52,24 @@ class Request:
 
 
 def caller() -> str:
-    """``file:line`` of the innermost code outside choros that led here, for error messages."""
+    """``file:line`` of the innermost frame outside choros, for error messages."""
     for frame in reversed(traceback.extract_stack()):
         inside = frame.filename.startswith((_PACKAGE, "<"))
         if not inside and "site-packages" not in frame.filename and "/lib/python3" not in frame.filename:
             return f"{frame.filename}:{frame.lineno}"
-    return "unknown place"
+    return "unknown location"
 
 
 def mismatch_text(texts: Sequence[str], ranks: Sequence[int]) -> str:
-    """The message of a ``MismatchError``: what each rank asked for, equal requests together.
+    """The message of a ``MismatchError``: each rank's request, equal requests together.
 
     Args:
-        texts: each member's request in words.
+        texts: each member's request as text.
         ranks: the members' global ranks.
 
     Example:
         >>> print(mismatch_text(["barrier()", "barrier()", "allreduce()"], [0, 1, 2]))
-        Ranks asked for different things, so no data was moved:
+        Ranks made different calls, so no data was moved:
           ranks 0, 1: barrier()
           rank 2: allreduce()
         Every rank must call the same collectives in the same order, with the same dtypes, shapes and names.
@@ -80,7 +80,7 @@ def mismatch_text(texts: Sequence[str], ranks: Sequence[int]) -> str:
     lines = [f"  rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {text}" for text, who in asked.items()]
     return "\n".join(
         [
-            "Ranks asked for different things, so no data was moved:",
+            "Ranks made different calls, so no data was moved:",
             *lines,
             "Every rank must call the same collectives in the same order, with the same dtypes, shapes and names.",
         ]

@@ -1,4 +1,4 @@
-"""Which engine moves the bytes, what moves tensors on devices, and why: tables whose first row that holds counts."""
+"""Selection of the engine and of the collectives on devices: tables of rules, of which the first that holds applies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Choice:
-    """An engine, the name of its module in ``comm/engines``, and why it was taken."""
+    """An engine, the name of its module in ``comm/engines``, and why it was selected."""
 
     engine: str
     reason: str
@@ -41,51 +41,51 @@ class Choice:
 
 @dataclass(frozen=True)
 class Situation:
-    """What the choice depends on.
+    """The inputs of the choice.
 
     Attributes:
-        asked: the value of ``CHOROS_ENGINE``.
-        topology: what the launcher says.
-        comm: what ``init`` was given.
-        installed: whether a module can be imported.
+        requested: the value of ``CHOROS_ENGINE``.
+        topology: the topology from the launcher's environment.
+        comm: the ``comm`` argument of ``init``.
+        installed: returns whether a module can be imported.
     """
 
-    asked: str
+    requested: str
     topology: Topology
     comm: Any
     installed: Callable[[str], bool]
 
     @property
     def is_alone(self) -> bool:
-        """No other rank takes part."""
+        """Whether there is no other rank."""
         return self.topology.size == 1 and self.comm in (None, [0])
 
     @property
     def is_without_mpi(self) -> bool:
-        """Other ranks take part, and MPI knows nothing of them."""
+        """Whether there are other ranks, which MPI did not start."""
         return self.topology.launcher in WITHOUT_MPI and self.topology.size > 1
 
     @property
     def has_mpi_communicator(self) -> bool:
-        """``init`` was given a communicator of mpi4py."""
+        """Whether ``init`` was given a communicator of mpi4py."""
         return self.comm is not None and not isinstance(self.comm, Sequence)
 
 
 @dataclass(frozen=True)
 class EngineRule:
-    """An engine, and when it is taken; ``reason`` may name the ``launcher`` and the ``size``."""
+    """An engine, and when it is selected; ``reason`` may contain ``{launcher}`` and ``{size}``."""
 
     engine: str
     reason: str
     holds: Callable[[Situation], bool]
 
 
-def _asked_for(engine: str) -> EngineRule:
-    return EngineRule(engine, f"{ENGINE.name}={engine}", lambda situation: situation.asked == engine)
+def _requested(engine: str) -> EngineRule:
+    return EngineRule(engine, f"{ENGINE.name}={engine}", lambda situation: situation.requested == engine)
 
 
 CHOICES: tuple[EngineRule, ...] = (
-    *(_asked_for(engine) for engine in ENGINE.choices if engine != "auto"),
+    *(_requested(engine) for engine in ENGINE.choices if engine != "auto"),
     EngineRule("local", "one rank: nothing to move", lambda situation: situation.is_alone),
     EngineRule("mpi", "init() was given an MPI communicator", lambda situation: situation.has_mpi_communicator),
     EngineRule("torch", "{launcher} started {size} ranks without MPI", lambda situation: situation.is_without_mpi),
@@ -95,7 +95,7 @@ CHOICES: tuple[EngineRule, ...] = (
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why an engine cannot be taken, and when; ``text`` may name the ``launcher`` and the ``size``."""
+    """Why an engine cannot be selected, and when; ``text`` may contain ``{launcher}`` and ``{size}``."""
 
     engine: str
     error: type[ChorosError]
@@ -141,23 +141,23 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def is_installed(module: str) -> bool:
-    """Whether ``module`` could be imported; it is not."""
+    """Whether ``module`` can be imported, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 
 def select(
     environ: Mapping[str, str], topology: Topology, comm: Any = None, installed: Callable[[str], bool] = is_installed
 ) -> Choice:
-    """The engine for this job, the same on every rank.
+    """Selects the engine for this job, the same on every rank.
 
     Args:
         environ: the environment, usually ``os.environ``.
-        topology: what the launcher says.
-        comm: what ``init`` was given.
-        installed: whether a module can be imported.
+        topology: the topology from the launcher's environment.
+        comm: the ``comm`` argument of ``init``.
+        installed: returns whether a module can be imported.
 
     Raises:
-        ConfigError: ``CHOROS_ENGINE`` asks for what cannot be meant.
+        ConfigError: ``CHOROS_ENGINE`` is invalid for this job.
         EngineUnavailable: the engine that is needed cannot run here.
 
     Example:
@@ -167,11 +167,11 @@ def select(
         engine mpi: mpirun started 4 ranks
     """
     situation = Situation(Config.from_environ(environ).engine, topology, comm, installed)
-    row = next(row for row in CHOICES if row.holds(situation))
+    rule = next(rule for rule in CHOICES if rule.holds(situation))
     for refusal in REFUSALS:
-        if refusal.engine == row.engine and refusal.holds(situation):
+        if refusal.engine == rule.engine and refusal.holds(situation):
             raise refusal.error(refusal.text.format(launcher=topology.launcher, size=topology.size))
-    return Choice(row.engine, row.reason.format(launcher=topology.launcher, size=topology.size))
+    return Choice(rule.engine, rule.reason.format(launcher=topology.launcher, size=topology.size))
 
 
 # ── tensors on devices ───────────────────────────────────────────────────────────────────────────
@@ -179,11 +179,11 @@ def select(
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """What moves tensors where they lie, and why.
+    """The collectives on devices, and why they were selected.
 
     Attributes:
-        module: its module in ``comm/engines``; ``None`` if they are copied to the host.
-        kinds: the devices whose tensors are moved as they are.
+        module: their module in ``comm/engines``; ``None`` if tensors are copied to the host.
+        kinds: the kinds of devices whose tensors are not copied to the host.
         reason: why.
     """
 
@@ -194,12 +194,12 @@ class DeviceChoice:
 
 @dataclass(frozen=True)
 class DeviceSituation:
-    """What that depends on.
+    """The inputs of that choice.
 
     Attributes:
-        engine: what moves host arrays.
+        engine: the engine of host arrays.
         size: the number of ranks.
-        installed: whether a module can be imported.
+        installed: returns whether a module can be imported.
     """
 
     engine: str
@@ -209,7 +209,7 @@ class DeviceSituation:
 
 @dataclass(frozen=True)
 class DeviceRule:
-    """A choice, and when it is taken."""
+    """A choice, and when it is selected."""
 
     choice: DeviceChoice
     holds: Callable[[DeviceSituation], bool]
@@ -234,16 +234,16 @@ DEVICE_CHOICES: tuple[DeviceRule, ...] = (
 
 
 def select_devices(engine: str, size: int, installed: Callable[[str], bool] = is_installed) -> DeviceChoice:
-    """What moves tensors on devices between ``size`` ranks whose host arrays ``engine`` moves.
+    """Selects the collectives on devices between ``size`` ranks whose host arrays ``engine`` moves.
 
     Args:
-        engine: a communicator's.
-        size: how many ranks it has.
-        installed: whether a module can be imported.
+        engine: the engine of a communicator.
+        size: the number of its ranks.
+        installed: returns whether a module can be imported.
 
     Example:
         >>> select_devices("mpi", 1).reason
         'one rank: nothing to move'
     """
     situation = DeviceSituation(engine, size, installed)
-    return next(row.choice for row in DEVICE_CHOICES if row.holds(situation))
+    return next(rule.choice for rule in DEVICE_CHOICES if rule.holds(situation))

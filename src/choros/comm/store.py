@@ -1,4 +1,4 @@
-"""How ranks of the torch engine find each other: through a store of keys that one process keeps.
+"""Rendezvous of the ranks of the torch engine, through a key-value store that one process keeps.
 
 ::
 
@@ -6,11 +6,11 @@
     listen at the master            (torchrun's agent may listen there already: then all ranks are clients)
     connect ─────────┐ ┌─────────── connect                    (1) which of my addresses reaches it?
                    ┌─┴─┴──┐
-    host, address ─►│store │◄────── host, address               (2) all ranks' places, in bounded time
+    host, address ─►│store │◄────── host, address               (2) all ranks' addresses, in bounded time
                    └─┬─┬──┘
     listen at that ──┘ └─────────── listen at that             (3) Gloo connects each rank with each, or NCCL does
 
-With a control plane at hand, MPI say, rank 0 opens the store at a free port and tells the others through it.
+With a control plane, such as MPI, rank 0 opens the store at a free port and broadcasts its address through it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from choros.transport.endpoint import connect_within
 
 __all__ = ["exchange_places", "store_at", "store_over", "translated"]
 
-#: Between looks at what another rank will do.
+#: The time between two polls of the store.
 _POLL_SECONDS = 0.02
-#: The longest address and port that rank 0 tells.
+#: The maximum length of the address and port that rank 0 broadcasts.
 _TEXT_BYTES = 128
 
 _stores: dict[Master, dist.TCPStore] = {}
@@ -45,7 +45,7 @@ _stores: dict[Master, dist.TCPStore] = {}
 
 @contextmanager
 def translated(what: str, engine: str = "Gloo") -> Iterator[None]:
-    """The errors of torch's engines, all of which are ``RuntimeError``, in our words."""
+    """A context that raises the errors of torch's engines, all ``RuntimeError``, as ``EngineError``."""
     try:
         yield
     except EngineError:
@@ -58,7 +58,7 @@ def translated(what: str, engine: str = "Gloo") -> Iterator[None]:
 
 
 def store_at(master: Master, rank: int, seconds: float) -> tuple[dist.Store, str]:
-    """The store at ``master``, which rank 0 opens unless it is there, and the address from which this rank reaches it.
+    """Returns the store at ``master``, which rank 0 opens if needed, and the address from which this rank reaches it.
 
     Raises:
         EngineUnavailable: nothing answers at ``master`` within ``seconds``.
@@ -72,18 +72,18 @@ def store_at(master: Master, rank: int, seconds: float) -> tuple[dist.Store, str
 
 
 def store_over(control: Communicator, seconds: float) -> tuple[dist.Store, str]:
-    """A new store that rank 0 of ``control`` opens, and the address from which this rank reaches it."""
+    """Returns a new store that rank 0 of ``control`` opens, and the address from which this rank reaches it."""
     if control.size == 1:
         return dist.HashStore(), LOOPBACK
     hosts = control.allgather(np.frombuffer(hashlib.blake2b(this_host().encode(), digest_size=8).digest(), np.int64))
     text = np.zeros(_TEXT_BYTES, np.uint8)
     listener = None
     if control.rank == 0:
-        # On one host nothing needs to listen where another could reach it.
+        # If all ranks are on one host, other hosts must not be able to connect.
         host = LOOPBACK if (hosts == hosts[0]).all() else outward_address()
         listener = socket.create_server((host, 0))
-        told = json.dumps(listener.getsockname()).encode()
-        text[: len(told)] = np.frombuffer(told, np.uint8)
+        encoded = json.dumps(listener.getsockname()).encode()
+        text[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     master = Master(*json.loads(control.broadcast(text, 0, name="address of the store").tobytes().rstrip(b"\0")))
     opened = _open(master, listener, seconds) if control.rank == 0 else None
     address = _reach(master, control.rank, seconds)
@@ -91,14 +91,14 @@ def store_over(control: Communicator, seconds: float) -> tuple[dist.Store, str]:
 
 
 def exchange_places(store: dist.Store, rank: int, size: int, address: str, seconds: float) -> list[Place]:
-    """Every rank's place.
+    """Returns every rank's host and address.
 
     Raises:
-        EngineUnavailable: a rank has not come within ``seconds``.
+        EngineUnavailable: a rank has not connected within ``seconds``.
     """
     deadline = time.monotonic() + seconds
     keys = [f"place {other}" for other in range(size)]
-    with translated("the meeting of the ranks"):
+    with translated("the rendezvous of the ranks"):
         store.set(keys[rank], json.dumps([this_host(), address]))
         while not store.check(keys):
             if time.monotonic() > deadline:
@@ -112,16 +112,16 @@ def exchange_places(store: dist.Store, rank: int, size: int, address: str, secon
 
 
 def _listener(master: Master) -> socket.socket | None:
-    """A socket that listens at ``master`` and nowhere else; ``None`` where that would shut others out."""
+    """A socket that listens only at ``master``; ``None`` if other ranks could then not connect."""
     try:
         family, _, _, _, address = socket.getaddrinfo(master.host, master.port, type=socket.SOCK_STREAM)[0]
         host = str(address[0])
         if is_loopback(host) and not (is_loopback(master.host) or master.host == "localhost"):
-            return None  # a host's own name, which others resolve otherwise
+            return None  # a host's own name, which other hosts resolve to another address
         return socket.create_server((host, master.port), family=family)
     except OSError:
-        # The address of what stands before this host, such as a service of Kubernetes; or this process listens there
-        # already, for torch.distributed, which can share it. If neither, torch will say so.
+        # The address belongs to a proxy of this host, such as a Kubernetes service, or this process listens there
+        # already, for torch.distributed, which can share the port. Otherwise torch raises an error.
         return None
 
 
@@ -138,7 +138,7 @@ def _open(master: Master, listener: socket.socket | None, seconds: float) -> dis
         )
     except RuntimeError as error:
         raise EngineUnavailable(
-            f"rank 0 cannot listen at {master}, where the ranks are to meet: {error}. Give it a free port, and rank 0 "
+            f"rank 0 cannot listen at {master}, where the ranks connect: {error}. Give it a free port, and rank 0 "
             "the host of that name."
         ) from error
 
@@ -149,13 +149,13 @@ def _connect(master: Master, seconds: float) -> dist.TCPStore:
 
 
 def _reach(master: Master, rank: int, seconds: float) -> str:
-    """Waits until something listens at ``master``; the address from which this host reaches it."""
+    """Waits until a process listens at ``master``; returns the address from which this host reaches it."""
     try:
         with connect_within(str(master), seconds) as connection:
             return str(connection.getsockname()[0])
     except OSError as error:
         raise EngineUnavailable(
-            f"rank {rank}: nothing answers at {master}, where the ranks are to meet, within {seconds:g} s "
+            f"rank {rank}: nothing answers at {master}, where the ranks connect, within {seconds:g} s "
             f"({error}). Is rank 0 started, on that host? Is the port open? CHOROS_START_TIMEOUT=SECONDS makes "
             "ranks wait longer."
         ) from error

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 __all__ = ["WAITING", "Schedule", "wait_until"]
 
-#: So many polls take about 20 µs.
+#: This number of polls takes about 20 µs.
 _TIGHT_POLLS = 64
 #: A yield takes less than a microsecond unless something else has run meanwhile.
 _LONG_YIELD_SECONDS = 50e-6

@@ -1,4 +1,4 @@
-"""Collectives that run while the caller goes on, in the order they were asked for."""
+"""Asynchronous collectives, which run in the order of their calls."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Work(Generic[T]):
         """Blocks until the collective has ended, and returns its result or raises its error.
 
         Args:
-            timeout: at most this many seconds; ``None`` waits for ever.
+            timeout: at most this many seconds; ``None`` waits without a limit.
 
         Raises:
-            TimeoutError: it has not ended by then; it goes on.
+            TimeoutError: the collective has not ended by then; it continues.
         """
         return self._future.result(timeout)
 
@@ -81,7 +81,7 @@ class WorkQueue:
         self._last: Future[Any] | None = None
 
     def submit(self, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        """Runs ``collective`` after all that were asked for before it, on the queue's own thread."""
+        """Runs ``collective`` after all submitted before it, on the queue's own thread."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="choros-comm")
 
@@ -100,7 +100,7 @@ class WorkQueue:
         """
         last = self._last
         if last is not None and not self._on_own_thread():
-            # Its error, if any, belongs to whoever waits for that work.
+            # Its error, if any, is raised to the caller that waits for that work.
             last.exception()
         return self._exclusive
 

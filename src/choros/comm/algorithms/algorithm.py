@@ -19,7 +19,7 @@ class Tuning:
     """Sizes that decide how fast an allreduce is, never what comes out; the same on every rank.
 
     Attributes:
-        chunk_bytes: arrays are packed, reduced and unpacked in chunks of so many bytes.
+        chunk_bytes: arrays are packed, reduced and unpacked in chunks of this many bytes.
         window_bytes: messages from this size on are reduced in shared memory, smaller ones by MPI.
         block_bytes: what a rank sums before it hands it on, to find it in its cache again.
     """

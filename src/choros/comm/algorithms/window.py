@@ -74,7 +74,7 @@ class Window:
         self._window.Sync()
 
     def close(self) -> None:
-        """Gives the memory back; all ranks of the host must do so."""
+        """Frees the memory; all ranks of the host must call it."""
         self._window.Unlock_all()
         self._window.Free()
 
@@ -98,7 +98,7 @@ class WindowAllreduce(AllreduceAlgorithm):
         Args:
             host: the ranks of this host.
             owners: ``None`` if this rank owns no slice, or there is one host only.
-            ranks: how slices are dealt out.
+            ranks: the ranks over which slices are distributed.
             block_bytes: see above.
         """
         self._host = host
@@ -116,7 +116,7 @@ class WindowAllreduce(AllreduceAlgorithm):
         return window.mine[:nbytes]
 
     def holds(self, buffer: NDArray[Any]) -> bool:
-        """Whether ``buffer`` lies in memory from ``allocate``."""
+        """Whether ``buffer`` is in memory from ``allocate``."""
         address = _address(buffer)
         return any(window.offset_of(address) is not None for window in self._windows)
 
@@ -156,7 +156,7 @@ class WindowAllreduce(AllreduceAlgorithm):
             _hand_out(own, others)
 
     def close(self) -> None:
-        """Gives all windows back; all ranks must do so."""
+        """Frees all windows; all ranks must call it."""
         for window in self._windows:
             window.close()
         self._windows.clear()

@@ -1,4 +1,4 @@
-"""One rank alone: every collective gives back what it was given."""
+"""The engine of a single rank: every collective returns its input."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ _MESSAGE_BYTES = 1 << 30
 
 @final
 class _translated:  # noqa: N801  (a class for speed: a generator costs each collective a microsecond more)
-    """MPI's errors in our words."""
+    """A context that raises MPI's errors as ``EngineError``."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -90,7 +90,7 @@ class MpiCommunicator(Communicator):
         tuning: Tuning | None = None,
         host: MPI.Intracomm | None = None,
     ) -> None:
-        """Takes a communicator over, to free it with ``close``.
+        """Takes ownership of a communicator, which ``close`` frees.
 
         Args:
             comm: the members.
@@ -210,7 +210,7 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     """Initialises MPI if needed; the communicator of all ranks and the position MPI gives this one.
 
     Args:
-        topology: what the launcher's environment says; MPI must say the same.
+        topology: the topology from the launcher's environment, with which MPI must agree.
         comm: a communicator to use in place of ``COMM_WORLD``, or those of its ranks that take part.
 
     Raises:
@@ -227,7 +227,7 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
             "and this MPI do not talk to each other. Start the script with chorosrun, with mpirun, or with "
             "srun --mpi=pmix."
         )
-    with _translated("the meeting of the ranks"):
+    with _translated("the rendezvous of the ranks"):
         # What follows spins: a rank that is still importing its framework must not cost the others a core each.
         wait_until(world.Ibarrier().Test)
     communicator = MpiCommunicator.duplicate(world, range(world.Get_size()), WorkQueue())

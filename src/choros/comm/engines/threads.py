@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class _Board:
-    """Where the threads of a communicator lay what they bring; all have laid it before any looks."""
+    """The shared slots through which the threads of a communicator exchange items."""
 
     def __init__(self, size: int) -> None:
         self.slots: list[object] = [None] * size
@@ -30,7 +30,7 @@ class _Board:
         self.lock = threading.Lock()
 
     def exchange(self, rank: int, item: T) -> list[T]:
-        """Every rank's item; returns when all have come *and* gone, so that items may be changed after it."""
+        """Returns every rank's item once all ranks have stored *and* read them, so that items may be changed then."""
         try:
             self.slots[rank] = item
             self.barrier.wait()
@@ -45,7 +45,7 @@ class _Board:
             return self.children.setdefault(ranks, _Board(len(ranks)))
 
     def abort(self) -> None:
-        """Releases every thread that waits, or will wait, for one that has ended."""
+        """Releases every thread that waits, or will wait, for a thread that has ended."""
         with self.lock:
             self.barrier.abort()
             for child in self.children.values():
@@ -102,7 +102,7 @@ class ThreadCommunicator(Communicator):
 def run_threads(function: Callable[[Communicator], T], size: int) -> list[T]:
     """Calls ``function`` with its communicator on ``size`` threads; returns the results in rank order.
 
-    The first error of any thread is raised here; the others are released from what they wait for.
+    The first error of any thread is raised here; the other threads stop waiting.
 
     Example:
         >>> run_threads(lambda communicator: int(communicator.allreduce(communicator.rank, Reduction.SUM)), 3)

@@ -149,7 +149,7 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
     Ranks of torchrun and ``TF_CONFIG`` meet where these say, those that MPI started where MPI's rank 0 says.
 
     Args:
-        topology: what the launcher's environment says.
+        topology: the topology from the launcher's environment.
         comm: the ranks that take part; ``None`` for all.
 
     Raises:

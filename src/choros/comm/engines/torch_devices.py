@@ -170,12 +170,12 @@ class DeviceGroup:
 
         Args:
             tensor: contiguous; the same shape and dtype on every rank. float16 and bfloat16 are summed as they are.
-            op: how values are combined.
+            op: the reduction.
             name: shown in errors.
 
         Raises:
             MismatchError: ranks called it differently.
-            ConfigError: the tensor cannot be reduced with ``op``, or lies elsewhere.
+            ConfigError: the tensor cannot be reduced with ``op``, or is on another device.
         """
         request = Request("device allreduce", f"op={op.value}, {_kind(tensor)}", name)
         with self._control.exclusive():
@@ -229,11 +229,11 @@ class DeviceGroup:
         return received
 
     def reducescatter(self, tensor: torch.Tensor, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> torch.Tensor:
-        """Reduces ``tensor`` over all ranks and gives each rank its rows of the result, as ``shard_range`` deals them.
+        """Reduces ``tensor`` over all ranks and gives each rank its rows of the result, as by ``shard_range``.
 
         Args:
             tensor: contiguous, of at least one dimension; the same shape and dtype on every rank.
-            op: how values are combined.
+            op: the reduction.
             name: shown in errors.
         """
         problem = self._problem(tensor, op)
@@ -282,7 +282,7 @@ class DeviceGroup:
         return received
 
     def close(self) -> None:
-        """Gives back what the group holds; all members must do so, and nothing may be called after it."""
+        """Releases the group's resources; all members must call it, and no method may be called after it."""
         if self._engine == "NCCL":
             self._group.shutdown()
         del self._group, self._store
@@ -310,7 +310,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reduce_parts(parts: torch.Tensor, op: Reduction) -> torch.Tensor:
-    """Combines the ranks' ``parts``, which lie along the first dimension."""
+    """Reduces the ranks' ``parts``, which are stacked along the first dimension."""
     if parts.dtype == torch.bool:
         op = working_op(np.dtype(np.bool_), op)
         return parts.any(0) if op is Reduction.MAX else parts.all(0)

@@ -36,9 +36,9 @@ __all__ = ["BATCH_AXIS", "finalize", "mesh", "start"]
 
 #: The first that can do without its preemption service.
 _OLDEST_JAX = (0, 8, 0)
-#: The name of the mesh's only axis, along which examples are dealt out.
+#: The name of the mesh's only axis, along which examples are sharded.
 BATCH_AXIS = "batch"
-#: A process that says nothing for so long is taken for dead, by those without another sign of it.
+#: A process that sends nothing for this long is considered dead by processes without other evidence.
 _HEARTBEAT_SECONDS = 30
 #: How long a process that ends waits for the others to end too.
 _SHUTDOWN_SECONDS = 10
@@ -64,7 +64,7 @@ def start(topology: Topology, comm: Any = None) -> tuple[Communicator, Topology]
     accelerator of its ``local_rank``, unless ``JAX_LOCAL_DEVICE_IDS`` lists others.
 
     Args:
-        topology: what the launcher's environment says.
+        topology: the topology from the launcher's environment.
         comm: as for the mpi engine.
 
     Raises:
@@ -96,7 +96,7 @@ def start(topology: Topology, comm: Any = None) -> tuple[Communicator, Topology]
 def mesh() -> jax.sharding.Mesh | None:
     """All devices of all processes in the order of the ranks; ``None`` unless this engine was started.
 
-    What the faces ask to learn whether gradients are reduced in the compiled step.
+    The APIs use it to determine whether gradients are reduced in the compiled step.
     """
     return _mesh
 
@@ -194,7 +194,7 @@ def _agreed_address(communicator: Communicator, position: Topology) -> str:
 
 
 def _free_address(*, one_host: bool) -> str:
-    """An address of this host that all ranks reach, and a port of it that nobody listens to."""
+    """An address of this host that all ranks reach, and a free port of it."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return f"{LOOPBACK if one_host else outward_address()}:{probe.getsockname()[1]}"
