@@ -90,7 +90,7 @@ class ClosureQueue:
 
         Raises:
             Exception: the error of a closure.
-            EngineError: there are no workers.
+            EngineError: no worker is connected.
         """
         with self._change:
             self._wait(lambda: self._outstanding == 0)

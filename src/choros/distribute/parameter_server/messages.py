@@ -10,7 +10,7 @@
       ◄──────────────────────────── Changed
       Assign(values) ───────────────────────►             the last writer wins
       ◄─────────────────────────────── None
-      Register(optimizer, recipe) ─────────────►             creates the optimizer unless it exists
+      Register(optimizer, recipe) ──────────►             creates the optimizer unless it exists
       ◄─────────────────────────────── None
       Shutdown ─────────────────────────────►             from the chief: the job has ended
 
