@@ -1,4 +1,4 @@
-"""What the scripts of test_parameter_server.py have in common."""
+"""Helpers shared by the scripts of test_parameter_server.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLUSTER, TASK = (json.loads(os.environ["TF_CONFIG"])[name] for name in ("cluster
 WORKER = f"{TASK['index']}.{os.environ['TEST_LIFE']}"
 X, Y = np.load("x.npy"), np.load("y.npy")
 STEPS, BATCH = 20, 32
-#: So many bytes are a shard's at least: of the kernels of the larger networks only.
+#: The minimum bytes per shard: only the kernels of the larger networks are sharded.
 SHARD = 64 * 20 * 4
 
 
@@ -45,26 +45,26 @@ def assert_close(values, others):
         np.testing.assert_allclose(one, another, rtol=2e-4, atol=2e-6)
 
 
-def come(script, coordinator, worker):
-    """Lets a worker go on, and waits until it takes part."""
+def admit_worker(script, coordinator, worker):
+    """Opens the gate of a worker, and waits until the worker runs functions."""
     Path(GATE.format(script, "worker", worker)).touch()
 
-    def who():
+    def identify():
         time.sleep(0.02)
         return f"{json.loads(os.environ['TF_CONFIG'])['task']['index']}.{os.environ['TEST_LIFE']}"
 
-    while worker not in coordinator.fetch([coordinator.schedule(who) for _ in range(2)]):
+    while worker not in coordinator.fetch([coordinator.schedule(identify) for _ in range(2)]):
         pass
 
 
 def run_cases(names):
-    """On the chief; workers serve from the first ``fit`` or ``schedule`` on."""
+    """Runs the cases on the chief; workers serve from the first ``fit`` or ``schedule`` on."""
     for name, case in names.items():
         if name.startswith("case_") and (len(CLUSTER["worker"]) == 2 or "with_two" not in name):
             begin = time.perf_counter()
             try:
                 case()
                 error = ""
-            except Exception:  # noqa: BLE001  (all that may go wrong is the result)
+            except Exception:  # noqa: BLE001  (every error is reported as the result)
                 error = traceback.format_exc()
             print(CASE + json.dumps({name: error}), f"{time.perf_counter() - begin:.1f} s", flush=True)

@@ -1,6 +1,6 @@
-"""Starts the processes of ParameterServer jobs by hand, each with its ``TF_CONFIG``, with files to wait for.
+"""Starts the processes of parameter-server jobs directly, each with its ``TF_CONFIG``; gate files delay workers.
 
-One process imports the framework, and all others are forks of it, which saves each of them the import.
+One process imports the framework, and all others are forked from it, so that they need not import it again.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ import numpy as np
 from ranks.running import QUICK, python_path
 
 TESTS = Path(__file__).parents[1]
-#: Begins the lines of the chief that tell how a case went.
+#: The prefix of the lines in which the chief reports the results of cases.
 CASE = "case: "
-#: A process waits for this file before it does anything; by script, role, and index and life.
+#: A gate: the file that a process waits for before it starts; formatted with script, role, and index and life.
 GATE = "{}.go.{}.{}"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job.
+    """A parameter-server job.
 
     Attributes:
-        script: what every process runs, beside this file.
-        workers: of the cluster; the last one waits until the chief opens its gate, if there are several.
-        servers: of the cluster.
-        lives: of the last worker: the next one waits likewise.
-        evaluator: whether there is one.
+        script: the script that every process runs, in this directory.
+        workers: the number of workers; if there are several, the last one waits until the chief opens its gate.
+        servers: the number of parameter servers.
+        lives: how many times the last worker is started; each restarted one waits at its own gate.
+        evaluator: whether the job has an evaluator.
     """
 
     script: str
@@ -54,7 +54,7 @@ class Job:
     evaluator: bool = False
 
     def processes(self) -> Iterator[tuple[str, str, int, int]]:
-        """The name, role, index and life of each."""
+        """Yields the name, role, index and life of each process."""
         tasks = {"ps": self.servers, "worker": self.workers, "evaluator": int(self.evaluator), "chief": 1}
         for role, count in tasks.items():
             for index in range(count):
@@ -65,26 +65,26 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How jobs went.
+    """The outcome of jobs.
 
     Attributes:
-        errors: the traceback of each case, empty if it went well.
+        errors: the traceback of each case, empty if it passed.
         codes: by script, the exit code of each process, negative if a signal ended it; ``None`` if it did not end.
-        said: by script, what each process wrote to standard error.
+        stderr: by script, the standard error of each process.
     """
 
     errors: Mapping[str, str]
     codes: Mapping[str, Mapping[str, int | None]]
-    said: Mapping[str, Mapping[str, str]]
+    stderr: Mapping[str, Mapping[str, str]]
 
 
 @functools.cache
 def run_jobs(framework: str, *jobs: Job) -> Outcome:
-    """Runs jobs, one after the other, in one directory that has the digits.
+    """Runs jobs one after the other in one directory that contains the digits data set.
 
     Args:
         framework: Keras' backend.
-        jobs: each another script's.
+        jobs: the jobs, each with a different script.
     """
     from sklearn.datasets import load_digits
 
@@ -117,11 +117,11 @@ def run_jobs(framework: str, *jobs: Job) -> Outcome:
                     case, _ = json.JSONDecoder().raw_decode(line.removeprefix(CASE))
                     errors.update(case)
         codes = {job.script: _read(directory / f"{job.script}.codes") for job in jobs}
-        said = {
+        stderr = {
             job.script: {name: (directory / f"{job.script}.{name}.stderr").read_text() for name in codes[job.script]}
             for job in jobs
         }
-        return Outcome(errors, codes, said)
+        return Outcome(errors, codes, stderr)
 
 
 def _read(path: Path) -> dict[str, int | None]:
@@ -133,13 +133,13 @@ def _kill_group(pid: int) -> None:
 
 
 def _start(jobs: Sequence[Job]) -> None:
-    """What the starter does; in the forks it returns when their script has been run."""
+    """Runs in the starter process; in the forked processes it returns when their script has ended."""
     if os.environ["KERAS_BACKEND"] != "tensorflow":
-        sys.modules["tensorflow"] = None  # Keras would look for it in each process, which takes seconds.
-    warnings.filterwarnings("ignore", "os.fork")  # JAX does not know that it has not been used.
+        sys.modules["tensorflow"] = None  # Keras would search for it in each process, which takes seconds.
+    warnings.filterwarnings("ignore", "os.fork")  # JAX warns although it has not been used yet.
     for module in ("pytest", "keras", "choros.distribute.parameter_server.roles"):
         importlib.import_module(module)
-    gc.freeze()  # Or each fork copies all of these modules when it ends.
+    gc.freeze()  # Otherwise each fork copies all of these modules when it ends.
     for job in jobs:
         cluster = _cluster(job)
         pids: dict[int, str] = {}
@@ -147,14 +147,14 @@ def _start(jobs: Sequence[Job]) -> None:
             pid = os.fork()
             if pid == 0:
                 os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
-                _become(job, name, role, index, life)
+                _run_process(job, name, role, index, life)
                 return
             pids[pid] = name
             Path(f"{job.script}.{name}.pid").write_text(str(pid))
         _wait(job, pids)
 
 
-def _become(job: Job, name: str, role: str, index: int, life: int) -> None:
+def _run_process(job: Job, name: str, role: str, index: int, life: int) -> None:
     os.environ["TEST_LIFE"] = str(life)
     for descriptor, path in ((1, os.devnull), (2, f"{job.script}.{name}.stderr")):
         if role != "chief" or descriptor == 2:
@@ -167,15 +167,15 @@ def _become(job: Job, name: str, role: str, index: int, life: int) -> None:
 
 
 def _wait(job: Job, pids: dict[int, str]) -> None:
-    """Until all have ended, and half a minute longer than the chief at most."""
+    """Waits until all processes have ended, but at most 30 seconds longer than the chief."""
     codes: dict[str, int | None] = dict.fromkeys(pids.values())
-    until = float("inf")
-    while pids and time.monotonic() < until:
+    deadline = float("inf")
+    while pids and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             codes[name := pids.pop(pid)] = os.waitstatus_to_exitcode(status)
             if name == "chief 0":
-                until = time.monotonic() + 30
+                deadline = time.monotonic() + 30
         else:
             time.sleep(0.02)
     for pid in pids:
@@ -186,10 +186,10 @@ def _wait(job: Job, pids: dict[int, str]) -> None:
 def _cluster(job: Job) -> dict[str, Any]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(1 + job.servers)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        chief, *ps = (f"127.0.0.1:{each.getsockname()[1]}" for each in sockets)
-    workers = [f"127.0.0.1:{number}" for number in range(1, job.workers + 1)]  # Nobody listens there.
+        for bound in sockets:
+            bound.bind(("127.0.0.1", 0))
+        chief, *ps = (f"127.0.0.1:{bound.getsockname()[1]}" for bound in sockets)
+    workers = [f"127.0.0.1:{number}" for number in range(1, job.workers + 1)]  # Workers do not listen.
     return {"chief": [chief], "worker": workers, "ps": ps}
 
 

@@ -1,6 +1,6 @@
-"""What every process of a job runs that goes on with what parameter_server_script.py has saved.
+"""The script of a job that resumes from what parameter_server_script.py saved; every process runs it.
 
-It begins with one worker; a second one comes later.
+It begins with one worker; a second one joins later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ with strategy.scope():
         tf.train.Checkpoint(model=built, optimizer=built.optimizer).read("adam.checkpoint")
 
 
-def case_what_is_loaded_trains_on():
+def case_a_loaded_model_continues_training():
     expected = load("adam.expected.keras")
     for model in MODELS.values():
         train(model)
@@ -54,9 +54,9 @@ def case_what_is_loaded_trains_on():
         assert_close(*([v.numpy() for v in each.optimizer.variables] for each in (model, expected)))
 
 
-def case_with_two_none_is_too_far_ahead():
+def case_with_two_no_worker_exceeds_max_staleness():
     coordinator = ClusterCoordinator(strategy)
-    common.come("parameter_server_resumed", coordinator, "1.1")
+    common.admit_worker("parameter_server_resumed", coordinator, "1.1")
 
     def step():
         with Path("order").open("a") as file:
@@ -68,17 +68,17 @@ def case_with_two_none_is_too_far_ahead():
     coordinator.join()
     order = Path("order").read_text()
     assert len(order) == 40
-    # What a worker writes may come later than its step has begun, so each run may have the length of two.
+    # A worker writes some time after its step has begun, so each run may have the length of two.
     runs = [len(list(run)) for _, run in groupby(order[order.index("1") :])]
     assert max(runs) <= 2 * (2 * BOUND + 2), order
 
 
-def case_with_two_every_optimizer_goes_on_with_what_servers_kept():
+def case_with_two_every_optimizer_resumes_from_the_servers_slots():
     check_all()
 
 
 def evaluate():
-    """The evaluator is a device of its own."""
+    """The evaluator trains and evaluates on its own, as a single device."""
     expected = load("adam.keras")
     assert MODELS["model"].evaluate(X, Y, verbose=0) == expected.evaluate(X, Y, verbose=0)
     for model in (MODELS["model"], expected):

@@ -1,7 +1,6 @@
-"""What every process of the job of test_parameter_server.py runs; cases are called in this order, on the chief.
+"""The script that every process of the job of test_parameter_server.py runs; the chief runs the cases in this order.
 
-The job begins with one worker; a second one comes in the middle, is killed, and comes back. At the end a server is
-killed.
+The job begins with one worker; a second one joins later, is killed, and is restarted. At the end a server is killed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SCRIPT = "parameter_server_script"
 
 
 class Watched(keras.Sequential):
-    """A model that does something of its own before each step on a worker."""
+    """A model that calls a test's function before each step on a worker."""
 
     def make_train_function(self, force=False):
         before = self.train_function
@@ -59,7 +58,7 @@ def pid_of(process):
 
 
 def steps_of(name):
-    """How many steps each worker has done with a model."""
+    """Returns the number of steps that each worker has done with a model."""
     return {path.suffixes[-2][1:] + path.suffix: path.stat().st_size for path in HERE.glob(f"{name}.steps.*.*")}
 
 
@@ -95,18 +94,18 @@ OPTIMIZERS = {
 
 
 def models():
-    """By name: cut and whole, with and without statistics."""
-    made = {
+    """Returns models by name: sharded and whole, with and without statistics."""
+    models = {
         "adam": network(40, OPTIMIZERS["adam"]()),
         "sgd": network(8, OPTIMIZERS["sgd"](), norm=True),
     }
-    if FRAMEWORK == "torch":  # The others would compile each, three times.
-        made["decayed"] = network(40, OPTIMIZERS["decayed"]())
-        made["accumulating"] = network(40, OPTIMIZERS["accumulating"]())
-        made["averaging"] = network(40, OPTIMIZERS["averaging"]())
+    if FRAMEWORK == "torch":  # The other frameworks would compile each model three times.
+        models["decayed"] = network(40, OPTIMIZERS["decayed"]())
+        models["accumulating"] = network(40, OPTIMIZERS["accumulating"]())
+        models["averaging"] = network(40, OPTIMIZERS["averaging"]())
     else:
-        made["scaled"] = network(8, keras.optimizers.LossScaleOptimizer(OPTIMIZERS["adam"](), initial_scale=1024.0))
-    return made
+        models["scaled"] = network(8, keras.optimizers.LossScaleOptimizer(OPTIMIZERS["adam"](), initial_scale=1024.0))
+    return models
 
 
 strategy = ParameterServerStrategy(variable_partitioner=MinSizePartitioner(SHARD, max_shards=3))
@@ -139,7 +138,7 @@ def case_one_worker_ends_with_the_weights_of_one_device():
 
 
 def values_of(path):
-    """The values in a file of Keras, by their names in it."""
+    """Returns the values in a Keras file, by name."""
     found = {}
 
     def note(name, item):
@@ -151,7 +150,7 @@ def values_of(path):
     return found
 
 
-def case_what_the_chief_saves_is_what_one_device_saves():
+def case_the_chief_saves_the_same_as_one_device():
     for name, model in MODELS.items():
         model.save(f"{name}.keras")
         ALONE[name].save(f"{name}.alone.keras")
@@ -161,7 +160,7 @@ def case_what_the_chief_saves_is_what_one_device_saves():
             np.testing.assert_allclose(saved[key], expected[key], rtol=2e-4, atol=2e-6, err_msg=f"{name} {key}")
 
 
-def case_what_the_chief_saves_trains_on_outside():
+def case_a_saved_model_continues_training_outside_the_job():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         outside = keras.models.load_model("adam.keras", custom_objects={"Watched": Watched})
@@ -177,7 +176,7 @@ def case_what_the_chief_saves_trains_on_outside():
     ALONE["adam"].save("adam.expected.keras")
 
 
-def case_weights_and_learning_rates_set_on_the_chief_count():
+def case_weights_and_learning_rates_set_on_the_chief_are_used():
     alone = ALONE["adam"]
     zeros = [np.zeros_like(weight) for weight in alone.get_weights()]
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.01 * (epoch + 1))
@@ -190,7 +189,7 @@ def case_weights_and_learning_rates_set_on_the_chief_count():
     np.testing.assert_allclose(MODELS["adam"].predict(X[:8], verbose=0), alone.predict(X[:8], verbose=0), rtol=1e-3)
 
 
-def case_a_batch_at_a_time():
+def case_train_on_batch():
     logs, expected = (
         model.train_on_batch(X[:BATCH], Y[:BATCH], return_dict=True) for model in (MODELS["adam"], ALONE["adam"])
     )
@@ -278,7 +277,7 @@ def step_in_jax():
 DATASET = coordinator.create_per_worker_dataset(make_dataset)
 
 
-def case_a_loop_of_ones_own():
+def case_a_custom_training_loop():
     alone = network(40, keras.optimizers.Adam(0.01))
     losses = [float(alone.train_on_batch(*batch)[0]) for batch in batches()[:1]]
     for batch in batches()[1:]:
@@ -295,14 +294,14 @@ def case_a_loop_of_ones_own():
     assert 0.2 < float(keras.ops.convert_to_numpy(ACCURACY.result())) < 1.0
 
 
-def case_results_come_in_any_structure():
+def case_results_may_have_any_structure():
     scale = 3
     result = coordinator.schedule(lambda x, *, add: {"sum": (x * scale + add).sum()}, (np.arange(4.0),), {"add": 1})
     assert coordinator.fetch([result, 5]) == [{"sum": 22.0}, 5]
     assert result.get() == {"sum": 22.0}
 
 
-def case_what_a_function_uses_is_as_it_was_when_it_was_scheduled():
+def case_arguments_are_captured_when_scheduled():
     results = [coordinator.schedule(lambda x: x + 1, (number,)) for number in range(3)]
     assert coordinator.fetch(results) == [1, 2, 3]
 
@@ -311,7 +310,7 @@ class UsersError(Exception):
     pass
 
 
-def case_an_error_is_raised_once_and_cancels_what_waits():
+def case_an_error_is_raised_once_and_cancels_waiting_functions():
     def fail():
         time.sleep(0.1)
         raise UsersError("of the user")
@@ -329,7 +328,7 @@ def case_an_error_is_raised_once_and_cancels_what_waits():
     assert coordinator.schedule(lambda: 7).fetch() == 7
 
 
-def case_what_cannot_be_scheduled_is_an_error():
+def case_invalid_functions_and_arguments_are_errors():
     result = coordinator.schedule(lambda: 7)
     stranger, lock = keras.layers.Dense(1), threading.Lock()
     for function, args, text in (
@@ -347,7 +346,7 @@ def case_what_cannot_be_scheduled_is_an_error():
         coordinator.join()
 
 
-def case_only_the_chief_is_ended_by_signals():
+def case_signals_end_only_the_chief():
     for process in ("ps 0", "worker 0"):
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(pid_of(process), number)
@@ -356,15 +355,15 @@ def case_only_the_chief_is_ended_by_signals():
     assert coordinator.schedule(lambda: 7).fetch() == 7
 
 
-# A second worker comes.
+# A second worker joins.
 
 
 def case_with_two_reach_the_accuracy_of_one_device():
-    common.come(SCRIPT, coordinator, "1.1")
+    common.admit_worker(SCRIPT, coordinator, "1.1")
     alone = network(40, keras.optimizers.Adam(0.02))
     for model in (PAIR, alone):
         model.fit(X, Y, batch_size=4 * BATCH, epochs=12, verbose=0)
-        # Both come to rest: what is left of one worker's updates being late is small where steps are.
+        # With small steps both converge: the effect of late updates is then small.
         model.optimizer.learning_rate = 0.002
         model.fit(X, Y, batch_size=4 * BATCH, epochs=12, verbose=0)
     pair, one = (model.evaluate(X, Y, verbose=0)[1] for model in (PAIR, alone))
@@ -372,7 +371,7 @@ def case_with_two_reach_the_accuracy_of_one_device():
     assert abs(pair - one) <= 0.01, (pair, one)
 
 
-def case_with_two_a_slow_worker_does_fewer_steps_and_holds_nobody_up():
+def case_with_two_a_slow_worker_does_fewer_steps_and_does_not_block_others():
     # All workers have compiled the step when the first epoch is over.
     train(SLOW, epochs=2)
     for path in HERE.glob("slow.steps.*"):
@@ -388,7 +387,7 @@ class UntilKilled(keras.callbacks.Callback):
         self.model.stop_training = Path("killed").exists()
 
 
-def case_with_two_a_worker_that_is_killed_loses_no_batch():
+def case_with_two_a_killed_worker_loses_no_batch():
     history = train(MORTAL, epochs=1000, callbacks=[UntilKilled()])
     assert Path("killed").exists()
     loss = next(metric for metric in MORTAL.metrics if metric.name == "loss")
@@ -399,8 +398,8 @@ def case_with_two_a_worker_that_is_killed_loses_no_batch():
     assert steps["0.1"] == epochs * STEPS // 2 - 2, (steps, epochs)
 
 
-def case_with_two_a_worker_that_comes_back_takes_part():
-    common.come(SCRIPT, coordinator, "1.2")
+def case_with_two_a_restarted_worker_participates():
+    common.admit_worker(SCRIPT, coordinator, "1.2")
 
     class UntilBack(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

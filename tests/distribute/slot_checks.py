@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import optimizers
 
-from choros.distribute.parameter_server.messages import Adopt, Assign, OptimizerRecipe, Pull, Push
+from choros.distribute.parameter_server.messages import Assign, OptimizerRecipe, Pull, Push, Register
 from choros.distribute.parameter_server.placement import SlotKey, place
 from choros.distribute.parameter_server.shards import Shards
 from choros.distribute.parameter_server.slots import Slots
@@ -73,7 +73,7 @@ def check(make, partition):
         servers = [Shards(), Shards()]
         for server, part in zip(servers, placement.split(state), strict=True):
             server.assign(Assign(part))
-            server.adopt(Adopt(1, recipe))
+            server.register(Register(1, recipe))
         for step in range(3):
             gradients = random(10 * life + step + 1)
             for server, part in zip(servers, placement.split(gradients), strict=True):

@@ -1,4 +1,4 @@
-"""The coordinator's parts that need no processes; the rest is in test_parameter_server.py."""
+"""The parts of the coordinator that need no processes; test_parameter_server.py tests the rest."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def closure(name: str = "") -> Closure:
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_no_worker_begins_a_step_too_far_ahead(bound):
-    """Threads as workers, one of them slow, one lost half-way."""
+def test_no_worker_starts_a_step_beyond_the_staleness_bound(bound):
+    """Threads act as workers; one is slow, and one is lost half-way."""
     queue = ClosureQueue(Clocks(bound), 30)
     names = ("fast", "slow", "lost")
     done, ahead = dict.fromkeys(names, 0), []
@@ -39,7 +39,7 @@ def test_no_worker_begins_a_step_too_far_ahead(bound):
             if name == "lost" and steps == 3:
                 del done[name]
                 queue.lost(name, taken)
-                queue.left(name)
+                queue.remove_worker(name)
                 return
             time.sleep(0.01 if name == "slow" else 0)
             steps += 1
@@ -51,7 +51,7 @@ def test_no_worker_begins_a_step_too_far_ahead(bound):
 
     threads = [threading.Thread(target=work, args=(name,)) for name in names]
     for _ in names:
-        queue.came()
+        queue.add_worker()
     for _ in range(60):
         queue.put(closure(), limit=100)
     for thread in threads:
@@ -65,22 +65,22 @@ def test_no_worker_begins_a_step_too_far_ahead(bound):
     assert done["fast"] - done["slow"] <= bound + 1
 
 
-def test_a_worker_without_work_holds_nobody_up():
+def test_an_idle_worker_does_not_block_others():
     clocks = Clocks(1)
     clocks.start("idle")
     clocks.finish("idle")
-    clocks.rest("idle")
+    clocks.mark_idle("idle")
     for _ in range(10):
         assert clocks.may_start("busy")
         clocks.start("busy")
         clocks.finish("busy")
-    clocks.start("idle")  # begins one step behind, not ten
+    clocks.start("idle")  # starts one step behind, not ten
     assert clocks.may_start("busy")
 
 
-def test_a_closure_of_a_lost_worker_is_the_next():
+def test_the_closure_of_a_lost_worker_is_run_next():
     queue = ClosureQueue(Clocks(None), 30)
-    queue.came()
+    queue.add_worker()
     first, second = closure("first"), closure("second")
     queue.put(first, 9)
     queue.put(second, 9)
@@ -94,16 +94,16 @@ def test_a_closure_of_a_lost_worker_is_the_next():
     assert [each.result.fetch() for each in (first, second)] == [1, 2]
 
 
-def test_a_closure_that_costs_three_workers_is_an_error():
+def test_a_closure_during_which_three_workers_were_lost_is_an_error():
     queue = ClosureQueue(Clocks(None), 30)
     fatal, other = closure("fatal"), closure("other")
     queue.put(fatal, 9)
     queue.put(other, 9)
     for worker in ("worker 0", "worker 1", "worker 0"):
-        queue.came()
+        queue.add_worker()
         assert queue.take(worker) is fatal
         queue.lost(worker, fatal)
-        queue.left(worker)
+        queue.remove_worker(worker)
     with pytest.raises(EngineError, match=r"fatal is not run again.* worker 0, worker 1, worker 0"):
         queue.wait()
     with pytest.raises(EngineError, match="fatal"):
@@ -113,9 +113,9 @@ def test_a_closure_that_costs_three_workers_is_an_error():
     assert queue.idle
 
 
-def test_an_error_cancels_what_waits_and_is_raised_once():
+def test_an_error_cancels_waiting_closures_and_is_raised_once():
     queue = ClosureQueue(Clocks(None), 30)
-    queue.came()
+    queue.add_worker()
     first, second = closure(), closure()
     queue.put(first, 9)
     queue.put(second, 9)
@@ -129,14 +129,14 @@ def test_an_error_cancels_what_waits_and_is_raised_once():
         second.result.get()
 
 
-def test_a_job_without_workers_is_an_error_in_the_end():
+def test_a_job_without_workers_is_an_error_after_the_time_limit():
     queue = ClosureQueue(Clocks(None), 0.01)
     queue.put(closure(), 9)
     with pytest.raises(EngineError, match="no worker"):
         queue.wait()
 
 
-def test_clipping_is_that_of_keras():
+def test_clipping_is_the_same_as_in_keras():
     gradients = [np.array([3.0, -4.0]), np.array([0.3])]
     np.testing.assert_allclose(Clipping(clipnorm=1.0).apply(gradients)[0], [0.6, -0.8])
     np.testing.assert_allclose(Clipping(clipnorm=1.0).apply(gradients)[1], [0.3])
@@ -146,7 +146,7 @@ def test_clipping_is_that_of_keras():
     assert Clipping().apply(gradients) == gradients
 
 
-def test_an_accumulator_gives_means():
+def test_an_accumulator_returns_means():
     accumulator = Accumulator(2)
     one = np.array([1.0])
     assert accumulator.add([one]) is None
@@ -164,13 +164,13 @@ def test_an_accumulator_gives_means():
         ({"chief": ["a:1"], "worker": ["b:2"], "ps": ["c:3"]}, ("worker", 0), "CHOROS_SECRET is not set"),
     ],
 )
-def test_a_cluster_that_cannot_be_is_an_error(cluster, task, text):
+def test_an_invalid_cluster_is_an_error(cluster, task, text):
     resolver = SimpleClusterResolver(cluster, task_type=task[0], task_id=task[1])
     with pytest.raises(ConfigError, match=text):
         ParameterServerStrategy(resolver)
 
 
-def test_wrong_arguments_are_errors():
+def test_invalid_arguments_are_errors():
     with pytest.raises(ConfigError, match="max_staleness=-1"):
         ParameterServerStrategy(max_staleness=-1)
     with pytest.raises(ConfigError, match="takes a ParameterServerStrategy, not a str"):

@@ -1,10 +1,10 @@
-"""Where ranks listen."""
+"""The addresses at which ranks listen."""
 
 import pytest
 
 from choros.transport.address import (
     LOOPBACK,
-    Place,
+    Location,
     address_towards,
     choose_address,
     is_loopback,
@@ -13,22 +13,22 @@ from choros.transport.address import (
 )
 
 ADDRESSES = {
-    "one host": ([Place("a", "10.0.0.1"), Place("a", "10.0.0.1")], [LOOPBACK, LOOPBACK]),
-    "two hosts": ([Place("a", "10.0.0.1"), Place("b", "10.0.0.2")], ["10.0.0.1", "10.0.0.2"]),
-    "IPv6": ([Place("a", "fd00::1"), Place("b", "fd00::2")], ["fd00::1", "fd00::2"]),
+    "one host": ([Location("a", "10.0.0.1"), Location("a", "10.0.0.1")], [LOOPBACK, LOOPBACK]),
+    "two hosts": ([Location("a", "10.0.0.1"), Location("b", "10.0.0.2")], ["10.0.0.1", "10.0.0.2"]),
+    "IPv6": ([Location("a", "fd00::1"), Location("b", "fd00::2")], ["fd00::1", "fd00::2"]),
     "a host whose own name is loopback": (
-        [Place("a", "127.0.1.1"), Place("a", "127.0.0.1"), Place("b", "10.0.0.2")],
+        [Location("a", "127.0.1.1"), Location("a", "127.0.0.1"), Location("b", "10.0.0.2")],
         [None, None, "10.0.0.2"],
     ),
 }
 
 
-@pytest.mark.parametrize(("places", "chosen"), ADDRESSES.values(), ids=ADDRESSES)
-def test_address_is_that_which_others_reach(places: list[Place], chosen: list[str | None]) -> None:
-    assert [choose_address(places, rank) for rank in range(len(places))] == chosen
+@pytest.mark.parametrize(("locations", "chosen"), ADDRESSES.values(), ids=ADDRESSES)
+def test_the_chosen_address_can_be_reached_by_other_ranks(locations: list[Location], chosen: list[str | None]) -> None:
+    assert [choose_address(locations, rank) for rank in range(len(locations))] == chosen
 
 
-def test_this_host_has_one_name_and_an_address_of_its_own() -> None:
+def test_this_host_has_one_name_and_its_own_address() -> None:
     assert this_host() == this_host()
     assert address_towards(outward_address()) == outward_address()
     assert is_loopback(address_towards(LOOPBACK))

@@ -1,4 +1,4 @@
-"""Channels between two threads of this process, which is all they can tell apart from two processes."""
+"""Channels between two threads of this process, which behave as between two processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def echo(channel, first):
         pass
 
 
-def test_a_channel_carries_arrays_that_can_be_written_to(address):
+def test_received_arrays_are_writable(address):
     listener = Listener(address, KEY, echo)
     channel = connect(address, KEY, "the echo", 5)
     arrays = {
@@ -72,7 +72,7 @@ def test_a_channel_carries_arrays_that_can_be_written_to(address):
     listener.close()
 
 
-def test_who_has_another_key_is_turned_away(address):
+def test_a_process_with_another_key_is_refused(address):
     listener = Listener(address, KEY, echo)
     with pytest.raises(EngineError, match="CHOROS_SECRET must be the same"):
         connect(address, b"another key 0000", "the echo", 5)
@@ -80,24 +80,24 @@ def test_who_has_another_key_is_turned_away(address):
     listener.close()
 
 
-def test_nobody_there_is_an_error_in_bounded_time(address):
+def test_connecting_without_a_listener_is_an_error_within_the_time_limit(address):
     with pytest.raises(EngineError, match=r"could not be reached at .* within 0.2 s"):
         connect(address, KEY, "parameter server 0", 0.2)
 
 
 def test_keys(tmp_path):
-    here, away = ["127.0.0.1:1", "localhost:2"], ["127.0.0.1:1", "node1:2"]
+    local, remote = ["127.0.0.1:1", "localhost:2"], ["127.0.0.1:1", "node1:2"]
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    key = job_key(environ, here)
-    assert key == job_key(environ, here)
+    key = job_key(environ, local)
+    assert key == job_key(environ, local)
     assert len(key) == 32
     assert (tmp_path / "choros" / "secret").stat().st_mode & 0o777 == 0o600
     with pytest.raises(ConfigError, match="node1:2 can be reached from other hosts"):
-        job_key(environ, away)
-    assert job_key({"CHOROS_SECRET": "ab" * 16}, away) == b"\xab" * 16
+        job_key(environ, remote)
+    assert job_key({"CHOROS_SECRET": "ab" * 16}, remote) == b"\xab" * 16
     for wrong in ("xyz", "ab"):
         with pytest.raises(ConfigError, match="32 hexadecimal digits"):
-            job_key({"CHOROS_SECRET": wrong}, here)
+            job_key({"CHOROS_SECRET": wrong}, local)
 
 
 class OddError(Exception):
@@ -106,16 +106,16 @@ class OddError(Exception):
 
 
 @pytest.mark.parametrize(("error", "kind"), [(ValueError("x"), ValueError), (OddError(1, 2), EngineError)])
-def test_failures_travel_with_their_traceback(error, kind):
+def test_failures_are_sent_with_their_traceback(error, kind):
     try:
         raise error
     except (ValueError, OddError) as caught:
         failure = pickle.loads(pickle.dumps(Failure.of(caught)))
     assert isinstance(failure.error(), kind)
-    assert "test_failures_travel" in failure.error().__notes__[0]
+    assert "test_failures_are_sent" in failure.error().__notes__[0]
 
 
-def test_a_channel_is_readable_when_a_message_has_come(address):
+def test_a_channel_is_readable_when_a_message_has_arrived(address):
     listener = Listener(address, KEY, echo)
     channel, loop, received = connect(address, KEY, "the echo", 5), Loop(), []
     loop.on_readable(channel, lambda: received.append(channel.receive()))
@@ -126,16 +126,16 @@ def test_a_channel_is_readable_when_a_message_has_come(address):
     listener.close()
 
 
-def test_the_end_of_the_other_process_is_noticed(address):
-    gone = Listener(address, KEY, lambda channel, _first: channel.close())
+def test_the_end_of_the_peer_is_detected(address):
+    listener = Listener(address, KEY, lambda channel, _first: channel.close())
     channel = connect(address, KEY, "the other", 5)
     channel.send("first")
     with pytest.raises(ChannelClosed, match="the other is closed: it has ended"):
         channel.receive()
-    gone.close()
+    listener.close()
 
 
-def test_a_listener_that_is_closed_accepts_no_connection(address):
+def test_a_closed_listener_accepts_no_connection(address):
     listener = Listener(address, KEY, echo)
     channel = connect(address, KEY, "the echo", 5)
     channel.send("first")
@@ -147,7 +147,7 @@ def test_a_listener_that_is_closed_accepts_no_connection(address):
     assert channel.receive() == "still"
 
 
-def test_nothing_is_unpickled_before_the_proof(address):
+def test_nothing_is_unpickled_before_authentication(address):
     """A process without the key sends a message at once, which would run code."""
     opened = []
     listener = Listener(address, KEY, lambda _channel, first: opened.append(first))
@@ -160,14 +160,14 @@ def test_nothing_is_unpickled_before_the_proof(address):
     listener.close()
 
 
-def test_an_address_that_is_taken(address):
+def test_listening_at_a_used_address_is_an_error(address):
     listener = Listener(address, KEY, echo)
     with pytest.raises(EngineError, match="cannot listen at"):
         Listener(address, KEY, echo)
     listener.close()
 
 
-def test_it_waits_for_the_listener_to_start(address):
+def test_connect_waits_for_the_listener_to_start(address):
     later = threading.Timer(0.2, lambda: Listener(address, KEY, echo))
     later.start()
     connect(address, KEY, "the echo", 5).close()

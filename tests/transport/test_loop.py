@@ -18,9 +18,9 @@ from choros.transport.signal_pipe import SignalPipe, wake_only
 
 @pytest.fixture
 def loop():
-    made = Loop(poll_seconds=0.02)
-    yield made
-    made.close()
+    loop = Loop(poll_seconds=0.02)
+    yield loop
+    loop.close()
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def never():
     return False
 
 
-def test_a_descriptor_that_can_be_read_is_called(loop, pipe):
+def test_a_readable_descriptor_is_called(loop, pipe):
     reads, writes = pipe
     got = []
     loop.on_readable(reads, lambda: got.append(reads.read(100)))
@@ -45,7 +45,7 @@ def test_a_descriptor_that_can_be_read_is_called(loop, pipe):
     assert got == [b"hello"]
 
 
-def test_the_end_of_a_pipe_can_be_read(loop, pipe):
+def test_the_end_of_a_pipe_is_readable(loop, pipe):
     reads, writes = pipe
     got = []
 
@@ -60,7 +60,7 @@ def test_the_end_of_a_pipe_can_be_read(loop, pipe):
     assert got == [b""]
 
 
-def test_a_socket_that_can_be_written_to_is_called(loop):
+def test_a_writable_socket_is_called(loop):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
@@ -87,7 +87,7 @@ def test_a_socket_that_can_be_written_to_is_called(loop):
         assert loop.run(lambda: received == 40 * 65536, seconds=10)
 
 
-def test_what_a_callback_forgets_is_not_called(loop):
+def test_a_descriptor_that_a_callback_forgets_is_not_called(loop):
     pairs = [os.pipe() for _ in range(2)]
     called = []
     for _, writer in pairs:
@@ -111,13 +111,13 @@ def test_the_condition_is_checked_first(loop):
     assert loop.run(lambda: True, seconds=0.0)
 
 
-def test_time_runs_out(loop):
+def test_run_ends_at_its_time_limit(loop):
     began = time.monotonic()
     assert not loop.run(never, seconds=0.1)
     assert 0.1 <= time.monotonic() - began < 1
 
 
-def test_a_condition_that_no_descriptor_announces_is_polled(loop):
+def test_a_condition_without_a_descriptor_is_polled(loop):
     over = threading.Event()
     timer = threading.Timer(0.1, over.set)
     timer.start()
@@ -125,66 +125,66 @@ def test_a_condition_that_no_descriptor_announces_is_polled(loop):
     timer.join()
 
 
-def test_deadlines_come_in_their_order_and_once(loop):
-    came = []
+def test_deadlines_expire_in_order_and_once(loop):
+    called = []
     for name, seconds in (("b", 0.1), ("a", 0.05), ("c", 0.15)):
-        loop.set_deadline(name, seconds, lambda name=name: came.append(name))
+        loop.set_deadline(name, seconds, lambda name=name: called.append(name))
     loop.run(never, seconds=0.3)
-    assert came == ["a", "b", "c"]
+    assert called == ["a", "b", "c"]
 
 
 def test_a_deadline_ends_the_wait_long_before_the_next_poll():
-    loop, came = Loop(poll_seconds=30), []
-    loop.set_deadline("soon", 0.05, lambda: came.append("soon"))
+    loop, called = Loop(poll_seconds=30), []
+    loop.set_deadline("soon", 0.05, lambda: called.append("soon"))
     began = time.monotonic()
-    assert loop.run(lambda: bool(came))
+    assert loop.run(lambda: bool(called))
     assert time.monotonic() - began < 5
     loop.close()
 
 
 def test_deadlines_are_cancelled_and_replaced(loop):
-    came = []
-    loop.set_deadline("a", 0.02, lambda: came.append("first"))
-    loop.set_deadline("a", 0.05, lambda: came.append("second"))
-    loop.set_deadline("b", 0.05, lambda: came.append("cancelled"))
+    called = []
+    loop.set_deadline("a", 0.02, lambda: called.append("first"))
+    loop.set_deadline("a", 0.05, lambda: called.append("second"))
+    loop.set_deadline("b", 0.05, lambda: called.append("cancelled"))
     loop.cancel("b", "unknown")
     loop.run(never, seconds=0.15)
-    assert came == ["second"]
-    loop.set_deadline("a", 0.02, lambda: came.append("all"))
+    assert called == ["second"]
+    loop.set_deadline("a", 0.02, lambda: called.append("all"))
     loop.cancel_all()
     loop.run(never, seconds=0.1)
-    assert came == ["second"]
+    assert called == ["second"]
 
 
-def test_an_action_may_cancel_and_replace_those_that_are_due_with_it(loop):
-    came = []
+def test_an_action_may_cancel_and_replace_deadlines_due_at_the_same_time(loop):
+    called = []
 
     def first():
-        came.append("first")
+        called.append("first")
         loop.cancel("cancelled")
-        loop.set_deadline("replaced", 0.05, lambda: came.append("later"))
+        loop.set_deadline("replaced", 0.05, lambda: called.append("later"))
 
     loop.set_deadline("first", 0.0, first)
-    loop.set_deadline("cancelled", 0.0, lambda: came.append("cancelled"))
-    loop.set_deadline("replaced", 0.0, lambda: came.append("at once"))
+    loop.set_deadline("cancelled", 0.0, lambda: called.append("cancelled"))
+    loop.set_deadline("replaced", 0.0, lambda: called.append("at once"))
     loop.run(never, seconds=0.15)
-    assert came == ["first", "later"]
+    assert called == ["first", "later"]
 
 
-def test_a_repeated_action_ends_when_it_is_cancelled(loop):
-    came = []
+def test_a_repeated_action_ends_when_cancelled(loop):
+    called = []
 
     def count():
-        came.append(1)
-        if len(came) == 3:
+        called.append(1)
+        if len(called) == 3:
             loop.cancel("count")
 
     loop.repeat("count", 0.01, count)
     loop.run(never, seconds=0.2)
-    assert len(came) == 3
+    assert len(called) == 3
 
 
-def test_an_error_of_a_callback_leaves_the_loop(loop):
+def test_an_error_of_a_callback_propagates(loop):
     loop.set_deadline("fails", 0.0, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loop.run(never, seconds=1)
@@ -207,20 +207,20 @@ def test_signals_wake_the_loop():
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_a_handler_runs_at_once_and_its_deadline_counts():
-    loop, came = Loop(poll_seconds=30), []
-    handler = lambda _number, _frame: loop.set_deadline("from the handler", 0.05, lambda: came.append("due"))  # noqa: E731
+def test_a_handler_runs_immediately_and_its_deadline_applies():
+    loop, called = Loop(poll_seconds=30), []
+    handler = lambda _number, _frame: loop.set_deadline("from the handler", 0.05, lambda: called.append("due"))  # noqa: E731
     with SignalPipe({signal.SIGUSR1: handler}) as signals:
-        loop.on_readable(signals, lambda: came.append(signals.read()))
+        loop.on_readable(signals, lambda: called.append(signals.read()))
         timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
         timer.start()
-        assert loop.run(lambda: "due" in came, seconds=10)
+        assert loop.run(lambda: "due" in called, seconds=10)
         timer.join()
     loop.close()
-    assert came == [[signal.SIGUSR1], "due"]
+    assert called == [[signal.SIGUSR1], "due"]
 
 
-def test_in_another_thread_no_signal_is_caught():
+def test_no_signal_is_caught_in_another_thread():
     before = signal.getsignal(signal.SIGUSR1)
     seen = []
 
@@ -234,8 +234,8 @@ def test_in_another_thread_no_signal_is_caught():
     assert seen == [before, []]
 
 
-def test_the_loop_is_light():
-    """Each rank has a wrapper beside it, which pays for what the loop imports."""
+def test_the_loop_imports_little():
+    """The wrapper of each rank imports the loop, and pays for its imports."""
     check = (
         "import sys; import choros.transport.loop, choros.transport.signal_pipe\n"
         "print(*(name for name in sys.modules if name.startswith('choros.')))\n"

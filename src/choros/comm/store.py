@@ -6,7 +6,7 @@
     listen at the master            (torchrun's agent may listen there already: then all ranks are clients)
     connect ─────────┐ ┌─────────── connect                    (1) which of my addresses reaches it?
                    ┌─┴─┴──┐
-    host, address ─►│store │◄────── host, address               (2) all ranks' addresses, in bounded time
+    host, address ─►│store │◄────── host, address               (2) all ranks' locations, in bounded time
                    └─┬─┬──┘
     listen at that ──┘ └─────────── listen at that             (3) Gloo connects each rank with each, or NCCL does
 
@@ -30,10 +30,10 @@ import torch.distributed as dist  # noqa: TID253  (imported by the torch engine 
 from choros.comm.communicator import Communicator
 from choros.errors import EngineError, EngineUnavailable
 from choros.topology import Master
-from choros.transport.address import LOOPBACK, Place, is_loopback, outward_address, this_host
+from choros.transport.address import LOOPBACK, Location, is_loopback, outward_address, this_host
 from choros.transport.endpoint import connect_within
 
-__all__ = ["exchange_places", "store_at", "store_over", "translated"]
+__all__ = ["exchange_locations", "store_at", "store_over", "translated"]
 
 #: The time between two polls of the store.
 _POLL_SECONDS = 0.02
@@ -90,15 +90,15 @@ def store_over(control: Communicator, seconds: float) -> tuple[dist.Store, str]:
     return opened or _connect(master, seconds), address
 
 
-def exchange_places(store: dist.Store, rank: int, size: int, address: str, seconds: float) -> list[Place]:
-    """Returns every rank's host and address.
+def exchange_locations(store: dist.Store, rank: int, size: int, address: str, seconds: float) -> list[Location]:
+    """Returns the location of every rank.
 
     Raises:
         EngineUnavailable: a rank has not connected within ``seconds``.
     """
     deadline = time.monotonic() + seconds
-    keys = [f"place {other}" for other in range(size)]
-    with translated("the rendezvous of the ranks"):
+    keys = [f"location {other}" for other in range(size)]
+    with translated("the meeting of the ranks"):
         store.set(keys[rank], json.dumps([this_host(), address]))
         while not store.check(keys):
             if time.monotonic() > deadline:
@@ -108,7 +108,7 @@ def exchange_places(store: dist.Store, rank: int, size: int, address: str, secon
                     f"{seconds:g} s. Were they started? CHOROS_START_TIMEOUT=SECONDS makes the others wait longer."
                 )
             time.sleep(_POLL_SECONDS)
-        return [Place(*json.loads(store.get(key))) for key in keys]
+        return [Location(*json.loads(store.get(key))) for key in keys]
 
 
 def _listener(master: Master) -> socket.socket | None:

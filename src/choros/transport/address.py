@@ -1,4 +1,4 @@
-"""Which of a host's addresses its ranks use: loopback where that is enough, else one that the others reach."""
+"""The choice of a rank's address: loopback if all ranks share a host, else an address that other hosts can reach."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["LOOPBACK", "Place", "address_towards", "choose_address", "is_loopback", "outward_address", "this_host"]
+__all__ = ["LOOPBACK", "Location", "address_towards", "choose_address", "is_loopback", "outward_address", "this_host"]
 
 LOOPBACK = "127.0.0.1"
-#: Two machines may have one name, and network namespaces of one machine cannot use each other's loopback.
-_TELL_HOSTS_APART = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net"))
+#: Two machines may have the same name, and network namespaces of one machine cannot use each other's loopback.
+_HOST_IDS = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net"))
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank runs.
+class Location:
+    """The host and address of a rank.
 
     Attributes:
-        host: as ``this_host`` names it.
-        address: the address of that host from which the rank reached the place where ranks meet.
+        host: the name that ``this_host`` returns there.
+        address: the address of that host from which the rank connected to the store.
     """
 
     host: str
@@ -32,14 +32,14 @@ class Place:
 
 
 def this_host() -> str:
-    """A name for this host that no other has, the same in all processes that share its loopback."""
-    there = [path for path in _TELL_HOSTS_APART if path.exists()]
-    marks = [os.readlink(path) if path.is_symlink() else path.read_text().strip() for path in there]
-    return " ".join([socket.gethostname(), *marks])
+    """Returns a unique name of this host, the same in all processes that share its loopback."""
+    existing = [path for path in _HOST_IDS if path.exists()]
+    ids = [os.readlink(path) if path.is_symlink() else path.read_text().strip() for path in existing]
+    return " ".join([socket.gethostname(), *ids])
 
 
 def is_loopback(address: str) -> bool:
-    """Whether other hosts can certainly not reach ``address``; ``False`` for names.
+    """Returns whether ``address`` is a loopback address, which other hosts cannot reach; ``False`` for host names.
 
     Example:
         >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1"), is_loopback("a.example")
@@ -51,26 +51,26 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def choose_address(places: Sequence[Place], rank: int) -> str | None:
-    """The address that ``rank`` should listen at, ``None`` if ``places`` do not tell.
+def choose_address(locations: Sequence[Location], rank: int) -> str | None:
+    """Returns the address that ``rank`` should listen at, ``None`` if ``locations`` do not determine it.
 
-    A host whose own name resolves to loopback, as on Debian, reached the meeting place through loopback: that
-    is no use to the others, and only the host itself knows better (``address_towards`` one of them).
+    A host whose own name resolves to loopback, as on Debian, connected to the store through loopback, which other hosts
+    cannot reach; only that host can find a better address (``address_towards`` another rank).
 
     Example:
-        >>> choose_address([Place("a", "10.0.0.1"), Place("a", "10.0.0.1")], rank=0)
+        >>> choose_address([Location("a", "10.0.0.1"), Location("a", "10.0.0.1")], rank=0)
         '127.0.0.1'
-        >>> choose_address([Place("a", "127.0.1.1"), Place("b", "10.0.0.2")], rank=1)
+        >>> choose_address([Location("a", "127.0.1.1"), Location("b", "10.0.0.2")], rank=1)
         '10.0.0.2'
-        >>> choose_address([Place("a", "127.0.1.1"), Place("b", "10.0.0.2")], rank=0)
+        >>> choose_address([Location("a", "127.0.1.1"), Location("b", "10.0.0.2")], rank=0)
     """
-    if all(place.host == places[rank].host for place in places):
+    if all(location.host == locations[rank].host for location in locations):
         return LOOPBACK
-    return None if is_loopback(places[rank].address) else places[rank].address
+    return None if is_loopback(locations[rank].address) else locations[rank].address
 
 
 def address_towards(other: str) -> str:
-    """The address of this host that packets to the address ``other`` carry; none is sent.
+    """Returns the source address of packets from this host to ``other``; sends none.
 
     Example:
         >>> address_towards("127.0.0.1")
@@ -83,7 +83,7 @@ def address_towards(other: str) -> str:
 
 
 def outward_address() -> str:
-    """An address of this host that others can be told: ``GLOO_SOCKET_IFNAME``'s, its name's, or any; else loopback."""
+    """Returns an address to publish: ``GLOO_SOCKET_IFNAME``'s, the host name's, or any non-loopback; else loopback."""
     interfaces = {
         name: [address.address for address in addresses if address.family == socket.AF_INET]
         for name, addresses in psutil.net_if_addrs().items()
@@ -93,5 +93,5 @@ def outward_address() -> str:
     except OSError:
         named = LOOPBACK
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    candidates = [*interfaces.get(chosen, ()), named, *(each for known in interfaces.values() for each in known)]
+    candidates = [*interfaces.get(chosen, ()), named, *(address for known in interfaces.values() for address in known)]
     return next((address for address in candidates if not is_loopback(address)), LOOPBACK)

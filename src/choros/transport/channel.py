@@ -1,14 +1,14 @@
-"""A connection between two processes of a job that carries Python objects.
+"""Channels: authenticated connections between two processes of a job that send Python objects.
 
 ::
 
     connecting process                       listening process (Listener)
       connect ───────────────────────────────► accept
       ◄─────────── challenge ─────────────────            HMAC of random bytes with the job's key,
-      ───────────── answer ──────────────────►            both ways, before anything is unpickled
-      ◄────────── and the other way ─────────►
+      ───────────── answer ──────────────────►            in both directions, before anything is unpickled
+      ◄───── and in the other direction ─────►
       header: pickle of the object without its arrays, their sizes
-      array 0, array 1, …: their bytes as they lie in memory
+      array 0, array 1, …: their bytes in memory order
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from choros.transport.endpoint import connect_within
 
 __all__ = ["Channel", "ChannelClosed", "connect", "prove"]
 
-#: After so long without a word, a host that is gone without saying so is asked, so often, so many times.
+#: TCP keepalive detects a host that vanished: seconds of silence, seconds between probes, number of probes.
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-#: How long the other end may take to prove that it has the job's key.
+#: How long the peer may take to prove that it has the job's key.
 _PROOF_SECONDS = 20
 _LOST = (EOFError, OSError)
 
 
 class ChannelClosed(EngineError):
-    """The other end of a channel is gone."""
+    """The peer of a channel has closed it or is lost."""
 
 
 @final
 class Channel:
-    """Carries objects to one other process and back. One thread sends and one receives at a time.
+    """Sends objects to one other process and receives them. One thread may send while another one receives.
 
     Args:
-        connection: authenticated.
-        peer: what the other end is called in errors.
+        connection: an authenticated connection.
+        peer: the name of the other process in error messages.
     """
 
     def __init__(self, connection: Connection, peer: str) -> None:
@@ -54,14 +54,14 @@ class Channel:
         _tune(connection)
 
     def fileno(self) -> int:
-        """Readable when a message has come, or begins to, or when the other end is gone."""
+        """The descriptor: readable when at least a part of a message has arrived, or when the peer is gone."""
         return self._connection.fileno()
 
     def send(self, message: Any) -> None:
-        """Sends an object that pickles; arrays in it are sent without a copy.
+        """Sends a picklable object; arrays in it are sent without a copy.
 
         Raises:
-            ChannelClosed: the other end is gone.
+            ChannelClosed: the peer is gone.
         """
         buffers: list[pickle.PickleBuffer] = []
         body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
@@ -77,13 +77,13 @@ class Channel:
             raise self._closed() from error
 
     def receive(self) -> Any:
-        """The next object; arrays in it are this process's own, and may be written to.
+        """Waits for the next object and returns it; arrays in it are writable.
 
         Raises:
-            ChannelClosed: the other end is gone.
+            ChannelClosed: the peer is gone.
         """
         try:
-            body, sizes = pickle.loads(self._connection.recv_bytes())  # noqa: S301  (the other end has proved its key)
+            body, sizes = pickle.loads(self._connection.recv_bytes())  # noqa: S301  (the peer is authenticated)
             buffers = [bytearray(size) for size in sizes]
             for buffer in buffers:
                 if buffer:
@@ -93,36 +93,36 @@ class Channel:
         return pickle.loads(body, buffers=buffers)  # noqa: S301
 
     def close(self) -> None:
-        """Ends the connection; the other end, and a thread that waits here, get ``ChannelClosed``."""
+        """Closes the connection; the peer, and a thread that waits in ``receive``, get ``ChannelClosed``."""
         try:
             with _socket(self._connection) as end:
                 end.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # It was closed already.
+            pass  # Already closed.
 
     def _closed(self) -> ChannelClosed:
-        return ChannelClosed(f"the connection to {self.peer} is closed: it has ended, or cannot be reached any more.")
+        return ChannelClosed(f"the connection to {self.peer} is closed: it has ended or cannot be reached any more.")
 
 
 def connect(address: str, key: bytes, peer: str, seconds: float) -> Channel:
-    """A channel to the process that listens at ``address``, for whose start it waits.
+    """Waits for the process that listens at ``address`` and returns a channel to it.
 
     Args:
         address: ``host:port``, or ``unix:PATH``.
-        key: the job's.
-        peer: what the process is called in errors.
+        key: the job's key.
+        peer: the name of the process in error messages.
         seconds: how long to wait.
 
     Raises:
-        EngineError: no process listens there in time, or the other end has another key.
+        EngineError: no process listens there in time, or the peer has another key.
     """
     try:
         end = connect_within(address, seconds)
     except OSError as error:
         raise EngineError(
             f"{peer} could not be reached at {address} within {seconds:g} s ({error}): check that it was "
-            "started, that the address is right on every host, and that no firewall is between. "
-            "CHOROS_START_TIMEOUT sets how long to wait."
+            "started, that the address is valid on every host, and that no firewall blocks it. "
+            "CHOROS_START_TIMEOUT sets the time limit."
         ) from error
     connection = Connection(end.detach())
     prove(connection, key, peer, listening=False)
@@ -130,10 +130,10 @@ def connect(address: str, key: bytes, peer: str, seconds: float) -> Channel:
 
 
 def prove(connection: Connection, key: bytes, peer: str, *, listening: bool) -> None:
-    """Shows the other end that this one has the key, and lets it do the same.
+    """Authenticates both ends: each proves to the other that it has the key.
 
     Raises:
-        EngineError: it has not.
+        EngineError: the peer does not have the key, or did not reply in time.
     """
     steps = (deliver_challenge, answer_challenge) if listening else (answer_challenge, deliver_challenge)
     try:
@@ -144,18 +144,18 @@ def prove(connection: Connection, key: bytes, peer: str, *, listening: bool) -> 
     except (AuthenticationError, AssertionError, ValueError, *_LOST) as error:
         connection.close()
         raise EngineError(
-            f"{peer} and this process could not prove to each other that they belong to one job "
-            f"({type(error).__name__}: {error}): CHOROS_SECRET must be the same in all of its processes."
+            f"{peer} and this process could not authenticate each other "
+            f"({type(error).__name__}: {error}): CHOROS_SECRET must be the same in all processes of the job."
         ) from error
 
 
 def _socket(connection: Connection) -> socket.socket:
-    """The connection's socket, as an object of its own that must be closed."""
+    """Returns a duplicate of the connection's socket, which the caller must close."""
     return socket.socket(fileno=os.dup(connection.fileno()))
 
 
 def _receive_within(connection: Connection, seconds: int) -> None:
-    """Bounds every wait for the other end; 0 is for ever."""
+    """Sets the time limit of every receive; 0 means no limit."""
     with _socket(connection) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
@@ -164,9 +164,9 @@ def _tune(connection: Connection) -> None:
     with _socket(connection) as end:
         if end.family not in (socket.AF_INET, socket.AF_INET6):
             return
-        # A message is several writes: none of them may wait for the other end to acknowledge the one before.
+        # A message is several writes, none of which may wait until the peer has acknowledged the previous one.
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):  # macOS has not all of them.
+            if hasattr(socket, name):  # macOS lacks some of them.
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

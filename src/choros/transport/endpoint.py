@@ -1,4 +1,4 @@
-"""Where a process listens and others connect: ``host:port``, or ``unix:PATH`` among the processes of one user."""
+"""Endpoints for listening and connecting: ``host:port``, or ``unix:PATH`` between processes of one user."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _POLL_SECONDS = 0.02
 
 
 def listen_at(address: str) -> socket.socket:
-    """A socket that listens at ``address`` and nowhere else.
+    """Returns a socket that listens only at ``address``.
 
     Raises:
-        OSError: one cannot listen there.
+        OSError: listening there is not possible.
     """
     if address.startswith(_UNIX):
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -35,17 +35,17 @@ def listen_at(address: str) -> socket.socket:
 
 
 def connect_within(address: str, seconds: float) -> socket.socket:
-    """A connection to ``address``, where it tries again until something listens there.
+    """Connects to ``address``; retries until a process listens there.
 
     Raises:
-        OSError: of the last attempt, after ``seconds``.
+        OSError: the error of the last attempt, after ``seconds``.
     """
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while True:
         try:
-            connected = _connect(address, max(_POLL_SECONDS, until - time.monotonic()))
+            connected = _connect(address, max(_POLL_SECONDS, deadline - time.monotonic()))
         except OSError:
-            if time.monotonic() + _POLL_SECONDS > until:
+            if time.monotonic() + _POLL_SECONDS > deadline:
                 raise
             time.sleep(_POLL_SECONDS)
         else:
@@ -56,9 +56,10 @@ def connect_within(address: str, seconds: float) -> socket.socket:
 def _connect(address: str, seconds: float) -> socket.socket:
     if not address.startswith(_UNIX):
         connected = socket.create_connection(split_address(address), timeout=seconds)
-        if connected.getsockname() == connected.getpeername():  # a free port of this host that the kernel chose for us
+        # The kernel may choose a free port of this host as the source: the socket is then connected to itself.
+        if connected.getsockname() == connected.getpeername():
             connected.close()
-            raise ConnectionRefusedError("nothing listens there")
+            raise ConnectionRefusedError("no process listens there")
         return connected
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

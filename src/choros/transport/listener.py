@@ -1,4 +1,4 @@
-"""Where a process of a job listens for the others."""
+"""Listeners: accept connections from other processes of the job."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _log = logging.getLogger(__name__)
 
 @final
 class Listener:
-    """Listens at one address, and gives each process that connects to a thread of its own.
+    """Listens at one address, and starts a thread for each process that connects.
 
     Args:
-        address: ``host:port``, or ``unix:PATH``; nothing else is listened at.
-        key: the job's; a process that does not have it is turned away.
-        serve: called in the new thread with the channel and the first message, which says who it is.
+        address: ``host:port`` or ``unix:PATH``; no other address is opened.
+        key: the job's key; connections from processes without it are refused.
+        serve: called in the new thread with the channel and the first message, which identifies the peer.
 
     Raises:
-        EngineError: one cannot listen there.
+        EngineError: listening there is not possible.
     """
 
     def __init__(self, address: str, key: bytes, serve: Callable[[Channel, Any], None]) -> None:
@@ -40,14 +40,14 @@ class Listener:
         except OSError as error:
             raise EngineError(
                 f"this process cannot listen at {address}, its address in the cluster ({error}): another process may "
-                "listen there, or the address is not this host's."
+                "be listening there, or the address does not belong to this host."
             ) from error
         self._start(self._accept)
 
     def close(self) -> None:
-        """Accepts no connection any more; those that it has accepted stay."""
-        with contextlib.suppress(OSError):  # macOS: it is not connected
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        """Stops accepting connections; those already accepted stay open."""
+        with contextlib.suppress(OSError):  # macOS: the socket is not connected
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._listening.close()
 
     def _accept(self) -> None:
@@ -65,7 +65,7 @@ class Listener:
             channel = Channel(connection, peer)
             first = channel.receive()
         except ChannelClosed:
-            return  # It ended before it had said who it is.
+            return  # It ended before it had identified itself.
         except EngineError as error:
             _log.warning("%s", error)
             return

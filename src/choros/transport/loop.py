@@ -1,17 +1,17 @@
-"""One thread that waits for several things at once: descriptors, deadlines, and a condition.
+"""The event loop: one thread that waits for descriptors, deadlines and a condition.
 
 ::
 
     run(until, seconds)
-      ┌─► until()? ── yes, or seconds are over ──► return
+      ┌─► until()? ── yes, or seconds have passed ► return
       │     │ no
       │   select: until a descriptor is ready, the next deadline, or poll_seconds
       │     │
-      │   callbacks of the descriptors that are ready
+      │   callbacks of the ready descriptors
       │     │
       └── actions of the deadlines that have passed
 
-Signals are descriptors too (``SignalPipe``).
+Signals are waited for as descriptors too (``SignalPipe``).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class HasFileno(Protocol):
 
 @final
 class Loop:
-    """Calls what belongs to each descriptor and each deadline, in the thread that runs it.
+    """Calls the callbacks of ready descriptors and expired deadlines, in the thread that runs it.
 
     Deadlines may be set and cancelled from signal handlers, if a ``SignalPipe`` wakes the loop.
 
     Args:
-        poll_seconds: how often the condition of ``run`` is checked at least; ``None`` if a descriptor, a signal or a
-            deadline announces every change of it, so that nothing needs to run meanwhile.
+        poll_seconds: the longest time between checks of the condition of ``run``; ``None`` if every change of it comes
+            with a ready descriptor, a signal or a deadline, so that no polling is needed.
 
     Example:
         >>> loop, rings = Loop(), []
@@ -54,23 +54,23 @@ class Loop:
         self._deadlines: dict[str, tuple[float, Callable[[], None]]] = {}
 
     def on_readable(self, source: HasFileno | int, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called whenever ``source`` can be read, or its other end is closed."""
+        """Calls ``callback`` whenever ``source`` is readable or its other end is closed."""
         self._selector.register(source, selectors.EVENT_READ, callback)
 
     def on_writable(self, source: HasFileno | int, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called whenever ``source`` can be written to, or its other end is closed."""
+        """Calls ``callback`` whenever ``source`` is writable or its other end is closed."""
         self._selector.register(source, selectors.EVENT_WRITE, callback)
 
     def forget(self, source: HasFileno | int) -> None:
-        """Stops waiting for ``source``; needed before it is closed."""
+        """Stops waiting for ``source``; required before it is closed."""
         self._selector.unregister(source)
 
     def set_deadline(self, name: str, seconds: float, action: Callable[[], None]) -> None:
-        """Has ``action`` called once, after ``seconds``; replaces the deadline of this name."""
+        """Calls ``action`` once, after ``seconds``; replaces the deadline of this name."""
         self._deadlines[name] = (time.monotonic() + seconds, action)
 
     def repeat(self, name: str, seconds: float, action: Callable[[], None]) -> None:
-        """Has ``action`` called every ``seconds``, until the deadline of this name is cancelled."""
+        """Calls ``action`` every ``seconds`` until the deadline of this name is cancelled."""
 
         def again() -> None:
             self.set_deadline(name, seconds, again)
@@ -79,7 +79,7 @@ class Loop:
         self.set_deadline(name, seconds, again)
 
     def cancel(self, *names: str) -> None:
-        """Cancels deadlines; names that are not set are ignored."""
+        """Cancels deadlines; unknown names are ignored."""
         for name in names:
             self._deadlines.pop(name, None)
 
@@ -88,7 +88,7 @@ class Loop:
         self._deadlines.clear()
 
     def run(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Waits ``until`` a condition holds, for ``seconds`` at most; returns whether it holds."""
+        """Waits until the condition ``until`` holds, for at most ``seconds``; returns whether it holds."""
         end = None if seconds is None else time.monotonic() + seconds
         while not until():
             now = time.monotonic()
@@ -99,19 +99,19 @@ class Loop:
         return True
 
     def close(self) -> None:
-        """Ends the loop's own descriptor, none of those it waited for."""
+        """Closes the loop's own descriptor, not those it waited for."""
         self._selector.close()
 
     def _step(self, limits: list[float]) -> None:
         now = time.monotonic()
-        # A copy: a signal's handler may set a deadline at any moment.
+        # A copy: a signal handler may set a deadline at any moment.
         waits = [max(0.0, when - now) for when, _ in list(self._deadlines.values())]
         for key, _ in self._selector.select(min([*limits, *waits], default=None)):
-            if self._selector.get_map().get(key.fd) is key:  # not forgotten by the callback before it
+            if self._selector.get_map().get(key.fd) is key:  # not forgotten by an earlier callback
                 key.data()
         now = time.monotonic()
         for name, (when, action) in list(self._deadlines.items()):
-            # An action may cancel or replace the deadlines that follow.
+            # An action may cancel or replace later deadlines.
             if now >= when and self._deadlines.get(name) == (when, action):
                 del self._deadlines[name]
                 action()

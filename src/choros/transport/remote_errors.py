@@ -1,4 +1,4 @@
-"""Errors that one process raises for another."""
+"""Remote errors: caught in one process and raised in another."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ __all__ = ["Failure"]
 
 @dataclass(frozen=True)
 class Failure:
-    """An error that another process is to raise.
+    """An error to be raised in another process.
 
     Attributes:
-        pickled: the error, by cloudpickle, since its class may be one of the user's script.
+        pickled: the error, pickled with cloudpickle, since its class may be defined in the user's script.
     """
 
     pickled: bytes
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """``error``, with the traceback it has here as a note.
+        """Pickles ``error`` with its traceback as a note.
 
-        If it does not pickle, an ``EngineError`` with its text.
+        An error that cannot be pickled is replaced by an ``EngineError`` with its text.
         """
-        there = "".join(traceback.format_exception(error)).rstrip()
+        trace = "".join(traceback.format_exception(error)).rstrip()
         try:
             pickle.loads(cloudpickle.dumps(error))  # noqa: S301
-        except Exception:  # noqa: BLE001  (what an exception's own methods raise cannot be foreseen)
+        except Exception:  # noqa: BLE001  (an exception's own methods may raise anything)
             error = EngineError(f"{type(error).__name__}: {error}")
-        error.add_note(f"Raised on {socket.gethostname()}:\n{there}")
+        error.add_note(f"Raised on {socket.gethostname()}:\n{trace}")
         return cls(cloudpickle.dumps(error))
 
     def error(self) -> Exception:
-        """What is to be raised."""
-        error: Exception = pickle.loads(self.pickled)  # noqa: S301  (from a process that has proved its key)
+        """Returns the error to raise."""
+        error: Exception = pickle.loads(self.pickled)  # noqa: S301  (from an authenticated process)
         return error

@@ -1,4 +1,4 @@
-"""Signals as a descriptor: each that is caught makes it readable, so that a loop wakes up."""
+"""The signal pipe: a descriptor that becomes readable when a signal is caught, which wakes the event loop."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 def wake_only(number: int, frame: FrameType | None) -> None:
-    """A handler that does nothing: Python writes the signal's number to the pipe by itself."""
+    """A handler that does nothing, because Python itself writes the signal's number to the pipe."""
 
 
 @final
 class SignalPipe:
-    """Catches signals from ``open`` to ``close``, or for as long as it is entered.
+    """Catches signals from ``open`` to ``close``, or within a ``with`` block.
 
-    Only a process' main thread can catch signals; in another thread the pipe stays empty.
+    Only the main thread of a process can catch signals; in another thread the pipe stays empty.
 
     Args:
-        handlers: what runs at once when a signal arrives, whatever the main thread is blocked in; ``wake_only`` for
-            signals that wait until ``read`` is called.
+        handlers: called immediately when a signal arrives, even while the main thread is blocked; ``wake_only`` for
+            signals that are handled when ``read`` is called.
     """
 
     def __init__(self, handlers: Mapping[signal.Signals, Handler]) -> None:
@@ -36,7 +36,7 @@ class SignalPipe:
         self._previous_writer = -1
 
     def open(self) -> None:
-        """Begins to catch the signals."""
+        """Starts catching the signals."""
         self._reader, self._writer = os.pipe()
         for descriptor in (self._reader, self._writer):
             os.set_blocking(descriptor, False)
@@ -46,7 +46,7 @@ class SignalPipe:
                 self._previous[number] = signal.signal(number, handler)
 
     def close(self) -> None:
-        """Gives the signals back to those who had them before."""
+        """Restores the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if threading.current_thread() is threading.main_thread():
@@ -64,11 +64,11 @@ class SignalPipe:
         self.close()
 
     def fileno(self) -> int:
-        """What to wait on."""
+        """The descriptor to wait on."""
         return self._reader
 
     def read(self) -> list[signal.Signals]:
-        """The signals that have come since the last call."""
+        """Returns the signals that have arrived since the last call."""
         try:
             return [signal.Signals(number) for number in os.read(self._reader, 256)]
         except BlockingIOError:

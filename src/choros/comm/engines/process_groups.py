@@ -18,7 +18,7 @@ import torch.distributed as dist  # noqa: TID253
 
 from choros.comm.reduction import Reduction
 from choros.comm.store import translated
-from choros.transport.address import LOOPBACK, Place, address_towards, choose_address, is_loopback
+from choros.transport.address import LOOPBACK, Location, address_towards, choose_address, is_loopback
 
 __all__ = [
     "FOREVER",
@@ -57,12 +57,12 @@ def gloo_group(store: dist.Store, rank: int, size: int, address: str, seconds: f
     return group
 
 
-def own_address(places: Sequence[Place], rank: int) -> str:
+def own_address(locations: Sequence[Location], rank: int) -> str:
     """Where ``rank`` listens, such that all others reach it."""
-    chosen = choose_address(places, rank)
+    chosen = choose_address(locations, rank)
     if chosen is not None:
         return chosen
-    others = (place.address for place in places if not is_loopback(place.address))
+    others = (other.address for other in locations if not is_loopback(other.address))
     return next(map(address_towards, others), LOOPBACK)
 
 

@@ -39,7 +39,7 @@ from choros.comm.engines.process_groups import (
     start_allgather,
     wait_on_host,
 )
-from choros.comm.store import exchange_places, store_at, store_over, translated
+from choros.comm.store import exchange_locations, store_at, store_over, translated
 
 __all__ = ["TorchCommunicator", "finalize", "start"]
 
@@ -170,13 +170,13 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
         control.close()
     # Each start has keys of its own: ranks may leave and join many times.
     store = dist.PrefixStore(f"choros {next(_starts)}", store)
-    places = exchange_places(store, topology.rank, topology.size, address, seconds)
-    address = own_address(places, topology.rank)
+    locations = exchange_locations(store, topology.rank, topology.size, address, seconds)
+    address = own_address(locations, topology.rank)
     communicator = TorchCommunicator(store, topology.rank, range(topology.size), address, WorkQueue(), seconds)
     if comm is not None:
         communicator = communicator.only(comm)
-        places = [places[rank] for rank in sorted(comm)]
-    hosts = [place.host for place in places]
+        locations = [locations[rank] for rank in sorted(comm)]
+    hosts = [location.host for location in locations]
     return communicator, Topology.from_hosts(hosts, communicator.rank, launcher=topology.launcher)
 
 

@@ -29,7 +29,7 @@ from choros.comm.engines.process_groups import (
 from choros.comm.engines.torch import TorchCommunicator
 from choros.comm.reduction import Reduction, check_dtype, working_op
 from choros.comm.request import Request
-from choros.comm.store import exchange_places, store_over, translated
+from choros.comm.store import exchange_locations, store_over, translated
 from choros.config import Config
 from choros.errors import ConfigError, EngineUnavailable
 from choros.topology import shard_range
@@ -162,8 +162,8 @@ class DeviceGroup:
         if device.type == "cuda":
             self._group = nccl_group(store, control, self.device)
         else:
-            places = exchange_places(store, control.rank, control.size, address, seconds)
-            self._group = gloo_group(store, control.rank, control.size, own_address(places, control.rank), seconds)
+            locations = exchange_locations(store, control.rank, control.size, address, seconds)
+            self._group = gloo_group(store, control.rank, control.size, own_address(locations, control.rank), seconds)
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> None:
         """Reduces ``tensor`` over all ranks, in place.

@@ -1,8 +1,8 @@
-"""Functions that run on workers, one after the other on each, without waiting for each other.
+"""The coordinator: schedules functions on workers, which run them asynchronously, one at a time each.
 
 ::
 
-    schedule ─► queue ─► a thread for each worker ═══════► worker ─► function(*args)
+    schedule ─► queue ─► one thread per worker    ═══════► worker ─► function(*args)
                  ▲  take, when the clocks allow    ◄═══════   result, metrics, or an error
                  └── put back, if the worker is lost
 """

@@ -1,15 +1,15 @@
-"""How far workers may be apart: the clocks of a stale-synchronous job.
+"""The clocks of a stale-synchronous job: they bound how far ahead of each other workers may be.
 
 ::
 
-    worker   steps done          may it start its next, with a bound of 2?
-      0      █ █ █ █             no: it would be 3 steps ahead of worker 1, which has work
+    worker   steps done          may it start the next one, with a bound of 2?
+      0      █ █ █ █             no: it would be 3 steps ahead of worker 1, which is active
       1      █ ▒                 yes
-      2      (lost, or idle)     does not count
+      2      (lost or idle)      is not counted
 
 After Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013), with one
-difference: only workers that have work hold others up. One that is lost, or for which there is none, does not; when it
-begins again, it begins at most the bound behind the leader.
+difference: only active workers block others. A lost or idle worker does not; when it becomes active again, it starts
+at most the bound behind the worker with the most steps.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Clocks"]
 
 @final
 class Clocks:
-    """How many steps each worker has done, and which of them count.
+    """The number of steps each worker has done, and the set of active workers.
 
     Args:
-        bound: a worker starts no step while it has done more than this many more than another that has work; ``None``
-            lets all go as they can.
+        bound: a worker may not start a step while it is more than this many steps ahead of an active worker; ``None``
+            sets no bound.
 
     Example:
         >>> clocks = Clocks(bound=0)
@@ -42,31 +42,31 @@ class Clocks:
     def __init__(self, bound: int | None) -> None:
         self._bound = bound
         self._done: dict[Hashable, int] = {}
-        self._counting: set[Hashable] = set()
+        self._active: set[Hashable] = set()
 
     def may_start(self, worker: Hashable) -> bool:
-        """Whether the worker may start a step now."""
+        """Returns whether the worker may start a step now."""
         if self._bound is None:
             return True
         done = self._done.get(worker, 0)
-        return all(done - self._done[other] <= self._bound for other in self._counting)
+        return all(done - self._done[other] <= self._bound for other in self._active)
 
     def start(self, worker: Hashable) -> None:
-        """The worker starts a step."""
-        if worker not in self._counting:
-            leader = max(self._done.values(), default=0)
-            self._done[worker] = max(self._done.get(worker, 0), leader - (self._bound or 0))
-            self._counting.add(worker)
+        """Records that the worker starts a step."""
+        if worker not in self._active:
+            most = max(self._done.values(), default=0)
+            self._done[worker] = max(self._done.get(worker, 0), most - (self._bound or 0))
+            self._active.add(worker)
 
     def finish(self, worker: Hashable) -> None:
-        """The worker has done its step."""
+        """Records that the worker has finished its step."""
         self._done[worker] += 1
 
-    def rest(self, worker: Hashable) -> None:
-        """There is no work for the worker."""
-        self._counting.discard(worker)
+    def mark_idle(self, worker: Hashable) -> None:
+        """Records that no work is available for the worker."""
+        self._active.discard(worker)
 
     def forget(self, worker: Hashable) -> None:
-        """The worker is lost."""
+        """Removes a worker that is lost."""
         self._done.pop(worker, None)
-        self._counting.discard(worker)
+        self._active.discard(worker)

@@ -1,11 +1,11 @@
-"""How a function and its arguments travel from the chief to a worker, and results back.
+"""The pickling of functions and their arguments for workers, and of results for the chief.
 
-By cloudpickle, but for a few kinds of things::
+Cloudpickle, with these exceptions::
 
-    objects of the scope, data sets of workers     as numbers                     (objects.py, per_worker.py)
-    tf.function                                    as the Python function in it, made one again over there
-    tensors of TensorFlow, torch and JAX           as arrays, made tensors again
-    losses of Keras                                as Keras serializes them
+    objects of the scope, data sets of workers     references by number           (ScopeObjects, Worker)
+    tf.function                                    its Python function, wrapped again by the receiver
+    tensors of TensorFlow, torch and JAX           arrays, converted to tensors by the receiver
+    Keras losses                                   serialized by Keras
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from choros.errors import ConfigError
 
 __all__ = ["Reference", "dumps", "loads", "name_of"]
 
-#: What travels in the place of an object.
+#: Identifies an object that is sent by reference.
 Reference = tuple[Any, ...]
 
 
 def dumps(item: Any, reference: Callable[[Any], Reference | None]) -> bytes:
-    """``item`` as bytes.
+    """Pickles ``item``.
 
     Args:
-        item: what travels.
-        reference: gives what an object is replaced by; ``None`` lets it travel by value.
+        item: the object to pickle.
+        reference: returns the reference that replaces an object, or ``None`` to pickle it by value.
 
     Raises:
-        ConfigError: something in it cannot travel.
+        ConfigError: a part of ``item`` cannot be pickled.
     """
     file = io.BytesIO()
     try:
@@ -46,22 +46,22 @@ def dumps(item: Any, reference: Callable[[Any], Reference | None]) -> bytes:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{name_of(item)} cannot be sent to a worker: {error}. Functions and arguments travel by cloudpickle: what "
-            "holds threads, files or native handles must be made on the worker, in the function or in "
-            "create_per_worker_dataset()."
+            f"{name_of(item)} cannot be sent to a worker: {error}. Functions and arguments are pickled with "
+            "cloudpickle: create objects that hold threads, files or native handles on the worker, in the function or "
+            "in create_per_worker_dataset()."
         ) from error
     return file.getvalue()
 
 
 def loads(pickled: Any, resolve: Callable[[Reference], Any]) -> Any:
-    """What ``dumps`` was given, with ``resolve`` in the place of references."""
+    """Unpickles the output of ``dumps``; ``resolve`` returns the objects of its references."""
     unpickler = _Unpickler(io.BytesIO(pickled))
     unpickler.resolve = resolve
     return unpickler.load()
 
 
 def name_of(item: Any) -> str:
-    """What ``item`` is called in errors."""
+    """Returns the name of ``item`` in error messages."""
     return getattr(item, "__qualname__", None) or f"the {type(item).__name__}"
 
 
@@ -81,9 +81,9 @@ class _Pickler(cloudpickle.Pickler):
         if _is_tensor(package, item):
             return _tensor, (package, adapter_of(item).to_host(item))
         if isinstance(item, ModuleType) and sys.modules.get(item.__name__) is item:
-            return importlib.import_module, (item.__name__,)  # torch.ops, a class of its own, for one
+            return importlib.import_module, (item.__name__,)  # such as torch.ops, an instance of its own class
         if package == "keras" and _is_loss(item):
-            # Keras' own way puts the time in it: workers would take each for another function, and trace it anew.
+            # Plain pickling includes a timestamp: workers would treat each copy as a new function and retrace it.
             return _loss, (_keras().saving.serialize_keras_object(item),)
         return super().reducer_override(item)
 

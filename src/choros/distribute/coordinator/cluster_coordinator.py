@@ -1,4 +1,4 @@
-"""``ClusterCoordinator``: functions of the user's own, run on workers."""
+"""``ClusterCoordinator``: schedules the user's functions on workers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, RemoteValue
-from choros.distribute.coordinator.role import Role
+from choros.distribute.coordinator.role import CoordinatorRole
 from choros.distribute.parameter_server.strategy import ParameterServerStrategy
 from choros.errors import ConfigError, StrategyError
 
 __all__ = ["ClusterCoordinator"]
 
-#: So many functions wait or run at most; each holds its arguments in memory.
+#: The maximum number of functions that wait or run; each holds its arguments in memory.
 _LIMIT = 4096
 
 
 @final
 class ClusterCoordinator:
-    """Has workers run functions, without waiting for them (``tf.distribute.coordinator.ClusterCoordinator``).
+    """Schedules functions on workers asynchronously (``tf.distribute.coordinator.ClusterCoordinator``).
 
     ::
 
@@ -28,17 +28,18 @@ class ClusterCoordinator:
             coordinator.schedule(step, args=(iterator,))
         coordinator.join()
 
-    A function is run at least once: if its worker is lost, another one runs it again, though parameter servers may have
-    applied its gradients already. An error in a function cancels those that wait; the next ``schedule``, ``join`` or
-    ``done`` raises it, and after that all goes on. The chief's models have the servers' variables after ``join``.
+    A function is run at least once: if its worker is lost, another worker runs it again, although parameter servers may
+    have applied its gradients already. An error in a function cancels those that wait; the next ``schedule``, ``join``
+    or ``done`` raises it, and new functions can be scheduled afterwards. After ``join`` the chief's models have the
+    servers' variables.
 
-    On workers, the first ``schedule``, ``join``, ``done`` or ``fetch`` serves the chief and does not come back.
+    On workers, the first ``schedule``, ``join``, ``done`` or ``fetch`` serves the chief and does not return.
 
     Args:
         strategy: a ``ParameterServerStrategy``.
 
     Raises:
-        ConfigError: another strategy.
+        ConfigError: ``strategy`` is no ``ParameterServerStrategy``.
         StrategyError: this process is the evaluator.
     """
 
@@ -46,32 +47,32 @@ class ClusterCoordinator:
         if not isinstance(strategy, ParameterServerStrategy):
             raise ConfigError(f"ClusterCoordinator takes a ParameterServerStrategy, not a {type(strategy).__name__}.")
         if strategy.role is None:
-            raise StrategyError("the evaluator takes no part in the cluster, and has no ClusterCoordinator.")
+            raise StrategyError("the evaluator does not participate in training: create no ClusterCoordinator in it.")
         self._strategy = strategy
-        self._role: Role = strategy.role
+        self._role: CoordinatorRole = strategy.role
 
     @property
     def strategy(self) -> ParameterServerStrategy:
-        """The strategy given."""
+        """The given strategy."""
         return self._strategy
 
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> RemoteValue:
-        """Has a worker run ``fn``, as soon as one is free.
+        """Schedules ``fn`` on the next free worker.
 
         Args:
-            fn: any function: of ``tf.function``, of ``jax.jit``, or plain. It travels by cloudpickle; what it uses of
-                models, optimizers and metrics of the scope is the worker's own.
-            args: its arguments. A ``PerWorkerValues`` among them gives way to the worker's own value.
-            kwargs: its keyword arguments, likewise.
+            fn: a plain function, a ``tf.function`` or one from ``jax.jit``. It is sent with cloudpickle; models,
+                optimizers and metrics of the scope that it uses are replaced by the worker's own.
+            args: its arguments. Each ``PerWorkerValues`` is replaced by the worker's own value.
+            kwargs: its keyword arguments, treated like ``args``.
 
         Returns:
-            Where the result will be.
+            A handle that will hold the result.
 
         Raises:
-            ConfigError: something cannot travel, or ``fn`` is no function.
-            Exception: of an earlier function; ``fn`` is not scheduled then.
+            ConfigError: ``fn`` is not callable, or it or an argument cannot be pickled.
+            Exception: the error of an earlier function; ``fn`` is not scheduled then.
         """
         if not callable(fn):
             raise ConfigError(f"schedule() takes a function, not a {type(fn).__name__}.")
@@ -81,32 +82,32 @@ class ClusterCoordinator:
         """Waits until all functions are done.
 
         Raises:
-            Exception: of one of them.
+            Exception: the error of a function.
         """
         self._role.join()
 
     def done(self) -> bool:
-        """Whether all functions are done.
+        """Returns whether all functions are done.
 
         Raises:
-            Exception: of one of them.
+            Exception: the error of a function.
         """
         return self._role.done()
 
     def fetch(self, val: Any) -> Any:
-        """``val`` with results, as NumPy arrays, in the place of each ``RemoteValue``; waits for them."""
+        """Returns ``val`` with each ``RemoteValue`` replaced by its result, as NumPy arrays; waits for the results."""
         import keras
 
         return keras.tree.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """A data set that every worker makes for itself; each sees all of it, so shuffle it.
+        """Registers a data set that every worker creates for itself; each iterates over all of it, so shuffle it.
 
         Args:
-            dataset_fn: makes an iterable, on the worker; or a data set that every worker makes when it runs the script.
+            dataset_fn: called on the worker, returns an iterable; or a data set that the worker's script creates.
 
         Returns:
-            What ``iter`` makes an argument for ``schedule`` of.
+            A handle; ``iter`` of it returns an argument for ``schedule``.
         """
         return self._role.dataset(dataset_fn)
 

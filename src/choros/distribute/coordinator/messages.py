@@ -1,12 +1,12 @@
-"""What chief and workers say to each other; ``Hello`` and ``Shutdown`` are the parameter servers' too.
+"""The messages between the chief and workers; ``Hello`` and ``Shutdown`` are those of the parameter servers.
 
 ::
 
     worker                                   chief
-      Hello(worker, index, made) ──────────────►             before anything else
-      ◄──────────────────────────────────── Run              a closure; its function only the first time
+      Hello(worker, index, created) ───────────►             the first message
+      ◄──────────────────────────────────── Run              a closure; its function only once per worker
       Ran, or Failure ─────────────────────────►
-      ◄─────────────────────────────── Shutdown              at any time between closures: the worker ends
+      ◄─────────────────────────────── Shutdown              after any closure: the worker ends
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Ran", "Run"]
 
 @dataclass(frozen=True)
 class Run:
-    """A function to run.
+    """Requests that a worker run a function.
 
     Attributes:
-        key: of the function.
-        function: its pickle, ``None`` if this worker has had it.
-        arguments: the pickle of ``(args, kwargs)``.
-        learning_rates: of the scope's optimizers, by their numbers.
+        key: the hash of the pickled function.
+        function: the pickled function; ``None`` if this worker has received it before.
+        arguments: the pickled ``(args, kwargs)``.
+        learning_rates: the learning rates of the scope's optimizers, by number.
     """
 
     key: bytes
@@ -39,11 +39,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Ran:
-    """A function has returned.
+    """The reply to ``Run`` when the function has returned.
 
     Attributes:
-        result: the pickle of what it returned.
-        metrics: what it counted.
+        result: the pickled result.
+        metrics: the metrics that the function updated.
     """
 
     result: Any

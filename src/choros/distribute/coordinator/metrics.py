@@ -1,8 +1,8 @@
-"""Metrics that workers have counted, each a part of the examples, as one.
+"""Metric reports: the workers' metrics, each over its own batches, added up on the chief.
 
-A Keras metric keeps sums, of losses, of hits, of weights, and divides when it is asked. A worker resets its metrics
-before a function is run, and reports their variables after it; the chief adds them to its own. So each batch counts
-once, whoever has seen it, and not at all if its worker was lost before it reported.
+A Keras metric keeps sums of losses, hits and weights, and divides them in ``result``. A worker resets its metrics
+before it runs a function and reports their variables afterwards; the chief adds them to its own. Each batch is
+therefore counted once, on any worker, and not at all if its worker was lost before it reported.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from choros.distribute.parameter_server.scope_objects import Reference, ScopeObj
 __all__ = ["MetricReports", "Report", "count_metrics", "reset_metrics"]
 
 Array = NDArray[Any]
-#: The values of the variables of metrics.
+#: The values of the metrics' variables, by metric.
 Report = Mapping[Reference, list[Array]]
 
 
 def reset_metrics(objects: ScopeObjects) -> None:
-    """On a worker: begins to count."""
+    """On a worker: resets all metrics."""
     for _, metric in objects.metrics():
         metric.reset_state()
 
 
 def count_metrics(objects: ScopeObjects) -> Report:
-    """On a worker: what was counted since ``reset_metrics``."""
+    """On a worker: returns the metrics that changed since ``reset_metrics``."""
     counted = {reference: [_host(variable) for variable in metric.variables] for reference, metric in objects.metrics()}
     return {reference: values for reference, values in counted.items() if any(np.any(value) for value in values)}
 
 
 @final
 class MetricReports:
-    """On the chief: collects what workers report, from any thread."""
+    """On the chief: collects the workers' reports; thread-safe."""
 
     def __init__(self, objects: ScopeObjects) -> None:
         self._objects = objects
@@ -46,12 +46,12 @@ class MetricReports:
         self._reports: list[Report] = []
 
     def add(self, report: Report) -> None:
-        """Takes a report."""
+        """Adds a report."""
         with self._lock:
             self._reports.append(report)
 
-    def settle(self) -> bool:
-        """Adds all reports to the chief's own metrics; whether there were any."""
+    def flush(self) -> bool:
+        """Adds all reports to the chief's metrics; returns whether there were any."""
         with self._lock:
             reports, self._reports = self._reports, []
         for report in reports:

@@ -1,11 +1,11 @@
-"""The functions that are to be run, and who runs them.
+"""The queue of scheduled functions, and their assignment to workers.
 
 ::
 
     put ──► waiting ──take──► running ──done──► the RemoteValue has its result
                ▲                 │ ├──failed──► the RemoteValue has its error, those that wait are cancelled,
                └──────lost───────┘ │            and the next put or wait raises it
-          (it runs on another worker) └──lost──► the same, when it has cost three workers
+          (another worker runs it)    └──lost──► the same, after the loss of three workers
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from choros.errors import ClosureCancelled, EngineError
 
 __all__ = ["Closure", "ClosureQueue"]
 
-#: A function under which so many workers were lost is not given to another one.
+#: A function is not run again after this many workers were lost while running it.
 _LOSSES = 3
-#: A wait that is woken up now and then lets Ctrl-C through, and sees that there are no workers.
+#: Waits wake up this often, to let Ctrl-C through and to detect that no worker is connected.
 _WAKE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class Closure:
-    """A function to be run on a worker, as it travels.
+    """A function to be run on a worker, with its arguments, pickled.
 
     Attributes:
-        name: what it is called in errors.
-        function: its bytes.
-        key: equal for functions whose bytes are.
-        arguments: the bytes of its arguments.
-        learning_rates: of the scope's optimizers when it was scheduled, by their numbers.
-        result: where the result goes.
-        lost: the workers that were lost while they were at it.
+        name: its name in error messages.
+        function: the pickled function.
+        key: the hash of ``function``.
+        arguments: the pickled arguments.
+        learning_rates: the learning rates of the scope's optimizers when it was scheduled, by number.
+        result: receives the result.
+        lost: the workers that were lost while running it.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Closure:
 
 @final
 class ClosureQueue:
-    """Hands closures to workers, each to one; to another if that one is lost.
+    """Assigns each closure to one worker, and to another one if that worker is lost.
 
     Args:
-        clocks: decides which worker may go on.
-        start_seconds: how long closures wait for any worker to come.
+        clocks: decides which worker may start a step.
+        start_seconds: how long closures wait while no worker is connected.
     """
 
     def __init__(self, clocks: Clocks, start_seconds: float) -> None:
@@ -70,14 +70,14 @@ class ClosureQueue:
         self._error: Exception | None = None
         self._closed = False
         self._workers = 0
-        self._alone_since = time.monotonic()
+        self._no_worker_since = time.monotonic()
 
     def put(self, closure: Closure, limit: int) -> None:
-        """Adds a closure, as soon as fewer than ``limit`` are waiting or running.
+        """Adds a closure as soon as fewer than ``limit`` are waiting or running.
 
         Raises:
-            Exception: of an earlier closure; ``closure`` is not added then.
-            EngineError: there are no workers.
+            Exception: the error of an earlier closure; ``closure`` is not added then.
+            EngineError: no worker is connected.
         """
         with self._change:
             self._wait(lambda: self._error is not None or len(self._waiting) + self._running < limit)
@@ -86,11 +86,11 @@ class ClosureQueue:
             self._change.notify_all()
 
     def wait(self) -> None:
-        """Returns when all closures are done.
+        """Waits until all closures are done.
 
         Raises:
-            Exception: of one of them.
-            EngineError: there are no workers.
+            Exception: the error of a closure.
+            EngineError: no worker is connected.
         """
         with self._change:
             self._wait(lambda: self._outstanding == 0)
@@ -101,33 +101,33 @@ class ClosureQueue:
         """Whether all closures are done.
 
         Raises:
-            Exception: of one of them.
+            Exception: the error of a closure.
         """
         with self._change:
             self._raise()
             return self._outstanding == 0
 
     def close(self) -> None:
-        """Lets workers end when they are done with what they are at."""
+        """Closes the queue: ``take`` returns ``None`` from now on."""
         with self._change:
             self._closed = True
             self._change.notify_all()
 
-    def came(self) -> None:
-        """There is one more worker."""
+    def add_worker(self) -> None:
+        """Records that a worker has connected."""
         with self._change:
             self._workers += 1
 
-    def left(self, worker: Hashable) -> None:
-        """``worker`` is lost, or done."""
+    def remove_worker(self, worker: Hashable) -> None:
+        """Records that ``worker`` is lost or has ended."""
         with self._change:
             self._workers -= 1
-            self._alone_since = time.monotonic()
+            self._no_worker_since = time.monotonic()
             self._clocks.forget(worker)
             self._change.notify_all()
 
     def take(self, worker: Hashable) -> Closure | None:
-        """The next closure for ``worker``, when there is one that it may start; ``None`` when there will be none."""
+        """Waits for a closure that ``worker`` may start and returns it; ``None`` once the queue is closed."""
         with self._change:
             while not self._closed:
                 if self._waiting and self._clocks.may_start(worker):
@@ -135,12 +135,12 @@ class ClosureQueue:
                     self._clocks.start(worker)
                     return self._waiting.popleft()
                 if not self._waiting:
-                    self._clocks.rest(worker)
+                    self._clocks.mark_idle(worker)
                 self._change.wait()
             return None
 
     def done(self, worker: Hashable, closure: Closure, result: Any) -> None:
-        """``worker`` is done with ``closure``."""
+        """Records that ``worker`` has finished ``closure``."""
         closure.result.set_result(result)
         with self._change:
             self._clocks.finish(worker)
@@ -148,7 +148,7 @@ class ClosureQueue:
             self._change.notify_all()
 
     def failed(self, worker: Hashable, closure: Closure, error: Exception) -> None:
-        """``closure`` raised ``error``."""
+        """Records that ``closure`` raised ``error``; cancels those that wait."""
         with self._change:
             self._clocks.finish(worker)
             self._running -= 1
@@ -156,7 +156,7 @@ class ClosureQueue:
             self._change.notify_all()
 
     def lost(self, worker: str, closure: Closure) -> None:
-        """``worker`` is lost, which was at ``closure``: it is the next to be run, unless it costs too many workers."""
+        """Puts ``closure`` back at the front after the loss of ``worker``, or fails it after too many losses."""
         with self._change:
             self._running -= 1
             closure.lost.append(worker)
@@ -165,8 +165,8 @@ class ClosureQueue:
                     closure,
                     EngineError(
                         f"{closure.name} is not run again, because each worker that ran it was lost: "
-                        f"{', '.join(closure.lost)}. See what they printed; a worker that is killed may have run out "
-                        "of memory."
+                        f"{', '.join(closure.lost)}. See their output; a worker that was killed may have run out of "
+                        "memory."
                     ),
                 )
             else:
@@ -187,11 +187,11 @@ class ClosureQueue:
     def _cancel(self) -> None:
         while self._waiting:
             self._waiting.popleft().result.set_error(
-                ClosureCancelled("this function was not run, because another one that was scheduled before it failed.")
+                ClosureCancelled("this function was not run, because a function scheduled before it failed.")
             )
 
     def _raise(self) -> None:
-        """Raises what a closure raised, once; nothing runs any more then."""
+        """Raises the error of a closure once, after all running closures have ended."""
         if self._error is not None:
             self._wait(lambda: self._running == 0)
             error, self._error = self._error, None
@@ -200,11 +200,11 @@ class ClosureQueue:
     def _wait(self, condition: Callable[[], bool]) -> None:
         begin = time.monotonic()
         while not condition():
-            alone = time.monotonic() - max(begin, self._alone_since)
-            if self._workers == 0 and alone > self._start_seconds:
+            idle = time.monotonic() - max(begin, self._no_worker_since)
+            if self._workers == 0 and idle > self._start_seconds:
                 self._cancel()
                 raise EngineError(
-                    f"there has been no worker for {self._start_seconds:g} s, and functions wait to be run: check "
-                    "what the workers printed. CHOROS_START_TIMEOUT sets how long to wait."
+                    f"no worker has been connected for {self._start_seconds:g} s while functions wait to be run: check "
+                    "the workers' output. CHOROS_START_TIMEOUT sets the time limit."
                 )
             self._change.wait(_WAKE_SECONDS)

@@ -1,4 +1,4 @@
-"""Values that are with workers, or on their way from there."""
+"""Remote values: results of scheduled functions, and values that each worker has its own of."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class RemoteValue:
         self._future: Future[Any] = Future()
 
     def get(self) -> Any:
-        """What the function returned, as soon as it has; tensors are tensors.
+        """Waits for the function and returns its result; tensors stay tensors.
 
         Raises:
-            ClosureCancelled: it was not run, because another function failed before it.
-            Exception: what the function raised.
+            ClosureCancelled: the function was not run, because a function scheduled before it failed.
+            Exception: the error that the function raised.
         """
         return self._future.result()
 
     def fetch(self) -> Any:
-        """``get`` with NumPy arrays in the place of tensors."""
+        """Returns the result of ``get`` with tensors converted to NumPy arrays."""
         import keras
 
         return keras.tree.map_structure(_host, self.get())
 
     def set_result(self, result: Any) -> None:
-        """The function is done."""
+        """Sets the function's result."""
         self._future.set_result(result)
 
     def set_error(self, error: Exception) -> None:
-        """The function failed, or will not be run."""
+        """Sets the error of a function that failed or was cancelled."""
         self._future.set_exception(error)
 
     @property
@@ -51,11 +51,11 @@ class RemoteValue:
 
 @dataclass(frozen=True)
 class PerWorkerValues:
-    """A value that each worker has its own of; passed to ``schedule``, a function gets that of its worker.
+    """A value that each worker has its own of; passed to ``schedule``, it is replaced by that of the worker.
 
     Attributes:
-        dataset: the number of a ``create_per_worker_dataset``.
-        iterator: which iterator over it.
+        dataset: the number of the ``create_per_worker_dataset`` call.
+        iterator: the number of the iterator over that data set.
     """
 
     dataset: int
@@ -66,14 +66,14 @@ class PerWorkerValues:
 
     def __next__(self) -> Any:
         raise StrategyError(
-            "next() of a per-worker iterator was called on the chief, which has no data of workers: pass the iterator "
+            "next() of a per-worker iterator was called on the chief, which has no per-worker data: pass the iterator "
             "to coordinator.schedule(fn, args=(iterator,)), and call next() in fn."
         )
 
 
 @final
 class PerWorkerDataset:
-    """A data set that each worker makes for itself; ``iter`` of it is a ``PerWorkerValues``."""
+    """The handle of a data set that each worker creates for itself; ``iter`` of it is a ``PerWorkerValues``."""
 
     def __init__(self, number: int) -> None:
         self._number = number

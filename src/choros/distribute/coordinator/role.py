@@ -1,4 +1,4 @@
-"""What a process of a ParameterServer job is, apart from servers: its chief, or a worker."""
+"""The role of a process in a parameter-server job, other than the servers: the chief or a worker."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import TYPE_CHECKING, Any
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, RemoteValue
 
 if TYPE_CHECKING:
-    from choros.distribute.parameter_server.session import Session
+    from choros.distribute.parameter_server.session import ServerSession
 
-__all__ = ["Role"]
+__all__ = ["CoordinatorRole"]
 
 
-class Role(ABC):
-    """The chief's program goes on after each of these; a worker's begins to serve the chief, and never comes back."""
+class CoordinatorRole(ABC):
+    """The chief or a worker: these methods return on the chief; on a worker they serve the chief and never return."""
 
     @property
     @abstractmethod
-    def session(self) -> Session:
-        """This process's variables and the way to the servers.
+    def session(self) -> ServerSession:
+        """The server session of this process.
 
         Raises:
-            StrategyError: this process does not take part yet.
+            StrategyError: this process does not participate yet.
         """
 
     @abstractmethod
     def schedule(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], limit: int
     ) -> RemoteValue:
-        """Has a worker run ``function``; waits while ``limit`` functions are waiting or running."""
+        """Schedules ``function`` on a worker; blocks while ``limit`` functions are waiting or running."""
 
     @abstractmethod
     def join(self) -> None:
@@ -38,8 +38,8 @@ class Role(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether all functions are done."""
+        """Returns whether all functions are done."""
 
     @abstractmethod
-    def dataset(self, made: Any) -> PerWorkerDataset:
-        """A data set that every worker makes for itself: the only one of these that a worker comes back from."""
+    def dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+        """Returns the handle of a data set that every worker creates for itself; a worker returns from it too."""

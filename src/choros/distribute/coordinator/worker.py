@@ -1,4 +1,4 @@
-"""A worker's side: runs what the chief sends, until the job is over."""
+"""The worker: runs the functions that the chief sends, until the job ends."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from choros.distribute.coordinator import closures
 from choros.distribute.coordinator.messages import Ran, Run
 from choros.distribute.coordinator.metrics import count_metrics, reset_metrics
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, RemoteValue
-from choros.distribute.coordinator.role import Role
+from choros.distribute.coordinator.role import CoordinatorRole
 from choros.distribute.parameter_server.cluster import Cluster
 from choros.distribute.parameter_server.messages import Hello, Shutdown
-from choros.distribute.parameter_server.optimizer import pushers
+from choros.distribute.parameter_server.optimizer import remote_optimizers
 from choros.distribute.parameter_server.placement import Partition
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
-from choros.distribute.parameter_server.session import Session
+from choros.distribute.parameter_server.session import ServerSession
 from choros.distribute.parameter_server.signals import leave_signals_to_the_chief
 from choros.errors import EngineError, StrategyError
 from choros.transport.channel import ChannelClosed
@@ -26,12 +26,12 @@ __all__ = ["Worker"]
 
 
 @final
-class Worker(Role):
-    """What a worker of a job does.
+class Worker(CoordinatorRole):
+    """A worker's role.
 
     Args:
-        strategy: whose job it is.
-        objects: what was made in the scope.
+        strategy: the job's strategy.
+        objects: the objects created in the scope.
         cluster: the job's processes.
         partition: the strategy's ``variable_partitioner``.
     """
@@ -41,79 +41,81 @@ class Worker(Role):
         self._objects = objects
         self._cluster = cluster
         self._partition = partition
-        self._session: Session | None = None
+        self._session: ServerSession | None = None
         self._functions: dict[bytes, Callable[..., Any]] = {}
         self._datasets: list[Any] = []
         self._iterators: dict[tuple[int, int], Iterator[Any]] = {}
 
     @property
-    def session(self) -> Session:
-        """As soon as this worker serves."""
+    def session(self) -> ServerSession:
+        """The server session; available while this worker serves."""
         if self._session is None:
             raise StrategyError(
-                "an optimizer that was made in the scope of ParameterServerStrategy was applied outside of fit and of "
-                "functions that are passed to ClusterCoordinator.schedule: only there can workers reach the variables."
+                "an optimizer created in the scope of ParameterServerStrategy was applied outside fit() and outside "
+                "functions passed to ClusterCoordinator.schedule(): only there can workers reach the variables."
             )
         return self._session
 
     def schedule(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], limit: int
     ) -> RemoteValue:
-        """Serves."""
+        """Serves the chief; never returns."""
         del function, args, kwargs, limit
         self.serve()
 
     def join(self) -> None:
-        """Serves."""
+        """Serves the chief; never returns."""
         self.serve()
 
     def done(self) -> bool:
-        """Serves."""
+        """Serves the chief; never returns."""
         self.serve()
 
-    def dataset(self, made: Any) -> PerWorkerDataset:
-        """Keeps what makes the data set, until the chief sends a function that needs it."""
-        self._datasets.append(made)
+    def dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+        """Keeps ``dataset_fn`` until the chief sends a function that uses the data set."""
+        self._datasets.append(dataset_fn)
         return PerWorkerDataset(len(self._datasets) - 1)
 
     def serve(self) -> NoReturn:
-        """Runs what the chief sends.
+        """Runs the functions that the chief sends.
 
         Raises:
-            SystemExit: with code 0: the job is over.
-            EngineError: the chief or a server could not be reached, or the chief ended without a word.
+            SystemExit: with code 0 when the job has ended.
+            EngineError: the chief or a server cannot be reached, or the chief's connection closed before the job ended.
         """
         leave_signals_to_the_chief()
         hello = Hello("worker", self._cluster.index, self._objects.kinds)
         chief = self._cluster.connect(self._cluster.chief, "the chief")
         try:
             chief.send(hello)
-            self._session = Session(self._objects, self._cluster.servers(hello), self._partition)
-            for pusher in pushers(self._objects).values():
-                pusher.prepare()
+            self._session = ServerSession(self._objects, self._cluster.servers(hello), self._partition)
+            for remote in remote_optimizers(self._objects).values():
+                remote.prepare()
             while not isinstance(message := chief.receive(), Shutdown):
-                chief.send(self._answer(message))
+                chief.send(self._reply(message))
         except ChannelClosed as error:
-            raise EngineError("the chief has ended before it was done: see what it printed.") from error
+            raise EngineError(
+                "the connection to the chief closed before the job ended: see the chief's output."
+            ) from error
         raise SystemExit(0)
 
-    def _answer(self, message: Run) -> Ran | Failure:
+    def _reply(self, message: Run) -> Ran | Failure:
         session = self.session
         try:
             function = self._function(message)
             args, kwargs = closures.loads(message.arguments, self._resolve)
-            for number, pusher in pushers(self._objects).items():
+            for number, remote in remote_optimizers(self._objects).items():
                 if number in message.learning_rates:
-                    pusher.learning_rate = message.learning_rates[number]
+                    remote.learning_rate = message.learning_rates[number]
             session.pull()
             reset_metrics(self._objects)
             result = function(*args, **kwargs)
             session.push_statistics()
             pickled = pickle.PickleBuffer(closures.dumps(result, self._objects.reference))
             return Ran(pickled, count_metrics(self._objects))
-        except Exception as error:  # noqa: BLE001  (whatever a function raises is the chief's to know)
-            hidden, session.servers.failure = session.servers.failure, None
-            return Failure.of(hidden or error)
+        except Exception as error:  # noqa: BLE001  (every error of a function is reported to the chief)
+            cause, session.servers.failure = session.servers.failure, None
+            return Failure.of(cause or error)
 
     def _function(self, message: Run) -> Callable[..., Any]:
         if message.function is not None:
@@ -135,10 +137,10 @@ class Worker(Role):
         if dataset >= len(self._datasets):
             raise StrategyError(
                 f"a scheduled function uses data set {dataset}, but this worker has {len(self._datasets)}: call "
-                "create_per_worker_dataset() before the first schedule(), up to which workers run the script."
+                "create_per_worker_dataset() before the first schedule(), because workers run the script up to there."
             )
         if (dataset, number) not in self._iterators:
-            made = self._datasets[dataset]
-            made = getattr(made, "python_function", made)
-            self._iterators[dataset, number] = iter(made() if callable(made) else made)
+            dataset_fn = self._datasets[dataset]
+            dataset_fn = getattr(dataset_fn, "python_function", dataset_fn)
+            self._iterators[dataset, number] = iter(dataset_fn() if callable(dataset_fn) else dataset_fn)
         return self._iterators[dataset, number]

@@ -1,11 +1,11 @@
-"""Variables that live on servers, and are updated as gradients come.
+"""Asynchronous training: variables are stored on parameter servers and updated whenever a gradient arrives.
 
 ::
 
       chief ── functions, batches ──► worker ── pull / push ──► ps 0, ps 1, …
         ▲       (coordinator/)          │                         │ shards of variables, a Keras optimizer each
         └── results, metrics ───────────┘                         ▼
-        └──────────────────────── pull, when nothing runs ────────┘
+        └──────────────────────── pull, when no function runs ────────┘
 """
 
 from choros.distribute.parameter_server.strategy import ParameterServerStrategy

@@ -1,4 +1,4 @@
-"""The way to the parameter servers, from the chief and from workers."""
+"""The client of the parameter servers, for the chief and for workers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, final
 from numpy.typing import NDArray
 
 from choros.distribute.parameter_server.messages import (
-    Adopt,
     Assign,
     Average,
     Changed,
     OptimizerRecipe,
     Pull,
     Push,
+    Register,
     Shutdown,
 )
 from choros.distribute.parameter_server.placement import Placement, Shard, VariableKey
@@ -30,14 +30,17 @@ Array = NDArray[Any]
 
 @final
 class Servers:
-    """All parameter servers of a job. Each request goes to all that it concerns, then the answers are awaited.
+    """The connections to all parameter servers of a job.
+
+    A request is sent to every server it concerns before any reply is awaited.
 
     Args:
-        channels: one a server.
-        slots: whether this process keeps what optimizers do.
+        channels: one per server.
+        slots: whether this process keeps copies of the optimizers' slots.
 
     Attributes:
-        failure: what a request raised; frameworks that call the host from compiled code hide it in an error of theirs.
+        failure: the last error a request raised, kept here because frameworks that call Python from compiled code
+            wrap it in an error of their own.
     """
 
     def __init__(self, channels: Sequence[Channel], *, slots: bool) -> None:
@@ -46,47 +49,47 @@ class Servers:
         self._channels = channels
         self._slots = slots
         self._known = [0] * len(channels)
-        self._unseen: dict[Shard, Array] = {}
+        self._undelivered: dict[Shard, Array] = {}
 
     def __len__(self) -> int:
         return len(self._channels)
 
     def assign(self, values: Mapping[VariableKey, Array], placement: Placement) -> None:
-        """Gives variables these values."""
-        self._ask([Assign(part) if part else None for part in placement.split(values)])
+        """Assigns values to variables."""
+        self._request([Assign(part) if part else None for part in placement.split(values)])
 
-    def adopt(self, optimizer: int, recipe: OptimizerRecipe, placement: Placement) -> None:
-        """Sees to it that the servers have this optimizer."""
-        here = [any(shard.variable in recipe.variables for shard in shards) for shards in placement.servers]
-        self._ask([Adopt(optimizer, recipe) if any_here else None for any_here in here])
+    def register(self, optimizer: int, recipe: OptimizerRecipe, placement: Placement) -> None:
+        """Registers the optimizer with every server that stores one of its variables."""
+        concerned = [any(shard.variable in recipe.variables for shard in shards) for shards in placement.servers]
+        self._request([Register(optimizer, recipe) if is_concerned else None for is_concerned in concerned])
 
     def pull(self) -> dict[Shard, Array]:
-        """The shards that changed since they were last given to this process."""
-        self._note(self._ask([Pull(known, self._slots) for known in self._known]))
-        changed, self._unseen = self._unseen, {}
+        """Returns the shards that changed since this process last received them."""
+        self._record(self._request([Pull(known, self._slots) for known in self._known]))
+        changed, self._undelivered = self._undelivered, {}
         return changed
 
     def push(
         self, optimizer: int, gradients: Mapping[VariableKey, Array], learning_rate: float | None, placement: Placement
     ) -> dict[VariableKey, Array]:
-        """Has gradients applied; returns the new values of their variables."""
+        """Sends gradients to be applied; returns the new values of their variables."""
         parts = placement.split(gradients)
-        self._note(
-            self._ask(
+        self._record(
+            self._request(
                 [
                     Push(optimizer, part, learning_rate, known) if part else None
                     for part, known in zip(parts, self._known, strict=True)
                 ]
             )
         )
-        return placement.join([{shard: self._unseen.pop(shard) for shard in part} for part in parts])
+        return placement.join([{shard: self._undelivered.pop(shard) for shard in part} for part in parts])
 
     def average(self, optimizer: int) -> None:
-        """Puts an optimizer's moving averages in the place of its variables."""
-        self._ask([Average(optimizer)] * len(self))
+        """Overwrites an optimizer's variables with their moving averages."""
+        self._request([Average(optimizer)] * len(self))
 
     def shutdown(self) -> None:
-        """From the chief: the servers may end."""
+        """Ends the servers; only the chief calls it."""
         for channel in self._channels:
             try:
                 channel.send(Shutdown())
@@ -94,37 +97,36 @@ class Servers:
                 continue
             channel.close()
 
-    def _note(self, answers: Sequence[Changed | None]) -> None:
-        for server, answer in enumerate(answers):
-            if answer is not None:
-                self._known[server] = answer.version
-                self._unseen.update(answer.values)
+    def _record(self, replies: Sequence[Changed | None]) -> None:
+        for server, reply in enumerate(replies):
+            if reply is not None:
+                self._known[server] = reply.version
+                self._undelivered.update(reply.values)
 
-    def _ask(self, requests: Sequence[Any]) -> list[Any]:
+    def _request(self, requests: Sequence[Any]) -> list[Any]:
         try:
             with self._lock:
-                asked = [request is not None for request in requests]
                 for channel, request in zip(self._channels, requests, strict=True):
                     if request is not None:
-                        _noticing_loss(channel.send, channel, request)
-                answers = [
-                    _noticing_loss(channel.receive, channel) if expected else None
-                    for channel, expected in zip(self._channels, asked, strict=True)
+                        _detecting_loss(channel.send, channel, request)
+                replies = [
+                    _detecting_loss(channel.receive, channel) if request is not None else None
+                    for channel, request in zip(self._channels, requests, strict=True)
                 ]
-            for answer in answers:
-                if isinstance(answer, Failure):
-                    raise answer.error()
+            for reply in replies:
+                if isinstance(reply, Failure):
+                    raise reply.error()
         except Exception as error:
             self.failure = error
             raise
-        return answers
+        return replies
 
 
-def _noticing_loss(act: Callable[..., Any], channel: Channel, *arguments: Any) -> Any:
+def _detecting_loss(operation: Callable[..., Any], channel: Channel, *arguments: Any) -> Any:
     try:
-        return act(*arguments)
+        return operation(*arguments)
     except ChannelClosed as error:
         raise ParameterServerLost(
-            f"{channel.peer} is gone, and with it its part of the variables and of the optimizer state, which exist "
-            "nowhere else. Start the job again, from the last checkpoint."
+            f"{channel.peer} is lost, and with it the only copy of its shards of the variables and of the optimizer "
+            "state. Restart the job from the last checkpoint."
         ) from error

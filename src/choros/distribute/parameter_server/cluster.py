@@ -1,4 +1,4 @@
-"""The processes of a ParameterServer job, as a resolver tells them."""
+"""The processes of a parameter-server job, as the cluster resolver describes them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _EXAMPLE = (
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where everybody is, and which of them this process is.
+    """The addresses of a job's processes, and the role of this process.
 
     Attributes:
-        chief: its address.
-        workers: theirs.
-        ps: those of the parameter servers.
-        role: this process's: ``chief``, ``worker``, ``ps`` or ``evaluator``.
-        index: which of its role it is.
+        chief: the chief's address.
+        workers: the workers' addresses.
+        ps: the parameter servers' addresses.
+        role: the role of this process: ``chief``, ``worker``, ``ps`` or ``evaluator``.
+        index: the index of this process within its role.
         start_seconds: how long processes wait for each other to start.
-        key: by which they know each other.
+        key: the job's key, with which the processes authenticate each other.
     """
 
     chief: str
@@ -46,17 +46,17 @@ class Cluster:
 
     @classmethod
     def of(cls, resolver: Any) -> Cluster:
-        """The cluster that ``resolver`` tells.
+        """Returns the cluster that ``resolver`` describes.
 
         Raises:
-            ConfigError: it has not all of the roles, this process is none of them, or the key is missing.
+            ConfigError: a role is missing, this process is not part of the cluster, or the key is missing.
         """
         spec = resolver.cluster_spec()
         missing = [role for role in ("chief", "worker", "ps") if role not in spec.jobs]
         if missing:
             raise ConfigError(
                 "ParameterServerStrategy needs a cluster with a chief, workers and parameter servers; this one has no "
-                f"{' and no '.join(missing)}. Start the script with chorosrun --ps 1 -np 2, or every process of it "
+                f"{' and no '.join(missing)}. Start the script with chorosrun --ps 1 -np 2, or start every process "
                 f"with {_EXAMPLE}."
             )
         task = TFConfig.of(spec.as_dict(), resolver.task_type, resolver.task_id)
@@ -65,11 +65,11 @@ class Cluster:
         return cls(chief, workers, ps, task.role, task.index, start_seconds, job_key(os.environ, [chief, *ps]))
 
     def connect(self, address: str, peer: str) -> Channel:
-        """A channel to the process at ``address``."""
+        """Returns a channel to the process at ``address``."""
         return connect(address, self.key, peer, self.start_seconds)
 
     def servers(self, hello: Hello) -> Servers:
-        """The way to all parameter servers."""
+        """Connects to all parameter servers."""
         channels = []
         for index, address in enumerate(self.ps):
             channel = self.connect(address, f"parameter server {index}")

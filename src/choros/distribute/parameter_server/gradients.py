@@ -1,6 +1,7 @@
-"""What happens to gradients on the worker, before they are sent: accumulation and clipping.
+"""Accumulation and clipping of gradients on the worker, before they are sent.
 
-Both need the whole gradient, of which a server may hold a part. The formulas are those of Keras' ``BaseOptimizer``.
+Both need the whole gradient, of which a server may hold only a shard. The formulas are those of Keras'
+``BaseOptimizer``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Clipping:
-    """An optimizer's ``clipnorm``, ``global_clipnorm`` and ``clipvalue``; one of them at most is set.
+    """An optimizer's ``clipnorm``, ``global_clipnorm`` and ``clipvalue``; at most one of them is set.
 
     Example:
         >>> import numpy as np
@@ -33,7 +34,7 @@ class Clipping:
     clipvalue: float | None = None
 
     def apply(self, gradients: Sequence[Array]) -> list[Array]:
-        """The clipped gradients; all variables' are needed for ``global_clipnorm``."""
+        """Returns the clipped gradients; ``global_clipnorm`` needs those of all variables."""
         if self.clipnorm:
             return [_to_norm(gradient, _norm(gradient), self.clipnorm) for gradient in gradients]
         if self.global_clipnorm:
@@ -49,7 +50,7 @@ class Accumulator:
     """Adds up the gradients of ``steps`` batches.
 
     Args:
-        steps: how many make one update.
+        steps: the number of batches per update.
     """
 
     def __init__(self, steps: int) -> None:
@@ -58,14 +59,14 @@ class Accumulator:
         self._sums: list[Array] = []
 
     def add(self, gradients: Sequence[Array]) -> list[Array] | None:
-        """The mean of the last ``steps`` gradients, ``None`` while there are fewer.
+        """Returns the mean of the last ``steps`` gradients, or ``None`` while there are fewer.
 
         Args:
-            gradients: of the same variables each time.
+            gradients: of the same variables in every call.
         """
         if self._steps == 1:
             return list(gradients)
-        # The arrays given are the framework's own.
+        # Not in place: the framework owns these arrays.
         sums = zip(self._sums, gradients, strict=True) if self._seen else ((0, gradient) for gradient in gradients)
         self._sums = [total + gradient for total, gradient in sums]
         self._seen += 1

@@ -1,20 +1,20 @@
-"""What is said to a parameter server.
+"""The messages between a parameter server and its clients.
 
 ::
 
     chief or worker                          server
-      Hello ────────────────────────────────►             who this is
-      Pull(known) ──────────────────────────►             shards that changed since version `known`; for the chief
-      ◄──────────────────────────── Changed               optimizers' slots as well: their values, and the version
+      Hello ────────────────────────────────►             identifies the client
+      Pull(known) ──────────────────────────►             shards that changed since version `known`, and the
+      ◄──────────────────────────── Changed               current version; for the chief, optimizer slots as well
       Push(optimizer, gradients, known) ────►             applied under a lock, by a real Keras optimizer
       ◄──────────────────────────── Changed
       Assign(values) ───────────────────────►             the last writer wins
       ◄─────────────────────────────── None
-      Adopt(optimizer, recipe) ─────────────►             makes the optimizer, if nobody did before
+      Register(optimizer, recipe) ──────────►             creates the optimizer unless it exists
       ◄─────────────────────────────── None
-      Shutdown ─────────────────────────────►             from the chief: the job is over
+      Shutdown ─────────────────────────────►             from the chief: the job has ended
 
-The server answers one after the other. What goes wrong is the answer: a ``Failure``.
+A server replies to the requests of a connection in order. If a request fails, the reply is a ``Failure``.
 """
 
 from __future__ import annotations
@@ -27,28 +27,34 @@ from numpy.typing import NDArray
 
 from choros.distribute.parameter_server.placement import Shard, VariableKey
 
-__all__ = ["Adopt", "Assign", "Average", "Changed", "Hello", "OptimizerRecipe", "Pull", "Push", "Shutdown"]
+__all__ = ["Assign", "Average", "Changed", "Hello", "OptimizerRecipe", "Pull", "Push", "Register", "Shutdown"]
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Hello:
-    """Who connects: ``chief`` or ``worker``, and which; what it has made in the scope, in order."""
+    """Identifies the connecting process.
+
+    Attributes:
+        role: ``chief`` or ``worker``.
+        index: its index within the role.
+        created: the classes of the models and optimizers it created in the scope, in order.
+    """
 
     role: str
     index: int
-    made: tuple[str, ...] = ()
+    created: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """The chief is done: the job is over."""
+    """The job has ended; sent by the chief."""
 
 
 @dataclass(frozen=True)
 class Pull:
-    """Asks for what changed since the version ``known``: variables, and the slots of optimizers, if they are wanted."""
+    """Requests the shards that changed since version ``known``; optimizer slots are included if ``slots`` is true."""
 
     known: int
     slots: bool
@@ -56,11 +62,11 @@ class Pull:
 
 @dataclass(frozen=True)
 class Changed:
-    """The answer to ``Pull`` and ``Push``.
+    """The reply to ``Pull`` and ``Push``.
 
     Attributes:
-        version: how often anything has changed on this server.
-        values: the shards that changed since the version asked for.
+        version: the number of changes this server has seen.
+        values: the shards that changed since the requested version.
     """
 
     version: int
@@ -69,13 +75,13 @@ class Changed:
 
 @dataclass(frozen=True)
 class Push:
-    """Gradients of the variables of an optimizer, ready to be applied.
+    """Gradients of the variables of an optimizer, already accumulated and clipped.
 
     Attributes:
         optimizer: its number.
-        gradients: by shard; shards that have none are left out.
-        learning_rate: a number, or ``None`` if the optimizer follows a schedule.
-        known: as in ``Pull``; the answer has no slots.
+        gradients: by shard; shards without a gradient are left out.
+        learning_rate: the current one, or ``None`` if the optimizer follows a schedule.
+        known: as in ``Pull``; the reply contains no slots.
     """
 
     optimizer: int
@@ -86,9 +92,9 @@ class Push:
 
 @dataclass(frozen=True)
 class Assign:
-    """New values of shards; those that the server does not have yet are made.
+    """New values of shards; the server creates those it does not have yet.
 
-    Of slots too, also before their optimizer is adopted: it begins with them.
+    Slots may be assigned before their optimizer is registered; it then starts from these values.
     """
 
     values: Mapping[Shard, Array]
@@ -96,11 +102,11 @@ class Assign:
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
-    """How an optimizer is made.
+    """Everything a server needs to create an optimizer.
 
     Attributes:
         pickled: its class and configuration, by cloudpickle.
-        variables: its variables in order, each with whether weight decay applies to it, and its constraint.
+        variables: the keys of its variables in order; for each, whether weight decay applies, and its constraint.
     """
 
     pickled: bytes
@@ -108,8 +114,8 @@ class OptimizerRecipe:
 
 
 @dataclass(frozen=True)
-class Adopt:
-    """Makes an optimizer for those shards of its variables that live on this server."""
+class Register:
+    """Registers an optimizer; the server creates it for the shards of its variables that it stores."""
 
     optimizer: int
     recipe: OptimizerRecipe
@@ -117,6 +123,6 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Average:
-    """Puts the moving averages that an optimizer with ``use_ema`` keeps in the place of the variables."""
+    """Overwrites the variables of an optimizer with ``use_ema`` with their moving averages."""
 
     optimizer: int

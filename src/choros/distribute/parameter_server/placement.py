@@ -1,12 +1,12 @@
-"""Which piece of which variable lives on which parameter server: a pure plan, the same in every process.
+"""The placement of variables: a pure plan of which server stores which shard, identical in every process.
 
 ::
 
     variables        kernel (10 rows)              bias      scale
-    cut by           ┌────────┬────────┐          ┌────┐    ┌────┐
+    sharded by       ┌────────┬────────┐          ┌────┐    ┌────┐
     the partitioner  │ 0 … 5  │ 5 … 10 │          │    │    │    │
                      └───┬────┴───┬────┘          └─┬──┘    └─┬──┘
-    dealt in turn      ps 0     ps 1              ps 0      ps 1
+    round robin        ps 0     ps 1              ps 0      ps 1
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Partition = Callable[[tuple[int, ...], str], Sequence[int]]
 
 @dataclass(frozen=True)
 class SlotKey:
-    """What an optimizer keeps: the ``index``-th of ``variable``, or of its own if that is ``None``; see ``Slots``."""
+    """An optimizer's slot: the ``index``-th of ``variable``, or of the optimizer itself if ``None``; see ``Slots``."""
 
     optimizer: int
     index: int
     variable: VariableKey | None = None
 
 
-#: A model's number, and which of its variables; or what an optimizer keeps.
+#: A model's number and the index of its variable, or an optimizer's slot.
 VariableKey = tuple[int, int] | SlotKey
 
 
@@ -49,27 +49,27 @@ class Shard:
     end: int | None = None
 
     def of(self, value: Array) -> Array:
-        """This part of the variable's ``value``."""
+        """Returns this shard of the variable's ``value``."""
         return value if self.end is None else value[self.begin : self.end]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where variables live.
+    """The location of each variable.
 
     Attributes:
-        servers: the shards of each server; one variable's shards in the order of their rows.
+        servers: the shards of each server; the shards of one variable are in the order of their rows.
     """
 
     servers: tuple[tuple[Shard, ...], ...]
 
     @property
     def sharded(self) -> frozenset[VariableKey]:
-        """The variables that are in several pieces."""
+        """The variables that are split into several shards."""
         return frozenset(shard.variable for shards in self.servers for shard in shards if shard.end is not None)
 
     def with_slots(self, slots: Iterable[SlotKey]) -> Placement:
-        """And with slots: each is where its variable is, in as many pieces; what is an optimizer's own, everywhere.
+        """Returns this placement with slots: each is sharded like its variable; an optimizer's own are on every server.
 
         Example:
             >>> placement = Placement(((Shard((0, 0), 0, 2),), (Shard((0, 0), 2, 3),)))
@@ -77,36 +77,36 @@ class Placement:
             (Shard(variable=(0, 0), begin=2, end=3), Shard(variable=SlotKey(optimizer=1, index=0, variable=(0, 0)), \
 begin=2, end=3))
         """
-        of: dict[VariableKey | None, list[SlotKey]] = {}
+        slots_of: dict[VariableKey | None, list[SlotKey]] = {}
         for slot in slots:
-            of.setdefault(slot.variable, []).append(slot)
+            slots_of.setdefault(slot.variable, []).append(slot)
         return Placement(
             tuple(
                 (
                     *shards,
-                    *(replace(shard, variable=slot) for shard in shards for slot in of.get(shard.variable, ())),
-                    *map(Shard, of.get(None, ())),
+                    *(replace(shard, variable=slot) for shard in shards for slot in slots_of.get(shard.variable, ())),
+                    *map(Shard, slots_of.get(None, ())),
                 )
                 for shards in self.servers
             )
         )
 
     def split(self, values: Mapping[VariableKey, Array]) -> list[dict[Shard, Array]]:
-        """What each server gets of ``values``, which may leave out variables."""
+        """Splits ``values`` into the shards of each server; variables may be missing."""
         return [
             {shard: shard.of(values[shard.variable]) for shard in shards if shard.variable in values}
             for shards in self.servers
         ]
 
     def join(self, parts: Sequence[Mapping[Shard, Array]]) -> dict[VariableKey, Array]:
-        """The values of variables from what servers gave: of each variable all shards, or none."""
-        pieces: dict[VariableKey, list[tuple[int, Array]]] = {}
+        """Joins the servers' shards into the values of variables; of each variable, all shards are given or none."""
+        shards_of: dict[VariableKey, list[tuple[int, Array]]] = {}
         for part in parts:
             for shard, value in part.items():
-                pieces.setdefault(shard.variable, []).append((shard.begin, value))
+                shards_of.setdefault(shard.variable, []).append((shard.begin, value))
         return {
             key: found[0][1] if len(found) == 1 else np.concatenate([value for _, value in sorted(found, key=_begin)])
-            for key, found in pieces.items()
+            for key, found in shards_of.items()
         }
 
 
@@ -116,28 +116,28 @@ def place(
     servers: int,
     first: int = 0,
 ) -> Placement:
-    """The placement of one model's variables.
+    """Returns the placement of one model's variables.
 
     Args:
         variables: the shape and dtype of each, in order.
         partition: a partitioner; ``None`` leaves variables whole.
-        servers: how many there are.
-        first: which of them begins.
+        servers: the number of servers.
+        first: the server that stores the first shard.
 
     Raises:
-        ConfigError: the partitioner gives what cannot be done.
+        ConfigError: the partitioner returns invalid shard counts.
 
     Example:
         >>> place({(0, 0): ((3, 2), "float32"), (0, 1): ((2,), "float32")}, None, servers=2).servers
         ((Shard(variable=(0, 0), begin=0, end=None),), (Shard(variable=(0, 1), begin=0, end=None),))
     """
-    dealt: list[list[Shard]] = [[] for _ in range(servers)]
-    turn = first
+    assigned: list[list[Shard]] = [[] for _ in range(servers)]
+    server = first
     for key, (shape, dtype) in variables.items():
-        for shard in _cut(key, shape, _count(shape, dtype, partition)):
-            dealt[turn % servers].append(shard)
-            turn += 1
-    return Placement(tuple(map(tuple, dealt)))
+        for shard in _split_rows(key, shape, _count(shape, dtype, partition)):
+            assigned[server % servers].append(shard)
+            server += 1
+    return Placement(tuple(map(tuple, assigned)))
 
 
 def _count(shape: tuple[int, ...], dtype: str, partition: Partition | None) -> int:
@@ -146,14 +146,14 @@ def _count(shape: tuple[int, ...], dtype: str, partition: Partition | None) -> i
     counts = list(partition(shape, dtype))
     if len(counts) != len(shape) or any(count != 1 for count in counts[1:]) or not 1 <= counts[0] <= shape[0]:
         raise ConfigError(
-            f"the variable_partitioner gave {counts} for a variable of shape {shape}: it must give a list of one "
-            f"number a dimension: first how many shards, from 1 to {shape[0]}, then ones, because variables are cut "
+            f"the variable_partitioner returned {counts} for a variable of shape {shape}: it must return one number "
+            f"per dimension: the number of shards, from 1 to {shape[0]}, then ones, because variables are sharded "
             "along the first axis only."
         )
     return counts[0]
 
 
-def _cut(key: VariableKey, shape: tuple[int, ...], count: int) -> Iterator[Shard]:
+def _split_rows(key: VariableKey, shape: tuple[int, ...], count: int) -> Iterator[Shard]:
     if count == 1:
         yield Shard(key)
         return
@@ -165,5 +165,5 @@ def _cut(key: VariableKey, shape: tuple[int, ...], count: int) -> Iterator[Shard
         begin = end
 
 
-def _begin(piece: tuple[int, Array]) -> int:
-    return piece[0]
+def _begin(part: tuple[int, Array]) -> int:
+    return part[0]

@@ -1,4 +1,4 @@
-"""What a process becomes when it makes a ``ParameterServerStrategy``."""
+"""The role that a process takes when it creates a ``ParameterServerStrategy``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from choros.distribute.coordinator.chief import Chief
-from choros.distribute.coordinator.role import Role
+from choros.distribute.coordinator.role import CoordinatorRole
 from choros.distribute.coordinator.worker import Worker
 from choros.distribute.fit.local import LocalTraining
 from choros.distribute.fit.training import Training
@@ -16,7 +16,7 @@ from choros.distribute.parameter_server.messages import Hello
 from choros.distribute.parameter_server.placement import Partition
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.distribute.parameter_server.server import ParameterServer
-from choros.distribute.parameter_server.session import Session
+from choros.distribute.parameter_server.session import ServerSession
 from choros.distribute.parameter_server.signals import leave_signals_to_the_chief
 from choros.distribute.parameter_server.training import ChiefTraining, WorkerTraining
 
@@ -25,11 +25,11 @@ __all__ = ["take_role"]
 
 def take_role(
     strategy: Any, cluster: Cluster, partition: Partition | None, max_staleness: int | None
-) -> tuple[Role | None, Training]:
-    """Makes this process what the cluster says it is.
+) -> tuple[CoordinatorRole | None, Training]:
+    """Starts the role that the cluster assigns to this process.
 
     Raises:
-        SystemExit: it is a parameter server, and the job is over.
+        SystemExit: this process is a parameter server, and the job has ended.
     """
     objects = ScopeObjects()
     match cluster.role:
@@ -38,7 +38,7 @@ def take_role(
             ParameterServer(cluster.ps[cluster.index], cluster.key).run(cluster.start_seconds)
             raise SystemExit(0)
         case "chief":
-            session = Session(objects, cluster.servers(Hello("chief", cluster.index)), partition)
+            session = ServerSession(objects, cluster.servers(Hello("chief", cluster.index)), partition)
             chief = Chief(strategy, session, cluster, max_staleness)
             return chief, ChiefTraining(chief, len(cluster.workers))
         case "worker":

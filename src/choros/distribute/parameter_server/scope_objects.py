@@ -1,7 +1,7 @@
-"""What was made in the scope, by number: how the processes of a job mean the same model.
+"""The objects created in the scope, by number: references to them that are valid in every process of a job.
 
-Every process runs the same script up to the first ``schedule`` or ``fit``, so all have made the same objects in the
-same order. They do not travel: a number does.
+Every process runs the same script up to the first ``schedule`` or ``fit``, so all have created the same objects in the
+same order. The objects are not sent, only their numbers.
 """
 
 from __future__ import annotations
@@ -15,68 +15,68 @@ from choros.errors import ConfigError
 
 __all__ = ["Reference", "ScopeObjects"]
 
-#: ``("made", number)``, ``("metric", number)``, or ``("part", number, kind, index)`` for what a model consists of.
+#: ``("created", number)``, ``("metric", number)``, or ``("part", number, kind, index)`` for a part of a model.
 Reference = tuple[Any, ...]
 
 
 @final
 class ScopeObjects:
-    """The models, optimizers and metrics made in a strategy's scope, in order of creation.
+    """The models, optimizers and metrics created in a strategy's scope, in order of creation.
 
-    Metrics are counted apart: Keras makes those that ``compile`` was given when it sees the first batch, which is not
-    at the same time everywhere.
+    Metrics are numbered separately: Keras creates the metrics of ``compile`` at the first batch, which is at a
+    different point of the script in each process.
     """
 
     def __init__(self) -> None:
-        self._made: list[Any] = []
+        self._created: list[Any] = []
         self._metrics: list[Any] = []
         self._slots: dict[int, Slots] = {}
 
-    def add(self, made: Any) -> int:
-        """Gives the next number to a model or an optimizer."""
-        self._made.append(made)
-        return len(self._made) - 1
+    def add(self, item: Any) -> int:
+        """Adds a model or an optimizer; returns its number."""
+        self._created.append(item)
+        return len(self._created) - 1
 
     def add_slots(self, optimizer: int, slots: Slots) -> None:
-        """Takes in what the optimizer of this number keeps; on the chief, which has it."""
+        """Adds the slots of the optimizer with this number; only on the chief, which has slots."""
         self._slots[optimizer] = slots
 
     def add_metric(self, metric: Any) -> None:
-        """Gives the next number to a metric."""
+        """Adds a metric."""
         self._metrics.append(metric)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._made)
+        return iter(self._created)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The classes of models and optimizers: equal where scripts have gone the same way."""
-        return tuple(type(made).__name__ for made in self._made)
+        """The classes of models and optimizers: equal in processes that have run the same script."""
+        return tuple(type(item).__name__ for item in self._created)
 
     def models(self) -> Iterator[tuple[int, Any]]:
-        """The models that have all of their variables, with their numbers."""
+        """Yields the fully built models with their numbers."""
         import keras
 
         from choros.training.keras_internals import layers_of
 
-        for number, made in enumerate(self._made):
-            if isinstance(made, keras.Model) and all(layer.built for layer in layers_of(made)):
-                yield number, made
+        for number, item in enumerate(self._created):
+            if isinstance(item, keras.Model) and all(layer.built for layer in layers_of(item)):
+                yield number, item
 
     def loss_scales(self) -> Iterator[tuple[int, Any]]:
-        """The loss scales that have their variables, with their numbers."""
+        """Yields the built loss-scale optimizers with their numbers."""
         import keras
 
-        for number, made in enumerate(self._made):
-            if isinstance(made, keras.optimizers.LossScaleOptimizer) and made.built:
-                yield number, made
+        for number, item in enumerate(self._created):
+            if isinstance(item, keras.optimizers.LossScaleOptimizer) and item.built:
+                yield number, item
 
     def slots(self) -> Iterator[tuple[int, Slots]]:
-        """What optimizers keep, with the optimizers' numbers."""
+        """Yields the optimizers' slots with the optimizers' numbers."""
         yield from self._slots.items()
 
     def metrics(self) -> Iterator[tuple[Reference, Any]]:
-        """The metrics of the models and those that belong to none."""
+        """Yields the metrics of the models, then those that belong to no model."""
         seen = set()
         for number, model in self.models():
             for index, metric in enumerate(_parts(model, "metric")):
@@ -87,10 +87,10 @@ class ScopeObjects:
                 yield ("metric", index), metric
 
     def reference(self, item: Any) -> Reference | None:
-        """How another process finds ``item``; ``None`` for what is no object of Keras and travels by value.
+        """Returns the reference by which another process finds ``item``; ``None`` if it is no Keras object.
 
         Raises:
-            ConfigError: an object of Keras that is not known.
+            ConfigError: ``item`` is a Keras object that was not created in the scope.
         """
         if "keras" not in sys.modules:
             return None
@@ -98,10 +98,10 @@ class ScopeObjects:
 
         if not isinstance(item, (keras.Layer, keras.Variable, keras.Metric, keras.optimizers.Optimizer)):
             return None
-        for word, known in (("made", self._made), ("metric", self._metrics)):
-            for number, made in enumerate(known):
-                if made is item:
-                    return (word, number)
+        for tag, known in (("created", self._created), ("metric", self._metrics)):
+            for number, candidate in enumerate(known):
+                if candidate is item:
+                    return (tag, number)
         for number, model in self.models():
             for kind in ("layer", "variable", "metric"):
                 for index, part in enumerate(_parts(model, kind)):
@@ -109,25 +109,25 @@ class ScopeObjects:
                         return ("part", number, kind, index)
         raise ConfigError(
             f"a scheduled function uses a {type(item).__name__} ({getattr(item, 'name', '?')!r}) that the workers do "
-            "not have: make it, or the model that it is part of, within `with strategy.scope():`, before the first "
+            "not have: create it, or the model that it is part of, within `with strategy.scope():`, before the first "
             "schedule() or fit()."
         )
 
     def resolve(self, reference: Reference) -> Any:
-        """The object that another process means.
+        """Returns the object that ``reference`` denotes.
 
         Raises:
-            ConfigError: there is none here.
+            ConfigError: this process has not created it.
         """
-        word, number, *which = reference
-        known = self._metrics if word == "metric" else self._made
+        tag, number, *part = reference
+        known = self._metrics if tag == "metric" else self._created
         if number >= len(known):
             raise ConfigError(
-                f"a scheduled function uses object {number} of the scope, but this process has made {len(known)}: "
-                "models, optimizers and metrics are to be made within `with strategy.scope():`, before the first "
+                f"a scheduled function uses object {number} of the scope, but this process has created {len(known)}: "
+                "create models, optimizers and metrics within `with strategy.scope():`, before the first "
                 "schedule() or fit(), up to which workers run the script."
             )
-        return _parts(known[number], which[0])[which[1]] if word == "part" else known[number]
+        return _parts(known[number], part[0])[part[1]] if tag == "part" else known[number]
 
 
 def _parts(model: Any, kind: str) -> list[Any]:

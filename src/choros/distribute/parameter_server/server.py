@@ -1,4 +1,4 @@
-"""A parameter server's process."""
+"""The process of a parameter server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, final
 
-from choros.distribute.parameter_server.messages import Adopt, Assign, Average, Hello, Pull, Push, Shutdown
+from choros.distribute.parameter_server.messages import Assign, Average, Hello, Pull, Push, Register, Shutdown
 from choros.distribute.parameter_server.shards import Shards
 from choros.errors import EngineError
 from choros.transport.channel import Channel, ChannelClosed
@@ -21,63 +21,63 @@ _log = logging.getLogger(__name__)
 
 @final
 class ParameterServer:
-    """Holds its part of the variables for the chief and the workers of a job.
+    """Stores shards of the variables and serves them to the chief and the workers of a job.
 
     Args:
-        address: where it listens.
-        key: the job's.
+        address: the address to listen at.
+        key: the job's key.
     """
 
     def __init__(self, address: str, key: bytes) -> None:
         self._shards = Shards()
-        self._chief_came = threading.Event()
-        self._over = threading.Event()
-        self._done = False
+        self._chief_connected = threading.Event()
+        self._ended = threading.Event()
+        self._shutdown_received = False
         self._listener = Listener(address, key, self._serve)
 
     def run(self, start_seconds: float) -> None:
-        """Serves until the chief is done.
+        """Serves until the chief ends the job.
 
         Raises:
-            EngineError: the chief did not come in time, or ended without a word.
+            EngineError: the chief did not connect in time, or its connection closed before it ended the job.
         """
-        if not self._chief_came.wait(start_seconds):
+        if not self._chief_connected.wait(start_seconds):
             raise EngineError(
-                f"no chief has connected to this parameter server within {start_seconds:g} s: check that it was "
-                "started. CHOROS_START_TIMEOUT sets how long to wait."
+                f"the chief did not connect to this parameter server within {start_seconds:g} s: check that it was "
+                "started. CHOROS_START_TIMEOUT sets the time limit."
             )
-        self._over.wait()
+        self._ended.wait()
         self._listener.close()
-        if not self._done:
-            raise EngineError("the chief has ended before it was done: see what it printed.")
+        if not self._shutdown_received:
+            raise EngineError("the connection to the chief closed before the job ended: see the chief's output.")
 
     def _serve(self, channel: Channel, hello: Hello) -> None:
         channel.peer = f"{hello.role} {hello.index}"
         if hello.role == "chief":
-            self._chief_came.set()
+            self._chief_connected.set()
         try:
             while True:
-                self._answer(channel, channel.receive())
+                self._reply_to(channel, channel.receive())
         except ChannelClosed:
             if hello.role == "chief":
-                self._over.set()
+                self._ended.set()
             else:
-                _log.info("%s is gone", channel.peer)
+                _log.info("%s disconnected", channel.peer)
 
-    def _answer(self, channel: Channel, message: Any) -> None:
+    def _reply_to(self, channel: Channel, message: Any) -> None:
         if isinstance(message, Shutdown):
-            self._done = True
-            self._over.set()
+            self._shutdown_received = True
+            self._ended.set()
             return
-        answers: dict[type, Callable[[Any], Any]] = {
+        handlers: dict[type, Callable[[Any], Any]] = {
             Pull: self._shards.pull,
             Push: self._shards.push,
             Assign: self._shards.assign,
-            Adopt: self._shards.adopt,
+            Register: self._shards.register,
             Average: self._shards.average,
         }
         try:
-            answer = answers[type(message)](message)
-        except Exception as error:  # noqa: BLE001  (whatever went wrong is the caller's to know)
-            answer = Failure.of(error)
-        channel.send(answer)
+            reply = handlers[type(message)](message)
+        except Exception as error:  # noqa: BLE001  (every error is reported to the client)
+            reply = Failure.of(error)
+        channel.send(reply)

@@ -1,4 +1,4 @@
-"""What one parameter server holds: shards of variables, and the optimizers that change them."""
+"""The state of one parameter server: shards of variables, and the optimizers that update them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
-from choros.distribute.parameter_server.messages import Adopt, Assign, Average, Changed, OptimizerRecipe, Pull, Push
+from choros.distribute.parameter_server.messages import Assign, Average, Changed, OptimizerRecipe, Pull, Push, Register
 from choros.distribute.parameter_server.placement import Shard, SlotKey
 from choros.distribute.parameter_server.slots import Slots
 from choros.errors import ConfigError
@@ -25,7 +25,7 @@ Array = NDArray[Any]
 
 @final
 class Shards:
-    """The shards of one server, and what may be asked of it. Every call sees all of the calls before it."""
+    """The shards of one server and the requests on them; calls are serialized by a lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class Shards:
         self._optimizers: dict[int, _Optimizer] = {}
 
     def assign(self, message: Assign) -> None:
-        """Makes variables, or gives them other values."""
+        """Assigns values to variables; creates those that do not exist."""
         import keras
 
         with self._lock:
@@ -44,12 +44,12 @@ class Shards:
                     self._variables[shard].assign(value)
                 else:
                     dtype = keras.backend.standardize_dtype(value.dtype)
-                    # No gradients are computed here, and torch lets no integer be trainable.
+                    # No gradients are computed here, and torch does not allow trainable integers.
                     self._variables[shard] = keras.Variable(value, dtype=dtype, trainable=False)
             self._touch(message.values)
 
-    def adopt(self, message: Adopt) -> None:
-        """Makes an optimizer, unless there is one of that number."""
+    def register(self, message: Register) -> None:
+        """Creates an optimizer, unless one with this number exists."""
         with self._lock:
             if message.optimizer not in self._optimizers:
                 optimizer = _Optimizer(message.optimizer, message.recipe, self._variables)
@@ -60,12 +60,12 @@ class Shards:
                 self._optimizers[message.optimizer] = optimizer
 
     def pull(self, message: Pull) -> Changed:
-        """What changed since the version that the caller knows."""
+        """Returns the shards that changed since the version that the client knows."""
         with self._lock:
             return self._since(message.known, slots=message.slots)
 
     def push(self, message: Push) -> Changed:
-        """Applies gradients."""
+        """Applies gradients; returns the shards that changed."""
         with self._lock:
             optimizer = self._optimizers[message.optimizer]
             optimizer.apply(message.gradients, message.learning_rate)
@@ -73,7 +73,7 @@ class Shards:
             return self._since(message.known, slots=False)
 
     def average(self, message: Average) -> None:
-        """Puts an optimizer's moving averages in the place of its variables."""
+        """Overwrites an optimizer's variables with their moving averages."""
         with self._lock:
             if message.optimizer in self._optimizers:
                 self._touch(self._optimizers[message.optimizer].average())
@@ -84,17 +84,17 @@ class Shards:
             self._changed[shard] = self._version
 
     def _since(self, known: int, *, slots: bool) -> Changed:
-        changed = [shard for shard, when in self._changed.items() if when > known]
-        wanted = changed if slots else [shard for shard in changed if not isinstance(shard.variable, SlotKey)]
-        return Changed(self._version, {shard: _copy(self._variables[shard]) for shard in wanted})
+        changed = [shard for shard, version in self._changed.items() if version > known]
+        requested = changed if slots else [shard for shard in changed if not isinstance(shard.variable, SlotKey)]
+        return Changed(self._version, {shard: _copy(self._variables[shard]) for shard in requested})
 
 
 @final
 class _Optimizer:
-    """A real Keras optimizer of the shards that are here.
+    """A Keras optimizer of the shards that this server stores.
 
     Attributes:
-        slots: what it keeps.
+        slots: its slots, by shard.
     """
 
     def __init__(self, number: int, recipe: OptimizerRecipe, variables: Mapping[Shard, Any]) -> None:
@@ -106,10 +106,10 @@ class _Optimizer:
         )
         if len(missing) == len(order):
             raise ConfigError(
-                "an optimizer was applied to variables that no parameter server knows: build the model in the scope "
+                "an optimizer was applied to variables that no parameter server stores: build the model in the scope "
                 "before the first schedule(), for example with keras.Input or model.build(shape)."
             )
-        kind, config = pickle.loads(recipe.pickled)  # noqa: S301  (from a process that has proved its key)
+        kind, config = pickle.loads(recipe.pickled)  # noqa: S301  (from an authenticated process)
         self._optimizer = kind.from_config(config)
         self._variables = [variables[shard] for shard in self._shards]
         without_decay = []
@@ -137,14 +137,14 @@ class _Optimizer:
         return self._shards
 
 
-def _slot(optimizer: int, index: int, of: Shard | None) -> Shard:
-    if of is None:
+def _slot(optimizer: int, index: int, parent: Shard | None) -> Shard:
+    if parent is None:
         return Shard(SlotKey(optimizer, index))
-    return replace(of, variable=SlotKey(optimizer, index, of.variable))
+    return replace(parent, variable=SlotKey(optimizer, index, parent.variable))
 
 
 def _compiled_update(optimizer: Any) -> Callable[[list[Any]], None]:
-    """``optimizer.apply``, compiled where the framework gains by it."""
+    """Returns ``optimizer.apply``, compiled for the frameworks that profit from it."""
     import keras
 
     match keras.backend.backend():
@@ -158,11 +158,11 @@ def _compiled_update(optimizer: Any) -> Callable[[list[Any]], None]:
             stateless = jax.jit(optimizer.stateless_apply)
 
             def update(gradients: list[Any]) -> None:
-                kept = [*trained_variables(optimizer), *optimizer.variables]
+                variables = [*trained_variables(optimizer), *optimizer.variables]
                 own = [variable.value for variable in optimizer.variables]
                 trained = [variable.value for variable in trained_variables(optimizer)]
                 new, state = stateless(own, gradients, trained)
-                for variable, value in zip(kept, [*new, *state], strict=True):
+                for variable, value in zip(variables, [*new, *state], strict=True):
                     variable.assign(value)
 
             return update
@@ -173,6 +173,6 @@ def _compiled_update(optimizer: Any) -> Callable[[list[Any]], None]:
 
 
 def _copy(variable: Any) -> Array:
-    """The value now, whatever happens to the variable next."""
+    """Returns a copy of the current value, independent of later changes of the variable."""
     value = getattr(variable, "value", variable)
     return np.array(adapter_of(value).to_host(value))

@@ -1,13 +1,13 @@
-"""What an optimizer keeps: slots, such as momenta, of each variable, and what is its own, such as the count of updates.
+"""Optimizer slots: the state per variable, such as momenta, and the optimizer's own, such as its iterations.
 
 ::
 
     optimizer.variables     iterations    learning rate    momentum of v    velocity of v    momentum of w    …
     number and variable     0             (with a push)    0 of v           1 of v           0 of w
 
-The chief's optimizer is built as Keras builds it, for whole variables, and a server's likewise, for the shards that are
-there. So a slot is cut, placed and put together as its variable is, and to the session and the servers it is one more
-variable: what the chief restores comes to the servers, what it saves comes from there. Workers have no slots.
+Keras builds the chief's optimizer for whole variables and a server's optimizer for the shards of that server. A slot is
+therefore sharded, placed and joined like its variable, and the session and the servers treat it as one more variable:
+the chief sends the servers what it restores and pulls from them what it saves. Workers have no slots.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["Slots"]
 
 @final
 class Slots:
-    """What ``optimizer`` keeps.
+    """The slots of ``optimizer``.
 
-    Iterating gives triples: a number, the variable it belongs to, ``None`` for what is the optimizer's own, and the
-    variable that is kept. The numbers of one variable's slots count from 0, in the order in which they were made.
+    Iterating yields triples: an index, the variable the slot belongs to (``None`` for the optimizer's own), and the
+    slot. The indices of one variable's slots count from 0, in the order of their creation.
 
     Args:
-        optimizer: not built yet.
+        optimizer: an optimizer that is not built yet.
 
     Attributes:
-        optimizer: the one given.
+        optimizer: the given optimizer.
 
     Example:
         >>> import keras
@@ -44,45 +44,45 @@ class Slots:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self._made: list[tuple[Any, list[Any]]] = []
+        self._created: list[tuple[Any, list[Any]]] = []
 
     def build(self, variables: Sequence[Any], own: Callable[[Any], None]) -> None:
-        """Builds the optimizer by its ``own`` method, and sees what it makes of which variable."""
-        noting = _Noting(variables, self.optimizer)
-        own(noting)
-        self._made = [(variable, noting.made[id(variable)]) for variable in variables]
+        """Calls the optimizer's ``own`` build method, and records which slots it creates for which variable."""
+        recording = _RecordingList(variables, self.optimizer)
+        own(recording)
+        self._created = [(variable, recording.created[id(variable)]) for variable in variables]
 
     def __iter__(self) -> Iterator[tuple[int, Any, Any]]:
         optimizer = self.optimizer
         # Gradients are accumulated on the worker.
         done = {id(learning_rate_of(optimizer)), *map(id, accumulators(optimizer))}
-        for variable, made in self._made:
-            slots = [slot for slot in made if id(slot) not in done]
+        for variable, created in self._created:
+            slots = [slot for slot in created if id(slot) not in done]
             yield from ((index, variable, slot) for index, slot in enumerate(slots))
             done.update(map(id, slots))
-        own = [kept for kept in optimizer.variables if id(kept) not in done and kept is not apply_count(optimizer)]
-        yield from ((index, None, kept) for index, kept in enumerate([_Updates(optimizer), *own]))
+        own = [slot for slot in optimizer.variables if id(slot) not in done and slot is not apply_count(optimizer)]
+        yield from ((index, None, slot) for index, slot in enumerate([_Updates(optimizer), *own]))
 
 
 @final
-class _Noting(list[Any]):
-    """Variables that know what an optimizer makes while it goes through them: many do so without a name for it."""
+class _RecordingList(list[Any]):
+    """A list of variables that records which slots an optimizer creates while iterating; many slots have no name."""
 
     def __init__(self, variables: Sequence[Any], optimizer: Any) -> None:
         super().__init__(variables)
         self._optimizer = optimizer
-        self.made: dict[int, list[Any]] = {id(variable): [] for variable in variables}
+        self.created: dict[int, list[Any]] = {id(variable): [] for variable in variables}
 
     def __iter__(self) -> Iterator[Any]:
         for variable in super().__iter__():
             before = len(self._optimizer.variables)
             yield variable
-            self.made[id(variable)] += self._optimizer.variables[before:]
+            self.created[id(variable)] += self._optimizer.variables[before:]
 
 
 @final
 class _Updates:
-    """An optimizer's count of updates, as a variable; with ``gradient_accumulation_steps`` it counts batches itself."""
+    """An optimizer's count of updates as a variable; with ``gradient_accumulation_steps``, Keras counts batches."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

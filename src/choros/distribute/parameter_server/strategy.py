@@ -1,4 +1,4 @@
-"""ParameterServerStrategy: asynchronous training with variables on servers."""
+"""``ParameterServerStrategy``: asynchronous training with variables on parameter servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError
 
 if TYPE_CHECKING:
-    from choros.distribute.coordinator.role import Role
+    from choros.distribute.coordinator.role import CoordinatorRole
 
 __all__ = ["ParameterServerStrategy"]
 
@@ -22,33 +22,31 @@ __all__ = ["ParameterServerStrategy"]
 class ParameterServerStrategy(Strategy):
     """Asynchronous training: workers compute gradients without waiting for each other (``tf.distribute``'s name).
 
-    Variables and the optimizer's state live on parameter servers. Every process runs the same script::
+    The variables and the optimizer's state are stored on parameter servers. Every process runs the same script::
 
-        chief       all of it. Its fit hands out batches and takes in metrics; it runs callbacks, writes files, prints
+        chief       all of it; its fit distributes batches and collects metrics, runs callbacks, writes files, prints
         worker      up to the first fit() or ClusterCoordinator.schedule(), which serves the chief and ends the process
-        ps          up to here: this constructor serves, and ends the process
-        evaluator   all of it, for itself: it takes no part
+        ps          up to this constructor, which serves and ends the process
+        evaluator   all of it, on its own, outside the training
 
-    Before each step a worker pulls the variables, then it computes a gradient of its batch, and a server applies it. So
-    a slow worker holds nobody up, and does fewer steps. A worker that is lost is done without; its batch goes to
-    another one, and when it is started again it takes part again. A lost server is an error, ``ParameterServerLost``,
-    on the chief.
+    In each step a worker pulls the variables and computes the gradient of its batch, and the servers apply it. A slow
+    worker therefore does not delay the others; it does fewer steps. If a worker is lost, another one trains on its
+    batch; when it is restarted, it participates again. If a server is lost, the chief raises ``ParameterServerLost``.
 
-    When no step is at work, the chief's models and optimizers have all that the servers do: it saves them as one device
-    would, and what it restores before ``fit`` the servers go on with. While workers and servers serve, they ignore
-    SIGINT and SIGTERM, so that Ctrl-C and preemption leave the chief time to save; they end when it does.
+    While no step is running, the chief's models and optimizers have the servers' values: the chief saves them as a
+    single device would, and the servers continue from what it restores before ``fit``. While workers and servers serve,
+    they ignore SIGINT and SIGTERM, so that Ctrl-C and preemption leave the chief time to save; they end with the chief.
 
     Args:
-        cluster_resolver: tells the cluster and this process's role; ``TF_CONFIG`` by default, which ``chorosrun --ps``
-            sets.
-        variable_partitioner: cuts large variables, so that several servers share them, such as
-            ``MinSizePartitioner()``.
-        max_staleness: no worker begins a step when it is more than so many steps ahead of one that is still at work
-            (Ho et al., 2013); ``None`` sets no bound.
+        cluster_resolver: describes the cluster and this process's role; by default from ``TF_CONFIG``, which
+            ``chorosrun --ps`` sets.
+        variable_partitioner: shards large variables across several servers, for example ``MinSizePartitioner()``.
+        max_staleness: the maximum number of steps that a worker may be ahead of another active worker when it starts a
+            step (Ho et al., 2013); ``None`` sets no bound.
 
     Raises:
-        ConfigError: there is no cluster with chief, workers and servers, or this process is none of them;
-            ``CHOROS_SECRET`` is needed and not set; ``max_staleness`` is no number of steps.
+        ConfigError: the cluster lacks a chief, workers or servers, or this process is not part of it;
+            ``CHOROS_SECRET`` is required and not set; ``max_staleness`` is negative.
         EngineError: the servers could not be reached within ``CHOROS_START_TIMEOUT``.
     """
 
@@ -61,7 +59,7 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         if max_staleness is not None and max_staleness < 0:
             raise ConfigError(
-                f"max_staleness={max_staleness!r}: a number of steps of at least 0, or None for no bound."
+                f"max_staleness={max_staleness!r} is invalid: pass a number of steps, at least 0, or None for no bound."
             )
         resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
         super().__init__(ProcessReplicas(1, 0), resolver)
@@ -71,11 +69,11 @@ class ParameterServerStrategy(Strategy):
         self._role, self._training = take_role(self, cluster, variable_partitioner, max_staleness)
 
     @property
-    def role(self) -> Role | None:
-        """What this process does in the cluster; ``None`` for the evaluator."""
+    def role(self) -> CoordinatorRole | None:
+        """The role of this process in the cluster; ``None`` for the evaluator."""
         return self._role
 
     @property
     def training(self) -> Training:
-        """The chief's, a worker's, or Keras' own for the evaluator."""
+        """The training of the chief or of a worker; Keras' own for the evaluator."""
         return self._training

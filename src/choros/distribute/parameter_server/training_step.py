@@ -1,7 +1,7 @@
-"""One batch of ``fit``: how the chief sends it, and what a worker does with it.
+"""The training step of ``fit``: the chief schedules each batch, and a worker trains on it.
 
-Keras' own ``fit`` runs on the chief, with its training function replaced: each call takes the next batch, as that
-framework's ``fit`` passes it, and schedules ``train_on``.
+Keras' own ``fit`` runs on the chief, with its training function replaced: each call takes the next batches, in the form
+that the framework's ``fit`` passes them, and schedules ``train_on`` for each.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 
 import keras
 
-from choros.distribute.parameter_server.session import Session
+from choros.distribute.parameter_server.session import ServerSession
 from choros.training.keras_internals import build_from_batch, jax_state, pythonify_logs
 
-__all__ = ["leading_function", "train_on"]
+__all__ = ["coordinated_train_function", "train_on"]
 
-#: Schedules a batch; returns the logs of those that are done.
-Lead = Callable[[Any], dict[str, Any]]
+#: Schedules a batch; returns the latest logs.
+ScheduleBatch = Callable[[Any], dict[str, Any]]
 
 
-def train_on(session: Session, model: Any, batch: Any) -> dict[str, float]:
-    """On a worker: Keras' own training step; returns its logs."""
+def train_on(session: ServerSession, model: Any, batch: Any) -> dict[str, float]:
+    """On a worker: runs Keras' own training step; returns its logs."""
     build_from_batch(model, batch)
-    session.pull()  # What was built just now has this process's initial values.
+    session.pull()  # Variables that were just built have this process's initial values.
     if keras.backend.backend() == "tensorflow":
-        model.jit_compile = False  # XLA cannot call the host.
+        model.jit_compile = False  # XLA cannot call Python.
     model.steps_per_execution = 1
     model.make_train_function()
     match keras.backend.backend():
@@ -42,21 +42,21 @@ def train_on(session: Session, model: Any, batch: Any) -> dict[str, float]:
     return dict(pythonify_logs(logs))
 
 
-def leading_function(model: Any, lead: Lead) -> Callable[..., Any]:
-    """On the chief: what ``fit`` calls in the place of the model's training function."""
+def coordinated_train_function(model: Any, schedule: ScheduleBatch) -> Callable[..., Any]:
+    """On the chief: returns the function that replaces the model's training function."""
     steps = model.steps_per_execution
 
     def from_iterator(iterator: Any) -> dict[str, Any]:
-        logs = lead(next(iterator))
+        logs = schedule(next(iterator))
         for batch in itertools.islice(iterator, steps - 1):
-            logs = lead(batch)
+            logs = schedule(batch)
         return logs
 
     def from_list(batches: Sequence[Any]) -> dict[str, Any]:
         return from_iterator(iter(batches))
 
     def with_state(state: Any, iterator: Any) -> tuple[dict[str, Any], Any]:
-        # Keras takes the values out of the model's variables while it trains: here they are needed.
+        # Keras moves the values out of the model's variables during training; the chief needs them there.
         _assign(model, state)
         logs = from_iterator(iterator)
         return logs, jax_state(model)
@@ -65,8 +65,8 @@ def leading_function(model: Any, lead: Lead) -> Callable[..., Any]:
 
 
 def _assign(model: Any, state: Any) -> None:
-    of_optimizer = model.optimizer.variables
-    variables = (model.trainable_variables, model.non_trainable_variables, of_optimizer, model.metrics_variables)
-    for each, values in zip(variables, state, strict=True):
-        for variable, value in zip(each, values, strict=True):
+    optimizer_variables = model.optimizer.variables
+    groups = (model.trainable_variables, model.non_trainable_variables, optimizer_variables, model.metrics_variables)
+    for variables, values in zip(groups, state, strict=True):
+        for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
