@@ -14,6 +14,8 @@ import numpy as np
 
 from choros.comm import Reduction, global_process_set, topology
 from choros.errors import ConfigError
+from choros.observe import events
+from choros.observe.events import Kind
 from choros.training.callbacks import BroadcastGlobalVariablesCallback, EpochCallback, MetricAverageCallback
 from choros.training.keras_internals import innermost, learning_rate_of
 from choros.training.metrics import count_examples
@@ -257,6 +259,7 @@ class BestModelCheckpoint(EpochCallback):
         else:
             self.model.save(unfinished, overwrite=True)
         unfinished.replace(path)
+        events.emit(Kind.CHECKPOINT, str(path))
 
 
 @final

@@ -19,6 +19,8 @@ from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.distribute.parameter_server.session import ServerSession
 from choros.distribute.parameter_server.signals import leave_signals_to_the_chief
 from choros.errors import EngineError, StrategyError
+from choros.observe import events
+from choros.observe.events import Kind
 from choros.transport.channel import ChannelClosed
 from choros.transport.remote_errors import Failure
 
@@ -109,7 +111,9 @@ class Worker(CoordinatorRole):
                     remote.learning_rate = message.learning_rates[number]
             session.pull()
             reset_metrics(self._objects)
-            result = function(*args, **kwargs)
+            name = getattr(function, "__name__", type(function).__name__)
+            with events.span(Kind.STEP_BEGUN, Kind.STEP_DONE, name):
+                result = function(*args, **kwargs)
             session.push_statistics()
             pickled = pickle.PickleBuffer(closures.dumps(result, self._objects.reference))
             return Ran(pickled, count_metrics(self._objects))
