@@ -5,7 +5,7 @@
     coordinator, choros bench          process 0 of a contender        process 1
       listens on a Unix socket
       starts chorosrun, mpirun, … ─────► connects                        connects       (1)
-      ◄──────────── Hello ────────────────────────────────────────────────
+      ◄──────────── Started ────────────────────────────────────────────────
       ───────────── Welcome: its rank, where the barrier is ─────────────►             (2)
                                          imports, joins its job          likewise
       ◄──────────── Ready ────────────────────────────────────────────────              (3)
@@ -40,7 +40,18 @@ from choros.bench.figures import Timing
 from choros.transport.channel import Channel, ChannelClosed, connect
 
 __all__ = [
-    "ADDRESS", "KEY", "Barrier", "Failed", "Hello", "Order", "Ready", "Stop", "Task", "Timing", "Welcome", "serve",
+    "ADDRESS",
+    "KEY",
+    "Barrier",
+    "Failed",
+    "Order",
+    "Ready",
+    "Started",
+    "Stop",
+    "Task",
+    "Timing",
+    "Welcome",
+    "serve",
 ]  # fmt: skip
 
 #: Environment variables of a contender's processes: where the coordinator listens, and the key, in hexadecimal.
@@ -53,13 +64,13 @@ _CONNECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Hello:
+class Started:
     """A process has started."""
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """The answer to ``Hello``: the process' rank among the contender's processes, and the barrier's file."""
+    """The answer to ``Started``: the process' rank among the contender's processes, and the barrier's file."""
 
     rank: int
     processes: int
@@ -161,7 +172,7 @@ def serve(join: Callable[[], Prepare], environ: Mapping[str, str] = os.environ) 
     """
     coordinator = _connect(environ)
     try:
-        coordinator.send(Hello())
+        coordinator.send(Started())
         welcome: Welcome = coordinator.receive()
         prepare = join()
         barrier = Barrier(Path(welcome.barrier), welcome.rank, welcome.processes)

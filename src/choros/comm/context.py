@@ -34,7 +34,7 @@ __all__ = [
 
 
 @dataclass
-class _Job:
+class _JobState:
     """The state that ``init`` creates and ``shutdown`` releases."""
 
     topology: Topology
@@ -49,7 +49,7 @@ class _Job:
 global_process_set = ProcessSet([])
 
 _log = logging.getLogger("choros")
-_job: _Job | None = None
+_job: _JobState | None = None
 #: An exception ended the main program: its rank must die, not wait for the others.
 _crashed = False
 _hooked = False
@@ -84,7 +84,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
     config = Config.from_environ(os.environ)
     _show_log(config.log_level)
     communicator, position, finalize = _start_engine(os.environ, detect(os.environ), comm)
-    _job = _Job(position, communicator, finalize, stop_listening=_listen(config, position))
+    _job = _JobState(position, communicator, finalize, stop_listening=_listen(config, position))
     global_process_set.register(0, range(communicator.size), communicator)
     for ranks in () if isinstance(process_sets, str) or process_sets is None else process_sets:
         add_process_set(ranks)
@@ -172,7 +172,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def _current(what: str) -> _Job:
+def _current(what: str) -> _JobState:
     if _job is None:
         raise NotInitializedError(what)
     return _job

@@ -34,7 +34,7 @@ class EnteredStrategy(Protocol):
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _ScopeEntry:
     """An entry of the stack: ``replica`` is ``None`` in cross-replica context."""
 
     strategy: EnteredStrategy
@@ -44,10 +44,10 @@ class _Entry:
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.entries: list[_Entry] = []
+        self.entries: list[_ScopeEntry] = []
 
     @property
-    def top(self) -> _Entry | None:
+    def top(self) -> _ScopeEntry | None:
         return self.entries[-1] if self.entries else None
 
 
@@ -74,7 +74,7 @@ def enter_scope(strategy: EnteredStrategy, replica: Any = None) -> Iterator[None
             f"a {type(strategy).__name__} was used inside the scope of another strategy, "
             f"{type(top.strategy).__name__}: a program is in one strategy's scope at a time. Leave the other first."
         )
-    with _entered(_Entry(strategy, replica)):
+    with _entered(_ScopeEntry(strategy, replica)):
         yield
 
 
@@ -85,12 +85,12 @@ def enter_fit() -> Iterator[None]:
     if top is None or top.strategy.is_default:
         yield
         return
-    with _entered(_Entry(top.strategy, fit=True)):
+    with _entered(_ScopeEntry(top.strategy, fit=True)):
         yield
 
 
 @contextmanager
-def _entered(entry: _Entry) -> Iterator[None]:
+def _entered(entry: _ScopeEntry) -> Iterator[None]:
     _stack.entries.append(entry)
     try:
         yield

@@ -17,7 +17,7 @@ from choros.errors import StrategyError
 __all__ = ["Pattern", "by_leaf", "flatten"]
 
 
-class _Kind(enum.Enum):
+class _LeafKind(enum.Enum):
     PER_REPLICA = "one value per replica"
     REPLICATED = "an array or a number that is replicated"
     CONSTANT = "any other object"
@@ -33,7 +33,7 @@ class Pattern:
     """
 
     tree: Any
-    kinds: tuple[_Kind, ...]
+    kinds: tuple[_LeafKind, ...]
     constants: tuple[Any, ...]
     key: Any
 
@@ -41,10 +41,10 @@ class Pattern:
         self, per_replica: Sequence[Any], replicated: Sequence[Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Returns the arguments of one replica, positional and by keyword."""
-        sources: dict[_Kind, Iterator[Any]] = {
-            _Kind.PER_REPLICA: iter(per_replica),
-            _Kind.REPLICATED: iter(replicated),
-            _Kind.CONSTANT: iter(self.constants),
+        sources: dict[_LeafKind, Iterator[Any]] = {
+            _LeafKind.PER_REPLICA: iter(per_replica),
+            _LeafKind.REPLICATED: iter(replicated),
+            _LeafKind.CONSTANT: iter(self.constants),
         }
         args, kwargs = jax.tree.unflatten(self.tree, [next(sources[kind]) for kind in self.kinds])
         return args, kwargs
@@ -65,15 +65,15 @@ def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pattern, li
     kinds, constants, per_replica, replicated, key = [], [], [], [], []
     for leaf in leaves:
         if isinstance(leaf, PerReplica):
-            kinds.append(_Kind.PER_REPLICA)
+            kinds.append(_LeafKind.PER_REPLICA)
             per_replica.append(leaf)
             key.append(_spec(leaf.values[0]))
         elif _is_array(leaf):
-            kinds.append(_Kind.REPLICATED)
+            kinds.append(_LeafKind.REPLICATED)
             replicated.append(_array(leaf))
             key.append(_spec(leaf))
         else:
-            kinds.append(_Kind.CONSTANT)
+            kinds.append(_LeafKind.CONSTANT)
             constants.append(leaf)
             key.append(leaf if isinstance(leaf, (bool, str, bytes, enum.Enum)) else id(leaf))
     pattern = Pattern(tree, tuple(kinds), tuple(constants), (tree, tuple(kinds), tuple(key)))

@@ -14,13 +14,13 @@ from choros.comm import Communicator, Reduction
 from choros.distribute.reduce_op import ReduceOp
 from choros.errors import ConfigError
 
-__all__ = ["AXIS", "DeviceCollectives", "ThreadCollectives", "TracedCollectives", "axis_of", "mean_of"]
+__all__ = ["AXIS", "ReplicaCollectives", "ThreadCollectives", "TracedCollectives", "axis_of", "mean_of"]
 
 #: The name of the only axis of the replicas' mesh.
 AXIS = "replica"
 
 
-class DeviceCollectives(ABC):
+class ReplicaCollectives(ABC):
     """The collectives of one replica; all replicas must make the same calls in the same order.
 
     Attributes:
@@ -50,7 +50,7 @@ class DeviceCollectives(ABC):
 
 
 @final
-class TracedCollectives(DeviceCollectives):
+class TracedCollectives(ReplicaCollectives):
     """Collectives within the compiled step of all replicas."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class TracedCollectives(DeviceCollectives):
 
 
 @final
-class ThreadCollectives(DeviceCollectives):
+class ThreadCollectives(ReplicaCollectives):
     """Collectives between threads, one per replica, outside of everything that JAX traces."""
 
     def __init__(self, communicator: Communicator) -> None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from choros.distribute.devices.collectives import AXIS, DeviceCollectives, TracedCollectives
+from choros.distribute.devices.collectives import AXIS, ReplicaCollectives, TracedCollectives
 from choros.distribute.devices.weak_map import WeakMap
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["CompileCache", "CompiledStep", "ReplicaFunction", "flow_of"]
 
 #: Calls the user's function on one replica, given its collectives, its per-replica and the replicated values.
-ReplicaFunction = Callable[[DeviceCollectives, Sequence[Any], Sequence[Any]], Any]
+ReplicaFunction = Callable[[ReplicaCollectives, Sequence[Any], Sequence[Any]], Any]
 
 _SHARDED, _REPLICATED = PartitionSpec(AXIS), PartitionSpec()
 

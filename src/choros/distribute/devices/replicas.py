@@ -34,7 +34,7 @@ from choros.comm import Communicator
 from choros.comm.engines.threads import run_threads
 from choros.distribute.devices.arguments import Pattern, by_leaf, flatten
 from choros.distribute.devices.arrays import DeviceArrays
-from choros.distribute.devices.collectives import AXIS, DeviceCollectives, ThreadCollectives, axis_of, mean_of
+from choros.distribute.devices.collectives import AXIS, ReplicaCollectives, ThreadCollectives, axis_of, mean_of
 from choros.distribute.devices.compiled_step import CompileCache, CompiledStep, ReplicaFunction, flow_of
 from choros.distribute.devices.names import DeviceName, jax_devices
 from choros.distribute.fit.training import Training
@@ -76,7 +76,7 @@ def on_devices(devices: Sequence[Any]) -> tuple[Replicas, Training | None]:
 class _Active(threading.local):
     """The collectives of the replica that this thread runs, if any."""
 
-    collectives: DeviceCollectives | None = None
+    collectives: ReplicaCollectives | None = None
 
 
 @final
@@ -154,7 +154,7 @@ class DeviceReplicas(Replicas):
     def _in_replica_context(self, strategy: Any, function: Callable[..., Any], pattern: Pattern) -> ReplicaFunction:
         """Returns a function that calls ``function`` in replica context, with arguments of this ``pattern``."""
 
-        def call(collectives: DeviceCollectives, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Any:
+        def call(collectives: ReplicaCollectives, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Any:
             args, kwargs = pattern.unflatten(per_replica, replicated)
             with self._activate(collectives), enter_scope(strategy, ReplicaContext(strategy, collectives.replica)):
                 return function(*args, **kwargs)
@@ -187,14 +187,14 @@ class DeviceReplicas(Replicas):
         return jax.tree.map(per_replica_of, *(results for results, _ in done))
 
     @contextmanager
-    def _activate(self, collectives: DeviceCollectives) -> Iterator[None]:
+    def _activate(self, collectives: ReplicaCollectives) -> Iterator[None]:
         outer, self._active.collectives = self._active.collectives, collectives
         try:
             yield
         finally:
             self._active.collectives = outer
 
-    def _active_collectives(self, method: str) -> DeviceCollectives:
+    def _active_collectives(self, method: str) -> ReplicaCollectives:
         if self._active.collectives is None:
             raise StrategyError(
                 f"{method} was called outside of the replicas: call it in a function that strategy.run(fn, args=…) "

@@ -39,7 +39,7 @@ __all__ = ["PreemptionCheckpointHandler"]
 _RESERVE = 3
 
 
-class _Stage(enum.IntEnum):
+class _PreemptionStage(enum.IntEnum):
     """The message of a process before each step; the highest one counts."""
 
     TRAINING = 0
@@ -129,7 +129,7 @@ class PreemptionCheckpointHandler:
         self._store = store_of(checkpoint_or_checkpoint_manager, checkpoint_dir, config.save_fn)
         self._exit = config.exit_fn or _exit
         self._grace = config.grace_period or 0.0
-        self._stage = _Stage.TRAINING
+        self._stage = _PreemptionStage.TRAINING
         self._seconds = {"step": 0.0, "save": 0.0}
         self._runs = self._restored()
         self._notice = Notice(config.termination_watcher_fn)
@@ -188,7 +188,7 @@ class PreemptionCheckpointHandler:
 
     def _check(self, *args: Any, **kwargs: Any) -> None:
         """Saves, and exits if it is time, if any process has been asked to end."""
-        if self._stage is _Stage.ENDING:  # exit_fn has returned
+        if self._stage is _PreemptionStage.ENDING:  # exit_fn has returned
             return
         stage = _highest(self._local_stage())
         if stage <= self._stage:
@@ -197,7 +197,7 @@ class PreemptionCheckpointHandler:
         with self._timed("save"):
             write_once(lambda: self._store.save(self._runs, *args, **kwargs))
             global_process_set.communicator.barrier(name="checkpoint")  # in fit, write_once does not wait
-        if stage is _Stage.ENDING:
+        if stage is _PreemptionStage.ENDING:
             with self._watching():
                 self._exit()
 
@@ -214,12 +214,12 @@ class PreemptionCheckpointHandler:
             if not exits:
                 self._notice.stop()
 
-    def _local_stage(self) -> _Stage:
+    def _local_stage(self) -> _PreemptionStage:
         age = self._notice.age
         if age is None:
-            return _Stage.TRAINING
+            return _PreemptionStage.TRAINING
         reserve = _RESERVE * sum(self._seconds.values())
-        return _Stage.NOTIFIED if age + reserve < self._grace else _Stage.ENDING
+        return _PreemptionStage.NOTIFIED if age + reserve < self._grace else _PreemptionStage.ENDING
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -228,7 +228,7 @@ class PreemptionCheckpointHandler:
         self._seconds[what] = time.monotonic() - begin
 
 
-def _highest(stage: _Stage) -> _Stage:
+def _highest(stage: _PreemptionStage) -> _PreemptionStage:
     """Returns the highest stage of all processes."""
     if "jax" in sys.modules:
         import jax
@@ -236,7 +236,7 @@ def _highest(stage: _Stage) -> _Stage:
         jax.effects_barrier()  # a step that still runs may have collectives left to do
     communicator = global_process_set.communicator
     with communicator.exclusive():
-        return _Stage(max(communicator.agree(Request("check for preemption"), value=stage)))
+        return _PreemptionStage(max(communicator.agree(Request("check for preemption"), value=stage)))
 
 
 def _exit() -> NoReturn:

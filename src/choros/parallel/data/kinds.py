@@ -16,7 +16,7 @@ __all__ = ["are_arrays", "kind_of"]
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _KindEntry:
     """A kind of data set that a package defines.
 
     Attributes:
@@ -43,10 +43,10 @@ class _Entry:
 
 
 _TABLE = (
-    _Entry("py_dataset", "keras", ("utils.PyDataset",)),
-    _Entry("tf_data", "tensorflow", ("data.Dataset",)),
-    _Entry("data_loader", "torch.utils.data", ("DataLoader",)),
-    _Entry("grain_data", "grain", ("MapDataset", "IterDataset", "DataLoader")),
+    _KindEntry("py_dataset", "keras", ("utils.PyDataset",)),
+    _KindEntry("tf_data", "tensorflow", ("data.Dataset",)),
+    _KindEntry("data_loader", "torch.utils.data", ("DataLoader",)),
+    _KindEntry("grain_data", "grain", ("MapDataset", "IterDataset", "DataLoader")),
 )
 _ARRAYS = ArrayKind()
 
