@@ -1,4 +1,4 @@
-"""``choros``: the command with commands. ``chorosrun`` is one of its own, as ``horovodrun`` is."""
+"""The ``choros`` command and its subcommands. ``chorosrun`` is a separate command, as ``horovodrun`` is."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from choros.errors import ChorosError
 __all__ = ["main"]
 
 _HELP = """\
-Data-parallel deep learning: tools beside the library.
+Tools for data-parallel deep learning with choros.
 
 \b
 Examples:
   chorosrun -np 2 python train.py     train on two processes (chorosrun --help)
-  choros bench allreduce              choros against MPI, Gloo and memcpy, here
-  choros bench train                  training steps against DDP, tf.distribute, keras.distribution
+  choros bench allreduce              compare choros with MPI, Gloo and memcpy on this machine
+  choros bench train                  compare training steps with DDP, tf.distribute, keras.distribution
 """
 
 
@@ -40,7 +40,7 @@ choros.add_command(bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs ``choros`` with ``arguments``, those of this process by default, and ends it."""
+    """Runs ``choros`` with ``arguments`` (default: this process's command line) and exits."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
         code = choros.main(None if arguments is None else list(arguments), prog_name="choros", standalone_mode=False)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)  # through every block that has something to end
+    sys.exit(128 + number)  # an exception, so that every ``with`` block ends its processes
 
 
 if __name__ == "__main__":

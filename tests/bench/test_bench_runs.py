@@ -72,7 +72,7 @@ def test_ctrl_c_ends_everything() -> None:
     ("argv", "text"),
     [
         (["allreduce", "--sizes", "4KB"], "Write sizes like 4KiB"),
-        (["allreduce", "--ranks", "two"], "write numbers of ranks"),
+        (["allreduce", "--ranks", "two"], "expected positive whole numbers"),
         (["allreduce", "--only", "gloo"], "Expected one of: 'choros', 'choros, any array'"),
         (["allreduce", "--json", "/no/such/place"], "cannot be written"),
         (["train", "--framework", "theano"], "'theano' is not one of"),

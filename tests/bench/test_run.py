@@ -72,7 +72,7 @@ def test_a_missing_launcher_is_reported(tmp_path: Path) -> None:
     contender = Contender("none", lambda _ranks, _argv: [LaunchCommand(("no-such-program",))], "unused")
     with (
         ProcessGroup(contender, 2, tmp_path) as group,
-        pytest.raises(ContenderFailed, match="no command 'no-such-program'"),
+        pytest.raises(ContenderFailed, match="command not found: 'no-such-program'"),
     ):
         group.start()
 

@@ -41,7 +41,7 @@ def test_sigterm_to_one_rank_ends_all_and_they_resume(tmp_path: Path) -> None:
     command = ("-np", "2", sys.executable, SCRIPT, FRAMEWORKS[-1], tmp_path / "checkpoints")
     with Running(*command) as job:
         job.wait_for(2, "ready")
-        (pid,) = re.findall(r"ready pid=(\d+) rank=1", job.said)
+        (pid,) = re.findall(r"ready pid=(\d+) rank=1", job.output)
         os.kill(int(pid), signal.SIGTERM)
         ended = job.end()
         job.assert_nothing_left()

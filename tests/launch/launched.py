@@ -1,4 +1,4 @@
-"""chorosrun as a process, for tests: started, signalled, and looked at afterwards."""
+"""chorosrun as a process, for tests: starts it, signals it, and checks what it leaves."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 CHOROSRUN = (sys.executable, "-P", "-m", "choros.launch.cli")
-#: What every job of the tests has in its environment, so that its processes can be told from others'.
+#: A variable in the environment of every test job, which identifies its processes.
 TAG = "CHOROS_TEST_TAG"
 
 
@@ -27,14 +27,14 @@ class Ended:
 
 
 class Running:
-    """A chorosrun that runs, with a tag of its own."""
+    """A running chorosrun, with a unique tag."""
 
-    def __init__(self, *words, env=None, cwd=None, start=CHOROSRUN):
+    def __init__(self, *arguments, env=None, cwd=None, start=CHOROSRUN):
         self.tag = f"{os.getpid()}-{time.monotonic_ns()}"
         environ = {**os.environ, **(env or {}), TAG: self.tag}
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            [*start, *map(str, words)],
+            [*start, *map(str, arguments)],
             env=environ,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
@@ -43,16 +43,16 @@ class Running:
             text=True,
             errors="surrogateescape",
         )
-        self.said = ""
+        self.output = ""
 
     def wait_for(self, count, word, seconds=180):
-        """Reads standard output until ``word`` has come ``count`` times; ranks say that they are ready so."""
+        """Reads standard output until it contains ``word`` ``count`` times; ranks print ``ready`` this way."""
         end = time.monotonic() + seconds
-        while self.said.count(word) < count:
-            assert time.monotonic() < end, f"no {word} in:\n{self.said}"
+        while self.output.count(word) < count:
+            assert time.monotonic() < end, f"no {word} in:\n{self.output}"
             line = self.process.stdout.readline()
-            assert line, f"ended before {word}:\n{self.said}\n{self.process.stderr.read()}"
-            self.said += line
+            assert line, f"ended before {word}:\n{self.output}\n{self.process.stderr.read()}"
+            self.output += line
 
     def signal(self, number):
         self.process.send_signal(number)
@@ -61,7 +61,7 @@ class Running:
         """Waits for its end."""
         began = time.monotonic()
         out, err = self.process.communicate(timeout=seconds)
-        return Ended(self.process.returncode, self.said + out, err, time.monotonic() - began)
+        return Ended(self.process.returncode, self.output + out, err, time.monotonic() - began)
 
     def processes(self):
         """All processes that carry the job's tag, but not chorosrun."""
@@ -74,14 +74,14 @@ class Running:
         return found
 
     def assert_nothing_runs(self, seconds=30):
-        """No process of the job is there after ``seconds``."""
+        """Checks that no process of the job runs after ``seconds``."""
         end = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.1)
         assert not left, [process.cmdline() for process in left]
 
     def assert_nothing_left(self, seconds=30):
-        """No process of the job, and none of its directories, is there after ``seconds``."""
+        """Checks that no process and no directory of the job exists after ``seconds``."""
         end = time.monotonic() + seconds
         self.assert_nothing_runs(seconds)
         while (left := self.directories()) and time.monotonic() < end:
@@ -89,11 +89,11 @@ class Running:
         assert not left
 
     def directories(self):
-        """The directories of the job, if its ranks have told its name: ``job=NAME``."""
-        names = {word.removeprefix("job=") for word in self.said.split() if word.startswith("job=")}
-        places = [Path("/dev/shm") / f"choros-job-{name}" for name in names]
-        places += [Path("/tmp") / f"choros-session-{name}" for name in names]
-        return [place for place in places if place.exists()]
+        """The directories of the job, if its ranks have printed its name: ``job=NAME``."""
+        names = {word.removeprefix("job=") for word in self.output.split() if word.startswith("job=")}
+        paths = [Path("/dev/shm") / f"choros-job-{name}" for name in names]
+        paths += [Path("/tmp") / f"choros-session-{name}" for name in names]
+        return [path for path in paths if path.exists()]
 
     def __enter__(self):
         return self
@@ -105,16 +105,16 @@ class Running:
         self.process.communicate()
 
 
-def run(*words, seconds=180, **how):
-    """Runs chorosrun to its end and sees that nothing is left."""
-    with Running(*words, **how) as job:
+def run(*arguments, seconds=180, **how):
+    """Runs chorosrun to its end and checks that nothing is left."""
+    with Running(*arguments, **how) as job:
         ended = job.end(seconds)
         job.assert_nothing_left()
     return ended
 
 
 def rank_script(path, body):
-    """A Python script for ranks: knows its ``rank``, and says ``ready``."""
+    """A Python script for ranks, with the variable ``rank`` and the function ``ready``, which prints ``ready``."""
     head = (
         "import os, signal, subprocess, sys, time\n"
         "rank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"

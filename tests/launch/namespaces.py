@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-#: Host 10.77.N.1x → namespace x, with a host name of its own; what it was asked to run is noted.
+#: Host 10.77.N.1x → namespace x, with its own host name; every command is logged.
 REACH = """#!/bin/sh
 host=$1; shift
 echo "$host $*" >> {log}
@@ -29,7 +29,7 @@ class Network:
 
 @contextmanager
 def two_hosts(directory):
-    """The block in which the hosts are there; skips the test where they cannot be made."""
+    """A block in which the hosts exist; skips the test where they cannot be created."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None or shutil.which("unshare") is None:
@@ -57,12 +57,12 @@ def two_hosts(directory):
         ip("link", "del", bridge, check=False)
 
 
-def ip(*words, check=True):
-    subprocess.run(["ip", *words], check=check, capture_output=True, timeout=20)
+def ip(*arguments, check=True):
+    subprocess.run(["ip", *arguments], check=check, capture_output=True, timeout=20)
 
 
 def free_number():
-    """The third part of addresses that nobody else uses: the bridge that is named after it is ours from now on."""
+    """The third part of unused addresses; creates the bridge that is named after it."""
     for attempt in range(20):
         number = 20 + (os.getpid() + 7 * attempt) % 200
         try:
@@ -71,4 +71,4 @@ def free_number():
             problem = error.stderr.decode().strip()
         else:
             return number
-    pytest.skip(f"no bridge can be made here: {problem}")
+    pytest.skip(f"no bridge can be created: {problem}")

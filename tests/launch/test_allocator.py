@@ -17,13 +17,13 @@ def test_glibc_keeps_its_pages_unless_the_user_has_set_it():
     assert allocator_settings({}, "darwin") == {}
 
 
-def test_another_allocator_is_loaded_after_what_the_user_loads():
+def test_another_allocator_is_preloaded_after_the_users_libraries():
     environ = {"CHOROS_ALLOCATOR": "jemalloc", "LD_PRELOAD": "/lib/own.so", "MALLOC_CONF": "stats_print:true"}
     settings = allocator_settings(environ, "linux", "/lib/lib{}.so.2".format)
     assert settings == {"LD_PRELOAD": "/lib/own.so /lib/libjemalloc.so.2"}
 
 
-def test_an_allocator_that_is_not_there_is_an_error_that_says_how_to_install_it():
+def test_a_missing_allocator_is_an_error_that_says_how_to_install_it():
     with pytest.raises(ConfigError, match="apt install libjemalloc2"):
         allocator_settings({"CHOROS_ALLOCATOR": "jemalloc"}, "linux", nowhere)
     with pytest.raises(ConfigError, match="CHOROS_ALLOCATOR='mine' is not one of glibc, jemalloc"):
@@ -31,7 +31,7 @@ def test_an_allocator_that_is_not_there_is_an_error_that_says_how_to_install_it(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has these allocators")
-def test_ranks_do_not_start_without_the_allocator_asked_for():
+def test_ranks_do_not_start_without_the_requested_allocator():
     ended = run("-np", "2", "--env", "CHOROS_ALLOCATOR=mine", sys.executable, "-c", "print('ran')")
     assert ended.code != 0
     assert "CHOROS_ALLOCATOR='mine' is not one of" in ended.err

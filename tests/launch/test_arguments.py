@@ -10,7 +10,7 @@ from choros.launch import cli
 from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.hosts import Host
 from choros.launch.plan.limits import Limits
-from choros.launch.protocol.wrapper_options import Options
+from choros.launch.protocol.wrapper_options import WrapperOptions
 from choros.launch.run import run
 
 DEFAULTS = {each.name: each.default for each in fields(Arguments)}
@@ -20,7 +20,7 @@ def job(accelerators=0, names=("here",), environ=None, **given):
     return Arguments(**given).job(["x"], environ or {}, lambda: frozenset(names), lambda: accelerators)
 
 
-def test_both_faces_have_the_same_arguments_and_defaults():
+def test_chorosrun_and_run_have_the_same_arguments_and_defaults():
     flags = {option.name: option for option in cli.chorosrun.params}
     only_flags = {"command", "log_level", "mpi", "dry_run", "version", "check_build"}
     assert flags.keys() - only_flags == DEFAULTS.keys() - {"in_python"}
@@ -43,7 +43,7 @@ def test_both_faces_have_the_same_arguments_and_defaults():
         ({"ps": 1, "hosts": "a:4"}, 0, 4),
     ],
 )
-def test_how_many(given, accelerators, size):
+def test_number_of_processes(given, accelerators, size):
     assert job(accelerators, **given).size == size
 
 
@@ -54,12 +54,12 @@ def test_a_job():
 
 
 def test_options_of_the_wrappers():
-    assert job().options == Options()
-    assert job(binding_args="--bind-to core").options == Options(bind=False)
-    assert job(ps=1, num_proc=1).options == Options(restarts=3)
+    assert job().options == WrapperOptions()
+    assert job(binding_args="--bind-to core").options == WrapperOptions(bind=False)
+    assert job(ps=1, num_proc=1).options == WrapperOptions(restarts=3)
 
 
-def test_a_host_file_named_by_others(tmp_path):
+def test_a_host_file_named_by_the_environment(tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\n")
     assert job(environ={"OMPI_MCA_orte_default_hostfile": str(tmp_path / "hosts")}).hosts == (Host("a", 2),)
 
@@ -81,9 +81,9 @@ def test_limits():
         ({"start_timeout": None}, "--start-timeout None: expected a finite number"),
         ({"start_timeout": 0}, "--start-timeout 0: expected"),
         ({"grace_period": -1}, "--grace-period -1: expected a finite number of seconds, 0 or more"),
-        ({"hosts": "a", "hostfile": "b"}, "--hosts and --hostfile both name hosts"),
-        ({"max_restarts": 1}, "--max-restarts is about the workers"),
-        ({"env": {"A": 1}}, r"env=\{'A': 1\}: names and values of environment variables are strings"),
+        ({"hosts": "a", "hostfile": "b"}, "--hosts and --hostfile both name hosts: give only one of them"),
+        ({"max_restarts": 1}, "--max-restarts applies only to the workers"),
+        ({"env": {"A": 1}}, r"env=\{'A': 1\}: the name and the value of an environment variable must be strings"),
         ({"num_proc": 0, "in_python": True}, "^np=0: expected"),
         ({"start_timeout": None, "in_python": True}, "^start_timeout=None: expected"),
     ],
@@ -94,7 +94,7 @@ def test_invalid_values(given, message):
 
 
 @pytest.mark.parametrize("name", ["mpi_args", "binding_args"])
-def test_words_with_an_open_quotation_mark(name):
+def test_arguments_with_an_open_quotation_mark(name):
     with pytest.raises(ConfigError, match=r"No closing quotation\)\. Close every quotation mark"):
         job(**{name: "'"})
 
@@ -121,7 +121,7 @@ def test_run_starts_nothing_with_invalid_arguments(given, message, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "environ", "said"),
+    ("arguments", "environ", "message"),
     [
         (["-np", "two"], {}, "'two' is not a valid whole number"),
         (["--start-timeout", "inf"], {}, "--start-timeout inf: expected a finite number of seconds"),
@@ -129,10 +129,10 @@ def test_run_starts_nothing_with_invalid_arguments(given, message, monkeypatch):
         ([], {"CHOROS_START_TIMEOUT": "soon"}, "'soon' is not a valid number of seconds"),
     ],
 )
-def test_chorosrun_says_what_is_invalid(words, environ, said, monkeypatch, capsys):
+def test_chorosrun_reports_invalid_arguments(arguments, environ, message, monkeypatch, capsys):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:
-        cli.main([*words, "true"])
+        cli.main([*arguments, "true"])
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

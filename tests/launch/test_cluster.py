@@ -1,4 +1,4 @@
-"""Jobs with parameter servers: who is what, where, and what each is told."""
+"""Jobs with parameter servers: roles, addresses and the environment of each process."""
 
 import json
 import socket
@@ -9,11 +9,11 @@ from choros.errors import ConfigError
 from choros.launch.driver.cluster_addresses import assign_addresses
 from choros.launch.plan.cluster import role_in, task_environment
 from choros.launch.plan.command import Command
-from choros.launch.plan.dry_run import draft_text
+from choros.launch.plan.dry_run import dry_run_text
 from choros.launch.plan.hosts import Host, parse_hosts
 from choros.launch.plan.job import Job
 from choros.launch.plan.roles import Role, Roles
-from choros.launch.wrapper.task_address import why_not_listening
+from choros.launch.wrapper.task_address import listening_problem
 from choros.topology import TFConfig, Topology, detect, read_tf_config, split_address
 
 HOSTS = parse_hosts("a.invalid:2,b.invalid:3")
@@ -23,7 +23,7 @@ def job(hosts=(), remote=(), **rest):
     return Job(("python", "train.py"), 5, hosts=tuple(hosts), remote=tuple(remote), servers=1, **rest)
 
 
-def told(*given, environ=(), **how):
+def environment_of(*given, environ=(), **how):
     return assign_addresses(job(*given, **how), dict(environ)).environment
 
 
@@ -44,21 +44,25 @@ def test_roles():
     assert not Roles()
 
 
-def test_the_plan_is_shown():
-    lines = draft_text(job(HOSTS, HOSTS), Command(("mpirun",), {}), {})
-    there = "its host's cores are shared out there"
+def test_dry_run():
+    lines = dry_run_text(job(HOSTS, HOSTS), Command(("mpirun",), {}), {})
+    settings = "its wrapper divides the cores on that host"
     assert lines.splitlines() == [
         "mpirun",
-        f"# the chief on a.invalid: {there}",
-        f"# ps 0 on a.invalid: {there}",
-        f"# worker 0 on b.invalid: {there}",
-        f"# worker 1 on b.invalid: {there}",
-        f"# worker 2 on b.invalid: {there}",
+        f"# the chief on a.invalid: {settings}",
+        f"# ps 0 on a.invalid: {settings}",
+        f"# worker 0 on b.invalid: {settings}",
+        f"# worker 1 on b.invalid: {settings}",
+        f"# worker 2 on b.invalid: {settings}",
     ]
 
 
-def test_on_one_host_all_is_loopback():
-    for environment in (told(), told([Host("localhost", 5)]), told([Host("b.invalid", 5)], [Host("b.invalid", 5)])):
+def test_on_one_host_all_addresses_are_loopback():
+    for environment in (
+        environment_of(),
+        environment_of([Host("localhost", 5)]),
+        environment_of([Host("b.invalid", 5)], [Host("b.invalid", 5)]),
+    ):
         cluster = cluster_of(environment)
         addresses = [split_address(address) for role in cluster.values() for address in role]
         assert [len(cluster[role]) for role in ("chief", "ps", "worker")] == [1, 1, 3]
@@ -66,28 +70,30 @@ def test_on_one_host_all_is_loopback():
         assert len({port for _, port in addresses}) == 5
 
 
-def test_other_hosts_have_addresses_of_their_own():
+def test_remote_hosts_have_their_own_addresses():
     here, there = Host("localhost", 2), Host("::2", 3)  # an address needs no resolver
-    cluster = cluster_of(told([there, here], [there]))
+    cluster = cluster_of(environment_of([there, here], [there]))
     assert all(address.startswith("[::2]:") for address in cluster["chief"] + cluster["ps"])
     assert [address.split(":")[0] for address in cluster["worker"][1:]] != ["localhost"] * 2
-    assert cluster_of(told(HOSTS, HOSTS))["chief"][0].startswith("a.invalid:")  # only ssh knows: as it was given
+    assert cluster_of(environment_of(HOSTS, HOSTS))["chief"][0].startswith(
+        "a.invalid:"
+    )  # only ssh can resolve it: unchanged
 
 
 def test_secrets_differ_from_job_to_job_unless_they_are_given():
-    first, second = told()["CHOROS_SECRET"], told()["CHOROS_SECRET"]
+    first, second = environment_of()["CHOROS_SECRET"], environment_of()["CHOROS_SECRET"]
     assert first != second
     assert len(bytes.fromhex(first)) == 32
-    assert told(environ={"CHOROS_SECRET": "ab"})["CHOROS_SECRET"] == "ab"
-    assert told(environment={"CHOROS_SECRET": "cd", "A": "b"})["CHOROS_SECRET"] == "cd"
+    assert environment_of(environ={"CHOROS_SECRET": "ab"})["CHOROS_SECRET"] == "ab"
+    assert environment_of(environment={"CHOROS_SECRET": "cd", "A": "b"})["CHOROS_SECRET"] == "cd"
 
 
-def test_a_job_without_roles_is_told_nothing():
+def test_a_job_without_roles_is_unchanged():
     plain = Job(("x",), 2)
     assert assign_addresses(plain, {}) is plain
     environ = {"OMPI_COMM_WORLD_RANK": "1", "TF_CONFIG": "{}"}
     assert task_environment(environ, 1) == environ
-    assert (role_in(environ, 1), why_not_listening(environ, 1)) == (None, "")
+    assert (role_in(environ, 1), listening_problem(environ, 1)) == (None, "")
 
 
 def test_hosts_that_a_scheduler_chooses_must_be_named():
@@ -95,10 +101,10 @@ def test_hosts_that_a_scheduler_chooses_must_be_named():
         assign_addresses(job(), {"SLURM_JOB_ID": "7"})
 
 
-def test_what_a_process_is_told():
+def test_environment_of_a_process():
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "5", "PMIX_RANK": "1", "PRTE_LAUNCHED": "1"}
     slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"}
-    environ = {**mpi, **slurm, "HOME": "/root", **told()}
+    environ = {**mpi, **slurm, "HOME": "/root", **environment_of()}
     task = task_environment(environ, rank=1)
     cluster = {role: tuple(addresses) for role, addresses in cluster_of(environ).items()}
     assert read_tf_config(task) == TFConfig(cluster, "ps", 0)
@@ -106,15 +112,15 @@ def test_what_a_process_is_told():
     assert detect(task) == Topology(launcher="TF_CONFIG")
 
 
-def test_ports_are_looked_at_where_they_are_listened_at():
-    environ = told()
-    assert [why_not_listening(environ, rank) for rank in range(5)] == [""] * 5
+def test_ports_are_checked_on_the_host_that_listens():
+    environ = environment_of()
+    assert [listening_problem(environ, rank) for rank in range(5)] == [""] * 5
     with socket.socket() as taken:
         taken.bind(split_address(cluster_of(environ)["ps"][0]))
         taken.listen()
-        assert why_not_listening(environ, 1).startswith(
+        assert listening_problem(environ, 1).startswith(
             f"ps 0 cannot listen at {cluster_of(environ)['ps'][0]}: Address"
         )
     elsewhere = {"CHOROS_CLUSTER": json.dumps({"chief": ["192.0.2.1:20000"], "ps": ["a:1"], "worker": ["192.0.2.1:1"]})}
-    assert "name hosts in -H as they reach each other" in why_not_listening(elsewhere, 0)
-    assert why_not_listening(elsewhere, 2) == ""  # workers do not listen
+    assert "give in -H the names by which the hosts reach each other" in listening_problem(elsewhere, 0)
+    assert listening_problem(elsewhere, 2) == ""  # workers do not listen

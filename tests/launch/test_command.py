@@ -1,4 +1,4 @@
-"""Job → command line and environment, for each kind of mpirun."""
+"""Job → command line and environment, for each MPI implementation."""
 
 import sys
 
@@ -8,40 +8,46 @@ from choros.launch.plan.command import plan
 from choros.launch.plan.hosts import parse_hosts
 from choros.launch.plan.job import Job, Ssh
 from choros.launch.plan.mpi_implementations import Hydra, IntelMpi, Mpirun, OpenMpi4, OpenMpi5
-from choros.launch.protocol.wrapper_options import Options
+from choros.launch.protocol.wrapper_options import WrapperOptions
 from choros.launch.wrapper import __main__ as wrapper
 
-WORKER = (sys.executable, "-I", "-S", wrapper.__file__)
+WRAPPER = (sys.executable, "-I", "-S", wrapper.__file__)
 COMMAND = ("python", "train.py", "--lr", "0.1")
 
 
-def planned(job, flavour=None, environ=(), root=False):
-    mpirun = Mpirun("/bin/mpirun", flavour or OpenMpi5(), "")
+def planned(job, implementation=None, environ=(), root=False):
+    mpirun = Mpirun("/bin/mpirun", implementation or OpenMpi5(), "")
     return plan(job, mpirun, dict(environ), name="j1", session="/tmp/s", root=root)
 
 
-def words(job, flavour=None, environ=(), root=False):
-    return planned(job, flavour, environ, root).words
+def argv_of(job, implementation=None, environ=(), root=False):
+    return planned(job, implementation, environ, root).argv
 
 
-HERE = Job(COMMAND, 4)
-THERE_HOSTS = parse_hosts("a:2,b:2")
-THERE = Job(
-    COMMAND, 4, hosts=THERE_HOSTS, remote=THERE_HOSTS, ssh=Ssh(port=2222), network_interfaces=("eth0", "eth1"), tcp=True
+LOCAL = Job(COMMAND, 4)
+REMOTE_HOSTS = parse_hosts("a:2,b:2")
+REMOTE = Job(
+    COMMAND,
+    4,
+    hosts=REMOTE_HOSTS,
+    remote=REMOTE_HOSTS,
+    ssh=Ssh(port=2222),
+    network_interfaces=("eth0", "eth1"),
+    tcp=True,
 )
 ENVIRON = {"PATH": "/bin", "SECRET": "hush", "HOSTNAME": "me", "SSH_TTY": "/dev/pts/1"}
 
 
-def test_open_mpi_5_here():
-    assert words(HERE) == (
+def test_open_mpi_5_on_one_host():
+    assert argv_of(LOCAL) == (
         *("/bin/mpirun", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"),
         *("--prtemca", "prte_local_tmpdir_base", "/tmp/s", "-np", "4"),
-        *(*WORKER, "--", *COMMAND),
+        *(*WRAPPER, "--", *COMMAND),
     )
 
 
-def test_open_mpi_5_there():
-    assert words(THERE, environ=ENVIRON, root=True) == (
+def test_open_mpi_5_on_remote_hosts():
+    assert argv_of(REMOTE, environ=ENVIRON, root=True) == (
         *("/bin/mpirun", "--allow-run-as-root", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"),
         *("--prtemca", "prte_local_tmpdir_base", "/tmp/s"),
         *("--prtemca", "plm_ssh_agent", "ssh -o BatchMode=yes -p 2222"),
@@ -50,12 +56,12 @@ def test_open_mpi_5_there():
         *("--prtemca", "prte_if_include", "eth0,eth1", "--mca", "btl_tcp_if_include", "eth0,eth1"),
         *("--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp", "-H", "a:2,b:2"),
         *("-x", "CHOROS_JOB", "-x", "GLOO_SOCKET_IFNAME", "-x", "NCCL_SOCKET_IFNAME", "-x", "PATH", "-x", "SECRET"),
-        *("-np", "4", *WORKER, "--", *COMMAND),
+        *("-np", "4", *WRAPPER, "--", *COMMAND),
     )
 
 
-def test_open_mpi_4_there():
-    assert words(THERE, OpenMpi4(), ENVIRON) == (
+def test_open_mpi_4_on_remote_hosts():
+    assert argv_of(REMOTE, OpenMpi4(), ENVIRON) == (
         *("/bin/mpirun", "--bind-to", "none", "--map-by", "slot", "--oversubscribe"),
         *("--mca", "orte_local_tmpdir_base", "/tmp/s"),
         *("--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2"),
@@ -65,59 +71,59 @@ def test_open_mpi_4_there():
         *("--mca", "oob_tcp_if_include", "eth0,eth1", "--mca", "btl_tcp_if_include", "eth0,eth1"),
         *("--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp", "-H", "a:2,b:2"),
         *("-x", "CHOROS_JOB", "-x", "GLOO_SOCKET_IFNAME", "-x", "NCCL_SOCKET_IFNAME", "-x", "PATH", "-x", "SECRET"),
-        *("-np", "4", *WORKER, "--", *COMMAND),
+        *("-np", "4", *WRAPPER, "--", *COMMAND),
     )
 
 
 @pytest.mark.parametrize(
-    ("flavour", "binding"), [(Hydra(), ("-bind-to", "none")), (IntelMpi(), ("-genv", "I_MPI_PIN", "0"))]
+    ("implementation", "binding"), [(Hydra(), ("-bind-to", "none")), (IntelMpi(), ("-genv", "I_MPI_PIN", "0"))]
 )
-def test_hydra_there(flavour, binding):
-    job = Job(COMMAND, 4, hosts=THERE_HOSTS, remote=THERE_HOSTS)
-    assert words(job, flavour, ENVIRON) == (
+def test_hydra_on_remote_hosts(implementation, binding):
+    job = Job(COMMAND, 4, hosts=REMOTE_HOSTS, remote=REMOTE_HOSTS)
+    assert argv_of(job, implementation, ENVIRON) == (
         *("/bin/mpirun", *binding, "-hosts", "a:2,b:2", "-launcher", "ssh", "-launcher-exec", "ssh"),
-        *("-genvlist", "CHOROS_JOB,PATH,SECRET", "-n", "4", *WORKER, "--", *COMMAND),
+        *("-genvlist", "CHOROS_JOB,PATH,SECRET", "-n", "4", *WRAPPER, "--", *COMMAND),
     )
 
 
 def test_values_are_in_the_environment_only():
-    command = planned(Job(COMMAND, 2, hosts=THERE_HOSTS, remote=THERE_HOSTS, environment={"TOKEN": "s3cret"}))
+    command = planned(Job(COMMAND, 2, hosts=REMOTE_HOSTS, remote=REMOTE_HOSTS, environment={"TOKEN": "s3cret"}))
     assert command.environ["TOKEN"] == "s3cret"
-    assert "TOKEN" in command.words
-    assert not any("s3cret" in word for word in command.words)
+    assert "TOKEN" in command.argv
+    assert not any("s3cret" in argument for argument in command.argv)
 
 
-def test_nothing_is_forwarded_when_all_is_here():
-    assert "-x" not in words(Job(COMMAND, 2, hosts=parse_hosts("localhost:2")), environ=ENVIRON)
+def test_nothing_is_forwarded_without_remote_hosts():
+    assert "-x" not in argv_of(Job(COMMAND, 2, hosts=parse_hosts("localhost:2")), environ=ENVIRON)
 
 
-def test_a_scheduler_may_give_us_hosts():
-    assert "-x" in words(HERE, environ={**ENVIRON, "SLURM_JOB_ID": "7"})
+def test_variables_are_forwarded_in_a_schedulers_allocation():
+    assert "-x" in argv_of(LOCAL, environ={**ENVIRON, "SLURM_JOB_ID": "7"})
 
 
-def test_the_users_binding_replaces_ours():
-    job = Job(COMMAND, 2, binding_args=("--bind-to", "socket"), options=Options(bind=False))
-    assert words(job)[1:3] == ("--bind-to", "socket")
-    assert "--map-by" not in words(job)
-    assert "--no-bind" in words(job)
+def test_the_users_binding_replaces_the_default():
+    job = Job(COMMAND, 2, binding_args=("--bind-to", "socket"), options=WrapperOptions(bind=False))
+    assert argv_of(job)[1:3] == ("--bind-to", "socket")
+    assert "--map-by" not in argv_of(job)
+    assert "--no-bind" in argv_of(job)
 
 
-def test_the_users_words_come_before_the_number_of_ranks():
+def test_the_users_arguments_are_before_the_number_of_ranks():
     job = Job(COMMAND, 2, mpi_args=("--mca", "pml", "ucx"))
-    assert words(job)[-len(WORKER) - len(COMMAND) - 6 :][:5] == ("--mca", "pml", "ucx", "-np", "2")
+    assert argv_of(job)[-len(WRAPPER) - len(COMMAND) - 6 :][:5] == ("--mca", "pml", "ucx", "-np", "2")
 
 
-@pytest.mark.parametrize(("hosts", "told"), [("a:2,b:1", ("--ranks-per-host=2,1",)), ("a:2,b:2", ()), ("a:3", ())])
-def test_wrappers_are_told_where_hosts_differ(hosts, told):
-    places = parse_hosts(hosts)
-    job = Job(COMMAND, sum(host.slots for host in places), hosts=places, remote=places)
-    assert tuple(word for word in words(job) if word.startswith("--ranks-per-host")) == told
+@pytest.mark.parametrize(("hosts", "options"), [("a:2,b:1", ("--ranks-per-host=2,1",)), ("a:2,b:2", ()), ("a:3", ())])
+def test_wrappers_get_the_ranks_per_host_if_they_differ(hosts, options):
+    parsed = parse_hosts(hosts)
+    job = Job(COMMAND, sum(host.slots for host in parsed), hosts=parsed, remote=parsed)
+    assert tuple(argument for argument in argv_of(job) if argument.startswith("--ranks-per-host")) == options
 
 
-def test_a_rank_of_another_launcher_may_start_jobs():
+def test_a_rank_of_another_launcher_can_start_jobs():
     environ = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMIX_SERVER_URI": "x", "RANK": "0", "TF_CONFIG": "{}"}
     environ |= {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "HOME": "/root"}
-    assert planned(HERE, environ=environ).environ == {
+    assert planned(LOCAL, environ=environ).environ == {
         "SLURM_PROCID": "0",
         "SLURM_JOB_ID": "7",
         "HOME": "/root",
@@ -125,6 +131,6 @@ def test_a_rank_of_another_launcher_may_start_jobs():
     }
 
 
-def test_options_survive_the_command_line():
-    options = Options(bind=False, stdin=True, result=True, ranks_per_host=(3, 1), restarts=2)
-    assert Options.parse([*options.words(), "--", "a", "--", "b"]) == (options, ["a", "--", "b"])
+def test_options_are_parsed_as_they_were_written():
+    options = WrapperOptions(bind=False, stdin=True, result=True, ranks_per_host=(3, 1), restarts=2)
+    assert WrapperOptions.parse([*options.arguments(), "--", "a", "--", "b"]) == (options, ["a", "--", "b"])

@@ -1,4 +1,4 @@
-"""Who gets which cores."""
+"""The division of cores among ranks."""
 
 import pytest
 
@@ -20,16 +20,16 @@ FOUR = [(0, 4), (1, 5), (2, 6), (3, 7)]
         ([(0,), (1,)], 2, [(0,), (1,)]),
     ],
 )
-def test_whole_cores_to_each_and_none_to_two(cores, local_size, shares):
+def test_each_rank_has_whole_cores_and_no_core_has_two_ranks(cores, local_size, shares):
     given = [divide(cores, rank, local_size) for rank in range(local_size)]
     assert [share.bind for share in given] == shares
-    assert all(share.crowded == (local_size > len(cores)) for share in given)
+    assert all(share.oversubscribed == (local_size > len(cores)) for share in given)
     assert all(share.threads == max(1, len(share.bind) // len(cores[0])) for share in given)
 
 
-@pytest.mark.parametrize(("quota", "threads", "crowded"), [(8.0, 2, False), (2.0, 1, False), (1.5, 1, True)])
-def test_a_container_may_use_less_than_it_sees(quota, threads, crowded):
-    assert divide(FOUR, 0, 2, quota) == Share((0, 1, 4, 5), threads, crowded)
+@pytest.mark.parametrize(("quota", "threads", "oversubscribed"), [(8.0, 2, False), (2.0, 1, False), (1.5, 1, True)])
+def test_a_quota_may_be_less_than_the_visible_cores(quota, threads, oversubscribed):
+    assert divide(FOUR, 0, 2, quota) == Share((0, 1, 4, 5), threads, oversubscribed)
 
 
 def sysfs(directory, siblings, packages):
@@ -46,7 +46,7 @@ def test_threads_of_a_core_stay_together(tmp_path):
     assert physical_cores(range(8), root) == FOUR
 
 
-def test_sockets_are_neighbourhoods(tmp_path):
+def test_cores_are_sorted_by_socket(tmp_path):
     root = sysfs(tmp_path, ["0", "1", "2", "3"], [0, 1, 0, 1])
     assert physical_cores(range(4), root) == [(0,), (2,), (1,), (3,)]
 
@@ -55,12 +55,12 @@ def test_ranges_of_siblings(tmp_path):
     assert physical_cores(range(4), sysfs(tmp_path, ["0-1", "0-1", "2-3", "2-3"], [0] * 4)) == [(0, 1), (2, 3)]
 
 
-def test_only_what_we_may_use(tmp_path):
+def test_only_allowed_cores(tmp_path):
     root = sysfs(tmp_path, ["0,4", "1,5", "2,6", "3,7"] * 2, [0] * 8)
     assert physical_cores([1, 5, 6], root) == [(1, 5), (6,)]
 
 
-def test_a_kernel_that_does_not_tell(tmp_path):
+def test_a_kernel_that_does_not_report_siblings(tmp_path):
     assert physical_cores([3, 1], tmp_path) == [(1,), (3,)]
 
 
@@ -72,14 +72,14 @@ def test_quota(tmp_path, text, quota):
     assert processor_quota(tmp_path) == quota
 
 
-def test_quota_of_the_old_kind(tmp_path):
+def test_quota_of_cgroup_v1(tmp_path):
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("300000\n")
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     assert processor_quota(tmp_path) == 3.0
 
 
-def test_every_pool_is_told():
+def test_every_thread_pool_is_sized():
     settings = rank_settings({}, Share((0, 1, 2), 3), "linux")
     assert {name: settings[name] for name in THREADS} == dict.fromkeys(THREADS, "3")
     assert settings["NPROC"] == "3"
@@ -95,15 +95,15 @@ def test_the_users_settings_stay():
     assert settings["NPROC"] == "2", "XLA needs a thread besides the one that waits for other ranks"
 
 
-def test_waiting_ranks_yield_where_it_is_crowded():
-    assert rank_settings({}, Share((), 1, crowded=True))["OMPI_MCA_mpi_yield_when_idle"] == "1"
+def test_waiting_ranks_yield_if_the_host_is_oversubscribed():
+    assert rank_settings({}, Share((), 1, oversubscribed=True))["OMPI_MCA_mpi_yield_when_idle"] == "1"
 
 
-def test_memory_is_glibcs():
+def test_allocator_settings_are_only_for_linux():
     assert not rank_settings({}, Share((0,), 1), "darwin").keys() & MEMORY.keys()
 
 
-def test_no_fabric_is_looked_for_on_one_host():
+def test_fabrics_are_excluded_on_one_host():
     share = Share(bind=(0,), threads=1)
     assert rank_settings({}, share, one_host=True)["OMPI_MCA_btl"] == "^ofi,uct"
     assert "OMPI_MCA_btl" not in rank_settings({}, share)

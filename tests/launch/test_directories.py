@@ -1,4 +1,4 @@
-"""A job's directories, and what becomes of those whose job was killed as a whole."""
+"""A job's directories, and the removal of those whose job was killed as a whole."""
 
 import os
 import subprocess
@@ -14,46 +14,46 @@ def test_the_last_rank_removes_it(tmp_path):
     assert first.path.stat().st_mode & 0o777 == 0o700
     for rank in (0, 1):
         (first.path / f"segment.{rank}").touch()
-    first.leave(0)
+    first.release(0)
     assert [path.name for path in first.path.iterdir()] == ["segment.1"]
-    second.leave(1)
+    second.release(1)
     assert not first.path.exists()
 
 
-def test_the_users_own_place_is_left_alone(tmp_path):
+def test_the_users_own_directory_is_unchanged(tmp_path):
     assert shared_memory({JOB: "a1", VARIABLE: "/elsewhere"}, tmp_path) is None
     assert shared_memory({}, tmp_path) is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_is_not_ours(tmp_path):
+def test_a_link_is_not_used(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "choros-job-a1").symlink_to(tmp_path / "target")
     assert shared_memory({JOB: "a1"}, tmp_path) is None
 
 
-def test_only_what_nobody_holds_is_stale(tmp_path):
+def test_only_unlocked_directories_are_stale(tmp_path):
     hold = (
         "import sys; from pathlib import Path; from choros.launch.processes.directories import Directory;"
-        "d = Directory.hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+        "d = Directory.acquire(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     held = tmp_path / "choros-job-held"
     (tmp_path / "choros-job-stale").mkdir()
     (tmp_path / "choros-session-stale" / "deep").mkdir(parents=True)
-    (tmp_path / "choros-of-somebody-else").mkdir()
+    (tmp_path / "choros-unrelated").mkdir()
     command = [sys.executable, "-c", hold, str(held)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
         remove_stale(tmp_path)
-        assert sorted(os.listdir(tmp_path)) == ["choros-job-held", "choros-of-somebody-else"]
+        assert sorted(os.listdir(tmp_path)) == ["choros-job-held", "choros-unrelated"]
         other.kill()
         other.wait()
         remove_stale(tmp_path)
-    assert os.listdir(tmp_path) == ["choros-of-somebody-else"]
+    assert os.listdir(tmp_path) == ["choros-unrelated"]
 
 
 def test_remove(tmp_path):
-    directory = Directory.hold(tmp_path / "x")
+    directory = Directory.acquire(tmp_path / "x")
     (directory.path / "file").touch()
     directory.remove()
     assert not directory.path.exists()

@@ -1,4 +1,4 @@
-"""What of the environment travels."""
+"""Which environment variables are forwarded."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from choros.errors import ConfigError
 from choros.launch.plan.environment import forwarded, parse_variables
 
 
-def test_what_belongs_to_this_host_stays_here():
-    stays = {
+def test_variables_of_this_host_are_not_forwarded():
+    local = {
         *("HOSTNAME", "PWD", "OLDPWD", "DISPLAY", "TMPDIR", "_", "SHLVL", "SSH_AUTH_SOCK", "SLURM_JOB_ID"),
         *("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PRTE_LAUNCHED", "XDG_RUNTIME_DIR", "BASH_FUNC_f%%", "a.b", "1X"),
     }
-    travels = {"PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "OMPI_MCA_btl", "NCCL_DEBUG", "KERAS_BACKEND", "_mine"}
-    assert forwarded(stays | travels) == sorted(travels)
+    common = {"PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "OMPI_MCA_btl", "NCCL_DEBUG", "KERAS_BACKEND", "_mine"}
+    assert forwarded(local | common) == sorted(common)
 
 
 def test_variables_on_the_command_line():
@@ -21,7 +21,7 @@ def test_variables_on_the_command_line():
 
 
 @pytest.mark.parametrize("text", ["NOT_SET", "a b=1", "=1", ""])
-def test_variables_that_cannot_be_meant(text):
+def test_invalid_variables(text):
     with pytest.raises(ConfigError, match="--env"):
         parse_variables([text], {})
 

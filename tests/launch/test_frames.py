@@ -1,10 +1,10 @@
-"""Frames, lines and tracebacks held back: what stands between a rank and the terminal."""
+"""Frames, the line buffer and the traceback buffer."""
 
 import pytest
 
 from choros.launch.protocol.frames import Exit, FrameReader, Result, Start, Text, decode, encode
 from choros.launch.wrapper.line_buffer import LineBuffer
-from choros.launch.wrapper.traceback_buffer import HoldBack
+from choros.launch.wrapper.traceback_buffer import TracebackBuffer
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from choros.launch.wrapper.traceback_buffer import HoldBack
         Exit(0, "host", 137, signal=9, stopped=True, traceback="Traceback\n  x", tail="t", seconds=0.5),
     ],
 )
-def test_frames_arrive_as_they_were(frame):
+def test_frames_are_decoded_as_they_were_encoded(frame):
     line = encode(frame)
     assert line.startswith(b"\x1e")
     assert line.count(b"\n") == 1
@@ -30,12 +30,12 @@ def test_frames_arrive_as_they_were(frame):
 @pytest.mark.parametrize(
     "line", [b"", b"hello", b"\x1e", b"\x1enull", b'\x1e{"kind":"none"}', b'\x1e{"kind":"text"}', b"\x1e{", b"\x1e[1]"]
 )
-def test_what_is_no_frame(line):
+def test_lines_that_are_not_frames(line):
     assert decode(line) is None
 
 
 @pytest.mark.parametrize(
-    ("pieces", "lines"),
+    ("chunks", "lines"),
     [
         ([b"a\nb\n"], [("a", "\n"), ("b", "\n")]),
         ([b"a", b"b\n"], [("ab", "\n")]),
@@ -47,13 +47,13 @@ def test_what_is_no_frame(line):
         ([b"end\r"], [("end", "\r")]),
     ],
 )
-def test_lines(pieces, lines):
+def test_lines(chunks, lines):
     buffer = LineBuffer()
-    got = [line for piece in pieces for line in buffer.feed(piece, now=0.0)]
+    got = [line for chunk in chunks for line in buffer.feed(chunk, now=0.0)]
     assert got + buffer.flush() == lines
 
 
-def test_a_piece_of_a_line_is_passed_on_after_a_moment():
+def test_a_partial_line_is_passed_on_after_a_moment():
     buffer = LineBuffer()
     assert buffer.feed(b"Name? ", now=10.0) == []
     assert buffer.due(now=10.1) == []
@@ -62,10 +62,10 @@ def test_a_piece_of_a_line_is_passed_on_after_a_moment():
     assert buffer.wait(now=10.3) is None
 
 
-def test_a_character_in_two_pieces_keeps_its_bytes():
+def test_a_character_in_two_chunks_keeps_its_bytes():
     first, second = "é".encode()[:1], "é".encode()[1:]
     buffer = LineBuffer()
-    texts = [text for piece in (first, second) for text, _ in (buffer.feed(piece, 0.0) or buffer.flush())]
+    texts = [text for chunk in (first, second) for text, _ in (buffer.feed(chunk, 0.0) or buffer.flush())]
     assert "".join(texts).encode("utf-8", "surrogateescape") == "é".encode()
 
 
@@ -76,9 +76,9 @@ def test_a_line_without_end_is_cut():
 TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1', "ValueError: no"]
 
 
-def held(lines, hold=None):
-    hold = hold or HoldBack()
-    return hold, [shown for line in lines for shown in hold.add(line, now=0.0)]
+def held(lines, buffer=None):
+    buffer = buffer or TracebackBuffer()
+    return buffer, [shown for line in lines for shown in buffer.add(line, now=0.0)]
 
 
 def test_ordinary_lines_pass():
@@ -86,35 +86,35 @@ def test_ordinary_lines_pass():
 
 
 def test_a_traceback_is_held():
-    hold, shown = held(["a", *TRACEBACK, "during exit"])
+    buffer, shown = held(["a", *TRACEBACK, "during exit"])
     assert shown == ["a"]
-    assert hold.held == [*TRACEBACK, "during exit"]
-    assert not hold.shown
+    assert buffer.held == [*TRACEBACK, "during exit"]
+    assert not buffer.shown
 
 
 def test_a_rank_that_stays_silent_may_be_shutting_down():
-    hold, _ = held(TRACEBACK)
-    assert hold.due(now=2.5) == []
-    assert hold.due(now=3.1) == TRACEBACK
-    assert hold.shown
+    buffer, _ = held(TRACEBACK)
+    assert buffer.due(now=2.5) == []
+    assert buffer.due(now=3.1) == TRACEBACK
+    assert buffer.shown
 
 
-def test_a_rank_that_goes_on_has_handled_it():
-    hold, _ = held(TRACEBACK)
-    hold.alive(now=0.5)
-    assert hold.due(now=1.4) == []
-    assert hold.due(now=1.6) == TRACEBACK
-    assert held(["after"], hold)[1] == ["after"]
+def test_a_rank_that_continues_has_handled_the_exception():
+    buffer, _ = held(TRACEBACK)
+    buffer.alive(now=0.5)
+    assert buffer.due(now=1.4) == []
+    assert buffer.due(now=1.6) == TRACEBACK
+    assert held(["after"], buffer)[1] == ["after"]
 
 
 def test_the_next_traceback_is_held_again():
-    hold, _ = held(TRACEBACK)
-    hold.due(now=4.0)
-    assert held(TRACEBACK, hold)[1] == []
-    assert not hold.shown
+    buffer, _ = held(TRACEBACK)
+    buffer.due(now=4.0)
+    assert held(TRACEBACK, buffer)[1] == []
+    assert not buffer.shown
 
 
-def test_frames_among_what_mpirun_says_whatever_the_pieces():
+def test_frames_among_mpiruns_messages_in_chunks_of_any_size():
     frames = [Start(0, "host", 7), Text(0, "out", "a\nb"), Exit(0, "host", 0)]
     stream = b"mpirun: \n" + encode(frames[0]) + b"no newline" + encode(frames[1]) + encode(frames[2]) + b"bye"
     for size in (1, 7, 1000):

@@ -25,7 +25,7 @@ def test_hosts(text, hosts):
 
 
 @pytest.mark.parametrize("text", ["", "a:", "a:x", "a:1,,b:1", "a:0", "-oProxyCommand=x", "a b:1", "a;b"])
-def test_what_is_no_host_is_refused(text):
+def test_invalid_hosts(text):
     with pytest.raises(ConfigError, match="--hosts"):
         parse_hosts(text)
 
@@ -37,13 +37,13 @@ def test_hostfile(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [("a slots=x\n", "line 1"), ("a\nb c\n", "line 2"), ("# none\n", "no host"), ("a:0\n", "no slots")],
 )
-def test_hostfile_that_cannot_be_meant(tmp_path, content, says):
+def test_invalid_hostfile(tmp_path, content, message):
     file = tmp_path / "hosts"
     file.write_text(content)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         parse_hostfile(file)
 
 

@@ -1,4 +1,4 @@
-"""Jobs that cannot be meant."""
+"""Validation of jobs."""
 
 import pytest
 
@@ -8,22 +8,22 @@ from choros.launch.plan.job import Job, Ssh
 
 
 def test_more_ranks_than_slots():
-    with pytest.raises(ConfigError, match=r"-np 5 asks for more ranks than the hosts have slots: a:2,b:2 have 4"):
+    with pytest.raises(ConfigError, match=r"-np 5 requests more ranks than the hosts have slots: a:2,b:2 have 4"):
         Job(("x",), 5, hosts=parse_hosts("a:2,b:2"))
 
 
 def test_more_processes_than_slots():
-    says = r"--ps 1 -np 4 asks for more processes, 6 with the chief, than the hosts have slots: a:2,b:3 have 5"
-    with pytest.raises(ConfigError, match=says):
+    message = r"--ps 1 -np 4 requests more processes, 6 with the chief, than the hosts have slots: a:2,b:3 have 5"
+    with pytest.raises(ConfigError, match=message):
         Job(("x",), 6, hosts=parse_hosts("a:2,b:3"), servers=1)
 
 
 def test_no_worker():
-    with pytest.raises(ConfigError, match=r"--ps 2: besides a chief and 2 ps there must be a worker, .* 4 slots"):
+    with pytest.raises(ConfigError, match=r"--ps 2: a job needs a chief, 2 ps and at least one worker, .* 4 slots"):
         Job(("x",), 3, servers=2)
 
 
-def test_more_ranks_than_cores_is_allowed_here():
+def test_more_ranks_than_cores_is_allowed_without_hosts():
     assert Job(("x",), 10_000).size == 10_000
 
 
@@ -33,12 +33,12 @@ def test_no_ranks():
 
 
 @pytest.mark.parametrize(
-    ("ssh", "words"),
+    ("ssh", "argv"),
     [
         (Ssh(), ["ssh", "-o", "BatchMode=yes"]),
         (Ssh(port=22, identity_file="key"), ["ssh", "-o", "BatchMode=yes", "-p", "22", "-i", "key"]),
         (Ssh(port=22, command="/bin/reach"), ["/bin/reach"]),
     ],
 )
-def test_how_hosts_are_reached(ssh, words):
-    assert ssh.words() == words
+def test_ssh(ssh, argv):
+    assert ssh.argv() == argv

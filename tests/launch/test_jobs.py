@@ -1,4 +1,4 @@
-"""Jobs of real processes: what is shown, what chorosrun ends with, what is left."""
+"""Jobs of real processes: their output, exit codes and cleanup."""
 
 import os
 import re
@@ -17,7 +17,7 @@ PYTHON = sys.executable
 
 
 def test_output_and_settings(tmp_path):
-    """One job for all that a job without a failure shows."""
+    """All output of a job without a failure, in one job."""
     script = rank_script(
         tmp_path / "script.py",
         "env = os.environ\n"
@@ -60,7 +60,7 @@ def test_output_and_settings(tmp_path):
     assert "chorosrun" not in ended.err
 
 
-def test_one_rank_looks_like_the_command_alone():
+def test_the_output_of_one_rank_is_that_of_the_command():
     ended = run(PYTHON, "-c", "import sys; print('a'); print('b', file=sys.stderr)")
     assert (ended.code, ended.out, ended.err) == (0, "a\n", "b\n")
 
@@ -108,12 +108,12 @@ def test_all_ranks_raise():
     assert ended.err.rstrip().endswith("RuntimeError: same for all")
 
 
-def test_an_exit_code_of_its_own(tmp_path):
+def test_an_exit_code(tmp_path):
     body = "print('last words', file=sys.stderr)\nif rank == 0: sys.exit(3)\ntime.sleep(60)\n"
     ended = run("-np", "2", PYTHON, rank_script(tmp_path / "script.py", body))
     assert ended.code == 3
     assert re.search(r"chorosrun: rank 0 on \S+ failed with exit code 3; the other rank was stopped\.", ended.err)
-    assert ended.err.rstrip().endswith("standard error:\nlast words")
+    assert ended.err.rstrip().endswith("on standard error:\nlast words")
 
 
 def test_a_rank_that_is_killed(tmp_path):
@@ -154,7 +154,7 @@ def test_timeout(tmp_path):
     assert ended.err == ("chorosrun: the job ran longer than --timeout 3 and was stopped.\n")
 
 
-def test_values_stand_on_no_command_line(tmp_path):
+def test_values_are_on_no_command_line(tmp_path):
     script = rank_script(tmp_path / "s.py", "ready(); time.sleep(60)")
     with Running("-np", "2", "--env", "FROM_SHELL", PYTHON, script, env={"FROM_SHELL": "hush-hush"}) as job:
         job.wait_for(2, "ready")
@@ -166,23 +166,23 @@ def test_values_stand_on_no_command_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("arguments", "code", "message"),
     [
         ((), 2, "chorosrun: no command given. Example: chorosrun -np 2 python train.py"),
         (("-np", "2"), 2, "no command given"),
         (("-np", "0", "python"), 2, "0 is not in the range x>=1"),
         (("--nope", "python"), 2, "--nope"),
-        (("-np", "2", "there-is-no-such-command"), 127, "chorosrun: there is no command 'there-is-no-such-command'."),
-        (("-np", "3", "-H", "localhost:2", "python"), 2, "-np 3 asks for more ranks than the hosts have slots"),
-        (("-H", "a:1", "--hostfile", "f", "python"), 2, "give one of them"),
-        (("--mpirun", "/none", "python"), 2, "--mpirun /none: there is no such program"),
+        (("-np", "2", "there-is-no-such-command"), 127, "chorosrun: command not found: 'there-is-no-such-command'."),
+        (("-np", "3", "-H", "localhost:2", "python"), 2, "-np 3 requests more ranks than the hosts have slots"),
+        (("-H", "a:1", "--hostfile", "f", "python"), 2, "give only one of them"),
+        (("--mpirun", "/none", "python"), 2, "--mpirun /none: no such program"),
         (("--gloo", "python"), 2, "--gloo: the engine is MPI"),
     ],
 )
-def test_what_cannot_be_meant(words, code, says):
-    ended = run(*words)
+def test_invalid_arguments(arguments, code, message):
+    ended = run(*arguments)
     assert (ended.code, ended.out) == (code, "")
-    assert says in ended.err
+    assert message in ended.err
     assert "Traceback" not in ended.err
 
 
@@ -197,7 +197,7 @@ def test_hosts_that_do_not_exist():
     hosts = ",".join(f"nohost-{number}.invalid:1" for number in range(99))
     ended = run("-H", hosts, PYTHON, "-c", "pass")
     assert ended.code == 68
-    assert ended.seconds < 60  # they are asked at the same time
+    assert ended.seconds < 60  # they are checked at the same time
     assert "of 99 hosts cannot be reached (nohost-0.invalid: " in ended.err
     assert "and 95 more" in ended.err
 
@@ -217,7 +217,7 @@ def test_versions_and_build():
     assert "[X] mpi" in run("--check-build").out
 
 
-def test_heavy_output_arrives_whole():
+def test_large_output_is_complete():
     code = "for i in range(4000): print(i, 'x' * (i % 700))"
     ended = run("-np", "2", PYTHON, "-c", code)
     for rank in range(2):
@@ -225,7 +225,7 @@ def test_heavy_output_arrives_whole():
         assert mine == [f"[{rank}] {i} {'x' * (i % 700)}" for i in range(4000)]
 
 
-def test_much_on_standard_error_after_a_traceback_arrives_in_time():
+def test_large_output_on_standard_error_after_a_traceback_is_not_slow():
     code = (
         "import sys, traceback\n"
         "try: 1 / 0\n"
@@ -239,7 +239,7 @@ def test_much_on_standard_error_after_a_traceback_arrives_in_time():
     assert lines[-50_000:] == [f"{i} {'x' * 90}" for i in range(50_000)]
 
 
-def test_a_reader_that_goes_away_ends_nothing(tmp_path):
+def test_a_reader_that_closes_the_pipe_does_not_end_the_job(tmp_path):
     script = rank_script(
         tmp_path / "s.py", f"ready(); time.sleep(1); print('x'); open({str(tmp_path / 'done')!r}, 'w')"
     )
@@ -251,7 +251,7 @@ def test_a_reader_that_goes_away_ends_nothing(tmp_path):
 
 
 def test_no_zombies_and_no_busy_waiting(tmp_path):
-    """A job that sleeps takes next to no processor time in chorosrun and its wrappers."""
+    """While a job sleeps, chorosrun and its wrappers use almost no CPU time."""
     with Running("-np", "2", PYTHON, rank_script(tmp_path / "s.py", "ready(); time.sleep(60)")) as job:
         job.wait_for(2, "ready")
         ours = [psutil.Process(job.process.pid)]

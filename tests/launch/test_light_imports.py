@@ -1,4 +1,4 @@
-"""What is imported where every millisecond and megabyte counts."""
+"""The imports of modules whose import time and memory are critical."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def test_a_wrapper_needs_the_standard_library_and_choros() -> None:
     assert not {"hashlib", "random", "shutil", "socket", "tempfile", "ctypes"} & loaded
 
 
-def test_chorosrun_loads_no_numbers_and_no_network() -> None:
+def test_chorosrun_imports_neither_numpy_nor_network_modules() -> None:
     loaded = modules_after("import choros.launch.cli")
     assert (
         not {"numpy", "psutil", "mpi4py", "asyncio", "hashlib", "socket", "concurrent", "importlib.metadata"} & loaded

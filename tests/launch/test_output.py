@@ -1,4 +1,4 @@
-"""Where ranks' output goes."""
+"""The ranks' output on the screen and in files."""
 
 import io
 
@@ -18,12 +18,12 @@ def shown(frames, **how):
     return out.getvalue(), err.getvalue()
 
 
-def test_lines_carry_their_rank():
+def test_lines_have_their_rank():
     frames = [Text(0, "out", "a"), Text(1, "err", "b"), Text(1, "out", "c")]
     assert shown(frames) == (b"[0] a\n[1] c\n", b"[1] b\n")
 
 
-def test_without_prefix_bytes_pass_as_they_were():
+def test_without_prefix_bytes_are_unchanged():
     raw = b"\xff\x80 50%\r100%\nend"
     frames = [
         Text(0, "out", raw[:6].decode("utf-8", "surrogateescape"), "\r"),
@@ -49,7 +49,7 @@ def test_progress_bars_that_begin_with_a_carriage_return():
     assert shown(frames)[0] == b"[0] 1%\r[0] 2%\n"
 
 
-def test_lines_that_come_together_all_carry_their_rank():
+def test_lines_of_one_frame_all_have_their_rank():
     frames = [Text(1, "out", "a\n\nb"), Text(0, "out", "c", ""), Text(0, "out", "d\ne")]
     assert shown(frames)[0] == b"[1] a\n[1] \n[1] b\n[0] cd\n[0] e\n"
     assert shown(frames[:1], colour=True)[0].count(b"\x1b[33m[1] \x1b[0m") == 3
@@ -84,7 +84,7 @@ def test_files(tmp_path):
     output.open(1)
     output.write(Text(0, "out", " 1%", "\r"))
     output.write(Text(0, "out", "end"))
-    output.keep(0, "Traceback …")
+    output.write_to_file(0, "Traceback …")
     output.close()
     logs = tmp_path / "new" / "logs"
     assert (logs / "rank.0" / "stdout").read_bytes() == b" 1%\rend\n"

@@ -1,4 +1,4 @@
-"""Jobs with parameter servers, of real processes that do nothing but have a role."""
+"""Jobs with parameter servers, of real processes that only have a role."""
 
 import os
 import re
@@ -33,24 +33,24 @@ def script(tmp_path, body):
 
 
 def ready(job, label):
-    """The process, and what else is said, of the last that has said it is ready under this label."""
-    return re.findall(rf"\[{label}\] ready (\d+) \S+ (.*)", job.said)[-1]
+    """The process ID and the rest of the line of the last ``ready`` with this label."""
+    return re.findall(rf"\[{label}\] ready (\d+) \S+ (.*)", job.output)[-1]
 
 
-def test_a_worker_that_is_killed_comes_back(tmp_path):
-    """One job for all that a job shows that ends well."""
+def test_a_worker_that_is_killed_is_restarted(tmp_path):
+    """All output of a job that succeeds, in one job."""
     done, logs = tmp_path / "done", tmp_path / "logs"
-    words = ("--ps", "1", "-np", "2", "--output-dir", logs, PYTHON, script(tmp_path, "ready(); wait()"), done)
-    with Running(*words, env={"TF_CONFIG": "stale", "OMPI_COMM_WORLD_RANK": "7"}) as job:
+    arguments = ("--ps", "1", "-np", "2", "--output-dir", logs, PYTHON, script(tmp_path, "ready(); wait()"), done)
+    with Running(*arguments, env={"TF_CONFIG": "stale", "OMPI_COMM_WORLD_RANK": "7"}) as job:
         job.wait_for(4, "ready")
-        said = {ready(job, label)[1] for label in ("chief", "ps 0", "worker 0", "worker 1")}
-        assert len(said) == 1  # one secret, one cluster
-        assert said.pop().endswith("['chief', 'ps', 'worker']")
+        lines = {ready(job, label)[1] for label in ("chief", "ps 0", "worker 0", "worker 1")}
+        assert len(lines) == 1  # one secret, one cluster
+        assert lines.pop().endswith("['chief', 'ps', 'worker']")
         secrets = {
             process.environ()["CHOROS_SECRET"] for process in job.processes() if "script.py" in str(process.cmdline())
         }
         assert len(secrets) == 1
-        assert not [word for process in job.processes() for word in process.cmdline() if word in secrets]
+        assert not [text for process in job.processes() for text in process.cmdline() if text in secrets]
         pid, _ = ready(job, "worker 0")
         os.kill(int(pid), signal.SIGKILL)
         job.wait_for(5, "ready")
@@ -60,7 +60,7 @@ def test_a_worker_that_is_killed_comes_back(tmp_path):
         job.assert_nothing_left()
     assert ended.code == 0
     assert re.fullmatch(
-        r"chorosrun: worker 0 on \S+ was killed by SIGKILL \(signal 9\) and is started again \(restart 1\)\.\n",
+        r"chorosrun: worker 0 on \S+ was killed by SIGKILL \(signal 9\) and was restarted \(restart 1\)\.\n",
         ended.err,
     )
     assert (logs / "worker.0" / "stdout").read_text().count("ready") == 2
@@ -76,41 +76,41 @@ def test_a_ps_that_is_killed_ends_the_job(tmp_path):
     assert ended.code == 137
     first, second = ended.err.splitlines()
     assert re.match(r"chorosrun: ps 0 on \S+ was killed by SIGKILL .*; the other 2 processes were stopped\.", first)
-    assert second.endswith("start the job again from its last checkpoint.")
+    assert second.endswith("start the job again from the last checkpoint.")
 
 
-def test_the_chiefs_end_is_the_jobs(tmp_path):
-    """The others have their grace period, and are stopped then; who ends well in it is not mentioned."""
+def test_the_job_ends_with_the_chief(tmp_path):
+    """The others have the grace period and are then stopped; those that end with 0 within it are not mentioned."""
     body = "if role == 'chief': sys.exit(0)\nif role == 'ps': time.sleep(0.5); sys.exit(0)\nready(); wait()\n"
     ended = run("--ps", "1", "-np", "1", "--grace-period", "1", PYTHON, script(tmp_path, body))
     assert ended.code == 0
-    assert ended.err == "chorosrun: worker 0 did not end within 1 s after the chief, and was stopped.\n"
+    assert ended.err == "chorosrun: worker 0 did not end within 1 s after the chief and was stopped.\n"
 
 
 @pytest.mark.parametrize(
-    ("who", "ends", "code", "says"),
+    ("failing_role", "end", "code", "message"),
     [
         ("chief", "sys.exit(3)", 3, r"the chief on \S+ failed with exit code 3; the other 2 processes were stopped\."),
         ("worker", "1 / 0", 1, r"worker 0 on \S+ failed with exit code 1 \(ZeroDivisionError\); the other 2 processes"),
         ("worker", "os.kill(os.getpid(), 11)", 139, r"restart 1\)[^$]*SIGSEGV[^$]*this was restart 1"),
     ],
 )
-def test_failures(tmp_path, who, ends, code, says):
-    body = f"if role == {who!r}: {ends}\nwait()\n"
+def test_failures(tmp_path, failing_role, end, code, message):
+    body = f"if role == {failing_role!r}: {end}\nwait()\n"
     ended = run("--ps", "1", "-np", "1", "--max-restarts", "1", PYTHON, script(tmp_path, body))
     assert ended.code == code
-    assert re.search(f"chorosrun: .*{says}", ended.err), ended.err
+    assert re.search(f"chorosrun: .*{message}", ended.err), ended.err
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "message"),
     [
-        (("--max-restarts", "1", "-np", "2", "python"), "--max-restarts is about the workers beside parameter servers"),
-        (("--ps", "2", "-H", "localhost:3", "python"), "besides a chief and 2 ps there must be a worker"),
+        (("--max-restarts", "1", "-np", "2", "python"), "--max-restarts applies only to the workers"),
+        (("--ps", "2", "-H", "localhost:3", "python"), "a job needs a chief, 2 ps and at least one worker"),
         (("--ps", "0", "python"), "0 is not in the range x>=1"),
     ],
 )
-def test_what_cannot_be_meant(words, says):
-    ended = run(*words)
+def test_invalid_arguments(arguments, message):
+    ended = run(*arguments)
     assert (ended.code, ended.out) == (2, "")
-    assert says in ended.err
+    assert message in ended.err

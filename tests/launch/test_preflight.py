@@ -1,4 +1,4 @@
-"""Hosts that cannot be reached are named, quickly."""
+"""The check that remote hosts can be reached."""
 
 import time
 from pathlib import Path
@@ -13,7 +13,7 @@ from choros.launch.plan.job import Ssh
 
 @pytest.fixture
 def reach(tmp_path):
-    """An ssh of ours: hosts called ``good…`` let us in, ``hang…`` do not answer, others say no."""
+    """A replacement of ssh: hosts named ``good…`` accept the login, ``hang…`` do not answer, others refuse it."""
     script = tmp_path / "reach"
     script.write_text(
         '#!/bin/sh\ncase $1 in good*) exit 0;; hang*) exec sleep 30;; *) echo "no $1" >&2; exit 255;; esac\n'
@@ -22,44 +22,44 @@ def reach(tmp_path):
     return Ssh(command=str(script))
 
 
-def test_all_let_us_in(reach):
+def test_all_hosts_accept_the_login(reach):
     check_hosts(parse_hosts("good1,good2"), reach, 10)
 
 
-def test_no_other_hosts():
+def test_no_remote_hosts():
     check_hosts((), Ssh(command="/none"), 10)
 
 
-def test_who_does_not_is_named(reach):
+def test_hosts_that_refuse_are_named(reach):
     with pytest.raises(HostUnreachable, match=r"2 of 3 hosts cannot be reached \(bad1: no bad1; bad2: no bad2\)"):
         check_hosts(parse_hosts("bad1,good,bad2"), reach, 10)
 
 
-def test_many_are_counted(reach):
+def test_many_hosts_are_counted(reach):
     with pytest.raises(HostUnreachable, match=r"bad3: no bad3; bad4: no bad4; and 95 more\)"):
         check_hosts(parse_hosts(",".join(f"bad{i}" for i in range(1, 100))), reach, 30)
 
 
-def test_who_does_not_answer_does_not_keep_us(reach):
+def test_a_host_that_does_not_answer_is_not_awaited(reach):
     began = time.monotonic()
     with pytest.raises(HostUnreachable, match=r"the host cannot be reached \(hang: no answer within 1 s"):
         check_hosts(parse_hosts("hang"), reach, 1)
     assert time.monotonic() - began < 25
 
 
-def test_the_error_says_what_to_try(reach):
-    with pytest.raises(HostUnreachable, match=f"without a question: {reach.command} bad true"):
+def test_the_error_says_what_to_check(reach):
+    with pytest.raises(HostUnreachable, match=f"without a prompt: {reach.command} bad true"):
         check_hosts(parse_hosts("bad"), reach, 10)
 
 
 def test_no_ssh_on_this_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match="there is no ssh on this machine"):
+    with pytest.raises(LaunchError, match="no ssh client is installed on this machine"):
         check_hosts(parse_hosts("a"), Ssh(), 5)
 
 
 def test_no_such_program():
-    with pytest.raises(LaunchError, match="--ssh-command /none: there is no such program"):
+    with pytest.raises(LaunchError, match="--ssh-command /none: no such program"):
         check_hosts(parse_hosts("a"), Ssh(command="/none"), 5)
 
 

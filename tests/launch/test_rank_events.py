@@ -1,4 +1,4 @@
-"""Events of ranks reach chorosrun, and those of the ranks' processes are its own."""
+"""Events of ranks reach chorosrun; those of a rank's child processes do not."""
 
 import sys
 
@@ -16,7 +16,7 @@ subprocess.run([sys.executable, "-c", "import choros; choros.init()"], check=Tru
 
 
 def events_of(err, rank):
-    """What chorosrun prints of a rank's events."""
+    """A rank's events as chorosrun prints them."""
     mark = f"chorosrun: [{rank}] "
     return [line.removeprefix(mark) for line in err.splitlines() if line.startswith(mark)]
 
@@ -42,6 +42,6 @@ def test_a_rank_that_is_stopped(tmp_path):
     assert any("code=3" in event for event in events_of(ended.err, 1))
 
 
-def test_no_rank_gets_a_pipe_that_nobody_reads(tmp_path):
+def test_without_listeners_no_rank_gets_a_pipe(tmp_path):
     script = rank_script(tmp_path / "script.py", "print('CHOROS_EVENTS_FD' in os.environ)")
     assert run("-np", 1, sys.executable, script).out == "False\n"

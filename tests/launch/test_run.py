@@ -6,13 +6,13 @@ import threading
 import pytest
 
 from choros.errors import ConfigError, JobTimeout, WorkerFailed
-from choros.launch.protocol.payload import Call, pack, read_framed, unpack
+from choros.launch.protocol.payload import FunctionCall, pack, read_framed, unpack
 from choros.launch.run import run
 
 pytestmark = pytest.mark.slow
 
 
-def place(base, *, plus):
+def add_rank(base, *, plus):
     import choros
 
     choros.init()
@@ -40,12 +40,12 @@ def leave():
 
 
 def test_results_in_order(capsys, tmp_path):
-    assert run(place, (10,), {"plus": 100}, np=2, output_dir=tmp_path) == [110, 111]
+    assert run(add_rank, (10,), {"plus": 100}, np=2, output_dir=tmp_path) == [110, 111]
     assert sorted(capsys.readouterr().out.splitlines()) == ["[0] rank 0 of 2", "[1] rank 1 of 2"]
     assert (tmp_path / "rank.1" / "stdout").read_text() == "rank 1 of 2\n"
 
 
-def test_what_is_large_arrives():
+def test_large_arguments_and_results():
     factor = 3
     data = bytes(range(256)) * 16384
     lengths = run(lambda given: (given * factor)[-8 * 1024 * 1024 :], (data,), num_proc=2)
@@ -93,19 +93,19 @@ def test_from_another_thread():
 
 
 def test_hosts_are_given_once():
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="give only one of them"):
         run(sleep, hosts="a:1", hostfile="f")
 
 
-def test_a_call_survives_the_way(tmp_path):
+def test_a_call_is_unpacked_as_it_was_packed(tmp_path):
     file = tmp_path / "pipe"
-    file.write_bytes(pack(Call(lambda a, b=0: a + b, (1,), {"b": 2})) + b"what follows")
+    file.write_bytes(pack(FunctionCall(lambda a, b=0: a + b, (1,), {"b": 2})) + b"what follows")
     with file.open("rb") as pipe:
         assert unpack(read_framed(pipe.fileno()))() == 3
 
 
 def test_a_call_that_is_cut_off(tmp_path):
     file = tmp_path / "pipe"
-    file.write_bytes(pack(Call(max, (1, 2), {}))[:-1])
-    with file.open("rb") as pipe, pytest.raises(EOFError, match="cut off"):
+    file.write_bytes(pack(FunctionCall(max, (1, 2), {}))[:-1])
+    with file.open("rb") as pipe, pytest.raises(EOFError, match="received only a part"):
         read_framed(pipe.fileno())

@@ -1,4 +1,4 @@
-"""Signals reach the ranks, and nothing outlives its job, whoever is killed."""
+"""Signals reach the ranks, and no process outlives its job, whichever process is killed."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 PYTHON = sys.executable
 
-#: Says which signals it got; at SIGINT and SIGTERM it takes a second to save. Has a child that says so as well.
+#: Prints the signals it receives; at SIGINT and SIGTERM it takes a second to save.
 SAVES = """
 def handler(number, frame):
     print('got', signal.Signals(number).name, flush=True)
@@ -45,7 +45,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ranks_are_told_and_can_save(tmp_path, number, code):
+def test_ranks_receive_signals_and_can_save(tmp_path, number, code):
     with Running("-np", "2", PYTHON, rank_script(tmp_path / "s.py", SAVES)) as job:
         job.wait_for(2, "ready")
         if number == signal.SIGINT:
@@ -73,7 +73,7 @@ def test_keyboard_interrupts_are_not_shown(tmp_path):
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_who_does_not_end_is_killed(tmp_path, twice):
+def test_ranks_that_do_not_end_are_killed(tmp_path, twice):
     grace = "30" if twice else "1"
     with Running("-np", "2", "--grace-period", grace, PYTHON, rank_script(tmp_path / "s.py", STUBBORN)) as job:
         job.wait_for(2, "ready")
@@ -85,33 +85,33 @@ def test_who_does_not_end_is_killed(tmp_path, twice):
         job.assert_nothing_left()
     assert ended.code == 130
     assert ended.seconds < 25
-    assert "chorosrun: ranks 0, 1 did not end when asked, and were killed." in ended.err
+    assert "chorosrun: ranks 0, 1 did not end after the first signal and were killed." in ended.err
 
 
-def named(job, word):
-    return [process for process in job.processes() if any(word in part for part in process.cmdline())]
+def named(job, text):
+    return [process for process in job.processes() if any(text in argument for argument in process.cmdline())]
 
 
-@pytest.mark.parametrize("who", ["chorosrun", "prterun", "launch/wrapper/__main__.py"])
-def test_whoever_is_killed_nothing_is_left(tmp_path, who):
+@pytest.mark.parametrize("killed", ["chorosrun", "prterun", "launch/wrapper/__main__.py"])
+def test_nothing_is_left_after_a_process_is_killed(tmp_path, killed):
     with Running("-np", "2", PYTHON, rank_script(tmp_path / "s.py", IN_MPI)) as job:
         job.wait_for(2, "ready")
         assert len(job.directories()) == 2
-        if who == "chorosrun":
+        if killed == "chorosrun":
             victim = psutil.Process(job.process.pid)
-        elif who == "prterun":
+        elif killed == "prterun":
             victim = next(p for p in job.processes() if p.name().startswith("prterun"))
         else:
-            victim = next(p for p in named(job, who) if not p.name().startswith("prterun"))
+            victim = next(p for p in named(job, killed) if not p.name().startswith("prterun"))
         victim.kill()
         ended = job.end()
         job.assert_nothing_left()
-    assert ended.code == (-signal.SIGKILL if who == "chorosrun" else 70), ended.err
-    if who != "chorosrun":
+    assert ended.code == (-signal.SIGKILL if killed == "chorosrun" else 70), ended.err
+    if killed != "chorosrun":
         assert "chorosrun: rank" in ended.err
 
 
-def test_ctrl_c_in_the_terminal_reaches_chorosrun_alone(tmp_path):
+def test_ctrl_c_in_the_terminal_reaches_only_chorosrun(tmp_path):
     """The terminal signals its foreground process group; mpirun and the ranks are in groups of their own."""
     with Running("-np", "2", PYTHON, rank_script(tmp_path / "s.py", SAVES)) as job:
         job.wait_for(2, "ready")

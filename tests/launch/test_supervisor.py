@@ -1,4 +1,4 @@
-"""chorosrun's supervisor and one wrapper with nothing between them: the wrapper stands in mpirun's place."""
+"""chorosrun's supervisor with one wrapper, which it starts directly instead of mpirun."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from choros.launch.plan.limits import Limits
 from choros.launch.plan.mpi_implementations import OpenMpi5
 
 WRAPPER = (sys.executable, "-I", "-S", str(Path(wrapper.__file__).with_name("__main__.py")))
-PLACE = {
+ENVIRON = {
     "OMPI_COMM_WORLD_RANK": "0",
     "OMPI_COMM_WORLD_SIZE": "1",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
@@ -28,29 +28,29 @@ HEAD = f"import os, signal, sys, time\ndef to_chorosrun(number): os.kill({os.get
 
 
 def job(code, *options, limits=None, **how):
-    """What became of a rank that runs ``code``, and what stands on the screen."""
-    words = (*WRAPPER, "--no-bind", *options, "--", sys.executable, "-c", HEAD + code)
+    """The end of a job whose rank runs ``code``, and its output."""
+    argv = (*WRAPPER, "--no-bind", *options, "--", sys.executable, "-c", HEAD + code)
     out, err = io.BytesIO(), io.BytesIO()
     screen = Screen(out, err, prefix=False, colour=False)
-    command = Command(words, {**os.environ, **PLACE})
-    outcome = supervise(command, 1, Output(screen), carriers=OpenMpi5.carriers, limits=limits or Limits(), **how)
-    return outcome, out.getvalue(), err.getvalue()
+    command = Command(argv, {**os.environ, **ENVIRON})
+    job_end = supervise(command, 1, Output(screen), signal_map=OpenMpi5.signal_map, limits=limits or Limits(), **how)
+    return job_end, out.getvalue(), err.getvalue()
 
 
-def end_of(outcome):
-    end = outcome.exits[0]
+def end_of(job_end):
+    end = job_end.exits[0]
     return end.code, end.stopped
 
 
 def test_a_rank_ends():
-    outcome, out, err = job("print('a'); print('b'); sys.exit(3)")
-    assert (end_of(outcome), outcome.reason, out, err) == ((3, False), None, b"a\nb\n", b"")
+    job_end, out, err = job("print('a'); print('b'); sys.exit(3)")
+    assert (end_of(job_end), job_end.reason, out, err) == ((3, False), None, b"a\nb\n", b"")
 
 
 def test_a_rank_raises():
-    outcome, _, err = job("raise ValueError('no')")
-    assert end_of(outcome) == (1, False)
-    assert outcome.exits[0].traceback.endswith("ValueError: no")
+    job_end, _, err = job("raise ValueError('no')")
+    assert end_of(job_end) == (1, False)
+    assert job_end.exits[0].traceback.endswith("ValueError: no")
     assert err == b""
 
 
@@ -76,41 +76,41 @@ def test_a_rank_raises():
     ids=["SIGTERM", "SIGINT", "SIGINT that is ignored", "SIGINT twice", "timeout"],
 )
 def test_a_job_is_stopped(code, limits, end, reason):
-    outcome, _, _ = job(f"{code}\nfor _ in range(600): time.sleep(0.1)", limits=limits)
-    assert (end_of(outcome), outcome.reason) == ((end, True), reason)
+    job_end, _, _ = job(f"{code}\nfor _ in range(600): time.sleep(0.1)", limits=limits)
+    assert (end_of(job_end), job_end.reason) == ((end, True), reason)
 
 
-def test_a_signal_is_passed_on():
+def test_a_signal_is_forwarded():
     code = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7)); to_chorosrun(signal.SIGUSR1); time.sleep(60)"
     assert end_of(job(code)[0]) == (7, False)
 
 
-def test_a_call_goes_in_and_its_result_comes_out():
+def test_a_call_is_received_and_its_result_sent():
     code = (
         "left = 1_000_000\n"
         "while left: left -= len(os.read(0, left))\n"
         "result = memoryview(b'x' * 500_000)\n"
         "while result: result = result[os.write(int(os.environ['CHOROS_RESULT_FD']), result):]\n"
     )
-    outcome, _, _ = job(code, "--stdin", "--result", payload=b"p" * 1_000_000)
-    assert end_of(outcome) == (0, False)
-    assert outcome.results[0] == b"x" * 500_000
+    job_end, _, _ = job(code, "--stdin", "--result", payload=b"p" * 1_000_000)
+    assert end_of(job_end) == (0, False)
+    assert job_end.results[0] == b"x" * 500_000
 
 
-def test_what_a_rank_left_behind_is_ended():
+def test_child_processes_of_a_rank_are_ended():
     began = time.monotonic()
-    outcome, _, _ = job("import subprocess; subprocess.Popen(['sleep', '60'])")
-    assert end_of(outcome) == (0, False)
+    job_end, _, _ = job("import subprocess; subprocess.Popen(['sleep', '60'])")
+    assert end_of(job_end) == (0, False)
     assert time.monotonic() - began < 20
 
 
-def test_a_piece_of_a_line_is_shown_while_the_rank_lives():
+def test_a_partial_line_is_shown_while_the_rank_runs():
     code = "print('Name? ', end='', flush=True); time.sleep(1); to_chorosrun(signal.SIGUSR1); time.sleep(60)"
-    outcome, out, _ = job(f"signal.signal(signal.SIGUSR1, lambda *_: os._exit(0)); {code}")
-    assert (end_of(outcome), out) == ((0, False), b"Name? \n")
+    job_end, out, _ = job(f"signal.signal(signal.SIGUSR1, lambda *_: os._exit(0)); {code}")
+    assert (end_of(job_end), out) == ((0, False), b"Name? \n")
 
 
-def test_much_output_arrives_whole():
+def test_large_output_is_complete():
     code = "for i in range(50_000): print(i, 'x' * (i % 100)); print(i, file=sys.stderr)"
     _, out, err = job(code)
     assert out.decode().splitlines() == [f"{i} {'x' * (i % 100)}" for i in range(50_000)]

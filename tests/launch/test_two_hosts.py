@@ -1,4 +1,4 @@
-"""Jobs over several hosts: network namespaces, joined by a bridge, reached by a script in ssh's place."""
+"""Jobs on several hosts: network namespaces, connected by a bridge, reached by a script instead of ssh."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def test_three_ranks_on_two_hosts(network, tmp_path):
         "import choros\n"
         "choros.init()\n"
         "from choros.parallel.objects import allgather_object\n"
-        "print('place', choros.rank(), choros.size(), choros.local_rank(), choros.local_size(), os.uname().nodename)\n"
+        "print('rank', choros.rank(), choros.size(), choros.local_rank(), choros.local_size(), os.uname().nodename)\n"
         "print('others', allgather_object(choros.rank() * 10))\n"
         "print('secret', os.environ['SECRET'], os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'])\n",
     )
@@ -50,41 +50,41 @@ def test_three_ranks_on_two_hosts(network, tmp_path):
         env={"SECRET": "hush-hush"},
     )
     assert ended.code == 0, ended.err
-    assert sorted(re.findall(r"place (.*)", ended.out)) == ["0 3 0 2 host-1", "1 3 1 2 host-1", "2 3 0 1 host-2"]
+    assert sorted(re.findall(r"rank (.*)", ended.out)) == ["0 3 0 2 host-1", "1 3 1 2 host-1", "2 3 0 1 host-2"]
     assert ended.out.count("others [0, 10, 20]") == 3
     assert sorted(re.findall(r"secret (.*)", ended.out)) == ["hush-hush 1", "hush-hush 2", "hush-hush 2"]
-    assert "place 2" in (tmp_path / "logs" / "rank.2" / "stdout").read_text()
+    assert "rank 2" in (tmp_path / "logs" / "rank.2" / "stdout").read_text()
     assert "prted" in network.log.read_text()
     assert "hush-hush" not in network.log.read_text()
 
 
 def test_parameter_servers_on_two_hosts(network, tmp_path):
-    """The worker on the other host reaches chief and ps at the addresses it has been told."""
+    """The worker on the other host reaches chief and ps at the addresses in its TF_CONFIG."""
     script = tmp_path / "s.py"
     script.write_text(
         "import json, os, socket, time\n"
         "config = json.loads(os.environ['TF_CONFIG'])\n"
         "role, index = config['task'].values()\n"
-        "def place(role, index=0):\n"
+        "def address(role, index=0):\n"
         "    host, port = config['cluster'][role][index].rsplit(':', 1)\n"
         "    return host, int(port)\n"
-        "print('place', role, place(role, index)[0], os.uname().nodename)\n"
+        "print('address', role, address(role, index)[0], os.uname().nodename)\n"
         "print('secret', os.environ['CHOROS_SECRET'])\n"
         "if role == 'worker':\n"
         "    for other in ('ps', 'chief'):\n"
         "        while True:\n"
         "            try:\n"
-        "                socket.create_connection(place(other)).close(); break\n"
+        "                socket.create_connection(address(other)).close(); break\n"
         "            except ConnectionRefusedError:\n"
         "                time.sleep(0.05)\n"
         "else:\n"
-        "    server = socket.create_server(place(role))\n"
+        "    server = socket.create_server(address(role))\n"
         "    server.accept()\n"
     )
     where = ("--ssh-command", network.reach, "-H", hosts_of(network))
     ended = run("--ps", "1", *where, PYTHON, script)
     assert (ended.code, ended.err) == (0, "")
-    assert sorted(re.findall(r"\[(.*)\] place \S+ (.*)", ended.out)) == [
+    assert sorted(re.findall(r"\[(.*)\] address \S+ (.*)", ended.out)) == [
         ("chief", f"{network.hosts[0]} host-1"),
         ("ps 0", f"{network.hosts[0]} host-1"),
         ("worker 0", f"{network.hosts[1]} host-2"),
@@ -118,14 +118,14 @@ def test_nothing_is_left_on_other_hosts(network, tmp_path, number):
         job.signal(number)
         assert job.end().code in (143, -signal.SIGKILL)
         job.assert_nothing_runs()
-        if number == signal.SIGKILL:  # no rank was on this host that could have tidied up here: the next job does
+        if number == signal.SIGKILL:  # no rank ran on this host to clean up here: the next job does
             remove_stale()
         job.assert_nothing_left(seconds=0)
     assert session_directories() == before
 
 
 def test_a_host_that_goes_down(network, tmp_path):
-    """Its daemon dies with all ranks; the others do not wait for ever."""
+    """Its daemon dies with its ranks; the job ends within a bounded time."""
     before = session_directories()
     script = rank_script(tmp_path / "s.py", "ready()\ntime.sleep(60)\n")
     with Running("--ssh-command", network.reach, "-H", hosts_of(network), PYTHON, script) as job:
@@ -138,14 +138,12 @@ def test_a_host_that_goes_down(network, tmp_path):
         ended = job.end()
         job.assert_nothing_left()
     assert ended.code == 70
-    assert ended.err == (
-        "chorosrun: rank 2 on host-2 disappeared: the host went down, or cannot be reached any more.\n"
-    )
-    for directory in session_directories() - before:  # whoever could have removed it was killed
+    assert ended.err == ("chorosrun: rank 2 on host-2 disappeared: the host went down or can no longer be reached.\n")
+    for directory in session_directories() - before:  # the daemon that removes it was killed
         shutil.rmtree(directory)
 
 
-def test_a_host_that_does_not_let_us_in(network):
+def test_a_host_that_refuses_the_login(network):
     ended = run("--ssh-command", network.reach, "-H", f"{network.hosts[0]}:1,10.77.255.19:1", PYTHON, "-c", "pass")
     assert ended.code == 68
     assert "1 of 2 hosts cannot be reached (10.77.255.19: " in ended.err

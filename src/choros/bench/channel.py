@@ -1,4 +1,4 @@
-"""What the coordinator and the processes of a contender say to each other.
+"""The messages between the coordinator and the processes of a contender.
 
 ::
 
@@ -6,21 +6,20 @@
       listens on a Unix socket
       starts chorosrun, mpirun, … ─────► connects                        connects       (1)
       ◄──────────── Started ────────────────────────────────────────────────
-      ───────────── Welcome: its rank, where the barrier is ─────────────►             (2)
+      ───────────── Welcome: its rank, the barrier's file ───────────────►             (2)
                                          imports, joins its job          likewise
       ◄──────────── Ready ────────────────────────────────────────────────              (3)
-      ───────────── Order: a case, how much of it ────────────────────────►             (4)
+      ───────────── Order: a case, the number of runs ────────────────────►             (4)
                                          prepares it if it is new        likewise
                                          ── barrier ── run ── barrier ── run …          (5)
       ◄──────────── Timing ───────────────────────────────────────────────              (6)
       ───────────── Stop ─────────────────────────────────────────────────►             (7)
 
-Between (6) and the next (4) a process blocks in a read, whatever its library would do while it waits: another
-contender has the machine. The barrier at (5) is in memory that the processes share, the same one for every
-contender: a library's own would favour those whose barrier is good. Whatever goes wrong in a process is
-sent in rank of its answer, as ``Failed``.
+Between (6) and the next (4) a process blocks in a read, so that it uses no CPU while another contender is measured.
+The barrier at (5) is in shared memory and the same for every contender: a library's own barrier would favour
+libraries with a fast one. A process that fails sends ``Failed`` instead of its answer.
 
-The channels are those of ``transport``: both ends prove that they know a key. The socket lies in a directory that only
+The channels are those of ``transport``: both ends prove that they know a key. The socket is in a directory that only
 this user can enter.
 """
 
@@ -54,7 +53,7 @@ __all__ = [
     "serve",
 ]  # fmt: skip
 
-#: Environment variables of a contender's processes: where the coordinator listens, and the key, in hexadecimal.
+#: Environment variables of a contender's processes: the coordinator's address, and the key in hexadecimal.
 ADDRESS, KEY = "CHOROS_BENCH_ADDRESS", "CHOROS_BENCH_KEY"
 
 _CACHE_LINE = 8  # 64-bit words
@@ -93,14 +92,14 @@ class Order:
 
 @dataclass(frozen=True)
 class Failed:
-    """What went wrong in a process."""
+    """The process failed."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Stop:
-    """There is nothing more to do."""
+    """The process must end."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +107,10 @@ class Task:
     """A case, ready to run.
 
     Attributes:
-        run: does so many units of work; only this is timed.
-        before: done before each run, untimed.
+        run: does the given number of units of work; only this is timed.
+        before: called before each run, untimed.
         check: called once, after the first run; raises if the result is wrong.
-        alone: the contender's other processes have no part in it and are not waited for.
+        alone: only one of the contender's processes runs it, so there is no barrier.
     """
 
     run: Callable[[int], object]
@@ -121,20 +120,20 @@ class Task:
 
 
 class Prepare(Protocol):
-    """Makes a ``Task`` of a case, in a process that has joined its job; ``None``: it has no part in it."""
+    """Returns the ``Task`` of a case, in a process that has joined its job; ``None`` if the process does not run it."""
 
     def __call__(self, case: Any, /) -> Task | None:
-        """Prepares ``case``; what the case before it needed may be dropped."""
+        """Prepares ``case``; the previous case's data may be released."""
 
 
 @final
 class Barrier:
-    """Holds the processes of one contender together: a counter each, in a file that all map.
+    """A barrier for the processes of one contender: a counter for each, in a file that all map.
 
     Args:
-        file: of ``size(processes)`` zeros to begin with.
-        rank: this process among them.
-        processes: how many there are.
+        file: a file of ``size(processes)`` bytes, initially zeros.
+        rank: the rank of this process.
+        processes: the number of processes.
     """
 
     def __init__(self, file: Path, rank: int, processes: int) -> None:
@@ -145,11 +144,11 @@ class Barrier:
 
     @staticmethod
     def size(processes: int) -> int:
-        """How many bytes the file has."""
+        """Returns the size of the file in bytes."""
         return processes * _CACHE_LINE * 8
 
     def wait(self) -> None:
-        """Returns when every process has called it."""
+        """Blocks until every process has called it."""
         counters, reached = self._counters, self._counters[self._mine] + 1
         counters[self._mine] = reached
         deadline = time.monotonic() + _BARRIER_SECONDS
@@ -160,15 +159,17 @@ class Barrier:
                 if spins > _SPINS_BEFORE_YIELDING:  # there may be more processes than cores
                     os.sched_yield()
                     if time.monotonic() > deadline:
-                        raise TimeoutError("another process of this contender did not come")
+                        raise TimeoutError(
+                            f"another process of this contender did not reach the barrier in {_BARRIER_SECONDS:.0f} s"
+                        )
 
 
 def serve(join: Callable[[], Prepare], environ: Mapping[str, str] = os.environ) -> None:
-    """What a process of a contender does: it joins its job, then does what it is told until there is no more.
+    """Runs a process of a contender: joins its job, then serves the coordinator's orders until it sends ``Stop``.
 
     Args:
         join: imports and initialises the contender's library.
-        environ: says where the coordinator listens.
+        environ: contains the coordinator's address and key.
     """
     coordinator = _connect(environ)
     try:
@@ -178,7 +179,7 @@ def serve(join: Callable[[], Prepare], environ: Mapping[str, str] = os.environ) 
         barrier = Barrier(Path(welcome.barrier), welcome.rank, welcome.processes)
         coordinator.send(Ready())
         _serve_orders(coordinator, prepare, barrier)
-    except ChannelClosed:  # the coordinator is gone
+    except ChannelClosed:  # the coordinator has ended
         os._exit(1)
     except Exception as error:
         coordinator.send(Failed(f"{type(error).__name__}: {error}"))
@@ -187,7 +188,7 @@ def serve(join: Callable[[], Prepare], environ: Mapping[str, str] = os.environ) 
 
 def _connect(environ: Mapping[str, str]) -> Channel:
     if ADDRESS not in environ:
-        sys.exit("This is a part of choros bench, which starts it itself.")
+        sys.exit("This module is started by choros bench and cannot be run directly. Run: choros bench")
     return connect(environ[ADDRESS], bytes.fromhex(environ[KEY]), "choros bench", _CONNECT_SECONDS)
 
 
@@ -197,7 +198,7 @@ def _serve_orders(coordinator: Channel, prepare: Prepare, barrier: Barrier) -> N
     while isinstance(order := coordinator.receive(), Order):
         new = order.case != case
         if new:
-            task = None  # gives its memory back before more is asked for
+            task = None  # releases its memory before the next case allocates
             case, task = order.case, prepare(order.case)
         if task is None:
             coordinator.send(None)
@@ -223,5 +224,5 @@ def _measure(task: Task, order: Order, barrier: Barrier) -> Timing:
 
 
 def _cpu_seconds() -> float:
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    usages = (resource.getrusage(each) for each in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -1,4 +1,4 @@
-"""``choros bench``: parses and prints; everything else is in the modules beside this one."""
+"""The ``choros bench`` command: parses arguments and prints; the other modules of this package do the work."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from choros.errors import ConfigError
 
 __all__ = ["bench"]
 
-#: The duration of a trial: of calls that take microseconds or milliseconds, of training steps.
+#: The default duration of a trial: for collectives, which take microseconds or milliseconds, and for training steps.
 _CALLS_SECONDS, _STEPS_SECONDS = 0.02, 2.0
-#: A call of ``fit`` costs something by itself; in a real training it has hundreds of steps.
+#: A call of ``fit`` has its own cost; in real training, one call has hundreds of steps.
 _FEWEST_STEPS = 8
 _SIZES = ("4KiB", "256KiB", "4MiB", "16MiB", "64MiB")
-_SIZES_HELP = "Bytes of the array; 1MiB..256MiB is every fourfold size between them."
-_MODEL_HELP = "cnn: of the MNIST example; mlp: 20 million parameters."
+_SIZES_HELP = "Sizes of the array. 1MiB..256MiB: all sizes between these two, in steps of a factor of four."
+_MODEL_HELP = "cnn: the model of the MNIST example; mlp: 20 million parameters."
 _EPILOG = """\
 \b
-Every installed contender runs in the same invocation, in interleaved rounds, started as its users start it. The
-tables show the best and the median round, the CPU time, and the ratios of all three: peer / choros.
+Every installed contender is measured in the same invocation, in interleaved rounds, started as its users start it.
+The tables show the best and the median round, the CPU time, and the ratios of all three: peer / choros.
 \b
 Exit codes:
   0         choros was measured; peers that were skipped are named with the reason
   1         choros itself could not be measured
   2         invalid arguments
-  130, 143  ended by Ctrl-C, by SIGTERM; every process that was started is ended
+  130, 143  ended by Ctrl-C, by SIGTERM; all started processes are ended, too
 """
 
 
@@ -56,23 +56,24 @@ class _Common:
     json_file: Path | None
 
     def session(self) -> BenchSession:
-        """What holds the contests."""
+        """Returns the session that measures the contenders."""
         return BenchSession(self.plot, self.json_file)
 
 
 def _with_common(seconds: float | None) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Gives a command ``_Common``'s options; ``seconds`` is the default of ``--burst``, ``None``: it has none."""
+    """Adds ``_Common``'s options to a command; ``seconds`` is the default of ``--burst``, ``None``: without it."""
     options = (
         click.option("--rounds", type=click.IntRange(min=1), default=ENOUGH_ROUNDS, show_default=True,
-                     help="Trials of each contender."),
+                     help="Number of trials of each contender."),
         click.option("--burst", type=click.FloatRange(min=0, min_open=True), default=seconds, show_default=True,
                      metavar="SECONDS", help="Approximate duration of a trial."),
         click.option("--only", multiple=True, metavar="NAME",
-                     help="Only this contender, by its name in the tables, and choros; may be given more than once."),
+                     help="Measure only choros and this contender, named as in the tables; may be given more than "
+                     "once."),
         click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png",
-                     help="Draw the figures, too."),
+                     help="Also plot the figures to this file."),
         click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-                     help="Write all figures, with the machine."),
+                     help="Also write all figures, with a description of the machine, to this file."),
     )  # fmt: skip
 
     def decorate(function: Callable[..., int]) -> Callable[..., int]:
@@ -91,18 +92,27 @@ def _with_common(seconds: float | None) -> Callable[[Callable[..., int]], Callab
 @click.group(epilog=_EPILOG, invoke_without_command=True)
 @click.pass_context
 def bench(context: click.Context) -> None:
-    """Measures choros and its peers in one run: what counts is the ratio."""
+    """Measures choros and its peers in the same run, and compares them by their ratios."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
 @bench.command(epilog=_EPILOG)
 @click.option("--sizes", default=",".join(_SIZES), show_default=True, metavar="SIZE,...", help=_SIZES_HELP)
-@click.option("--dtype", type=click.Choice(sums.DTYPES), default="float32", show_default=True, help="Of the array.")
-@click.option("-np", "--ranks", default="2", show_default=True, metavar="N,...", help="How many; 1,2,4,8: one by one.")
+@click.option(
+    "--dtype", type=click.Choice(sums.DTYPES), default="float32", show_default=True, help="Data type of the array."
+)
+@click.option(
+    "-np",
+    "--ranks",
+    default="2",
+    show_default=True,
+    metavar="N,...",
+    help="Number of ranks; 1,2,4,8: one after the other.",
+)
 @_with_common(_CALLS_SECONDS)
 def allreduce(sizes: str, dtype: str, ranks: str, common: _Common) -> int:
-    """Sums an array over all ranks: choros, raw mpi4py, torch Gloo, Horovod, and a memcpy as the limit.
+    """Measures an allreduce: choros, raw mpi4py, torch Gloo, Horovod, and a memcpy as the limit.
 
     \b
     Examples:
@@ -116,28 +126,31 @@ def allreduce(sizes: str, dtype: str, ranks: str, common: _Common) -> int:
     contenders = chosen(sums.CONTENDERS, common.only)
     with session:
         for number in numbers:
-            outcome = session.hold(contenders, sums.cases(wanted, dtype), number, effort)
-            session.rows += sums.rows(outcome, number)
+            result = session.run(contenders, sums.cases(wanted, dtype), number, effort)
+            session.rows += sums.rows(result, number)
     singles = [row for row in session.rows if row.bench == "allreduce"]
     return session.report(sums.tables(session.rows), lambda path: plot_sizes(singles, path, session.machine["cores"]))
 
 
 _FRAMEWORK = click.option("--framework", type=click.Choice([*training.CONTENDERS, "all"]), default="all",
-                          show_default=True, help="Which to train with; all: those that are installed.")  # fmt: skip
+                          show_default=True, help="The framework to train with; all: every installed one.")  # fmt: skip
 _MODEL = click.option("--model", type=click.Choice([*MODELS, "all"]), default="all", show_default=True,
                       help=_MODEL_HELP)  # fmt: skip
 _BATCH = click.option("--batch-size", type=click.IntRange(min=1), metavar="N",
-                      help="Examples on each rank and step. Default: 128 (cnn), 32 (mlp).")  # fmt: skip
+                      help="Batch size of each rank. Default: 128 (cnn), 32 (mlp).")  # fmt: skip
 
 
 @bench.command(epilog=_EPILOG)
 @_FRAMEWORK
 @_MODEL
 @_BATCH
-@click.option("-np", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="How many.")
+@click.option(
+    "-np", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Number of ranks."
+)
 @_with_common(_STEPS_SECONDS)
 def train(framework: str, model: str, batch_size: int | None, ranks: int, common: _Common) -> int:
-    """Trains models: choros, torch DDP, MirroredStrategy, MultiWorkerMirroredStrategy, keras.distribution, Horovod.
+    """Measures training steps: choros, torch DDP, MirroredStrategy, MultiWorkerMirroredStrategy, keras.distribution,
+    Horovod.
 
     \b
     Examples:
@@ -150,10 +163,10 @@ def train(framework: str, model: str, batch_size: int | None, ranks: int, common
     check_names(common.only, [each.name for group in contenders.values() for each in group])
     with session:
         for name, group in contenders.items():
-            outcome = session.hold(
+            result = session.run(
                 chosen(group, common.only), training.cases(model, batch_size), ranks, effort, f"{name}: "
             )
-            session.rows += training.rows(outcome, ranks, name)
+            session.rows += training.rows(result, ranks, name)
     title, sections = f"training step, {ranks} ranks", training.sections(session.rows)
     return session.report([training.table(title, sections)], lambda path: plot_rows(sections, path, title))
 
@@ -164,10 +177,10 @@ def train(framework: str, model: str, batch_size: int | None, ranks: int, common
 @_BATCH
 @_with_common(_STEPS_SECONDS)
 def overhead(framework: str, model: str, batch_size: int | None, common: _Common) -> int:
-    """What choros costs one rank, what a second one gains, and where a step's communication goes.
+    """Measures choros' overhead for one rank, the speedup with two ranks, and the parts of a step's communication.
 
-    One rank has one core. Two ranks are compared with plain Keras on both cores at once, each for itself, which
-    is what the machine allows. All are started by chorosrun, in the same environment.
+    One rank has one core. Two ranks are compared with two independent processes of plain Keras, one on each core,
+    which is the limit of the machine. All are started by chorosrun, in the same environment.
 
     \b
     Examples:
@@ -180,10 +193,10 @@ def overhead(framework: str, model: str, batch_size: int | None, common: _Common
     with session:
         for name in wanted:
             contenders = training.of(name, *chosen(costs.CONTENDERS, common.only))
-            outcome = session.hold(contenders, training.cases(model, batch_size), 2, effort, f"{name}: ")
-            session.rows += costs.rows(outcome, name)
+            result = session.run(contenders, training.cases(model, batch_size), 2, effort, f"{name}: ")
+            session.rows += costs.rows(result, name)
         brief = Effort(common.rounds, _CALLS_SECONDS, many_runs=True)
-        parts = session.hold([costs.PARTS_CONTENDER], costs.PART_CASES, 2, brief)
+        parts = session.run([costs.PARTS_CONTENDER], costs.PART_CASES, 2, brief)
         session.rows += costs.part_rows(parts)
     steps = [row for row in session.rows if "framework" in row.facts]
     title = "training step, 1 and 2 ranks"
@@ -191,10 +204,13 @@ def overhead(framework: str, model: str, batch_size: int | None, common: _Common
 
 
 @bench.command(epilog=_EPILOG)
-@click.option("-np", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="How many.")
+@click.option(
+    "-np", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Number of ranks."
+)
 @_with_common(None)
 def start(ranks: int, common: _Common) -> int:
-    """Starts programs that do next to nothing: chorosrun, mpirun, torchrun; a first allreduce; an import.
+    """Measures the start of programs that do almost nothing: chorosrun, mpirun, torchrun; a first allreduce; an
+    import.
 
     \b
     Examples:
@@ -206,7 +222,7 @@ def start(ranks: int, common: _Common) -> int:
     wanted = (CHOROS, *common.only) if common.only else names
     session = common.session()
     with session:
-        session.rows += startup.rows(session.hold_starts(startup.CASES, wanted, ranks, common.rounds), ranks)
+        session.rows += startup.rows(session.run_starts(startup.CASES, wanted, ranks, common.rounds), ranks)
     title, sections = f"start to end, {ranks} rank{'s' if ranks > 1 else ''}", startup.sections(session.rows)
     return session.report([startup.table(title, sections)], lambda path: plot_rows(sections, path, title))
 
@@ -218,5 +234,5 @@ def _installed() -> list[str]:
 def _parse_ranks(text: str) -> tuple[int, ...]:
     numbers = [part.strip() for part in text.split(",")]
     if not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        raise ConfigError(f"--ranks {text}: write numbers of ranks, such as 2 or 1,2,4,8.")
+        raise ConfigError(f"--ranks {text}: expected positive whole numbers between commas, such as 2 or 1,2,4,8.")
     return tuple(dict.fromkeys(map(int, numbers)))

@@ -1,4 +1,4 @@
-"""A contender's processes, from start to end."""
+"""The processes of a contender: starts them, sends them orders, and ends them."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _REASON_LENGTH = 300
 
 
 class ContenderFailed(Exception):
-    """A contender could not be started, or did not do what it was told; the text says why."""
+    """A contender could not be started, or failed to run an order; the message gives the reason."""
 
 
 @final
 class ProcessGroup:
-    """The running processes of a contender. Leaving the block ends them, whatever they are doing.
+    """The running processes of a contender. Leaving the ``with`` block ends them in any state.
 
     Args:
-        contender: who.
-        ranks: how many ranks it has.
-        directory: an empty one, that only this user can enter.
+        contender: the contender.
+        ranks: its number of ranks.
+        directory: an empty directory that only this user can enter.
     """
 
     def __init__(self, contender: Contender, ranks: int, directory: Path) -> None:
@@ -66,13 +66,13 @@ class ProcessGroup:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop(polite=kind is None)
+        self.stop(graceful=kind is None)
 
     def start(self) -> None:
         """Starts the processes; returns when all have joined their job.
 
         Raises:
-            ContenderFailed: it is not installed, or does not start.
+            ContenderFailed: it is not installed or does not start.
         """
         if self.contender.missing:
             raise ContenderFailed(f"not installed ({', '.join(self.contender.missing)})")
@@ -95,35 +95,35 @@ class ProcessGroup:
         self._send(Welcome(rank, self._size, str(barrier)) for rank in range(self._size))
         for answer in self._answers(_START_SECONDS):
             if not isinstance(answer, Ready):
-                raise ContenderFailed(f"answered {answer!r} where it should have been ready")
+                raise ContenderFailed(f"a process answered {answer!r}; expected Ready()")
         self._record_process_tree()
 
     def run(self, case: Any, runs: int, units: int) -> Trial:
-        """One burst: all processes do ``runs`` runs of ``units`` units of ``case``.
+        """Runs one trial: every process does ``runs`` runs of ``units`` units of ``case``.
 
         Raises:
-            ContenderFailed: one of them did not.
+            ContenderFailed: a process failed.
         """
         self._send([Order(case, runs, units)] * self._size)
         timings = [answer for answer in self._answers(_ANSWER_SECONDS) if isinstance(answer, Timing)]
         return trial_of(timings, units)
 
     def request_stop(self) -> None:
-        """Asks the processes to end, and does not wait for it."""
+        """Asks the processes to end, without waiting for them."""
         for channel in self._channels:
             with contextlib.suppress(ChannelClosed):  # it has ended already
                 channel.send(Stop())
 
-    def stop(self, *, polite: bool = True) -> None:
-        """Ends the processes: they are asked to, unless it is not ``polite``; then they are killed."""
-        if polite:
+    def stop(self, *, graceful: bool = True) -> None:
+        """Ends the processes: asks them to end if ``graceful``, and kills those that remain."""
+        if graceful:
             self.request_stop()
             self._wait(_GRACE_SECONDS)
         for channel in self._channels:
             channel.close()
         self._record_process_tree()
         for started in self._started:
-            started.terminate()  # a launcher tidies up after its ranks
+            started.terminate()  # a launcher ends its ranks
         self._wait(_CLEANUP_SECONDS)
         for process in self._process_tree:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -134,7 +134,7 @@ class ProcessGroup:
         self._started, self._channels, self._process_tree = [], [], set()
 
     def _spawn(self, private: dict[str, str]) -> None:
-        """Starts the commands; they end when we do."""
+        """Starts the commands under a parent-death guard: they are killed when this process dies."""
         with self._log.open("ab") as log:
             for command in self.contender.start(self._ranks, self.contender.argv):
                 self._started.append(
@@ -144,7 +144,7 @@ class ProcessGroup:
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
-                        start_new_session=True,  # Ctrl-C is for the coordinator, who then ends them
+                        start_new_session=True,  # Ctrl-C reaches only the coordinator, which ends them
                     )
                 )
 
@@ -156,7 +156,7 @@ class ProcessGroup:
                 raise ContenderFailed(self._reason_of_exit()) from error
 
     def _answers(self, seconds: float) -> list[Any]:
-        """What each process answers; the first that fails speaks for all."""
+        """Returns the answer of each process; raises for the first that fails."""
         deadline = time.monotonic() + seconds
         answers: dict[int, Any] = {}
         loop = Loop(_POLL_SECONDS)
@@ -183,18 +183,20 @@ class ProcessGroup:
         if any(process.poll() is not None for process in self._started):
             raise ContenderFailed(self._reason_of_exit())
         if time.monotonic() > deadline:
-            raise ContenderFailed("does not answer")
+            raise ContenderFailed("its processes did not answer in time")
 
     def _reason_of_exit(self) -> str:
-        """Why it ended: the last line of its output that speaks of an error, or simply the last."""
+        """Returns why a process ended: the last line of output with "error", or else the last line."""
         self._wait(1.0)
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         of_errors = [line for line in lines if "rror" in line]
         codes = {process.poll() for process in self._started}
-        return _shortened((of_errors or lines or [f"ended with exit code {codes}, and without a word"])[-1])
+        return _shortened(
+            (of_errors or lines or [f"ended with exit codes {sorted(map(str, codes))} and without output"])[-1]
+        )
 
     def _record_process_tree(self) -> None:
-        """Remembers what the processes have started: when a launcher dies, nothing else leads to its ranks."""
+        """Records the descendants of the processes: when a launcher dies, its ranks cannot be found otherwise."""
         for process in self._started:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._process_tree |= {
@@ -209,10 +211,10 @@ class ProcessGroup:
 
 
 def _with_path(argv: Sequence[str]) -> list[str]:
-    """``argv`` with the program's path: the tether takes no other."""
+    """Returns ``argv`` with the program's full path, which the parent-death guard requires."""
     path = shutil.which(argv[0])
     if path is None:
-        raise ContenderFailed(f"there is no command {argv[0]!r}")
+        raise ContenderFailed(f"command not found: {argv[0]!r}")
     return [path, *argv[1:]]
 
 

@@ -165,6 +165,6 @@ def _attempt(group: ProcessGroup, result: RunResult[Any], since: str, act: Calla
         act()
     except ContenderFailed as failure:
         result.skipped.append(Skipped(group.contender.name, since, str(failure)))
-        group.stop(polite=False)
+        group.stop(graceful=False)
         return False
     return True

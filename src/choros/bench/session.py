@@ -64,7 +64,7 @@ class BenchSession:
     ) -> None:
         self._stack.__exit__(kind, value, trace)
 
-    def hold(
+    def run(
         self, contenders: Sequence[Contender], cases: Sequence[Case], ranks: int, effort: Effort, about: str = ""
     ) -> RunResult[Case]:
         """Measures the contenders; see ``run.run_contenders``. ``about`` is a prefix of the progress lines."""
@@ -76,14 +76,14 @@ class BenchSession:
             effort.rounds, run_contenders(contenders, cases, ranks, effort, self._directory, show_progress)
         )
 
-    def hold_starts(
+    def run_starts(
         self, cases: Sequence[StartCase], names: Sequence[str], ranks: int, rounds: int
     ) -> RunResult[StartCase]:
         """Measures the start of the contenders in ``names``; see ``startup.run_starts``."""
         return self._noted(rounds, run_starts(cases, names, ranks, rounds, self._progress.show))
 
     def _noted(self, rounds: int, result: RunResult[Case]) -> RunResult[Case]:
-        """``result``, whose skipped contenders the report is to name."""
+        """Returns ``result``, after recording its skipped contenders for the report."""
         self._rounds = min(self._rounds, rounds)
         for skipped in result.skipped:
             self._skipped.setdefault((skipped.name, skipped.reason), skipped)

@@ -1,8 +1,8 @@
-"""How the users of each peer start it: the commands, as pure functions.
+"""The commands with which the users of each peer start it, as pure functions.
 
-Nothing is set that a user of the peer would not have: raw MPI is bound as its mpirun binds, torchrun gives
-each process one thread, TensorFlow in one process has all cores. What chorosrun prepares for a rank is part
-of what choros is; ``mpi4py prepared`` shows how much of its speed that is.
+Nothing is set that a user of the peer would not have: raw MPI has its mpirun's binding, torchrun gives each process
+one thread, TensorFlow in one process has all cores. chorosrun's settings for a rank are part of choros;
+``mpi4py prepared`` measures how much they contribute to its speed.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ _CONFINE = (
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """One process to start: its argv, and what they add to the environment."""
+    """One process to start: its argv, and the variables to add to its environment."""
 
     argv: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-#: Given how many ranks and the argv of a worker (``-m module argument …``, for Python), the commands.
+#: Returns the commands, given the number of ranks and Python's arguments for the program (``-m module argument …``).
 Starter = Callable[[int, Sequence[str]], list[LaunchCommand]]
 
 
 def chorosrun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
-    """As choros' users start a script.
+    """chorosrun, as choros' users start a script.
 
     Example:
-        >>> (command,) = chorosrun(2, ["-m", "worker"])
+        >>> (command,) = chorosrun(2, ["-m", "program"])
         >>> command.argv[1:]  # doctest: +ELLIPSIS
-        ('-m', 'choros.launch.cli', '-np', '2', '--start-timeout', '120', ..., '-m', 'worker')
+        ('-m', 'choros.launch.cli', '-np', '2', '--start-timeout', '120', ..., '-m', 'program')
     """
     argv = (sys.executable, "-m", "choros.launch.cli", "-np", str(ranks), "--start-timeout", "120")
     return [LaunchCommand((*argv, "--no-prefix-output", sys.executable, *program))]
 
 
 def one_core(_ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
-    """chorosrun with one rank, on one core: what a rank has where there are as many as cores."""
+    """chorosrun with one rank on one core: a rank's share when there are as many ranks as cores."""
     (command,) = chorosrun(1, program)
     if not hasattr(os, "sched_getaffinity"):
         return [command]
@@ -63,10 +63,10 @@ def one_core(_ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
 
 
 def mpirun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
-    """``mpirun -np N``, with its defaults; it must be given flags only for root, or for more ranks than cores."""
+    """``mpirun -np N`` with its defaults, plus the flags it requires for root or for more ranks than cores."""
     found = detect_mpirun()
     argv = [found.path]
-    if isinstance(found.flavour, (OpenMpi4, OpenMpi5)):
+    if isinstance(found.implementation, (OpenMpi4, OpenMpi5)):
         argv += ["--allow-run-as-root"] if os.geteuid() == 0 else []
         argv += ["--oversubscribe"] if ranks > (os.cpu_count() or 1) else []
     return [LaunchCommand((*argv, "-np", str(ranks), sys.executable, *program), found.environment())]
@@ -84,25 +84,25 @@ def horovodrun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
 
 
 def logical_cpus(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
-    """One process, told on its command line into how many devices it is to divide the CPU."""
+    """One process, whose last argument is the number of devices into which it divides the CPU."""
     return [LaunchCommand((sys.executable, *program, str(ranks)))]
 
 
 def xla_devices(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
-    """One process in which XLA takes the CPU for so many devices."""
+    """One process in which XLA divides the CPU into ``ranks`` devices."""
     return [LaunchCommand((sys.executable, *program), {"XLA_FLAGS": f"--xla_force_host_platform_device_count={ranks}"})]
 
 
 def tf_cluster(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
-    """A process for each rank, told of the others by ``TF_CONFIG``."""
+    """One process for each rank, with the cluster in ``TF_CONFIG``."""
     return _tf_cluster_at(_free_ports(ranks), program)
 
 
 def _tf_cluster_at(ports: Sequence[int], program: Sequence[str]) -> list[LaunchCommand]:
-    """The processes of a cluster on these ports.
+    """Returns the processes of a cluster on these ports.
 
     Example:
-        >>> _tf_cluster_at([1, 2], ["-m", "worker"])[1].environ["TF_CONFIG"]
+        >>> _tf_cluster_at([1, 2], ["-m", "program"])[1].environ["TF_CONFIG"]
         '{"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 1}}'
     """
     cluster = {"worker": [f"{_LOCALHOST}:{port}" for port in ports]}
@@ -116,7 +116,7 @@ def _tf_cluster_at(ports: Sequence[int], program: Sequence[str]) -> list[LaunchC
 
 
 def jax_cluster(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
-    """A process for each rank, told by the variables that ``keras.distribution.initialize`` reads."""
+    """One process for each rank, with the variables that ``keras.distribution.initialize`` reads."""
     (port,) = _free_ports(1)
     return [
         LaunchCommand(
@@ -132,7 +132,7 @@ def jax_cluster(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on now."""
+    """Returns ports of this machine on which no process listens."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

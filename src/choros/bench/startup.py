@@ -24,16 +24,16 @@ from choros.launch.processes.parent_death_guard import die_with_parent
 
 __all__ = ["CASES", "Program", "StartCase", "measure", "rows", "run_starts", "sections", "table"]
 
-#: Without end, a trial is a failure.
+#: A trial that takes longer has failed.
 _MOST_SECONDS = 120.0
 _REASON_LENGTH = 300
 
 _NOTHING = "pass"
 _CHOROS = """
 import numpy, choros
-from choros.comm import ReduceOp, global_process_set
+from choros.comm import Reduction, global_process_set
 choros.init()
-assert global_process_set.communicator.allreduce(numpy.ones(3), ReduceOp.SUM)[0] == choros.size()
+assert global_process_set.communicator.allreduce(numpy.ones(3), Reduction.SUM)[0] == choros.size()
 """
 _MPI4PY = """
 import numpy
@@ -54,7 +54,7 @@ dist.destroy_process_group()
 
 
 def _torchrun(ranks: int, argv: Sequence[str]) -> list[LaunchCommand]:
-    """torchrun, which otherwise takes a script or a module."""
+    """torchrun for Python's arguments; without ``--no-python`` it accepts only a script or a module."""
     return torchrun(ranks, ["--no-python", sys.executable, *argv])
 
 
@@ -64,7 +64,7 @@ def _python(_ranks: int, argv: Sequence[str]) -> list[LaunchCommand]:
 
 @dataclass(frozen=True)
 class Program:
-    """What one contender runs in a case.
+    """The program that one contender runs in a case.
 
     Attributes:
         contender: its name in the tables.
@@ -86,11 +86,11 @@ class Program:
 
 @dataclass(frozen=True)
 class StartCase:
-    """Programs that do the same, each in its contender's way.
+    """A case: programs that do the same work, each with its contender's launcher or library.
 
     Attributes:
         name: the case's, in the tables and in the JSON file.
-        programs: choros' first.
+        programs: the programs, choros' first.
         single: whether they run in a single process, whatever the number of ranks.
     """
 
@@ -137,10 +137,10 @@ CASES = (
 
 
 def measure(command: LaunchCommand) -> Trial:
-    """Runs ``command`` to its end: wall time, and CPU time of all its processes that were waited for.
+    """Runs ``command`` to its end; returns its wall time and the CPU time of all its processes that were waited for.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
     began = time.perf_counter()
     with subprocess.Popen(
@@ -153,14 +153,14 @@ def measure(command: LaunchCommand) -> Trial:
     ) as process:
         before = _cpu_seconds()
         try:
-            _, said = process.communicate(timeout=_MOST_SECONDS)
+            _, errors = process.communicate(timeout=_MOST_SECONDS)
         except BaseException:
             process.terminate()  # a launcher ends its ranks
             raise
     seconds = time.perf_counter() - began
     if process.returncode != 0:
-        lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
-        raise RuntimeError((lines or [f"ended with exit code {process.returncode}"])[-1][:_REASON_LENGTH])
+        lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+        raise RuntimeError((lines or [f"failed with exit code {process.returncode}"])[-1][:_REASON_LENGTH])
     return Trial(seconds, _cpu_seconds() - before)
 
 
@@ -172,7 +172,7 @@ def _cpu_seconds() -> float:
 def run_starts(
     cases: Sequence[StartCase], names: Sequence[str], ranks: int, rounds: int, show_progress: Callable[[str], None]
 ) -> RunResult[StartCase]:
-    """Measures all cases, the programs of each in interleaved rounds, of which the first is not counted.
+    """Measures all cases, the programs of each in interleaved rounds; the first round is not counted.
 
     Args:
         cases: the cases to run, in this order.
@@ -201,13 +201,13 @@ def run_starts(
                 except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
                     result.skipped.append(Skipped(program.contender, f", {case}", str(error)))
                     del trials[program]
-        for program, bursts in trials.items():
-            result.summaries[case, program.contender] = summarise(bursts[1:])
+        for program, program_trials in trials.items():
+            result.summaries[case, program.contender] = summarise(program_trials[1:])
     return result
 
 
 def rows(result: RunResult[StartCase], ranks: int) -> list[ReportRow]:
-    """The rows of a run."""
+    """Returns the report rows of a run."""
     return [
         ReportRow("start", name, 1 if case.single else ranks, summary, case.facts)
         for (case, name), summary in result.summaries.items()
@@ -215,7 +215,7 @@ def rows(result: RunResult[StartCase], ranks: int) -> list[ReportRow]:
 
 
 def sections(measured: Sequence[ReportRow]) -> list[tuple[str, list[ReportRow]]]:
-    """The rows of each case, under its name."""
+    """Returns the rows of each case, under its name."""
     found: dict[str, list[ReportRow]] = {}
     for row in measured:
         label = f"{row.facts['case']}, {row.ranks} process{'es' if row.ranks > 1 else ''}"
@@ -224,5 +224,5 @@ def sections(measured: Sequence[ReportRow]) -> list[tuple[str, list[ReportRow]]]
 
 
 def table(title: str, measured: Sequence[tuple[str, Sequence[ReportRow]]]) -> Table:
-    """The table of what ``sections`` returns."""
+    """Returns the table of the ``sections``."""
     return compare(title, measured, notes=("÷: the contender's time divided by choros'; above 1, choros takes less.",))

@@ -1,3 +1,3 @@
-"""chorosrun and choros.run: arguments become a job, a job becomes a command; start, watch, stop."""
+"""chorosrun and choros.run: turn arguments into a job and a job into a command; start, supervise and stop it."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What a rank of ``choros.run`` runs: it gets the function, calls it and sends back what it returns."""
+"""The program that each rank of ``choros.run`` runs: receives the function, calls it and sends back its result."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["main"]
 
 
 def _receive() -> bytes:
-    """The call, which mpirun gives to rank 0 alone."""
-    place = detect(os.environ)
-    body = read_framed(sys.stdin.fileno()) if place.rank == 0 else None
+    """Returns the packed call, which mpirun passes to rank 0 only."""
+    topology = detect(os.environ)
+    body = read_framed(sys.stdin.fileno()) if topology.rank == 0 else None
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
-    if place.size > 1:
+    if topology.size > 1:
         body = _broadcast(body)
-    assert body is not None  # noqa: S101  (rank 0 has read it, the others have been given it)
+    assert body is not None  # noqa: S101  (rank 0 has read it, the other ranks have received it)
     return body
 
 
 def _broadcast(body: bytes | None) -> bytes:
-    """Gives all ranks rank 0's ``body``; then choros is as it was, for the function to initialise as it likes."""
+    """Broadcasts rank 0's ``body``; then shuts choros down, because the function initialises it itself."""
     from choros.comm import init, shutdown
     from choros.parallel.objects import broadcast_object
 
@@ -48,7 +48,7 @@ def _send(result: Any) -> None:
 
 
 def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that begins in the user's function."""
+    """Returns the part of a traceback that begins in the user's function."""
     here = os.path.dirname(__file__)
     part = traceback
     while part is not None and part.tb_frame.f_code.co_filename.startswith(here + os.sep):
@@ -57,7 +57,7 @@ def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def main() -> None:
-    """Runs the call that stands on standard input."""
+    """Runs the call that arrives on standard input."""
     try:
         result = unpack(_receive())()
     except Exception as error:  # noqa: BLE001  (the hook shows it)

@@ -1,4 +1,4 @@
-"""What ``chorosrun --check-build`` and ``--version`` print: what is installed, without importing it."""
+"""The output of ``chorosrun --check-build`` and ``--version``: what is installed, without importing it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FRAMEWORKS = {"JAX": "jax", "PyTorch": "torch", "TensorFlow": "tensorflow"}
 
 
 def version_text(mpirun: Mpirun | str) -> str:
-    """The versions of choros, mpirun and mpi4py; ``mpirun`` is a sentence where there is none."""
+    """Returns the versions of choros, mpirun and mpi4py; ``mpirun`` is an error message if none was found."""
     mpi = mpirun if isinstance(mpirun, str) else f"{mpirun.version} ({mpirun.path})"
     python = ".".join(map(str, sys.version_info[:3]))
     return "\n".join(
@@ -25,26 +25,26 @@ def version_text(mpirun: Mpirun | str) -> str:
 
 
 def build_text(mpirun: Mpirun | str, installed: Callable[[str], bool] | None = None) -> str:
-    """A matrix of frameworks and engines: ``[X]`` for what is there.
+    """Returns a list of frameworks and engines, with ``[X]`` for those that are installed.
 
     Args:
-        mpirun: the mpirun that would be used, or a sentence where there is none.
-        installed: whether a module can be imported.
+        mpirun: the mpirun that would be used, or an error message if none was found.
+        installed: reports whether a module can be imported.
     """
-    there = installed or (lambda module: importlib.util.find_spec(module) is not None)
-    mpi = there("mpi4py") and isinstance(mpirun, Mpirun)
+    found = installed or (lambda module: importlib.util.find_spec(module) is not None)
+    mpi = found("mpi4py") and isinstance(mpirun, Mpirun)
     lines = [f"choros {_version('choros')}".rstrip() + ":", "", "Available frameworks:"]
-    lines += [_row(there(module), _label(name, module)) for name, module in _FRAMEWORKS.items()]
-    lines += ["", "Available faces:", _row(there("keras"), _label("Keras", "keras"))]
+    lines += [_row(found(module), _label(name, module)) for name, module in _FRAMEWORKS.items()]
+    lines += ["", "Available interfaces:", _row(found("keras"), _label("Keras", "keras"))]
     lines += ["", "Available engines:", _row(True, "local (one process)"), _row(mpi, "mpi")]
-    lines += [_row(there("torch"), "torch (Gloo, NCCL)"), _row(there("jax"), "xla (JAX)")]
+    lines += [_row(found("torch"), "torch (Gloo, NCCL)"), _row(found("jax"), "xla (JAX)")]
     lines += ["", f"Accelerators on this host: {count_accelerators()}"]
     lines += ["mpirun: " + (mpirun if isinstance(mpirun, str) else f"{mpirun.version} ({mpirun.path})")]
     return "\n".join(lines)
 
 
-def _row(there: bool, label: str) -> str:
-    return f"    [{'X' if there else ' '}] {label}"
+def _row(available: bool, label: str) -> str:
+    return f"    [{'X' if available else ' '}] {label}"
 
 
 def _label(name: str, module: str) -> str:
@@ -52,7 +52,7 @@ def _label(name: str, module: str) -> str:
 
 
 def _version(module: str) -> str:
-    """The version of what provides ``module``: tensorflow's may be called tensorflow-cpu."""
+    """Returns the version of the distribution of ``module``: tensorflow's may be called tensorflow-cpu."""
     for distribution in (module, f"{module}-cpu"):
         try:
             return importlib.metadata.version(distribution)

@@ -1,4 +1,4 @@
-"""``chorosrun``: parses and prints; everything else is in the modules beside this one."""
+"""The ``chorosrun`` command: parses arguments and prints; the other modules of this package do the work."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from choros.config import LOG_LEVEL
 from choros.errors import ChorosError, ConfigError
 from choros.launch.driver.accelerators import count_accelerators
 from choros.launch.driver.host_names import own_names
-from choros.launch.driver.launcher import draft, launch
+from choros.launch.driver.launcher import dry_run_command, launch
 from choros.launch.driver.mpirun_detection import detect_mpirun
-from choros.launch.driver.outcome import judge
+from choros.launch.driver.outcome import outcome_of
 from choros.launch.driver.output import Files, Output, Screen, use_colour
 from choros.launch.options import GroupedCommand, with_options
 from choros.launch.plan.arguments import Arguments
-from choros.launch.plan.dry_run import draft_text
+from choros.launch.plan.dry_run import dry_run_text
 from choros.launch.plan.environment import parse_variables
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
-from choros.launch.plan.unsupported_flags import refusal
+from choros.launch.plan.unsupported_flags import unsupported_flag_reason
 
 __all__ = ["main"]
 
@@ -37,10 +37,10 @@ __all__ = ["main"]
 def chorosrun(command: tuple[str, ...], **given: Any) -> int:
     """Runs COMMAND as several processes that train one model together."""
     if given["version"] or given["check_build"]:
-        from choros.launch.build_report import build_text, version_text  # 10 ms, for these two flags
+        from choros.launch.build_report import build_text, version_text  # takes 10 ms; only these two flags need it
 
         text = version_text if given["version"] else build_text
-        click.echo(text(_mpirun_or_sentence(given["mpirun"])))
+        click.echo(text(_mpirun_or_error(given["mpirun"])))
         return 0
     if not command:
         raise click.UsageError("no command given. Example: chorosrun -np 2 python train.py")
@@ -48,7 +48,7 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
     mpirun = detect_mpirun(arguments.mpirun)
     job = arguments.job(command, os.environ, own_names, count_accelerators)
     if given["dry_run"]:
-        click.echo(draft_text(job, draft(job, mpirun, os.environ), os.environ))
+        click.echo(dry_run_text(job, dry_run_command(job, mpirun, os.environ), os.environ))
         return 0
     if not job.remote:
         problem = missing_command(command[0])
@@ -59,7 +59,7 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
 
 
 def arguments_of(given: Mapping[str, Any]) -> Arguments:
-    """What the options ``given`` ask for."""
+    """Returns the arguments that the options in ``given`` set."""
     values = {each.name: given[each.name] for each in fields(Arguments) if each.name in given}
     debug = given["log_level"] in ("TRACE", "DEBUG")
     env = parse_variables(given["env"], os.environ)
@@ -69,16 +69,16 @@ def arguments_of(given: Mapping[str, Any]) -> Arguments:
 
 
 def missing_command(program: str) -> str | None:
-    """Why ``program`` cannot be run here, ``None`` if it can."""
+    """Returns why ``program`` cannot be run on this host; ``None`` if it can."""
     if shutil.which(program) is not None:
         return None
     path = Path(program)
     if path.suffix == ".py" and path.is_file():
         return f"{program!r} is not executable. A Python script is run with: chorosrun … python {program}"
-    return f"there is no command {program!r}." if not path.exists() else f"{program!r} is not executable."
+    return f"command not found: {program!r}." if not path.exists() else f"{program!r} is not executable."
 
 
-def _mpirun_or_sentence(path: str | None) -> Mpirun | str:
+def _mpirun_or_error(path: str | None) -> Mpirun | str:
     try:
         return detect_mpirun(path)
     except ChorosError as error:
@@ -92,20 +92,20 @@ def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
     directory = arguments.output_dir
     output = Output(screen, Files(Path(directory), job.roles) if directory else None)
     limits = arguments.limits
-    verdict = judge(launch(job, mpirun, os.environ, output, limits, verbose=arguments.verbose), limits)
-    for line in verdict.lines:
-        screen.say(line)
-    return verdict.exit_code
+    outcome = outcome_of(launch(job, mpirun, os.environ, output, limits, verbose=arguments.verbose), limits)
+    for line in outcome.lines:
+        screen.show(line)
+    return outcome.exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs ``chorosrun`` with ``arguments``, those of this process by default, and ends it."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Runs ``chorosrun`` with ``arguments`` (default: this process's command line) and exits."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        refused = refusal(words, _flags_with_value())
-        if refused is not None:
-            raise ConfigError(refused)
-        code = chorosrun.main(words, prog_name="chorosrun", standalone_mode=False)
+        reason = unsupported_flag_reason(argv, _flags_with_value())
+        if reason is not None:
+            raise ConfigError(reason)
+        code = chorosrun.main(argv, prog_name="chorosrun", standalone_mode=False)
     except click.ClickException as error:
         click.echo(f"chorosrun: {error.format_message()}\nTry chorosrun --help.", err=True)
         code = error.exit_code

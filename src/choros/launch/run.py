@@ -1,4 +1,4 @@
-"""``choros.run``: chorosrun from Python, for a function instead of a command."""
+"""``choros.run``: launches a job from Python that runs a function instead of a command."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from choros.launch.driver.accelerators import count_accelerators
 from choros.launch.driver.host_names import own_names
 from choros.launch.driver.launcher import launch
 from choros.launch.driver.mpirun_detection import detect_mpirun
-from choros.launch.driver.outcome import judge
+from choros.launch.driver.outcome import outcome_of
 from choros.launch.driver.output import Files, Output, Screen
 from choros.launch.driver.stopping import Reason
-from choros.launch.driver.supervisor import Outcome
+from choros.launch.driver.supervisor import JobEnd
 from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.limits import Limits
-from choros.launch.protocol.payload import Call, pack
-from choros.launch.protocol.wrapper_options import Options
+from choros.launch.protocol.payload import FunctionCall, pack
+from choros.launch.protocol.wrapper_options import WrapperOptions
 
 __all__ = ["run"]
 
@@ -57,43 +57,44 @@ def run(
     tcp: bool = False,
     num_proc: int | None = None,
 ) -> list[Returned]:
-    """Runs ``fn(*args, **kwargs)`` on every rank of a new job and returns what each returned.
+    """Runs ``fn(*args, **kwargs)`` on every rank of a new job and returns the ranks' results.
 
-    From a script or a notebook. The function is pickled by value (cloudpickle), so it may be defined in the
-    notebook; it starts in a fresh process and calls ``init()`` itself.
+    Works in a script and in a notebook. The function is pickled by value (cloudpickle), so it may be defined in the
+    notebook; it runs in a new process and calls ``init()`` itself.
 
     Args:
         fn: the function.
-        args: its arguments.
-        kwargs: its arguments by name.
-        np: how many ranks. Default, as chorosrun's: the slots of the hosts; or one for each accelerator here; or 1.
-        hosts: where, as ``"a:4,b:4"``. Default: here.
-        hostfile: the hosts, in a file with a line ``name slots=N`` each.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        np: number of ranks. Default, as chorosrun's: the number of slots of the hosts; without hosts, the number of
+            accelerators of this machine, at least 1.
+        hosts: the hosts, as ``"a:4,b:4"``. Default: this machine.
+        hostfile: a file of hosts, one line ``name slots=N`` for each.
         env: environment variables to set for the ranks.
-        timeout: seconds after which the job is ended.
-        start_timeout: seconds that reaching hosts and starting ranks may take.
-        grace_period: seconds that ranks may take to end when they are asked to.
-        output_dir: also write what each rank prints to ``rank.N/stdout`` and ``stderr`` there.
-        prefix_output: put ``[rank]`` in front of every line. Default: if there is more than one rank.
-        verbose: show what is started, and what mpirun says.
+        timeout: seconds after which the job is stopped.
+        start_timeout: seconds that connecting to the hosts and starting the ranks may take.
+        grace_period: seconds that ranks may take to end after SIGINT or SIGTERM.
+        output_dir: also write each rank's output to ``rank.N/stdout`` and ``stderr`` in this directory.
+        prefix_output: prefix every line with ``[rank]``. Default: with more than one rank.
+        verbose: show the mpirun command, each rank's settings and mpirun's messages.
         ssh_port: the port of the hosts' ssh servers.
-        ssh_identity_file: the private key to show them.
-        ssh_command: what to call in ssh's place.
-        network_interfaces: communicate through these only, as ``"eth0,eth1"``.
+        ssh_identity_file: the private key for ssh.
+        ssh_command: a program to use instead of ssh.
+        network_interfaces: communicate only through these, as ``"eth0,eth1"``.
         mpirun: the mpirun to use. Default: the one installed with choros.
-        mpi_args: more arguments for mpirun.
-        binding_args: mpirun's arguments for binding and mapping, in place of choros' own binding to whole cores.
-        tcp: communicate through TCP only, whatever faster network there is.
+        mpi_args: additional arguments for mpirun.
+        binding_args: mpirun's arguments for binding and mapping, instead of choros' own binding to whole cores.
+        tcp: communicate only through TCP, even if a faster network exists.
         num_proc: Horovod's other name for ``np``.
 
     Returns:
-        What the ranks returned, rank 0's first.
+        The ranks' results, in the order of the ranks.
 
     Raises:
         ConfigError: an argument is invalid; nothing has been started.
-        WorkerFailed: a rank failed; it carries the rank, its host and its traceback.
+        WorkerFailed: a rank failed; the error has the rank, its host and its traceback.
         JobTimeout: ``timeout`` has passed.
-        HostUnreachable: a host does not exist or does not let us in.
+        HostUnreachable: a host does not exist or refuses the login.
         LaunchError: the job could not be started.
 
     Example:
@@ -130,19 +131,19 @@ def run(
         binding_args=binding_args,
         in_python=True,
     )
-    command, options = (sys.executable, *_BOOTSTRAP), Options(stdin=True, result=True)
+    command, options = (sys.executable, *_BOOTSTRAP), WrapperOptions(stdin=True, result=True)
     job = arguments.job(command, os.environ, own_names, count_accelerators, options)
     limits = arguments.limits
     screen = Screen(_TextSink(sys.stdout), _TextSink(sys.stderr), prefix=arguments.prefix(job.size), colour=False)
     output = Output(screen, Files(Path(output_dir)) if output_dir is not None else None)
-    payload = pack(Call(fn, args, kwargs or {}))
-    outcome = launch(job, detect_mpirun(mpirun), os.environ, output, limits, payload=payload, verbose=verbose)
-    _raise_failure(outcome, limits)
-    return [_result(outcome, rank) for rank in range(job.size)]
+    payload = pack(FunctionCall(fn, args, kwargs or {}))
+    job_end = launch(job, detect_mpirun(mpirun), os.environ, output, limits, payload=payload, verbose=verbose)
+    _raise_failure(job_end, limits)
+    return [_result(job_end, rank) for rank in range(job.size)]
 
 
 class _TextSink:
-    """Bytes for a text stream: a notebook's standard output takes nothing else."""
+    """Decodes bytes for a text stream: a notebook's standard output accepts only text."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -157,26 +158,26 @@ class _TextSink:
         return self._stream.fileno()
 
 
-def _raise_failure(outcome: Outcome, limits: Limits) -> None:
-    """Raises the error that says how the job failed, if it did."""
-    verdict = judge(outcome, limits)
-    if verdict.exit_code == 0:
+def _raise_failure(job_end: JobEnd, limits: Limits) -> None:
+    """Raises the error that describes the failure, if the job failed."""
+    outcome = outcome_of(job_end, limits)
+    if outcome.exit_code == 0:
         return
-    if outcome.reason is Reason.INTERRUPT:
+    if job_end.reason is Reason.INTERRUPT:
         raise KeyboardInterrupt
-    if outcome.reason is Reason.TERMINATE:
-        signal.raise_signal(signal.SIGTERM)  # we have caught it for the ranks; now it is this process' turn
-    message = "\n".join(verdict.lines).removeprefix("chorosrun: ")
-    if outcome.reason is Reason.TIMEOUT:
+    if job_end.reason is Reason.TERMINATE:
+        signal.raise_signal(signal.SIGTERM)  # caught while the ranks ended; now it applies to this process
+    message = "\n".join(outcome.lines).removeprefix("chorosrun: ")
+    if job_end.reason is Reason.TIMEOUT:
         raise JobTimeout(f"the job ran longer than timeout={limits.run:g} s and was stopped.")
-    if verdict.failure is None:
+    if outcome.failure is None:
         raise LaunchError(message)
-    end = verdict.failure
+    end = outcome.failure
     raise WorkerFailed(message, rank=end.rank, host=end.host, exit_code=end.code, traceback=end.traceback or end.tail)
 
 
-def _result(outcome: Outcome, rank: int) -> Any:
-    data = outcome.results.get(rank)
+def _result(job_end: JobEnd, rank: int) -> Any:
+    data = job_end.results.get(rank)
     if not data:
         raise LaunchError(f"rank {rank} ended before the function had returned: did it call sys.exit()?")
     return pickle.load(io.BytesIO(data))  # noqa: S301  (see payload.py)

@@ -1,6 +1,6 @@
-"""What a job does, as events: one narrow interface that the layers emit into and that listeners read."""
+"""Events of a job: the layers emit them, listeners receive them."""
 
 __all__ = ["EVENTS_FD"]
 
-#: The variable in which a wrapper gives its rank the descriptor of a pipe for events.
+#: The variable with the file descriptor of the pipe through which a rank sends its events to its wrapper.
 EVENTS_FD = "CHOROS_EVENTS_FD"

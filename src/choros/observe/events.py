@@ -1,4 +1,4 @@
-"""Events: what the processes of a job do, as they do it.
+"""Events: records of what the processes of a job do.
 
 ::
 
@@ -8,8 +8,8 @@
     listeners of a rank ── pipe ──► wrapper ── frames ──► listeners of chorosrun
     (``listeners.py``)                                    (the log, with CHOROS_LOG_LEVEL=debug)
 
-Whoever emits does not know who listens. While nobody does, ``emit`` returns at once; code that runs in every
-collective asks ``active()`` first and so does not even gather the details.
+Code that emits events does not depend on the listeners. Without listeners, ``emit`` returns at once; code that runs in
+every collective checks ``active()`` first and then does not collect the details.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Detail = int | float | str | bool | tuple[int, ...] | list[int]
 
 @final
 class Kind(enum.StrEnum):
-    """What can happen. ``…_BEGUN`` and ``…_DONE`` come in pairs, from one thread of one process.
+    """The kinds of events. ``…_BEGUN`` and ``…_DONE`` occur in pairs, from one thread of one process.
 
     A step is begun when ranks have agreed to reduce its gradients, and done when they are reduced; on a worker of a job
-    with parameter servers, it is the function that the chief has scheduled. Between a collective's two events comes
-    ``COLLECTIVE_MATCHED``: all ranks have called it, so the wait is over and data moves.
+    with parameter servers, it is the function that the chief has scheduled. Between a collective's two events is
+    ``COLLECTIVE_MATCHED``: all ranks have called it, and the transfer begins.
     """
 
     STEP_BEGUN = "step begun"
@@ -52,13 +52,13 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened.
+    """An event.
 
     Attributes:
-        kind: what.
-        name: of what: a collective's name, a task, a file.
-        rank: the rank it happened on; ``-1`` in a process that has none, such as chorosrun.
-        time: when, in seconds since 1970, by the clock of that rank's host.
+        kind: its kind.
+        name: the name of its subject: a collective, a task, a file.
+        rank: the rank of its process; ``-1`` for a process without a rank, such as chorosrun.
+        time: its time, in seconds since 1970, by the clock of that rank's host.
         details: numbers and short texts, such as ``bytes``, ``seconds`` and ``process_set`` (its ranks).
 
     Example:
@@ -104,26 +104,25 @@ _rank = -1
 
 
 def active() -> bool:
-    """Whether anyone listens."""
+    """Returns whether there is a listener."""
     return bool(_listeners)
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Calls ``listener`` with every event of this process from now on.
+    """Registers ``listener``, which is called with every later event of this process.
 
-    It is called by the thread that emits, in the middle of its work, so it must be quick, must not emit and must
-    not call a collective.
+    The emitting thread calls it, so it must be quick, must not emit events and must not call a collective.
 
     Returns:
-        A function that ends it.
+        A function that removes the listener.
 
     Example:
-        >>> heard = []
-        >>> stop = listen(lambda event: heard.append(str(event)))
+        >>> received = []
+        >>> stop = listen(lambda event: received.append(str(event)))
         >>> emit(Kind.CHECKPOINT, "model.keras", step=3)
         >>> stop()
         >>> emit(Kind.CHECKPOINT, "model.keras", step=4)
-        >>> heard
+        >>> received
         ['checkpoint: model.keras (step=3)']
     """
     global _listeners
@@ -137,7 +136,7 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 
 def identify(rank: int) -> None:
-    """Sets the rank that this process's events carry."""
+    """Sets the rank in this process's events."""
     global _rank
     _rank = rank
 
@@ -146,8 +145,8 @@ def emit(kind: Kind, name: str = "", **details: Detail) -> None:
     """Passes an event of this process to all listeners.
 
     Args:
-        kind: what happened.
-        name: of what.
+        kind: the event's kind.
+        name: the name of its subject.
         details: see ``Event``.
     """
     if _listeners:
@@ -155,7 +154,7 @@ def emit(kind: Kind, name: str = "", **details: Detail) -> None:
 
 
 def publish(event: Event) -> None:
-    """Passes on an event that another process has emitted."""
+    """Passes an event that another process has emitted to all listeners."""
     for listener in _listeners:
         listener(event)
 
@@ -165,12 +164,12 @@ def span(begun: Kind, done: Kind, name: str = "", **details: Detail) -> Iterator
     """Emits ``begun`` before the block and ``done``, with its ``seconds``, after it.
 
     Example:
-        >>> heard = []
-        >>> stop = listen(lambda event: heard.append(event.kind.value))
+        >>> received = []
+        >>> stop = listen(lambda event: received.append(event.kind.value))
         >>> with span(Kind.STEP_BEGUN, Kind.STEP_DONE):
         ...     pass
         >>> stop()
-        >>> heard
+        >>> received
         ['step begun', 'step done']
     """
     if not _listeners:

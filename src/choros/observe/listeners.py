@@ -1,4 +1,4 @@
-"""The listeners of a rank: a table, from which ``init()`` starts those that are wanted."""
+"""The listeners of a rank: a table from which ``init()`` starts those that are enabled."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from choros.config import Config
 from choros.observe import log, pipe
 from choros.observe.events import Listener, listen
 
-__all__ = ["LISTENERS", "Row", "start_listeners"]
+__all__ = ["LISTENERS", "ListenerSpec", "start_listeners"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """A listener.
+class ListenerSpec:
+    """A listener that a rank may start.
 
     Attributes:
-        wanted: whether it is to be started, by the configuration and the environment.
-        make: makes it, in the same terms.
+        wanted: returns whether it is enabled, given the configuration and the environment.
+        make: returns the listener, given the same.
     """
 
     wanted: Callable[[Config, Mapping[str, str]], bool]
     make: Callable[[Config, Mapping[str, str]], Listener]
 
 
-LISTENERS: tuple[Row, ...] = (
-    Row(pipe.wanted, pipe.make),  # to the wrapper, and so to chorosrun
-    Row(log.wanted, log.make),  # CHOROS_LOG_LEVEL=debug, where no chorosrun prints them
+LISTENERS: tuple[ListenerSpec, ...] = (
+    ListenerSpec(pipe.wanted, pipe.make),  # to the wrapper, which forwards them to chorosrun
+    ListenerSpec(log.wanted, log.make),  # CHOROS_LOG_LEVEL=debug without chorosrun
 )
 
 
 def start_listeners(config: Config, environ: Mapping[str, str] = os.environ) -> list[Callable[[], None]]:
-    """Starts the listeners that are wanted; returns what ends each."""
-    return [listen(row.make(config, environ)) for row in LISTENERS if row.wanted(config, environ)]
+    """Starts the listeners that are enabled; returns for each a function that removes it."""
+    return [listen(spec.make(config, environ)) for spec in LISTENERS if spec.wanted(config, environ)]

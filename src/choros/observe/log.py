@@ -1,4 +1,4 @@
-"""Events in the log: ``CHOROS_LOG_LEVEL=debug``."""
+"""The log listener: writes events to the log, with ``CHOROS_LOG_LEVEL=debug``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _log = logging.getLogger("choros")
 
 
 def wanted(config: Config, environ: Mapping[str, str]) -> bool:
-    """With the level ``DEBUG``, but not under chorosrun, which prints the events of all ranks itself."""
+    """Returns whether the level is ``DEBUG`` and chorosrun, which prints all ranks' events itself, is not used."""
     del environ
     return config.log_level == "DEBUG" and take_descriptor() is None
 
 
 def make(config: Config, environ: Mapping[str, str]) -> Listener:
-    """Logs each event."""
+    """Returns a listener that logs each event."""
     del config, environ
 
     def log(event: Event) -> None:

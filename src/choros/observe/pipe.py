@@ -1,4 +1,4 @@
-"""Events on their way from a rank to chorosrun: lines of JSON in a pipe that the wrapper beside the rank reads."""
+"""The event pipe: sends a rank's events, as lines of JSON, to the wrapper, which forwards them to chorosrun."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _descriptor: int | None = None
 
 
 def take_descriptor() -> int | None:
-    """The pipe that a wrapper has given this process, if any.
+    """Returns the descriptor of the wrapper's pipe; ``None`` if there is none.
 
-    Taken out of the environment at the first call: in a process that this one starts, the number means another file.
+    The first call removes it from the environment: in a child process, the number denotes another file.
     """
     global _descriptor
     text = os.environ.pop(EVENTS_FD, None)
@@ -29,25 +29,25 @@ def take_descriptor() -> int | None:
 
 
 def wanted(config: Config, environ: Mapping[str, str]) -> bool:
-    """Whether a wrapper has given this process a pipe."""
+    """Returns whether the wrapper reads this process's events."""
     del config, environ
     return take_descriptor() is not None
 
 
 def make(config: Config, environ: Mapping[str, str]) -> Listener:
-    """Writes each event to the wrapper's pipe."""
+    """Returns a listener that writes each event to the wrapper's pipe."""
     del config, environ
     descriptor = take_descriptor()
-    assert descriptor is not None  # noqa: S101  (wanted has found it)
+    assert descriptor is not None  # noqa: S101  (checked by wanted)
     return EventPipe(descriptor).write
 
 
 @final
 class EventPipe:
-    """Writes events to a descriptor and never waits for who reads them.
+    """Writes events to a descriptor and never blocks.
 
-    A pipe that is full loses events rather than time: training must not wait for its observer. The next event that
-    fits carries the number of those ``lost`` before it.
+    If the pipe is full, events are dropped: training must not wait for the reader. The next event that fits contains
+    the number of dropped events, ``lost``.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -65,17 +65,17 @@ class EventPipe:
             os.write(self._descriptor, line if len(line) <= _PIPE_BUF else _cut(event))
         except BlockingIOError:
             self._lost += 1
-        except OSError:  # the wrapper has gone, and this rank is about to
+        except OSError:  # the wrapper has ended, and this rank ends with it
             return
         else:
             self._lost = 0
 
 
-#: What POSIX promises at least is 512; Linux and macOS have 4096 and 512.
+#: POSIX guarantees at least 512; Linux has 4096, macOS 512.
 _PIPE_BUF = os.pathconf("/", "PC_PIPE_BUF") if "PC_PIPE_BUF" in os.pathconf_names else 512
 
 
 def _cut(event: Event) -> bytes:
-    """A line for an event whose names do not fit."""
+    """Returns a shortened line for an event that does not fit."""
     short = {key: value for key, value in event.details.items() if isinstance(value, int | float)}
     return Event(event.kind, event.name[:100] + "…", event.rank, event.time, short).to_json().encode() + b"\n"

@@ -1,4 +1,4 @@
-"""How many accelerators this host has, without loading a framework."""
+"""Counts this host's accelerators without loading a framework."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AMD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def count_accelerators(nvidia: Path = _NVIDIA, amd: Path = _AMD) -> int:
-    """The number of NVIDIA or AMD accelerators, 0 if there are none."""
+    """Returns the number of NVIDIA or AMD accelerators, 0 if there are none."""
     return _nvidia(nvidia) or _amd(amd)
 
 
@@ -31,7 +31,7 @@ def _nvidia(directory: Path) -> int:
 
 
 def _amd(directory: Path) -> int:
-    """Nodes of AMD's compute topology that have SIMD units: the others are processors."""
+    """Counts the nodes of AMD's compute topology that have SIMD units; the others are CPUs."""
     count = 0
     for properties in directory.glob("*/properties"):
         try:

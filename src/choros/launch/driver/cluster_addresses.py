@@ -1,4 +1,4 @@
-"""The addresses and the secret of a job with parameter servers, which chorosrun chooses: see ``plan/cluster.py``."""
+"""Chooses the addresses and the secret of a job with parameter servers: see ``plan/cluster.py``."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _LOOPBACK = "127.0.0.1"
 
 
 def assign_addresses(job: Job, environ: Mapping[str, str]) -> Job:
-    """The job with what its processes must know of each other in its environment; a job without roles as it is.
+    """Returns the job with its cluster's addresses and secret in its environment; a job without roles unchanged.
 
     Args:
-        job: what is to run.
-        environ: the user's environment; a secret that it has is kept.
+        job: the job to run.
+        environ: the user's environment; a secret set there is kept.
 
     Raises:
-        ConfigError: it is not known on which hosts the processes will run.
+        ConfigError: a scheduler chooses the hosts, so their addresses are not known.
         LaunchError: there are no free ports.
     """
     if not job.roles:
         return job
     if not job.hosts and in_allocation(environ):
         raise ConfigError(
-            "--ps needs to know the hosts, which mpirun chooses within a scheduler's allocation: name them "
-            "with -H host:slots,..."
+            "--ps needs the names of the hosts, and in a scheduler's allocation mpirun chooses them: name them with "
+            "-H host:slots,..."
         )
     hosts = _hosts_of_ranks(job)
     ports = free_ports(job.size)
@@ -48,7 +48,7 @@ def assign_addresses(job: Job, environ: Mapping[str, str]) -> Job:
 
 
 def _hosts_of_ranks(job: Job) -> list[str]:
-    """The address of each rank's host: loopback if all are on one."""
+    """Returns the address of each rank's host: loopback if all ranks run on one host."""
     counts = ranks_per_host(job.hosts, job.size) or (job.size,)
     names = [host.name for host in job.hosts[: len(counts)]]
     remote = {host.name for host in job.remote}.intersection(names)
@@ -60,7 +60,7 @@ def _hosts_of_ranks(job: Job) -> list[str]:
 
 
 def _resolve(name: str) -> str:
-    """The address of a host, by which every other can reach it; its name, if only ssh knows what that means."""
+    """Returns the address at which other hosts reach ``name``; the name itself if only ssh can resolve it."""
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -68,8 +68,8 @@ def _resolve(name: str) -> str:
 
 
 def _seen_from(other: str) -> str:
-    """The address of this host that ``other`` sees."""
-    from choros.transport.address import address_towards, outward_address  # with NumPy, which few jobs need here
+    """Returns the address of this host on the route to ``other``."""
+    from choros.transport.address import address_towards, outward_address  # imports NumPy, which few jobs need here
 
     try:
         return address_towards(other)

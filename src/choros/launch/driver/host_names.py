@@ -1,4 +1,4 @@
-"""The names of this machine, by which a job's hosts are compared with it."""
+"""The names of this machine, to tell which of a job's hosts are remote."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ __all__ = ["own_names"]
 
 
 def own_names() -> frozenset[str]:
-    """Every name and address by which this machine may be called on it."""
-    import socket  # these two take 15 ms, which a job without named hosts need not spend
+    """Returns every name and address of this machine that a host list may contain."""
+    import socket  # these two imports take 15 ms, and only jobs with named hosts need them
 
     import psutil
 

@@ -1,4 +1,4 @@
-"""Runs a job: checks its hosts, plans its command, supervises it, and leaves nothing behind on this host."""
+"""The launcher of a job: checks its hosts, plans its command, supervises it, and cleans up on this host."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import replace
 from choros.config import LOG_LEVEL
 from choros.errors import LaunchError
 from choros.launch.driver.output import Output
-from choros.launch.driver.supervisor import Outcome, supervise
+from choros.launch.driver.supervisor import JobEnd, supervise
 from choros.launch.plan.command import Command, plan
-from choros.launch.plan.dry_run import preparation
+from choros.launch.plan.dry_run import rank_lines
 from choros.launch.plan.job import Job
 from choros.launch.plan.limits import Limits
 from choros.launch.plan.mpi_implementations import Mpirun
@@ -22,15 +22,15 @@ from choros.launch.processes.directories import SESSION, remove_stale, session_d
 from choros.launch.protocol.wrapper_options import JOB
 from choros.observe import events
 
-__all__ = ["draft", "launch"]
+__all__ = ["dry_run_command", "launch"]
 
-_PATIENCE = 2.0
+_SILENT_SECONDS = 2.0
 
 
-def draft(job: Job, mpirun: Mpirun, environ: Mapping[str, str]) -> Command:
-    """The command that would run ``job``: that of a job called ``draft``."""
-    session = str(temporary() / f"{SESSION}draft")
-    return plan(_with_addresses(job, environ), mpirun, environ, name="draft", session=session, root=_is_root())
+def dry_run_command(job: Job, mpirun: Mpirun, environ: Mapping[str, str]) -> Command:
+    """Returns the command that would run ``job``, with the job name ``dry-run``."""
+    session = str(temporary() / f"{SESSION}dry-run")
+    return plan(_with_addresses(job, environ), mpirun, environ, name="dry-run", session=session, root=_is_root())
 
 
 def launch(
@@ -42,20 +42,21 @@ def launch(
     *,
     payload: bytes | None = None,
     verbose: bool = False,
-) -> Outcome:
+) -> JobEnd:
     """Runs ``job`` to its end.
 
     Args:
-        job: what to run.
-        mpirun: what to run it with.
-        environ: the environment of the ranks, but for what the job sets.
-        output: where the ranks' output goes.
-        limits: how long things may take.
+        job: the job to run.
+        mpirun: the mpirun that runs it.
+        environ: the ranks' environment, to which the job adds its own variables.
+        output: receives the ranks' output.
+        limits: the time limits.
         payload: bytes for rank 0's standard input.
-        verbose: show what mpirun says, and what is started; ranks say which engine they take.
+        verbose: show the command, each rank's settings and mpirun's messages; ranks log the engine they choose.
 
     Raises:
-        HostUnreachable: a host does not exist or does not let us in.
+        HostUnreachable: a host does not exist or refuses the login.
+        LaunchError: the job's directory cannot be created.
     """
     began = time.monotonic()
     job = _with_addresses(job, environ)
@@ -64,7 +65,9 @@ def launch(
     name = os.urandom(6).hex()
     session = session_directory(name)
     if session is None:
-        raise LaunchError(f"no directory can be made in {temporary()}: is it full, or read-only?")
+        raise LaunchError(
+            f"no directory can be created in {temporary()}: it may be full or read-only. Set TMPDIR to another one."
+        )
     memory = shared_memory({JOB: name})
     if verbose:
         environ = {LOG_LEVEL.name: "INFO", **environ}
@@ -73,16 +76,16 @@ def launch(
     try:
         command = plan(job, mpirun, environ, name=name, session=str(session.path), root=_is_root())
         if verbose:
-            output.screen.say(f"chorosrun: {command}")
-            for line in preparation(job, environ):
-                output.screen.say(f"chorosrun: {line}")
-            output.screen.say(f"chorosrun: hosts checked and command planned in {time.monotonic() - began:.2f} s")
+            output.screen.show(f"chorosrun: {command}")
+            for line in rank_lines(job, environ):
+                output.screen.show(f"chorosrun: {line}")
+            output.screen.show(f"chorosrun: hosts checked and command planned in {time.monotonic() - began:.2f} s")
         return supervise(
             command,
             job.size,
             output,
             roles=job.roles,
-            carriers=mpirun.flavour.carriers,
+            signal_map=mpirun.implementation.signal_map,
             limits=limits,
             payload=payload,
             verbose=verbose,
@@ -95,41 +98,42 @@ def launch(
 
 
 def _listen(environ: Mapping[str, str], output: Output) -> Callable[[], None]:
-    """Starts chorosrun's own listeners; returns what ends them."""
+    """Starts chorosrun's own listeners; returns a function that stops them."""
     if LOG_LEVEL.read(environ) != "DEBUG":
         return lambda: None
 
     def show(event: events.Event) -> None:
         rank = f"[{event.rank}] " if event.rank >= 0 else ""
-        output.screen.say(f"chorosrun: {rank}{event}")
+        output.screen.show(f"chorosrun: {rank}{event}")
 
     return events.listen(show)
 
 
 def _with_addresses(job: Job, environ: Mapping[str, str]) -> Job:
-    """The job; if it has parameter servers, with their addresses."""
+    """Returns the job, with its cluster's addresses if it has parameter servers."""
     if not job.roles:
         return job
-    from choros.launch.driver.cluster_addresses import assign_addresses  # 20 ms, which no other job need spend
+    from choros.launch.driver.cluster_addresses import assign_addresses  # takes 20 ms; other jobs do not need it
 
     return assign_addresses(job, environ)
 
 
 def _check_hosts(job: Job, limits: Limits, output: Output) -> None:
-    """Raises if one of the job's other hosts cannot be reached."""
+    """Raises if one of the job's remote hosts cannot be reached."""
     if not job.remote:
         return
-    from choros.launch.driver.preflight import check_hosts  # 20 ms, which no other job need spend
+    from choros.launch.driver.preflight import check_hosts  # takes 20 ms; other jobs do not need it
 
     hosts = "host" if len(job.remote) == 1 else "hosts"
-    with _said_after(_PATIENCE, lambda: output.screen.say(f"chorosrun: checking {len(job.remote)} other {hosts} …")):
+    message = f"chorosrun: checking {len(job.remote)} remote {hosts} …"
+    with _shown_after(_SILENT_SECONDS, lambda: output.screen.show(message)):
         check_hosts(job.remote, job.ssh, limits.start)
 
 
 @contextmanager
-def _said_after(seconds: float, say: Callable[[], None]) -> Iterator[None]:
-    """Calls ``say`` if what is done meanwhile takes longer than ``seconds``."""
-    timer = threading.Timer(seconds, say)
+def _shown_after(seconds: float, show: Callable[[], None]) -> Iterator[None]:
+    """Calls ``show`` if the block takes longer than ``seconds``."""
+    timer = threading.Timer(seconds, show)
     timer.daemon = True
     timer.start()
     try:

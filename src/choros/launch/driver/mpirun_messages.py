@@ -1,4 +1,4 @@
-"""What mpirun itself says, and what can be learned from it."""
+"""Interprets mpirun's own messages."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable
 
 __all__ = ["aborted_by_mpi", "explain", "lost_hosts", "met_shutdown"]
 
-#: What mpirun says → what it means.
+#: A pattern in mpirun's messages → its meaning.
 _KNOWN = {
     "not enough slots": "mpirun found fewer slots than ranks: name hosts with more slots with -H name:slots.",
     "MPI_ABORT was invoked": "A rank called MPI_Abort.",
-    "MPI_ERRORS_ARE_FATAL": "MPI met an error that it does not survive.",
+    "MPI_ERRORS_ARE_FATAL": "MPI aborted because of an error.",
     "daemon|resolve|not known": (
-        "mpirun's daemon on a host cannot be started or reached: check that `ssh HOST true` works without a question, "
-        "and that Python, choros and Open MPI are at the same place on every host."
+        "mpirun's daemon on a host cannot be started or reached: check that `ssh HOST true` works without a prompt, "
+        "and that Python, choros and Open MPI are installed at the same paths on every host."
     ),
     "unable to find|could not find|No such file or directory": (
-        "A host lacks a program: Python, choros and Open MPI must be at the same place on every host."
+        "A host lacks a program: Python, choros and Open MPI must be installed at the same paths on every host."
     ),
 }
 _ABORTED = re.compile(r"\*\*\* reported by process \[\d+,(\d+)\]")
@@ -25,18 +25,18 @@ _LOST = re.compile(r"Remote host:\s*(\S+)|Remote daemon:.* on node (\S+)")
 
 
 def explain(messages: Iterable[str]) -> str:
-    """What mpirun's messages mean, in a sentence where we know one; then the messages themselves."""
+    """Returns the meaning of mpirun's messages, if it is known, followed by the messages themselves."""
     lines = [line for line in messages if line.strip(" -")]
     if not lines:
         return ""
     text = "\n".join(lines)
-    known = next((means for says, means in _KNOWN.items() if re.search(says, text, re.IGNORECASE)), "")
+    known = next((meaning for pattern, meaning in _KNOWN.items() if re.search(pattern, text, re.IGNORECASE)), "")
     shown = "\n".join(f"  {line}" for line in lines[-30:])
-    return f"{known} mpirun said:\n{shown}".lstrip()
+    return f"{known} mpirun's messages:\n{shown}".lstrip()
 
 
 def aborted_by_mpi(messages: Iterable[str]) -> frozenset[int]:
-    """The ranks that MPI ended because of an error, such as that another rank has gone.
+    """Returns the ranks that MPI ended because of an error, such as the loss of another rank.
 
     Example:
         >>> aborted_by_mpi(["[a:00000] *** reported by process [917831681,2]"])
@@ -46,7 +46,7 @@ def aborted_by_mpi(messages: Iterable[str]) -> frozenset[int]:
 
 
 def lost_hosts(messages: Iterable[str]) -> frozenset[str]:
-    """The hosts that mpirun says it has lost.
+    """Returns the hosts that mpirun reports as lost.
 
     Example:
         >>> lost_hosts(["  Remote host:   b"])
@@ -57,7 +57,7 @@ def lost_hosts(messages: Iterable[str]) -> frozenset[str]:
 
 
 def met_shutdown(traceback: str) -> bool:
-    """Whether a rank failed because it wanted to communicate with one that was ending.
+    """Returns whether a rank failed because it called a collective while another rank shut down.
 
     Example:
         >>> met_shutdown("choros.errors.MismatchError: …\\n  rank 0: barrier()\\n  rank 1: shutdown()")

@@ -1,4 +1,4 @@
-"""mpirun as a process of ours: in a session of its own, and with everything it started gone when it is gone."""
+"""The mpirun process: runs in its own session; when it ends, every process of that session is ended."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import sys
 import time
 
 from choros.launch.plan.command import Command
-from choros.launch.processes import parent_death_guard as tether
+from choros.launch.processes import parent_death_guard
 
 __all__ = ["MpirunProcess"]
 
-#: How long mpirun may take to end when asked, in each of the ways to ask.
-_TO_END = 3.0
-#: How long its children may outlive it: wrappers that tidy up, ssh clients that notice.
+#: How long mpirun may take to end by itself, after SIGTERM, and after SIGKILL.
+_END_SECONDS = 3.0
+#: How long its children may outlive it: wrappers that clean up, ssh clients that see the connection close.
 _CHILDREN_GRACE = 2.0
 
 
 class MpirunProcess:
-    """Starts ``command``, tethered to this process: it is killed when we are."""
+    """Starts ``command`` under a parent-death guard: it is killed when this process dies."""
 
     def __init__(self, command: Command, *, stdin: bool) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command.words],
+            [sys.executable, "-I", "-S", parent_death_guard.__file__, str(os.getpid()), *command.argv],
             env=dict(command.environ),
             stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -37,15 +37,15 @@ class MpirunProcess:
         self.stderr = self._popen.stderr.fileno() if self._popen.stderr is not None else -1
 
     def send(self, number: signal.Signals) -> None:
-        """Sends mpirun a signal, if it is still there."""
+        """Sends mpirun a signal if it is still running."""
         self._popen.send_signal(number)
 
     def has_ended(self) -> bool:
-        """Whether mpirun is gone; others may still hold its pipes open."""
+        """Returns whether mpirun has ended; its children may still hold its pipes open."""
         return self._popen.poll() is not None
 
     def finish(self) -> int:
-        """Ends mpirun, if need be by force, and what is left of its session; returns its exit code."""
+        """Ends mpirun, by SIGKILL if necessary, and its remaining session; returns mpirun's exit code."""
         for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
             if pipe is not None:
                 pipe.close()
@@ -53,7 +53,7 @@ class MpirunProcess:
             if number is not None:
                 self.send(number)
             try:
-                self._popen.wait(_TO_END)
+                self._popen.wait(_END_SECONDS)
                 break
             except subprocess.TimeoutExpired:
                 continue
@@ -71,7 +71,7 @@ class MpirunProcess:
                 continue
 
     def _session(self) -> list[int]:
-        """The processes of mpirun's session."""
+        """Returns the processes of mpirun's session."""
         found = []
         for pid in _pids():
             try:
@@ -83,10 +83,10 @@ class MpirunProcess:
 
 
 def _pids() -> list[int]:
-    """All processes of this host."""
+    """Returns all processes of this host."""
     try:
         return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     except FileNotFoundError:
-        import psutil  # 10 ms, spent only where there is no /proc
+        import psutil  # takes 10 ms; needed only on systems without /proc
 
         return list(psutil.pids())

@@ -1,4 +1,4 @@
-"""Where the ranks' output goes: the terminal, line by line with the rank in front, and files."""
+"""The ranks' output: written to the terminal, each line prefixed with its rank, and to files."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _CLEAR_TO_END = b"\x1b[K"
 
 
 class Sink(Protocol):
-    """What the screen writes to: a binary file, in most cases."""
+    """The stream that the screen writes to, in most cases a binary file."""
 
     def write(self, data: bytes, /) -> object:
-        """Takes bytes."""
+        """Writes bytes."""
 
     def flush(self) -> None:
-        """Passes them on."""
+        """Flushes written bytes."""
 
     def fileno(self) -> int:
-        """The descriptor behind it."""
+        """Returns the stream's file descriptor."""
 
 
 def use_colour(environ: Mapping[str, str], terminal: bool) -> bool:
-    """Whether to colour what goes to a ``terminal``: https://no-color.org."""
+    """Returns whether to colour output to a ``terminal``: https://no-color.org."""
     return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 class Screen:
-    """Writes what the ranks write to our own standard output and error.
+    """Writes the ranks' output to this process's standard output and error.
 
-    A line of one rank is never broken by another's: when somebody else writes while a piece of a line stands
-    there, the piece gets its end first.
+    Lines of different ranks are never mixed: when another rank writes after a partial line, the partial line is
+    ended first.
     """
 
     def __init__(self, out: Sink, err: Sink, *, prefix: bool, colour: bool, roles: Roles = NO_ROLES) -> None:
@@ -49,12 +49,12 @@ class Screen:
         self._open: tuple[int, str] | None = None
 
     def write(self, frame: Text) -> None:
-        """Shows lines, or a piece of one."""
+        """Writes lines, or a partial line."""
         writer = (frame.rank, frame.stream)
         stream = self._streams[frame.stream]
         data = b""
         if self._prefix and self._open != writer and (frame.text, frame.end) == ("", "\r"):
-            return  # back to the beginning of a line of which nothing stands there
+            return  # a carriage return on a line to which this rank has written nothing
         if self._prefix and self._open != writer:
             self.finish_line()
             data = self._label(frame.rank)
@@ -68,13 +68,13 @@ class Screen:
         self._open = None if frame.end == "\n" or (frame.end == "\r" and self._prefix) else writer
 
     def finish_line(self) -> None:
-        """Ends the piece of a line that stands there, if one does."""
+        """Ends the partial line, if there is one."""
         if self._open is not None:
             _write(self._streams[self._open[1]], b"\n")
             self._open = None
 
-    def say(self, text: str) -> None:
-        """Shows a line of chorosrun's own."""
+    def show(self, text: str) -> None:
+        """Shows a message of chorosrun itself."""
         self.finish_line()
         _write(self._streams["err"], text.encode("utf-8", "surrogateescape") + b"\n")
 
@@ -86,7 +86,7 @@ class Screen:
 
 
 class Files:
-    """Writes what each rank writes to ``DIR/rank.N/stdout`` and ``DIR/rank.N/stderr``, or ``DIR/worker.N/…``."""
+    """Writes each rank's output to ``DIR/rank.N/stdout`` and ``DIR/rank.N/stderr``, or ``DIR/worker.N/…``."""
 
     def __init__(self, directory: Path, roles: Roles = NO_ROLES) -> None:
         self._directory = directory
@@ -94,13 +94,13 @@ class Files:
         self._files: dict[tuple[int, str], BinaryIO] = {}
 
     def write(self, frame: Text) -> None:
-        """Appends lines, or a piece of one, as the rank wrote them."""
+        """Appends lines, or a partial line, as the rank wrote them."""
         file = self._file(frame.rank, frame.stream)
         file.write(frame.text.encode("utf-8", "surrogateescape") + frame.end.encode())
         file.flush()
 
     def open(self, rank: int) -> None:
-        """Makes the rank's files, which may stay empty."""
+        """Creates the rank's files, which may stay empty."""
         for stream in ("out", "err"):
             self._file(rank, stream)
 
@@ -119,37 +119,37 @@ class Files:
 
 
 class Output:
-    """The screen, and files if there are any."""
+    """The screen, and the output files if ``--output-dir`` is given."""
 
     def __init__(self, screen: Screen, files: Files | None = None) -> None:
         self.screen = screen
         self._files = files
 
     def write(self, frame: Text) -> None:
-        """Takes what a rank wrote."""
+        """Writes a rank's output to the screen and to its files."""
         self.screen.write(frame)
         if self._files is not None:
             self._files.write(frame)
 
-    def keep(self, rank: int, text: str) -> None:
-        """Takes what a rank wrote last and what the screen shows elsewhere: the traceback it died of."""
+    def write_to_file(self, rank: int, text: str) -> None:
+        """Writes a rank's final traceback to its file only: the screen shows it with the job's outcome."""
         if self._files is not None and text:
             self._files.write(Text(rank, "err", text))
 
     def open(self, rank: int) -> None:
-        """A rank has started."""
+        """Creates the files of a rank that has started."""
         if self._files is not None:
             self._files.open(rank)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Ends the partial line on the screen and closes the files."""
         self.screen.finish_line()
         if self._files is not None:
             self._files.close()
 
 
 def _write(stream: Sink, data: bytes) -> None:
-    """Writes all of ``data`` at once; a reader that has gone away is no reason to end a training."""
+    """Writes all of ``data`` at once; if the reader has closed the pipe, the job continues without output."""
     try:
         stream.write(data)
         stream.flush()

@@ -1,7 +1,7 @@
-"""Before mpirun is asked: do the other hosts exist, and do they let us in?
+"""The check, before mpirun starts, that every remote host exists and accepts the login.
 
-mpirun asks one after the other and says little when a host does not answer. Here all are tried at once, for a
-bounded time, and one error names those that failed and why.
+mpirun tries hosts one after the other and reports little when a host does not answer. This check tries all hosts at
+once, for a bounded time, and raises one error with the hosts that failed and the reasons.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def check_hosts(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> None:
     """Raises ``HostUnreachable`` with the names of the ``hosts`` that cannot be reached within ``seconds``."""
     if not hosts:
         return
-    program = ssh.words()[0]
+    program = ssh.argv()[0]
     if shutil.which(program) is None:
         what = (
-            "there is no ssh on this machine"
+            "no ssh client is installed on this machine"
             if ssh.command is None
-            else f"--ssh-command {program}: there is no such program"
+            else f"--ssh-command {program}: no such program"
         )
         raise LaunchError(
-            f"{what}, and {hosts[0].name} is another host. Install an ssh client, or name another program that "
-            "reaches hosts with --ssh-command."
+            f"{what}, and {hosts[0].name} is a remote host. Install an ssh client, or give another program with "
+            "--ssh-command."
         )
     end = time.monotonic() + seconds
     names = [host.name for host in hosts]
@@ -46,7 +46,7 @@ def check_hosts(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> None:
     if ssh.command is None:
         failures = _try_all(names, lambda name: _resolve(name), min(_NAME_SECONDS, seconds))
     found = [name for name in names if name not in failures]
-    if found and not failures:  # one host that is missing is enough: do not wait for the others
+    if found and not failures:  # one missing host fails the job: do not wait for logins
         left = max(1.0, end - time.monotonic())
         failures = _try_all(found, lambda name: _log_in(name, ssh, left), left)
     if failures:
@@ -54,27 +54,27 @@ def check_hosts(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> None:
 
 
 def unreachable(failures: dict[str, str], total: int, ssh: Ssh) -> HostUnreachable:
-    """The error that names the hosts in ``failures`` (name → why) and says what to try."""
+    """Returns the error that lists the hosts in ``failures`` (name → reason) and says what to check."""
     listed = "; ".join(f"{name}: {why}" for name, why in list(failures.items())[:_LISTED])
     more = f"; and {len(failures) - _LISTED} more" if len(failures) > _LISTED else ""
     first = next(iter(failures))
-    login = " ".join([*ssh.words(), first, "true"])
+    login = " ".join([*ssh.argv(), first, "true"])
     of = "the host" if total == 1 else f"{len(failures)} of {total} hosts"
     return HostUnreachable(
-        f"{of} cannot be reached ({listed}{more}). Check the spelling, and that this works without a question: {login}"
+        f"{of} cannot be reached ({listed}{more}). Check the spelling, and that this works without a prompt: {login}"
     )
 
 
 def _try_all(names: Sequence[str], attempt: Callable[[str], str], seconds: float) -> dict[str, str]:
-    """Name → why it failed, for those that did; who has not answered after ``seconds`` has failed."""
+    """Returns name → reason for the hosts that failed; a host without an answer after ``seconds`` has failed."""
     answers: dict[str, concurrent.futures.Future[str]] = {name: concurrent.futures.Future() for name in names}
-    places = threading.BoundedSemaphore(_AT_ONCE)
+    slots = threading.BoundedSemaphore(_AT_ONCE)
 
     def answer(name: str) -> None:
-        with places:
+        with slots:
             answers[name].set_result(attempt(name))
 
-    for name in names:  # daemons: a resolver that hangs must not keep us from ending
+    for name in names:  # daemon threads: a resolver that hangs must not delay this process's exit
         threading.Thread(target=answer, args=(name,), daemon=True).start()
     concurrent.futures.wait(answers.values(), timeout=seconds)
     late = f"no answer within {seconds:.0f} s"
@@ -83,7 +83,7 @@ def _try_all(names: Sequence[str], attempt: Callable[[str], str], seconds: float
 
 
 def _resolve(name: str) -> str:
-    """Why ``name`` has no address; empty if it has one, or if ssh's configuration knows it by another name."""
+    """Returns why ``name`` has no address; empty if it has one, or if ssh's configuration maps it to another name."""
     if _has_address(name):
         return ""
     try:
@@ -105,13 +105,13 @@ def _has_address(name: str) -> bool:
 
 
 def _log_in(name: str, ssh: Ssh, seconds: float) -> str:
-    """Why ``true`` cannot be run on ``name``; empty if it can."""
-    words = ssh.words()
+    """Returns why ``true`` cannot be run on ``name``; empty if it can."""
+    argv = ssh.argv()
     if ssh.command is None:
-        words += ["-o", f"ConnectTimeout={max(1, int(min(10, seconds)))}"]
+        argv += ["-o", f"ConnectTimeout={max(1, int(min(10, seconds)))}"]
     try:
         answer = subprocess.run(
-            [*words, name, "true"],
+            [*argv, name, "true"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -124,5 +124,5 @@ def _log_in(name: str, ssh: Ssh, seconds: float) -> str:
         return str(error)
     if answer.returncode == 0:
         return ""
-    said = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
-    return said[-1] if said else f"{words[0]} ended with code {answer.returncode}"
+    lines = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"{argv[0]} failed with exit code {answer.returncode}"

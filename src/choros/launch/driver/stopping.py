@@ -1,4 +1,4 @@
-"""How a job is stopped: politely, then not, in stages.
+"""The stages in which a job is stopped: a signal that ranks can handle, then SIGKILL.
 
 ::
 
@@ -9,7 +9,7 @@
 
     the chief ends      grace period, in which the others end by themselves; then as if a rank had failed
 
-As soon as every rank has ended, whatever stage was reached, the wrappers are let go.
+As soon as every rank has ended, in any stage, the wrappers are released.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Reason(enum.Enum):
     """Why a job is stopped."""
 
     FAILURE = enum.auto()
-    #: The chief has ended well, and others did not end when it did.
+    #: The chief ended with 0, and other processes did not end within the grace period.
     DONE = enum.auto()
     INTERRUPT = enum.auto()
     TERMINATE = enum.auto()
@@ -41,26 +41,26 @@ class Stage:
     seconds: float
 
 
-_BY_FORCE = Stage(signal.SIGKILL, 1.5)
+_KILL = Stage(signal.SIGKILL, 1.5)
 
 
 def stages(reason: Reason, grace: float) -> tuple[Stage, ...]:
-    """The stages of stopping for ``reason``, when ranks that can save have ``grace`` seconds to do it.
+    """Returns the stages of stopping for ``reason``; ranks that are allowed to save have ``grace`` seconds for it.
 
     Example:
         >>> [stage.signal.name for stage in stages(Reason.INTERRUPT, grace=20)]
         ['SIGINT', 'SIGKILL']
     """
     if reason is Reason.START_TIMEOUT:
-        return (_BY_FORCE,)
+        return (_KILL,)
     if reason in (Reason.FAILURE, Reason.DONE):
-        return (Stage(signal.SIGTERM, 2.5), _BY_FORCE)
-    polite = signal.SIGINT if reason is Reason.INTERRUPT else signal.SIGTERM
-    return (Stage(polite, grace), _BY_FORCE)
+        return (Stage(signal.SIGTERM, 2.5), _KILL)
+    first = signal.SIGINT if reason is Reason.INTERRUPT else signal.SIGTERM
+    return (Stage(first, grace), _KILL)
 
 
 def signal_name(number: int) -> str:
-    """What signal ``number`` is called.
+    """Returns the name of signal ``number``.
 
     Example:
         >>> signal_name(9)

@@ -1,15 +1,15 @@
-"""Starts mpirun, listens to the ranks, and ends the job.
+"""The supervisor: starts mpirun, receives the ranks' frames, and ends the job.
 
 ::
 
-    user ── Ctrl-C, SIGTERM, SIGUSR1 ──►  chorosrun (this)  ── carriers, see wrapper.py ─► mpirun ──► wrappers
+    user ── Ctrl-C, SIGTERM, SIGUSR1 ──►  chorosrun (this)  ── signal map, see wrapper.py ─► mpirun ──► wrappers
                                              ▲      │
-      Start, Text, Result, Exit frames ──────┘      └── stages, see stopping.py: SIGTERM … SIGKILL … let go
+      Start, Text, Result, Exit frames ──────┘      └── stages, see stopping.py: SIGTERM … SIGKILL … release
 
-mpirun runs in its own session, so a Ctrl-C in the terminal reaches chorosrun alone, which passes it on and
-gives the ranks time. The job is over when every rank has reported its end; only then are the wrappers, which
-wait, let go, and mpirun with them. With parameter servers the chief's good end is the job's, whatever becomes of the
-others, which have the grace period to notice it.
+mpirun runs in its own session, so a Ctrl-C in the terminal reaches only chorosrun, which forwards it and gives the
+ranks time to save. The job is over when every rank has reported its end; only then are the waiting wrappers
+released, and mpirun ends with them. With parameter servers, the job has succeeded when the chief ends with 0; the
+other processes have the grace period to end, and their exit codes do not count.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from choros.observe.events import Detail, Event, Kind
 from choros.transport.loop import Loop
 from choros.transport.signal_pipe import SignalPipe, wake_only
 
-__all__ = ["Outcome", "supervise"]
+__all__ = ["JobEnd", "supervise"]
 
 _MESSAGES = 400
 _PIPE_READ = 1 << 16
-_PATIENCE = 2.0
-#: A rank that has said its farewell may still have a framework to take down.
-_TO_END_BY_ITSELF = 1.0
-_TO_LET_GO = 3.0
-_TO_LISTEN = 1.0
+_SILENT_SECONDS = 2.0
+#: A rank that has called ``shutdown`` may still need time to tear down its framework.
+_SHUTDOWN_SECONDS = 1.0
+_RELEASE_SECONDS = 3.0
+_DRAIN_SECONDS = 1.0
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass
-class Outcome:
-    """What became of a job.
+class JobEnd:
+    """How a job and its ranks ended.
 
     Attributes:
-        size: how many ranks it was to have.
-        roles: who was what in it.
+        size: the job's number of ranks.
+        roles: the roles of its processes.
         started: the ranks that started.
-        exits: how ranks ended, in the order in which we heard of it.
-        reason: why it was stopped; ``None`` if it ended by itself.
-        results: what the ranks' functions returned, pickled.
-        messages: what mpirun itself said.
+        exits: the ranks' exits, in the order of their reports.
+        reason: why the job was stopped; ``None`` if it ended by itself.
+        results: the return values of the ranks' functions, pickled.
+        messages: mpirun's own messages.
         mpirun_code: mpirun's exit code.
     """
 
@@ -75,7 +75,7 @@ class Outcome:
 
     @property
     def chief_is_done(self) -> bool:
-        """Whether there was a chief, it has ended well, and nothing had gone wrong before."""
+        """Whether the job has a chief that ended with 0 before any other process failed."""
         chief = self.exits.get(0) if self.roles else None
         return chief is not None and chief.code == 0 and self.reason in (None, Reason.DONE)
 
@@ -85,27 +85,27 @@ def supervise(
     size: int,
     output: Output,
     *,
-    carriers: Mapping[signal.Signals, signal.Signals],
+    signal_map: Mapping[signal.Signals, signal.Signals],
     roles: Roles = NO_ROLES,
     limits: Limits,
     payload: bytes | None = None,
     verbose: bool = False,
-) -> Outcome:
-    """Runs ``command``, an mpirun, to its end, whatever that is.
+) -> JobEnd:
+    """Runs ``command``, an mpirun, until the job has ended.
 
     Args:
-        command: what to start.
-        size: how many ranks it starts.
-        output: where the ranks' output goes.
-        carriers: which signal to send mpirun for the ranks to get the one on the left.
-        roles: who is what.
-        limits: how long things may take.
+        command: the mpirun command.
+        size: the number of ranks it starts.
+        output: receives the ranks' output.
+        signal_map: signal for the ranks → signal to send to mpirun.
+        roles: the roles of the processes.
+        limits: the time limits.
         payload: bytes for rank 0's standard input.
-        verbose: show what mpirun says.
+        verbose: show mpirun's messages.
     """
     caught = [number for number in _CAUGHT if signal.getsignal(number) != signal.SIG_IGN]  # nohup
     with SignalPipe(dict.fromkeys(caught, wake_only)) as signals:
-        return _Supervisor(command, size, output, carriers, roles, limits, payload, verbose, signals).run()
+        return _Supervisor(command, size, output, signal_map, roles, limits, payload, verbose, signals).run()
 
 
 class _Supervisor:
@@ -114,22 +114,22 @@ class _Supervisor:
         command: Command,
         size: int,
         output: Output,
-        carriers: Mapping[signal.Signals, signal.Signals],
+        signal_map: Mapping[signal.Signals, signal.Signals],
         roles: Roles,
         limits: Limits,
         payload: bytes | None,
         verbose: bool,
         signals: SignalPipe,
     ) -> None:
-        self._outcome = Outcome(size, roles=roles)
+        self._job_end = JobEnd(size, roles=roles)
         self._output = output
-        self._carriers = carriers
+        self._signal_map = signal_map
         self._limits = limits
         self._payload = memoryview(payload) if payload is not None else None
         self._verbose = verbose
         self._stages: tuple[Stage, ...] = ()
         self._held_signals: list[signal.Signals] = []
-        self._letting_go = False
+        self._releasing = False
         self._mpirun = MpirunProcess(command, stdin=payload is not None)
         self._loop = Loop()
         self._pipes = {self._mpirun.stdout, self._mpirun.stderr}
@@ -137,26 +137,26 @@ class _Supervisor:
             self._loop.on_readable(pipe, partial(self._read, pipe, FrameReader()))
         self._loop.on_readable(signals, partial(self._on_signals, signals))
 
-    def run(self) -> Outcome:
-        self._loop.set_deadline("progress", _PATIENCE, self._say_starting)
+    def run(self) -> JobEnd:
+        self._loop.set_deadline("progress", _SILENT_SECONDS, self._show_starting)
         self._loop.set_deadline("start", self._limits.start, lambda: self._stop(Reason.START_TIMEOUT))
         if self._limits.run is not None:
             self._loop.set_deadline("run", self._limits.run, lambda: self._stop(Reason.TIMEOUT))
         try:
             self._loop.run(until=lambda: self._mpirun.has_ended() or not self._pipes)
-            # mpirun is gone; what it wrote last is in its pipes, which an ssh client may hold open for minutes.
+            # mpirun has ended; its last output is in its pipes, which an ssh client may hold open for minutes.
             self._loop.cancel_all()
-            self._loop.run(until=lambda: not self._pipes, seconds=_TO_LISTEN)
+            self._loop.run(until=lambda: not self._pipes, seconds=_DRAIN_SECONDS)
         finally:
             self._loop.close()
-            self._outcome.mpirun_code = self._mpirun.finish()
+            self._job_end.mpirun_code = self._mpirun.finish()
         self._end_lost_ranks()
-        for exit_ in self._outcome.exits.values():
-            self._output.keep(exit_.rank, exit_.traceback)
+        for exit_ in self._job_end.exits.values():
+            self._output.write_to_file(exit_.rank, exit_.traceback)
         self._output.close()
-        return self._outcome
+        return self._job_end
 
-    # what comes from mpirun ---------------------------------------------------------------------
+    # mpirun's output ------------------------------------------------------------------------------
 
     def _read(self, pipe: int, reader: FrameReader) -> None:
         data = os.read(pipe, _PIPE_READ)
@@ -170,19 +170,19 @@ class _Supervisor:
                 self._on_frame(item)
 
     def _on_message(self, line: str) -> None:
-        self._outcome.messages.append(line)
+        self._job_end.messages.append(line)
         if self._verbose:
-            self._output.screen.say(line)
+            self._output.screen.show(line)
 
     def _on_frame(self, frame: Frame) -> None:
         match frame:
             case Text():
                 self._output.write(frame)
             case Result():
-                self._outcome.results.setdefault(frame.rank, bytearray()).extend(b64decode(frame.data))
+                self._job_end.results.setdefault(frame.rank, bytearray()).extend(b64decode(frame.data))
             case Events():
                 for line in frame.lines.splitlines():
-                    with suppress(ValueError):  # of another version of choros, on another host
+                    with suppress(ValueError):  # from another version of choros on another host
                         events.publish(Event.from_json(line))
             case Start():
                 self._on_start(frame)
@@ -190,45 +190,45 @@ class _Supervisor:
                 self._on_exit(frame)
 
     def _on_start(self, frame: Start) -> None:
-        self._outcome.started[frame.rank] = frame
+        self._job_end.started[frame.rank] = frame
         _publish(Kind.RANK_STARTED, frame.rank, frame.host, pid=frame.pid, restarts=frame.restarts)
         self._output.open(frame.rank)
         self._loop.cancel("progress")
         if frame.restarts:
-            self._output.screen.say(
-                f"chorosrun: {self._outcome.roles.name(frame.rank)} on {frame.host} was killed by "
-                f"{signal_name(frame.signal)} (signal {frame.signal}) and is started again (restart {frame.restarts})."
+            self._output.screen.show(
+                f"chorosrun: {self._job_end.roles.name(frame.rank)} on {frame.host} was killed by "
+                f"{signal_name(frame.signal)} (signal {frame.signal}) and was restarted (restart {frame.restarts})."
             )
             return
         if frame.rank == 0 and self._payload is not None:
             os.set_blocking(self._mpirun.stdin, False)
             self._loop.on_writable(self._mpirun.stdin, self._feed)
-        if len(self._outcome.started) == self._outcome.size:
+        if len(self._job_end.started) == self._job_end.size:
             self._loop.cancel("start")
             for number in self._held_signals:
                 self._send(number)
 
     def _on_exit(self, frame: Exit) -> None:
-        if frame.rank in self._outcome.exits:  # it says so again until it is let go
+        if frame.rank in self._job_end.exits:  # a wrapper repeats its report until it is released
             return
-        self._outcome.exits[frame.rank] = frame
+        self._job_end.exits[frame.rank] = frame
         details = {"code": frame.code, "signal": frame.signal, "seconds": frame.seconds}
         _publish(Kind.RANK_ENDED, frame.rank, frame.host, **details)
-        if len(self._outcome.exits) == self._outcome.size:
-            self._let_go()
-        elif self._outcome.chief_is_done:  # the others see that it has gone, and end
+        if len(self._job_end.exits) == self._job_end.size:
+            self._release_wrappers()
+        elif self._job_end.chief_is_done:  # the others detect the end of the chief and end, too
             if frame.rank == 0:
                 self._loop.cancel("run")
                 self._loop.set_deadline("chief", self._limits.grace, lambda: self._stop(Reason.DONE))
         elif frame.code != 0 and met_shutdown(frame.traceback):
-            # Whom it met is ending by itself, and its exit code tells why: let it.
-            self._loop.set_deadline("failure", _TO_END_BY_ITSELF, lambda: self._stop(Reason.FAILURE))
+            # The rank that shut down ends by itself, and its exit code is the cause: wait for it.
+            self._loop.set_deadline("failure", _SHUTDOWN_SECONDS, lambda: self._stop(Reason.FAILURE))
         elif frame.code != 0:
             self._stop(Reason.FAILURE)
 
     def _feed(self) -> None:
-        """Writes rank 0's standard input. It stays open: mpirun may drop what it holds when it sees the end."""
-        assert self._payload is not None  # noqa: S101  (registered only then)
+        """Writes rank 0's standard input. It stays open: at end of file, mpirun may drop buffered bytes."""
+        assert self._payload is not None  # noqa: S101  (registered only with a payload)
         try:
             self._payload = self._payload[os.write(self._mpirun.stdin, self._payload[:_PIPE_READ]) :]
         except BrokenPipeError:
@@ -244,81 +244,83 @@ class _Supervisor:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number in (signal.SIGUSR1, signal.SIGUSR2):
-            if len(self._outcome.started) < self._outcome.size:
-                self._held_signals.append(number)  # a rank that has no handler yet would die of it
+            if len(self._job_end.started) < self._job_end.size:
+                self._held_signals.append(number)  # it would kill a rank that has no handler yet
             else:
                 self._send(number)
             return
         reason = Reason.INTERRUPT if number == signal.SIGINT else Reason.TERMINATE
-        if self._outcome.reason is not None:  # we are at it already: by force, then
+        if self._job_end.reason is not None:  # the job is being stopped already: kill the ranks now
             self._stages = self._stages[-1:]
             self._next_stage()
         else:
             self._stop(reason)
 
     def _stop(self, reason: Reason) -> None:
-        if self._outcome.reason is not None or self._letting_go:
+        if self._job_end.reason is not None or self._releasing:
             return
-        self._outcome.reason = reason
-        for rank in sorted(set(range(self._outcome.size)) - self._outcome.exits.keys()):
+        self._job_end.reason = reason
+        for rank in sorted(set(range(self._job_end.size)) - self._job_end.exits.keys()):
             _publish(Kind.RANK_STOPPED, rank, reason=reason.name.lower())
         self._loop.cancel("progress", "start", "run", "failure", "chief")
         self._stages = stages(reason, self._limits.grace)
-        if reason in (Reason.INTERRUPT, Reason.TERMINATE) and self._outcome.started:
-            self._output.screen.say(
-                f"chorosrun: the {self._outcome.roles.kind(2)} got {self._stages[0].signal.name} and "
-                f"have {self._limits.grace:g} s to end; once more ends them at once."
+        if reason in (Reason.INTERRUPT, Reason.TERMINATE) and self._job_end.started:
+            self._output.screen.show(
+                f"chorosrun: sent {self._stages[0].signal.name} to the {self._job_end.roles.kind(2)}; they have "
+                f"{self._limits.grace:g} s to end. A second signal kills them."
             )
         self._next_stage()
 
     def _next_stage(self) -> None:
-        if self._letting_go:
+        if self._releasing:
             return
         if not self._stages:
-            self._let_go()
+            self._release_wrappers()
             return
         stage, self._stages = self._stages[0], self._stages[1:]
         self._send(stage.signal)
         self._loop.set_deadline("stage", stage.seconds, self._next_stage)
 
-    def _let_go(self) -> None:
-        """Every rank has ended, or cannot be made to: the wrappers and mpirun may go."""
-        self._letting_go = True
+    def _release_wrappers(self) -> None:
+        """Releases the wrappers, and so mpirun: every rank has ended, or the last stage is over."""
+        self._releasing = True
         self._loop.cancel_all()
-        if signal.SIGKILL in self._carriers:
+        if signal.SIGKILL in self._signal_map:
             self._send(signal.SIGKILL)
-            self._loop.set_deadline("mpirun", _TO_LET_GO, self._terminate_mpirun)
+            self._loop.set_deadline("mpirun", _RELEASE_SECONDS, self._terminate_mpirun)
         else:
             self._terminate_mpirun()
 
     def _terminate_mpirun(self) -> None:
         self._mpirun.send(signal.SIGTERM)
-        self._loop.set_deadline("mpirun", _TO_LET_GO, lambda: self._mpirun.send(signal.SIGKILL))
+        self._loop.set_deadline("mpirun", _RELEASE_SECONDS, lambda: self._mpirun.send(signal.SIGKILL))
 
     def _send(self, number: signal.Signals) -> None:
-        """Sends the ranks a signal, in the guise that mpirun passes on."""
-        carrier = self._carriers.get(number)
-        if carrier is not None:
-            self._mpirun.send(carrier)
+        """Sends the ranks a signal, as the signal that mpirun forwards for it."""
+        sent = self._signal_map.get(number)
+        if sent is not None:
+            self._mpirun.send(sent)
         elif number == signal.SIGKILL:
             self._mpirun.send(signal.SIGTERM)
         else:
-            self._output.screen.say(f"chorosrun: this mpirun cannot pass {number.name} on; the ranks did not get it.")
+            self._output.screen.show(
+                f"chorosrun: this mpirun cannot forward {number.name}; the ranks did not receive it."
+            )
 
     def _end_lost_ranks(self) -> None:
-        """A rank whose wrapper could not report its end, because it was killed, may have left processes here."""
-        for start in self._outcome.started.values():
-            if start.rank not in self._outcome.exits and start.host == os.uname().nodename:
+        """Kills the processes on this host of ranks whose wrapper was killed before it could report their end."""
+        for start in self._job_end.started.values():
+            if start.rank not in self._job_end.exits and start.host == os.uname().nodename:
                 try:
                     os.killpg(start.pid, signal.SIGKILL)
                 except (ProcessLookupError, PermissionError):
                     continue
 
-    def _say_starting(self) -> None:
-        size, roles = self._outcome.size, self._outcome.roles
-        self._output.screen.say(f"chorosrun: starting {size} {roles.kind(size)} …")
+    def _show_starting(self) -> None:
+        size, roles = self._job_end.size, self._job_end.roles
+        self._output.screen.show(f"chorosrun: starting {size} {roles.kind(size)} …")
 
 
 def _publish(kind: Kind, rank: int, name: str = "", **details: Detail) -> None:
-    """Emits an event about a rank, which is another process than this one."""
+    """Emits an event about a rank, which is not this process."""
     events.publish(Event(kind, name, rank, time.time(), details))

@@ -1,1 +1,1 @@
-"""Arguments become a job, a job becomes a command. Pure."""
+"""The plan of a job: arguments → job → command. Pure."""

@@ -1,8 +1,8 @@
-"""Which allocator gives the ranks their memory, and how it is kept from giving pages back.
+"""The ranks' memory allocator, and settings that keep it from returning pages to the kernel.
 
-Gradients are large buffers that a framework frees and asks for again in every step. An allocator that returns them
-to the kernel meanwhile has them faulted in anew, page by page: an MLP of 19.5 million parameters spent 56 s of CPU
-time on 160 steps so, and 34 s with the settings below, as measured with glibc's.
+Gradients are large buffers that a framework frees and allocates again in every step. If the allocator returns them to
+the kernel in between, every page causes a page fault again: 160 steps of an MLP with 19.5 million parameters took 56 s
+of CPU time with glibc's defaults, and 34 s with the settings below.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from choros.errors import ConfigError
 
 __all__ = ["MEMORY", "allocator_settings"]
 
-#: glibc: keep what was freed, in huge pages where the kernel has them, in one arena.
+#: glibc: keep freed memory, in huge pages where the kernel has them, in one arena.
 MEMORY = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "MALLOC_ARENA_MAX": "1",
@@ -24,7 +24,7 @@ MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
     "MALLOC_TOP_PAD_": "268435456",
 }
-#: The same of the two that are loaded in glibc's place.
+#: The same for the two allocators that are preloaded instead of glibc's.
 _PRELOADED = {
     "jemalloc": {"MALLOC_CONF": "thp:always,dirty_decay_ms:-1,muzzy_decay_ms:-1,narenas:1"},
     "tcmalloc": {"TCMALLOC_RELEASE_RATE": "0"},
@@ -33,7 +33,7 @@ _LIBRARIES = {"jemalloc": ("jemalloc",), "tcmalloc": ("tcmalloc_minimal", "tcmal
 
 
 def _find_library(name: str) -> str | None:
-    import ctypes.util  # 5 ms, which every rank's wrapper would spend
+    import ctypes.util  # takes 5 ms in every rank's wrapper, so only if needed
 
     return ctypes.util.find_library(name)
 
@@ -46,17 +46,17 @@ def allocator_settings(
     platform: str = sys.platform,
     find: Callable[[str], str | None] = _find_library,
 ) -> dict[str, str]:
-    """What a rank's environment needs for the allocator that ``CHOROS_ALLOCATOR`` names.
+    """Returns the environment variables for the allocator that ``CHOROS_ALLOCATOR`` names.
 
-    A user who has set any of glibc's variables is left alone.
+    If the user has set any of glibc's variables, none is changed.
 
     Args:
-        environ: the rank's.
+        environ: the rank's environment.
         platform: as ``sys.platform``; only Linux has these settings.
-        find: where a library lies, by its name without ``lib``.
+        find: returns the path of a library, given its name without ``lib``.
 
     Raises:
-        ConfigError: the allocator is not installed on this host, or is none we know.
+        ConfigError: the allocator is unknown or not installed on this host.
 
     Example:
         >>> allocator_settings({"CHOROS_ALLOCATOR": "system"}, "linux")
@@ -73,13 +73,13 @@ def allocator_settings(
     if library is None:
         raise ConfigError(
             f"{ALLOCATOR.name}={name}: {name} is not installed on this host. Install it (Debian: apt install "
-            f"{_PACKAGES[name]}; conda: conda install {name}), or leave {ALLOCATOR.name} at glibc."
+            f"{_PACKAGES[name]}; conda: conda install {name}), or set {ALLOCATOR.name}=glibc."
         )
     preload = " ".join(filter(None, [environ.get("LD_PRELOAD", ""), library]))
     return {"LD_PRELOAD": preload, **{k: v for k, v in _PRELOADED[name].items() if k not in environ}}
 
 
 def _beside_python(library: str) -> str | None:
-    """Where conda installs libraries."""
+    """Returns the path of a library that conda has installed beside this Python."""
     found = sorted(Path(sys.prefix, "lib").glob(f"lib{library}.so*"))
     return str(found[0]) if found else None

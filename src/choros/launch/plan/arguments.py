@@ -1,4 +1,4 @@
-"""What chorosrun and choros.run are asked for, in their users' terms; checked, it becomes a job and its limits.
+"""The arguments of chorosrun and choros.run; after validation they become a job and its limits.
 
 ::
 
@@ -20,11 +20,11 @@ from choros.errors import ConfigError
 from choros.launch.plan.hosts import MOST_SLOTS, Host, parse_hostfile, parse_hosts, total_slots
 from choros.launch.plan.job import Job, Ssh
 from choros.launch.plan.limits import Limits
-from choros.launch.protocol.wrapper_options import Options
+from choros.launch.protocol.wrapper_options import WrapperOptions
 
 __all__ = ["Arguments"]
 
-#: Where Kubernetes' MPI operator and other tools tell mpirun its hosts.
+#: Variables in which Kubernetes' MPI operator and other tools pass a host file to mpirun.
 _DEFAULT_HOSTFILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
 _RESTARTS = 3
 _NUMBERS = (("num_proc", 1, MOST_SLOTS), ("ps", 1, MOST_SLOTS), ("max_restarts", 0, MOST_SLOTS), ("ssh_port", 1, 65535))
@@ -34,10 +34,10 @@ _LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments, named as choros.run's; chorosrun's flags are the same words. What each means, its --help says.
+    """The arguments, named as choros.run's and chorosrun's flags; ``chorosrun --help`` documents them.
 
     Attributes:
-        in_python: messages name choros.run's arguments rather than chorosrun's flags.
+        in_python: error messages name choros.run's arguments instead of chorosrun's flags.
 
     Raises:
         ConfigError: a value is invalid.
@@ -86,14 +86,16 @@ class Arguments:
                 raise self._invalid(name, f"expected a finite number of seconds, {bounds}.")
         if self.hosts is not None and self.hostfile is not None:
             both = f"{self._spelled('hosts')} and {self._spelled('hostfile')}"
-            raise ConfigError(f"{both} both name hosts: give one of them.")
+            raise ConfigError(f"{both} both name hosts: give only one of them.")
         if self.max_restarts is not None and not self.ps:
             raise ConfigError(
-                "--max-restarts is about the workers beside parameter servers: give --ps too, or leave it out."
+                "--max-restarts applies only to the workers of a job with parameter servers: add --ps, or leave it out."
             )
         for item in self.env.items():
             if not all(isinstance(text, str) for text in item):
-                raise ConfigError(f"env={dict([item])!r}: names and values of environment variables are strings.")
+                raise ConfigError(
+                    f"env={dict([item])!r}: the name and the value of an environment variable must be strings."
+                )
 
     def job(
         self,
@@ -101,19 +103,20 @@ class Arguments:
         environ: Mapping[str, str],
         own_names: Callable[[], frozenset[str]],
         count_accelerators: Callable[[], int],
-        options: Options | None = None,
+        options: WrapperOptions | None = None,
     ) -> Job:
-        """The job that runs ``command``.
+        """Returns the job that runs ``command``.
 
         Args:
-            command: the words of what every rank runs.
+            command: the argv that every rank runs.
             environ: the user's environment, which may name a host file.
-            own_names: what this machine is called; asked if hosts are given.
-            count_accelerators: how many this machine has; asked if neither ranks nor hosts are given.
-            options: what the wrappers do besides what the arguments ask for.
+            own_names: returns this machine's names; called if hosts are given.
+            count_accelerators: returns this machine's number of accelerators; called if neither the number of ranks
+                nor hosts are given.
+            options: the wrappers' options, to which the arguments add theirs.
 
         Raises:
-            ConfigError: hosts or words for mpirun are malformed, or there are fewer slots than ranks.
+            ConfigError: hosts or arguments for mpirun are malformed, or there are fewer slots than ranks.
         """
         hosts = self._hosts(environ)
         servers = self.ps or 0
@@ -128,23 +131,23 @@ class Arguments:
             ssh=Ssh(self.ssh_port, self.ssh_identity_file, self.ssh_command),
             network_interfaces=tuple(part.strip() for part in self.network_interfaces.split(",") if part.strip()),
             tcp=self.tcp,
-            mpi_args=self._words("mpi_args"),
-            binding_args=self._words("binding_args"),
-            options=replace(options or Options(), bind=not self.binding_args, restarts=restarts),
+            mpi_args=self._split("mpi_args"),
+            binding_args=self._split("binding_args"),
+            options=replace(options or WrapperOptions(), bind=not self.binding_args, restarts=restarts),
             servers=servers,
         )
 
     @property
     def limits(self) -> Limits:
-        """How long things may take."""
+        """The time limits."""
         return Limits(self.start_timeout, self.timeout, self.grace_period)
 
     def prefix(self, size: int) -> bool:
-        """Whether lines have the rank in front, when there are ``size`` ranks."""
+        """Returns whether output lines are prefixed with the rank in a job of ``size`` ranks."""
         return size > 1 if self.prefix_output is None else self.prefix_output
 
     def _size(self, hosts: Sequence[Host], servers: int, count_accelerators: Callable[[], int]) -> int:
-        """How many processes: as asked for; or the slots of the hosts; or one for each accelerator; or one."""
+        """Returns the number of processes: as requested; or the hosts' slots; or one for each accelerator; or one."""
         if self.num_proc is None and hosts:
             return total_slots(hosts)
         return (self.num_proc or count_accelerators() or 1) + (1 + servers if servers else 0)
@@ -157,12 +160,12 @@ class Arguments:
             hostfile = next((environ[name] for name in _DEFAULT_HOSTFILES if environ.get(name)), None)
         return parse_hostfile(Path(hostfile)) if hostfile is not None else ()
 
-    def _words(self, name: str) -> tuple[str, ...]:
+    def _split(self, name: str) -> tuple[str, ...]:
         try:
             return tuple(shlex.split(getattr(self, name)))
         except ValueError as error:
             raise self._invalid(
-                name, f"it cannot be split into words ({error}). Close every quotation mark."
+                name, f"it cannot be split into arguments ({error}). Close every quotation mark."
             ) from error
 
     def _invalid(self, name: str, expected: str) -> ConfigError:

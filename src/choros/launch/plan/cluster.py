@@ -1,14 +1,14 @@
-"""What the processes of a job with parameter servers must know of each other, and how each learns it.
+"""The cluster of a job with parameter servers: how each process receives its role, the addresses and the secret.
 
 ::
 
     chorosrun      chooses addresses and a secret    CHOROS_CLUSTER, CHOROS_SECRET, in mpirun's environment
        ▼
-    mpirun ──►  wrapper of rank r                    knows its role from r, checks that its port is free
+    mpirun ──►  wrapper of rank r                    derives its role from r, checks that its port is free
                    ▼
-                COMMAND                              TF_CONFIG, CHOROS_SECRET, and nothing of MPI
+                COMMAND                              TF_CONFIG, CHOROS_SECRET, and no variables of MPI
 
-Only the chief and the parameter servers listen at their addresses; a worker has one because ``TF_CONFIG`` wants it so.
+Only the chief and the parameter servers listen at their addresses; a worker has one because ``TF_CONFIG`` requires it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["addresses_by_role", "role_in", "task_environment"]
 
 
 def addresses_by_role(roles: Roles, addresses: Sequence[str]) -> dict[str, list[str]]:
-    """``TF_CONFIG``'s cluster, when rank ``i`` has ``addresses[i]``.
+    """Returns ``TF_CONFIG``'s cluster, in which rank ``i`` has ``addresses[i]``.
 
     Example:
         >>> addresses_by_role(Roles(servers=1, workers=2), ["a:1", "a:2", "b:3", "b:4"])
@@ -40,7 +40,7 @@ def addresses_by_role(roles: Roles, addresses: Sequence[str]) -> dict[str, list[
 
 
 def role_in(environ: Mapping[str, str], rank: int) -> Role | None:
-    """The role of ``rank`` in the job to whose wrappers ``environ`` was given; ``None`` if its processes have none."""
+    """Returns the role of ``rank`` according to a wrapper's ``environ``; ``None`` in a job without roles."""
     if CLUSTER not in environ:
         return None
     cluster = json.loads(environ[CLUSTER])
@@ -48,7 +48,7 @@ def role_in(environ: Mapping[str, str], rank: int) -> Role | None:
 
 
 def task_environment(environ: Mapping[str, str], rank: int) -> dict[str, str]:
-    """The command's environment: ``environ``, or for a process with a role ``TF_CONFIG`` in place of the launcher's.
+    """Returns the command's environment: ``environ``; with a role, ``TF_CONFIG`` replaces the launcher's variables.
 
     Example:
         >>> cluster = '{"chief": ["a:1"], "ps": ["a:2"], "worker": ["b:3"]}'

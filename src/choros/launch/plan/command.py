@@ -1,4 +1,4 @@
-"""A job becomes a command: the words, and the environment they run in. Values of variables are in the latter only."""
+"""The mpirun command of a job: its argv and its environment. Values of variables are only in the environment."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from choros.launch.plan.environment import forwarded, in_allocation, without_lau
 from choros.launch.plan.hosts import ranks_per_host
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
-from choros.launch.protocol.wrapper_options import JOB, Options
+from choros.launch.protocol.wrapper_options import JOB, WrapperOptions
 
 __all__ = ["Command", "plan"]
 
-#: What Python is given to run a rank's wrapper; why so, it says itself.
+#: Python's arguments to run a rank's wrapper; see wrapper/__main__.py for the reasons.
 _WRAPPER = ("-I", "-S", str(Path(__file__).parents[1] / "wrapper" / "__main__.py"))
-#: NVIDIA's and Meta's libraries choose an interface themselves unless one is set.
+#: NCCL and Gloo choose an interface themselves unless these are set.
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to start.
+    """A command to start.
 
     Attributes:
-        words: the command line.
-        environ: its environment, complete.
+        argv: its arguments, the program first.
+        environ: its complete environment.
     """
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     environ: Mapping[str, str]
 
     def __str__(self) -> str:
-        return shlex.join(self.words)
+        return shlex.join(self.argv)
 
 
 def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, session: str, root: bool) -> Command:
-    """The command that runs ``job``.
+    """Returns the command that runs ``job``.
 
     Args:
-        job: what to run.
-        mpirun: what to run it with.
+        job: the job to run.
+        mpirun: the mpirun that runs it.
         environ: the user's environment.
-        name: the job's name, unlike any other's.
-        session: a directory of this host for mpirun's own files.
-        root: whether we are root.
+        name: the job's unique name.
+        session: a directory on this host for mpirun's own files.
+        root: whether this process runs as root.
     """
     full = {**without_launchers(environ), **mpirun.environment(), **job.environment, JOB: name}
     interfaces = ",".join(job.network_interfaces)
@@ -55,13 +55,13 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
         full.setdefault(variable, interfaces)
     elsewhere = bool(job.remote) or (not job.hosts and in_allocation(environ))
     forward = forwarded(full) if elsewhere else []
-    words = [mpirun.path, *mpirun.flavour.arguments(job, session, root, forward)]
-    words += [sys.executable, *_WRAPPER, *_options(job).words(), "--", *job.command]
-    return Command(tuple(words), full)
+    argv = [mpirun.path, *mpirun.implementation.arguments(job, session, root, forward)]
+    argv += [sys.executable, *_WRAPPER, *_options(job).arguments(), "--", *job.command]
+    return Command(tuple(argv), full)
 
 
-def _options(job: Job) -> Options:
-    """The wrappers' options, with the number of ranks on each host where hosts differ."""
+def _options(job: Job) -> WrapperOptions:
+    """Returns the wrappers' options, with the number of ranks of each host if the numbers differ."""
     counts = ranks_per_host(job.hosts, job.size)
-    ours = not job.binding_args and not job.mpi_args
-    return replace(job.options, ranks_per_host=counts) if ours and len(set(counts)) > 1 else job.options
+    default_mapping = not job.binding_args and not job.mpi_args
+    return replace(job.options, ranks_per_host=counts) if default_mapping and len(set(counts)) > 1 else job.options

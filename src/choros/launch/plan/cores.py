@@ -1,7 +1,7 @@
-"""Which processor cores each rank of a host gets: whole physical ones, never two ranks on one.
+"""The division of a host's cores among its ranks: whole physical cores, no core for two ranks.
 
-Two ranks that float over the same cores, each with a thread pool for all of them, run slower than one rank
-alone. So every rank is bound to its share, with as many threads as that is worth.
+Two unbound ranks, each with a thread pool for all cores, run slower than one rank alone. So every rank is bound to
+its share of the cores and has one thread for each of them.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank gets.
+    """A rank's share of its host's cores.
 
     Attributes:
         bind: the hardware threads to bind to; empty: do not bind.
-        threads: how many threads its pools should have.
-        crowded: the host has more ranks than cores, so waiting must not burn them.
+        threads: the size of the rank's thread pools.
+        oversubscribed: the host has more ranks than cores, so ranks must yield the CPU while they wait.
     """
 
     bind: tuple[int, ...]
     threads: int
-    crowded: bool = False
+    oversubscribed: bool = False
 
 
 def divide(cores: Sequence[Core], local_rank: int, local_size: int, quota: float | None = None) -> Share:
-    """The share of ``local_rank`` among ``local_size`` ranks.
+    """Returns the share of ``local_rank`` among ``local_size`` ranks.
 
     Args:
-        cores: the host's physical cores that we may use, neighbours next to each other.
-        local_rank: which rank of the host.
-        local_size: how many ranks the host has.
-        quota: how many cores' worth of time the container may use, if that is limited.
+        cores: the host's physical cores that this job may use, sorted by socket.
+        local_rank: the rank on its host.
+        local_size: the number of ranks on the host.
+        quota: the container's CPU quota, in cores, if there is one.
 
     Example:
         >>> divide([(0, 4), (1, 5), (2, 6), (3, 7)], local_rank=1, local_size=2)
-        Share(bind=(2, 3, 6, 7), threads=2, crowded=False)
+        Share(bind=(2, 3, 6, 7), threads=2, oversubscribed=False)
         >>> divide([(0,), (1,)], local_rank=2, local_size=3)
-        Share(bind=(), threads=1, crowded=True)
+        Share(bind=(), threads=1, oversubscribed=True)
     """
     count = len(cores)
     if local_size > count:
-        return Share(bind=(), threads=1, crowded=True)
+        return Share(bind=(), threads=1, oversubscribed=True)
     mine = cores[local_rank * count // local_size : (local_rank + 1) * count // local_size]
     threads = len(mine)
     if quota is not None:
@@ -60,14 +60,14 @@ def divide(cores: Sequence[Core], local_rank: int, local_size: int, quota: float
     return Share(
         bind=tuple(sorted(cpu for core in mine for cpu in core)),
         threads=threads,
-        crowded=quota is not None and quota < local_size,
+        oversubscribed=quota is not None and quota < local_size,
     )
 
 
 def physical_cores(allowed: Sequence[int], sysfs: Path = _SYSFS) -> list[Core]:
-    """The physical cores that the hardware threads ``allowed`` belong to, in the order of their sockets.
+    """Returns the physical cores of the hardware threads ``allowed``, sorted by socket.
 
-    Where the kernel does not tell which threads share a core, each counts as one.
+    If the kernel does not report which threads share a core, each thread counts as a core.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for cpu in sorted(allowed):
@@ -76,7 +76,7 @@ def physical_cores(allowed: Sequence[int], sysfs: Path = _SYSFS) -> list[Core]:
 
 
 def _address(topology: Path, cpu: int) -> tuple[int, int]:
-    """(socket, first thread of the core): equal for the threads of one core, sorted by socket."""
+    """Returns (socket, first thread of the core): equal for the threads of one core, sorted by socket."""
     try:
         package = int((topology / "physical_package_id").read_text())
         siblings = (topology / "thread_siblings_list").read_text()
@@ -87,7 +87,7 @@ def _address(topology: Path, cpu: int) -> tuple[int, int]:
 
 
 def processor_quota(cgroup: Path = _CGROUP) -> float | None:
-    """How many cores' worth of time this container may use; ``None`` if it is not limited."""
+    """Returns this container's CPU quota, in cores; ``None`` if there is no limit."""
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()[:2]
     except (OSError, ValueError):
@@ -103,19 +103,19 @@ def processor_quota(cgroup: Path = _CGROUP) -> float | None:
 
 
 def _allowed_processors() -> list[int]:
-    """The hardware threads this process may run on."""
+    """Returns the hardware threads this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def share_of(local_rank: int, local_size: int, bind: bool) -> Share:
-    """The share of a rank of this host, the one we run on.
+    """Returns the share of a rank on this host.
 
     Args:
-        local_rank: which rank of the host.
-        local_size: how many ranks the host has.
-        bind: whether to bind; if not, mpirun may have bound us already, and what we have is our own.
+        local_rank: the rank on this host.
+        local_size: the number of ranks on this host.
+        bind: whether choros binds; if not, mpirun may have bound this process to its own cores already.
     """
     allowed = _allowed_processors()
     cores = physical_cores(allowed)

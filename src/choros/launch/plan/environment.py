@@ -1,4 +1,4 @@
-"""Which environment variables travel: to other hosts all but those that belong to this one, to a new job no ranks."""
+"""Filters of environment variables: those to forward to other hosts, and those a nested job must not inherit."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _OF_THIS_HOST_PREFIXES = (
     "BASH_FUNC_", "GPG_", "HYDI_", "HYDRA_", "LC_", "LSB_", "LSF_", "OMPI_", "PBS_", "PMI_", "PMIX_", "PRTE_", "SLURM_",
     "SSH_", "SUDO_", "XDG_",
 )  # fmt: skip
-#: Settings of Open MPI that a user makes, unlike the rest of ``OMPI_``: they hold on every host.
+#: Open MPI's settings by the user, unlike the rest of ``OMPI_``: they apply on every host.
 _PREFIXES_KEPT = ("OMPI_MCA_",)
-#: Set when a scheduler has given us hosts; mpirun asks it which.
+#: Set when a scheduler has allocated hosts; mpirun asks the scheduler for their names.
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 
 
 def forwarded(environ: Iterable[str]) -> list[str]:
-    """The names in ``environ`` that mean the same on another host, sorted.
+    """Returns the names in ``environ`` whose values are valid on another host, sorted.
 
     Example:
         >>> forwarded({"PATH": "/bin", "HOSTNAME": "a", "SSH_TTY": "x", "BASH_FUNC_m%%": "()", "CHOROS_ENGINE": "mpi"})
@@ -43,7 +43,7 @@ def forwarded(environ: Iterable[str]) -> list[str]:
 
 
 def parse_variables(given: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """What ``--env KEY`` and ``--env KEY=VALUE`` ask for.
+    """Returns the variables given by ``--env KEY`` and ``--env KEY=VALUE``.
 
     Example:
         >>> parse_variables(["A=1=2", "B"], {"B": "here"})
@@ -54,21 +54,21 @@ def parse_variables(given: Iterable[str], environ: Mapping[str, str]) -> dict[st
         name, equals, value = text.partition("=")
         if not _IDENTIFIER.fullmatch(name):
             raise ConfigError(
-                f"--env {name!r}: this is no name of an environment variable. Write KEY=VALUE, or KEY alone."
+                f"--env {name!r}: not a valid name of an environment variable. Write KEY=VALUE, or only KEY."
             )
         if not equals and name not in environ:
-            raise ConfigError(f"--env {name}: {name} is not set here. Set it, or give a value with --env {name}=VALUE.")
+            raise ConfigError(f"--env {name}: {name} is not set. Set it, or give a value with --env {name}=VALUE.")
         variables[name] = value if equals else environ[name]
     return variables
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Whether a scheduler has given us hosts, which mpirun uses if it is given none."""
+    """Returns whether a scheduler has allocated hosts, which mpirun uses if it is given none."""
     return any(name in environ for name in _ALLOCATIONS)
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without the variables in which a launcher passes a rank to this process; SLURM's are kept.
+    """Returns ``environ`` without the variables in which a launcher passes a rank to this process; SLURM's are kept.
 
     Example:
         >>> without_launchers({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "TF_CONFIG": "{}", "PATH": "/bin"})

@@ -11,7 +11,7 @@ from choros.errors import ConfigError
 
 __all__ = ["MOST_SLOTS", "Host", "parse_hostfile", "parse_hosts", "ranks_per_host", "total_slots"]
 
-#: More ranks than any machine has: a larger number is a mistake.
+#: More ranks than any machine can run: a larger number is a mistake.
 MOST_SLOTS = 1 << 20
 _NAME = r"(?P<name>\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9_][A-Za-z0-9_.-]*)"
 _HOST = re.compile(_NAME + r"(?::(?P<slots>\d+))?")
@@ -20,7 +20,7 @@ _LINE = re.compile(_NAME + r"(?::(?P<short>\d+))?(?:\s+slots\s*=\s*(?P<slots>\d+
 
 @dataclass(frozen=True)
 class Host:
-    """A machine, and how many ranks may run on it."""
+    """A machine and its slots: how many ranks may run on it."""
 
     name: str
     slots: int = 1
@@ -30,7 +30,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts in ``name:slots,name:slots``; one slot where none is given.
+    """Returns the hosts in ``name:slots,name:slots``; a host without a number has one slot.
 
     Example:
         >>> parse_hosts("a:4,b")
@@ -48,11 +48,11 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def parse_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts in a file with a line ``name slots=N`` or ``name:N`` each; ``#`` begins a comment."""
+    """Returns the hosts in a file with lines ``name slots=N`` or ``name:N``; ``#`` begins a comment."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile {path}: it cannot be read ({error}).") from error
+        raise ConfigError(f"--hostfile {path}: the file cannot be read ({error}).") from error
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
         content = line.split("#")[0].strip()
@@ -63,7 +63,7 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
             raise ConfigError(f"--hostfile {path}, line {number}: {content!r} is not `name slots=N` or `name:N`.")
         hosts.append(Host(match["name"].strip("[]"), _slots(match["slots"] or match["short"])))
     if not hosts:
-        raise ConfigError(f"--hostfile {path} names no host.")
+        raise ConfigError(f"--hostfile {path}: the file names no host. Write one line `name slots=N` for each host.")
     return _merged(hosts, f"--hostfile {path}")
 
 
@@ -76,7 +76,7 @@ def _shortened(text: str) -> str:
 
 
 def _merged(hosts: Iterable[Host], where: str) -> tuple[Host, ...]:
-    """A host that is named twice has the slots of both."""
+    """Merges hosts of the same name: the slots are added."""
     slots: dict[str, int] = {}
     for host in hosts:
         if host.slots < 1:
@@ -88,12 +88,12 @@ def _merged(hosts: Iterable[Host], where: str) -> tuple[Host, ...]:
 
 
 def total_slots(hosts: Iterable[Host]) -> int:
-    """How many ranks the hosts can take."""
+    """Returns the sum of the hosts' slots."""
     return sum(host.slots for host in hosts)
 
 
 def ranks_per_host(hosts: Iterable[Host], size: int) -> tuple[int, ...]:
-    """How many of ``size`` ranks each host gets when one host is filled after the other.
+    """Returns the number of ranks of each host when ``size`` ranks fill one host after the other.
 
     Example:
         >>> ranks_per_host(parse_hosts("a:2,b:2,c:2"), 3)

@@ -1,4 +1,4 @@
-"""A job, as asked for: what runs, how often, where. Frozen, and checked when it is made."""
+"""A job: a command, its number of ranks and its hosts. Frozen, and validated when it is created."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from dataclasses import dataclass, field
 from choros.errors import ConfigError
 from choros.launch.plan.hosts import Host, total_slots
 from choros.launch.plan.roles import NO_ROLES, Roles
-from choros.launch.protocol.wrapper_options import Options
+from choros.launch.protocol.wrapper_options import WrapperOptions
 
 __all__ = ["Job", "Ssh"]
 
 
 @dataclass(frozen=True)
 class Ssh:
-    """How to get onto other hosts.
+    """How to log in to remote hosts.
 
     Attributes:
         port: the port of their ssh servers.
-        identity_file: the private key to show them.
-        command: what to call in ssh's place, as ``command host words…``.
+        identity_file: the private key for ssh.
+        command: a program to use instead of ssh, called as ``command host argument…``.
     """
 
     port: int | None = None
     identity_file: str | None = None
     command: str | None = None
 
-    def words(self) -> list[str]:
-        """The command that reaches a host, up to the host's name.
+    def argv(self) -> list[str]:
+        """Returns the argv that logs in to a host, up to the host's name.
 
         Example:
-            >>> Ssh(port=2222).words()
+            >>> Ssh(port=2222).argv()
             ['ssh', '-o', 'BatchMode=yes', '-p', '2222']
         """
         if self.command is not None:
@@ -43,21 +43,21 @@ class Ssh:
 
 @dataclass(frozen=True)
 class Job:
-    """What runs, how often, where.
+    """A command to run on every rank, and where.
 
     Attributes:
-        command: the words of the command that every rank runs.
-        size: how many ranks; with parameter servers: the chief, these and the workers.
-        hosts: where; empty: here, or wherever the cluster's scheduler has given us room.
+        command: the argv that every rank runs.
+        size: the number of ranks; with parameter servers: the chief, these and the workers.
+        hosts: the hosts; empty: this machine, or the hosts that a scheduler has allocated.
         remote: the hosts that are not this machine.
         environment: variables to set for every rank.
-        ssh: how to get onto other hosts.
-        network_interfaces: the interfaces to communicate through; empty: all that connect.
-        tcp: communicate through TCP only.
-        mpi_args: further words for mpirun.
-        binding_args: words for mpirun that bind ranks to cores, in place of choros' own binding.
-        options: how the worker wrappers behave.
-        servers: how many of the processes are parameter servers.
+        ssh: how to log in to remote hosts.
+        network_interfaces: the interfaces to communicate through; empty: all that are connected.
+        tcp: communicate only through TCP.
+        mpi_args: additional arguments for mpirun.
+        binding_args: mpirun's arguments that bind ranks to cores, instead of choros' own binding.
+        options: the wrappers' options.
+        servers: the number of parameter servers.
     """
 
     command: tuple[str, ...]
@@ -70,32 +70,32 @@ class Job:
     tcp: bool = False
     mpi_args: tuple[str, ...] = ()
     binding_args: tuple[str, ...] = ()
-    options: Options = field(default_factory=Options)
+    options: WrapperOptions = field(default_factory=WrapperOptions)
     servers: int = 0
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ConfigError(f"-np {self.size}: a job has at least one rank.")
+            raise ConfigError(f"-np {self.size}: a job needs at least one rank.")
         if self.servers and self.roles.workers < 1:
             raise ConfigError(
-                f"--ps {self.servers}: besides a chief and {self.servers} ps there must be a worker, which makes "
-                f"{self.servers + 2} slots at least. Give -np, or hosts with more slots."
+                f"--ps {self.servers}: a job needs a chief, {self.servers} ps and at least one worker, so at least "
+                f"{self.servers + 2} slots. Give -np, or hosts with more slots."
             )
         slots = total_slots(self.hosts)
         if self.hosts and self.size > slots:
             listed = ",".join(map(str, self.hosts[:8])) + (",…" if len(self.hosts) > 8 else "")
             raise ConfigError(
-                f"{self._asked()} than the hosts have slots: {listed} "
+                f"{self._requested()} than the hosts have slots: {listed} "
                 f"{'have' if len(self.hosts) > 1 else 'has'} {slots}. "
-                f"Give hosts more slots (name:slots), name more hosts, or ask for fewer {self.roles.kind(self.size)}."
+                f"Give hosts more slots (name:slots), name more hosts, or request fewer {self.roles.kind(self.size)}."
             )
 
     @property
     def roles(self) -> Roles:
-        """Who is what, if there are parameter servers."""
+        """The roles of the processes, if there are parameter servers."""
         return Roles(self.servers, self.size - 1 - self.servers) if self.servers else NO_ROLES
 
-    def _asked(self) -> str:
+    def _requested(self) -> str:
         if not self.servers:
-            return f"-np {self.size} asks for more ranks"
-        return f"--ps {self.servers} -np {self.roles.workers} asks for more processes, {self.size} with the chief,"
+            return f"-np {self.size} requests more ranks"
+        return f"--ps {self.servers} -np {self.roles.workers} requests more processes, {self.size} with the chief,"

@@ -1,4 +1,4 @@
-"""How long the parts of a job may take."""
+"""The time limits of a job."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """How long things may take, in seconds.
+    """The time limits of a job, in seconds.
 
     Attributes:
         start: until every rank has started.
-        run: until the job has ended; ``None``: as long as it likes.
-        grace: from the signal that asks the ranks to end to the one that does not ask; also, from the chief's end to
-            the first signal to the others.
+        run: until the job has ended; ``None``: no limit.
+        grace: from SIGINT or SIGTERM to SIGKILL; also from the chief's end to the first signal to the other processes.
     """
 
     start: float = 30.0

@@ -1,4 +1,4 @@
-"""The kinds of mpirun choros knows, and what each calls the same things."""
+"""The supported MPI implementations: the arguments and signals of each one's mpirun."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import ClassVar
 
 from choros.launch.plan.job import Job
 
-__all__ = ["Flavour", "Hydra", "IntelMpi", "Mpirun", "OpenMpi4", "OpenMpi5", "flavour_of"]
+__all__ = ["Hydra", "IntelMpi", "MpiImplementation", "Mpirun", "OpenMpi4", "OpenMpi5", "implementation_of"]
 
 
-class Flavour(ABC):
-    """How to say to one kind of mpirun what every kind can do."""
+class MpiImplementation(ABC):
+    """An MPI implementation's mpirun: its arguments and signals."""
 
-    #: Its name, for people.
+    #: Its name, for messages.
     name: str
-    #: Which signal to send mpirun so that the worker wrappers get the meaning on the left.
-    carriers: ClassVar[Mapping[signal.Signals, signal.Signals]]
+    #: Signal for the ranks → signal that this mpirun forwards to the wrappers for it.
+    signal_map: ClassVar[Mapping[signal.Signals, signal.Signals]]
 
     @abstractmethod
     def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
-        """The words between ``mpirun`` and the command.
+        """Returns the arguments between ``mpirun`` and the command.
 
         Args:
-            job: what to run.
-            session: a directory of this host for mpirun's own files.
-            root: whether we are root, which Open MPI wants to have confirmed.
-            forward: names of environment variables to set on other hosts as they are here.
+            job: the job to run.
+            session: a directory on this host for mpirun's own files.
+            root: whether this process runs as root, which Open MPI allows only with a flag.
+            forward: names of environment variables to forward to other hosts.
         """
 
 
-_ALL_CARRIERS = {
+_OPEN_MPI_SIGNALS = {
     signal.SIGUSR1: signal.SIGUSR1,
     signal.SIGUSR2: signal.SIGUSR2,
     signal.SIGINT: signal.SIGALRM,
@@ -42,125 +42,125 @@ _ALL_CARRIERS = {
     signal.SIGKILL: signal.SIGURG,
 }
 
-#: Open MPI's daemons miss each other after half a minute; they would take eight.
+#: Open MPI's daemons detect a lost connection after half a minute; by default, after eight minutes.
 _KEEPALIVE = {"oob_tcp_keepalive_time": "10", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "4"}
-_HYDRA_CARRIERS = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGINT: signal.SIGALRM, signal.SIGTERM: signal.SIGALRM}
+_HYDRA_SIGNALS = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGINT: signal.SIGALRM, signal.SIGTERM: signal.SIGALRM}
 
 
-class OpenMpi5(Flavour):
+class OpenMpi5(MpiImplementation):
     """Open MPI 5, whose runtime is PRRTE."""
 
     name = "Open MPI 5"
-    carriers = _ALL_CARRIERS
+    signal_map = _OPEN_MPI_SIGNALS
 
     def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
-        """See ``Flavour.arguments``."""
-        words = ["--allow-run-as-root"] if root else []
-        words += job.binding_args or ["--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
-        words += ["--prtemca", "prte_local_tmpdir_base", session]
+        """See ``MpiImplementation.arguments``."""
+        arguments = ["--allow-run-as-root"] if root else []
+        arguments += job.binding_args or ["--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
+        arguments += ["--prtemca", "prte_local_tmpdir_base", session]
         if job.remote:
-            words += ["--prtemca", "plm_ssh_agent", " ".join(job.ssh.words())]
-            words += [word for name, value in _KEEPALIVE.items() for word in ("--prtemca", name, value)]
+            arguments += ["--prtemca", "plm_ssh_agent", " ".join(job.ssh.argv())]
+            arguments += [text for name, value in _KEEPALIVE.items() for text in ("--prtemca", name, value)]
         if job.network_interfaces:
             interfaces = ",".join(job.network_interfaces)
-            words += ["--prtemca", "prte_if_include", interfaces, "--mca", "btl_tcp_if_include", interfaces]
-        words += _open_mpi_words(job, forward)
-        return words
+            arguments += ["--prtemca", "prte_if_include", interfaces, "--mca", "btl_tcp_if_include", interfaces]
+        arguments += _open_mpi_arguments(job, forward)
+        return arguments
 
 
-class OpenMpi4(Flavour):
+class OpenMpi4(MpiImplementation):
     """Open MPI 4, whose runtime is ORTE."""
 
     name = "Open MPI 4"
-    carriers = _ALL_CARRIERS
+    signal_map = _OPEN_MPI_SIGNALS
 
     def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
-        """See ``Flavour.arguments``."""
-        words = ["--allow-run-as-root"] if root else []
-        words += job.binding_args or ["--bind-to", "none", "--map-by", "slot", "--oversubscribe"]
-        words += ["--mca", "orte_local_tmpdir_base", session]
-        words += ["--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2"]
+        """See ``MpiImplementation.arguments``."""
+        arguments = ["--allow-run-as-root"] if root else []
+        arguments += job.binding_args or ["--bind-to", "none", "--map-by", "slot", "--oversubscribe"]
+        arguments += ["--mca", "orte_local_tmpdir_base", session]
+        arguments += ["--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2"]
         if job.remote:
-            words += ["--mca", "plm_rsh_agent", " ".join(job.ssh.words())]
-            words += [word for name, value in _KEEPALIVE.items() for word in ("--mca", name, value)]
+            arguments += ["--mca", "plm_rsh_agent", " ".join(job.ssh.argv())]
+            arguments += [text for name, value in _KEEPALIVE.items() for text in ("--mca", name, value)]
         if job.network_interfaces:
             interfaces = ",".join(job.network_interfaces)
-            words += ["--mca", "oob_tcp_if_include", interfaces, "--mca", "btl_tcp_if_include", interfaces]
-        words += _open_mpi_words(job, forward)
-        return words
+            arguments += ["--mca", "oob_tcp_if_include", interfaces, "--mca", "btl_tcp_if_include", interfaces]
+        arguments += _open_mpi_arguments(job, forward)
+        return arguments
 
 
-def _open_mpi_words(job: Job, forward: list[str]) -> list[str]:
-    words = ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"] if job.tcp else []
-    words += ["-H", ",".join(map(str, job.hosts))] if job.hosts else []
+def _open_mpi_arguments(job: Job, forward: list[str]) -> list[str]:
+    arguments = ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"] if job.tcp else []
+    arguments += ["-H", ",".join(map(str, job.hosts))] if job.hosts else []
     for name in forward:
-        words += ["-x", name]
-    return [*words, *job.mpi_args, "-np", str(job.size)]
+        arguments += ["-x", name]
+    return [*arguments, *job.mpi_args, "-np", str(job.size)]
 
 
-class Hydra(Flavour):
-    """MPICH, and what descends from it: MVAPICH, ParaStation.
+class Hydra(MpiImplementation):
+    """MPICH and its derivatives: MVAPICH, ParaStation.
 
-    It passes on SIGUSR1 and SIGALRM, but not SIGUSR2, SIGABRT or SIGURG: so both ways to end a job politely
-    reach the ranks as SIGINT, and it ends the wrappers itself.
+    It forwards SIGUSR1 and SIGALRM, but not SIGUSR2, SIGABRT or SIGURG: so SIGINT and SIGTERM both reach the ranks as
+    SIGINT, and mpirun ends the wrappers itself.
     """
 
     name = "MPICH"
-    carriers = _HYDRA_CARRIERS
+    signal_map = _HYDRA_SIGNALS
 
     def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:  # noqa: ARG002
-        """See ``Flavour.arguments``."""
-        return [*(job.binding_args or ["-bind-to", "none"]), *_hydra_words(job, forward)]
+        """See ``MpiImplementation.arguments``."""
+        return [*(job.binding_args or ["-bind-to", "none"]), *_hydra_arguments(job, forward)]
 
 
-class IntelMpi(Flavour):
+class IntelMpi(MpiImplementation):
     """Intel MPI: Hydra with other options."""
 
     name = "Intel MPI"
-    carriers = Hydra.carriers
+    signal_map = Hydra.signal_map
 
     def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:  # noqa: ARG002
-        """See ``Flavour.arguments``."""
-        return [*(job.binding_args or ["-genv", "I_MPI_PIN", "0"]), *_hydra_words(job, forward)]
+        """See ``MpiImplementation.arguments``."""
+        return [*(job.binding_args or ["-genv", "I_MPI_PIN", "0"]), *_hydra_arguments(job, forward)]
 
 
-def _hydra_words(job: Job, forward: list[str]) -> list[str]:
-    words = ["-hosts", ",".join(map(str, job.hosts))] if job.hosts else []
+def _hydra_arguments(job: Job, forward: list[str]) -> list[str]:
+    arguments = ["-hosts", ",".join(map(str, job.hosts))] if job.hosts else []
     if job.remote:
-        words += ["-launcher", "ssh", "-launcher-exec", job.ssh.words()[0]]
+        arguments += ["-launcher", "ssh", "-launcher-exec", job.ssh.argv()[0]]
     if job.network_interfaces:
-        words += ["-iface", job.network_interfaces[0]]
+        arguments += ["-iface", job.network_interfaces[0]]
     if forward:
-        words += ["-genvlist", ",".join(forward)]
-    return [*words, *job.mpi_args, "-n", str(job.size)]
+        arguments += ["-genvlist", ",".join(forward)]
+    return [*arguments, *job.mpi_args, "-n", str(job.size)]
 
 
 @dataclass(frozen=True)
 class Mpirun:
-    """An mpirun of this machine.
+    """An mpirun installed on this machine.
 
     Attributes:
-        path: where it is.
-        flavour: its kind.
-        version: what it says of itself.
-        library: its MPI library, if it is not the one installed beside this Python, which mpi4py loads by itself.
+        path: its path.
+        implementation: the MPI implementation it belongs to.
+        version: the first line that ``mpirun --version`` prints.
+        library: its MPI library, unless it is the one installed beside this Python, which mpi4py loads by itself.
     """
 
     path: str
-    flavour: Flavour
+    implementation: MpiImplementation
     version: str
     library: str | None = None
 
     def environment(self) -> dict[str, str]:
-        """What makes mpi4py load this MPI's library rather than the one installed beside it."""
+        """Returns the variables that make mpi4py load this MPI's library instead of the one installed beside it."""
         return {"MPI4PY_LIBMPI": self.library} if self.library is not None else {}
 
 
-def flavour_of(version: str) -> Flavour | None:
-    """The kind of mpirun that prints ``version`` when asked for it.
+def implementation_of(version: str) -> MpiImplementation | None:
+    """Returns the MPI implementation whose ``mpirun --version`` prints ``version``; ``None`` if it is unknown.
 
     Example:
-        >>> flavour_of("mpirun (Open MPI) 5.0.11").name
+        >>> implementation_of("mpirun (Open MPI) 5.0.11").name
         'Open MPI 5'
     """
     open_mpi = re.search(r"\((Open ?MPI|OpenRTE|PRRTE)\) (\d+)", version)

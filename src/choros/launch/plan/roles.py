@@ -1,12 +1,12 @@
-"""The roles that a job's processes have, if it has parameter servers, and what each process is called.
+"""The roles of the processes in a job with parameter servers, and the processes' names in messages.
 
 ::
 
     rank    0       1 … P     P+1 … P+W          chorosrun --ps P -np W
     role    chief   ps 0 …    worker 0 …
 
-The chief, without which nothing can begin, comes first, then what the workers need, then the workers. In a job without
-parameter servers processes have no roles, and each is called by its rank.
+The chief is rank 0, followed by the parameter servers and then the workers. In a job without parameter servers,
+processes have no roles, and messages name them by their ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHIEF, PS, WORKER = "chief", "ps", "worker"
 
 @dataclass(frozen=True)
 class Role:
-    """A role, ``TF_CONFIG``'s word for it, and which of those who have it."""
+    """A role, named as in ``TF_CONFIG``, and the index of the process among those with the same role."""
 
     name: str
     index: int = 0
@@ -32,11 +32,11 @@ class Role:
 
 @dataclass(frozen=True)
 class Roles:
-    """Who is what.
+    """The roles of a job's processes.
 
     Attributes:
-        servers: how many parameter servers; 0: there are no roles.
-        workers: how many workers, if there are parameter servers.
+        servers: the number of parameter servers; 0: processes have no roles.
+        workers: the number of workers, if there are parameter servers.
 
     Example:
         >>> [str(Roles(servers=1, workers=2).of(rank)) for rank in range(4)]
@@ -52,7 +52,7 @@ class Roles:
         return self.servers > 0
 
     def of(self, rank: int) -> Role | None:
-        """The role of ``rank``."""
+        """Returns the role of ``rank``; ``None`` in a job without roles."""
         if not self:
             return None
         if rank == 0:
@@ -61,15 +61,15 @@ class Roles:
         return Role(PS, server) if server < self.servers else Role(WORKER, server - self.servers)
 
     def label(self, rank: int) -> str:
-        """What stands in front of the lines that ``rank`` writes."""
+        """Returns the prefix of the output lines of ``rank``."""
         return str(self.of(rank) or rank)
 
     def name(self, rank: int) -> str:
-        """What ``rank`` is called in a sentence."""
+        """Returns the name of ``rank`` in a message."""
         return f"the {CHIEF}" if self and rank == 0 else f"{'' if self else 'rank '}{self.label(rank)}"
 
     def names(self, ranks: Sequence[int], most: int = 8) -> str:
-        """What several ranks are called, the first ``most`` by name.
+        """Returns the names of several ranks in a message: at most ``most`` of them, and the number of the others.
 
         Example:
             >>> Roles().names([3, 1]), Roles().names([0, 1, 2], most=2), Roles(1, 1).names([1, 2])
@@ -82,7 +82,7 @@ class Roles:
         return f"{'' if self else 'ranks '}{listed}{more}"
 
     def kind(self, count: int) -> str:
-        """What ``count`` of a job's processes are called as such.
+        """Returns the noun for ``count`` of a job's processes.
 
         Example:
             >>> Roles().kind(1), Roles().kind(2), Roles(1, 1).kind(3)
@@ -91,7 +91,7 @@ class Roles:
         return ("process" if self else "rank") + ("" if count == 1 else "es" if self else "s")
 
     def directory(self, rank: int) -> str:
-        """The directory, below ``--output-dir``, for what ``rank`` writes.
+        """Returns the directory, below ``--output-dir``, for the output of ``rank``.
 
         Example:
             >>> Roles().directory(1), Roles(1, 1).directory(1), Roles(1, 1).directory(0)
@@ -100,5 +100,5 @@ class Roles:
         return f"{'' if self else 'rank.'}{self.label(rank)}".replace(" ", ".")
 
 
-#: What a job without parameter servers has.
+#: The roles of a job without parameter servers.
 NO_ROLES = Roles()

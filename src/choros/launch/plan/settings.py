@@ -1,6 +1,6 @@
-"""The environment each rank gets on top of the user's: thread counts, live output, memory that stays mapped.
+"""The environment variables that choros adds for each rank: thread counts, unbuffered output, allocator settings.
 
-What the user has set is never changed.
+Variables that the user has set are never changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from choros.launch.plan.cores import Share
 
 __all__ = ["THREADS", "rank_settings"]
 
-#: Every thread pool a framework brings along reads one of these.
+#: The thread pools of the frameworks each read one of these.
 THREADS = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -22,23 +22,23 @@ THREADS = (
 )
 
 
-#: Open MPI's components for remote memory over a fabric. Where there is none, looking for one takes a second.
+#: Excludes Open MPI's components for fabrics between hosts: on a machine without one, the search takes a second.
 _FABRICS = {"OMPI_MCA_btl": "^ofi,uct"}
 
 
 def rank_settings(
     environ: Mapping[str, str], share: Share, platform: str = sys.platform, *, one_host: bool = False
 ) -> dict[str, str]:
-    """What to change in ``environ`` for a rank that has ``share`` of its host.
+    """Returns the variables to add to ``environ`` for a rank with ``share`` of its host's cores.
 
     Args:
-        environ: the rank's.
-        share: what it gets of the host.
+        environ: the rank's environment.
+        share: the rank's cores and number of threads.
         platform: as ``sys.platform``.
         one_host: whether the whole job runs on this host.
 
     Raises:
-        ConfigError: the allocator asked for is not there.
+        ConfigError: the requested allocator is unknown or not installed.
 
     Example:
         >>> rank_settings({"OMP_NUM_THREADS": "8"}, Share(bind=(0,), threads=1), "darwin")["NPROC"]
@@ -48,10 +48,10 @@ def rank_settings(
     """
     wanted = {"PYTHONUNBUFFERED": "1"}
     wanted |= dict.fromkeys(THREADS, str(share.threads))
-    # XLA's pool on the CPU: the thread that waits for other ranks must not be its only one.
+    # XLA's CPU thread pool: the thread that waits for other ranks must not be its only one.
     wanted["NPROC"] = str(max(2, share.threads))
     wanted["TF_NUM_INTEROP_THREADS"] = "1" if share.threads == 1 else "2"
-    if share.crowded:
+    if share.oversubscribed:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if one_host:
         wanted |= _FABRICS

@@ -1,10 +1,10 @@
-"""The flags of horovodrun that chorosrun does not have: for each, why, and what to do instead."""
+"""horovodrun's flags that chorosrun does not support: for each, the reason and what to do instead."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["REFUSED", "refusal"]
+__all__ = ["UNSUPPORTED", "unsupported_flag_reason"]
 
 _ELASTIC = "elastic jobs are not yet in this release. Run with a fixed -np, and save checkpoints."
 _TUNING = "choros has no cycle time: a collective starts when it is called. Leave it out."
@@ -16,14 +16,14 @@ _TIMELINE = "timelines are not yet in this release. Use your framework's profile
 _STALL = "the stall check is not yet in this release. Use --timeout to end a job that hangs."
 _YAML = "configuration files are not supported. Write the flags on the command line, or in a shell script."
 _LOGGING = (
-    "chorosrun's own messages are few and carry no time. Use --verbose to see what mpirun says, and --output-dir to "
-    "keep what ranks write."
+    "chorosrun's own messages are few and have no timestamps. Use --verbose to show mpirun's messages, and "
+    "--output-dir to write the ranks' output to files."
 )
 
-REFUSED: dict[str, str] = {
-    "--disable-cache": "chorosrun checks hosts anew at every start and caches nothing; leave it out.",
+UNSUPPORTED: dict[str, str] = {
+    "--disable-cache": "chorosrun checks the hosts at every start and caches nothing; leave it out.",
     "--config-file": _YAML,
-    "--fusion-threshold-mb": "choros sizes its fusion buffers itself, and CHOROS_AUTOTUNE=1 measures; leave it out.",
+    "--fusion-threshold-mb": "choros sizes its fusion buffers itself; CHOROS_AUTOTUNE=1 measures the best size.",
     "--cycle-time-ms": _TUNING,
     "--cache-capacity": "choros has no response cache; leave it out.",
     "--hierarchical-allreduce": _ALGORITHM,
@@ -57,8 +57,8 @@ REFUSED: dict[str, str] = {
     "--stall-check-shutdown-time-seconds": _STALL,
     "--mpi-threads-disable": "choros never calls MPI from several threads at once; leave it out.",
     "--no-mpi-threads-disable": "choros never calls MPI from several threads at once; leave it out.",
-    "--num-nccl-streams": "choros does not drive NCCL's streams itself; leave it out.",
-    "--thread-affinity": "each rank is bound to cores of its own; --binding-args leaves binding to mpirun.",
+    "--num-nccl-streams": "choros does not manage NCCL's streams itself; leave it out.",
+    "--thread-affinity": "each rank is bound to its own cores; --binding-args leaves binding to mpirun.",
     "--gloo-timeout-seconds": "--start-timeout limits how long ranks may take to start; leave it out.",
     "--log-with-timestamp": _LOGGING,
     "--log-without-timestamp": _LOGGING,
@@ -66,33 +66,33 @@ REFUSED: dict[str, str] = {
     "--prefix-output-with-timestamp": _LOGGING,
     "--log-hide-timestamp": _LOGGING,
     "--no-log-hide-timestamp": _LOGGING,
-    "--gloo": "the engine is MPI. Leave it out; CHOROS_ENGINE=torch has ranks communicate through Gloo.",
+    "--gloo": "the engine is MPI. Leave it out; with CHOROS_ENGINE=torch, ranks communicate through Gloo.",
     "--jsrun": "jsrun is not supported; chorosrun's mpirun runs inside an LSF allocation by itself. Leave it out.",
 }  # fmt: skip
 
 
-def refusal(words: Sequence[str], flags_with_value: frozenset[str]) -> str | None:
-    """What to say about the first refused flag among ``words``, ``None`` if there is none.
+def unsupported_flag_reason(argv: Sequence[str], flags_with_value: frozenset[str]) -> str | None:
+    """Returns the message about the first unsupported flag in ``argv``; ``None`` if there is none.
 
-    Only chorosrun's own words count: those before the command, which is where a word stands that is neither
-    a flag nor a flag's value.
+    Only flags before the command count; the command begins at the first argument that is neither a flag nor a flag's
+    value.
 
     Args:
-        words: chorosrun's arguments.
+        argv: chorosrun's arguments.
         flags_with_value: chorosrun's own flags that take a value.
 
     Example:
-        >>> refusal(["-np", "2", "--gloo", "python"], frozenset({"-np"}))
-        '--gloo: the engine is MPI. Leave it out; CHOROS_ENGINE=torch has ranks communicate through Gloo.'
-        >>> refusal(["-np", "2", "python", "--gloo"], frozenset({"-np"})) is None
+        >>> unsupported_flag_reason(["-np", "2", "--gloo", "python"], frozenset({"-np"}))
+        '--gloo: the engine is MPI. Leave it out; with CHOROS_ENGINE=torch, ranks communicate through Gloo.'
+        >>> unsupported_flag_reason(["-np", "2", "python", "--gloo"], frozenset({"-np"})) is None
         True
     """
     position = 0
-    while position < len(words):
-        word, equals, _ = words[position].partition("=")
-        if word in REFUSED:
-            return f"{word}: {REFUSED[word]}"
-        if word == "--" or not word.startswith("-"):
+    while position < len(argv):
+        flag, equals, _ = argv[position].partition("=")
+        if flag in UNSUPPORTED:
+            return f"{flag}: {UNSUPPORTED[flag]}"
+        if flag == "--" or not flag.startswith("-"):
             return None
-        position += 2 if word in flags_with_value and not equals else 1
+        position += 2 if flag in flags_with_value and not equals else 1
     return None

@@ -1,1 +1,1 @@
-"""Processes, signals and directories of one host: what the driver and the wrappers both need of the system."""
+"""Processes, signals, ports and directories of one host, for the driver and the wrappers."""

@@ -1,9 +1,9 @@
-"""A job's own directories, for shared memory and for mpirun's files: nothing of a job stays behind.
+"""A job's own directories, for shared memory and for mpirun's files, so that no file outlives its job.
 
-Open MPI leaves its segments in ``/dev/shm`` when ranks are killed. In a directory of the job's own they can be
-found and removed: by the last rank that leaves, by chorosrun, and, should everything have been killed at once,
-by the next job of the same user. A process that uses a directory holds a lock on it, which the kernel takes away
-with the process; a directory that no process holds is stale.
+Open MPI leaves its segments in ``/dev/shm`` when ranks are killed. In a separate directory for each job they can be
+found and removed: by the last rank that ends, by chorosrun, or, if all were killed at once, by the same user's next
+job. A process that uses a directory holds a lock on it, which the kernel releases when the process ends; a directory
+without a lock is stale.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ from choros.launch.protocol.wrapper_options import JOB
 
 __all__ = ["SESSION", "VARIABLE", "Directory", "remove_stale", "session_directory", "shared_memory", "temporary"]
 
-#: The variable that tells Open MPI where to put its segments.
+#: The variable with the directory for Open MPI's segments.
 VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
-#: How mpirun's directories begin, and those for shared memory.
+#: The prefixes of mpirun's directories and of those for shared memory.
 SESSION = "choros-session-"
 _MEMORY = "choros-job-"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 class Directory:
-    """A directory that we hold: as long as this process lives, no job takes it for stale."""
+    """A directory that this process has locked: while the process lives, no job treats it as stale."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
 
     @classmethod
-    def hold(cls, path: Path) -> Directory | None:
-        """Makes ``path`` unless it is there, and holds it; ``None`` if that is impossible or it is not ours."""
-        for _ in range(3):  # it may be taken for stale between the two
+    def acquire(cls, path: Path) -> Directory | None:
+        """Creates ``path`` if it does not exist, and locks it.
+
+        Returns ``None`` if that fails or the directory belongs to another user.
+        """
+        for _ in range(3):  # another job may remove it as stale before it is locked
             try:
                 path.mkdir(mode=0o700, parents=False, exist_ok=True)
                 descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -43,49 +46,49 @@ class Directory:
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-                held, there = os.fstat(descriptor), path.lstat()
-                if held.st_uid == os.getuid() and held.st_ino == there.st_ino:
+                locked, current = os.fstat(descriptor), path.lstat()
+                if locked.st_uid == os.getuid() and locked.st_ino == current.st_ino:
                     return cls(path, descriptor)
             except OSError:
                 pass
             os.close(descriptor)
         return None
 
-    def leave(self, local_rank: int) -> None:
-        """A rank is done with it: the last one removes it. The others have mapped what they need."""
+    def release(self, local_rank: int) -> None:
+        """Removes a rank's segments, and the directory after the last rank. Other ranks have theirs mapped already."""
         for segment in self.path.glob(f"*.{local_rank}"):
             segment.unlink(missing_ok=True)
         try:
             self.path.rmdir()
-        except OSError:  # not the last one
+        except OSError:  # not the last rank
             return
 
     def remove(self) -> None:
-        """Removes it with all that is in it."""
+        """Removes the directory and its contents."""
         _remove_tree(self.path)
         os.close(self._descriptor)
 
 
 def shared_memory(environ: Mapping[str, str], root: Path = _SHARED_MEMORY) -> Directory | None:
-    """This job's directory for shared memory; ``None`` where there is no such place or the user named another."""
+    """Returns this job's directory for shared memory; ``None`` if the host has none or the user has set another."""
     if not environ.get(JOB) or VARIABLE in environ or not root.is_dir():
         return None
-    return Directory.hold(root / (_MEMORY + environ[JOB]))
+    return Directory.acquire(root / (_MEMORY + environ[JOB]))
 
 
 def temporary() -> Path:
-    """Where temporary files go, by the rules of ``tempfile``, whose import takes 10 ms: of every rank, too."""
+    """Returns the directory for temporary files, as ``tempfile`` does, whose import takes every rank 10 ms."""
     named = filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP")))
     return next((Path(path) for path in named if os.access(path, os.W_OK | os.X_OK)), Path("/tmp"))  # noqa: S108
 
 
 def session_directory(job: str) -> Directory | None:
-    """The directory for what mpirun keeps on this host."""
-    return Directory.hold(temporary() / (SESSION + job))
+    """Returns the directory for mpirun's files on this host."""
+    return Directory.acquire(temporary() / (SESSION + job))
 
 
 def remove_stale(*roots: Path) -> None:
-    """Removes the directories of jobs that were killed as a whole, from the usual places by default."""
+    """Removes the directories of jobs that were killed as a whole, by default from /dev/shm and the temporary one."""
     for root in roots or (_SHARED_MEMORY, temporary()):
         for path in (*root.glob(_MEMORY + "*"), *root.glob(SESSION + "*")):
             _remove_if_stale(path)
@@ -100,13 +103,13 @@ def _remove_if_stale(path: Path) -> None:
         if os.fstat(descriptor).st_uid == os.getuid():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove_tree(path)
-    except OSError:  # another process holds it
+    except OSError:  # another process has locked it
         return
     finally:
         os.close(descriptor)
 
 
 def _remove_tree(path: Path) -> None:
-    import shutil  # with three compression libraries
+    import shutil  # imports three compression libraries
 
     shutil.rmtree(path, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""A process that does not outlive the one that started it.
+"""The parent-death guard: kills a process when its parent dies.
 
-Linux can do this itself: ``prctl(PR_SET_PDEATHSIG)`` has the kernel kill a process when its parent dies.
-Elsewhere this file, run as a script, stays between the two and looks every half second.
+On Linux, the kernel does it: ``prctl(PR_SET_PDEATHSIG)``. On other systems this file, run as a script, stays between
+the two processes and polls the parent twice a second.
 
-As a script: ``python parent_death_guard.py PARENT_PID COMMAND …`` becomes COMMAND.
+As a script: ``python parent_death_guard.py PARENT_PID COMMAND …`` runs COMMAND under the guard.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-__all__ = ["adopt_orphans", "die_with_parent", "signal_at_parent_death"]
+__all__ = ["become_subreaper", "die_with_parent", "signal_at_parent_death"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -22,29 +22,29 @@ _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "S
 def _prctl(option: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
-    import ctypes  # here, as imports are what a short job spends its time on
+    import ctypes  # not at the top: imports dominate the time of a short job
 
     return bool(ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0)
 
 
 def die_with_parent(parent: int) -> bool:
-    """Has the kernel kill this process when ``parent`` dies; ``False`` where it cannot."""
+    """Has the kernel kill this process when ``parent`` dies; returns ``False`` if the kernel cannot."""
     if not _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
         return False
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
     return True
 
 
-def adopt_orphans() -> bool:
-    """Makes this process the parent of descendants whose own parent ends; ``False`` where it cannot."""
+def become_subreaper() -> bool:
+    """Makes this process the parent of orphaned descendants; returns ``False`` if the kernel cannot."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def signal_at_parent_death(number: int) -> bool:
-    """Has the kernel send this process ``number`` when its parent dies; ``False`` where it cannot.
+    """Has the kernel send this process ``number`` when its parent dies; returns ``False`` if the kernel cannot.
 
-    It may come earlier: the kernel sends it when the thread ends that has started this process.
+    The signal may arrive earlier: the kernel sends it when the thread that started this process ends.
     """
     return _prctl(_PR_SET_PDEATHSIG, number)
 
@@ -64,7 +64,7 @@ def _watch(parent: int, command: list[str]) -> int:
 
 
 def main() -> None:
-    """Becomes the command in ``sys.argv``, tethered."""
+    """Runs the command in ``sys.argv``, guarded against the death of its parent."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if not die_with_parent(parent):
         sys.exit(_watch(parent, command))

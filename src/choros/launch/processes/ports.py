@@ -1,4 +1,4 @@
-"""Ports of this host at which a process can listen."""
+"""Free ports of this host."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from choros.errors import LaunchError
 
 __all__ = ["free_ports", "listening_error"]
 
-#: Below those that kernels assign on request, and Kubernetes to services.
+#: Below the ephemeral ports of kernels and the ports of Kubernetes' services.
 _PORTS = range(20000, 30000)
 
 
 def free_ports(count: int) -> list[int]:
-    """``count`` ports at which nothing listens on this host."""
+    """Returns ``count`` ports of this host at which no process listens."""
     ports = list(_first_free(count))
     if len(ports) < count:
-        raise LaunchError(f"of the ports {_PORTS[0]} … {_PORTS[-1]}, fewer than the {count} that are needed are free.")
+        raise LaunchError(
+            f"the job needs {count} free ports from {_PORTS[0]} to {_PORTS[-1]}, and this host has only {len(ports)}. "
+            "End processes that listen at these ports."
+        )
     return ports
 
 
@@ -32,10 +35,10 @@ def _first_free(count: int) -> Iterator[int]:
 
 
 def listening_error(host: str, port: int) -> OSError | None:
-    """What prevents a process from listening there."""
+    """Returns the error of listening at ``host``:``port``; ``None`` if it succeeds."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of connections that have ended are free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports in TIME_WAIT are free
         try:
             probe.bind((host, port))
             probe.listen(1)

@@ -1,4 +1,4 @@
-"""A process and everything it started: signalled together, ended together."""
+"""A process tree: signals and ends a process together with its descendants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["end_children", "group_exists", "signal_group"]
 
 
 def signal_group(group: int, number: int) -> None:
-    """Sends ``number`` to every process of ``group`` that is still there."""
+    """Sends ``number`` to every process of ``group`` that still runs."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):
@@ -20,7 +20,7 @@ def signal_group(group: int, number: int) -> None:
 
 
 def group_exists(group: int) -> bool:
-    """Whether a process of ``group`` is still there; a dead one whose parent has not waited for it counts."""
+    """Returns whether ``group`` still has a process; a zombie counts."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -31,12 +31,12 @@ def group_exists(group: int) -> bool:
 
 
 def end_children(reap: Callable[[], None]) -> None:
-    """Kills this process' children, and theirs, which become ours when their parents die.
+    """Kills this process's children, and their children, which it inherits when their parents die.
 
     Args:
         reap: waits for the children that have ended.
     """
-    for _ in range(100):  # the kernel needs a moment to hand orphans over
+    for _ in range(100):  # the kernel needs a moment to reparent orphans
         children = _children()
         for child in children:
             try:
@@ -50,7 +50,7 @@ def end_children(reap: Callable[[], None]) -> None:
 
 
 def _children() -> list[int]:
-    """This process' children, where the kernel lists them."""
+    """Returns this process's children; an empty list if the kernel does not list them."""
     me = os.getpid()
     try:
         return [int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()]

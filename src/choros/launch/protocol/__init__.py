@@ -1,1 +1,1 @@
-"""What the driver and the wrappers say to each other."""
+"""The protocol between the driver and the wrappers: frames, options and packed calls."""

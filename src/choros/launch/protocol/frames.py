@@ -1,10 +1,10 @@
-"""What the wrappers report to chorosrun: one JSON object a line, through mpirun's standard output.
+"""Frames: the wrappers' messages to chorosrun, one JSON object per line, through mpirun's standard output.
 
-Open MPI forwards lines whole, so a line that starts with ``\\x1e`` is one frame of one rank; anything else on
-that stream is mpirun's own. The time that it needs for a line grows with the square of its length from about 64 KiB
-on (5 MB: 4 s): a frame may be longer only if there are few of them.
+Open MPI forwards whole lines, so a line that starts with ``\\x1e`` is one frame of one rank; any other line is
+mpirun's own. mpirun's time for a line grows with the square of its length from about 64 KiB on (5 MB: 4 s), so only
+rare frames may be longer.
 
-Text is decoded with ``surrogateescape``: whatever bytes a rank prints arrive.
+Text is decoded with ``surrogateescape``, which preserves all bytes that a rank prints.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MARK = b"\x1e"
 
 @dataclass(frozen=True)
 class Start:
-    """The rank's command runs.
+    """The rank's command has started.
 
     Attributes:
-        rank: which rank.
-        host: where.
-        pid: as which process.
-        restarts: how often it has been started before.
-        signal: the signal that ended it the last time.
+        rank: the rank.
+        host: its host.
+        pid: its process ID.
+        restarts: how many times it has been restarted.
+        signal: the signal that ended it before the last restart.
     """
 
     rank: int
@@ -41,13 +41,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Text:
-    """Something the rank wrote.
+    """Output of the rank.
 
     Attributes:
-        rank: who wrote it.
+        rank: the rank.
         stream: ``"out"`` or ``"err"``.
-        text: lines, the last one without its end; or a piece of one.
-        end: what ended the last: a newline, a carriage return (a progress bar), or nothing yet.
+        text: lines, the last one without its end; or a partial line.
+        end: the end of the last line: a newline, a carriage return (a progress bar), or empty for a partial line.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Result:
-    """A piece, in base64, of what the rank's function returned."""
+    """A chunk, in base64, of the pickled return value of the rank's function."""
 
     rank: int
     data: str
@@ -74,20 +74,20 @@ class Events:
 
 @dataclass(frozen=True)
 class Exit:
-    """The rank's command has ended, and every process it had started.
+    """The rank's command has ended, with every process it had started.
 
     Attributes:
-        rank: which rank.
-        host: where it ran.
+        rank: the rank.
+        host: its host.
         code: its exit code; ``128 + n`` if signal ``n`` ended it.
         signal: the signal that ended it, 0 if it ended by itself.
-        stopped: it ended because it was told to.
-        traceback: the Python traceback it ended with, not shown so far; empty if there is none.
-        shown: it printed a traceback shortly before, which has been shown already.
-        tail: the last lines it wrote to standard error.
-        problem: why the command could not be started at all.
+        stopped: it ended after a signal from chorosrun.
+        traceback: its final Python traceback, not shown so far; empty if there is none.
+        shown: its last traceback has been shown already.
+        tail: its last lines on standard error.
+        problem: why the command could not be started.
         seconds: how long it ran.
-        restarts: how often it had been started before.
+        restarts: how many times it was restarted.
     """
 
     rank: int
@@ -110,7 +110,7 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def encode(frame: Frame) -> bytes:
-    """The line that carries ``frame``.
+    """Returns the line that encodes ``frame``.
 
     Example:
         >>> encode(Text(rank=0, stream="out", text="hello"))
@@ -121,12 +121,12 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(line: bytes) -> Frame | None:
-    """The frame in ``line``, ``None`` if it is no frame.
+    """Returns the frame in ``line``; ``None`` if the line is not a frame.
 
     Example:
         >>> decode(encode(Start(rank=1, host="a", pid=7)))
         Start(rank=1, host='a', pid=7, restarts=0, signal=0)
-        >>> decode(b"mpirun has something to say") is None
+        >>> decode(b"a message of mpirun") is None
         True
     """
     if not line.startswith(MARK):
@@ -140,31 +140,31 @@ def decode(line: bytes) -> Frame | None:
 
 @final
 class FrameReader:
-    """Takes apart what mpirun writes: frames, and lines of its own.
+    """Splits mpirun's output into frames and mpirun's own lines.
 
     Example:
-        >>> list(FrameReader().feed(b"mpirun says" + encode(Start(rank=1, host="a", pid=7)) + b"unfinished"))
-        ['mpirun says', Start(rank=1, host='a', pid=7, restarts=0, signal=0)]
+        >>> list(FrameReader().feed(b"a message" + encode(Start(rank=1, host="a", pid=7)) + b"unfinished"))
+        ['a message', Start(rank=1, host='a', pid=7, restarts=0, signal=0)]
     """
 
     def __init__(self) -> None:
         self._unfinished = b""
 
     def feed(self, data: bytes) -> Iterator[Frame | str]:
-        """The frames and lines that ``data`` completes."""
+        """Yields the frames and lines that ``data`` completes."""
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         for line in lines:
             yield from self._parts(line)
 
     def end(self) -> Iterator[Frame | str]:
-        """What is left when nothing more comes."""
+        """Yields the unfinished line at the end of the output."""
         line, self._unfinished = self._unfinished, b""
         if line:
             yield from self._parts(line)
 
     @staticmethod
     def _parts(line: bytes) -> Iterator[Frame | str]:
-        """mpirun does not always end its own lines: a frame may follow on the same one."""
+        """Splits a line: mpirun does not always end its own lines, so a frame may follow on the same line."""
         message, mark, rest = line.partition(MARK)
         if message or not mark:
             yield message.decode("utf-8", "replace")

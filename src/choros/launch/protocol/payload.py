@@ -1,13 +1,13 @@
-"""A function call on its way to the ranks, as bytes.
+"""The payload of ``choros.run``: a function call, packed as bytes for the ranks.
 
 ::
 
     choros.run ──stdin──► rank 0 ──broadcast──► the other ranks
         ▲                                             │
-        └── Result frames ◄── a pipe to the wrapper ◄─┘ what the function returned
+        └── Result frames ◄── a pipe to the wrapper ◄─┘ the function's return value
 
-Nothing listens on a port, nothing is written to disk and nothing stands on a command line; what comes back is
-unpickled only because it comes from processes that we have started ourselves.
+No process listens on a port, and neither disk nor a command line holds the data. Unpickling the results is safe
+because they come from processes that this process has started.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["Call", "pack", "read_framed", "unpack"]
+__all__ = ["FunctionCall", "pack", "read_framed", "unpack"]
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A function and its arguments."""
 
     function: Callable[..., Any]
@@ -37,39 +37,39 @@ class Call:
         return self.function(*self.args, **self.kwargs)
 
 
-def pack(call: Call) -> bytes:
-    """The bytes of ``call``, with where its modules are found, behind a line that says how many there are.
+def pack(call: FunctionCall) -> bytes:
+    """Returns ``call`` as bytes, with this process's module path, after a line with the number of bytes.
 
     Example:
-        >>> pack(Call(max, (1, 2), {})).partition(b"\\n")[0].isdigit()
+        >>> pack(FunctionCall(max, (1, 2), {})).partition(b"\\n")[0].isdigit()
         True
     """
     body = pickle.dumps((list(sys.path), cloudpickle.dumps((call.function, tuple(call.args), dict(call.kwargs)))))
     return b"%d\n%s" % (len(body), body)
 
 
-def unpack(body: bytes) -> Call:
-    """The call in ``body``; this process looks for modules where the one that packed it did."""
-    path, call = pickle.loads(body)  # noqa: S301  (from the process that started us)
+def unpack(body: bytes) -> FunctionCall:
+    """Returns the call in ``body`` and sets this process's module path to that of the process that packed it."""
+    path, call = pickle.loads(body)  # noqa: S301  (from the process that started this one)
     sys.path[:] = path
-    return Call(*pickle.loads(call))  # noqa: S301
+    return FunctionCall(*pickle.loads(call))  # noqa: S301
 
 
 def read_framed(descriptor: int) -> bytes:
-    """Reads what ``pack`` made from ``descriptor``, whose end is never seen: mpirun does not pass it on."""
+    """Reads the bytes of ``pack`` from ``descriptor`` by their count: mpirun does not forward the end of file."""
     header = b""
     while not header.endswith(b"\n"):
         header += _read(descriptor, 1)
-    pieces, missing = [], int(header)
+    chunks, missing = [], int(header)
     while missing:
-        piece = _read(descriptor, min(missing, 1 << 20))
-        pieces.append(piece)
-        missing -= len(piece)
-    return b"".join(pieces)
+        chunk = _read(descriptor, min(missing, 1 << 20))
+        chunks.append(chunk)
+        missing -= len(chunk)
+    return b"".join(chunks)
 
 
 def _read(descriptor: int, most: int) -> bytes:
     data = os.read(descriptor, most)
     if not data:
-        raise EOFError("choros.run: the call was cut off on its way to rank 0.")
+        raise EOFError("choros.run: rank 0 received only a part of the function call.")
     return data

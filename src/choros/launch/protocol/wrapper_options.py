@@ -1,4 +1,4 @@
-"""What chorosrun and its worker wrappers agree on, besides the frames."""
+"""The wrappers' command-line options, environment variables and signals."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["CARRIED", "CLUSTER", "JOB", "RESULT_FD", "Options"]
+__all__ = ["CLUSTER", "JOB", "RESULT_FD", "SIGNAL_MEANINGS", "WrapperOptions"]
 
-#: The variable that holds the job's name, unlike any other's.
+#: The variable with the job's unique name.
 JOB = "CHOROS_JOB"
-#: The variable that holds the addresses of a job with parameter servers, as in TF_CONFIG's "cluster".
+#: The variable with the addresses of a job with parameter servers, as in TF_CONFIG's "cluster".
 CLUSTER = "CHOROS_CLUSTER"
-#: The variable that holds the descriptor to which a rank writes its function's result.
+#: The variable with the file descriptor to which a rank writes its function's result.
 RESULT_FD = "CHOROS_RESULT_FD"
 
 _RANKS_PER_HOST = "--ranks-per-host="
 _RESTARTS = "--restarts="
 
-#: What the signals that mpirun passes on to the wrappers mean to the ranks.
-CARRIED = {
+#: Signal that mpirun forwards to the wrappers → signal for the ranks.
+SIGNAL_MEANINGS = {
     signal.SIGALRM: signal.SIGINT,
     signal.SIGABRT: signal.SIGTERM,
     signal.SIGURG: signal.SIGKILL,
@@ -29,16 +29,16 @@ CARRIED = {
 
 
 @dataclass(frozen=True)
-class Options:
-    """How chorosrun wants its wrappers to behave: the words before ``--`` on their command line.
+class WrapperOptions:
+    """The wrappers' options: their arguments before ``--``.
 
     Attributes:
         bind: bind the rank to its share of the host's cores.
-        stdin: the rank reads what mpirun sends it; otherwise it reads nothing.
+        stdin: the rank's standard input is mpirun's; otherwise it is empty.
         result: give the rank a pipe for the result of its function.
         events: give the rank a pipe for its events.
-        ranks_per_host: how many ranks each host has, where hosts differ and chorosrun has assigned them.
-        restarts: how often a worker, beside parameter servers, is started again when a signal has ended it.
+        ranks_per_host: the number of ranks of each host, if they differ and chorosrun has assigned them.
+        restarts: how many times a worker of a job with parameter servers is restarted after a signal has ended it.
     """
 
     bind: bool = True
@@ -48,32 +48,32 @@ class Options:
     ranks_per_host: tuple[int, ...] = ()
     restarts: int = 0
 
-    def words(self) -> list[str]:
-        """The options as words of a command line.
+    def arguments(self) -> list[str]:
+        """Returns the options as command-line arguments.
 
         Example:
-            >>> Options(bind=False).words()
+            >>> WrapperOptions(bind=False).arguments()
             ['--no-bind']
         """
         chosen = {"--no-bind": not self.bind, "--stdin": self.stdin, "--result": self.result, "--events": self.events}
-        words = [word for word, on in chosen.items() if on]
+        arguments = [flag for flag, on in chosen.items() if on]
         if self.ranks_per_host:
-            words.append(_RANKS_PER_HOST + ",".join(map(str, self.ranks_per_host)))
+            arguments.append(_RANKS_PER_HOST + ",".join(map(str, self.ranks_per_host)))
         if self.restarts:
-            words.append(f"{_RESTARTS}{self.restarts}")
-        return words
+            arguments.append(f"{_RESTARTS}{self.restarts}")
+        return arguments
 
     @classmethod
-    def parse(cls, words: Sequence[str]) -> tuple[Options, list[str]]:
-        """The options and the command in ``words``, which ``--`` separates.
+    def parse(cls, argv: Sequence[str]) -> tuple[WrapperOptions, list[str]]:
+        """Returns the options and the command in ``argv``, which ``--`` separates.
 
         Example:
-            >>> options, command = Options.parse(["--stdin", "--", "python", "train.py"])
-            >>> (options == Options(stdin=True), command)
+            >>> options, command = WrapperOptions.parse(["--stdin", "--", "python", "train.py"])
+            >>> (options == WrapperOptions(stdin=True), command)
             (True, ['python', 'train.py'])
         """
-        split = list(words).index("--")
-        chosen = set(words[:split])
+        split = list(argv).index("--")
+        chosen = set(argv[:split])
         options = cls(
             "--no-bind" not in chosen,
             "--stdin" in chosen,
@@ -82,10 +82,10 @@ class Options:
             tuple(_numbers(chosen, _RANKS_PER_HOST)),
             sum(_numbers(chosen, _RESTARTS)),
         )
-        return options, list(words[split + 1 :])
+        return options, list(argv[split + 1 :])
 
 
-def _numbers(words: Iterable[str], name: str) -> list[int]:
-    """The numbers, between commas, that follow ``name``; none if the word is not there."""
-    given = next((word.removeprefix(name) for word in words if word.startswith(name)), "")
+def _numbers(arguments: Iterable[str], name: str) -> list[int]:
+    """Returns the comma-separated numbers of the option ``name``; an empty list if it is not given."""
+    given = next((each.removeprefix(name) for each in arguments if each.startswith(name)), "")
     return [int(number) for number in given.split(",") if number]

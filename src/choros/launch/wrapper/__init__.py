@@ -1,1 +1,1 @@
-"""The process beside each rank, between mpirun and the user's command."""
+"""The wrapper: the process beside each rank, between mpirun and the user's command."""

@@ -1,7 +1,7 @@
 """The program that mpirun starts for each rank: ``python -I -S …/wrapper/__main__.py OPTIONS -- COMMAND``.
 
-It stays beside the rank for as long as that runs. So it takes nothing but the standard library and what choros needs of
-itself: ``-S`` leaves out site-packages with all that ``.pth`` files import, ``-I`` whatever ``PYTHON…`` variables are
+It runs as long as the rank, so it imports little: only the standard library and the modules of choros that it needs.
+``-S`` excludes site-packages and the imports of ``.pth`` files; ``-I`` ignores the ``PYTHON…`` variables, which are
 meant for the rank.
 """
 

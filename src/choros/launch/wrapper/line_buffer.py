@@ -1,4 +1,4 @@
-"""Bytes become lines, as they come: whole ones at once, a piece of one when nothing follows for a moment."""
+"""The line buffer: splits bytes into lines; passes on a partial line when no more bytes arrive for a moment."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 __all__ = ["LineBuffer"]
 
 _END = re.compile(rb"\r?\n|\r(?!\n)")
-#: After this long without its end, a piece of a line is passed on: a prompt, a row of dots.
-_PATIENCE = 0.2
-#: A line is passed on in pieces of this many bytes.
+#: After this time without more bytes, a partial line is passed on: a prompt, a row of dots.
+_FLUSH_SECONDS = 0.2
+#: A longer line is passed on in chunks of this many bytes.
 _LONGEST = 1 << 15
 
 
 @dataclass
 class LineBuffer:
-    """Collects what a rank writes to one stream.
+    """Buffers one output stream of a rank.
 
     Example:
         >>> lines = LineBuffer()
@@ -30,10 +30,10 @@ class LineBuffer:
     _since: float = 0.0
 
     def feed(self, data: bytes, now: float) -> list[tuple[str, str]]:
-        """Takes bytes; returns ``(text, end)`` of every line they complete."""
+        """Adds bytes; returns ``(text, end)`` of every line they complete."""
         buffer, position, lines = self._pending + data, 0, []
         self._since = now
-        if b"\r" not in buffer:  # the same, faster: ranks may write millions of lines
+        if b"\r" not in buffer:  # same result, but faster: ranks may write millions of lines
             whole, newline, self._pending = buffer.rpartition(b"\n")
             lines = [(line, "\n") for line in _text(whole).split("\n")] if newline else []
         else:
@@ -44,24 +44,24 @@ class LineBuffer:
                 position = match.end()
             self._pending = buffer[position:]
         while len(self._pending) > _LONGEST:
-            piece, self._pending = self._pending[:_LONGEST], self._pending[_LONGEST:]
-            lines.append((_text(piece), ""))
+            chunk, self._pending = self._pending[:_LONGEST], self._pending[_LONGEST:]
+            lines.append((_text(chunk), ""))
         return lines
 
     def due(self, now: float) -> list[tuple[str, str]]:
-        """The piece of a line that has waited long enough, if there is one."""
-        return self.flush() if self._pending and now >= self._since + _PATIENCE else []
+        """Returns the partial line, if it has waited long enough."""
+        return self.flush() if self._pending and now >= self._since + _FLUSH_SECONDS else []
 
     def flush(self) -> list[tuple[str, str]]:
-        """Whatever is left."""
+        """Returns the partial line, if there is one."""
         pending, self._pending = self._pending, b""
         if not pending:
             return []
         return [(_text(pending[:-1]), "\r")] if pending.endswith(b"\r") else [(_text(pending), "")]
 
     def wait(self, now: float) -> float | None:
-        """Seconds until a piece is due; ``None`` while nothing waits."""
-        return max(0.0, self._since + _PATIENCE - now) if self._pending else None
+        """Returns the seconds until the partial line is due; ``None`` if there is none."""
+        return max(0.0, self._since + _FLUSH_SECONDS - now) if self._pending else None
 
 
 def _text(data: bytes) -> str:

@@ -1,7 +1,7 @@
-"""Who a wrapper's rank is: what the launcher's environment says, with one thing put right.
+"""A fix for Open MPI's environment: the number of ranks on a rank's host.
 
-Open MPI 5 reports to every rank the same number of ranks on its host, that of one of the hosts, even where hosts
-have different numbers. chorosrun, which assigns ranks to hosts, passes the right one.
+Open MPI 5 reports the same number of ranks per host to every rank, that of one of the hosts, even if hosts have
+different numbers. chorosrun, which assigns ranks to hosts, passes the correct numbers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_WORLD_LOCAL_SIZE")
 
 
 def repairs(environ: Mapping[str, str], ranks_per_host: Sequence[int]) -> dict[str, str]:
-    """What to change in ``environ``.
+    """Returns the variables to correct in ``environ``.
 
     Args:
-        environ: what mpirun gave the wrapper.
-        ranks_per_host: how many ranks each host has, in the order of their ranks; empty if that is not known.
+        environ: the wrapper's environment, set by mpirun.
+        ranks_per_host: the number of ranks of each host, in the order of their ranks; empty if it is not known.
 
     Example:
         >>> names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
@@ -35,7 +35,7 @@ def repairs(environ: Mapping[str, str], ranks_per_host: Sequence[int]) -> dict[s
 
 
 def _size_of_host(rank: int, local_rank: int, ranks_per_host: Sequence[int]) -> int | None:
-    """How many ranks ``rank``'s host has; ``None`` if mpirun has assigned ranks in another way."""
+    """Returns the number of ranks on ``rank``'s host; ``None`` if mpirun has assigned ranks in another way."""
     first = 0
     for count in ranks_per_host:
         if rank < first + count:

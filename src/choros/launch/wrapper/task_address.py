@@ -10,21 +10,22 @@ from choros.launch.plan.roles import WORKER
 from choros.launch.protocol.wrapper_options import CLUSTER
 from choros.topology import split_address
 
-__all__ = ["why_not_listening"]
+__all__ = ["listening_problem"]
 
 
-def why_not_listening(environ: Mapping[str, str], rank: int) -> str:
-    """Why ``rank``, if it is to listen, cannot do so on this host; empty if it can."""
+def listening_problem(environ: Mapping[str, str], rank: int) -> str:
+    """Returns why ``rank`` cannot listen at its address; empty if it can, or if it does not need to listen."""
     role = role_in(environ, rank)
     if role is None or role.name == WORKER:
         return ""
-    from choros.launch.processes.ports import listening_error  # with sockets, which other jobs need not load
+    from choros.launch.processes.ports import listening_error  # imports sockets, which other jobs do not need
 
     address = json.loads(environ[CLUSTER])[role.name][role.index]
     error = listening_error(*split_address(address))
     if error is None:
         return ""
     return (
-        f"{role} cannot listen at {address}: {error.strerror or error}. If the port is taken, start the job again: it "
-        "chooses others. If the address is not this host's, name hosts in -H as they reach each other."
+        f"{role} cannot listen at {address}: {error.strerror or error}. If the port is in use, start the job again: "
+        "it chooses other ports. If the address is not this host's, give in -H the names by which the hosts reach "
+        "each other."
     )

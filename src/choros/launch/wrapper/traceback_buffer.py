@@ -1,42 +1,42 @@
-"""Tracebacks are held back until it is known whether the rank dies of them.
+"""The traceback buffer: holds tracebacks back until it is known whether the rank ends.
 
-A rank that dies shows its traceback once, as the last thing on the terminal, not somewhere in the middle of
-what the other ranks print. A rank that prints a traceback and goes on has handled the exception: then it is
-ordinary output, a moment late. So is what is more, or goes on for longer, than any last message.
+The traceback of a rank that fails is shown once, as the last output on the terminal, not in the middle of the other
+ranks' output. A rank that prints a traceback and continues has handled the exception: its traceback is ordinary
+output, shown a moment later. The same holds for output that is longer, or takes longer, than any final message.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["HoldBack"]
+__all__ = ["TracebackBuffer"]
 
 _BEGINNINGS = ("Traceback (most recent call last):", "  + Exception Group Traceback (most recent call last):")
-#: Lines that follow each other faster are one message: many exceptions say more than a line.
-_ONE_BREATH = 0.2
-#: A rank that keeps writing after a traceback is alive.
+#: Lines with shorter pauses between them are one message: the messages of many exceptions have several lines.
+_MESSAGE_PAUSE = 0.2
+#: A rank that continues to write after a traceback is alive.
 _AFTER_MORE_OUTPUT = 1.0
-#: One that is silent may be shutting down, which takes a framework its time.
+#: A silent rank may be shutting down, which takes some frameworks seconds.
 _AFTER_SILENCE = 3.0
-#: One that still writes so long after its traceback has survived it, however short its pauses.
+#: A rank that still writes this long after its traceback has handled the exception, even without pauses.
 _LONGEST = 5.0
-#: As much is still the message of a rank that dies, in characters.
+#: The longest final message of a rank, in characters.
 _MOST = 1 << 17
 
 
 @dataclass
-class HoldBack:
-    """Holds a rank's lines of standard error from a traceback on.
+class TracebackBuffer:
+    """Holds back a rank's lines on standard error, beginning with a traceback.
 
     Example:
-        >>> hold = HoldBack()
-        >>> hold.add("Traceback (most recent call last):", now=0.0)
+        >>> buffer = TracebackBuffer()
+        >>> buffer.add("Traceback (most recent call last):", now=0.0)
         []
-        >>> hold.add("ValueError: no", now=0.0)
+        >>> buffer.add("ValueError: no", now=0.0)
         []
-        >>> hold.due(now=2.0)
+        >>> buffer.due(now=2.0)
         []
-        >>> hold.due(now=3.5)
+        >>> buffer.due(now=3.5)
         ['Traceback (most recent call last):', 'ValueError: no']
     """
 
@@ -49,7 +49,7 @@ class HoldBack:
     _last: float = 0.0
 
     def add(self, line: str, now: float) -> list[str]:
-        """Takes a line; returns the lines to show now."""
+        """Adds a line; returns the lines to show now."""
         if not self.held:
             if not line.startswith(_BEGINNINGS):
                 return [line]
@@ -59,25 +59,25 @@ class HoldBack:
         self._length += len(line) + 1
         if self._length > _MOST:
             return self._release()
-        goes_on = self._ended and now - self._last > _ONE_BREATH
-        self._deadline = min(self._latest, now + (_AFTER_MORE_OUTPUT if goes_on else _AFTER_SILENCE))
+        continues = self._ended and now - self._last > _MESSAGE_PAUSE
+        self._deadline = min(self._latest, now + (_AFTER_MORE_OUTPUT if continues else _AFTER_SILENCE))
         self._last = now
         self._note_end(line)
         return []
 
     def alive(self, now: float) -> None:
-        """The rank wrote something else."""
+        """Records that the rank wrote to standard output: after its traceback, it is still alive."""
         if self.held and self._ended:
             self._deadline = min(self._deadline, now + _AFTER_MORE_OUTPUT)
 
     def due(self, now: float) -> list[str]:
-        """The held lines, once the rank has outlived them."""
+        """Returns the held lines, once the rank is known to have handled the exception."""
         if not self.held or now < self._deadline:
             return []
         return self._release()
 
     def wait(self, now: float) -> float | None:
-        """Seconds until lines are due; ``None`` while nothing is held."""
+        """Returns the seconds until the held lines are due; ``None`` if there are none."""
         return max(0.0, self._deadline - now) if self.held else None
 
     def _release(self) -> list[str]:
@@ -85,7 +85,7 @@ class HoldBack:
         return lines
 
     def _note_end(self, line: str) -> None:
-        """The line that names the exception is the first one after the beginning that is not indented."""
+        """Detects the end of the traceback: the first line that is not indented, which names the exception."""
         if line.startswith(_BEGINNINGS):
             self._ended = False
         elif line and not line[0].isspace():

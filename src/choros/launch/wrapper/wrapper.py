@@ -1,31 +1,32 @@
-"""The worker wrapper: one beside each rank, between mpirun and the user's command.
+"""The wrapper: one beside each rank, between mpirun and the user's command.
 
 ::
 
-    chorosrun ──1──► mpirun ──2──► worker wrapper ──3──► COMMAND, the rank ──► its own children
+    chorosrun ──1──► mpirun ──2──► wrapper ──3──► COMMAND, the rank ──► its own children
         ▲               │             │      ▲                │
         └── frames ◄────┴── stdout ◄──┘      └── its stdout and stderr, through pipes
 
-    to the ranks   chorosrun sends mpirun   mpirun sends every wrapper   the wrapper sends the rank's group
+    for the ranks  chorosrun sends mpirun   mpirun sends every wrapper   the wrapper sends the rank's group
                    SIGUSR1, SIGUSR2         the same                     the same
                    SIGALRM                  SIGALRM                      SIGINT
                    SIGABRT                  SIGABRT                      SIGTERM
-                   SIGURG                   SIGURG                       SIGKILL; when it has ended: let go
+                   SIGURG                   SIGURG                       SIGKILL; after its end: release
                    SIGTERM                  SIGTERM, SIGKILL 0.25 s on   SIGTERM, SIGKILL 0.1 s on
 
-mpirun kills the job when it is asked to end with SIGINT or SIGTERM, which leaves no time to save; so these two
-travel in the guise of signals that it passes on.
+When mpirun receives SIGINT or SIGTERM, it kills the job, which leaves no time to save; so chorosrun sends other
+signals for these two, which mpirun forwards.
 
-A rank ends in the same way however it ends: every process it started is stopped, what it wrote last is read,
-one ``Exit`` frame tells chorosrun, and then the wrapper *stays* until chorosrun lets it go. mpirun would kill
-the other ranks a quarter of a second after the first wrapper ends with an error, or ends without
-``MPI_Finalize``; how long they have is chorosrun's to say.
+The end of a rank is always the same: its remaining child processes are ended, its last output is read, an ``Exit``
+frame reports the end to chorosrun, and then the wrapper *waits* until chorosrun releases it. Otherwise mpirun would
+kill the other ranks a quarter of a second after the first wrapper ended with an error or without ``MPI_Finalize``;
+chorosrun decides how much time they have.
 
-Beside parameter servers, a worker that a signal has ended, and not one of ours, is started again; the wrapper, and
-so the job, stays.
+In a job with parameter servers, a worker ended by a signal that chorosrun did not send is restarted; the wrapper, and
+so the job, continues.
 
-No rank is left behind: 1 and 3 are tethered (the kernel kills the child when its parent dies), and across 2
-the kernel wakes the wrapper when mpirun dies. Where it cannot, the wrapper checks twice a second.
+No rank outlives the job: arrows 1 and 3 have a parent-death guard (the kernel kills the child when its parent dies),
+and for arrow 2 the kernel wakes the wrapper when mpirun dies. Where the kernel cannot, the wrapper polls twice a
+second.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ from choros.launch.plan.cores import share_of
 from choros.launch.plan.roles import WORKER
 from choros.launch.plan.settings import rank_settings
 from choros.launch.processes.directories import SESSION, VARIABLE, Directory, remove_stale, shared_memory
-from choros.launch.processes.parent_death_guard import adopt_orphans, die_with_parent, signal_at_parent_death
+from choros.launch.processes.parent_death_guard import become_subreaper, die_with_parent, signal_at_parent_death
 from choros.launch.processes.process_tree import end_children, group_exists, signal_group
 from choros.launch.protocol.frames import Exit, Frame, Start, encode
-from choros.launch.protocol.wrapper_options import CARRIED, RESULT_FD, Options
+from choros.launch.protocol.wrapper_options import RESULT_FD, SIGNAL_MEANINGS, WrapperOptions
 from choros.launch.wrapper.open_mpi_fixes import repairs
-from choros.launch.wrapper.task_address import why_not_listening
+from choros.launch.wrapper.task_address import listening_problem
 from choros.launch.wrapper.transcript import ERR, EVENTS, OUT, RESULT, Transcript
 from choros.observe import EVENTS_FD
 from choros.topology import Topology, detect
@@ -59,16 +60,16 @@ from choros.transport.signal_pipe import SignalPipe, wake_only
 
 __all__ = ["Wrapper", "main"]
 
-_POLL = 0.5
+_POLL_SECONDS = 0.5
 _ORPHANS_GRACE = 0.5
-#: What killed this rank will soon be felt by others: be the first to report it.
+#: The failure of this rank soon makes other ranks fail: report it before they do.
 _ORPHANS_GRACE_AFTER_FAILURE = 0.1
-_LAST_WORDS = 0.1
-_REPEAT = 2.0
+_KILL_SECONDS = 0.1
+_REPORT_AGAIN_SECONDS = 2.0
 _PIPE_READ = 1 << 16
-#: After less than this from a pipe, more may come together in a moment: a frame a line costs ten times as much.
-_LITTLE = 1 << 14
-_MOMENT = 0.002
+#: After a read smaller than this, wait for more data to fill a frame: one frame per line costs ten times as much.
+_SMALL_READ = 1 << 14
+_BATCH_SECONDS = 0.002
 
 
 class _NotStarted(LaunchError):
@@ -80,10 +81,10 @@ class _NotStarted(LaunchError):
 
 
 class Wrapper:
-    """Runs one rank's command, tells chorosrun about it, and ends it when told to."""
+    """Runs one rank's command, reports it to chorosrun, and ends it on chorosrun's signal."""
 
-    def __init__(self, place: Topology, options: Options, command: list[str]) -> None:
-        self._place = place
+    def __init__(self, topology: Topology, options: WrapperOptions, command: list[str]) -> None:
+        self._topology = topology
         self._options = options
         self._command = command
         self._environ: dict[str, str] = {}
@@ -93,11 +94,11 @@ class Wrapper:
         self._process: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
         self._stopped = False
-        self._told: set[int] = set()
+        self._received: set[int] = set()
         self._reported = False
         self._released = False
         self._early: list[int] = []
-        self._transcript = Transcript(place.rank)
+        self._transcript = Transcript(topology.rank)
         self._loop = Loop(None)  # idle while the rank computes
         self._pipes: set[HasFileno | int] = set()
         self._memory: Directory | None = None
@@ -113,50 +114,50 @@ class Wrapper:
                 self._restarts += 1
                 self._run_once()
         except ChorosError as error:
-            report = Exit(self._place.rank, self._host, error.exit_code, problem=str(error))
+            report = Exit(self._topology.rank, self._host, error.exit_code, problem=str(error))
         else:
             report = self._report()
         self._reported = True
         self._send(report)
         while not self._released:
-            self._loop.run(until=lambda: self._released, seconds=_REPEAT)
-            self._send(report)  # again and again: it is what the job's end hangs on
+            self._loop.run(until=lambda: self._released, seconds=_REPORT_AGAIN_SECONDS)
+            self._send(report)  # repeated, because the job cannot end without it
         self._clean_up()
         return report.code
 
     # signals ------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Has signals wake the loop; from now on none ends the wrapper by itself."""
-        passed_on = dict.fromkeys((*CARRIED, signal.SIGTERM), self._on_signal)
-        pipe = SignalPipe({**passed_on, signal.SIGCHLD: wake_only})
-        pipe.open()  # never closed: a signal that came after that would end the wrapper
+        """Installs the signal handlers, which wake the loop; from now on no signal ends the wrapper by itself."""
+        handlers = dict.fromkeys((*SIGNAL_MEANINGS, signal.SIGTERM), self._on_signal)
+        pipe = SignalPipe({**handlers, signal.SIGCHLD: wake_only})
+        pipe.open()  # never closed: a later signal would end the wrapper
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
         self._loop.on_readable(pipe, partial(self._on_wake_up, pipe))
-        # The signal only wakes the loop: whether mpirun has ended is for _check_parent to find out.
+        # The signal only wakes the loop; _check_parent detects whether mpirun has ended.
         wakes_at_parent_death = signal_at_parent_death(signal.SIGCHLD) and os.getppid() == self._mpirun
         if not wakes_at_parent_death:
-            self._loop.repeat("parent", _POLL, self._check_parent)
+            self._loop.repeat("parent", _POLL_SECONDS, self._check_parent)
 
     def _on_wake_up(self, pipe: SignalPipe) -> None:
-        pipe.read()  # their handlers have run; what is left are the children that have ended, and mpirun
+        pipe.read()  # the signals' handlers have run; SIGCHLD is left: a child or mpirun has ended
         self._reap()
         self._check_parent()
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGTERM:  # from mpirun itself: SIGKILL follows at once
-            self._loop.repeat("last words", _LAST_WORDS, self._stop_now)
+            self._loop.repeat("kill", _KILL_SECONDS, self._stop_now)
             self._released = True
-            self._pass_on(signal.SIGTERM)
+            self._forward(signal.SIGTERM)
             return
-        meaning = CARRIED[signal.Signals(number)]
+        meaning = SIGNAL_MEANINGS[signal.Signals(number)]
         if meaning == signal.SIGKILL and self._reported:
             self._released = True
-        self._pass_on(meaning)
+        self._forward(meaning)
 
-    def _pass_on(self, number: int) -> None:
-        self._told.add(number)
+    def _forward(self, number: int) -> None:
+        self._received.add(number)
         if self._process is None:
             self._early.append(number)
             return
@@ -169,41 +170,41 @@ class Wrapper:
     # the command --------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Gets the host, and the command's environment, ready; an error says why the command cannot be started."""
-        adopt_orphans()
-        if self._place.local_rank == 0:
+        """Prepares the host and the command's environment; raises if the command cannot be started."""
+        become_subreaper()
+        if self._topology.local_rank == 0:
             remove_stale()
-        problem = why_not_listening(os.environ, self._place.rank)
+        problem = listening_problem(os.environ, self._topology.rank)
         if problem:
             raise _NotStarted(problem)
-        share = share_of(self._place.local_rank, self._place.local_size, self._options.bind)
+        share = share_of(self._topology.local_rank, self._topology.local_size, self._options.bind)
         if share.bind and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, share.bind)
-        environ = task_environment(os.environ, self._place.rank)
-        environ |= rank_settings(environ, share, one_host=self._place.local_size == self._place.size)
+        environ = task_environment(os.environ, self._topology.rank)
+        environ |= rank_settings(environ, share, one_host=self._topology.local_size == self._topology.size)
         self._memory = shared_memory(environ)
         if self._memory is not None:
             environ[VARIABLE] = str(self._memory.path)
         self._environ = environ
 
     def _run_once(self) -> None:
-        """Runs the command, until it has ended with all that it had started and all that it wrote has been read."""
+        """Runs the command until it and its process tree have ended and all of its output has been read."""
         ended_by = -(self._status or 0)
         self._process = self._status = None
         self._send_all(self._transcript.release())
-        self._transcript = Transcript(self._place.rank)
+        self._transcript = Transcript(self._topology.rank)
         process = self._start()
-        self._send(Start(self._place.rank, self._host, process.pid, self._restarts, ended_by))
+        self._send(Start(self._topology.rank, self._host, process.pid, self._restarts, ended_by))
         self._loop.run(until=lambda: self._status is not None)
-        self._end_family()
+        self._end_process_tree()
         self._drain()
 
     def _start(self) -> subprocess.Popen[bytes]:
         environ = dict(self._environ)
-        asked = ((RESULT, RESULT_FD, self._options.result), (EVENTS, EVENTS_FD, self._options.events))
+        pipes = ((RESULT, RESULT_FD, self._options.result), (EVENTS, EVENTS_FD, self._options.events))
         readers: dict[str, int] = {}
         writers: list[int] = []
-        for name, variable, wanted in asked:
+        for name, variable, wanted in pipes:
             if wanted:
                 readers[name], writer = os.pipe()
                 writers.append(writer)
@@ -219,11 +220,11 @@ class Wrapper:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 process_group=0,
-                close_fds=False,  # Hydra's ranks talk to it through a descriptor they inherit
+                close_fds=False,  # Hydra's ranks communicate with it through an inherited descriptor
                 preexec_fn=lambda: _become_rank(wrapper),
             )
         except OSError as error:
-            raise _why_not_started(self._command[0], error) from error
+            raise _start_error(self._command[0], error) from error
         finally:
             for writer in writers:
                 os.close(writer)
@@ -233,39 +234,39 @@ class Wrapper:
                 self._loop.on_readable(pipe, partial(self._read, name, pipe))
         early, self._early = self._early, []
         for number in early:
-            self._pass_on(number)
+            self._forward(number)
         return process
 
     def _may_run_again(self) -> bool:
-        """Whether this is a worker that a signal has ended which was none of ours, and may be started once more."""
-        role = role_in(os.environ, self._place.rank)
+        """Returns whether this is a worker that may be restarted: ended by a signal that chorosrun did not send."""
+        role = role_in(os.environ, self._topology.rank)
         if role is None or role.name != WORKER or self._restarts >= self._options.restarts:
             return False
         ended_by = -(self._status or 0)
-        ended = self._told & {signal.SIGINT, signal.SIGTERM, signal.SIGKILL}
-        return ended_by > 0 and ended_by not in self._told and not ended and not self._released
+        ended = self._received & {signal.SIGINT, signal.SIGTERM, signal.SIGKILL}
+        return ended_by > 0 and ended_by not in self._received and not ended and not self._released
 
-    # what it writes, and its end -----------------------------------------------------------------
+    # the command's output and its end -------------------------------------------------------------
 
     def _read(self, name: str, pipe: HasFileno | int) -> None:
         data = os.read(pipe if isinstance(pipe, int) else pipe.fileno(), _PIPE_READ)
         if not data:
             self._loop.forget(pipe)
             self._pipes.discard(pipe)
-        elif len(data) < _LITTLE:
+        elif len(data) < _SMALL_READ:
             self._loop.forget(pipe)
             read_on = partial(self._loop.on_readable, pipe, partial(self._read, name, pipe))
-            self._loop.set_deadline(f"read {name}", _MOMENT, read_on)
+            self._loop.set_deadline(f"read {name}", _BATCH_SECONDS, read_on)
         self._send_all(self._transcript.feed(name, data, time.monotonic()))
         self._wait_for_due()
 
     def _send_due(self) -> None:
-        if self._status is None:  # what a rank that has ended wrote last is its report's
+        if self._status is None:  # the last output of a rank that has ended is part of its report
             self._send_all(self._transcript.due(time.monotonic()))
             self._wait_for_due()
 
     def _wait_for_due(self) -> None:
-        """Has what the transcript keeps back sent when its time comes."""
+        """Schedules the sending of the lines that the transcript holds back."""
         waits = self._transcript.waits(time.monotonic())
         if waits:
             self._loop.set_deadline("due", min(waits), self._send_due)
@@ -273,7 +274,7 @@ class Wrapper:
             self._loop.cancel("due")
 
     def _reap(self) -> None:
-        """Takes note of ended children: the rank, and orphans of its that are ours now."""
+        """Waits for children that have ended: the rank, and its orphans, which this process has inherited."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -296,23 +297,23 @@ class Wrapper:
 
     # the end ------------------------------------------------------------------------------------
 
-    def _end_family(self) -> None:
-        """Ends what the rank started: a moment to end by themselves (resource trackers tidy up), then by force."""
+    def _end_process_tree(self) -> None:
+        """Ends the rank's child processes by SIGKILL, after a moment in which resource trackers end by themselves."""
         assert self._process is not None  # noqa: S101  (only called once it has run)
         group = self._process.pid
-        patience = _ORPHANS_GRACE if self._status == 0 else _ORPHANS_GRACE_AFTER_FAILURE
-        self._loop.run(until=lambda: not group_exists(group) or self._released, seconds=patience)
+        grace = _ORPHANS_GRACE if self._status == 0 else _ORPHANS_GRACE_AFTER_FAILURE
+        self._loop.run(until=lambda: not group_exists(group) or self._released, seconds=grace)
         signal_group(group, signal.SIGKILL)
         end_children(self._reap)
 
     def _drain(self) -> None:
-        """Reads what is left in the pipes; nobody writes to them any more."""
+        """Reads the rest of the pipes, whose writers have ended."""
         self._loop.run(until=lambda: not self._pipes, seconds=1.0)
 
     def _report(self) -> Exit:
         status = self._status or 0
         return Exit(
-            self._place.rank,
+            self._topology.rank,
             self._host,
             code=status if status >= 0 else 128 - status,
             signal=max(0, -status),
@@ -329,7 +330,7 @@ class Wrapper:
             self._send(frame)
 
     def _send(self, frame: Frame) -> None:
-        """Writes a frame to mpirun; if nobody reads any more, the job is over."""
+        """Writes a frame to mpirun; if mpirun no longer reads, the job is over."""
         data = memoryview(encode(frame))
         try:
             while data:
@@ -339,38 +340,38 @@ class Wrapper:
             self._stop_now()
 
     def _clean_up(self) -> None:
-        """Removes what the job has left in this host's memory; the last rank of the host finds it empty."""
+        """Removes this rank's shared memory, and mpirun's directory if mpirun is dead."""
         if self._memory is not None:
-            self._memory.leave(self._place.local_rank)
+            self._memory.release(self._topology.local_rank)
         session = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
-        if os.getppid() != self._mpirun and session.is_absolute():  # mpirun is gone and cannot do it
-            ours = session.parent.name.startswith(SESSION)
-            import shutil  # with three compression libraries, for once in a while
+        if os.getppid() != self._mpirun and session.is_absolute():  # mpirun is dead and cannot do it
+            created_by_choros = session.parent.name.startswith(SESSION)
+            import shutil  # imports three compression libraries, for this rare case
 
-            shutil.rmtree(session.parent if ours else session, ignore_errors=True)
+            shutil.rmtree(session.parent if created_by_choros else session, ignore_errors=True)
 
 
 def _become_rank(wrapper: int) -> None:
-    """Runs in the child, before the command."""
+    """Sets the parent-death guard and the default signal handlers; runs in the child, before the command."""
     die_with_parent(wrapper)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
 
 
-def _why_not_started(program: str, error: OSError) -> _NotStarted:
+def _start_error(program: str, error: OSError) -> _NotStarted:
     if isinstance(error, PermissionError):
         return _NotStarted(f"{program!r} is not executable.", 126)
     if isinstance(error, FileNotFoundError):
-        return _NotStarted(f"there is no command {program!r}.", 127)
+        return _NotStarted(f"command not found: {program!r}.", 127)
     return _NotStarted(f"{program!r} cannot be started: {error.strerror or error}.", 127)
 
 
 def main() -> None:
-    """Runs the rank given on the command line."""
-    options, command = Options.parse(sys.argv[1:])
+    """Runs the wrapper with the options and the command in ``sys.argv``."""
+    options, command = WrapperOptions.parse(sys.argv[1:])
     os.environ.update(repairs(os.environ, options.ranks_per_host))
     try:
-        place = detect(os.environ)
+        topology = detect(os.environ)
     except ChorosError as error:
         sys.exit(f"choros: {error}")
-    os._exit(Wrapper(place, options, command).run())
+    os._exit(Wrapper(topology, options, command).run())

@@ -1,11 +1,11 @@
-"""How a job went, in words."""
+"""The outcome of a job: messages and exit codes."""
 
 import pytest
 
 from choros.launch.driver.mpirun_messages import explain
-from choros.launch.driver.outcome import exception_name, judge
+from choros.launch.driver.outcome import exception_name, outcome_of
 from choros.launch.driver.stopping import Reason, Stage, stages
-from choros.launch.driver.supervisor import Outcome
+from choros.launch.driver.supervisor import JobEnd
 from choros.launch.plan.limits import Limits
 from choros.launch.plan.roles import Roles
 from choros.launch.protocol.frames import Exit, Start
@@ -14,23 +14,23 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nVa
 STOPPED = {"code": 143, "signal": 15, "stopped": True}
 
 
-def outcome(*exits, size=3, reason=Reason.FAILURE, started=None, **rest):
+def job_end(*exits, size=3, reason=Reason.FAILURE, started=None, **rest):
     starts = range(size) if started is None else started
-    return Outcome(
+    return JobEnd(
         size, {rank: Start(rank, "h", 1) for rank in starts}, {end.rank: end for end in exits}, reason, **rest
     )
 
 
-def verdict(*exits, **rest):
-    return judge(outcome(*exits, **rest), Limits(run=5))
+def outcome(*exits, **rest):
+    return outcome_of(job_end(*exits, **rest), Limits(run=5))
 
 
-def test_all_is_well():
-    assert verdict(*(Exit(rank, "h", 0) for rank in range(3)), reason=None).exit_code == 0
+def test_success():
+    assert outcome(*(Exit(rank, "h", 0) for rank in range(3)), reason=None).exit_code == 0
 
 
 def test_the_first_failure_comes_last():
-    got = verdict(Exit(1, "b", 1, traceback=TRACEBACK), Exit(0, "a", **STOPPED), Exit(2, "c", **STOPPED))
+    got = outcome(Exit(1, "b", 1, traceback=TRACEBACK), Exit(0, "a", **STOPPED), Exit(2, "c", **STOPPED))
     assert got.exit_code == 1
     assert got.lines == (
         "chorosrun: rank 1 on b failed with exit code 1 (ValueError); the other 2 ranks were stopped.",
@@ -38,9 +38,9 @@ def test_the_first_failure_comes_last():
     )
 
 
-def test_later_failures_are_a_line_each_kind():
+def test_later_failures_have_one_line_for_each_kind():
     other = TRACEBACK.replace("ValueError", "choros.errors.MismatchError")
-    got = verdict(
+    got = outcome(
         *(Exit(rank, "h", 1, traceback=TRACEBACK if rank == 3 else other) for rank in (2, 0, 3)),
         Exit(1, "h", **STOPPED),
         size=4,
@@ -53,55 +53,55 @@ def test_later_failures_are_a_line_each_kind():
     )
 
 
-def test_an_exit_code_of_its_own():
-    got = verdict(Exit(0, "h", 3, tail="last\nwords"), Exit(1, "h", **STOPPED), size=2)
+def test_an_exit_code():
+    got = outcome(Exit(0, "h", 3, tail="last\nwords"), Exit(1, "h", **STOPPED), size=2)
     assert got.exit_code == 3
     assert got.lines == (
         "chorosrun: rank 0 on h failed with exit code 3; the other rank was stopped.",
-        "The last it wrote to standard error:\nlast\nwords",
+        "Its last lines on standard error:\nlast\nwords",
     )
 
 
-@pytest.mark.parametrize(("number", "says"), [(9, "SIGKILL (signal 9): out of memory"), (11, "SIGSEGV (signal 11)")])
-def test_killed(number, says):
-    got = verdict(Exit(0, "h", 128 + number, signal=number), size=1)
+@pytest.mark.parametrize(("number", "message"), [(9, "SIGKILL (signal 9): out of memory"), (11, "SIGSEGV (signal 11)")])
+def test_killed(number, message):
+    got = outcome(Exit(0, "h", 128 + number, signal=number), size=1)
     assert got.exit_code == 128 + number
-    assert f"was killed by {says}" in got.lines[0]
+    assert f"was killed by {message}" in got.lines[0]
 
 
 def test_a_traceback_that_was_shown_is_not_shown_again():
-    got = verdict(Exit(0, "h", 1, shown=True, tail="x"), size=1)
+    got = outcome(Exit(0, "h", 1, shown=True, tail="x"), size=1)
     assert got.lines[-1] == "chorosrun: its traceback is above."
 
 
 def test_a_command_that_does_not_exist():
-    got = verdict(Exit(0, "h", 127, problem="there is no command 'x'."), Exit(1, "h", 127, problem="…"), size=2)
+    got = outcome(Exit(0, "h", 127, problem="command not found: 'x'."), Exit(1, "h", 127, problem="…"), size=2)
     assert got.exit_code == 127
-    assert got.lines == ("chorosrun: on h, there is no command 'x'.",)
+    assert got.lines == ("chorosrun: on h, command not found: 'x'.",)
 
 
 @pytest.mark.parametrize(("reason", "code"), [(Reason.INTERRUPT, 130), (Reason.TERMINATE, 143), (Reason.TIMEOUT, 124)])
 def test_stopped_from_outside(reason, code):
     interrupted = TRACEBACK.replace("ValueError: no", "KeyboardInterrupt")
-    got = verdict(
+    got = outcome(
         Exit(0, "h", 130, stopped=True, traceback=interrupted), Exit(1, "h", 0, stopped=True), size=2, reason=reason
     )
     assert got.exit_code == code
     assert len(got.lines) == 1
 
 
-def test_who_had_to_be_killed_is_named():
-    got = verdict(Exit(0, "h", 137, signal=9, stopped=True), Exit(1, "h", 0), size=2, reason=Reason.TERMINATE)
-    assert got.lines[0] == "chorosrun: rank 0 did not end when asked, and was killed."
+def test_ranks_that_were_killed_are_named():
+    got = outcome(Exit(0, "h", 137, signal=9, stopped=True), Exit(1, "h", 0), size=2, reason=Reason.TERMINATE)
+    assert got.lines[0] == "chorosrun: rank 0 did not end after the first signal and was killed."
 
 
-def test_failing_while_ending_is_told():
-    got = verdict(Exit(0, "h", 1, stopped=True, traceback=TRACEBACK), size=1, reason=Reason.TERMINATE)
+def test_a_failure_during_shutdown_is_shown():
+    got = outcome(Exit(0, "h", 1, stopped=True, traceback=TRACEBACK), size=1, reason=Reason.TERMINATE)
     assert TRACEBACK in got.lines
 
 
 def test_mpirun_that_cannot_start():
-    got = verdict(
+    got = outcome(
         reason=None, started=(), messages=["----", "There are not enough slots available", "----"], mpirun_code=1
     )
     assert got.exit_code == 70
@@ -112,21 +112,19 @@ def test_mpirun_that_cannot_start():
 
 
 def test_a_slow_start():
-    got = verdict(Exit(0, "h", **STOPPED), started=(0,), reason=Reason.START_TIMEOUT)
+    got = outcome(Exit(0, "h", **STOPPED), started=(0,), reason=Reason.START_TIMEOUT)
     assert (got.exit_code, got.lines) == (70, ("chorosrun: ranks 1, 2 did not start within --start-timeout 30 s.",))
 
 
 def test_a_lost_host():
-    got = verdict(Exit(0, "h", **STOPPED), Exit(1, "h", 0), reason=None, mpirun_code=1)
+    got = outcome(Exit(0, "h", **STOPPED), Exit(1, "h", 0), reason=None, mpirun_code=1)
     assert got.exit_code == 70
     assert got.lines[0].startswith("chorosrun: rank 2 on h disappeared")
 
 
 def test_a_lost_host_that_mpirun_names():
-    got = verdict(reason=None, messages=["  Remote host:   h", "…"], mpirun_code=1)
-    assert got.lines == (
-        "chorosrun: ranks 0, 1, 2 on h disappeared: the host went down, or cannot be reached any more.",
-    )
+    got = outcome(reason=None, messages=["  Remote host:   h", "…"], mpirun_code=1)
+    assert got.lines == ("chorosrun: ranks 0, 1, 2 on h disappeared: the host went down or can no longer be reached.",)
 
 
 #: A chief, a ps and two workers.
@@ -134,46 +132,46 @@ ROLES = {"roles": Roles(servers=1, workers=2), "size": 4}
 
 
 def test_the_chief_decides():
-    got = verdict(Exit(0, "h", 0), Exit(1, "h", 0), Exit(2, "h", 0), Exit(3, "h", 0), reason=None, **ROLES)
+    got = outcome(Exit(0, "h", 0), Exit(1, "h", 0), Exit(2, "h", 0), Exit(3, "h", 0), reason=None, **ROLES)
     assert (got.exit_code, got.lines) == (0, ())
 
 
-def test_what_comes_after_the_chief_is_told():
-    got = verdict(
+def test_failures_after_the_chiefs_end_are_shown():
+    got = outcome(
         Exit(0, "h", 0), Exit(1, "h", **STOPPED), Exit(2, "h", 1, traceback=TRACEBACK), reason=Reason.DONE, **ROLES
     )
     assert got.exit_code == 0
     assert got.lines == (
         "chorosrun: after the chief had ended, worker 0 on h failed with exit code 1 (ValueError).",
         TRACEBACK,
-        "chorosrun: ps 0, worker 1 did not end within 20 s after the chief, and were stopped.",
+        "chorosrun: ps 0, worker 1 did not end within 20 s after the chief and were stopped.",
     )
 
 
 def test_a_chief_that_fails():
-    got = verdict(Exit(0, "h", 3), *(Exit(rank, "h", **STOPPED) for rank in (1, 2, 3)), **ROLES)
+    got = outcome(Exit(0, "h", 3), *(Exit(rank, "h", **STOPPED) for rank in (1, 2, 3)), **ROLES)
     assert got.exit_code == 3
     assert got.lines == ("chorosrun: the chief on h failed with exit code 3; the other 3 processes were stopped.",)
 
 
-def test_a_failure_before_a_chief_that_ends_well_is_a_failure():
-    got = verdict(Exit(2, "h", 3), Exit(0, "h", 0, stopped=True), Exit(1, "h", 0), Exit(3, "h", 0), **ROLES)
+def test_a_failure_before_the_chiefs_success_is_a_failure():
+    got = outcome(Exit(2, "h", 3), Exit(0, "h", 0, stopped=True), Exit(1, "h", 0), Exit(3, "h", 0), **ROLES)
     assert (got.exit_code, got.lines[-1][:40]) == (3, "chorosrun: worker 0 on h failed with exi")
 
 
-def test_who_needs_a_ps_is_not_the_cause():
-    got = verdict(Exit(3, "h", 1), Exit(0, "h", 1, traceback=TRACEBACK), Exit(1, "h", 5), Exit(2, "h", 0), **ROLES)
+def test_the_failure_of_a_ps_is_the_cause_of_others():
+    got = outcome(Exit(3, "h", 1), Exit(0, "h", 1, traceback=TRACEBACK), Exit(1, "h", 5), Exit(2, "h", 0), **ROLES)
     assert got.exit_code == 5
     assert got.lines == (
         "chorosrun: the chief failed too: ValueError.",
         "chorosrun: worker 1 failed too: exit code 1.",
         "chorosrun: ps 0 on h failed with exit code 5.",
-        "chorosrun: its part of the variables is lost: start the job again from its last checkpoint.",
+        "chorosrun: its shard of the variables is lost: start the job again from the last checkpoint.",
     )
 
 
 def test_a_signal_is_a_cause():
-    got = verdict(Exit(0, "h", 1), Exit(2, "h", 137, signal=9, restarts=3), Exit(1, "h", 0), Exit(3, "h", 0), **ROLES)
+    got = outcome(Exit(0, "h", 1), Exit(2, "h", 137, signal=9, restarts=3), Exit(1, "h", 0), Exit(3, "h", 0), **ROLES)
     assert got.exit_code == 137
     assert got.lines[1].startswith("chorosrun: worker 0 on h was killed by SIGKILL")
     assert got.lines[2] == "chorosrun: this was restart 3; --max-restarts allows no more."
@@ -186,19 +184,19 @@ FATAL = [
 ]
 
 
-def test_who_falls_with_another_is_not_the_cause():
-    got = verdict(Exit(0, "h", 14), Exit(2, "h", 7), Exit(1, "h", **STOPPED), messages=FATAL)
+def test_a_rank_that_mpi_aborted_is_not_the_cause():
+    got = outcome(Exit(0, "h", 14), Exit(2, "h", 7), Exit(1, "h", **STOPPED), messages=FATAL)
     assert got.exit_code == 7
     assert got.lines[-1] == "chorosrun: rank 2 on h failed with exit code 7; 1 other rank was stopped."
 
 
 def test_an_error_of_mpi_is_shown_if_nothing_else_explains_it():
-    got = verdict(Exit(0, "h", 14), Exit(1, "h", **STOPPED), size=2, messages=FATAL)
-    assert got.lines[-1].startswith("MPI met an error that it does not survive. mpirun said:\n  [h:0] *** An error")
+    got = outcome(Exit(0, "h", 14), Exit(1, "h", **STOPPED), size=2, messages=FATAL)
+    assert got.lines[-1].startswith("MPI aborted because of an error. mpirun's messages:\n  [h:0] *** An error")
 
 
-def test_mpi_abort_shows_what_the_rank_said():
-    got = verdict(
+def test_mpi_abort_shows_the_ranks_traceback():
+    got = outcome(
         Exit(1, "h", **STOPPED, traceback=TRACEBACK), Exit(0, "h", **STOPPED), reason=None, size=2, mpirun_code=5
     )
     assert got.lines[-1] == TRACEBACK
@@ -222,7 +220,7 @@ def test_exception_names(traceback, name):
 
 def test_nothing_to_explain():
     assert explain(["-----", ""]) == ""
-    assert "does not say why" in verdict(reason=None, started=(), mpirun_code=1).lines[0]
+    assert "gave no reason" in outcome(reason=None, started=(), mpirun_code=1).lines[0]
 
 
 def test_stages():

@@ -1,4 +1,4 @@
-"""What Open MPI gets wrong about a rank's host."""
+"""The fix for Open MPI's number of ranks on a host."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from choros.launch.wrapper.open_mpi_fixes import repairs
 from choros.topology import detect
 
 
-def told(rank, local_rank, local_size, size=3):
+def reported(rank, local_rank, local_size, size=3):
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": str(size),
@@ -18,17 +18,17 @@ def told(rank, local_rank, local_size, size=3):
 @pytest.mark.parametrize(
     ("environ", "counts", "local_size"),
     [
-        (told(0, 0, 1), (2, 1), 2),
-        (told(1, 1, 1), (2, 1), 2),
-        (told(2, 0, 2), (2, 1), 1),
-        (told(1, 1, 1), (), 2),  # not known: at least what must be
-        (told(2, 1, 2), (2, 1), 2),  # dealt out in another way
-        (told(0, 0, 3), (3,), 3),
+        (reported(0, 0, 1), (2, 1), 2),
+        (reported(1, 1, 1), (2, 1), 2),
+        (reported(2, 0, 2), (2, 1), 1),
+        (reported(1, 1, 1), (), 2),  # not known: at least local_rank + 1
+        (reported(2, 1, 2), (2, 1), 2),  # assigned in another way
+        (reported(0, 0, 3), (3,), 3),
     ],
 )
 def test_local_size(environ, counts, local_size):
     assert detect({**environ, **repairs(environ, counts)}).local_size == local_size
 
 
-def test_others_are_left_alone():
+def test_other_launchers_are_unchanged():
     assert repairs({"PMI_RANK": "0", "PMI_SIZE": "2"}, (2, 1)) == {}

@@ -1,4 +1,4 @@
-"""Kinds of mpirun, accelerators, and what is installed."""
+"""MPI implementations, accelerators, and the build report."""
 
 import subprocess
 import sys
@@ -16,12 +16,12 @@ from choros.launch.plan.mpi_implementations import (
     Mpirun,
     OpenMpi4,
     OpenMpi5,
-    flavour_of,
+    implementation_of,
 )
 
 
 @pytest.mark.parametrize(
-    ("version", "flavour"),
+    ("version", "implementation"),
     [
         ("mpirun (Open MPI) 5.0.11\n\nReport bugs to …", OpenMpi5),
         ("mpirun (Open MPI) 6.0.0", OpenMpi5),
@@ -34,14 +34,14 @@ from choros.launch.plan.mpi_implementations import (
         ("", None),
     ],
 )
-def test_kinds(version, flavour):
-    assert type(flavour_of(version)) is (flavour or type(None))
+def test_implementations(version, implementation):
+    assert type(implementation_of(version)) is (implementation or type(None))
 
 
-def test_the_one_beside_python_is_taken():
+def test_the_mpirun_beside_python_is_the_default():
     mpirun = detect_mpirun()
     assert Path(mpirun.path).parent == Path(sys.executable).parent
-    assert isinstance(mpirun.flavour, OpenMpi5)
+    assert isinstance(mpirun.implementation, OpenMpi5)
     assert mpirun.environment() == {}
 
 
@@ -52,24 +52,24 @@ def script(path, text):
     return path
 
 
-def test_the_clusters_own_brings_its_library(tmp_path):
+def test_a_clusters_own_mpirun_has_its_own_library(tmp_path):
     path = script(tmp_path / "bin" / "mpirun", "echo 'mpirun (Open MPI) 4.1.6'")
     (tmp_path / "lib").mkdir()
     for name in ("libmpi.so", "libmpi.so.40"):
         (tmp_path / "lib" / name).touch()
     mpirun = detect_mpirun(str(path))
-    assert isinstance(mpirun.flavour, OpenMpi4)
+    assert isinstance(mpirun.implementation, OpenMpi4)
     assert mpirun.environment() == {"MPI4PY_LIBMPI": str(tmp_path / "lib" / "libmpi.so.40")}
 
 
-def test_an_unknown_one_is_refused(tmp_path):
+def test_an_unknown_mpirun_is_an_error(tmp_path):
     path = script(tmp_path / "mpirun", "echo something else")
-    with pytest.raises(ConfigError, match=r"is not an mpirun that choros knows .* It says: 'something else'"):
+    with pytest.raises(ConfigError, match=r"is not a supported mpirun .* Its --version printed: 'something else'"):
         detect_mpirun(str(path))
 
 
-def test_one_that_is_not_there():
-    with pytest.raises(ConfigError, match="--mpirun /none: there is no such program"):
+def test_a_missing_mpirun_is_an_error():
+    with pytest.raises(ConfigError, match="--mpirun /none: no such program"):
         detect_mpirun("/none")
 
 
@@ -94,7 +94,7 @@ def test_build():
     text = build_text(MPIRUN, installed={"jax", "keras", "mpi4py"}.__contains__)
     for line in ("[X] JAX", "[ ] PyTorch", "[ ] TensorFlow", "[X] Keras", "[X] local", "[X] mpi"):
         assert f"    {line}" in text
-    assert "[ ] mpi" in build_text("there is no mpirun", installed=lambda module: True)
+    assert "[ ] mpi" in build_text("no mpirun is installed", installed=lambda module: True)
 
 
 def test_build_imports_no_framework():

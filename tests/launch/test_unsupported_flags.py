@@ -1,10 +1,10 @@
-"""Every flag of horovodrun works or is refused with a sentence."""
+"""Every flag of horovodrun is supported or is an error with a reason."""
 
 import pytest
 from click.testing import CliRunner
 
 from choros.launch import cli
-from choros.launch.plan.unsupported_flags import REFUSED, refusal
+from choros.launch.plan.unsupported_flags import UNSUPPORTED, unsupported_flag_reason
 
 #: horovodrun's flags, complete, with values that make sense.
 HOROVODRUN = [
@@ -34,37 +34,37 @@ HOROVODRUN = [
 def test_every_flag_of_horovodrun_is_known(flag):
     name = flag.split("=")[0]
     known = {name for option in cli.chorosrun.params for name in (*option.opts, *option.secondary_opts)}
-    assert (name in known) != (name in REFUSED)
+    assert (name in known) != (name in UNSUPPORTED)
 
 
-@pytest.mark.parametrize("flag", REFUSED)
-def test_a_refusal_is_a_sentence_and_exit_code_2(flag, capsys):
+@pytest.mark.parametrize("flag", UNSUPPORTED)
+def test_an_unsupported_flag_is_an_error_with_a_reason(flag, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["-np", "2", flag, "1", "python", "x.py"])
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said == f"chorosrun: {flag}: {REFUSED[flag]}\n"
-    assert said.rstrip().endswith(".")
-    assert len(said) > 60
+    message = capsys.readouterr().err
+    assert message == f"chorosrun: {flag}: {UNSUPPORTED[flag]}\n"
+    assert message.rstrip().endswith(".")
+    assert len(message) > 60
 
 
-def test_flags_of_the_command_are_its_own():
+def test_flags_after_the_command_are_ignored():
     own = frozenset({"-np", "--env"})
-    assert refusal(["-np", "2", "python", "--gloo"], own) is None
-    assert refusal(["--env", "--gloo", "python"], own) is None
-    assert refusal(["--verbose", "--cycle-time-ms=3", "python"], own).startswith("--cycle-time-ms: ")
-    assert refusal(["--", "--gloo"], own) is None
+    assert unsupported_flag_reason(["-np", "2", "python", "--gloo"], own) is None
+    assert unsupported_flag_reason(["--env", "--gloo", "python"], own) is None
+    assert unsupported_flag_reason(["--verbose", "--cycle-time-ms=3", "python"], own).startswith("--cycle-time-ms: ")
+    assert unsupported_flag_reason(["--", "--gloo"], own) is None
 
 
-def test_refused_and_accepted_do_not_overlap():
-    accepted = {name for option in cli.chorosrun.params for name in option.opts}
-    assert not accepted & REFUSED.keys()
+def test_supported_and_unsupported_flags_do_not_overlap():
+    supported = {name for option in cli.chorosrun.params for name in option.opts}
+    assert not supported & UNSUPPORTED.keys()
 
 
-def test_help_teaches():
+def test_help():
     text = CliRunner().invoke(cli.chorosrun, ["--help"]).output
-    for heading in ("Examples:", "Where:", "Output:", "Time:", "MPI:", "Signals:", "Exit codes:"):
+    for heading in ("Examples:", "Hosts:", "Output:", "Time:", "MPI:", "Signals:", "Exit codes:"):
         assert heading in text
-    assert text.index("Examples:") < text.index("Where:") < text.index("Exit codes:")
+    assert text.index("Examples:") < text.index("Hosts:") < text.index("Exit codes:")
     for option in cli.chorosrun.params:
         assert getattr(option, "hidden", False) or option.opts[0] in text or option.name == "command"
