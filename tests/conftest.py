@@ -7,19 +7,19 @@ import pytest
 from harness import Job
 from ranks import pool
 
-#: The jobs of each part of the suite; of two ranks without a framework, and with the one that is imported soonest.
+#: The jobs of each part of the suite: two ranks without a framework, and with the one that is imported fastest.
 PARTS = {"quick": (None, Job(2), Job(2, "torch")), "pure": (None,)}
 
 
 def job_of(item: pytest.Item | None) -> Job | None:
-    """The job a test asks for, if any."""
+    """The job that a test requests, if any."""
     callspec = getattr(item, "callspec", None)
     job = callspec.params.get("job") if callspec else None
     return job if isinstance(job, Job) else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "no tests marked slow, and: quick: of ranks, two, with one framework; pure: no ranks"
+    text = "quick: tests of at most two ranks and one framework; pure: tests without ranks; neither runs slow tests"
     parser.addoption("--part", choices=tuple(PARTS), help=text)
 
 

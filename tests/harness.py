@@ -8,7 +8,7 @@ fixtures, between ``choros.init()`` and the end. A test has the job among its pa
     def test_two_ranks(case: str, job: Job) -> None:
         check_case(MODULE, case, job)
 
-Jobs stay up from test to test; see ``ranks/pool.py``.
+Jobs keep running from test to test; see ``ranks/pool.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 
 from ranks import pool
 from ranks.job import CHOROSRUN, Job, free_port
-from ranks.running import Broken, CannotStart, told
+from ranks.running import Broken, CannotStart, failures_of
 
 __all__ = ["CHOROSRUN", "FRAMEWORKS", "ROOT", "TESTS", "Job", "case_names", "check_case", "free_port", "needs", "on"]
 
@@ -37,28 +37,28 @@ def case_names(module: str) -> list[str]:
 
 
 def needs(module: str) -> pytest.MarkDecorator:
-    """Skips a test where this cannot be imported; it is not imported to see that."""
+    """Skips a test if ``module`` is not installed; does not import it to find out."""
     return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
 
 
 def on(*jobs: Job) -> pytest.MarkDecorator:
-    """Makes a test one for each of these jobs, its parameter ``job``."""
+    """Runs a test once for each of these jobs, passed as its parameter ``job``."""
     return pytest.mark.parametrize("job", jobs, ids=str)
 
 
 def check_case(module: str, case: str, job: Job) -> None:
-    """Fails if ``case`` did on any rank of ``job``, and skips it if all did.
+    """Runs ``case`` on ``job``; fails if it fails on any rank, and skips the test if all ranks skip it.
 
     Args:
         module: below ``tests``, such as ``"comm.collective_cases"``.
         case: a function of it.
-        job: on whose ranks.
+        job: the job that runs it.
     """
     if job.framework and job.framework not in FRAMEWORKS:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {job.framework}")
     try:
         reports = pool.running(job).run(f"{module}::{case}")
-        failed = told(reports)
+        failed = failures_of(reports)
     except CannotStart as error:
         pytest.skip(str(error))
     except Broken as error:
@@ -67,7 +67,7 @@ def check_case(module: str, case: str, job: Job) -> None:
         pool.close(by_force=True)
         raise
     if failed:
-        # Ranks that failed may have left each other in the middle of something.
+        # The other ranks may still be in the middle of a collective.
         pool.close(by_force=True)
         pytest.fail(failed, pytrace=False)
     if all(report.outcome == "skipped" for report in reports.values()):

@@ -1,4 +1,4 @@
-"""Allreduce through shared memory, on one host and on hosts that are pretended by splitting this one's ranks."""
+"""Allreduce through shared memory, on one host and on hosts simulated by splitting this one's ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from choros.comm.work import WorkQueue
 SMALL = Tuning(chunk_bytes=4096, window_bytes=64, block_bytes=256)
 
 
-def everybody() -> Communicator:
+def of_all_ranks() -> Communicator:
     return global_process_set.communicator
 
 
 @contextmanager
 def on_hosts(*hosts: int, tuning: Tuning = SMALL) -> Iterator[MpiCommunicator]:
-    """A communicator of all ranks that takes rank ``i`` to be on host ``hosts[i]``."""
+    """A communicator of all ranks that treats rank ``i`` as a rank of host ``hosts[i]``."""
     comm = MPI.Intracomm(MPI.COMM_WORLD.Dup())
     host = MPI.Intracomm(comm.Split(hosts[comm.Get_rank()], comm.Get_rank()))
     communicator = MpiCommunicator(comm, range(comm.Get_size()), WorkQueue(), tuning, host)
@@ -42,7 +42,7 @@ def values(rank: int, items: int, dtype: str) -> np.ndarray:
     return ((np.arange(items) * 7 + rank * 3) % 5 + 1).astype(dtype)
 
 
-def case_shared_memory_and_messages_give_the_same() -> None:
+def case_shared_memory_and_messages_have_the_same_results() -> None:
     ops = {Reduction.SUM: np.add, Reduction.MIN: np.minimum, Reduction.MAX: np.maximum, Reduction.PRODUCT: np.multiply}
     for hosts in layouts():
         with on_hosts(*hosts) as communicator:
@@ -69,8 +69,8 @@ def case_array_in_shared_memory_is_reduced_in_place() -> None:
             assert float(array.sum()) == 30 * (30 * ((communicator.size - 1) / 2 + 2) + 10 * communicator.size)
 
 
-def case_result_goes_where_it_is_asked_to() -> None:
-    communicator = everybody()
+def case_result_is_written_to_out() -> None:
+    communicator = of_all_ranks()
     source, out = np.full((3, 4), 1.5 + communicator.rank), np.empty((3, 4))
     assert communicator.allreduce(source, Reduction.MAX, out=out) is out
     np.testing.assert_array_equal(out, 0.5 + communicator.size)
@@ -86,8 +86,8 @@ def case_all_ranks_have_the_same_bits() -> None:
             assert (sums == sums[0]).all()
 
 
-def case_parts_of_the_ranks_have_memory_of_their_own() -> None:
-    everyone = everybody()
+def case_subsets_of_ranks_have_separate_memory() -> None:
+    everyone = of_all_ranks()
     array = everyone.empty(10000)
     part = everyone.split([0, everyone.size - 1])
     array.fill(1)
@@ -102,7 +102,7 @@ def case_parts_of_the_ranks_have_memory_of_their_own() -> None:
 
 
 def case_autotune_chooses_the_same_on_every_rank() -> None:
-    communicator = everybody()
+    communicator = of_all_ranks()
     assert isinstance(communicator, MpiCommunicator)
     tuning = autotune(communicator, communicator.tuning, communicator.tune, megabytes=1)
     chosen = [tuning.chunk_bytes, tuning.window_bytes, tuning.block_bytes]
@@ -113,7 +113,7 @@ def case_autotune_chooses_the_same_on_every_rank() -> None:
 
 
 def case_memory_does_not_grow() -> None:
-    communicator = everybody()
+    communicator = of_all_ranks()
     array, registered = np.ones(30000, np.float32), communicator.empty(30000)
     registered.fill(1)
 
@@ -124,11 +124,11 @@ def case_memory_does_not_grow() -> None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     before = reduce(500)
-    assert reduce(4500) - before < 2000, "kilobytes more after 9,000 allreduces more"
+    assert reduce(4500) - before < 2000, "kilobytes more after 9,000 further allreduces"
 
 
 def case_a_gibibyte() -> None:
-    communicator = everybody()
+    communicator = of_all_ranks()
     array = np.full(1 << 28, 1.0 + communicator.rank, np.float32)
     communicator.allreduce(array, Reduction.SUM, out=array)
     size = communicator.size

@@ -1,4 +1,4 @@
-"""What each collective does, whatever the engine, dtype, shape and number of ranks."""
+"""Results of every collective, for any engine, dtype, shape and number of ranks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from choros.topology import shard_range
 
 Array = NDArray
 SHAPES = [(), (0,), (3, 0), (5,), (2, 3, 4)]
-#: One for each way in which dtypes are brought into the format they are reduced in.
+#: One for each way to convert a dtype to the one it is reduced in.
 KINDS = [np.dtype(np.float32), np.dtype(np.bool_), BFLOAT16]
 
 
 def values(rank: int, dtype: np.dtype, shape: tuple[int, ...] = (5,)) -> Array:
-    """Small whole numbers, others on each rank: exact in every dtype, and so is what is made of them."""
+    """Small whole numbers that differ between ranks: they and their reductions are exact in every dtype."""
     return ((np.arange(math.prod(shape)) + 3 * rank) % 4).reshape(shape).astype(dtype)
 
 
-def everybody(communicator: Communicator, dtype: np.dtype, shape: tuple[int, ...] = (5,)) -> list[Array]:
+def values_of_all(communicator: Communicator, dtype: np.dtype, shape: tuple[int, ...] = (5,)) -> list[Array]:
     return [values(rank, dtype, shape) for rank in range(communicator.size)]
 
 
 def reduced(arrays: list[Array], op: Reduction) -> Array:
-    """The definition: in float64, where 0 and 1 are false and true, and then rounded to the dtype."""
+    """The expected result: computed in float64, with 0 and 1 for booleans, and rounded to the dtype."""
     function = {
         Reduction.AVERAGE: np.mean,
         Reduction.SUM: np.sum,
@@ -51,7 +51,7 @@ def check_same(result: Array, expected: Array, *what: object) -> None:
 
 def case_allreduce_combines_every_dtype_with_every_operation(communicator: Communicator) -> None:
     for dtype in DTYPES:
-        arrays = everybody(communicator, dtype)
+        arrays = values_of_all(communicator, dtype)
         for op in operations(dtype):
             check_same(communicator.allreduce(arrays[communicator.rank], op), reduced(arrays, op), dtype, op)
 
@@ -59,12 +59,12 @@ def case_allreduce_combines_every_dtype_with_every_operation(communicator: Commu
 def case_allreduce_keeps_the_shape(communicator: Communicator) -> None:
     for dtype in KINDS:
         for shape in SHAPES:
-            arrays = everybody(communicator, dtype, shape)
+            arrays = values_of_all(communicator, dtype, shape)
             result = communicator.allreduce(arrays[communicator.rank], Reduction.SUM)
             check_same(result, reduced(arrays, Reduction.SUM), dtype, shape)
 
 
-def case_arrays_may_lie_in_memory_as_they_like(communicator: Communicator) -> None:
+def case_arrays_may_have_any_memory_layout(communicator: Communicator) -> None:
     def scattered(rank: int, dtype: np.dtype) -> Array:
         return values(rank, dtype, (6, 4, 5))[::2, ::-1].transpose(2, 0, 1)
 
@@ -81,7 +81,7 @@ def case_arrays_may_lie_in_memory_as_they_like(communicator: Communicator) -> No
         check_same(communicator.alltoall(mine, splits)[0], rows, dtype)
 
 
-def case_inputs_are_only_read_and_results_are_the_callers(communicator: Communicator) -> None:
+def case_inputs_are_only_read_and_results_are_writable(communicator: Communicator) -> None:
     array = np.ones((communicator.size, 2), np.float32)
     array.setflags(write=False)
     for result in (
@@ -107,7 +107,7 @@ def case_booleans_have_no_average(communicator: Communicator) -> None:
 
 
 def case_bfloat16_is_summed_in_float32(communicator: Communicator) -> None:
-    # Its numbers from 256 on are 2 apart, so that 256 + 1 + 1 would stay 256.
+    # Its numbers from 256 on are 2 apart: in bfloat16, 256 + 1 + 1 would remain 256.
     mine = np.full(3, 256 if communicator.rank == 0 else 1, BFLOAT16)
     total = np.full(3, 256 + communicator.size - 1, np.float32).astype(BFLOAT16)
     check_same(communicator.allreduce(mine, Reduction.SUM), total)
@@ -130,11 +130,11 @@ def case_allgather_concatenates_rows_of_which_some_ranks_have_none(communicator:
             check_same(communicator.allgather(arrays[communicator.rank]), np.concatenate(arrays), dtype, inner)
 
 
-def case_allgather_takes_a_scalar_for_one_row(communicator: Communicator) -> None:
+def case_allgather_treats_a_scalar_as_one_row(communicator: Communicator) -> None:
     check_same(communicator.allgather(np.float32(communicator.rank)), np.arange(communicator.size, dtype=np.float32))
 
 
-def case_broadcast_gives_the_array_of_each_root(communicator: Communicator) -> None:
+def case_broadcast_returns_the_array_of_each_root(communicator: Communicator) -> None:
     for root in range(communicator.size):
         for dtype in DTYPES:
             mine = values(communicator.rank, dtype)
@@ -147,34 +147,34 @@ def case_broadcast_gives_the_array_of_each_root(communicator: Communicator) -> N
 def case_reducescatter_gives_the_first_ranks_the_remainder(communicator: Communicator) -> None:
     for dtype in DTYPES:
         for rows in range(2 * communicator.size + 1):
-            arrays = everybody(communicator, dtype, (rows, 2))
+            arrays = values_of_all(communicator, dtype, (rows, 2))
             start, end = shard_range(rows, communicator.rank, communicator.size)
             for op in operations(dtype):
                 result = communicator.reducescatter(arrays[communicator.rank], op)
                 check_same(result, reduced(arrays, op)[start:end], dtype, rows, op)
 
 
-def case_alltoall_deals_out_rows_equally(communicator: Communicator) -> None:
+def case_alltoall_splits_rows_equally(communicator: Communicator) -> None:
     for dtype in DTYPES:
-        arrays = everybody(communicator, dtype, (2 * communicator.size, 3))
+        arrays = values_of_all(communicator, dtype, (2 * communicator.size, 3))
         rows, counts = communicator.alltoall(arrays[communicator.rank])
         mine = slice(2 * communicator.rank, 2 * communicator.rank + 2)
         check_same(rows, np.concatenate([array[mine] for array in arrays]), dtype)
         check_same(counts, np.full(communicator.size, 2, np.int32))
 
 
-def case_alltoall_sends_as_many_rows_as_it_is_told(communicator: Communicator) -> None:
+def case_alltoall_sends_rows_by_splits(communicator: Communicator) -> None:
     ranks = range(communicator.size)
     splits = [[(sender + 2 * receiver) % 3 for receiver in ranks] for sender in ranks]
-    # One row more than is sent: it stays where it is.
+    # One row more than the splits: it is not sent.
     arrays = [values(sender, np.dtype(np.float64), (sum(splits[sender]) + 1, 2)) for sender in ranks]
     rows, counts = communicator.alltoall(arrays[communicator.rank], splits[communicator.rank])
-    meant_for_me = []
+    expected = []
     for sender in ranks:
         start = sum(splits[sender][: communicator.rank])
-        meant_for_me.append(arrays[sender][start : start + splits[sender][communicator.rank]])
-    check_same(rows, np.concatenate(meant_for_me))
-    check_same(counts, np.array([len(part) for part in meant_for_me], np.int32))
+        expected.append(arrays[sender][start : start + splits[sender][communicator.rank]])
+    check_same(rows, np.concatenate(expected))
+    check_same(counts, np.array([len(part) for part in expected], np.int32))
 
 
 def case_invalid_arguments_are_the_same_error_on_all_ranks(communicator: Communicator) -> None:
@@ -240,7 +240,7 @@ def case_error_of_a_started_collective_is_raised_by_wait(communicator: Communica
             work.wait()
 
 
-def case_parts_work_at_the_same_time_and_can_be_split_again(communicator: Communicator) -> None:
+def case_subsets_work_concurrently_and_can_be_split_again(communicator: Communicator) -> None:
     halves = [list(range(start, communicator.size, 2)) for start in range(min(2, communicator.size))]
     parts = [communicator.split(half[::-1]) for half in halves]
     (mine,) = [part for part in parts if part is not None]

@@ -1,4 +1,4 @@
-"""Tensors exchanged where they lie, whatever the control plane: on the CPU through Gloo, on GPUs through NCCL."""
+"""Collectives on device tensors, for any control plane: on the CPU through Gloo, on GPUs through NCCL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def device_groups() -> Iterator[DeviceGroup]:
-    """Groups of all ranks: of the CPU, and of GPUs where there are enough, or NCCL lets ranks share them."""
+    """Groups of all ranks: of the CPU, and of GPUs if there are enough, or if NCCL lets ranks share them."""
     devices = [CPU]
     cards = torch.cuda.device_count()
     if cards and (
@@ -40,7 +40,7 @@ def on_each_device(body: Callable[[DeviceGroup], None]) -> Callable[[], None]:
     return case
 
 
-def case_device_that_cannot_be_is_an_error_on_all_ranks() -> None:
+def case_unsupported_device_is_an_error_on_all_ranks() -> None:
     with pytest.raises(EngineUnavailable, match="tensors on meta cannot be moved where they lie"):
         DeviceGroup(global_process_set.communicator, torch.device("meta"))
     mine = torch.device("meta") if choros.rank() == 0 else CPU
@@ -50,8 +50,8 @@ def case_device_that_cannot_be_is_an_error_on_all_ranks() -> None:
 
 @on_each_device
 def case_device_group_reduces_in_place(group: DeviceGroup) -> None:
-    everybody = [(torch.arange(6).reshape(2, 3) + 3 * rank) % 4 - 1 for rank in range(choros.size())]
-    stacked = torch.stack(everybody).to(group.device, torch.float64)
+    of_all = [(torch.arange(6).reshape(2, 3) + 3 * rank) % 4 - 1 for rank in range(choros.size())]
+    stacked = torch.stack(of_all).to(group.device, torch.float64)
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64):
         for op, expected in {
             Reduction.SUM: stacked.sum(0),
@@ -60,14 +60,14 @@ def case_device_group_reduces_in_place(group: DeviceGroup) -> None:
             Reduction.PRODUCT: stacked.prod(0),
             Reduction.AVERAGE: stacked.mean(0),
         }.items():
-            tensor = everybody[choros.rank()].to(group.device, dtype, copy=True)
+            tensor = of_all[choros.rank()].to(group.device, dtype, copy=True)
             group.allreduce(tensor, op)
-            # An integer average rounds towards zero, which is what the conversion does.
+            # An integer average rounds towards zero, as the conversion does.
             torch.testing.assert_close(tensor, expected.to(dtype))
 
 
 @on_each_device
-def case_device_group_takes_truth_values_and_tensors_with_gradients(group: DeviceGroup) -> None:
+def case_device_group_accepts_booleans_and_tensors_with_gradients(group: DeviceGroup) -> None:
     mine = torch.tensor([choros.rank() == 0, True], device=group.device)
     group.allreduce(mine, Reduction.MIN)
     assert mine.tolist() == [choros.size() == 1, True]
@@ -93,7 +93,7 @@ def case_device_group_concatenates_rows_of_which_some_ranks_have_none(group: Dev
 
 
 @on_each_device
-def case_device_group_finds_what_ranks_do_not_ask_alike(group: DeviceGroup) -> None:
+def case_device_group_detects_mismatches(group: DeviceGroup) -> None:
     last = choros.rank() == choros.size() - 1
 
     def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -122,7 +122,7 @@ def case_device_group_finds_what_ranks_do_not_ask_alike(group: DeviceGroup) -> N
 
 
 @on_each_device
-def case_device_group_scatters_rows_that_it_has_reduced(group: DeviceGroup) -> None:
+def case_device_group_scatters_reduced_rows(group: DeviceGroup) -> None:
     rank, size = choros.rank(), choros.size()
     stacked = torch.stack([(torch.arange(14).reshape(7, 2) * 3 + other) % 5 + 1 for other in range(size)])
     start, stop = shard_range(7, rank, size)
@@ -164,7 +164,7 @@ def case_devices_belong_to_the_communicator() -> None:
     devices.allreduce(tensor, Reduction.MAX)
     assert tensor.tolist() == [choros.size() - 1.0] * 2
     devices.broadcast(tensor, 0)
-    rows = np.full((1, 2), choros.rank(), np.float32)  # not of torch, but it has DLPack's protocol
+    rows = np.full((1, 2), choros.rank(), np.float32)  # not torch's, but with DLPack's protocol
     assert devices.allgather(rows)[:, 0].tolist() == list(range(choros.size()))
     assert devices.reducescatter(np.ones(choros.size(), np.float32), Reduction.SUM).tolist() == [choros.size()]
     assert devices.alltoall(np.arange(choros.size()))[0].tolist() == [choros.rank()] * choros.size()

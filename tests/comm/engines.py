@@ -14,7 +14,7 @@ from ranks.job import TorchRun
 
 
 @dataclass(frozen=True)
-class Alone:
+class OneRank:
     """The engine of one rank, in this process."""
 
     def check(self, case: Callable[[Communicator], None]) -> None:
@@ -26,7 +26,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class Threads:
-    """The engine of the tests, in this process."""
+    """The threads engine, which is for tests, in this process."""
 
     ranks: int
 
@@ -38,12 +38,12 @@ class Threads:
 
 
 ON_TORCH = Job(3, "torch", launcher=TorchRun())
-ALONE = [Alone(), Threads(1)]
-TOGETHER = [Threads(2), Threads(3), Job(2), Job(3), ON_TORCH]
+ONE_RANK = [OneRank(), Threads(1)]
+SEVERAL_RANKS = [Threads(2), Threads(3), Job(2), Job(3), ON_TORCH]
 
 
-def check(module: str, case: str, job: Alone | Threads | Job) -> None:
-    """Fails if ``case`` of ``module`` does on any rank."""
+def check(module: str, case: str, job: OneRank | Threads | Job) -> None:
+    """Runs ``case`` of ``module`` on ``job``; fails if it fails on any rank."""
     if isinstance(job, Job):
         check_case(module, case, job)
     else:

@@ -17,11 +17,11 @@ def total(process_set: choros.ProcessSet = choros.global_process_set) -> int:
     return int(process_set.communicator.allreduce(choros.rank(), Reduction.SUM))
 
 
-def case_ranks_know_their_place() -> None:
-    place = Topology.from_hosts(["here"] * 3, choros.rank(), launcher=LAUNCHER)
-    assert topology() == place
-    assert (choros.rank(), choros.size()) == (place.rank, 3)
-    assert (choros.local_rank(), choros.local_size()) == (place.rank, 3)
+def case_ranks_know_their_position() -> None:
+    position = Topology.from_hosts(["here"] * 3, choros.rank(), launcher=LAUNCHER)
+    assert topology() == position
+    assert (choros.rank(), choros.size()) == (position.rank, 3)
+    assert (choros.local_rank(), choros.local_size()) == (position.rank, 3)
     assert (choros.cross_rank(), choros.cross_size(), choros.is_homogeneous()) == (0, 1, True)
     assert choros.global_process_set.communicator.allgather([choros.rank()]).tolist() == [0, 1, 2]
 
@@ -42,7 +42,7 @@ def case_a_job_can_be_left_and_joined_many_times() -> None:
         assert total() == 3
 
 
-def case_members_communicate_and_outsiders_are_told_that_they_cannot() -> None:
+def case_only_members_of_a_process_set_can_use_it() -> None:
     pair = choros.add_process_set([2, 0])
     member = choros.rank() != 1
     assert (pair.ranks, pair.size(), pair.included()) == ([0, 2], 2, member)
@@ -68,7 +68,7 @@ def case_a_removed_set_cannot_be_used_but_added_again() -> None:
     assert not choros.remove_process_set(choros.global_process_set)
 
 
-def case_a_second_set_of_the_same_ranks_is_refused() -> None:
+def case_a_second_set_of_the_same_ranks_is_an_error() -> None:
     pair = choros.add_process_set([0, 1])
     for ranks in ([1, 0], [2, 1, 0]):
         with pytest.raises(ConfigError, match="has the same ranks already"):
@@ -88,7 +88,7 @@ def case_ranks_that_add_different_sets_mismatch() -> None:
     assert total() == 3
 
 
-def case_sets_overlap_and_take_turns_with_all_ranks() -> None:
+def case_collectives_of_overlapping_sets_can_alternate() -> None:
     low, high = choros.add_process_set([0, 1]), choros.add_process_set([1, 2])
     for _ in range(20):
         if low.included():
@@ -100,7 +100,7 @@ def case_sets_overlap_and_take_turns_with_all_ranks() -> None:
     assert choros.remove_process_set(high)
 
 
-def case_disjoint_sets_go_at_their_own_pace() -> None:
+def case_disjoint_sets_are_independent() -> None:
     pair, single = choros.add_process_set([0, 1]), choros.add_process_set([2])
     for _ in range(20 if choros.rank() == 2 else 3):
         assert total(single if choros.rank() == 2 else pair) == (2 if choros.rank() == 2 else 1)
@@ -119,7 +119,7 @@ def case_init_registers_sets_and_shutdown_forgets_them() -> None:
     assert choros.remove_process_set(choros.add_process_set([0, 1]))
 
 
-def case_init_of_some_ranks_numbers_them_anew() -> None:
+def case_init_of_some_ranks_renumbers_them() -> None:
     rank = choros.rank()
     choros.shutdown()
     if rank == 0:
@@ -135,7 +135,7 @@ def case_init_of_some_ranks_numbers_them_anew() -> None:
     choros.init()
 
 
-def case_init_takes_a_communicator_of_mpi4py() -> None:
+def case_init_accepts_a_communicator_of_mpi4py() -> None:
     from mpi4py import MPI
 
     rank = choros.rank()

@@ -1,4 +1,4 @@
-"""Ranks that ask for different things are told so, all of them, and can go on."""
+"""Ranks that make different calls: all of them get an error, and can continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from choros.errors import ConfigError, MismatchError
 
 ONES = np.ones(4, np.float32)
 
-#: What all ranks but the last ask for, and what the last one does.
+#: The call of all ranks except the last, and that of the last.
 DIFFERENT: dict[str, tuple[Callable[[Communicator], object], Callable[[Communicator], object]]] = {
     "collective": (lambda c: c.allreduce(ONES), lambda c: c.allgather(ONES)),
     "dtype": (lambda c: c.allreduce(ONES), lambda c: c.allreduce(ONES.astype(np.float64))),
@@ -30,8 +30,8 @@ DIFFERENT: dict[str, tuple[Callable[[Communicator], object], Callable[[Communica
 }
 
 
-def asked(error: MismatchError) -> dict[int, str]:
-    """What each rank asked for, as the text has it."""
+def requests_in(error: MismatchError) -> dict[int, str]:
+    """The request of each rank, as the text shows it."""
     lines = re.findall(r"^  ranks? ([\d, ]+): (.*)$", str(error), re.MULTILINE)
     return {int(rank): request for ranks, request in lines for rank in ranks.split(", ")}
 
@@ -42,13 +42,13 @@ def mismatch(communicator: Communicator, usual: Callable[[], object], other: Cal
     return raised.value
 
 
-def case_every_difference_is_found_and_told_to_all_ranks(communicator: Communicator) -> None:
+def case_every_difference_is_reported_on_all_ranks(communicator: Communicator) -> None:
     for what, (usual, other) in DIFFERENT.items():
         error = mismatch(communicator, lambda: usual(communicator), lambda: other(communicator))  # noqa: B023
         texts = communicator.allgather(np.frombuffer(str(error).encode(), np.uint8)).reshape(communicator.size, -1)
         assert (texts == texts[0]).all(), what
-        assert asked(error).keys() == set(range(communicator.size)), what
-        assert len(set(asked(error).values())) == 2, what
+        assert requests_in(error).keys() == set(range(communicator.size)), what
+        assert len(set(requests_in(error).values())) == 2, what
 
 
 def case_the_message_shows_the_request_and_location_of_each_rank(communicator: Communicator) -> None:
@@ -66,7 +66,7 @@ def case_the_message_shows_the_request_and_location_of_each_rank(communicator: C
         range(communicator.size), f"allreduce(name='loss', op=Sum, dtype=float32, shape=(4,)) at {at(usual)}"
     )
     expected[communicator.size - 1] = f"broadcast(root=1, dtype=int64, shape=()) at {at(other)}"
-    assert asked(error) == expected
+    assert requests_in(error) == expected
 
 
 def case_ranks_that_disagree_on_the_order_fail_in_both_calls(communicator: Communicator) -> None:
@@ -75,7 +75,7 @@ def case_ranks_that_disagree_on_the_order_fail_in_both_calls(communicator: Commu
     mismatch(communicator, second, first)
 
 
-def case_what_is_wrong_on_one_rank_is_a_mismatch_on_the_others(communicator: Communicator) -> None:
+def case_error_on_one_rank_is_a_mismatch_on_the_others(communicator: Communicator) -> None:
     wrong_here = communicator.rank == communicator.size - 1
     array = np.ones(4, np.complex128 if wrong_here else np.float32)
     with pytest.raises(ConfigError if wrong_here else MismatchError, match="dtype complex128 cannot be communicated"):

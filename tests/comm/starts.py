@@ -1,4 +1,4 @@
-"""Starts ranks without mpirun, by hand."""
+"""Starts ranks without a launcher."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Environ = Mapping[str, str]
 
 
 def by_hand(ranks: int) -> list[Environ]:
-    """The environment of each rank: as little as will do."""
+    """The environment of each rank: only the required variables."""
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     return [{**common, "RANK": str(rank)} for rank in range(ranks)]
 
 
 def together(command: Sequence[str], environs: Sequence[Environ], timeout: float = 300) -> list[tuple[int, str]]:
-    """Runs ``command`` once in each environment, all at the same time; the exit codes and outputs."""
+    """Runs ``command`` once in each environment, all at once; returns the exit codes and outputs."""
     processes = [
         subprocess.Popen(
             command,

@@ -9,7 +9,7 @@ from choros.comm.algorithms.tuning import best
 from harness import Job, case_names, check_case, on
 
 MODULE = "comm.algorithm_cases"
-#: Of what these take, three ranks would take half as much again, and show the same.
+#: Cases whose cost grows with the number of ranks; three ranks would show the same as two.
 HEAVY = ("case_memory_does_not_grow", "case_a_gibibyte")
 
 
@@ -21,7 +21,7 @@ def test_algorithm(case: str, job: Job) -> None:
 
 @on(Job(2))
 @pytest.mark.parametrize("case", HEAVY)
-def test_much(case: str, job: Job) -> None:
+def test_heavy_case(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 
 

@@ -26,7 +26,7 @@ def test_a_smaller_wire_dtype_makes_fewer_chunks() -> None:
     assert (len(whole.chunks), len(half.chunks), half.wire) == (2, 1, FLOAT16)
 
 
-def test_groups_do_not_share_buckets() -> None:
+def test_groups_do_not_share_buffers() -> None:
     assert [[slot.index for slot in buffer.slots] for buffer in plan_fusion(LAYOUT, [[2], [0, 4], []], as_is, 64)] == [
         [2],
         [4, 0],
@@ -34,7 +34,7 @@ def test_groups_do_not_share_buckets() -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4, 8, 11, 20, 1 << 20])
-def test_what_is_packed_is_found_again(chunk_bytes: int) -> None:
+def test_packed_arrays_are_unpacked(chunk_bytes: int) -> None:
     arrays = [
         np.random.default_rng(index).normal(size=shape).astype(dtype) for index, (shape, dtype) in enumerate(LAYOUT)
     ]
@@ -49,6 +49,6 @@ def test_what_is_packed_is_found_again(chunk_bytes: int) -> None:
         np.testing.assert_array_equal(result, array, strict=True)
 
 
-def test_array_without_items_makes_no_message() -> None:
+def test_empty_array_has_no_chunks() -> None:
     (buffer,) = plan_fusion((((0,), FLOAT32),), [[0]], as_is, 4)
     assert buffer.chunks == ()

@@ -1,4 +1,4 @@
-"""A process' place in its job: alone here, with others in ``job_cases.py``, and when one leaves before the others."""
+"""Joining and leaving a job: alone, with others in ``job_cases.py``, and if one rank leaves before the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JOBS = "comm.job_cases"
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing has started us, whoever started the tests."""
+    """Removes the variables of the launcher that started the tests."""
     for launcher in ENVIRONMENTS:
         monkeypatch.delenv(launcher.rank, raising=False)
     for name in ("TF_CONFIG", "CHOROS_ENGINE"):
@@ -38,7 +38,7 @@ def test_three_ranks(case: str, job: Job) -> None:
 
 # ── one rank that leaves ─────────────────────────────────────────────────────────────────────────
 
-#: What rank 0 does while rank 1 has ended, and the job's exit code.
+#: The program of rank 0 after rank 1 has ended, and the job's exit code.
 LEFT_ALONE = {
     "fails": ("while True: total()", 1),
     "gives up": (
@@ -56,7 +56,7 @@ LEFT_ALONE = {
 
 
 @pytest.mark.parametrize(("rest", "code"), LEFT_ALONE.values(), ids=LEFT_ALONE)
-def test_rank_whose_peer_has_ended_is_told_so_and_the_job_fails(rest: str, code: int) -> None:
+def test_rank_whose_peer_has_ended_gets_an_error_and_the_job_fails(rest: str, code: int) -> None:
     script = (
         "import sys, choros\n"
         "choros.init()\n"
@@ -73,7 +73,7 @@ def test_rank_whose_peer_has_ended_is_told_so_and_the_job_fails(rest: str, code:
 # ── alone ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_process_that_nobody_started_is_a_job_of_one_rank() -> None:
+def test_process_without_a_launcher_is_a_job_of_one_rank() -> None:
     choros.init()
     assert (choros.rank(), choros.size(), choros.local_rank(), choros.local_size()) == (0, 1, 0, 1)
     assert choros.global_process_set.included()
@@ -96,7 +96,7 @@ NEED_INIT: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("what", NEED_INIT)
-def test_before_init_and_after_shutdown_everything_says_that_it_needs_init(what: str) -> None:
+def test_functions_before_init_and_after_shutdown_raise_an_error(what: str) -> None:
     for _ in range(2):
         assert not choros.is_initialized()
         with pytest.raises(
@@ -114,25 +114,25 @@ def test_shutdown_before_init_and_twice_does_nothing() -> None:
     choros.shutdown()
 
 
-def test_on_init_is_called_with_the_place_at_each_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    places: list[Topology] = []
+def test_on_init_is_called_with_the_position_at_each_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    positions: list[Topology] = []
     monkeypatch.setattr(context, "_initializers", [])
-    on_init(places.append)
+    on_init(positions.append)
     for _ in range(2):
         choros.init()
         choros.init()
         choros.shutdown()
-    assert places == [Topology(), Topology()]
+    assert positions == [Topology(), Topology()]
 
 
-def test_set_of_all_ranks_of_one_is_there_already() -> None:
+def test_set_of_the_only_rank_exists_already() -> None:
     choros.init()
     with pytest.raises(ConfigError, match="has the same ranks already"):
         choros.add_process_set([0])
 
 
 @pytest.mark.parametrize("ranks", [[0, 0], [-1]])
-def test_process_set_of_ranks_that_cannot_be(ranks: list[int]) -> None:
+def test_process_set_of_invalid_ranks(ranks: list[int]) -> None:
     with pytest.raises(ConfigError, match="expected distinct ranks, 0 or more"):
         choros.ProcessSet(ranks)
 
@@ -148,7 +148,7 @@ TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZ
         (TWO_RANKS, EngineUnavailable, "Start the script with chorosrun -np 2"),
     ],
 )
-def test_environment_that_no_engine_can_serve(
+def test_environment_that_no_engine_supports(
     environ: dict[str, str], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environ.items():
@@ -159,5 +159,5 @@ def test_environment_that_no_engine_can_serve(
 
 
 @pytest.mark.parametrize("environ", [{}, {"CHOROS_ENGINE": ""}, {"CHOROS_ENGINE": "auto"}])
-def test_engine_is_chosen_by_itself_unless_named(environ: dict[str, str]) -> None:
+def test_engine_is_chosen_automatically_unless_named(environ: dict[str, str]) -> None:
     assert Config.from_environ(environ).engine == "auto"

@@ -38,8 +38,8 @@ def test_caller_is_the_innermost_line_outside_of_choros() -> None:
     assert caller() == f"{__file__}:{line}"
 
 
-def test_caller_may_lie_beside_choros() -> None:
+def test_caller_may_be_in_a_folder_beside_choros() -> None:
     beside = f"{Path(choros.__file__).parent}_experiments/train.py"
     names = {"caller": caller}
-    exec(compile("place = caller()", beside, "exec"), names)
-    assert names["place"] == f"{beside}:1"
+    exec(compile("location = caller()", beside, "exec"), names)
+    assert names["location"] == f"{beside}:1"

@@ -1,4 +1,4 @@
-"""Which engine is taken, and why: the table, and what ``--verbose`` shows of it."""
+"""Choice of the engine and its reason: the table, and the output of ``--verbose``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def ranks(size: int, launcher: str) -> Topology:
 
 
 ALONE = Topology()
-#: ``CHOROS_ENGINE``, who started how many ranks, what ``init`` is given, and what is chosen.
+#: ``CHOROS_ENGINE``, the launcher and number of ranks, the argument of ``init``, and the choice.
 CHOICES = {
     "alone": ("", ALONE, None, Choice("local", "one rank: nothing to move")),
-    "alone and says so": ("auto", ALONE, [0], Choice("local", "one rank: nothing to move")),
+    "alone, named": ("auto", ALONE, [0], Choice("local", "one rank: nothing to move")),
     "mpirun of one": ("", ranks(1, MPIRUN), None, Choice("local", "one rank: nothing to move")),
     "torchrun of one": ("", ranks(1, TORCHRUN), None, Choice("local", "one rank: nothing to move")),
     "mpirun": ("", ranks(4, MPIRUN), None, Choice("mpi", "Open MPI's mpirun started 4 ranks")),
@@ -33,40 +33,40 @@ CHOICES = {
     "TF_CONFIG": ("", ranks(3, "TF_CONFIG"), [0, 2], Choice("torch", "TF_CONFIG started 3 ranks without MPI")),
     "some ranks of mpirun": ("", ranks(4, MPIRUN), [0, 1], Choice("mpi", "Open MPI's mpirun started 4 ranks")),
     "communicator": ("", ALONE, object(), Choice("mpi", "init() was given an MPI communicator")),
-    "local asked for": ("local", ALONE, None, Choice("local", "CHOROS_ENGINE=local")),
-    "mpi asked for": ("mpi", ALONE, None, Choice("mpi", "CHOROS_ENGINE=mpi")),
-    "torch asked for under mpirun": ("torch", ranks(2, MPIRUN), None, Choice("torch", "CHOROS_ENGINE=torch")),
-    "xla asked for": ("xla", ranks(2, MPIRUN), None, Choice("xla", "CHOROS_ENGINE=xla")),
+    "local requested": ("local", ALONE, None, Choice("local", "CHOROS_ENGINE=local")),
+    "mpi requested": ("mpi", ALONE, None, Choice("mpi", "CHOROS_ENGINE=mpi")),
+    "torch requested under mpirun": ("torch", ranks(2, MPIRUN), None, Choice("torch", "CHOROS_ENGINE=torch")),
+    "xla requested": ("xla", ranks(2, MPIRUN), None, Choice("xla", "CHOROS_ENGINE=xla")),
 }
 
 
-@pytest.mark.parametrize(("asked", "topology", "comm", "choice"), CHOICES.values(), ids=CHOICES)
-def test_choice(asked: str, topology: Topology, comm: object, choice: Choice) -> None:
-    assert select({ENGINE.name: asked}, topology, comm, installed=lambda _: True) == choice
+@pytest.mark.parametrize(("requested", "topology", "comm", "choice"), CHOICES.values(), ids=CHOICES)
+def test_choice(requested: str, topology: Topology, comm: object, choice: Choice) -> None:
+    assert select({ENGINE.name: requested}, topology, comm, installed=lambda _: True) == choice
 
 
-#: The same, what is not installed, and what the error says.
-REFUSALS = {
+#: As above, the module that is not installed, and a part of the error.
+ERRORS = {
     "unknown": ("nccl", ALONE, None, "", ConfigError, "'nccl' is not one of auto, local, mpi, torch, xla"),
     "local for many": ("local", ranks(2, MPIRUN), None, "", ConfigError, "is for one rank, but Open MPI's mpirun"),
     "mpi under torchrun": ("mpi", ranks(2, TORCHRUN), None, "", EngineUnavailable, "with chorosrun -np 2 in place"),
     "communicator under torchrun": ("", ranks(2, TORCHRUN), object(), "", EngineUnavailable, "mpi engine cannot join"),
     "communicator for torch": ("torch", ranks(2, MPIRUN), object(), "", ConfigError, "only the mpi engine takes"),
     "no torch": ("", ranks(2, "TF_CONFIG"), None, "torch", EngineUnavailable, "pip install torch"),
-    "no torch, asked for": ("torch", ranks(2, MPIRUN), None, "torch", EngineUnavailable, "chorosrun -np 2"),
+    "no torch, requested": ("torch", ranks(2, MPIRUN), None, "torch", EngineUnavailable, "chorosrun -np 2"),
     "no jax": ("xla", ranks(2, MPIRUN), None, "jax", EngineUnavailable, "pip install jax"),
 }
 
 
-@pytest.mark.parametrize(("asked", "topology", "comm", "missing", "error", "text"), REFUSALS.values(), ids=REFUSALS)
-def test_refusal(
-    asked: str, topology: Topology, comm: object, missing: str, error: type[ChorosError], text: str
+@pytest.mark.parametrize(("requested", "topology", "comm", "missing", "error", "text"), ERRORS.values(), ids=ERRORS)
+def test_invalid_choice(
+    requested: str, topology: Topology, comm: object, missing: str, error: type[ChorosError], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        select({ENGINE.name: asked}, topology, comm, installed=lambda module: module != missing)
+        select({ENGINE.name: requested}, topology, comm, installed=lambda module: module != missing)
 
 
-#: The engine, how many ranks, what is not installed; what moves tensors, on which devices, and why.
+#: The engine, the number of ranks, the module that is not installed; the chosen module, its devices, and the reason.
 DEVICES = {
     "alone": ("mpi", 1, "", None, (), "one rank"),
     "mpi": ("mpi", 2, "", "torch_devices", ("cuda",), "NCCL moves those on GPUs; MPI"),
@@ -77,7 +77,7 @@ DEVICES = {
 
 
 @pytest.mark.parametrize(("engine", "size", "missing", "module", "kinds", "reason"), DEVICES.values(), ids=DEVICES)
-def test_what_moves_tensors_on_devices(
+def test_choice_of_device_collectives(
     engine: str, size: int, missing: str, module: str | None, kinds: tuple[str, ...], reason: str
 ) -> None:
     choice = select_devices(engine, size, installed=lambda name: name != missing)
@@ -85,7 +85,7 @@ def test_what_moves_tensors_on_devices(
     assert reason in choice.reason
 
 
-def test_verbose_shows_it_once() -> None:
+def test_verbose_shows_the_engine_once() -> None:
     command = [CHOROSRUN, "-np", "2", "--verbose", sys.executable, "-c", "import choros; choros.init()"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""What only the engine of the tests does: it ends when one of its ranks does."""
+"""The threads engine: it ends when one of its ranks fails."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from choros.comm.engines.threads import run_threads
 from choros.errors import EngineError
 
 
-def test_results_come_in_the_order_of_the_ranks() -> None:
+def test_results_are_in_the_order_of_the_ranks() -> None:
     assert run_threads(lambda communicator: communicator.rank, 3) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["all ranks", "a part of them"])
+@pytest.mark.parametrize("split", [False, True], ids=["all ranks", "a subset"])
 def test_error_of_one_rank_releases_the_others_and_is_the_one_that_is_raised(split: bool) -> None:
     def meet(communicator: Communicator) -> Communicator:
         communicator.barrier()

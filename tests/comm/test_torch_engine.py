@@ -26,10 +26,10 @@ TRAINING = ("keras_face.training_cases", "case_sgd_with_momentum_on_uneven_batch
 #: Cases of other modules that ranks of torchrun run as well.
 ALSO = (
     ("comm.job_cases", "case_a_job_can_be_left_and_joined_many_times"),
-    ("comm.job_cases", "case_disjoint_sets_go_at_their_own_pace"),
+    ("comm.job_cases", "case_disjoint_sets_are_independent"),
     ("comm.job_cases", "case_init_registers_sets_and_shutdown_forgets_them"),
-    ("comm.job_cases", "case_members_communicate_and_outsiders_are_told_that_they_cannot"),
-    ("comm.job_cases", "case_sets_overlap_and_take_turns_with_all_ranks"),
+    ("comm.job_cases", "case_only_members_of_a_process_set_can_use_it"),
+    ("comm.job_cases", "case_collectives_of_overlapping_sets_can_alternate"),
     TRAINING,
 )
 
@@ -81,7 +81,7 @@ def test_rank_whose_peer_has_died_gets_an_error_and_the_log_names_the_engine() -
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Sets what a launcher would; nothing else has started us."""
+    """Removes the variables of the launcher that started the tests; each test sets its own."""
     for launcher in ENVIRONMENTS:
         monkeypatch.delenv(launcher.rank, raising=False)
     for name in ("TF_CONFIG", "CHOROS_ENGINE", "TORCHELASTIC_USE_AGENT_STORE"):
@@ -96,7 +96,7 @@ def set_environ(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-def test_master_that_nobody_is_at(start: pytest.MonkeyPatch) -> None:
+def test_master_that_no_process_listens_at(start: pytest.MonkeyPatch) -> None:
     port = free_port()
     set_environ(start, RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     with pytest.raises(EngineUnavailable, match=rf"rank 1: nothing answers at 127\.0\.0\.1:{port}.* within 0.2 s"):
@@ -109,13 +109,13 @@ def test_master_whose_name_is_unknown(start: pytest.MonkeyPatch) -> None:
         choros.init()
 
 
-def test_rank_that_does_not_come(start: pytest.MonkeyPatch) -> None:
+def test_rank_that_does_not_connect(start: pytest.MonkeyPatch) -> None:
     set_environ(start, RANK=0, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-    with pytest.raises(EngineUnavailable, match=r"ranks 1, 2 of 3 did not come within 0.2 s"):
+    with pytest.raises(EngineUnavailable, match=r"ranks 1, 2 of 3 did not connect within 0.2 s"):
         choros.init()
 
 
-def test_port_that_is_taken(start: pytest.MonkeyPatch) -> None:
+def test_port_in_use(start: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         set_environ(start, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -123,20 +123,20 @@ def test_port_that_is_taken(start: pytest.MonkeyPatch) -> None:
             choros.init()
 
 
-def test_no_place_to_meet(start: pytest.MonkeyPatch) -> None:
+def test_master_that_is_not_set(start: pytest.MonkeyPatch) -> None:
     start.delenv("MASTER_ADDR", raising=False)
     set_environ(start, RANK=0, WORLD_SIZE=2)
-    with pytest.raises(EngineUnavailable, match=r"MASTER_ADDR and MASTER_PORT, where they meet, are not set"):
+    with pytest.raises(EngineUnavailable, match=r"MASTER_ADDR and MASTER_PORT are not set: the address"):
         choros.init()
 
 
-def test_patience_that_is_no_number(start: pytest.MonkeyPatch) -> None:
+def test_start_timeout_that_is_no_number(start: pytest.MonkeyPatch) -> None:
     set_environ(start, CHOROS_START_TIMEOUT="soon")
     with pytest.raises(ConfigError, match="CHOROS_START_TIMEOUT='soon' is not a number of seconds above 0"):
         choros.init()
 
 
-def test_without_torch_the_engine_says_how_to_get_it() -> None:
+def test_without_torch_the_error_says_how_to_install_it() -> None:
     script = (
         "import sys\n"
         "sys.modules['torch'] = None\n"
@@ -148,7 +148,7 @@ def test_without_torch_the_engine_says_how_to_get_it() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
 
 
-def test_engine_is_forced_on_a_process_alone(start: pytest.MonkeyPatch) -> None:
+def test_engine_can_be_forced_for_one_process(start: pytest.MonkeyPatch) -> None:
     set_environ(start, CHOROS_ENGINE="torch", CHOROS_START_TIMEOUT=60)
     choros.init()
     communicator = choros.global_process_set.communicator

@@ -1,4 +1,4 @@
-"""How a rank polls while it waits, and what that costs on real ranks."""
+"""Polling of a rank that waits, and its cost on real ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODULE = "comm.waiting_cases"
 QUICK = Schedule(spin_seconds=0.0)
 
 
-def test_sleeps_grow_with_what_was_waited() -> None:
+def test_sleeps_grow_with_the_time_waited() -> None:
     schedule = Schedule(shortest_sleep=1.0, longest_sleep=10.0, share=0.5)
     assert [schedule.sleep_after(waited) for waited in (0, 1, 4, 19, 21, 1000)] == [1, 1, 2, 9.5, 10, 10]
 
@@ -54,7 +54,7 @@ def test_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 
 
-COMES_LATE = """
+ARRIVES_LATE = """
 import os, time
 import choros
 for step in (choros.init, choros.shutdown):
@@ -68,8 +68,8 @@ for step in (choros.init, choros.shutdown):
 """
 
 
-def test_who_joins_or_leaves_early_waits_at_little_cost() -> None:
-    command = [CHOROSRUN, "-np", "2", "--no-prefix-output", sys.executable, "-c", COMES_LATE]
+def test_rank_that_joins_or_leaves_early_waits_at_little_cost() -> None:
+    command = [CHOROSRUN, "-np", "2", "--no-prefix-output", sys.executable, "-c", ARRIVES_LATE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     seconds = {name: float(spent) for name, spent in map(str.split, done.stdout.splitlines())}
@@ -100,7 +100,7 @@ os._exit(0)
 """
 
 
-def test_interrupted_rank_stops_waiting_and_cannot_go_on() -> None:
+def test_interrupted_rank_stops_waiting_and_cannot_communicate() -> None:
     command = [CHOROSRUN, "-np", "2", "--no-prefix-output", sys.executable, "-c", INTERRUPTED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "interrupted True" in done.stdout, done.stdout + done.stderr

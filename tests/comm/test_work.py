@@ -21,12 +21,12 @@ def test_works_run_one_after_the_other_in_the_order_of_the_calls(queue: WorkQueu
     assert all(work.done() for work in works)
 
 
-def test_wait_gives_the_result_as_often_as_it_is_asked(queue: WorkQueue) -> None:
+def test_wait_returns_the_result_each_time(queue: WorkQueue) -> None:
     work = queue.submit(max, 2, 3)
     assert [work.wait(), work.wait()] == [3, 3]
 
 
-def test_error_is_for_whoever_waits_and_for_nobody_else(queue: WorkQueue) -> None:
+def test_error_is_raised_only_by_wait(queue: WorkQueue) -> None:
     failing = queue.submit(int, "x")
     with queue.exclusive():
         pass
@@ -35,7 +35,7 @@ def test_error_is_for_whoever_waits_and_for_nobody_else(queue: WorkQueue) -> Non
         failing.wait()
 
 
-def test_wait_gives_up_after_its_timeout_and_the_work_goes_on(queue: WorkQueue) -> None:
+def test_wait_ends_after_its_timeout_and_the_work_continues(queue: WorkQueue) -> None:
     gate = threading.Event()
     work = queue.submit(gate.wait)
     with pytest.raises(TimeoutError):
@@ -45,17 +45,17 @@ def test_wait_gives_up_after_its_timeout_and_the_work_goes_on(queue: WorkQueue) 
     assert work.wait()
 
 
-def test_a_turn_comes_after_what_was_submitted_and_holds_up_what_comes_later(queue: WorkQueue) -> None:
+def test_exclusive_section_runs_after_earlier_works_and_before_later_ones(queue: WorkQueue) -> None:
     order: list[str] = []
     queue.submit(order.append, "before")
     with queue.exclusive():
         later = queue.submit(order.append, "later")
-        order.append("turn")
+        order.append("exclusive")
     later.wait()
-    assert order == ["before", "turn", "later"]
+    assert order == ["before", "exclusive", "later"]
 
 
-def test_a_work_may_take_turns_of_its_own(queue: WorkQueue) -> None:
+def test_a_work_may_enter_exclusive_sections(queue: WorkQueue) -> None:
     def nested() -> str:
         with queue.exclusive(), queue.exclusive():
             return "done"
@@ -63,7 +63,7 @@ def test_a_work_may_take_turns_of_its_own(queue: WorkQueue) -> None:
     assert queue.submit(nested).wait() == "done"
 
 
-def test_closed_queue_has_finished_its_works_and_takes_new_ones(queue: WorkQueue) -> None:
+def test_closed_queue_has_finished_its_works_and_accepts_new_ones(queue: WorkQueue) -> None:
     works = [queue.submit(str, i) for i in range(3)]
     queue.close()
     assert all(work.done() for work in works)

@@ -1,4 +1,4 @@
-"""What the torch engine must do, on ranks that MPI did not start; beside the cases that every engine must pass."""
+"""Cases of the torch engine alone, on ranks that MPI did not start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def total() -> int:
 # ── starting ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def case_place_is_that_of_ranks_on_one_host_who_listen_to_it_alone() -> None:
+def case_ranks_on_one_host_listen_on_loopback() -> None:
     assert topology() == Topology.from_hosts(["here"] * choros.size(), choros.rank(), launcher="torchrun")
     assert global_process_set.communicator.address == "127.0.0.1"
 
@@ -35,7 +35,7 @@ def case_neither_mpi_nor_the_default_group_is_touched() -> None:
     assert not dist.is_initialized()
 
 
-def case_the_default_group_stays_free_for_the_user() -> None:
+def case_the_default_group_is_available_to_the_user() -> None:
     dist.init_process_group("gloo")
     values = torch.ones(2)
     dist.all_reduce(values)
@@ -43,7 +43,7 @@ def case_the_default_group_stays_free_for_the_user() -> None:
     dist.destroy_process_group()
 
 
-def case_init_of_some_ranks_numbers_them_anew() -> None:
+def case_init_of_some_ranks_renumbers_them() -> None:
     rank, size = choros.rank(), choros.size()
     choros.shutdown()
     if rank == 0:

@@ -11,14 +11,14 @@ from choros.comm import global_process_set, topology
 from choros.comm.engines.torch import TorchCommunicator
 
 
-def case_mpi_started_ranks_can_take_the_torch_engine() -> None:
+def case_ranks_started_by_mpi_can_use_the_torch_engine() -> None:
     assert not isinstance(global_process_set.communicator, TorchCommunicator)
-    place = topology()
+    position = topology()
     choros.shutdown()
     os.environ["CHOROS_ENGINE"] = "torch"
     for _ in range(2):
         choros.init()
-        assert topology() == place
+        assert topology() == position
         communicator = global_process_set.communicator
         assert isinstance(communicator, TorchCommunicator)
         np.testing.assert_array_equal(communicator.allgather([choros.rank()]), range(choros.size()))

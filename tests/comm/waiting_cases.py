@@ -1,4 +1,4 @@
-"""What a rank spends, and still hears of, while it waits for another in a collective."""
+"""Processor time and signal handling of a rank that waits for another in a collective."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from choros.comm import Communicator, Reduction, global_process_set
 
-#: How long ranks wait, and the share of a core that they may take.
+#: The time that ranks wait, and the share of a core that they may use.
 SECONDS, SHARE = 1.0, 0.1
 
 
@@ -31,7 +31,7 @@ def collectives(communicator: Communicator) -> dict[str, Callable[[], object]]:
 
 
 def cpu_seconds() -> float:
-    """Of all threads of this process."""
+    """The processor time of all threads of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
@@ -62,4 +62,4 @@ def case_handlers_of_signals_run_while_a_rank_waits() -> None:
             time.sleep(2)
         communicator.allreduce(np.ones(1000))
         signal.signal(number, before)
-        assert not waits or handled[0] < time.monotonic() - 0.5, "the handler ran when the wait was over"
+        assert not waits or handled[0] < time.monotonic() - 0.5, "the handler ran after the wait"

@@ -79,7 +79,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 def test_worker_that_never_connects(start: pytest.MonkeyPatch) -> None:
     start.setenv("TF_CONFIG", tf_config([f"127.0.0.1:{free_port()}", "127.0.0.1:1"], 0))
-    with pytest.raises(EngineUnavailable, match=r"rank 1 of 2 did not come within 0\.2 s"):
+    with pytest.raises(EngineUnavailable, match=r"rank 1 of 2 did not connect within 0\.2 s"):
         distribute.MultiWorkerMirroredStrategy()
 
 

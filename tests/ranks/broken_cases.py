@@ -1,4 +1,4 @@
-"""Cases that go wrong; run by ``test_ranks.py``."""
+"""Cases that fail; run by ``test_ranks.py``."""
 
 import os
 import signal
@@ -14,11 +14,11 @@ def case_that_passes():
 
 
 def case_that_is_wrong():
-    place = [choros.rank(), choros.size()]
-    assert place == [2, 2]
+    position = [choros.rank(), choros.size()]
+    assert position == [2, 2]
 
 
-def case_that_one_rank_dies_of():
+def case_that_kills_one_rank():
     if choros.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     allreduce(1.0)

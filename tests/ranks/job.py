@@ -1,4 +1,4 @@
-"""What a job of ranks is: how many, with what, and who starts them."""
+"""The jobs of tests: the number of ranks, their environment and their launcher."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from typing import final
 
 Environ = Mapping[str, str]
 
-#: The environment variable that names the modules which a process of the tests must not find.
+#: The environment variable with the names of the modules that a process of the tests must not find.
 HIDDEN = "CHOROS_TEST_HIDDEN"
 CHOROSRUN = str(Path(sys.executable).with_name("chorosrun"))
 
 
 @dataclass(frozen=True)
 class Start:
-    """A process to start: its command, and what is in its environment beside ours."""
+    """A process to start: its command, and the variables added to our environment."""
 
     command: tuple[str, ...]
     environ: Environ = field(default_factory=dict)
 
 
 class Launcher(ABC):
-    """Who starts the ranks."""
+    """A way to start the ranks."""
 
     @abstractmethod
     def starts(self, ranks: int, program: Sequence[str]) -> list[Start]:
-        """What to start so that ``program``, the arguments of a Python, runs on so many ranks."""
+        """The processes to start so that ``program``, arguments of Python, runs on this many ranks."""
 
 
 @final
 @dataclass(frozen=True)
 class ChorosRun(Launcher):
-    """Ours."""
+    """Our launcher."""
 
     def starts(self, ranks: int, program: Sequence[str]) -> list[Start]:
         return [Start((CHOROSRUN, "-np", str(ranks), sys.executable, *program))]
@@ -52,8 +52,8 @@ class TorchRun(Launcher):
     """PyTorch's launcher."""
 
     def starts(self, ranks: int, program: Sequence[str]) -> list[Start]:
-        words = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-        return [Start((sys.executable, *words, *program))]
+        argv = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        return [Start((sys.executable, *argv, *program))]
 
     def __str__(self) -> str:
         return "torchrun"
@@ -62,7 +62,7 @@ class TorchRun(Launcher):
 @final
 @dataclass(frozen=True)
 class TFConfig(Launcher):
-    """Nobody: each process has a ``TF_CONFIG`` of its own."""
+    """No launcher: each process has its own ``TF_CONFIG``."""
 
     def starts(self, ranks: int, program: Sequence[str]) -> list[Start]:
         workers = [f"localhost:{free_port()}" for _ in range(ranks)]
@@ -76,15 +76,15 @@ class TFConfig(Launcher):
 @final
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of a job have in common; jobs that are equal can be one.
+    """The settings that all ranks of a job share; tests with equal jobs share the processes.
 
     Attributes:
-        ranks: how many.
+        ranks: the number of ranks.
         framework: Keras' backend, if they need one.
-        environ: what else is in their environment.
-        launcher: who starts them.
+        environ: further environment variables.
+        launcher: starts the ranks.
         hidden: modules that they must not find.
-        name: tells it from others of so many ranks with this framework.
+        name: distinguishes it from other jobs with as many ranks and this framework.
     """
 
     ranks: int
@@ -95,7 +95,7 @@ class Job:
     name: str = ""
 
     def environment(self) -> Environ:
-        """What the ranks have in their environment beside ours."""
+        """The variables added to the ranks' environment."""
         framework = {"KERAS_BACKEND": self.framework} if self.framework else {}
         return {**framework, HIDDEN: " ".join([*self.hidden, *unwanted(self.framework)]), **dict(self.environ)}
 
@@ -104,7 +104,7 @@ class Job:
 
 
 def unwanted(framework: str) -> tuple[str, ...]:
-    """Modules that Keras would look for as soon as it sees data, which takes seconds.
+    """Modules that Keras would import as soon as it is given data, which takes seconds.
 
     With JAX, some cases have data sets of TensorFlow.
     """

@@ -1,4 +1,4 @@
-"""The job that is up. There is one at a time: each has the memory of several processes with a framework."""
+"""The running job. There is one at a time: each uses the memory of several processes with a framework."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from ranks.job import Job
 from ranks.running import Broken, CannotStart, Running
 
 _running: Running | None = None
-#: Jobs that did not start, and why: to try again for each case would take long.
+#: Jobs that did not start, with the reason: another attempt for each case would take long.
 _failed: dict[Job, Broken | CannotStart] = {}
 
 
 def running(job: Job) -> Running:
-    """``job``, started unless it is up; whatever else is up ends."""
+    """Returns ``job`` running; starts it if needed, after another running job has ended."""
     global _running
     if job in _failed:
         raise _failed[job]
@@ -26,7 +26,7 @@ def running(job: Job) -> Running:
 
 
 def close(*, by_force: bool = False) -> None:
-    """Ends the job that is up, if one is.
+    """Ends the running job, if there is one.
 
     Args:
         by_force: ranks may not be waiting for a case, and so do not end by themselves.

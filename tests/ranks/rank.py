@@ -1,7 +1,7 @@
-"""What each rank of a job of tests runs: ``python -m ranks.rank DIRECTORY``.
+"""The program of each rank of a test job: ``python -m ranks.rank DIRECTORY``.
 
-A pytest of its own in every rank: what it runs is not what it collects, but what it is told to, one case at a time.
-While it waits for the next case, it reads from a socket, and uses no processor.
+Every rank runs pytest, which collects nothing by itself but runs the cases that it receives, one at a time. While it
+waits for the next case, it reads from a socket and uses no processor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TESTS = Path(__file__).parents[1]
 
 
 class Rank:
-    """A plugin: runs the cases that come, and tells how each went."""
+    """A plugin of pytest that runs the cases it receives and reports the result of each."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -41,7 +41,7 @@ class Rank:
         return True
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Until the other side closes the connection."""
+        """Runs cases until the other side closes the connection."""
         while (case := self._next()) is not None:
             self._worst = ("passed", "")
             module, function = case.split("::")
@@ -55,7 +55,7 @@ class Rank:
         return True
 
     def _keep_modules(self) -> None:
-        """Takes what was imported out of garbage collection, which would look through it after each case."""
+        """Excludes imported modules from garbage collection, which would traverse them after each case."""
         if len(sys.modules) != self._modules:
             gc.freeze()
             self._modules = len(sys.modules)
@@ -67,11 +67,11 @@ class Rank:
             return None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A module that cannot be imported is a case that fails."""
+        """Counts a module that cannot be imported as a failed case."""
         self._note(report)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """The worst of before, during and after a case counts."""
+        """Notes the worst outcome of a case's setup, call and teardown."""
         self._note(report)
 
     def _note(self, report: pytest.CollectReport | pytest.TestReport) -> None:
@@ -82,12 +82,12 @@ class Rank:
 
     @pytest.fixture
     def communicator(self) -> Communicator:
-        """That of all ranks."""
+        """The communicator of all ranks."""
         return choros.global_process_set.communicator
 
     @pytest.fixture(autouse=True)
-    def _as_in_a_fresh_process(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        """Each case finds what the first one finds, and draws the same numbers whatever was before it."""
+    def _restore_process_state(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        """Gives each case the state of a fresh process, and the same random numbers whatever ran before it."""
         seed_all(f"{choros.rank()} {request.node.name}")
         environ = dict(os.environ)
         yield
@@ -104,7 +104,7 @@ class Rank:
 
 
 def seed_all(seed: str) -> None:
-    """Seeds every generator of random numbers that is here."""
+    """Seeds the random number generators of all imported libraries."""
     random.seed(seed)
     number = random.getrandbits(31)
     np.random.seed(number)
@@ -115,19 +115,19 @@ def seed_all(seed: str) -> None:
 
 
 def main(directory: str) -> None:
-    """Joins the job, and runs cases until there are no more."""
+    """Joins the job, and runs cases until the connection closes."""
     faulthandler.register(signal.SIGUSR1, file=Path(directory, f"stack.{os.getpid()}").open("w"))  # noqa: SIM115
     for module in os.environ[HIDDEN].split():
         sys.modules[module] = None
-    # A rank for itself: JAX does not expect others to read what it is writing.
+    # One directory per rank: JAX does not expect other processes to read a file that it is writing.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{os.environ['CHOROS_TEST_CACHE']}/{detect(os.environ).rank}"
-    with Client(str(Path(directory, "door")), "AF_UNIX") as connection:
+    with Client(str(Path(directory, "socket")), "AF_UNIX") as connection:
         choros.init()
         if os.environ.get("KERAS_BACKEND"):
             importlib.import_module("keras")  # before warnings are errors
         connection.send((choros.rank(), os.getpid()))
-        words = ["-c", str(TESTS / "ranks" / "pytest.ini"), "--rootdir", str(TESTS), "--noconftest"]
-        sys.exit(pytest.main(words, plugins=[Rank(connection)]))
+        argv = ["-c", str(TESTS / "ranks" / "pytest.ini"), "--rootdir", str(TESTS), "--noconftest"]
+        sys.exit(pytest.main(argv, plugins=[Rank(connection)]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A job that is up: its ranks wait for cases, and tell how each went."""
+"""A running job: its ranks wait for cases and report the result of each."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ import pytest
 from ranks.job import Job, Start
 
 TESTS = Path(__file__).parents[1]
-#: Limits for what hangs, on a machine that is busy with other work too.
+#: Limits for processes that hang, on a machine that is busy with other work too.
 START_SECONDS, CASE_SECONDS, END_SECONDS = 180, 150, 60
-#: So much longer than the first rank that failed may the others take: they may wait for it for ever.
+#: The limit for the other ranks after the first one has failed: they may wait for it without a limit.
 GRACE_SECONDS = 10
-#: A program's exit code if such ranks cannot be had here.
+#: A program's exit code if this machine cannot run such ranks.
 CANNOT = 75
 
 #: XLA's optimizations of these small models take longer than the models.
 QUICK = {"TF_CPP_MIN_LOG_LEVEL": "3", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-#: Cases compile the same models again and again, however little time each takes.
+#: Caches every compilation, however short: cases compile the same models again and again.
 CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
-#: Where the frames of pytest begin.
+#: The start of the first frame of pytest in a stack.
 PYTEST = '  File "' + str(Path(pytest.__file__).parents[1] / "_pytest")
 
 
 class CannotStart(Exception):
-    """Such ranks cannot be had on this machine, and why."""
+    """This machine cannot run such ranks; the text has the reason."""
 
 
 class Broken(Exception):
-    """A job cannot go on, and why."""
+    """A job cannot continue; the text has the reason."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a case went on a rank.
+    """The result of a case on a rank.
 
     Attributes:
         outcome: ``"passed"``, ``"failed"`` or ``"skipped"``.
@@ -60,7 +60,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Member:
-    """A rank: the process, and the way to it."""
+    """A rank: its process, and the connection to it."""
 
     rank: int
     pid: int
@@ -83,18 +83,18 @@ class Running:
             raise
 
     def _begin(self) -> None:
-        with socket.socket(socket.AF_UNIX) as door:
-            door.bind(str(self._directory / "door"))
-            door.listen()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self._directory / "socket"))
+            listener.listen()
             program = ("-m", "ranks.rank", str(self._directory))
             self._processes += [self._start(start) for start in self.job.launcher.starts(self.job.ranks, program)]
-            connections = self._welcome(door)
+            connections = self._accept_ranks(listener)
         self._members += [Member(*connection.recv(), connection) for connection in connections]
         self._members.sort(key=lambda member: member.rank)
 
     def _start(self, start: Start) -> subprocess.Popen[bytes]:
-        own = {"PYTHONPATH": python_path(), "CHOROS_TEST_CACHE": caches()}
-        environ = {**os.environ, **QUICK, **CACHE, **own, **self.job.environment(), **start.environ}
+        paths = {"PYTHONPATH": python_path(), "CHOROS_TEST_CACHE": caches()}
+        environ = {**os.environ, **QUICK, **CACHE, **paths, **self.job.environment(), **start.environ}
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 start.command,
@@ -106,8 +106,8 @@ class Running:
                 start_new_session=True,
             )
 
-    def _welcome(self, door: socket.socket) -> list[Connection]:
-        door.settimeout(0.1)
+    def _accept_ranks(self, listener: socket.socket) -> list[Connection]:
+        listener.settimeout(0.1)
         connections: list[Connection] = []
         end = time.monotonic() + START_SECONDS
         while len(connections) < self.job.ranks:
@@ -116,20 +116,22 @@ class Running:
                 raise CannotStart(self._log.read_text().strip())
             if codes.count(None) < len(codes) or time.monotonic() > end:
                 problem = f"ended with {codes}" if any(code is not None for code in codes) else "took too long"
-                raise Broken(f"the job {problem} before its {self.job.ranks} ranks had come:\n{self._log.read_text()}")
+                raise Broken(
+                    f"the job {problem} before its {self.job.ranks} ranks had connected:\n{self._log.read_text()}"
+                )
             with suppress(TimeoutError):
-                connections.append(Connection(door.accept()[0].detach()))
+                connections.append(Connection(listener.accept()[0].detach()))
         return connections
 
     def run(self, case: str) -> dict[int, Report]:
-        """How ``case``, a module and a function, goes on each rank.
+        """Runs ``case``, a module and a function, on all ranks; returns the report of each.
 
         Raises:
-            Broken: not all ranks came to the end of it.
+            Broken: not all ranks finished it.
         """
         begin = self._log.stat().st_size
         for member in self._members:
-            with suppress(OSError):  # That it is gone is seen below.
+            with suppress(OSError):  # A rank that has ended is detected below.
                 member.connection.send(case)
         reports: dict[int, Report] = {}
         pending = {member.connection: member for member in self._members}
@@ -150,12 +152,12 @@ class Running:
                 if report.outcome == "failed":
                     end = min(end, time.monotonic() + GRACE_SECONDS)
         if problem:
-            said = self._log.read_bytes()[begin:].decode(errors="replace")
-            raise Broken(f"{told(reports)}{problem}\n{said}")
+            output = self._log.read_bytes()[begin:].decode(errors="replace")
+            raise Broken(f"{failures_of(reports)}{problem}\n{output}")
         return reports
 
     def _why_not_ended(self, pending: list[Member], reports: dict[int, Report]) -> str:
-        """That these ranks did not end in time, and where they are."""
+        """A text that these ranks did not finish in time, with their stacks."""
         for member in pending:
             with suppress(OSError):
                 os.kill(member.pid, signal.SIGUSR1)
@@ -172,7 +174,7 @@ class Running:
         self.kill()
 
     def kill(self) -> None:
-        """Ends what is left, and removes the job's files."""
+        """Kills the remaining processes, and removes the job's files."""
         for member in self._members:
             if any(process.poll() is None for process in self._processes):
                 with suppress(OSError):
@@ -187,7 +189,7 @@ class Running:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _await_end(self) -> None:
-        """The launcher's, which cleans up after its ranks."""
+        """Waits for the launcher, which cleans up after its ranks."""
         end = time.monotonic() + END_SECONDS
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
@@ -196,23 +198,23 @@ class Running:
 
 @functools.cache
 def caches() -> str:
-    """A directory for what the ranks of all jobs compile; empty at first, and gone when the tests end."""
+    """The compile caches of the ranks of all jobs: a directory that is removed when the tests end."""
     directory = tempfile.mkdtemp(prefix="choros-tests-cache-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
 
 
 def python_path() -> str:
-    """Where processes that tests start find modules of tests."""
+    """The ``PYTHONPATH`` with which processes started by tests can import modules of tests."""
     return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def shortened(stack: str) -> str:
-    """Of each thread, what is above pytest."""
+    """The stack without pytest's frames, for each thread."""
     return "\n\n".join(thread.partition(PYTEST)[0].rstrip() for thread in stack.split("\n\n")) + "\n"
 
 
-def told(reports: Mapping[int, Report]) -> str:
-    """What the ranks that failed said."""
+def failures_of(reports: Mapping[int, Report]) -> str:
+    """The failures of all failed ranks, as one text."""
     failed = [(rank, report) for rank, report in sorted(reports.items()) if report.outcome == "failed"]
     return "".join(f"rank {rank}:\n{report.text}\n\n" for rank, report in failed)

@@ -1,4 +1,4 @@
-"""What tests are told of cases that go wrong on their ranks."""
+"""Reports of cases that fail on their ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def job() -> Iterator[Running]:
     job.kill()
 
 
-def test_cases_run_one_by_one_and_tell_what_was_wrong(job: Running) -> None:
+def test_cases_run_one_by_one_and_report_their_failures(job: Running) -> None:
     passed = dict.fromkeys(range(2), Report("passed"))
     assert job.run(f"{CASES}passes") == passed
     assert job.run(f"{CASES}is_skipped") == dict.fromkeys(range(2), Report("skipped", "not today"))
@@ -30,20 +30,20 @@ def test_cases_run_one_by_one_and_tell_what_was_wrong(job: Running) -> None:
     assert job.run(f"{CASES}passes") == passed
     for report in job.run(f"{CASES}leaves_a_process_set").values():
         assert "the case has left process sets" in report.text
-    for report in job.run(f"{CASES}is_not_there").values():
+    for report in job.run(f"{CASES}does_not_exist").values():
         assert report.outcome == "failed"
 
 
 def test_a_rank_that_dies_is_named(job: Running) -> None:
     with pytest.raises(Broken, match=r"^rank 1 \(process \d+\) has died\n[^$]*rank 1 on \S+ was killed by SIGKILL"):
-        job.run(f"{CASES}one_rank_dies_of")
+        job.run(f"{CASES}kills_one_rank")
 
 
-def test_a_rank_that_waits_for_one_that_failed_is_not_waited_for(job: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_for_a_failed_one_is_stopped(job: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "GRACE_SECONDS", 2)
     with pytest.raises(Broken) as raised:
         job.run(f"{CASES}is_wrong_on_one_rank")
-    told, _, stack = str(raised.value).partition("rank 0 had not ended 2 s after a rank had failed:\n")
-    assert "assert 1 == 0" in told
+    failures, _, stack = str(raised.value).partition("rank 0 had not ended 2 s after a rank had failed:\n")
+    assert "assert 1 == 0" in failures
     assert "in case_that_is_wrong_on_one_rank" in stack
     assert "_pytest" not in stack

@@ -1,4 +1,4 @@
-"""What ranks can do together: the one interface of all engines.
+"""The communicator: the collectives of a set of ranks, with one interface for all engines.
 
 The public collectives are written here once: they check that all ranks make the same call (see
 ``request.py``), bring arrays into the format they are moved in, and hand flat buffers to the engine's
@@ -51,7 +51,7 @@ class Communicator(ABC):
     Every collective must be called by all members, in the same order. Arrays are anything
     ``numpy.asarray`` takes; results are new NumPy arrays. A call that the members do not make identically raises
     a ``MismatchError`` on all of them before data moves; one that is wrong on its own (an unknown dtype,
-    say) raises a ``ConfigError`` where it is wrong and a ``MismatchError`` elsewhere.
+    say) raises a ``ConfigError`` on the rank that made it and a ``MismatchError`` on the others.
 
     Attributes:
         engine: its engine's name, that of a module in ``comm/engines``.
@@ -88,8 +88,8 @@ class Communicator(ABC):
             array: any shape, including scalars and 0 elements; the same shape and dtype on every rank.
             op: the reduction.
             name: shown in errors; ranks that give different names mismatch.
-            out: where the result goes: contiguous, of the same shape and dtype; may be ``array`` itself. An array
-                from ``empty`` that is reduced into itself moves no byte more than it must.
+            out: the array for the result: contiguous, of the same shape and dtype; may be ``array`` itself. An array
+                from ``empty`` is reduced into itself without further copies.
 
         Returns:
             ``out``, or a new array of the same shape and dtype.
@@ -130,7 +130,7 @@ class Communicator(ABC):
         """A new array in the memory that this engine reduces fastest; every rank must call it.
 
         On the mpi engine ranks of one host share that memory: ``allreduce(array, out=array)`` then needs no copy.
-        It is given back when the communicator is closed, as by ``shutdown()``; do not touch the array after that.
+        It is released when the communicator is closed, as by ``shutdown()``; do not touch the array after that.
 
         Args:
             shape: the same on every rank; values are uninitialised.
@@ -156,7 +156,7 @@ class Communicator(ABC):
         """Concatenates the ranks' arrays along the first dimension, in the order of the ranks.
 
         Args:
-            array: the first dimension may differ between ranks, also be 0; a scalar counts as one row.
+            array: the first dimension may differ between ranks and may be 0; a scalar counts as one row.
             name: shown in errors.
 
         Returns:
@@ -193,7 +193,7 @@ class Communicator(ABC):
 
     @final
     def reducescatter(self, array: ArrayLike, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> Array:
-        """Reduces ``array`` over all ranks and gives each rank its rows of the result.
+        """Reduces ``array`` over all ranks and returns this rank's rows of the result.
 
         Rows are distributed as by ``shard_range``: the first ranks get the remainder.
 
@@ -225,15 +225,15 @@ class Communicator(ABC):
     def alltoall(
         self, array: ArrayLike, splits: ArrayLike | None = None, *, name: str = ""
     ) -> tuple[Array, NDArray[np.int32]]:
-        """Sends rows of ``array`` to every rank and gathers the rows meant for this one.
+        """Sends rows of ``array`` to every rank and gathers the rows sent to this one.
 
         Args:
             array: the first dimension may differ between ranks.
-            splits: how many rows go to each rank, in order; ``None`` deals them out equally.
+            splits: the number of rows for each rank, in order; ``None``: equally many.
             name: shown in errors.
 
         Returns:
-            The rows received, in the order of the senders, and how many came from each.
+            The rows received, in the order of the senders, and the number of rows from each.
         """
         rows = np.asarray(array)
         request = Request("alltoall", f"dtype={rows.dtype}, shape=(any, {_inner(rows)})", name)
@@ -259,7 +259,7 @@ class Communicator(ABC):
 
     @final
     def start(self, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        """Starts a collective and returns at once; ``Work.wait`` gives its result.
+        """Starts a collective and returns at once; ``Work.wait`` returns its result.
 
         Arrays must not be changed until then.
 
@@ -280,7 +280,7 @@ class Communicator(ABC):
             ranks: ranks of this communicator, in any order.
 
         Returns:
-            The new communicator, in which members are numbered by ascending rank; ``None`` to those who
+            The new communicator, in which members are numbered by ascending rank; ``None`` on ranks that
             are not in it.
         """
         chosen = sorted(set(ranks))
@@ -293,9 +293,9 @@ class Communicator(ABC):
 
     @functools.cached_property
     def devices(self) -> DeviceCollectives | None:
-        """Collectives on tensors where they lie; ``None`` where tensors must be copied to the host.
+        """Collectives on device tensors; ``None`` if tensors must be copied to the host.
 
-        Nothing is connected before the first of them, which all members call.
+        The connections are made by the first collective, which all members call.
         """
         choice = select_devices(self.engine, self.size)
         if self.rank == 0:
@@ -315,7 +315,7 @@ class Communicator(ABC):
 
     @final
     def only(self, ranks: Sequence[int]) -> Self:
-        """``split`` in place of this communicator, which is closed; its members count as all ranks there are.
+        """``split`` in place of this communicator, which is closed; its members become all ranks of the job.
 
         Raises:
             ConfigError: this rank is not among them.
@@ -331,7 +331,7 @@ class Communicator(ABC):
 
     @final
     def exclusive(self) -> AbstractContextManager[None]:
-        """The block in which the calls of one collective belong; see ``WorkQueue.exclusive``."""
+        """A context that encloses the calls of one collective; see ``WorkQueue.exclusive``."""
         return self._queue.exclusive()
 
     @final
@@ -372,7 +372,7 @@ class Communicator(ABC):
             return [value for _, value in gathered]
         comparison = self._compare(request)
         if any(digest == SHUTDOWN.digest for digest, _ in gathered):
-            # A rank has left: a rank that waited for it again would wait forever.
+            # A rank has left: to wait for it again would take forever.
             self._over = comparison
         raise problem or MismatchError(comparison)
 
@@ -382,7 +382,7 @@ class Communicator(ABC):
 
         Args:
             buffer: of a dtype engines reduce themselves: not bool, not bfloat16.
-            op: anything but ``AVERAGE``.
+            op: any reduction except ``AVERAGE``.
         """
         self.bytes_sent += buffer.nbytes
         self._allreduce(buffer, op)
@@ -395,13 +395,13 @@ class Communicator(ABC):
         fill: Callable[[Chunk, Array], None],
         empty: Callable[[Array, Chunk], None],
     ) -> None:
-        """Reduces what ``fill`` writes and ``empty`` reads, chunk by chunk, in memory that is fast to reduce.
+        """Reduces a fusion buffer chunk by chunk, in memory that is fast to reduce.
 
         Unchecked: call it inside ``exclusive()`` after ``agree``.
 
         Args:
             buffer: planned with this communicator's ``chunk_bytes``; the same on every rank.
-            op: anything but ``AVERAGE``.
+            op: any reduction except ``AVERAGE``.
             fill: writes a chunk to the given message.
             empty: reads its result from the given message.
         """
@@ -460,7 +460,7 @@ class Communicator(ABC):
         return results
 
     def _stage(self) -> NDArray[np.uint8]:
-        """Where chunks are packed; asked for once, and again if chunks become larger."""
+        """The memory in which chunks are packed; allocated once, and again if chunks become larger."""
         if self._scratch is None or self._scratch.nbytes < self.chunk_bytes:
             self._scratch = self._allocate(self.chunk_bytes)
         return self._scratch
@@ -491,7 +491,7 @@ class Communicator(ABC):
         texts = [together[end - length : end].decode() for end, length in zip(ends, lengths, strict=True)]
         return mismatch_text(texts, self.ranks)
 
-    # ── what an engine implements ────────────────────────────────────────────────────────────────
+    # ── the engine's primitives ────────────────────────────────────────────────────────────────
 
     @abstractmethod
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -548,14 +548,14 @@ def _flat(array: Array) -> Array:
 
 @functools.lru_cache(maxsize=256)
 def _plan(kinds: tuple[Kind, ...], chunk_bytes: int) -> tuple[Layout, tuple[FusionBuffer, ...]]:
-    """Kept, as are requests. Arrays of one dtype are sent together."""
+    """Cached, as are requests. Arrays of one dtype are sent together."""
     layout = tuple((shape, dtype) for dtype, shape in kinds)
     return layout, plan_fusion(layout, [range(len(layout))], working_dtype, chunk_bytes)
 
 
 @functools.lru_cache(maxsize=256)
 def _request(collective: str, op: Reduction, kinds: tuple[Kind, ...], name: str) -> Request:
-    """Kept, as most requests are made every step; so is their digest."""
+    """Cached, as most requests are made every step; so is their digest."""
     each = "; ".join(f"dtype={dtype}, shape={shape}" for dtype, shape in kinds)
     return Request(collective, f"op={op.value}, {each}", name)
 
@@ -581,15 +581,15 @@ def _problem(dtype: np.dtype[np.generic], op: Reduction | None = None) -> Config
 def row_counts(
     shape: Sequence[int], splits: ArrayLike | None, size: int
 ) -> tuple[NDArray[np.int64], ConfigError | None]:
-    """How many rows of an array of ``shape`` go to each of ``size`` ranks in an alltoall, or why that is not clear."""
+    """The number of rows that an alltoall of an array of ``shape`` sends to each of ``size`` ranks, or the error."""
     nothing = np.zeros(size, np.int64)
     if not shape:
         return nothing, ConfigError("alltoall: a scalar has no rows to send; give it at least one dimension.")
     if splits is None:
         if shape[0] % size:
             return nothing, ConfigError(
-                f"alltoall: {shape[0]} rows cannot be split equally over {size} ranks; say how many go to each "
-                "with splits=[…]."
+                f"alltoall: {shape[0]} rows cannot be split equally over {size} ranks; give the number for "
+                "each with splits=[…]."
             )
         return np.full(size, shape[0] // size, np.int64), None
     counts = np.asarray(splits)

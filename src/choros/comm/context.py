@@ -58,7 +58,7 @@ _initializers: list[Callable[[Topology], None]] = []
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
-    """Joins the job this process was started in; alone if nothing started it.
+    """Joins the job this process was started in, or a job of one rank if no launcher started it.
 
     Calling it again changes nothing. ``shutdown()`` then ``init()`` works any number of times.
 
@@ -93,7 +93,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
 
 
 def shutdown() -> None:
-    """Leaves the job, after all ranks have called it; called by itself when the process ends.
+    """Leaves the job, after all ranks have called it; called automatically when the process ends.
 
     A rank that still calls a collective gets a ``MismatchError`` that says this one has shut down.
     """
@@ -105,7 +105,7 @@ def shutdown() -> None:
         with job.communicator.exclusive():
             job.communicator.agree(SHUTDOWN)
     except (MismatchError, EngineError):
-        # Another rank goes on without us and has learnt of it. Nothing collective can be freed any more.
+        # Another rank continues and has received the shutdown. Collective resources can no longer be freed.
         job.finalize = _nothing
     else:
         for process_set in (*job.process_sets.values(), global_process_set):
@@ -178,14 +178,14 @@ def _current(what: str) -> _JobState:
     return _job
 
 
-def _listen(config: Config, place: Topology) -> Callable[[], None]:
-    """Starts the listeners that the configuration asks for; returns what ends them."""
-    events.identify(place.rank)
+def _listen(config: Config, position: Topology) -> Callable[[], None]:
+    """Starts the configured listeners; returns the function that stops them."""
+    events.identify(position.rank)
     started = start_listeners(config, os.environ)
 
     def stop() -> None:
-        for each in started:
-            each()
+        for stop_listener in started:
+            stop_listener()
         events.identify(-1)
 
     return stop
@@ -208,7 +208,7 @@ def _start_engine(
 
 
 def _show_log(level: str) -> None:
-    """Shows what choros logs on standard error, unless the program has a level and handlers of its own."""
+    """Shows what choros logs on standard error, unless the program has set a level and handlers."""
     if _log.level == logging.NOTSET:
         _log.setLevel(level)
     if not _log.hasHandlers():

@@ -1,4 +1,4 @@
-"""Collectives on tensors where they lie: what some engines can do beside those on host arrays."""
+"""Collectives on device tensors, without copies to the host, which some engines provide."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DeviceCollectives"]
 
 
 class DeviceCollectives(ABC):
-    """What the members of a communicator do with tensors that stay on their device.
+    """The collectives of a communicator's members on tensors that stay on their device.
 
     ::
 
@@ -20,12 +20,12 @@ class DeviceCollectives(ABC):
         same request on all ranks? ── yes ──► reduce; the current stream waits for it, the host does not
 
     Every method must be called by all members, in the same order, each with tensors on its own device. Tensors are
-    anything with DLPack's protocol; what is overwritten must be a tensor of torch, as other frameworks' arrays do not
-    change. Calls that are not identical raise a ``MismatchError`` on all members before data moves. Results are there
-    for whatever the device's current stream runs next.
+    any objects with DLPack's protocol; a tensor to overwrite must be torch's, as other frameworks' arrays are
+    immutable. Calls that are not identical raise a ``MismatchError`` on all members before data moves. Results are
+    available to operations enqueued later on the device's current stream.
 
     Attributes:
-        kinds: the devices whose tensors are moved, such as ``cuda``.
+        kinds: the supported devices, such as ``cuda``.
     """
 
     def __init__(self, kinds: Collection[str]) -> None:
@@ -33,7 +33,7 @@ class DeviceCollectives(ABC):
 
     @final
     def moves(self, kind: str) -> bool:
-        """Whether tensors on devices of ``kind``, such as ``cuda``, are moved as they are."""
+        """Whether tensors on devices of ``kind``, such as ``cuda``, are communicated without a copy to the host."""
         return kind in self.kinds
 
     @abstractmethod
@@ -41,7 +41,8 @@ class DeviceCollectives(ABC):
         """Reduces ``tensor`` over all ranks, in place.
 
         Args:
-            tensor: contiguous; the same shape and dtype on every rank. float16 and bfloat16 are summed as they are.
+            tensor: contiguous; the same shape and dtype on every rank. float16 and bfloat16 are summed
+                in their own precision.
             op: the reduction.
             name: shown in errors.
 
@@ -75,7 +76,7 @@ class DeviceCollectives(ABC):
 
     @abstractmethod
     def reducescatter(self, tensor: Any, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> Any:
-        """Reduces ``tensor`` over all ranks and gives each rank its rows of the result, as by ``shard_range``.
+        """Reduces ``tensor`` over all ranks and returns this rank's rows of the result, as by ``shard_range``.
 
         Args:
             tensor: contiguous, of at least one dimension; the same shape and dtype on every rank.
@@ -85,15 +86,15 @@ class DeviceCollectives(ABC):
 
     @abstractmethod
     def alltoall(self, tensor: Any, splits: Sequence[int] | None = None, *, name: str = "") -> tuple[Any, list[int]]:
-        """Sends rows of ``tensor`` to every rank and gathers the rows meant for this one.
+        """Sends rows of ``tensor`` to every rank and gathers the rows sent to this one.
 
         Args:
             tensor: contiguous; the first dimension may differ between ranks.
-            splits: how many rows go to each rank, in order; ``None``: equally many.
+            splits: the number of rows for each rank, in order; ``None``: equally many.
             name: shown in errors.
 
         Returns:
-            The rows received, in the order of the senders, and how many came from each.
+            The rows received, in the order of the senders, and the number of rows from each.
         """
 
     @abstractmethod

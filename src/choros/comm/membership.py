@@ -1,4 +1,4 @@
-"""Which ranks are together now."""
+"""The membership of a process set: its ranks, and how often they have changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Membership"]
 
 @dataclass(frozen=True)
 class Membership:
-    """The ranks of a process set between two changes; who plans for them plans anew when it has changed.
+    """The ranks of a process set between two changes; plans made for them are made again after a change.
 
     Attributes:
         epoch: how often the set has been registered before: 0 after the first ``init()``, one more after each further

@@ -4,7 +4,7 @@
 
     rank 0                          rank 1
     listen at the master            (torchrun's agent may listen there already: then all ranks are clients)
-    connect ─────────┐ ┌─────────── connect                    (1) which of my addresses reaches it?
+    connect ─────────┐ ┌─────────── connect                    (1) finds this rank's address towards it
                    ┌─┴─┴──┐
     host, address ─►│store │◄────── host, address               (2) all ranks' locations, in bounded time
                    └─┬─┬──┘
@@ -98,13 +98,13 @@ def exchange_locations(store: dist.Store, rank: int, size: int, address: str, se
     """
     deadline = time.monotonic() + seconds
     keys = [f"location {other}" for other in range(size)]
-    with translated("the meeting of the ranks"):
+    with translated("the rendezvous of the ranks"):
         store.set(keys[rank], json.dumps([this_host(), address]))
         while not store.check(keys):
             if time.monotonic() > deadline:
                 missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
                 raise EngineUnavailable(
-                    f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {size} did not come within "
+                    f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {size} did not connect within "
                     f"{seconds:g} s. Were they started? CHOROS_START_TIMEOUT=SECONDS makes the others wait longer."
                 )
             time.sleep(_POLL_SECONDS)

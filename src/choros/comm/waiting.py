@@ -1,15 +1,15 @@
-"""How a rank waits for another: it polls, at first without a pause, then ever less often.
+"""Waiting by polling: at first without a pause, then at increasing intervals.
 
 ::
 
     waited   0 ─────────── 20 µs ──────────────── 200 µs ───────────── 10 ms ────────── …
-    between    nothing        give up the core       sleep a tenth of     sleep 1 ms
-    two polls                 to who wants it        what was waited
+    between    nothing        yield the core         sleep a tenth of     sleep 1 ms
+    two polls                                        the time waited
 
-The spin at the start serves ranks that come together: they meet as fast as in a blocking call. It ends early where
-other processes want the core, which shows in how long a yield takes. A sleep delays the rank by a tenth of what it has
-waited at most, and lets the other threads of this process run. Polling from Python lets Ctrl-C and the handlers of
-signals run in between, and lets the engine notice that a peer has died.
+The spin at the start serves ranks that arrive together: they proceed as fast as in a blocking call. It ends early if
+other processes use the core, which is detected by how long a yield takes. A sleep delays the rank by at most a tenth
+of the time it has waited, and lets the other threads of this process run. Polling from Python lets Ctrl-C and the
+handlers of signals run in between, and lets the engine notice that a peer has died.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Schedule:
         return min(self.longest_sleep, max(self.shortest_sleep, waited * self.share))
 
 
-#: What all engines wait by.
+#: The schedule of all engines.
 WAITING = Schedule()
 
 

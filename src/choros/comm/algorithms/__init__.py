@@ -1,1 +1,1 @@
-"""How ranks that are processes reduce a buffer: one file an algorithm, chosen by size and by where ranks are."""
+"""Allreduce algorithms for ranks that are processes, one per file, chosen by message size and the ranks' hosts."""

@@ -1,4 +1,4 @@
-"""What an allreduce algorithm is, and the numbers it is tuned by."""
+"""The interface of an allreduce algorithm, and its tuning parameters."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["AllreduceAlgorithm", "Tuning"]
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes that decide how fast an allreduce is, never what comes out; the same on every rank.
+    """Sizes that affect the speed of an allreduce, never its result; the same on every rank.
 
     Attributes:
         chunk_bytes: arrays are packed, reduced and unpacked in chunks of this many bytes.
         window_bytes: messages from this size on are reduced in shared memory, smaller ones by MPI.
-        block_bytes: what a rank sums before it hands it on, to find it in its cache again.
+        block_bytes: a rank sums this many bytes, and copies them to the other ranks while they are in its cache.
     """
 
     chunk_bytes: int = CHUNK_BYTES

@@ -26,7 +26,7 @@ _OPS = {
 
 @final
 class FlatAllreduce(AllreduceAlgorithm):
-    """For small messages, and where no two ranks share a host."""
+    """MPI's allreduce: for small messages, and if no two ranks share a host."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm

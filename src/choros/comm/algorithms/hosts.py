@@ -1,4 +1,4 @@
-"""Which rank of a host owns which slice of a buffer."""
+"""The ranks of each host, and the slice of a buffer that each of them owns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HostRanks"]
 
 @dataclass(frozen=True)
 class HostRanks:
-    """How many ranks each host has.
+    """The number of ranks of each host.
 
     Buffers are cut into as many slices as the smallest host has ranks: an owner for each slice on every host.
 
@@ -24,7 +24,7 @@ class HostRanks:
 
     @property
     def slices(self) -> int:
-        """Into how many slices buffers are cut."""
+        """The number of slices of a buffer."""
         return min(self.sizes)
 
     @property
@@ -34,7 +34,7 @@ class HostRanks:
 
     @classmethod
     def of(cls, leaders: Sequence[int]) -> HostRanks:
-        """From one number a rank that is the same for the ranks of a host.
+        """Counts the ranks of each host, given one number per rank that only ranks of one host share.
 
         Example:
             >>> HostRanks.of([0, 0, 2, 2, 2])

@@ -1,7 +1,7 @@
 """``CHOROS_AUTOTUNE=1``: the sizes that are fastest here, measured when the job starts.
 
-Every rank measures every candidate together with the others; the times are then exchanged, and all choose the
-candidate whose slowest rank was the fastest: the same one, as they look at the same numbers.
+All ranks measure every candidate together and exchange the times; all choose the candidate whose slowest rank was the
+fastest. The choice is the same on every rank, as the numbers are.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def autotune(communicator: Communicator, tuning: Tuning, tune: Tune, megabytes: 
     Args:
         communicator: of all ranks.
         tuning: the sizes to start from.
-        tune: makes the communicator use what it is given.
+        tune: makes the communicator use the given sizes.
         megabytes: the size of the array that chunks are measured on.
 
     Returns:
-        What was chosen.
+        The chosen sizes.
     """
     large = np.ones(megabytes << 18, np.float32)
     tuning = _choose(communicator, tune, [replace(tuning, chunk_bytes=size) for size in _CHUNKS], large)
     tuning = _choose(communicator, tune, [replace(tuning, block_bytes=size) for size in _BLOCKS], large)
     windows = [replace(tuning, window_bytes=size) for size in (*_WINDOWS, _NEVER)]
-    # From which size on is found below the largest candidate: what wins there wins above.
+    # The threshold is below the largest candidate: the winner there also wins above.
     return _choose(communicator, tune, windows, *(np.ones(size // 4, np.float32) for size in _WINDOWS), large)
 
 
@@ -61,7 +61,7 @@ def _choose(communicator: Communicator, tune: Tune, candidates: Sequence[Tuning]
                 begin = time.perf_counter()
                 communicator.allreduce(array, Reduction.MAX, out=array)
                 times[row, column] = min(times[row, column], time.perf_counter() - begin)
-    # Sizes differ by orders of magnitude: each counts by how much slower than the best it is.
+    # Sizes differ by orders of magnitude: times are relative to the best one of each size.
     relative = (times / times.min(axis=0)).sum(axis=1)
     chosen = best(candidates, communicator.allgather(relative[np.newaxis]).tolist())
     tune(chosen)
@@ -72,7 +72,7 @@ def best(candidates: Sequence[T], times: Sequence[Sequence[float]]) -> T:
     """The candidate whose slowest rank was the fastest.
 
     Args:
-        candidates: what was measured.
+        candidates: the measured alternatives.
         times: for each rank, the time of each candidate.
 
     Example:

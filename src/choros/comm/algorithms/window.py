@@ -1,6 +1,6 @@
-"""Reduction in memory that the ranks of a host share, and between hosts one owner of each slice.
+"""Allreduce in memory that the ranks of a host share, and by messages between the owners of a slice on all hosts.
 
-Every rank owns a slice of the buffers, and reduces that slice of all its neighbours'. Three ranks, of which each sees
+Every rank owns a slice, and reduces that slice of all buffers on its host. For three ranks, each of which can access
 all three buffers (an MPI-3 shared window)::
 
                      slice 0   slice 1   slice 2
@@ -10,12 +10,12 @@ all three buffers (an MPI-3 shared window)::
                       rank 0    rank 1    rank 2       (4) rank r: slice r of the others = slice r of its own
                      ── reduces this column ──         (5) barrier: all buffers hold the result
 
-Each rank reads and writes as many bytes as its buffer has, as a copy of it would. What comes out does not depend on
-which rank looks, as each item is summed once, in one order: the owner's, then the others by rank.
+Each rank reads and writes as many bytes as its buffer has, as a copy of it would. The result is the same on all ranks,
+as each item is summed once, in one order: the owner's, then the others by rank.
 
 Two orders below are chosen for the caches, not for correctness. A rank writes its own buffer first and then those it
-has just read: storing to a line that another core holds and this one has not read lately cost ten times as much on the
-machines measured. And a slice goes through (2) and (4) in blocks that fit the second-level cache.
+has just read: storing to a cache line that another core holds and this one has not read lately cost ten times as much
+on the machines measured. A slice is processed by (2) and (4) in blocks that fit the second-level cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KNOWN_BUFFERS = 256
 
 @final
 class Window:
-    """As many bytes for each rank of a host, in memory that all of them reach.
+    """Shared memory of the ranks of a host: equally many bytes for each.
 
     Attributes:
         parts: the memory of each rank.
@@ -63,12 +63,12 @@ class Window:
         return self._mine
 
     def offset_of(self, address: int) -> int | None:
-        """Where ``address`` is in this rank's memory; ``None`` if it is elsewhere."""
+        """The offset of ``address`` in this rank's memory; ``None`` if it is outside."""
         offset = address - self._address
         return offset if 0 <= offset < self._mine.nbytes else None
 
     def barrier(self) -> None:
-        """All ranks see what all have written before."""
+        """Waits for all ranks of the host; makes all earlier writes visible to all of them."""
         self._window.Sync()
         wait_until(self._host.Ibarrier().Test)
         self._window.Sync()
@@ -86,18 +86,19 @@ def _address(array: NDArray[Any]) -> int:
 
 @final
 class WindowAllreduce(AllreduceAlgorithm):
-    """For buffers that lie in a window of their rank's host; see the head of this file.
+    """Allreduce of buffers in a window of the rank's host; see the module's docstring.
 
     Attributes:
-        block_bytes: what a rank sums before it hands it on.
+        block_bytes: a rank sums this many bytes before it copies them to the others.
     """
 
     def __init__(self, host: MPI.Intracomm, owners: MPI.Intracomm | None, ranks: HostRanks, block_bytes: int) -> None:
-        """Takes the ranks of this host, and those of all hosts that own the same slice as this rank (step 3).
+        """Creates the algorithm for the ranks of this host.
 
         Args:
             host: the ranks of this host.
-            owners: ``None`` if this rank owns no slice, or there is one host only.
+            owners: the ranks of all hosts that own the same slice as this one (step 3); ``None`` if this rank owns no
+                slice, or there is only one host.
             ranks: the ranks over which slices are distributed.
             block_bytes: see above.
         """
@@ -110,7 +111,7 @@ class WindowAllreduce(AllreduceAlgorithm):
         self._known: dict[tuple[int, int, np.dtype[np.generic]], tuple[Window, NDArray[Any], list[NDArray[Any]]]] = {}
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Memory of this rank in a new window; every rank of the host must ask for as much."""
+        """Memory of this rank in a new window; every rank of the host must request the same size."""
         window = Window(self._host, nbytes)
         self._windows.append(window)
         return window.mine[:nbytes]
@@ -121,7 +122,7 @@ class WindowAllreduce(AllreduceAlgorithm):
         return any(window.offset_of(address) is not None for window in self._windows)
 
     def allreduce(self, buffer: NDArray[Any], op: Reduction) -> None:
-        """See ``AllreduceAlgorithm``; ``buffer`` lies at the same offset in all ranks' windows."""
+        """See ``AllreduceAlgorithm``; ``buffer`` is at the same offset in all ranks' windows."""
         window, own, others = self._views(_address(buffer), buffer.size, buffer.dtype)
         window.barrier()
         if own.size:
@@ -131,7 +132,7 @@ class WindowAllreduce(AllreduceAlgorithm):
     def _views(
         self, address: int, items: int, dtype: np.dtype[np.generic]
     ) -> tuple[Window, NDArray[Any], list[NDArray[Any]]]:
-        """The slice this rank owns, in its own memory and in the others'; kept, as buffers come back every step."""
+        """The slice this rank owns, in its own memory and in the others'; cached, as buffers recur every step."""
         key = (address, items, dtype)
         if key not in self._known:
             if len(self._known) >= _KNOWN_BUFFERS:
@@ -150,10 +151,10 @@ class WindowAllreduce(AllreduceAlgorithm):
             for other in others:
                 ufunc(own[part], other[part], out=own[part])
             if self._between is None:
-                _hand_out(own[part], [other[part] for other in others])
+                _copy_to(own[part], [other[part] for other in others])
         if self._between is not None:
             self._between.allreduce(own, op)
-            _hand_out(own, others)
+            _copy_to(own, others)
 
     def close(self) -> None:
         """Frees all windows; all ranks must call it."""
@@ -163,6 +164,6 @@ class WindowAllreduce(AllreduceAlgorithm):
         self._known.clear()
 
 
-def _hand_out(own: NDArray[Any], others: list[NDArray[Any]]) -> None:
+def _copy_to(own: NDArray[Any], others: list[NDArray[Any]]) -> None:
     for other in others:
         other[...] = own

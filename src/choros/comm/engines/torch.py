@@ -154,7 +154,7 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
 
     Raises:
         ConfigError: this rank does not take part.
-        EngineUnavailable: the ranks do not say where they meet, or do not meet in time.
+        EngineUnavailable: the environment lacks the master's address, or a rank does not connect in time.
     """
     seconds = Config.from_environ(os.environ).start_timeout
     store: dist.Store = dist.HashStore()
@@ -191,9 +191,9 @@ def _master(topology: Topology) -> Master:
     master = find_master(os.environ, topology.launcher)
     if master is None:
         raise EngineUnavailable(
-            f"{topology.launcher} started {topology.size} ranks, but MASTER_ADDR and MASTER_PORT, where they meet, are "
-            f"not set. Set both on every rank to an address of rank 0's host and a free port of it. Or: Start the "
-            f"script with chorosrun -np {topology.size}, which needs neither."
+            f"{topology.launcher} started {topology.size} ranks, but MASTER_ADDR and MASTER_PORT are not "
+            f"set: the address at which they connect. Set both on every rank to an address of rank 0's host and a free "
+            f"port of it. Or: Start the script with chorosrun -np {topology.size}, which needs neither."
         )
     return master
 
