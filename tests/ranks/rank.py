@@ -104,14 +104,14 @@ class Rank:
 
 
 def seed_all(seed: str) -> None:
-    """Seeds every generator of random numbers that is here."""
+    """Seeds every generator of random numbers that is here; TensorFlow's global seed decides more than numbers."""
     random.seed(seed)
     number = random.getrandbits(31)
     np.random.seed(number)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(number)
     if tensorflow := sys.modules.get("tensorflow"):
-        tensorflow.random.set_seed(number)
+        tensorflow.random.set_seed(None)
 
 
 def main(directory: str) -> None:
