@@ -126,7 +126,7 @@ def main(directory: str) -> None:
         if os.environ.get("KERAS_BACKEND"):
             importlib.import_module("keras")  # before warnings are errors
         connection.send((choros.rank(), os.getpid()))
-        words = ["-c", str(TESTS / "ranks" / "pytest.ini"), "--rootdir", str(TESTS), "--noconftest"]
+        words = ["-c", str(TESTS / "ranks" / "cases.ini"), "--rootdir", str(TESTS), "--noconftest"]
         sys.exit(pytest.main(words, plugins=[Rank(connection)]))
 
 
