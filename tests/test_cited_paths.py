@@ -11,12 +11,12 @@ import pytest
 
 from harness import ROOT
 
-#: A path with a folder, wherever it stands; a file or folder alone, in backticks. A colon and a class may follow.
+#: A path with a folder, anywhere; a file or folder alone, in backticks. A colon and a class may follow.
 PATH = re.compile(
     r"(?<![\w/.~$<-])(?:[\w-]+/)+[\w-]+\.(?:py|md)\b|(?<=`)[\w-]+\.(?:py|md)(?=[`:])|(?<=`)(?:[\w-]+/)+(?=`)"
 )
 MODULE = re.compile(r"(?<![\w./-])choros(?:\.[a-z]\w*)+(?![\w/-])")
-#: What users' own files are called in examples.
+#: Names of users' own files in examples.
 OTHERS = {"train.py"}
 #: File names that look like modules.
 NOT_MODULES = {"choros.json", "choros.png"}
@@ -29,7 +29,7 @@ ALL_FOLDERS = {f"{path.rpartition('/')[0]}/" for path in FILES}
 
 
 def prose(path: Path) -> str:
-    """What is written for people in a file."""
+    """The prose of a file: a document, or comments and docstrings."""
     text = path.read_text()
     return text if path.suffix == ".md" else "\n".join(_comments_and_docstrings(text))
 
@@ -50,7 +50,7 @@ def exists(cited: str) -> bool:
 
 
 def is_known(module: str) -> bool:
-    """Whether a module of that name exists, or one that has the next part of the name."""
+    """Whether a module of that name exists, or a module that defines the next part of the name."""
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
         base = ROOT / "src" / Path(*parts[:end])
@@ -61,7 +61,7 @@ def is_known(module: str) -> bool:
 
 
 @pytest.mark.parametrize("path", [*SOURCES, *DOCUMENTS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_is_cited_exists(path: Path) -> None:
+def test_cited_paths_and_modules_exist(path: Path) -> None:
     text = prose(path)
     assert [cited for cited in PATH.findall(text) if not exists(cited)] == []
     assert [cited for cited in MODULE.findall(text) if cited not in NOT_MODULES and not is_known(cited)] == []

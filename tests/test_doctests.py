@@ -1,4 +1,4 @@
-"""The examples in docstrings run and give what they say."""
+"""The examples in docstrings run and have the stated results."""
 
 import doctest
 import os
@@ -17,7 +17,7 @@ PACKAGE = Path(choros.__file__).parent
 
 
 def with_examples(*, keras: bool) -> list[str]:
-    """The modules that have examples, in the Keras face or elsewhere."""
+    """The modules with examples: those of the Keras API, or all others."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = ("choros", *path.relative_to(PACKAGE).with_suffix("").parts)
@@ -40,7 +40,7 @@ def test_examples(module: str) -> None:
 
 
 @pytest.mark.slow
-def test_examples_of_the_keras_face() -> None:
+def test_examples_of_the_keras_api() -> None:
     script = (
         "import doctest, importlib, sys\n"
         "sys.exit(sum(doctest.testmod(importlib.import_module(name)).failed for name in sys.argv[1:]))"

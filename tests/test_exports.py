@@ -1,4 +1,4 @@
-"""Everything public, by name. To add a name to the library is to add it here."""
+"""The public names. A name added to the library must be added here."""
 
 import importlib
 import json
@@ -91,6 +91,6 @@ def test_distribute(module: str) -> None:
     assert [name for name in imported.__all__ if not hasattr(imported, name)] == []
 
 
-def test_what_choros_does_not_have_is_an_attribute_error() -> None:
+def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'choros' has no attribute 'allreduce_async'"):
         choros.allreduce_async  # noqa: B018

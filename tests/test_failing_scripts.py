@@ -1,4 +1,4 @@
-"""Scripts that go wrong on some rank: each ends soon, with a code that is not 0 and a sentence that helps."""
+"""Scripts that fail on some rank: each ends soon, with an exit code other than 0 and a helpful message."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_failing_script(name: str, tmp_path: Path) -> None:
-    body, code, words = SCRIPTS[name]
+    body, code, texts = SCRIPTS[name]
     script = tmp_path / "script.py"
     script.write_text(HEAD + body + "\n")
     done = subprocess.run(
         [CHOROSRUN, "-np", "2", sys.executable, str(script)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == code, done.stderr
-    for word in words:
-        assert word in done.stderr
+    for text in texts:
+        assert text in done.stderr
 
 
 def test_last_line_is_the_error_of_the_rank_that_failed(tmp_path: Path) -> None:
-    """Also if its message has several lines, and other ranks fail of it too."""
+    """Even if its message has several lines, and other ranks raise it too."""
     script = tmp_path / "script.py"
     script.write_text(HEAD + SCRIPTS["another shape"][0])
     done = subprocess.run(

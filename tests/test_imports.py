@@ -11,13 +11,13 @@ from harness import ROOT
 HEAVY = {"tensorflow", "torch", "jax", "keras", "grain", "mpi4py"}
 
 
-def test_imports_point_one_way() -> None:
+def test_import_contracts_hold() -> None:
     command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
 
 
-def test_no_circles() -> None:
+def test_no_import_cycles() -> None:
     graph = grimp.build_graph("choros", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules of one

@@ -1,4 +1,4 @@
-"""What is private to Keras is reached for in one module, ``training/keras_internals.py``."""
+"""Private names of Keras are used in one module only, ``training/keras_internals.py``."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import choros
 
 PACKAGE = Path(choros.__file__).parent
-ONE_PLACE = PACKAGE / "training" / "keras_internals.py"
+ONLY_MODULE = PACKAGE / "training" / "keras_internals.py"
 PRIVATE = (
     "_accumulated_gradients",
     "_exclude_from_weight_decay",
@@ -28,24 +28,24 @@ PRIVATE = (
     "_use_weight_decay",
     "_var_key",
 )
-#: Names that objects of Keras have in this package: nothing private of theirs is asked for.
+#: Variable names of Keras' objects in this package: no private attribute of them is used.
 OBJECTS = ("base", "inner", "kernel", "layer", "metric", "model", "optimizer", "rate", "scale", "variable")
-REACHES = re.compile(
+PRIVATE_USE = re.compile(
     rf"\bkeras\.src\b|\.({'|'.join(PRIVATE)})\b|[\"']({'|'.join(PRIVATE)})[\"']|\b({'|'.join(OBJECTS)})\._[a-z]"
 )
 
 
-def test_keras_is_reached_for_inside_in_one_module() -> None:
+def test_private_names_of_keras_are_used_in_one_module() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path != ONE_PLACE
+        if path != ONLY_MODULE
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if REACHES.search(line)
+        if PRIVATE_USE.search(line)
     ]
     assert found == []
 
 
-def test_all_of_the_list_is_needed() -> None:
-    source = ONE_PLACE.read_text()
+def test_every_listed_name_is_used() -> None:
+    source = ONLY_MODULE.read_text()
     assert [name for name in PRIVATE if not re.search(rf"\b{name}\b", source)] == []

@@ -1,4 +1,4 @@
-"""One class a name: a name means one thing in all of choros."""
+"""Class names are unique: a name has one meaning in all of choros."""
 
 import ast
 from collections import defaultdict

@@ -41,7 +41,7 @@ def on_each_device(body: Callable[[DeviceGroup], None]) -> Callable[[], None]:
 
 
 def case_unsupported_device_is_an_error_on_all_ranks() -> None:
-    with pytest.raises(EngineUnavailable, match="tensors on meta cannot be moved where they lie"):
+    with pytest.raises(EngineUnavailable, match="tensors on meta cannot be communicated without a copy"):
         DeviceGroup(global_process_set.communicator, torch.device("meta"))
     mine = torch.device("meta") if choros.rank() == 0 else CPU
     with pytest.raises(EngineUnavailable if choros.rank() == 0 else MismatchError, match="tensors on meta"):
@@ -168,5 +168,5 @@ def case_devices_belong_to_the_communicator() -> None:
     assert devices.allgather(rows)[:, 0].tolist() == list(range(choros.size()))
     assert devices.reducescatter(np.ones(choros.size(), np.float32), Reduction.SUM).tolist() == [choros.size()]
     assert devices.alltoall(np.arange(choros.size()))[0].tolist() == [choros.rank()] * choros.size()
-    with pytest.raises(ConfigError, match="ndarray: only torch's tensors can be overwritten where they lie"):
+    with pytest.raises(ConfigError, match="ndarray: only torch's tensors can be overwritten in place"):
         devices.allreduce(rows)

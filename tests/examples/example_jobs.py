@@ -1,4 +1,4 @@
-"""The examples, started the way their readers start them."""
+"""The examples, started as users start them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def losses(path: Path) -> dict[int, tuple[float, float]]:
     return {row["epoch"]: (row["loss"], row["val_loss"]) for row in json.loads(path.read_text())["history"]}
 
 
-def test_losses_are_those_of_an_unbroken_run(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_losses_equal_those_of_an_uninterrupted_run(start: Callable[..., Job], tmp_path: Path) -> None:
     whole, broken, explicit = (tmp_path / name for name in ("whole", "broken", "explicit"))
     job = start(*JOB, "--save-dir", broken, framework="torch")
     wait_for(broken / "checkpoint-1.keras", job)

@@ -1,4 +1,4 @@
-"""The examples run, most of them several in a job, and their figures are those of a training."""
+"""The examples run, most of them several per job, and report plausible figures."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Start = Callable[..., Job]
 HOROVOD_FIGURES = {"example", "framework", "ranks", "epochs", "loss", "held_out_loss", "accuracy", "images_per_s"}
 
 
-def words(name: str, directory: Path, **options: object) -> list[object]:
-    """The command line of an example that keeps what it writes in ``directory / name``."""
+def argv(name: str, directory: Path, **options: object) -> list[object]:
+    """The arguments of an example that writes its files to ``directory / name``."""
     options = {"save-dir": directory / name, "json": directory / f"{name}.json", **options}
     return [name, *(word for option, value in options.items() for word in (f"--{option}", value))]
 
 
 def figures_of(directory: Path, example: str, framework: str, epochs: list[int], ranks: int = 2) -> dict[str, Any]:
-    """The figures that an example wrote, after a look whether they can be true."""
+    """Returns the figures that an example wrote, after checking that they are plausible."""
     figures: dict[str, Any] = json.loads((directory / f"{example}.json").read_text())
     if example.endswith("_horovod"):
         assert figures.keys() >= HOROVOD_FIGURES
@@ -44,10 +44,10 @@ def figures_of(directory: Path, example: str, framework: str, epochs: list[int],
 # ── several in a job ─────────────────────────────────────────────────────────────────────────────
 
 
-def look_at_mnist_mirrored(directory: Path, framework: str, output: str) -> None:
+def check_mnist_mirrored(directory: Path, framework: str, output: str) -> None:
     figures = figures_of(directory, "mnist_mirrored", framework, [1])
     assert figures["replicas"] == 2
-    assert output.count("Learning rate for epoch 1 is 1e-03") == 1, "one rank speaks"
+    assert output.count("Learning rate for epoch 1 is 1e-03") == 1, "only one rank prints"
     assert ("exported as" in output) == (framework == "tensorflow")
     logs = directory / "mnist_mirrored" / "logs"
     (row,) = figures["history"]
@@ -56,41 +56,41 @@ def look_at_mnist_mirrored(directory: Path, framework: str, output: str) -> None
     assert scalars(held_out)["epoch_accuracy"] == [(0, pytest.approx(row["val_accuracy"]))]
 
 
-def look_at_custom_loop(directory: Path, framework: str, output: str) -> None:
+def check_custom_loop(directory: Path, framework: str, output: str) -> None:
     figures = figures_of(directory, "fashion_mnist_custom_loop", framework, [1, 2])
     assert figures["restored_accuracy"] == pytest.approx(figures["history"][0]["test_accuracy"])
 
 
-def look_at_multi_worker(directory: Path, framework: str, output: str) -> None:
+def check_multi_worker(directory: Path, framework: str, output: str) -> None:
     figures_of(directory, "multi_worker", framework, [2, 3])
     assert "trained epochs 2 to 3 on 2 worker(s)" in output
 
 
-def look_at_mnist_horovod(directory: Path, framework: str, output: str) -> None:
+def check_mnist_horovod(directory: Path, framework: str, output: str) -> None:
     figures_of(directory, "mnist_horovod", framework, [1])
-    assert output.count(f"model saved as {directory / 'mnist_horovod'}") == 1, "one rank speaks"
+    assert output.count(f"model saved as {directory / 'mnist_horovod'}") == 1, "only one rank prints"
 
 
-def look_at_cifar10(directory: Path, framework: str, output: str) -> None:
+def check_cifar10(directory: Path, framework: str, output: str) -> None:
     figures_of(directory, "cifar10_horovod", framework, [1])
-    assert output.count("Test accuracy") == 1, "one rank speaks"
+    assert output.count("Test accuracy") == 1, "only one rank prints"
     saved = sorted(path.name for path in (directory / "cifar10_horovod").iterdir())
     assert saved == ["checkpoint-1.keras", "model.keras"]
 
 
-#: Of each example, its runs, and what is to be seen of them.
+#: The runs of each example, and the check of their results.
 EXAMPLES: dict[str, tuple[list[dict[str, object]], Callable[[Path, str, str], None]]] = {
-    "mnist_mirrored": ([{"epochs": 1, "batch-size": 16}], look_at_mnist_mirrored),
-    "fashion_mnist_custom_loop": ([{"epochs": 2, "batch-size": 16}], look_at_custom_loop),
-    "multi_worker": ([{"epochs": 1}, {"epochs": 3}], look_at_multi_worker),
-    "mnist_horovod": ([{"epochs": 1}], look_at_mnist_horovod),
-    "cifar10_horovod": ([{"epochs": 1}], look_at_cifar10),
+    "mnist_mirrored": ([{"epochs": 1, "batch-size": 16}], check_mnist_mirrored),
+    "fashion_mnist_custom_loop": ([{"epochs": 2, "batch-size": 16}], check_custom_loop),
+    "multi_worker": ([{"epochs": 1}, {"epochs": 3}], check_multi_worker),
+    "mnist_horovod": ([{"epochs": 1}], check_mnist_horovod),
+    "cifar10_horovod": ([{"epochs": 1}], check_cifar10),
 }
 
 
 @pytest.mark.parametrize(
     ("framework", "names"),
-    [  # Each on the frameworks that it has code of its own for.
+    [  # Each on the frameworks for which it has specific code.
         ("tensorflow", ("mnist_mirrored", "fashion_mnist_custom_loop", "cifar10_horovod")),
         ("torch", ("mnist_mirrored", "fashion_mnist_custom_loop", "multi_worker", "mnist_horovod")),
         ("jax", ("fashion_mnist_custom_loop", "mnist_horovod")),
@@ -100,7 +100,7 @@ def test_one_job(start: Start, tmp_path: Path, framework: str, names: tuple[str,
     command: list[object] = []
     for name in names:
         for options in EXAMPLES[name][0]:
-            command += ["---", *words(name, tmp_path, limit=64, **options)]
+            command += ["---", *argv(name, tmp_path, limit=64, **options)]
     output = start("several", *command, framework=framework).wait()
     for name in names:
         EXAMPLES[name][1](tmp_path, framework, output)
@@ -110,18 +110,18 @@ def test_one_job(start: Start, tmp_path: Path, framework: str, names: tuple[str,
 
 
 def test_mnist_learns(start: Start, tmp_path: Path) -> None:
-    start(*words("mnist_horovod", tmp_path, epochs=4), framework="tensorflow").wait()
+    start(*argv("mnist_horovod", tmp_path, epochs=4), framework="tensorflow").wait()
     assert figures_of(tmp_path, "mnist_horovod", "tensorflow", [1, 2, 3, 4])["accuracy"] >= 0.95
 
 
 def test_mnist_needs_no_launcher(start: Start, tmp_path: Path) -> None:
-    start(*words("mnist_horovod", tmp_path, epochs=1, limit=64), framework="torch", ranks=1).wait()
+    start(*argv("mnist_horovod", tmp_path, epochs=1, limit=64), framework="torch", ranks=1).wait()
     figures_of(tmp_path, "mnist_horovod", "torch", [1], ranks=1)
 
 
 def test_parameter_server(start: Start, tmp_path: Path) -> None:
-    command = [*words("parameter_server", tmp_path, epochs=2, limit=64), "--coordinator"]
+    command = [*argv("parameter_server", tmp_path, epochs=2, limit=64), "--coordinator"]
     output = start("several", *command, framework="torch", ranks=1, servers=1).wait()
     figures = figures_of(tmp_path, "parameter_server", "torch", [1, 2], ranks=1)
     assert figures["servers"] == 1
-    assert output.count("held-out accuracy") == 1, "the chief speaks"
+    assert output.count("held-out accuracy") == 1, "only the chief prints"

@@ -35,7 +35,7 @@ def assert_same_on_all_ranks(model: keras.Model) -> None:
 
 
 def train(callback: keras.callbacks.Callback, *args: object, optimizer: str = "plain", **kwargs: object) -> keras.Model:
-    model = build(alike=False, optimizer=OPTIMIZERS[optimizer]())
+    model = build(same_start=False, optimizer=OPTIMIZERS[optimizer]())
     fit(model, *(args or (hvd.shard(data(EVEN), batch_size=BATCH),)), callbacks=[callback], **kwargs)
     assert_same_on_all_ranks(model)
     return model
@@ -43,7 +43,7 @@ def train(callback: keras.callbacks.Callback, *args: object, optimizer: str = "p
 
 def case_averaging_at_every_step_equals_training_on_whole_batches():
     expected, theirs = reference("plain", UNEVEN)
-    model = build(alike=False, optimizer=OPTIMIZERS["plain"]())
+    model = build(same_start=False, optimizer=OPTIMIZERS["plain"]())
     callbacks = [hvd.LocalSGDCallback(every=1), hvd.callbacks.MetricAverageCallback()]
     ours = fit(model, hvd.shard(data(), batch_size=BATCH), callbacks=callbacks)
     assert_same_weights(model, expected)
@@ -56,31 +56,31 @@ def case_outer_step_of_rate_1_without_momentum_is_averaging():
     assert_same_weights(train(outer, optimizer="adam"), averaged)
 
 
-def case_ranks_with_other_numbers_of_batches():
+def case_ranks_with_different_numbers_of_batches():
     x, y = data(96)
     mine = slice(0, 80) if hvd.rank() == 0 else slice(80, 96)
     for callback in (hvd.LocalSGDCallback(every=2), hvd.DiLoCoCallback(every=2)):
         metrics = hvd.callbacks.MetricAverageCallback()
-        model = build(alike=False, optimizer="adam")
+        model = build(same_start=False, optimizer="adam")
         validation = data(16 + hvd.rank())
         fit(model, x[mine], y[mine], batch_size=16, validation_data=validation, callbacks=[callback, metrics])
         assert_same_on_all_ranks(model)
 
 
-def case_steps_that_keras_runs_together_count_each():
+def case_each_of_several_steps_in_one_call_counts():
     if keras.backend.backend() == "torch":
-        return  # Keras runs no steps together there.
-    model = build(alike=False, optimizer=OPTIMIZERS["plain"](), steps_per_execution=2)
+        return  # It has no steps_per_execution.
+    model = build(same_start=False, optimizer=OPTIMIZERS["plain"](), steps_per_execution=2)
     before = communicator().bytes_sent
     shard = hvd.shard(data(EVEN), batch_size=BATCH)
     fit(model, shard, callbacks=[hvd.LocalSGDCallback(every=2)], epochs=1)
-    start = sum(variable.nbytes for variable in begun_with(model)) if hvd.rank() == 0 else 0
+    start = sum(variable.nbytes for variable in initial_state(model)) if hvd.rank() == 0 else 0
     assert communicator().bytes_sent - before == start + STEPS // 2 * 4 * model.count_params()
     assert_same_on_all_ranks(model)
 
 
-def begun_with(model: keras.Model) -> list[np.ndarray]:
-    """What rank 0 gives to all when training begins."""
+def initial_state(model: keras.Model) -> list[np.ndarray]:
+    """The variables that rank 0 broadcasts when training begins."""
     variables = [*model.weights, *model.optimizer.variables]
     return [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
 
@@ -89,15 +89,15 @@ def case_bytes_are_those_of_every_step_divided():
     before = communicator().bytes_sent
     model = train(hvd.LocalSGDCallback(every=4, compression=hvd.Compression.fp16), epochs=3)
     sent = communicator().bytes_sent - before - 4 * model.count_params() * (hvd.rank() == 0)  # the check at the end
-    start = sum(variable.nbytes for variable in begun_with(model)) if hvd.rank() == 0 else 0
+    start = sum(variable.nbytes for variable in initial_state(model)) if hvd.rank() == 0 else 0
     assert sent == start + 3 * STEPS // 4 * 2 * model.count_params()
 
 
-def case_ranks_outside_the_process_set_go_on_alone():
+def case_ranks_outside_the_process_set_train_alone():
     own = hvd.add_process_set([0])
-    model = build(alike=False, optimizer=OPTIMIZERS["plain"]())
+    model = build(same_start=False, optimizer=OPTIMIZERS["plain"]())
     fit(model, *data(EVEN), batch_size=BATCH, callbacks=[hvd.LocalSGDCallback(every=2, process_set=own)])
-    alone = build(alike=False, optimizer=OPTIMIZERS["plain"]())
+    alone = build(same_start=False, optimizer=OPTIMIZERS["plain"]())
     fit(alone, *data(EVEN), batch_size=BATCH, callbacks=[])
     assert_same_weights(model, alone)
     hvd.remove_process_set(own)
@@ -127,7 +127,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def learned(contender: str) -> float:
-    """The accuracy of a CNN on digits it has not seen."""
+    """The accuracy of a CNN on held-out digits."""
     compressions = {"none": hvd.Compression.none, "power_sgd": hvd.Compression.power_sgd(4)}
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
@@ -151,7 +151,7 @@ def learned(contender: str) -> float:
     return float(model.evaluate(x[1280:], y[1280:], verbose=0, return_dict=True)["accuracy"])
 
 
-def case_digits_are_learned_as_well_as_without():
+def case_digits_are_learned_as_well_as_with_synchronous_training():
     accuracies = {name: learned(name) for name in ("none", "power_sgd", "diloco")}
     assert accuracies["none"] > 0.97
     assert all(abs(value - accuracies["none"]) <= 0.01 for value in accuracies.values()), accuracies

@@ -75,7 +75,7 @@ def case_evaluate_alone():
     assert found["evaluation_loss_vs_iterations"] == [(0, pytest.approx(loss))]
 
 
-def case_a_loss_scale_has_the_rate_of_the_optimizer_in_it():
+def case_learning_rate_of_an_optimizer_with_a_loss_scale():
     model = network(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.125)))
     directory, _ = written(TensorBoard(write_graph=False), model)
     assert scalars(only_file(directory / "train"))["epoch_learning_rate"] == steps_of([0.125, 0.125])
@@ -87,7 +87,7 @@ def case_invalid_arguments_are_errors():
             TensorBoard(**arguments)
 
 
-def case_it_stands_in_for_kerass_own():
+def case_it_replaces_the_callback_of_keras():
     given = keras.callbacks.TensorBoard("there", histogram_freq=2, write_graph=False, update_freq="batch")
     callback = stand_in_for(given)
     assert type(callback) is TensorBoard

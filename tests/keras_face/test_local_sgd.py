@@ -5,11 +5,11 @@ import pytest
 from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 MODULE = "keras_face.local_sgd_cases"
-#: What differs between frameworks: where weights are during an epoch, and how steps are run.
+#: The cases that depend on the framework: on the location of weights during an epoch, and on how steps run.
 CORE = (
     "case_averaging_at_every_step_equals_training_on_whole_batches",
-    "case_ranks_with_other_numbers_of_batches",
-    "case_steps_that_keras_runs_together_count_each",
+    "case_ranks_with_different_numbers_of_batches",
+    "case_each_of_several_steps_in_one_call_counts",
 )
 
 

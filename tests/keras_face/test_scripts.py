@@ -1,4 +1,4 @@
-"""What needs a process that has not touched its framework yet."""
+"""Scripts of processes that have not initialised their framework yet."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ import pytest
 from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 MODULE = "keras_face.training_cases"
-#: What has nothing to do with the framework, or needs another one's library, is asked on one.
+#: Cases that do not depend on the framework, or need one library, with the framework that runs them.
 ON_ONE = {
     "case_best_model_is_saved_by_one_rank_and_loads_without_choros": "torch",
     "case_shard_of_tf_data": "tensorflow",
@@ -13,18 +13,18 @@ ON_ONE = {
     "case_shard_of_a_shuffled_torch_data_loader_sees_each_example_once": "torch",
     "case_shard_of_a_torch_stream": "torch",
     "case_shard_of_grain": "torch",
-    "case_shard_shuffles_alike_on_all_ranks": "torch",
-    "case_shuffling_by_keras_is_warned_of": "torch",
-    "case_shuffle_goes_on_where_training_resumes": "torch",
+    "case_shard_shuffles_identically_on_all_ranks": "torch",
+    "case_shuffling_by_keras_warns": "torch",
+    "case_shuffle_continues_after_resuming": "torch",
     "case_shard_of_arrays_is_the_index_split": "torch",
-    "case_shard_refuses_what_it_cannot_split": "torch",
+    "case_shard_of_invalid_data_is_an_error": "torch",
 }
-#: What three ranks are asked, on one framework; two are asked everything.
+#: The cases of three ranks, on one framework; two ranks run all cases.
 CORE = (
     "case_sgd_with_momentum_on_uneven_batches",
     "case_adam_with_global_clipnorm_on_uneven_batches",
     "case_last_batch_smaller_than_the_number_of_ranks",
-    "case_ranks_with_other_numbers_of_batches",
+    "case_ranks_with_different_numbers_of_batches",
     "case_process_set_trains_its_members_only",
 )
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif("jax" not in FRAMEWORKS, reason="needs JAX")
 
 
 def xla(ranks: int, devices: int) -> Job:
-    """Ranks with so many devices each. Keras would look for TensorFlow as soon as it sees data, which takes seconds."""
+    """Ranks with ``devices`` each. TensorFlow is hidden: Keras would import it as soon as it is given data."""
     flags = f"--xla_force_host_platform_device_count={devices} {FAST_TO_COMPILE}"
     environ = (("CHOROS_ENGINE", "xla"), ("XLA_FLAGS", flags))
     return Job(ranks, "jax", environ, hidden=("tensorflow",), name=f"xla-{devices}")
@@ -74,7 +74,7 @@ def test_a_killed_rank_ends_the_job() -> None:
 
 
 @pytest.mark.slow
-def test_init_after_jax_has_looked_for_devices() -> None:
+def test_init_after_jax_has_initialised_its_devices() -> None:
     done = run(TOO_LATE)
     assert done.returncode != 0
     assert "call init() first" in done.stderr

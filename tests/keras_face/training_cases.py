@@ -32,9 +32,9 @@ def data(n: int = UNEVEN, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return generator.normal(size=(n, FEATURES)).astype("float32"), generator.integers(0, CLASSES, n)
 
 
-def build(*, alike: bool = True, **compile_args: object) -> keras.Model:
-    """A small model; unless ``alike``, every rank but rank 0 starts from weights of its own."""
-    keras.utils.set_random_seed(1 if alike else 1 + hvd.rank())
+def build(*, same_start: bool = True, **compile_args: object) -> keras.Model:
+    """A small model; unless ``same_start``, ranks start with different weights."""
+    keras.utils.set_random_seed(1 if same_start else 1 + hvd.rank())
     model = keras.Sequential(
         [keras.Input((FEATURES,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(CLASSES)]
     )
@@ -55,7 +55,7 @@ def fit(model: keras.Model, *args: object, epochs: int = 4, **kwargs: object) ->
 
 @functools.cache
 def reference(optimizer: str, n: int = UNEVEN, epochs: int = 4, batch_size: int = BATCH):
-    """Plain Keras on the whole data: the model and its history. Many cases share one."""
+    """Returns the model and history of plain Keras on the whole data; cached for several cases."""
     model = build(optimizer=OPTIMIZERS[optimizer]())
     return model, fit(model, *data(n), batch_size=batch_size, epochs=epochs, callbacks=[])
 
@@ -97,16 +97,16 @@ OPTIMIZERS = {
 
 def check_transparent(optimizer: str, n: int, sharded: object, **fit_args: object) -> None:
     expected, theirs = reference(optimizer, n)
-    model = build(alike=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS[optimizer]()))
+    model = build(same_start=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS[optimizer]()))
     ours = fit(model, sharded, **fit_args)
     assert_same_weights(model, expected)
     assert_same_on_all_ranks(model)
     assert_same_history(ours, theirs)
 
 
-# First: it looks at all models there are, and ranks must have made the same ones.
+# The first case: it broadcasts all existing models, of which ranks must have created the same.
 def case_broadcast_variables_and_all_variables():
-    models = [build(alike=False, optimizer="adam") for _ in range(2)]
+    models = [build(same_start=False, optimizer="adam") for _ in range(2)]
     hvd.broadcast_variables(models[0].weights, root_rank=1)
     for weight in models[0].weights:
         value = keras.ops.convert_to_numpy(weight.value)
@@ -141,13 +141,13 @@ def case_validation_metrics_are_over_all_examples():
     x, y = data(41, seed=5)
     plain = build(optimizer=OPTIMIZERS["sgd"]())
     theirs = fit(plain, *data(), batch_size=BATCH, validation_data=(x, y), callbacks=[])
-    model = build(alike=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
+    model = build(same_start=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
     ours = fit(model, hvd.shard(data(), batch_size=BATCH), validation_data=hvd.shard((x, y), batch_size=BATCH))
     assert_same_weights(model, plain)
     assert_same_history(ours, theirs)
 
 
-def case_ratio_metrics_come_out_as_on_one_process():
+def case_ratio_metrics_equal_those_of_one_process():
     metrics = lambda: [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]  # noqa: E731
     x, y = data()
     positive = (y > 0).astype("float32")[:, None]
@@ -163,8 +163,8 @@ def case_ratio_metrics_come_out_as_on_one_process():
     assert_same_history(fit(model, hvd.shard((x, positive), batch_size=BATCH)), theirs)
 
 
-def case_ranks_with_other_numbers_of_batches():
-    """The split of the index range, with a batch size that gives ranks other numbers of batches."""
+def case_ranks_with_different_numbers_of_batches():
+    """The split of the index range, with a batch size that leads to different numbers of batches."""
     x, y = data(50)
     ranges = [
         (0, 30),
@@ -179,19 +179,19 @@ def case_ranks_with_other_numbers_of_batches():
             parts = [mine[step] for mine in batches if step < len(mine)]
             expected.train_on_batch(*(np.concatenate(part) for part in zip(*parts, strict=True)))
     start, end = ranges[hvd.rank()]
-    model = build(alike=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
+    model = build(same_start=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
     history = fit(model, x[start:end], y[start:end], batch_size=8, epochs=2)
     assert_same_weights(model, expected)
     assert_same_on_all_ranks(model)
     assert hvd.allgather_object(history) == [history] * hvd.size()
 
 
-def case_ranks_with_other_numbers_of_batches_and_all_that_may_go_wrong_then():
-    """Validation split, warm-up, plateau, accumulation and loss scale: ranks still end alike."""
+def case_ranks_with_different_numbers_of_batches_and_many_options():
+    """Validation split, warm-up, plateau, accumulation and loss scale: ranks still end with the same state."""
     x, y = data(97)
     start, end = hvd.shard_range(len(x), hvd.rank(), hvd.size())
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), backward_passes_per_step=3)
-    model = build(alike=False, optimizer=keras.optimizers.LossScaleOptimizer(optimizer))
+    model = build(same_start=False, optimizer=keras.optimizers.LossScaleOptimizer(optimizer))
     warmup = hvd.callbacks.LearningRateWarmupCallback(warmup_epochs=2, steps_per_epoch=5)
     history = fit(
         model,
@@ -277,7 +277,7 @@ def case_shard_of_grain():
     check_transparent("sgd", UNEVEN, hvd.shard(examples.to_iter_dataset(), batch_size=BATCH))
 
 
-def case_shard_shuffles_alike_on_all_ranks():
+def case_shard_shuffles_identically_on_all_ranks():
     x = np.arange(UNEVEN)
     part = hvd.shard(x, batch_size=BATCH, shuffle=True, seed=7)
     orders = []
@@ -289,13 +289,13 @@ def case_shard_shuffles_alike_on_all_ranks():
     assert orders[0] != orders[1] != x.tolist()
 
 
-def case_shuffling_by_keras_is_warned_of():
+def case_shuffling_by_keras_warns():
     model = build(optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
     with pytest.warns(UserWarning, match="shuffle=False to fit"):
         model.fit(hvd.shard(data(), batch_size=5), epochs=2, verbose=0, callbacks=callbacks())
 
 
-def case_shuffle_goes_on_where_training_resumes():
+def case_shuffle_continues_after_resuming():
     def order(part: keras.utils.PyDataset) -> list[int]:
         return np.concatenate([part[i] for i in range(len(part))]).tolist()
 
@@ -313,7 +313,7 @@ def case_shard_of_arrays_is_the_index_split():
     np.testing.assert_array_equal(part["y"][0], y[start:end])
 
 
-def case_shard_refuses_what_it_cannot_split():
+def case_shard_of_invalid_data_is_an_error():
     with pytest.raises(ValueError, match="lengths"):
         hvd.shard((np.zeros(3), np.zeros(4)))
     with pytest.raises(ValueError, match="at least"):
@@ -337,11 +337,11 @@ def case_train_on_batch():
     assert_same_weights(model, expected)
 
 
-def case_compiled_with_xla_where_there_is_xla():
+def case_compiled_with_xla():
     if BACKEND == "torch":
         return
     expected, _ = reference("sgd")
-    model = build(alike=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()), jit_compile=True)
+    model = build(same_start=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()), jit_compile=True)
     fit(model, hvd.shard(data(), batch_size=BATCH))
     assert_same_weights(model, expected)
 
@@ -357,7 +357,7 @@ def case_large_gradients_with_one_core_a_rank():
 
 def case_run_eagerly():
     expected, _ = reference("sgd", epochs=1)
-    model = build(alike=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()), run_eagerly=True)
+    model = build(same_start=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()), run_eagerly=True)
     fit(model, hvd.shard(data(), batch_size=BATCH), epochs=1)
     assert_same_weights(model, expected)
 
@@ -366,13 +366,13 @@ def case_several_steps_in_one_call():
     if BACKEND == "torch":
         return
     expected, _ = reference("sgd", EVEN)
-    model = build(alike=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()), steps_per_execution=2)
+    model = build(same_start=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()), steps_per_execution=2)
     fit(model, hvd.shard(data(EVEN), batch_size=BATCH))
     assert_same_weights(model, expected)
 
 
 class OwnStep(keras.Model):
-    """A model with its own ``train_step``, as each framework wants it."""
+    """A model with its own ``train_step``, written for each framework."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -448,7 +448,7 @@ def decorated(method):
 
 
 class DecoratedStep(OwnStep):
-    """A model whose ``train_step`` looks as if it were wrapped already."""
+    """A model whose ``train_step`` is wrapped by a decorator, as choros' would be."""
 
     train_step = decorated(OwnStep.train_step)
 
@@ -470,24 +470,24 @@ def case_decorated_train_step_on_uneven_batches():
 # ── arguments of DistributedOptimizer ────────────────────────────────────────────────────────────────
 
 
-def case_accumulation_exchanges_once_for_all_its_passes():
+def case_accumulation_reduces_once_per_update():
     expected, _ = reference("accumulating", EVEN)
     model = build(optimizer=hvd.DistributedOptimizer(OPTIMIZERS["accumulating"]()))
     before = communicator().collectives
     fit(model, hvd.shard(data(EVEN), batch_size=BATCH), callbacks=[hvd.callbacks.Throughput()])
     assert_same_weights(model, expected)
-    # Each of 4 epochs has 2 exchanges, the join and what Throughput asks for (2).
+    # Each of 4 epochs has 2 reductions, the join and the 2 collectives of Throughput.
     assert communicator().collectives - before == 4 * (2 + 1 + 2)
 
 
-def case_backward_passes_per_step_sums_or_averages_its_passes():
+def case_backward_passes_per_step_sums_or_averages_micro_batches():
     for average in (True, False):
         rate = 0.1 if average else 0.05
         expected, _ = reference("accumulating_sgd", EVEN)
         optimizer = hvd.DistributedOptimizer(
             keras.optimizers.SGD(rate), backward_passes_per_step=2, average_aggregated_gradients=average
         )
-        model = build(alike=False, optimizer=optimizer)
+        model = build(same_start=False, optimizer=optimizer)
         fit(model, hvd.shard(data(EVEN), batch_size=BATCH))
         assert_same_weights(model, expected)
 
@@ -501,7 +501,7 @@ def case_sum_predivide_and_groups():
         make(0.12, groups=2),
         make(0.12, num_groups=3),
     ):
-        model = build(alike=False, optimizer=optimizer)
+        model = build(same_start=False, optimizer=optimizer)
         fit(model, hvd.shard(data(60), batch_size=12))
         assert_same_weights(model, expected)
 
@@ -529,7 +529,7 @@ def case_gradients_sent_during_the_backward_pass():
 def case_fp16_compression_is_close():
     expected, _ = reference("sgd")
     model = build(
-        alike=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"](), compression=hvd.Compression.fp16)
+        same_start=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"](), compression=hvd.Compression.fp16)
     )
     fit(model, hvd.shard(data(), batch_size=BATCH))
     assert_same_weights(model, expected, rtol=2e-2)
@@ -569,14 +569,14 @@ def case_local_variables_keep_their_own_gradient():
 
 def case_invalid_arguments_are_errors():
     adam = keras.optimizers.Adam
-    for arguments, words in (
+    for arguments, text in (
         ({"op": hvd.Max}, "Average or Sum"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "op=Average"),
         ({"backward_passes_per_step": 0}, "1 or more"),
         ({"groups": -1}, "0 or more"),
         ({"groups": [[1]]}, "build"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=text):
             hvd.DistributedOptimizer(adam(), **arguments)
     with pytest.raises(ValueError, match="both set gradient accumulation"):
         hvd.DistributedOptimizer(adam(gradient_accumulation_steps=2), backward_passes_per_step=2)
@@ -598,7 +598,7 @@ def mixed(optimizer_of) -> keras.Model:
 
 
 def case_overflow_on_one_rank_is_skipped_on_all():
-    """However the loss scale and the distributed optimizer came to be around each other."""
+    """For every nesting of the loss scale and the distributed optimizer."""
     x, y = data(EVEN)
     bad = x.copy()
     if hvd.rank() == hvd.size() - 1:
@@ -630,7 +630,7 @@ def case_overflow_on_one_rank_is_skipped_on_all():
 def case_mixed_bfloat16():
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        model = build(alike=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
+        model = build(same_start=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
     finally:
         keras.config.set_dtype_policy("float32")
     fit(model, hvd.shard(data(), batch_size=BATCH))
@@ -641,24 +641,24 @@ def case_mixed_bfloat16():
 
 
 def case_weights_and_optimizer_state_are_equal_before_the_first_step():
-    model = build(alike=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
+    model = build(same_start=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
     model.optimizer.build(model.trainable_variables)
     for velocity in model.optimizer.momentums:
         velocity.assign(np.full(velocity.shape, 0.25 if hvd.rank() == 0 else 0.75))
 
-    class Look(keras.callbacks.Callback):
+    class Check(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 0:
                 assert_same_on_all_ranks(self.model)
                 assert float(keras.ops.max(self.model.optimizer.momentums[0])) == 0.25
 
-    fit(model, hvd.shard(data(), batch_size=BATCH), epochs=1, callbacks=callbacks(Look()))
+    fit(model, hvd.shard(data(), batch_size=BATCH), epochs=1, callbacks=callbacks(Check()))
 
 
-def case_early_stopping_and_plateau_decide_alike():
+def case_early_stopping_and_plateau_decide_identically():
     x, y = data(60)
     start, end = hvd.shard_range(len(x), hvd.rank(), hvd.size())
-    model = build(alike=False, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.5)))
+    model = build(same_start=False, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.5)))
     stop = keras.callbacks.EarlyStopping(monitor="val_loss", patience=2)
     plateau = keras.callbacks.ReduceLROnPlateau(monitor="val_loss", patience=1, factor=0.5)
     history = fit(
@@ -668,7 +668,7 @@ def case_early_stopping_and_plateau_decide_alike():
     assert_same_on_all_ranks(model)
 
 
-def case_evaluate_gives_the_metrics_of_all_examples():
+def case_evaluate_passes_the_metrics_of_all_examples():
     x, y = data(41, seed=3)
     plain = build(optimizer="sgd")
     expected = plain.evaluate(x, y, verbose=0, batch_size=BATCH)
@@ -694,7 +694,7 @@ class Rates(keras.callbacks.Callback):
         self.rates.append(float(self.model.optimizer.learning_rate))
 
 
-def case_warmup_goes_from_the_rate_of_one_to_that_of_all():
+def case_warmup_raises_the_rate_of_one_rank_to_that_of_all():
     size = hvd.size()
     model = build(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * size)))
     rates = Rates()
@@ -755,14 +755,14 @@ def case_best_model_is_saved_by_one_rank_and_loads_without_choros():
 
 
 def case_best_model_checks_its_arguments_before_the_epoch():
-    for arguments, words in (({"mode": "best"}, "auto, min, max"), ({"save_freq": 3}, "once per epoch")):
-        with pytest.raises(ValueError, match=words):
+    for arguments, text in (({"mode": "best"}, "auto, min, max"), ({"save_freq": 3}, "once per epoch")):
+        with pytest.raises(ValueError, match=text):
             hvd.callbacks.BestModelCheckpoint("x.keras", **arguments)
     with pytest.raises(ValueError, match="filepath"):
         hvd.callbacks.BestModelCheckpoint().on_train_begin()
 
 
-def case_load_model_goes_on_where_the_model_was_saved():
+def case_load_model_continues_the_saved_training():
     straight = build(optimizer=hvd.DistributedOptimizer(OPTIMIZERS["adam"]()))
     fit(straight, hvd.shard(data(), batch_size=BATCH), epochs=4)
     first = build(optimizer=hvd.DistributedOptimizer(OPTIMIZERS["adam"]()))
@@ -774,11 +774,11 @@ def case_load_model_goes_on_where_the_model_was_saved():
                 warnings.filterwarnings("ignore", "You are saving your model as an HDF5")
                 first.save(path)
         hvd.barrier()
-        # Only rank 0 reads the file, as in Horovod's examples; the broadcast gives the others its state.
+        # Only rank 0 reads the file, as in Horovod's examples; the broadcast sends its state to the others.
         resumed = (
             hvd.load_model(path)
             if hvd.rank() == 0
-            else build(alike=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["adam"]()))
+            else build(same_start=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["adam"]()))
         )
         fit(resumed, hvd.shard(data(), batch_size=BATCH), epochs=4, initial_epoch=2)
         assert_same_weights(resumed, straight, rtol=1e-5)
@@ -810,7 +810,7 @@ def case_throughput_counts_all_examples():
 # ── collectives and variables ────────────────────────────────────────────────────────────────────────
 
 
-def case_collectives_take_variables_tensors_and_numbers():
+def case_collectives_accept_variables_tensors_and_numbers():
     rank, size = hvd.rank(), hvd.size()
     tensor = keras.ops.full((2, 3), float(rank))
     mean = (size - 1) / 2
@@ -836,8 +836,8 @@ def case_collectives_take_variables_tensors_and_numbers():
         assert hvd.allreduce(1.0, average=False) == size
 
 
-def case_model_that_learns_its_input_from_the_first_batch():
-    """On TensorFlow ranks become alike after the first batch, as with Horovod; elsewhere before it."""
+def case_model_built_by_the_first_batch():
+    """On TensorFlow weights are broadcast after the first batch, as in Horovod; elsewhere before it."""
     keras.utils.set_random_seed(1 + hvd.rank())
     model = keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(CLASSES)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

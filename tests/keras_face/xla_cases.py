@@ -40,7 +40,7 @@ def momentum() -> keras.optimizers.Optimizer:
 
 
 def rich(optimizer: object, loss: object = None) -> keras.Model:
-    """A model for which it matters which examples are in a batch together, and in which order."""
+    """A model whose result depends on which examples are in a batch, and on their order."""
     keras.utils.set_random_seed(1)
     layers = [
         keras.Input((FEATURES,)),
@@ -56,7 +56,7 @@ def rich(optimizer: object, loss: object = None) -> keras.Model:
 
 
 def on_rank_0(train: Callable[[], object]) -> object:
-    """What ``train`` gives on rank 0, told to all: the others wait for it anyhow."""
+    """Runs ``train`` on rank 0, and returns its result on all ranks."""
     return hvd.broadcast_object(train() if hvd.rank() == 0 else None)
 
 
@@ -67,7 +67,7 @@ def part(arrays: Arrays, batch_size: int = BATCH) -> keras.utils.PyDataset:
 def check_transparent(
     build_with: Callable[[object], keras.Model], optimizer: Callable[[], object], arrays: Arrays, epochs: int
 ) -> None:
-    """On all devices as on one: the whole state after training, and the metrics on the way."""
+    """Checks that training on all devices has the same final state and metrics as training on one."""
 
     def plainly() -> object:
         plain = build_with(optimizer())
@@ -99,7 +99,7 @@ def case_a_batch_smaller_than_the_devices():
 
 
 def case_a_loss_of_the_whole_batch_with_weighted_examples():
-    """No mean over examples, so no weight of an example could have kept padding out of it."""
+    """The loss is no mean over examples, so example weights cannot exclude padding."""
 
     def dice(truth, prediction):
         prediction = keras.ops.softmax(prediction)
@@ -135,7 +135,7 @@ def case_ratio_metrics_and_validation():
 
 
 class Decay(keras.callbacks.Callback):
-    """A rate for each batch: a rank that has no batch cannot have set it."""
+    """A learning rate for each batch, which a rank without a batch does not set."""
 
     def on_train_batch_begin(self, batch, logs=None):
         self.model.optimizer.learning_rate = 0.2 / (1 + batch)
@@ -144,7 +144,7 @@ class Decay(keras.callbacks.Callback):
         """Keeps Keras from calling callbacks in other threads."""
 
 
-def case_ranks_with_other_numbers_of_batches():
+def case_ranks_with_different_numbers_of_batches():
     x, y = data(11)
 
     def plainly():
@@ -156,15 +156,15 @@ def case_ranks_with_other_numbers_of_batches():
 
     expected = on_rank_0(plainly)
     start, end = (0, 8) if hvd.rank() == 0 else (8, 11)
-    model = build(alike=False, optimizer=hvd.DistributedOptimizer(momentum()))
+    model = build(same_start=False, optimizer=hvd.DistributedOptimizer(momentum()))
     history = fit(model, x[start:end], y[start:end], batch_size=4, epochs=2, callbacks=callbacks(Decay()))
     assert_close(model, expected)
     assert_same_on_all_ranks(model)
     assert hvd.allgather_object(history) == [history] * hvd.size()
 
 
-def case_evaluate_and_predict_are_of_the_process():
-    """In the order of the data, and on one rank alone if it likes."""
+def case_evaluate_and_predict_are_local():
+    """In the order of the data; one rank may call them alone."""
     x, y = data(11)
     plain, model = rich("sgd"), rich(hvd.DistributedOptimizer(momentum()))
     for each in (plain, model):
@@ -180,8 +180,8 @@ def case_evaluate_and_predict_are_of_the_process():
         np.testing.assert_allclose(model(x), expected, rtol=1e-5, atol=1e-6)
 
 
-def case_a_checkpoint_of_one_rank_goes_on():
-    """Keras' own callback on one rank; loaded by all, as if training had never stopped."""
+def case_training_continues_from_the_checkpoint_of_one_rank():
+    """Keras' callback saves on one rank; all load the file, and end as an uninterrupted run."""
     path = shared_directory() / "xla.keras"
     arrays = data(BATCH)
 
@@ -231,10 +231,10 @@ def case_overflow_on_one_rank_is_skipped_on_all():
     assert float(model.optimizer.dynamic_scale.numpy()) == model.optimizer.initial_scale / 2
 
 
-def case_early_stopping_decides_alike():
+def case_early_stopping_decides_identically():
     x, y = data(60)
     start, end = hvd.shard_range(len(x), hvd.rank(), hvd.size())
-    model = build(alike=False, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.5)))
+    model = build(same_start=False, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.5)))
     stop = keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, restore_best_weights=True)
     history = fit(model, x[start:end], y[start:end], epochs=30, validation_split=0.3, callbacks=callbacks(stop))
     assert len(history["loss"]) < 30
@@ -242,8 +242,8 @@ def case_early_stopping_decides_alike():
     assert_same_on_all_ranks(model)
 
 
-def case_compiled_anew():
-    """Eagerly each rank computes by itself and gradients go through the host; with a plain optimizer it is alone."""
+def case_compiled_again():
+    """In eager mode gradients are reduced through the host; with a plain optimizer a rank trains alone."""
     arrays = data(BATCH)
 
     def plainly():
@@ -262,7 +262,7 @@ def case_compiled_anew():
         fit(model, *arrays, epochs=1, callbacks=[])
 
 
-def case_batches_that_do_not_fit_together_are_an_error_everywhere():
+def case_batches_of_different_shapes_are_an_error_on_all_ranks():
     model = keras.Sequential([keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)])
     model.compile(optimizer=hvd.DistributedOptimizer(momentum()), loss="mse")
     with pytest.raises(MismatchError, match=r"rank 1: batch\(float32\[\*, 4, 2\]"):
@@ -285,23 +285,23 @@ def case_plans_of_batches():
 
 
 def case_batches_that_cannot_be_sharded_are_errors():
-    for batch, words in (
+    for batch, text in (
         ((np.zeros((2, 3)), np.zeros(3)), "have 2, 3 examples"),
         ((np.zeros((0, 3)), None), "have 0 examples"),
         (({"x": np.zeros(())},), "no number of examples"),
         ((sparse.BCOO.fromdense(np.eye(3)),), "sparse"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=text):
             count_examples(batch)
 
 
-def case_accelerators_are_shared_out():
-    place = Topology.from_hosts(["a", "a"], rank=1)
+def case_accelerators_are_assigned_to_local_ranks():
+    position = Topology.from_hosts(["a", "a"], rank=1)
     for environ, expected in (
         ({}, [1]),
         ({"CUDA_VISIBLE_DEVICES": "2,3"}, [1]),
         ({"CUDA_VISIBLE_DEVICES": "3"}, [0]),
         ({"JAX_LOCAL_DEVICE_IDS": "2,3"}, None),
     ):
-        assert xla._local_devices(place, environ) == expected
+        assert xla._local_devices(position, environ) == expected
     assert xla._local_devices(Topology.from_hosts(["a", "b"], rank=1), {}) is None

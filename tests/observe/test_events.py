@@ -15,22 +15,22 @@ from choros.observe.pipe import EventPipe
 
 
 @pytest.fixture
-def heard() -> Iterator[list[Event]]:
+def received() -> Iterator[list[Event]]:
     found: list[Event] = []
     stop = events.listen(found.append)
     yield found
     stop()
 
 
-def test_a_collective_is_begun_matched_and_done(heard: list[Event]) -> None:
+def test_a_collective_is_begun_matched_and_done(received: list[Event]) -> None:
     LocalCommunicator().allreduce(np.ones(4, np.float32), Reduction.SUM, name="loss")
-    assert [event.kind for event in heard] == [Kind.COLLECTIVE_BEGUN, Kind.COLLECTIVE_MATCHED, Kind.COLLECTIVE_DONE]
-    assert {event.name for event in heard} == {"loss"}
-    done = heard[-1].details
+    assert [event.kind for event in received] == [Kind.COLLECTIVE_BEGUN, Kind.COLLECTIVE_MATCHED, Kind.COLLECTIVE_DONE]
+    assert {event.name for event in received} == {"loss"}
+    done = received[-1].details
     assert (done["bytes"], done["collective"], done["process_set"]) == (16, "allreduce", (0,))
 
 
-def test_a_rank_that_comes_late_is_what_the_others_wait_for(heard: list[Event]) -> None:
+def test_events_show_the_wait_for_a_late_rank(received: list[Event]) -> None:
     gate = threading.Event()
 
     def body(communicator: Communicator) -> None:
@@ -41,15 +41,15 @@ def test_a_rank_that_comes_late_is_what_the_others_wait_for(heard: list[Event]) 
         communicator.barrier(name="meet")
 
     run_threads(body, 2)
-    waited = [event.details["waited"] for event in heard if event.kind is Kind.COLLECTIVE_MATCHED]
+    waited = [event.details["waited"] for event in received if event.kind is Kind.COLLECTIVE_MATCHED]
     assert len(waited) == 2
     assert max(waited) > 0.1
 
 
-def test_a_collective_ends_when_the_next_one_begins_in_the_same_section(heard: list[Event]) -> None:
+def test_a_collective_ends_when_the_next_one_begins_in_the_same_section(received: list[Event]) -> None:
     communicator = LocalCommunicator()
     communicator.start(lambda: [communicator.barrier(name=name) for name in ("first", "second")]).wait()
-    assert [(event.kind.split()[1], event.name) for event in heard if event.kind is not Kind.COLLECTIVE_MATCHED] == [
+    assert [(event.kind.split()[1], event.name) for event in received if event.kind is not Kind.COLLECTIVE_MATCHED] == [
         ("begun", "first"),
         ("done", "first"),
         ("begun", "second"),
@@ -58,13 +58,13 @@ def test_a_collective_ends_when_the_next_one_begins_in_the_same_section(heard: l
     communicator.close()
 
 
-def test_a_collective_that_fails_is_done_too(heard: list[Event]) -> None:
+def test_a_collective_that_fails_is_done_too(received: list[Event]) -> None:
     with pytest.raises(ValueError, match="root"):
         LocalCommunicator().broadcast([1.0], root=7)
-    assert heard[-1].kind is Kind.COLLECTIVE_DONE
+    assert received[-1].kind is Kind.COLLECTIVE_DONE
 
 
-def test_nothing_is_made_while_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_events_are_created_without_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "Event", None)
     events.emit(Kind.COMMIT)
     LocalCommunicator().barrier()
@@ -78,7 +78,7 @@ def test_events_survive_json() -> None:
             Event.from_json(text)
 
 
-def test_a_pipe_that_is_full_loses_events_and_says_how_many() -> None:
+def test_a_full_pipe_drops_events_and_reports_their_number() -> None:
     reader, writer = os.pipe()
     pipe = EventPipe(writer)
     sent = 0
@@ -92,7 +92,7 @@ def test_a_pipe_that_is_full_loses_events_and_says_how_many() -> None:
     pipe.write(Event(Kind.STEP_DONE))
     assert json.loads(os.read(reader, 1 << 20))["details"] == {"lost": 2}
     os.close(reader)
-    pipe.write(Event(Kind.STEP_DONE))  # nobody reads any more: no error
+    pipe.write(Event(Kind.STEP_DONE))  # the reader is closed: no error
     os.close(writer)
 
 

@@ -12,7 +12,7 @@ from choros.parallel.data import DataKind, Part, Sharding, are_arrays, kind_of, 
 
 
 class Source:
-    """A class that a package has its data sets from."""
+    """The base class of a package's data sets."""
 
 
 class Derived(Source):
@@ -52,7 +52,7 @@ def test_data_sets_of_the_table_are_no_arrays_even_if_they_have_a_shape(monkeypa
 
 
 @pytest.mark.parametrize("data", [np.zeros(3), (np.zeros(3), None), {"x": np.zeros(3)}, [np.zeros(3)], iter([]), 3])
-def test_what_no_package_makes_are_arrays(data: object) -> None:
+def test_data_of_no_known_package_are_arrays(data: object) -> None:
     assert type(kind_of(data)).__name__ == "ArrayKind"
 
 
@@ -77,7 +77,7 @@ class Numbers:
 
 
 class NumbersKind(DataKind):
-    """Only what a kind must have, and how to iterate."""
+    """A kind with only the required methods, and ``batches``."""
 
     def shard(self, data: Numbers, sharding: Sharding) -> Numbers:
         return data

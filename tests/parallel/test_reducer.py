@@ -289,7 +289,7 @@ def test_reducer_is_active_if_there_are_other_ranks() -> None:
     assert not GradientReducer(ReduceConfig(process_set=unregistered)).active
 
 
-def test_members_who_are_registered_anew_are_planned_for_anew() -> None:
+def test_plans_are_made_again_after_the_members_are_registered_again() -> None:
     def rank_main(process_set: ProcessSet) -> tuple[bool, list[float]]:
         reducer = GradientReducer(ReduceConfig(process_set=process_set))
         batches = [(float(process_set.rank()), 1)]

@@ -156,10 +156,10 @@ def case_parameters_that_are_unused_on_some_or_all_ranks() -> None:
 
 
 @with_and_without_overlap
-def case_parameters_that_are_frozen_and_thawed() -> None:
+def case_parameters_that_are_frozen_and_unfrozen() -> None:
     def train_in_parts(net: torch.nn.Module, opt: Any, data: Sequence[Any]) -> None:
-        for thawed, batch in enumerate(data):
-            net[0].requires_grad_(thawed >= 2)
+        for step, batch in enumerate(data):
+            net[0].requires_grad_(step >= 2)
             train(net, opt, [batch])
 
     model, reference = build(), build()

@@ -1,1 +1,1 @@
-"""What moves the bytes: one file an engine, imported only when it is chosen."""
+"""Communication engines, one per file, imported only when selected."""

@@ -18,7 +18,7 @@ __all__ = ["LocalCommunicator", "finalize", "start"]
 
 @final
 class LocalCommunicator(Communicator):
-    """The engine of a job of one rank; it needs nothing installed.
+    """The engine of a job of one rank; it needs no further packages.
 
     Example:
         >>> LocalCommunicator().allgather([[1], [2]]).shape
@@ -62,10 +62,10 @@ class LocalCommunicator(Communicator):
 
 
 def start(topology: Topology, comm: object = None) -> tuple[LocalCommunicator, Topology]:
-    """The communicator of a process alone, and its position."""
+    """Returns the communicator of the only rank, and its position."""
     del comm
     return LocalCommunicator(), topology
 
 
 def finalize() -> None:
-    """Nothing to end."""
+    """Does nothing: this engine has no resources."""

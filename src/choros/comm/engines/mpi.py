@@ -24,10 +24,10 @@ from choros.config import Config
 from choros.errors import ConfigError, EngineError, EngineUnavailable
 from choros.topology import Topology
 
-# Both are ours to do: a rank that dies of an exception must not wait for the others in MPI_Finalize.
+# choros does both: a rank that dies of an exception must not wait for the others in MPI_Finalize.
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
-# Where there is no InfiniBand, Open MPI's component for remote memory over UCX complains on every use of shared memory.
+# Without InfiniBand, Open MPI's component for remote memory over UCX prints a warning at every use of shared memory.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
 try:
@@ -111,7 +111,7 @@ class MpiCommunicator(Communicator):
         self._owners, self._window = self._share_memory(HostRanks.of(self._leaders))
 
     def _share_memory(self, hosts: HostRanks) -> tuple[MPI.Intracomm | None, WindowAllreduce | None]:
-        """The ranks that own this rank's slice on other hosts, and what reduces in memory; where there are such."""
+        """The owners of this rank's slice on all hosts, and the algorithm in shared memory; ``None`` if unused."""
         if not hosts.shared:
             return None, None
         owners = None
@@ -124,19 +124,19 @@ class MpiCommunicator(Communicator):
 
     @classmethod
     def duplicate(cls, comm: MPI.Intracomm, ranks: Sequence[int], queue: WorkQueue) -> MpiCommunicator:
-        """A communicator of the same ranks whose messages cannot meet those of ``comm``."""
+        """A communicator of the same ranks whose messages are separate from those of ``comm``."""
         with _translated("MPI_Comm_dup"):
             return cls(comm.Dup(), ranks, queue)
 
     def tune(self, tuning: Tuning) -> None:
-        """Uses other sizes from now on; every rank must, with the same ones."""
+        """Changes the sizes; every rank must call it, with the same ones."""
         self.tuning, self.chunk_bytes = tuning, tuning.chunk_bytes
         if self._window is not None:
             self._window.block_bytes = tuning.block_bytes
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         with _translated("the check of a collective"):
-            # Here ranks wait for those that come late. Once all have come, blocking calls, which spin, are brief.
+            # Here ranks wait for those that arrive late. After that, blocking calls, which spin, are brief.
             wait_until(self._comm.Iallgather(header, self._table).Test)
         return self._table.copy()
 
@@ -207,7 +207,7 @@ class MpiCommunicator(Communicator):
 
 
 def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None) -> tuple[MpiCommunicator, Topology]:
-    """Initialises MPI if needed; the communicator of all ranks and the position MPI gives this one.
+    """Initialises MPI if needed; returns the communicator of all ranks and this rank's position.
 
     Args:
         topology: the topology from the launcher's environment, with which MPI must agree.
@@ -228,7 +228,7 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
             "srun --mpi=pmix."
         )
     with _translated("the rendezvous of the ranks"):
-        # What follows spins: a rank that is still importing its framework must not cost the others a core each.
+        # The next call spins: ranks would each use a core while another one still imports its framework.
         wait_until(world.Ibarrier().Test)
     communicator = MpiCommunicator.duplicate(world, range(world.Get_size()), WorkQueue())
     if isinstance(comm, Sequence):

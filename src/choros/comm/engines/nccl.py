@@ -15,7 +15,7 @@ from choros.errors import EngineError
 
 __all__ = ["nccl_group"]
 
-#: The first NCCL that lets ranks share a card, if it is configured to.
+#: The first version of NCCL in which ranks can share a card, if it is configured to.
 _NCCL_SHARES_CARDS = (2, 30)
 _SHARE_CARDS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
@@ -36,7 +36,7 @@ def nccl_group(store: dist.Store, control: Communicator, device: torch.device) -
     options._timeout = FOREVER
     try:
         group = dist.ProcessGroupNCCL(store, control.rank, control.size, options)
-        # NCCL connects ranks in their first collective: its errors belong here.
+        # NCCL connects ranks in their first collective: run one here, to raise its errors here.
         group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
         torch.cuda.synchronize(device)
     except RuntimeError as error:
@@ -46,7 +46,7 @@ def nccl_group(store: dist.Store, control: Communicator, device: torch.device) -
 
 
 def _nccl_version() -> tuple[int, ...]:
-    """That of the library which is loaded: ``torch.cuda.nccl.version()`` is that which PyTorch was built with."""
+    """The version of the loaded library; ``torch.cuda.nccl.version()`` is the one PyTorch was built with."""
     return tuple(dist.ProcessGroupNCCL.get_runtime_nccl_version())
 
 

@@ -1,8 +1,8 @@
-"""Private groups of ``torch.distributed``: their making, what they are asked, and how their ends are waited for.
+"""Private groups of ``torch.distributed``: their creation, their options, and waiting for their collectives.
 
-The default group of ``torch.distributed`` is never made. Keras from 3.16 on wraps a model in DistributedDataParallel as
-soon as ``torch.distributed.is_initialized()``, and would average what we have averaged; the user's own
-``init_process_group`` stays free as well.
+The default group of ``torch.distributed`` is never created. Keras from 3.16 on wraps a model in DistributedDataParallel as
+soon as ``torch.distributed.is_initialized()``, and would average gradients a second time; and the user's
+script can call ``init_process_group`` itself.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _OPS = {
     Reduction.MAX: dist.ReduceOp.MAX,
     Reduction.PRODUCT: dist.ReduceOp.PRODUCT,
 }
-#: Another rank may take an hour to its next collective: that is no error. A rank that dies closes its connections.
+#: An hour before a rank's next collective is no error. A rank that dies closes its connections.
 FOREVER = timedelta(days=365)
-#: Between two of the moments in which Python can answer Ctrl-C.
+#: The interval at which Python can handle Ctrl-C.
 _NAP = timedelta(seconds=0.1)
 
 
@@ -58,7 +58,7 @@ def gloo_group(store: dist.Store, rank: int, size: int, address: str, seconds: f
 
 
 def own_address(locations: Sequence[Location], rank: int) -> str:
-    """Where ``rank`` listens, such that all others reach it."""
+    """The address at which ``rank`` listens and all others reach it."""
     chosen = choose_address(locations, rank)
     if chosen is not None:
         return chosen
@@ -69,7 +69,7 @@ def own_address(locations: Sequence[Location], rank: int) -> str:
 def wait_on_host(work: Any) -> None:
     """Waits for a collective of tensors in host memory; raises its error.
 
-    The thread sleeps until Gloo's wakes it, so there is nothing to poll.
+    The thread sleeps until Gloo's thread wakes it, so it does not poll.
     """
     while not work.is_completed():
         with suppress(RuntimeError):
@@ -89,14 +89,14 @@ def start_allgather(
 
 
 def allreduce_options(op: Reduction) -> Any:
-    """What an allreduce with ``op`` is asked with."""
+    """The options of an allreduce with ``op``."""
     options = dist.AllreduceOptions()
     options.reduceOp = _OPS[op]
     return options
 
 
 def broadcast_options(root: int) -> Any:
-    """What a broadcast from ``root`` is asked with."""
+    """The options of a broadcast from ``root``."""
     options = dist.BroadcastOptions()
     options.rootRank = root
     options.rootTensor = 0

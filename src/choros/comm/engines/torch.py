@@ -1,6 +1,6 @@
 """The engine of ranks that MPI did not start: Gloo, by ``torch.distributed``, moves host arrays of any framework.
 
-Ranks of torchrun, of ``TF_CONFIG`` or of MPI meet at a store of keys (``store.py``) and connect each with each.
+Ranks of torchrun, of ``TF_CONFIG`` or of MPI rendezvous through a key-value store (``store.py``) and connect pairwise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from choros.comm.store import exchange_locations, store_at, store_over, translat
 
 __all__ = ["TorchCommunicator", "finalize", "start"]
 
-#: What Gloo reduces itself.
+#: The dtypes that Gloo reduces itself.
 _GLOO_DTYPES = frozenset(
     np.dtype(name) for name in ("int8", "uint8", "int32", "int64", "float16", "float32", "float64")
 )
@@ -64,7 +64,7 @@ class TorchCommunicator(Communicator):
     def __init__(
         self, store: dist.Store, rank: int, ranks: Sequence[int], address: str, queue: WorkQueue, seconds: float
     ) -> None:
-        """Connects the members; all of them must be there.
+        """Connects the members; all of them must call it.
 
         Args:
             store: the members' own.
@@ -82,7 +82,7 @@ class TorchCommunicator(Communicator):
         self._group = gloo_group(store, rank, self.size, address, seconds)
 
     def branch(self) -> dist.Store:
-        """A new store for members, who must all call it."""
+        """A new store for members; all of them must call it."""
         return dist.PrefixStore(f"branch {next(self._branches)}", self._store)
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -114,7 +114,7 @@ class TorchCommunicator(Communicator):
             wait_on_host(self._group.broadcast([torch.from_numpy(buffer)], broadcast_options(root)))
 
     def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
-        # Gloo's own takes equal parts only, and not every dtype.
+        # Gloo's own supports only equal parts, and not every dtype.
         size = counts[self.rank] * buffer.itemsize
         parts = self._alltoall(buffer.view(np.uint8), [n * buffer.itemsize for n in counts], [size] * self.size)
         result: Array = UFUNCS[op].reduce(parts.view(buffer.dtype).reshape(self.size, -1), axis=0, dtype=buffer.dtype)
@@ -144,7 +144,7 @@ class TorchCommunicator(Communicator):
 
 
 def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchCommunicator, Topology]:
-    """Connects all ranks; their communicator, and the position of this one that the ranks' hosts give it.
+    """Connects all ranks; returns their communicator, and this rank's position, derived from the ranks' hosts.
 
     Ranks of torchrun and ``TF_CONFIG`` meet where these say, those that MPI started where MPI's rank 0 says.
 
@@ -168,7 +168,7 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
         comm = None
         store, address = store_over(control, seconds)
         control.close()
-    # Each start has keys of its own: ranks may leave and join many times.
+    # Each start uses different keys: ranks may leave and join many times.
     store = dist.PrefixStore(f"choros {next(_starts)}", store)
     locations = exchange_locations(store, topology.rank, topology.size, address, seconds)
     address = own_address(locations, topology.rank)
@@ -181,7 +181,7 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
 
 
 def finalize() -> None:
-    """Ends MPI where it was the control plane; call it once, when the process ends."""
+    """Ends MPI if it was the control plane; call it once, when the process ends."""
     mpi = sys.modules.get("choros.comm.engines.mpi")
     if mpi is not None:
         mpi.finalize()

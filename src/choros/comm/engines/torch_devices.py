@@ -1,4 +1,4 @@
-"""Tensors exchanged where they lie: on GPUs through NCCL, on the CPU through Gloo.
+"""Collectives on torch's tensors without staging: on GPUs through NCCL, on the CPU through Gloo.
 
 Any communicator is the control plane that this needs. ``DeviceGroup`` is the ranks' devices of one kind, connected;
 ``TorchDevices`` connects them as tensors come.
@@ -38,13 +38,13 @@ __all__ = ["DeviceGroup", "TorchDevices", "connect"]
 
 
 def connect(control: Communicator, kinds: Collection[str]) -> TorchDevices:
-    """What moves tensors on devices of ``kinds`` between the members of ``control``."""
+    """Returns the collectives of the members of ``control`` on devices of ``kinds``."""
     return TorchDevices(control, kinds)
 
 
 @final
 class TorchDevices(DeviceCollectives):
-    """Torch's tensors, and others that it takes over; the members' devices are connected at the first use of each."""
+    """Collectives on tensors of torch, and on others through DLPack; a device is connected at its first use."""
 
     def __init__(self, control: Communicator, kinds: Collection[str]) -> None:
         super().__init__(kinds)
@@ -99,14 +99,14 @@ def _writable(array: Any) -> torch.Tensor:
     if isinstance(array, torch.Tensor):
         return array
     raise ConfigError(
-        f"{type(array).__name__}: only torch's tensors can be overwritten where they lie; copy it with "
+        f"{type(array).__name__}: only torch's tensors can be overwritten in place; copy it with "
         "torch.from_dlpack(array).clone() first."
     )
 
 
 @final
 class DeviceGroup:
-    """The members of a communicator, exchanging torch's tensors where they lie: on GPUs through NCCL.
+    """The members of a communicator with their devices: tensors are sent through NCCL on GPUs, Gloo on the CPU.
 
     ::
 
@@ -114,11 +114,11 @@ class DeviceGroup:
         same request on all ranks? ── yes ──► reduce; the current stream waits for it, the host does not
 
     Every method must be called by all members, in the same order. Calls that are not identical raise a
-    ``MismatchError`` on all of them before data moves. Results are there for whatever the current CUDA stream runs
-    next. On the CPU Gloo moves the tensors, and a call returns when they have arrived.
+    ``MismatchError`` on all of them before data moves. Results are available to operations enqueued later on the
+    current CUDA stream. On the CPU Gloo moves the tensors, and a call returns when they have arrived.
 
     Attributes:
-        device: where tensors lie.
+        device: the device of the tensors.
 
     Example:
         >>> from choros.comm.engines.local import LocalCommunicator
@@ -144,7 +144,7 @@ class DeviceGroup:
         problem = None
         if device.type not in ("cuda", "cpu"):
             problem = EngineUnavailable(
-                f"tensors on {device} cannot be moved where they lie: only those on cuda and on cpu can."
+                f"tensors on {device} cannot be communicated without a copy: only those on cuda and on cpu can."
             )
         elif device.type == "cuda" and not (torch.cuda.is_available() and dist.is_nccl_available()):
             problem = EngineUnavailable(f"tensors on {device} need a GPU and a PyTorch that was built with NCCL.")
@@ -158,7 +158,7 @@ class DeviceGroup:
             store, address = control.branch(), control.address
         else:
             store, address = store_over(control, seconds)
-        self._store = store  # NCCL asks it again when it ends
+        self._store = store  # kept alive: NCCL uses it again when it ends
         if device.type == "cuda":
             self._group = nccl_group(store, control, self.device)
         else:
@@ -229,7 +229,7 @@ class DeviceGroup:
         return received
 
     def reducescatter(self, tensor: torch.Tensor, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> torch.Tensor:
-        """Reduces ``tensor`` over all ranks and gives each rank its rows of the result, as by ``shard_range``.
+        """Reduces ``tensor`` over all ranks and returns this rank's rows of the result, as by ``shard_range``.
 
         Args:
             tensor: contiguous, of at least one dimension; the same shape and dtype on every rank.
@@ -252,7 +252,7 @@ class DeviceGroup:
     def alltoall(
         self, tensor: torch.Tensor, splits: Sequence[int] | None = None, *, name: str = ""
     ) -> tuple[torch.Tensor, list[int]]:
-        """Sends rows of ``tensor`` to every rank and gathers the rows meant for this one.
+        """Sends rows of ``tensor`` to every rank and gathers the rows sent to this one.
 
         Args:
             tensor: contiguous; the first dimension may differ between ranks.

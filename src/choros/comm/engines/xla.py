@@ -1,16 +1,16 @@
 """The engine for JAX on accelerators: device arrays are reduced inside the compiled step, by XLA.
 
-Hosts still need a control plane: collectives of host arrays stay with MPI, or with ``local`` for a process alone.
-What this engine adds is one mesh of all devices of all processes::
+Hosts still need a control plane: collectives of host arrays use MPI, or ``local`` for a single process.
+This engine adds one mesh of all devices of all processes::
 
     rank 0                                   rank 1
     mpi.start                                mpi.start
-    where do I listen? ── broadcast ───────► there                     host collectives are MPI's from here on
+    own address        ── broadcast ───────► address                   host collectives are MPI's from here on
     jax.distributed.initialize ◄── gRPC ───► jax.distributed.initialize
     mesh: gpu 0, gpu 1, gpu 2, gpu 3         the same                  NCCL, Gloo or the TPUs' links move the arrays
 
-``jax.distributed`` can be initialised once a process and before JAX has looked for devices; a second ``init()``
-finds it running. Its own ways to die are turned down: chorosrun watches the processes.
+``jax.distributed`` can be initialised once a process and before JAX has initialised its devices; a second ``init()``
+finds it running. Its own ways to abort a process are disabled: chorosrun watches the processes.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from choros.transport.address import LOOPBACK, outward_address
 
 __all__ = ["BATCH_AXIS", "finalize", "mesh", "start"]
 
-#: The first that can do without its preemption service.
+#: The first version that can run without its preemption service.
 _OLDEST_JAX = (0, 8, 0)
 #: The name of the mesh's only axis, along which examples are sharded.
 BATCH_AXIS = "batch"
 #: A process that sends nothing for this long is considered dead by processes without other evidence.
 _HEARTBEAT_SECONDS = 30
-#: How long a process that ends waits for the others to end too.
+#: The time for which a process that ends waits for the others to end, too.
 _SHUTDOWN_SECONDS = 10
 _OPTIONS = {
-    # Ranks are stopped with SIGTERM, which JAX would take for a notice to save and go on.
+    # Ranks are stopped with SIGTERM, which JAX would treat as a notice to save and continue.
     "jax_enable_preemption_service": False,
-    # Else a process aborts as soon as another has died, and it is no longer clear who was the first.
+    # Otherwise a process aborts as soon as another has died, and it is no longer clear which one was the first.
     "jax_enable_recoverability": True,
     "jax_cpu_collectives_implementation": "gloo",
 }
@@ -53,12 +53,12 @@ _OPTIONS = {
 _ADDRESS_BYTES = 256
 
 _mesh: jax.sharding.Mesh | None = None
-#: The ranks that MPI has joined, for when they part.
+#: The ranks that MPI has joined, for when they leave.
 _farewell: Communicator | None = None
 
 
 def start(topology: Topology, comm: Any = None) -> tuple[Communicator, Topology]:
-    """Joins the processes' devices in one mesh; the communicator for host arrays, and the position of this process.
+    """Joins the processes' devices in one mesh; returns the communicator for host arrays and this rank's position.
 
     A process alone needs no MPI: its mesh has the devices it sees. Of several on one host each takes the
     accelerator of its ``local_rank``, unless ``JAX_LOCAL_DEVICE_IDS`` lists others.
@@ -167,25 +167,25 @@ def _problem(communicator: Communicator, *, joined: bool) -> ConfigError | None:
 
 
 def _leave_to_finalize() -> None:
-    """Keeps a rank that dies of an exception from taking leave of the others, and from waiting for them.
+    """Keeps a rank that dies of an exception from disconnecting in order, which would wait for the others.
 
-    JAX would do so when Python ends. Where rank 0 did it, the others would die of that, and be blamed.
+    JAX would do so when Python ends. If rank 0 did, the others would die of it and be reported as the cause.
     """
     from jax._src import api, distributed
 
     atexit.unregister(api.clean_up)
     for part in (distributed.global_state.client, distributed.global_state.service):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))  # never destroyed, which is taking leave too
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))  # never destroyed, which would disconnect too
 
 
 def _leave_jax() -> None:
     from jax._src import api
 
-    api.clean_up()  # gives devices back before jax.distributed.shutdown()
+    api.clean_up()  # releases devices before jax.distributed.shutdown()
 
 
 def _agreed_address(communicator: Communicator, position: Topology) -> str:
-    """Where rank 0 listens: ``JAX_COORDINATOR_ADDRESS`` if it is set there, else a free port."""
+    """The address at which rank 0 listens: ``JAX_COORDINATOR_ADDRESS`` if it is set there, else a free port."""
     text = np.zeros(_ADDRESS_BYTES, np.uint8)
     if communicator.rank == 0:
         mine = os.environ.get("JAX_COORDINATOR_ADDRESS") or _free_address(one_host=position.local_size == position.size)
@@ -201,7 +201,7 @@ def _free_address(*, one_host: bool) -> str:
 
 
 def _local_devices(position: Topology, environ: Mapping[str, str]) -> list[int] | None:
-    """The accelerators this process takes; ``None`` for all it sees, or for those that JAX's variable lists."""
+    """The accelerators this process uses; ``None`` for all visible ones, or those that JAX's variable lists."""
     if position.local_size == 1 or environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
     visible = environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""Gradients of PyTorch that are summed where they lie: on a GPU through NCCL, and without a way over the host."""
+"""Reduction of PyTorch's gradients on their device: on a GPU through NCCL, without host staging."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DeviceExchange(Exchange):
         device: torch.device,
     ) -> None:
         if communicator.devices is None:
-            raise EngineError(f"the {communicator.engine} engine does not move tensors on {device} where they lie.")
+            raise EngineError(f"the {communicator.engine} engine cannot reduce tensors on {device} in place.")
         self._communicator = communicator
         self._collectives = communicator.devices
         self._device = device
