@@ -223,12 +223,12 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     world = comm if isinstance(comm, MPI.Intracomm) else MPI.COMM_WORLD
     if world is not comm and world.Get_size() != topology.size:
         raise ConfigError(
-            f"{topology.launcher} started {topology.size} ranks, but MPI knows of {world.Get_size()}: this launcher "
-            "and this MPI do not talk to each other. Start the script with chorosrun, with mpirun, or with "
+            f"{topology.launcher} started {topology.size} ranks, but MPI has {world.Get_size()}: this launcher "
+            "and this MPI are incompatible. Start the script with chorosrun, with mpirun, or with "
             "srun --mpi=pmix."
         )
     with _translated("the rendezvous of the ranks"):
-        # The next call spins: ranks would each use a core while another one still imports its framework.
+        # Polls first: the next collective spins, which would cost a core per rank while another one still imports.
         wait_until(world.Ibarrier().Test)
     communicator = MpiCommunicator.duplicate(world, range(world.Get_size()), WorkQueue())
     if isinstance(comm, Sequence):

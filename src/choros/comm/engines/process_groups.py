@@ -1,8 +1,8 @@
 """Private groups of ``torch.distributed``: their creation, their options, and waiting for their collectives.
 
-The default group of ``torch.distributed`` is never created. Keras from 3.16 on wraps a model in DistributedDataParallel as
-soon as ``torch.distributed.is_initialized()``, and would average gradients a second time; and the user's
-script can call ``init_process_group`` itself.
+The default group of ``torch.distributed`` is never created. Keras from 3.16 on wraps a model in
+DistributedDataParallel as soon as ``torch.distributed.is_initialized()``, and would average gradients a second time;
+and the user's script can call ``init_process_group`` itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Collectives on torch's tensors without staging: on GPUs through NCCL, on the CPU through Gloo.
 
-Any communicator is the control plane that this needs. ``DeviceGroup`` is the ranks' devices of one kind, connected;
-``TorchDevices`` connects them as tensors come.
+Any communicator can be the control plane. ``DeviceGroup`` connects the ranks' devices of one kind; ``TorchDevices``
+creates the group of a device at its first use.
 """
 
 from __future__ import annotations
