@@ -104,14 +104,14 @@ class Rank:
 
 
 def seed_all(seed: str) -> None:
-    """Seeds the random number generators of all imported libraries; TensorFlow's global seed decides more than numbers."""
+    """Seeds the random number generators of all imported libraries."""
     random.seed(seed)
     number = random.getrandbits(31)
     np.random.seed(number)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(number)
     if tensorflow := sys.modules.get("tensorflow"):
-        tensorflow.random.set_seed(None)
+        tensorflow.random.set_seed(None)  # a global seed affects more than random numbers
 
 
 def main(directory: str) -> None:
