@@ -190,6 +190,13 @@ def test_a_rank_that_mpi_aborted_is_not_the_cause():
     assert got.lines[-1] == "chorosrun: rank 2 on h failed with exit code 7; 1 other rank was stopped."
 
 
+def test_a_silent_abort_of_mpi_is_not_the_cause_of_an_exception():
+    raised = Exit(2, "h", 1, traceback=TRACEBACK)
+    for silent in (Exit(0, "h", 14), Exit(0, "h", 14, tail="why")):
+        assert ("rank 0 on h failed" in outcome(silent, raised).lines[-2]) == bool(silent.tail)
+    assert outcome(Exit(0, "h", 14), Exit(1, "h", **STOPPED), size=2).exit_code == 14
+
+
 def test_an_error_of_mpi_is_shown_if_nothing_else_explains_it():
     got = outcome(Exit(0, "h", 14), Exit(1, "h", **STOPPED), size=2, messages=FATAL)
     assert got.lines[-1].startswith("MPI aborted because of an error. mpirun's messages:\n  [h:0] *** An error")

@@ -20,6 +20,8 @@ __all__ = ["Outcome", "exception_name", "outcome_of"]
 _EXCEPTION = re.compile(r"^(?:  \| )?([A-Za-z_][\w.]*)(?::.*)?$")
 #: chorosrun's exit code for jobs whose exit code does not come from a rank.
 _CODES = {Reason.INTERRUPT: 130, Reason.TERMINATE: 143, Reason.TIMEOUT: 124}
+#: MPI_ERR_UNKNOWN, with which Open MPI ends a process that loses a connection to another one.
+_MPI_ABORT = 14
 #: If processes of several roles failed, the failure of an earlier role is the cause of a later role's.
 _SUSPECTS = (PS, CHIEF, WORKER)
 _ADVICE: dict[int, str] = {
@@ -71,9 +73,14 @@ def outcome_of(job_end: JobEnd, limits: Limits) -> Outcome:
 def _causes_first(job_end: JobEnd, failures: Sequence[Exit]) -> list[Exit]:
     """Returns the failures in the order of their reports, with ranks that failed because of another rank last."""
     victims = aborted_by_mpi(job_end.messages)
+    raised = any(end.traceback for end in failures)
 
     def precedence(end: Exit) -> tuple[bool, int]:
-        is_consequence = (end.rank in victims and not end.traceback) or met_shutdown(end.traceback)
+        # mpirun's message about an abort may be lost when it is stopped; the exit code of the abort is not.
+        aborted = end.rank in victims or (
+            raised and end.code == _MPI_ABORT and not (end.signal or end.shown or end.tail)
+        )
+        is_consequence = (aborted and not end.traceback) or met_shutdown(end.traceback)
         role = job_end.roles.of(end.rank)
         return is_consequence, _SUSPECTS.index(role.name) if role is not None and not end.signal else 0
 
