@@ -77,7 +77,7 @@ class DeviceExchange(Exchange):
             ]
             if arrays is not None:
                 sources = [arrays[index] for index in part]
-                # What is made small is scaled before: the sum need not fit the dtype that travels.
+                # Scaled before the cast: the unscaled sum may overflow the narrower dtype that is sent.
                 narrower = any(source.element_size() > message.element_size() for source in sources)
                 torch._foreach_copy_(slots, torch._foreach_mul(sources, before) if narrower else sources)
                 if not narrower:
