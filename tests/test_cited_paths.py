@@ -60,6 +60,12 @@ def is_known(module: str) -> bool:
     return False
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_cited_classes_are_defined_in_their_modules(path: Path) -> None:
+    for module, name in re.findall(r"`([\w/]+\.py): (\w+)`", path.read_text()):
+        assert re.search(rf"^class {name}\b", (ROOT / "src" / "choros" / module).read_text(), re.MULTILINE), name
+
+
 @pytest.mark.parametrize("path", [*SOURCES, *DOCUMENTS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_cited_paths_and_modules_exist(path: Path) -> None:
     text = prose(path)

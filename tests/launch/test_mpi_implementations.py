@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from choros.config import ENGINE
 from choros.errors import ConfigError
 from choros.launch.build_report import build_text, version_text
 from choros.launch.driver.accelerators import count_accelerators
@@ -94,6 +95,8 @@ def test_build():
     text = build_text(MPIRUN, installed={"jax", "keras", "mpi4py"}.__contains__)
     for line in ("[X] JAX", "[ ] PyTorch", "[ ] TensorFlow", "[X] Keras", "[X] local", "[X] mpi"):
         assert f"    {line}" in text
+    for engine in set(ENGINE.choices) - {"auto"}:
+        assert f"] {engine}" in text
     assert "[ ] mpi" in build_text("no mpirun is installed", installed=lambda module: True)
 
 

@@ -9,8 +9,10 @@ import pytest
 from choros.comm import Communicator, Reduction
 from choros.comm.engines.local import LocalCommunicator
 from choros.comm.engines.threads import run_threads
+from choros.config import Config
 from choros.observe import events
 from choros.observe.events import Event, Kind
+from choros.observe.listeners import ListenerSpec
 from choros.observe.pipe import EventPipe
 
 
@@ -111,3 +113,14 @@ def test_an_event_that_is_too_long_for_one_write_is_cut() -> None:
 )
 def test_details_are_brief(value: events.Detail, text: str) -> None:
     assert str(Event(Kind.COMMIT, details={"it": value})) == f"commit (it={text})"
+
+
+def test_a_listener_that_is_removed_is_closed() -> None:
+    received: list[Event] = []
+    closed: list[events.Listener] = []
+    spec = ListenerSpec(lambda *_: True, lambda *_: received.append, closed.append)
+    stop = spec.start(Config.from_environ({}), {})
+    events.emit(Kind.COMMIT)
+    stop()
+    events.emit(Kind.COMMIT)
+    assert (len(received), len(closed)) == (1, 1)

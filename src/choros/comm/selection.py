@@ -229,7 +229,13 @@ DEVICE_CHOICES: tuple[DeviceRule, ...] = (
         DeviceChoice("torch_devices", ("cuda",), "NCCL moves those on GPUs; MPI, the control plane, host memory"),
         lambda situation: situation.engine == "mpi",
     ),
-    DeviceRule(DeviceChoice(None, (), "copied through host memory, which threads share"), lambda _: True),
+    DeviceRule(
+        DeviceChoice(None, (), "copied through host memory, which threads share"),
+        lambda situation: situation.engine == "threads",
+    ),
+    DeviceRule(
+        DeviceChoice(None, (), "copied through host memory: this engine has no collectives on devices"), lambda _: True
+    ),
 )
 
 

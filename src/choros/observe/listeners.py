@@ -20,10 +20,24 @@ class ListenerSpec:
     Attributes:
         wanted: returns whether it is enabled, given the configuration and the environment.
         make: returns the listener, given the same.
+        close: called with the listener when it is removed; ``None`` if it holds nothing.
     """
 
     wanted: Callable[[Config, Mapping[str, str]], bool]
     make: Callable[[Config, Mapping[str, str]], Listener]
+    close: Callable[[Listener], None] | None = None
+
+    def start(self, config: Config, environ: Mapping[str, str]) -> Callable[[], None]:
+        """Starts the listener; returns what removes it."""
+        listener = self.make(config, environ)
+        remove = listen(listener)
+
+        def stop() -> None:
+            remove()
+            if self.close is not None:
+                self.close(listener)
+
+        return stop
 
 
 LISTENERS: tuple[ListenerSpec, ...] = (
@@ -34,4 +48,4 @@ LISTENERS: tuple[ListenerSpec, ...] = (
 
 def start_listeners(config: Config, environ: Mapping[str, str] = os.environ) -> list[Callable[[], None]]:
     """Starts the listeners that are enabled; returns for each a function that removes it."""
-    return [listen(spec.make(config, environ)) for spec in LISTENERS if spec.wanted(config, environ)]
+    return [spec.start(config, environ) for spec in LISTENERS if spec.wanted(config, environ)]

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for tests that need no launcher."""
+"""Ranks as threads of one process: for replicas that are devices of one process, and tests without a launcher."""
 
 from __future__ import annotations
 
