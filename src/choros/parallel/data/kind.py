@@ -50,7 +50,9 @@ class DataKind(ABC):
     """One kind of data set. Every method takes a data set of that kind.
 
     A data set yields batches or examples. What has rows and is indexed like an array is no kind of its own: ``part.py``
-    counts and cuts the rows of arrays, alone or in structures. A kind must implement ``shard``. The other methods work for all iterable data sets; a kind overrides those for which
+    counts and cuts the rows of arrays, alone or in structures.
+
+    A kind must implement ``shard``. The other methods work for all iterable data sets; a kind overrides those for which
     its data sets need, or allow, another implementation.
 
     Attributes:
