@@ -37,7 +37,7 @@ __all__ = ["Window", "WindowAllreduce"]
 _PAGE = 4096
 _KNOWN_BUFFERS = 256
 #: Ranks reduce a buffer of this size in less time than ``wait_until`` spins.
-_BRIEF_BYTES = 1 << 20
+_BRIEF_BYTES = 1 << 19
 
 
 @final
