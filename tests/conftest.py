@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from harness import Job
 from ranks import pool
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A script that starts pytest in the background has it ignored, and so would everything that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: The jobs of each part of the suite: two ranks without a framework, and with the one that is imported fastest.
 PARTS = {"quick": (None, Job(2), Job(2, "torch")), "pure": (None,)}
