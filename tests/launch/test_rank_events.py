@@ -2,7 +2,11 @@
 
 import sys
 
+import pytest
+
 from launch.launched import rank_script, run
+
+pytestmark = pytest.mark.slow
 
 COLLECTIVE = """
 import choros, numpy, subprocess

@@ -16,6 +16,8 @@ from choros.launch.plan.command import Command
 from choros.launch.plan.limits import Limits
 from choros.launch.plan.mpi_implementations import OpenMpi5
 
+pytestmark = pytest.mark.slow
+
 WRAPPER = (sys.executable, "-I", "-S", str(Path(wrapper.__file__).with_name("__main__.py")))
 ENVIRON = {
     "OMPI_COMM_WORLD_RANK": "0",
