@@ -49,3 +49,10 @@ def test_a_rank_that_is_stopped(tmp_path):
 def test_without_listeners_no_rank_gets_a_pipe(tmp_path):
     script = rank_script(tmp_path / "script.py", "print('CHOROS_EVENTS_FD' in os.environ)")
     assert run("-np", 1, sys.executable, script).out == "False\n"
+
+
+def test_an_invalid_log_level_is_an_error_that_leaves_no_directory(tmp_path):
+    ended = run("-np", 1, sys.executable, "-c", "pass", env={"CHOROS_LOG_LEVEL": "loud", "TMPDIR": str(tmp_path)})
+    assert ended.code == 2
+    assert ended.err.startswith("chorosrun: CHOROS_LOG_LEVEL='loud' is not one of ")
+    assert not list(tmp_path.iterdir())

@@ -57,8 +57,12 @@ def launch(
     Raises:
         HostUnreachable: a host does not exist or refuses the login.
         LaunchError: the job's directory cannot be created.
+        ConfigError: ``CHOROS_LOG_LEVEL`` is invalid.
     """
     began = time.monotonic()
+    if verbose:
+        environ = {LOG_LEVEL.name: "INFO", **environ}
+    shows_events = LOG_LEVEL.read({**environ, **job.environment}) == "DEBUG"
     job = _with_addresses(job, environ)
     _check_hosts(job, limits, output)
     remove_stale()
@@ -69,9 +73,7 @@ def launch(
             f"no directory can be created in {temporary()}: it may be full or read-only. Set TMPDIR to another one."
         )
     memory = shared_memory({JOB: name})
-    if verbose:
-        environ = {LOG_LEVEL.name: "INFO", **environ}
-    stop_listening = _listen({**environ, **job.environment}, output)
+    stop_listening = _show_events(output) if shows_events else None
     job = replace(job, options=replace(job.options, events=events.active()))
     try:
         command = plan(job, mpirun, environ, name=name, session=str(session.path), root=_is_root())
@@ -91,16 +93,15 @@ def launch(
             verbose=verbose,
         )
     finally:
-        stop_listening()
+        if stop_listening is not None:
+            stop_listening()
         for directory in (session, memory):
             if directory is not None:
                 directory.remove()
 
 
-def _listen(environ: Mapping[str, str], output: Output) -> Callable[[], None]:
-    """Starts chorosrun's own listeners; returns a function that stops them."""
-    if LOG_LEVEL.read(environ) != "DEBUG":
-        return lambda: None
+def _show_events(output: Output) -> Callable[[], None]:
+    """Shows all events from now on; returns a function that ends it."""
 
     def show(event: events.Event) -> None:
         rank = f"[{event.rank}] " if event.rank >= 0 else ""
