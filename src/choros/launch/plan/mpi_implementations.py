@@ -47,25 +47,60 @@ _KEEPALIVE = {"oob_tcp_keepalive_time": "10", "oob_tcp_keepalive_intvl": "5", "o
 _HYDRA_SIGNALS = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGINT: signal.SIGALRM, signal.SIGTERM: signal.SIGALRM}
 
 
+@dataclass(frozen=True)
+class _OpenMpiOptions:
+    """The options of an Open MPI's runtime.
+
+    Attributes:
+        mapping: how to map and not bind ranks.
+        mca: the flag of its parameters; those below follow it.
+        directory: the parameter with the directory for its files.
+        agent: the parameter with the command that reaches a host.
+        interfaces: the parameter with the interfaces of its daemons.
+        forwarding: what makes it forward the signals of ``_OPEN_MPI_SIGNALS``, if it does not by default.
+    """
+
+    mapping: tuple[str, ...]
+    mca: str
+    directory: str
+    agent: str
+    interfaces: str
+    forwarding: tuple[str, ...] = ()
+
+    def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
+        """See ``MpiImplementation.arguments``."""
+        arguments = ["--allow-run-as-root"] if root else []
+        arguments += job.binding_args or self.mapping
+        arguments += [self.mca, self.directory, session, *self.forwarding]
+        if job.remote:
+            arguments += [self.mca, self.agent, " ".join(job.ssh.argv())]
+            arguments += [text for name, value in _KEEPALIVE.items() for text in (self.mca, name, value)]
+        if job.network_interfaces:
+            interfaces = ",".join(job.network_interfaces)
+            arguments += [self.mca, self.interfaces, interfaces, "--mca", "btl_tcp_if_include", interfaces]
+        arguments += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"] if job.tcp else []
+        arguments += ["-H", ",".join(map(str, job.hosts))] if job.hosts else []
+        for name in forward:
+            arguments += ["-x", name]
+        return [*arguments, *job.mpi_args, "-np", str(job.size)]
+
+
 class OpenMpi5(MpiImplementation):
     """Open MPI 5, whose runtime is PRRTE."""
 
     name = "Open MPI 5"
     signal_map = _OPEN_MPI_SIGNALS
+    _options = _OpenMpiOptions(
+        mapping=("--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"),
+        mca="--prtemca",
+        directory="prte_local_tmpdir_base",
+        agent="plm_ssh_agent",
+        interfaces="prte_if_include",
+    )
 
     def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
         """See ``MpiImplementation.arguments``."""
-        arguments = ["--allow-run-as-root"] if root else []
-        arguments += job.binding_args or ["--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
-        arguments += ["--prtemca", "prte_local_tmpdir_base", session]
-        if job.remote:
-            arguments += ["--prtemca", "plm_ssh_agent", " ".join(job.ssh.argv())]
-            arguments += [text for name, value in _KEEPALIVE.items() for text in ("--prtemca", name, value)]
-        if job.network_interfaces:
-            interfaces = ",".join(job.network_interfaces)
-            arguments += ["--prtemca", "prte_if_include", interfaces, "--mca", "btl_tcp_if_include", interfaces]
-        arguments += _open_mpi_arguments(job, forward)
-        return arguments
+        return self._options.arguments(job, session, root, forward)
 
 
 class OpenMpi4(MpiImplementation):
@@ -73,29 +108,18 @@ class OpenMpi4(MpiImplementation):
 
     name = "Open MPI 4"
     signal_map = _OPEN_MPI_SIGNALS
+    _options = _OpenMpiOptions(
+        mapping=("--bind-to", "none", "--map-by", "slot", "--oversubscribe"),
+        mca="--mca",
+        directory="orte_local_tmpdir_base",
+        agent="plm_rsh_agent",
+        interfaces="oob_tcp_if_include",
+        forwarding=("--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2"),
+    )
 
     def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
         """See ``MpiImplementation.arguments``."""
-        arguments = ["--allow-run-as-root"] if root else []
-        arguments += job.binding_args or ["--bind-to", "none", "--map-by", "slot", "--oversubscribe"]
-        arguments += ["--mca", "orte_local_tmpdir_base", session]
-        arguments += ["--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2"]
-        if job.remote:
-            arguments += ["--mca", "plm_rsh_agent", " ".join(job.ssh.argv())]
-            arguments += [text for name, value in _KEEPALIVE.items() for text in ("--mca", name, value)]
-        if job.network_interfaces:
-            interfaces = ",".join(job.network_interfaces)
-            arguments += ["--mca", "oob_tcp_if_include", interfaces, "--mca", "btl_tcp_if_include", interfaces]
-        arguments += _open_mpi_arguments(job, forward)
-        return arguments
-
-
-def _open_mpi_arguments(job: Job, forward: list[str]) -> list[str]:
-    arguments = ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"] if job.tcp else []
-    arguments += ["-H", ",".join(map(str, job.hosts))] if job.hosts else []
-    for name in forward:
-        arguments += ["-x", name]
-    return [*arguments, *job.mpi_args, "-np", str(job.size)]
+        return self._options.arguments(job, session, root, forward)
 
 
 class Hydra(MpiImplementation):
