@@ -27,9 +27,9 @@ def test_every_case_has_choros_first() -> None:
 
 
 def test_a_trial_lasts_until_the_end() -> None:
-    burst = measure(python("import time; time.sleep(0.2)"))
-    assert burst.seconds > 0.2
-    assert burst.cpu_s < 0.2
+    trial = measure(python("import time; time.sleep(0.2)"))
+    assert trial.seconds > 0.2
+    assert trial.cpu_s < 0.2
 
 
 def test_a_failure_has_a_reason() -> None:

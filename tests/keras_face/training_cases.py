@@ -424,18 +424,25 @@ class OwnStep(keras.Model):
         return {"own_loss": loss}, (trainable, other, optimizer, metrics)
 
 
-def case_own_train_step():
-    def own(optimizer):
+def check_own_step(kind, optimizer):
+    """Trains a model with a step of its own on uneven batches; returns its history."""
+
+    def model_with(optimizer):
         keras.utils.set_random_seed(1)
-        model = OwnStep()
+        model = kind()
         model.compile(optimizer=optimizer)
         return model
 
-    expected = own(OPTIMIZERS["adam"]())
+    expected = model_with(OPTIMIZERS[optimizer]())
     fit(expected, *data(), batch_size=BATCH, callbacks=[])
-    model = own(hvd.DistributedOptimizer(OPTIMIZERS["adam"]()))
+    model = model_with(hvd.DistributedOptimizer(OPTIMIZERS[optimizer]()))
     history = fit(model, hvd.shard(data(), batch_size=BATCH))
     assert_same_weights(model, expected)
+    return history
+
+
+def case_own_train_step():
+    history = check_own_step(OwnStep, "adam")
     assert hvd.allgather_object(history["own_loss"]) == [history["own_loss"]] * hvd.size()
 
 
@@ -454,17 +461,7 @@ class DecoratedStep(OwnStep):
 
 
 def case_decorated_train_step_on_uneven_batches():
-    def decorated_model(optimizer):
-        keras.utils.set_random_seed(1)
-        model = DecoratedStep()
-        model.compile(optimizer=optimizer)
-        return model
-
-    expected = decorated_model(OPTIMIZERS["sgd"]())
-    fit(expected, *data(), batch_size=BATCH, callbacks=[])
-    model = decorated_model(hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
-    fit(model, hvd.shard(data(), batch_size=BATCH))
-    assert_same_weights(model, expected)
+    check_own_step(DecoratedStep, "sgd")
 
 
 # ── arguments of DistributedOptimizer ────────────────────────────────────────────────────────────────

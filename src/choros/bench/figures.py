@@ -75,15 +75,15 @@ def trial_of(timings: Sequence[Timing], units: int) -> Trial:
     return Trial(statistics.fmean(runs) / units, sum(timing.cpu_s for timing in timings) / (len(runs) * units))
 
 
-def summarise(bursts: Sequence[Trial]) -> Summary:
-    """Returns the best and the median of ``bursts``, the trials of a contender.
+def summarise(trials: Sequence[Trial]) -> Summary:
+    """Returns the best and the median of a contender's ``trials``.
 
     Example:
         >>> summarise([Trial(3.0, 1.0), Trial(1.0, 2.0), Trial(8.0, 6.0)])
         Summary(best_s=1.0, median_s=3.0, cpu_s=2.0)
     """
-    seconds = [burst.seconds for burst in bursts]
-    return Summary(min(seconds), statistics.median(seconds), statistics.median(burst.cpu_s for burst in bursts))
+    seconds = [trial.seconds for trial in trials]
+    return Summary(min(seconds), statistics.median(seconds), statistics.median(trial.cpu_s for trial in trials))
 
 
 def ratios(peer: Summary, ours: Summary) -> Ratios:

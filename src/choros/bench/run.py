@@ -28,8 +28,9 @@ from choros.bench.contender import Contender
 from choros.bench.figures import Summary, Trial, summarise
 from choros.bench.process_group import ContenderFailed, ProcessGroup
 
-__all__ = ["Effort", "RunResult", "Skipped", "run_contenders", "units_for"]
+__all__ = ["Effort", "RunResult", "Skipped", "rotated", "run_contenders", "units_for"]
 
+T = TypeVar("T")
 Case = TypeVar("Case")
 
 _MAX_UNITS = 4000
@@ -85,14 +86,25 @@ class RunResult(Generic[Case]):
     skipped: list[Skipped] = field(default_factory=list)
 
 
-def units_for(effort: Effort, burst: Trial) -> int:
-    """Returns the number of units of work in a trial, estimated from the time of one unit in ``burst``.
+def units_for(effort: Effort, trial: Trial) -> int:
+    """Returns the number of units of work in a trial, estimated from the time of one unit in ``trial``.
 
     Example:
         >>> units_for(Effort(rounds=7, seconds=0.02, many_runs=True), Trial(seconds=0.003, cpu_s=0.0))
         7
     """
-    return min(_MAX_UNITS, max(effort.fewest, math.ceil(effort.seconds / max(burst.seconds, 1e-9))))
+    return min(_MAX_UNITS, max(effort.fewest, math.ceil(effort.seconds / max(trial.seconds, 1e-9))))
+
+
+def rotated(items: Sequence[T], number: int) -> list[T]:
+    """Returns the items in the order of round ``number``: each round starts with another one.
+
+    Example:
+        >>> rotated("abc", 4)
+        ['b', 'c', 'a']
+    """
+    first = number % max(1, len(items))
+    return [*items[first:], *items[:first]]
 
 
 def run_contenders(
@@ -151,8 +163,7 @@ def _run_case(
 
     for number in range(effort.rounds + 1):
         act, what = (run_trial, f"round {number} of {effort.rounds}") if number else (warm_up, "warming up")
-        first = number % max(1, len(groups))
-        for group in [*groups[first:], *groups[:first]]:
+        for group in rotated(groups, number):
             show_progress(f"{case}: {what}, {group.contender.name}")
             if not _attempt(group, result, f", from {case} on", partial(act, group)):
                 groups.remove(group)

@@ -18,7 +18,7 @@ from typing import Any
 from choros.bench.contender import CHOROS
 from choros.bench.figures import Trial, summarise
 from choros.bench.report import ReportRow, Table, compare
-from choros.bench.run import RunResult, Skipped
+from choros.bench.run import RunResult, Skipped, rotated
 from choros.bench.start import LaunchCommand, Starter, chorosrun, mpirun, torchrun
 from choros.launch.processes.parent_death_guard import die_with_parent
 
@@ -192,9 +192,7 @@ def run_starts(
             else:
                 trials[program] = []
         for number in range(rounds + 1):
-            programs = list(trials)
-            first = number % max(1, len(programs))
-            for program in [*programs[first:], *programs[:first]]:
+            for program in rotated(list(trials), number):
                 show_progress(f"{case}: round {number} of {rounds}, {program.contender}")
                 try:
                     trials[program].append(measure(program.command(ranks)))

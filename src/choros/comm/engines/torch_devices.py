@@ -108,14 +108,8 @@ def _writable(array: Any) -> torch.Tensor:
 class DeviceGroup:
     """The members of a communicator with their devices: tensors are sent through NCCL on GPUs, Gloo on the CPU.
 
-    ::
-
-        control plane (MPI, Gloo)            device (NCCL)
-        same request on all ranks? ── yes ──► reduce; the current stream waits for it, the host does not
-
-    Every method must be called by all members, in the same order. Calls that are not identical raise a
-    ``MismatchError`` on all of them before data moves. Results are available to operations enqueued later on the
-    current CUDA stream. On the CPU Gloo moves the tensors, and a call returns when they have arrived.
+    The methods are those of ``DeviceCollectives``, for tensors on one device. On the CPU Gloo moves the tensors, and a
+    call returns when they have arrived.
 
     Attributes:
         device: the device of the tensors.
@@ -166,17 +160,7 @@ class DeviceGroup:
             self._group = gloo_group(store, control.rank, control.size, own_address(locations, control.rank), seconds)
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> None:
-        """Reduces ``tensor`` over all ranks, in place.
-
-        Args:
-            tensor: contiguous; the same shape and dtype on every rank. float16 and bfloat16 are summed as they are.
-            op: the reduction.
-            name: shown in errors.
-
-        Raises:
-            MismatchError: ranks called it differently.
-            ConfigError: the tensor cannot be reduced with ``op``, or is on another device.
-        """
+        """See ``DeviceCollectives``."""
         request = Request("device allreduce", f"op={op.value}, {_kind(tensor)}", name)
         with self._control.exclusive():
             self._control.agree(request, problem=self._problem(tensor, op))
@@ -194,13 +178,7 @@ class DeviceGroup:
             values.div_(self._control.size, rounding_mode=None if values.is_floating_point() else "trunc")
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0, *, name: str = "") -> None:
-        """Overwrites ``tensor`` with that of the member ``root``.
-
-        Args:
-            tensor: contiguous; the same shape and dtype on every rank.
-            root: a rank of the control plane.
-            name: shown in errors.
-        """
+        """See ``DeviceCollectives``."""
         problem = self._problem(tensor)
         if not 0 <= root < self._control.size:
             problem = ConfigError(f"broadcast: root={root} is not one of the {self._control.size} ranks.")
@@ -210,12 +188,7 @@ class DeviceGroup:
                 self._finish(self._group.broadcast([_bytes(tensor)], broadcast_options(root)))
 
     def allgather(self, tensor: torch.Tensor, *, name: str = "") -> torch.Tensor:
-        """Concatenates the ranks' tensors along the first dimension, in the order of the ranks.
-
-        Args:
-            tensor: contiguous; the first dimension may differ between ranks; a scalar counts as one row.
-            name: shown in errors.
-        """
+        """See ``DeviceCollectives``."""
         rows = torch.atleast_1d(tensor.detach())
         request = Request("device allgather", f"dtype={rows.dtype}, shape=(any, {list(rows.shape[1:])})", name)
         with self._control.exclusive():
@@ -229,13 +202,7 @@ class DeviceGroup:
         return received
 
     def reducescatter(self, tensor: torch.Tensor, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> torch.Tensor:
-        """Reduces ``tensor`` over all ranks and returns this rank's rows of the result, as by ``shard_range``.
-
-        Args:
-            tensor: contiguous, of at least one dimension; the same shape and dtype on every rank.
-            op: the reduction.
-            name: shown in errors.
-        """
+        """See ``DeviceCollectives``."""
         problem = self._problem(tensor, op)
         if tensor.ndim == 0:
             problem = ConfigError("reducescatter: a scalar has no rows to scatter; give it at least one dimension.")
@@ -246,22 +213,13 @@ class DeviceGroup:
             rows = tensor.detach()
             shares = [shard_range(len(rows), other, size) for other in range(size)]
             counts = [end - start for start, end in shares]
-            parts = self._deal(rows, counts, [counts[rank]] * size).view(size, counts[rank], *rows.shape[1:])
+            parts = self._alltoallv(rows, counts, [counts[rank]] * size).view(size, counts[rank], *rows.shape[1:])
         return _reduce_parts(parts, op)
 
     def alltoall(
         self, tensor: torch.Tensor, splits: Sequence[int] | None = None, *, name: str = ""
     ) -> tuple[torch.Tensor, list[int]]:
-        """Sends rows of ``tensor`` to every rank and gathers the rows sent to this one.
-
-        Args:
-            tensor: contiguous; the first dimension may differ between ranks.
-            splits: how many rows go to each rank, in order; ``None`` deals them out equally.
-            name: shown in errors.
-
-        Returns:
-            The rows received, in the order of the senders, and how many came from each.
-        """
+        """See ``DeviceCollectives``."""
         rows = tensor.detach()
         request = Request("device alltoall", f"dtype={rows.dtype}, shape=(any, {list(rows.shape[1:])})", name)
         with self._control.exclusive():
@@ -270,9 +228,9 @@ class DeviceGroup:
             self._control.agree(request, problem=problem or self._problem(rows))
             eights = [counts.itemsize] * size
             received = self._control.alltoallv_bytes(counts.view(np.uint8), eights, eights).view(np.int64).tolist()
-            return self._deal(rows, counts.tolist(), received), received
+            return self._alltoallv(rows, counts.tolist(), received), received
 
-    def _deal(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+    def _alltoallv(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         """Sends ``send[i]`` rows to rank ``i``, and concatenates ``receive[i]`` rows from each."""
         row_bytes = rows.element_size() * math.prod(rows.shape[1:])
         received = rows.new_empty((sum(receive), *rows.shape[1:]))

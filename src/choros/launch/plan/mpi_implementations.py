@@ -167,17 +167,18 @@ class Mpirun:
         path: its path.
         implementation: the MPI implementation it belongs to.
         version: the first line that ``mpirun --version`` prints.
-        library: its MPI library, unless it is the one installed beside this Python, which mpi4py loads by itself.
+        libmpi: the path of its MPI library, unless it is the one installed beside this Python, which mpi4py loads by
+            itself.
     """
 
     path: str
     implementation: MpiImplementation
     version: str
-    library: str | None = None
+    libmpi: str | None = None
 
     def environment(self) -> dict[str, str]:
         """Returns the variables that make mpi4py load this MPI's library instead of the one installed beside it."""
-        return {"MPI4PY_LIBMPI": self.library} if self.library is not None else {}
+        return {"MPI4PY_LIBMPI": self.libmpi} if self.libmpi is not None else {}
 
 
 def implementation_of(version: str) -> MpiImplementation | None:
