@@ -28,8 +28,22 @@ def case_ranks_know_their_position() -> None:
 
 def case_init_a_second_time_changes_nothing() -> None:
     communicator = choros.global_process_set.communicator
-    choros.init(process_sets=[[0]])
+    choros.init()
+    choros.init(process_sets=[[0, 1, 2]])
     assert choros.global_process_set.communicator is communicator
+    with pytest.raises(ConfigError, match=r"initialised already, without a process set of the ranks \[0\]"):
+        choros.init(process_sets=[[0]])
+
+
+def case_init_after_one_that_failed_joins_the_job() -> None:
+    choros.shutdown()
+    with pytest.raises(ConfigError, match="distinct ranks"):
+        choros.init(process_sets=[[0, 1], [0, 3]])
+    assert not choros.is_initialized()
+    pair = choros.ProcessSet([0, 1])
+    choros.init(process_sets=[pair])
+    assert (pair.included(), total()) == (choros.rank() < 2, 3)
+    assert choros.remove_process_set(pair)
 
 
 def case_a_job_can_be_left_and_joined_many_times() -> None:

@@ -568,6 +568,7 @@ def case_invalid_arguments_are_errors():
     adam = keras.optimizers.Adam
     for arguments, text in (
         ({"op": hvd.Max}, "Average or Sum"),
+        ({"op": "Adasum"}, "op='Adasum' is no reduction: expected one of Average, Sum"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "op=Average"),
         ({"backward_passes_per_step": 0}, "1 or more"),
         ({"groups": -1}, "0 or more"),
@@ -581,6 +582,14 @@ def case_invalid_arguments_are_errors():
         hvd.DistributedOptimizer(hvd.DistributedOptimizer(adam()))
     with pytest.raises(ValueError, match="takes a keras"):
         hvd.DistributedOptimizer("adam")
+
+
+def case_only_rank_0_shows_progress_unless_verbose_is_given(capsys):
+    model = build(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD()))
+    model.fit(*data(EVEN), callbacks=callbacks())
+    assert ("loss" in capsys.readouterr().out) == (hvd.rank() == 0)
+    model.fit(*data(EVEN), callbacks=callbacks(), verbose=2)
+    assert "loss" in capsys.readouterr().out
 
 
 # ── mixed precision ──────────────────────────────────────────────────────────────────────────────────

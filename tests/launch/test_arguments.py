@@ -32,6 +32,15 @@ def test_chorosrun_and_run_have_the_same_arguments_and_defaults():
     assert cli.arguments_of(context.params) == Arguments()
 
 
+def test_the_allocation_of_a_scheduler_is_the_default():
+    two_hosts = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    assert job(environ=two_hosts).size == 4
+    assert job(environ=two_hosts, num_proc=2).size == 2
+    assert job(environ=two_hosts, ps=1).size == 4
+    assert job(environ=two_hosts, hosts="here:1").size == 1
+    assert job(2, environ={**two_hosts, "SLURM_TASKS_PER_NODE": "1"}).size == 2
+
+
 @pytest.mark.parametrize(
     ("given", "accelerators", "size"),
     [

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from choros.errors import ConfigError
 from choros.launch.plan.command import plan
 from choros.launch.plan.hosts import parse_hosts
 from choros.launch.plan.job import Job, Ssh
@@ -84,6 +85,11 @@ def test_hydra_on_remote_hosts(implementation, binding):
         *("/bin/mpirun", *binding, "-hosts", "a:2,b:2", "-launcher", "ssh", "-launcher-exec", "ssh"),
         *("-genvlist", "CHOROS_JOB,PATH,SECRET", "-n", "4", *WRAPPER, "--", *COMMAND),
     )
+
+
+def test_hydra_takes_no_arguments_of_ssh():
+    with pytest.raises(ConfigError, match=r"ssh -o BatchMode=yes -p 2222: MPICH's and Intel's mpirun take a program"):
+        argv_of(REMOTE, Hydra())
 
 
 def test_values_are_in_the_environment_only():

@@ -3,7 +3,7 @@
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.plan.environment import forwarded, parse_variables
+from choros.launch.plan.environment import allocated_slots, forwarded, parse_variables
 
 
 def test_variables_of_this_host_are_not_forwarded():
@@ -30,3 +30,16 @@ def test_a_value_is_not_repeated_in_the_error():
     with pytest.raises(ConfigError) as raised:
         parse_variables(["bad name=hush"], {})
     assert "hush" not in str(raised.value)
+
+
+def test_slots_of_an_allocation(tmp_path):
+    nodes = tmp_path / "nodes"
+    nodes.write_text("a\na\nb\n")
+    assert allocated_slots({}) is None
+    assert allocated_slots({"SLURM_JOB_ID": "1"}) is None
+    assert allocated_slots({"SLURM_JOB_ID": "1", "SLURM_TASKS_PER_NODE": "2(x2),1"}) == 5
+    assert allocated_slots({"PBS_JOBID": "1", "PBS_NODEFILE": str(nodes)}) == 3
+    assert allocated_slots({"LSB_JOBID": "1", "LSB_DJOB_NUMPROC": "4"}) == 4
+    assert allocated_slots({"PE_HOSTFILE": "f", "NSLOTS": "6"}) == 6
+    with pytest.raises(ConfigError, match=r"SLURM_TASKS_PER_NODE='\?' is not a list of counts"):
+        allocated_slots({"SLURM_JOB_ID": "1", "SLURM_TASKS_PER_NODE": "?"})

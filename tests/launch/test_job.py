@@ -37,7 +37,7 @@ def test_no_ranks():
     [
         (Ssh(), ["ssh", "-o", "BatchMode=yes"]),
         (Ssh(port=22, identity_file="key"), ["ssh", "-o", "BatchMode=yes", "-p", "22", "-i", "key"]),
-        (Ssh(port=22, command="/bin/reach"), ["/bin/reach"]),
+        (Ssh(command=("/bin/reach", "-x")), ["/bin/reach", "-x"]),
     ],
 )
 def test_ssh(ssh, argv):

@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from choros.launch.plan.cores import usable_cores
 from launch.launched import Running, rank_script, run
 
 pytestmark = pytest.mark.slow
@@ -70,6 +71,13 @@ def test_no_prefix_and_more_ranks_than_cores():
     code = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['OMPI_MCA_mpi_yield_when_idle'])"
     ended = run("-np", size, "--no-prefix-output", PYTHON, "-c", code)
     assert (ended.code, ended.out) == (0, "1 1\n" * size)
+
+
+def test_far_more_ranks_than_cores_are_reported():
+    cores = usable_cores()
+    ended = run("-np", 4 * cores + 1, "--no-prefix-output", PYTHON, "-c", "print(1)")
+    assert (ended.code, ended.out) == (0, "1\n" * (4 * cores + 1))
+    assert f"chorosrun: {4 * cores + 1} ranks share the {cores} core" in ended.err
 
 
 def test_a_rank_that_raises(tmp_path):
@@ -177,6 +185,8 @@ def test_values_are_on_no_command_line(tmp_path):
         (("-H", "a:1", "--hostfile", "f", "python"), 2, "give only one of them"),
         (("--mpirun", "/none", "python"), 2, "--mpirun /none: no such program"),
         (("--gloo", "python"), 2, "--gloo: the engine is MPI"),
+        (("-np", "2", "--env", "CHOROS_ENGINE=fast", "python"), 2, "CHOROS_ENGINE='fast' is not one of auto, local"),
+        (("--ssh-command", "reach", "-p", "22", "python"), 2, "--ssh-command reach: it replaces ssh, so --ssh-port"),
     ],
 )
 def test_invalid_arguments(arguments, code, message):

@@ -16,18 +16,24 @@ def reach(tmp_path):
     """A replacement of ssh: hosts named ``good…`` accept the login, ``hang…`` do not answer, others refuse it."""
     script = tmp_path / "reach"
     script.write_text(
-        '#!/bin/sh\ncase $1 in good*) exit 0;; hang*) exec sleep 30;; *) echo "no $1" >&2; exit 255;; esac\n'
+        '#!/bin/sh\ncase $1 in good*) exit 0;; twin*) printf "n\\nboot\\n7\\n"; exit 0;; hang*) exec sleep 30;; '
+        '*) echo "no $1" >&2; exit 255;; esac\n'
     )
     script.chmod(0o755)
-    return Ssh(command=str(script))
+    return Ssh(command=(str(script),))
 
 
 def test_all_hosts_accept_the_login(reach):
     check_hosts(parse_hosts("good1,good2"), reach, 10)
 
 
+def test_two_names_of_one_machine(reach):
+    with pytest.raises(HostUnreachable, match=r"twin1 and twin2 are one machine .* hostname n: .*-H twin1:SLOTS"):
+        check_hosts(parse_hosts("good,twin1,twin2"), reach, 10)
+
+
 def test_no_remote_hosts():
-    check_hosts((), Ssh(command="/none"), 10)
+    check_hosts((), Ssh(command=("/none",)), 10)
 
 
 def test_hosts_that_refuse_are_named(reach):
@@ -48,7 +54,7 @@ def test_a_host_that_does_not_answer_is_not_awaited(reach):
 
 
 def test_the_error_says_what_to_check(reach):
-    with pytest.raises(HostUnreachable, match=f"without a prompt: {reach.command} bad true"):
+    with pytest.raises(HostUnreachable, match=f"without a prompt: {reach.command[0]} bad true"):
         check_hosts(parse_hosts("bad"), reach, 10)
 
 
@@ -60,7 +66,7 @@ def test_no_ssh_on_this_machine(monkeypatch, tmp_path):
 
 def test_no_such_program():
     with pytest.raises(LaunchError, match="--ssh-command /none: no such program"):
-        check_hosts(parse_hosts("a"), Ssh(command="/none"), 5)
+        check_hosts(parse_hosts("a"), Ssh(command=("/none",)), 5)
 
 
 def test_names_that_do_not_exist(monkeypatch):

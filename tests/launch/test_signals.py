@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from launch.launched import Running, rank_script
+from launch.launched import CHOROSRUN, Running, rank_script
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +70,16 @@ def test_keyboard_interrupts_are_not_shown(tmp_path):
     assert ended.code == 130
     assert "KeyboardInterrupt" not in ended.err
     assert ended.err.endswith("chorosrun: interrupted.\n")
+
+
+def test_interrupts_reach_a_job_that_a_script_started_with_an_ampersand(tmp_path):
+    ignoring = ("sh", "-c", 'trap "" INT; exec "$@"', "sh", *CHOROSRUN)
+    script = rank_script(tmp_path / "s.py", "ready(); time.sleep(60)")
+    with Running("-np", "2", PYTHON, script, start=ignoring) as job:
+        job.wait_for(2, "ready")
+        job.signal(signal.SIGINT)
+        ended = job.end()
+    assert ended.code == 130
 
 
 @pytest.mark.parametrize("twice", [False, True])

@@ -68,6 +68,7 @@ MALFORMED = {
     ),
     "no port": (config({"worker": ["a:1", "b"]}), "Of worker 1, 'b' is no address: expected host:port"),
     "an invalid port": (config({"worker": ["a:0"]}), "'a:0' is no address"),
+    "a port of 5000 digits": (config({"worker": ["a:" + "9" * 5000]}), "99' is no address"),
     "no host": (config({"worker": [":1"]}), "':1' is no address"),
     "IPv6 without brackets": (config({"worker": ["fd00::1:1"]}), "'fd00::1:1' is no address"),
     "two chiefs": (

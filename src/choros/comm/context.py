@@ -16,7 +16,7 @@ from choros.comm.communicator import SHUTDOWN, Communicator
 from choros.comm.process_set import ProcessSet
 from choros.comm.selection import select
 from choros.config import Config
-from choros.errors import ConfigError, EngineError, MismatchError, NotInitializedError
+from choros.errors import ChorosError, ConfigError, EngineError, MismatchError, NotInitializedError
 from choros.observe import events
 from choros.observe.listeners import start_listeners
 from choros.topology import Topology, detect
@@ -60,14 +60,16 @@ _initializers: list[Callable[[Topology], None]] = []
 def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Joins the job this process was started in, or a job of one rank if no launcher started it.
 
-    Calling it again changes nothing. ``shutdown()`` then ``init()`` works any number of times.
+    Calling it again changes nothing. ``shutdown()`` then ``init()`` works any number of times, also after an ``init()``
+    that failed.
 
     Args:
         comm: ``None`` for all ranks, a list of ranks to leave the others out, or an mpi4py communicator.
         process_sets: sets to register at once; ``"dynamic"`` (Horovod) is accepted, sets can always be added.
 
     Raises:
-        ConfigError: the environment contradicts itself, or a process set is given twice.
+        ConfigError: the environment contradicts itself, a process set is invalid or given twice, or this process is
+            initialised already and lacks one of the process sets.
         EngineUnavailable: the engine that is needed cannot run here.
 
     Example:
@@ -78,7 +80,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
         >>> choros.shutdown()
     """
     global _job
+    sets = () if isinstance(process_sets, str) or process_sets is None else tuple(process_sets)
     if _job is not None:
+        _check_registered(_job, sets)
         return
     _install_hooks()
     config = Config.from_environ(os.environ)
@@ -86,8 +90,12 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
     communicator, position, finalize = _start_engine(os.environ, detect(os.environ), comm)
     _job = _JobState(position, communicator, finalize, stop_listening=_listen(config, position))
     global_process_set.register(0, range(communicator.size), communicator)
-    for ranks in () if isinstance(process_sets, str) or process_sets is None else process_sets:
-        add_process_set(ranks)
+    try:
+        for ranks in sets:
+            add_process_set(ranks)
+    except ChorosError:
+        shutdown()  # all ranks were given the same sets, so all of them are here
+        raise
     for initializer in _initializers:
         initializer(position)
 
@@ -170,6 +178,18 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     del job.process_sets[number]
     process_set.unregister()
     return True
+
+
+def _check_registered(job: _JobState, sets: Sequence[ProcessSet | Sequence[int]]) -> None:
+    """Raises a ``ConfigError`` if one of ``sets`` is not registered."""
+    known = [list(each.ranks) for each in (global_process_set, *job.process_sets.values())]
+    for each in sets:
+        ranks = sorted(each.ranks if isinstance(each, ProcessSet) else each)
+        if ranks not in known or (isinstance(each, ProcessSet) and each.process_set_id is None):
+            raise ConfigError(
+                f"init(process_sets=…): this process is initialised already, without a process set of the ranks "
+                f"{ranks}: register it with add_process_set(), or call shutdown() first."
+            )
 
 
 def _current(what: str) -> _JobState:

@@ -47,6 +47,15 @@ class Reduction(enum.Enum):
     MAX = "Max"
     PRODUCT = "Product"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Reduction:
+        """Accepts names in any case, as ``Reduction("sum")``."""
+        for member in cls:
+            if isinstance(value, str) and value.casefold() == member.value.casefold():
+                return member
+        names = ", ".join(member.value for member in cls)
+        raise ConfigError(f"op={value!r} is no reduction: expected one of {names}.")
+
 
 #: What NumPy calls the operations that engines carry out.
 UFUNCS: dict[Reduction, np.ufunc] = {

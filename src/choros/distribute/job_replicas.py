@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from choros.distribute.fit.training import Training
 from choros.distribute.joining import framework
@@ -13,6 +15,8 @@ from choros.errors import ConfigError
 from choros.topology import Topology
 
 __all__ = ["replicas_of", "synchronous_training"]
+
+_log = logging.getLogger("choros")
 
 
 def replicas_of(topology: Topology, devices: Sequence[str] | None = None) -> tuple[Replicas, Training | None]:
@@ -30,6 +34,12 @@ def replicas_of(topology: Topology, devices: Sequence[str] | None = None) -> tup
         raise ConfigError(
             f"devices={list(devices)!r} requests {len(devices)} replicas, but this job has {topology.size}: one per "
             f"process. Start the script with chorosrun -np {len(devices)}, or leave devices out."
+        )
+    if topology.size == 1 and topology.launcher == Topology().launcher:
+        _log.warning(
+            "this process, which was started alone, is the only replica. For N replicas, start the script with: "
+            "chorosrun -np N python %s",
+            Path(sys.argv[0]).name or "train.py",
         )
     return ProcessReplicas(topology.size, topology.rank), synchronous_training(topology)
 

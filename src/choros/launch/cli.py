@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -101,6 +102,8 @@ def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs ``chorosrun`` with ``arguments`` (default: this process's command line) and exits."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in ``chorosrun … &`` in a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         reason = unsupported_flag_reason(argv, _flags_with_value())
         if reason is not None:

@@ -90,8 +90,8 @@ _LEVELS = click.Choice(["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"], 
 
 _OPTIONS = (
     _option("Job", "-np", "--num-proc", type=_WholeNumber(min=1), metavar="N",
-            help="Number of ranks, or of workers with --ps. Default: the number of slots of the hosts; without hosts, "
-            "the number of accelerators of this machine, at least 1."),
+            help="Number of ranks, or of workers with --ps. Default: the number of slots of the hosts, or of a "
+            "scheduler's allocation; without either, the number of accelerators of this machine, at least 1."),
     _option("Job", "--ps", type=_WholeNumber(min=1), metavar="P",
             help="Start a job for ParameterServerStrategy: a chief, P parameter servers and -np workers, each with its "
             "role in TF_CONFIG. The job ends when the chief ends, with the chief's exit code."),
@@ -107,8 +107,8 @@ _OPTIONS = (
     _option("Hosts", "-p", "--ssh-port", type=_WholeNumber(1, 65535), metavar="PORT",
             help="The port of the hosts' ssh servers."),
     _option("Hosts", "-i", "--ssh-identity-file", metavar="FILE", help="The private key for ssh."),
-    _option("Hosts", "--ssh-command", metavar="PATH",
-            help="A program to use instead of ssh, called as PATH HOST COMMAND..."),
+    _option("Hosts", "--ssh-command", metavar="PROGRAM",
+            help="A program to use instead of ssh, with its arguments; it is called as PROGRAM HOST COMMAND..."),
     _option("Hosts", "--network-interfaces", "--network-interface", default="", metavar="NAME,...",
             help="Communicate only through these interfaces: names that exist on every host, or networks such as "
             "10.0.0.0/24."),

@@ -66,8 +66,8 @@ def run(
         fn: the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        np: number of ranks. Default, as chorosrun's: the number of slots of the hosts; without hosts, the number of
-            accelerators of this machine, at least 1.
+        np: number of ranks. Default, as chorosrun's: the number of slots of the hosts, or of a scheduler's allocation;
+            without either, the number of accelerators of this machine, at least 1.
         hosts: the hosts, as ``"a:4,b:4"``. Default: this machine.
         hostfile: a file of hosts, one line ``name slots=N`` for each.
         env: environment variables to set for the ranks.
@@ -79,7 +79,7 @@ def run(
         verbose: show the mpirun command, each rank's settings and mpirun's messages.
         ssh_port: the port of the hosts' ssh servers.
         ssh_identity_file: the private key for ssh.
-        ssh_command: a program to use instead of ssh.
+        ssh_command: a program to use instead of ssh, with its arguments.
         network_interfaces: communicate only through these, as ``"eth0,eth1"``.
         mpirun: the mpirun to use. Default: the one installed with choros.
         mpi_args: additional arguments for mpirun.

@@ -76,7 +76,7 @@ def allreduce(
         >>> allreduce(3)
         3.0
     """
-    communicator = process_set.communicator
+    communicator, op = process_set.communicator, Reduction(op)
     value = _averageable(value, op)
 
     def reduce(host: Array) -> Array:
@@ -125,7 +125,7 @@ def grouped_allreduce(
         >>> grouped_allreduce([1.5, [2.0, 3.0]], Reduction.SUM)
         [1.5, array([2., 3.])]
     """
-    communicator = process_set.communicator
+    communicator, op = process_set.communicator, Reduction(op)
     groups: dict[ArrayAdapter, list[int]] = {}
     for index, value in enumerate(values):
         groups.setdefault(adapter_of(value), []).append(index)
@@ -164,7 +164,7 @@ def op_of(average: bool | None, op: Reduction | None) -> Reduction:
         <Reduction.SUM: 'Sum'>
     """
     if average is None:
-        return op or Reduction.AVERAGE
+        return Reduction.AVERAGE if op is None else Reduction(op)
     if op is not None:
         raise ConfigError("allreduce: pass op or average, not both; average is deprecated.")
     warnings.warn("allreduce(average=…) is deprecated: use op=Average or op=Sum.", DeprecationWarning, stacklevel=3)
@@ -314,7 +314,7 @@ def reducescatter(
         name: shown in errors.
         process_set: the participating ranks.
     """
-    communicator = process_set.communicator
+    communicator, op = process_set.communicator, Reduction(op)
     value = _as_array(value)
     adapter = adapter_of(value)
     spec = adapter.spec(value)

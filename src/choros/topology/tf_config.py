@@ -178,7 +178,9 @@ def parse_port(text: str) -> int | None:
         >>> parse_port("2222"), parse_port("65536"), parse_port("http")
         (2222, None, None)
     """
-    return int(text) if text.isascii() and text.isdecimal() and 0 < int(text) < 1 << 16 else None
+    # Python refuses to convert thousands of digits.
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 5 else 0
+    return number if 0 < number < 1 << 16 else None
 
 
 def _decode(text: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any, final
 
 import keras
 
+from choros.comm import is_initialized, topology
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.training.metrics import average_logs, count_examples, global_results
@@ -26,6 +27,15 @@ class EpochCallback(keras.callbacks.Callback):
     """
 
     _reducer: OptimizerReducer | None = None
+
+    def set_params(self, params: Any) -> None:
+        """Leaves Keras' progress bar to rank 0, unless the program has set ``verbose``.
+
+        Keras gives all callbacks the same dictionary; its progress bar is the last one to read it.
+        """
+        if params and params.get("verbose") == "auto" and is_initialized() and topology().rank > 0:
+            params["verbose"] = 0
+        super().set_params(params)
 
     def set_model(self, model: Any) -> None:
         """Prepares the model; Keras calls it before it builds the training function."""

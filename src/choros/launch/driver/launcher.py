@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from choros.config import LOG_LEVEL
+from choros.config import LOG_LEVEL, Config
 from choros.errors import LaunchError
 from choros.launch.driver.output import Output
 from choros.launch.driver.supervisor import JobEnd, supervise
 from choros.launch.plan.command import Command, plan
+from choros.launch.plan.cores import usable_cores
 from choros.launch.plan.dry_run import rank_lines
+from choros.launch.plan.environment import in_allocation
 from choros.launch.plan.job import Job
 from choros.launch.plan.limits import Limits
 from choros.launch.plan.mpi_implementations import Mpirun
@@ -25,6 +27,8 @@ from choros.observe import events
 __all__ = ["dry_run_command", "launch"]
 
 _SILENT_SECONDS = 2.0
+#: More ranks than this for each core are probably a mistake.
+_RANKS_PER_CORE = 4
 
 
 def dry_run_command(job: Job, mpirun: Mpirun, environ: Mapping[str, str]) -> Command:
@@ -57,14 +61,15 @@ def launch(
     Raises:
         HostUnreachable: a host does not exist or refuses the login.
         LaunchError: the job's directory cannot be created.
-        ConfigError: ``CHOROS_LOG_LEVEL`` is invalid.
+        ConfigError: an environment variable that ranks read has an invalid value.
     """
     began = time.monotonic()
     if verbose:
         environ = {LOG_LEVEL.name: "INFO", **environ}
-    shows_events = LOG_LEVEL.read({**environ, **job.environment}) == "DEBUG"
+    shows_events = Config.from_environ({**environ, **job.environment}).log_level == "DEBUG"
     job = _with_addresses(job, environ)
     _check_hosts(job, limits, output)
+    _warn_of_overload(job, environ, output)
     remove_stale()
     name = os.urandom(6).hex()
     session = session_directory(name)
@@ -129,6 +134,17 @@ def _check_hosts(job: Job, limits: Limits, output: Output) -> None:
     message = f"chorosrun: checking {len(job.remote)} remote {hosts} …"
     with _shown_after(_SILENT_SECONDS, lambda: output.screen.show(message)):
         check_hosts(job.remote, job.ssh, limits.start)
+
+
+def _warn_of_overload(job: Job, environ: Mapping[str, str], output: Output) -> None:
+    """Says so if this machine has far fewer cores than ranks, which is allowed, but slow."""
+    cores = usable_cores()
+    if job.remote or in_allocation(environ) or job.size <= _RANKS_PER_CORE * cores:
+        return
+    output.screen.show(
+        f"chorosrun: {job.size} ranks share the {cores} core{'s' * (cores > 1)} of this machine: more ranks than "
+        "cores make training slower, not faster."
+    )
 
 
 @contextmanager

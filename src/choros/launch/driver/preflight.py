@@ -12,7 +12,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from choros.errors import HostUnreachable, LaunchError
 from choros.launch.plan.hosts import Host
@@ -23,6 +24,17 @@ __all__ = ["check_hosts", "unreachable"]
 _NAME_SECONDS = 6.0
 _AT_ONCE = 128
 _LISTED = 4
+#: Prints the host's name, what is unique to its kernel, and the device that is its shared memory.
+_IDENTITY = "uname -n; cat /proc/sys/kernel/random/boot_id 2>/dev/null; stat -c %d /dev/shm 2>/dev/null; true"
+_IDENTITY_LINES = 3
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A host's answer: why it cannot be used (empty: it can), or the lines that identify it."""
+
+    problem: str = ""
+    identity: tuple[str, ...] = ()
 
 
 def check_hosts(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> None:
@@ -33,7 +45,7 @@ def check_hosts(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> None:
     if shutil.which(program) is None:
         what = (
             "no ssh client is installed on this machine"
-            if ssh.command is None
+            if not ssh.command
             else f"--ssh-command {program}: no such program"
         )
         raise LaunchError(
@@ -42,15 +54,33 @@ def check_hosts(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> None:
         )
     end = time.monotonic() + seconds
     names = [host.name for host in hosts]
-    failures: dict[str, str] = {}
-    if ssh.command is None:
-        failures = _try_all(names, lambda name: _resolve(name), min(_NAME_SECONDS, seconds))
-    found = [name for name in names if name not in failures]
-    if found and not failures:  # one missing host fails the job: do not wait for logins
-        left = max(1.0, end - time.monotonic())
-        failures = _try_all(found, lambda name: _log_in(name, ssh, left), left)
+    if not ssh.command:
+        answers = _ask_all(names, lambda name: _Answer(_resolve(name)), min(_NAME_SECONDS, seconds))
+        _check(answers, ssh)  # one missing host fails the job: do not wait for logins
+    left = max(1.0, end - time.monotonic())
+    answers = _ask_all(names, lambda name: _log_in(name, ssh, left), left)
+    _check(answers, ssh)
+    _check_distinct(answers)
+
+
+def _check(answers: Mapping[str, _Answer], ssh: Ssh) -> None:
+    failures = {name: answer.problem for name, answer in answers.items() if answer.problem}
     if failures:
-        raise unreachable(failures, len(hosts), ssh)
+        raise unreachable(failures, len(answers), ssh)
+
+
+def _check_distinct(answers: Mapping[str, _Answer]) -> None:
+    """Raises ``HostUnreachable`` if two names are one machine: MPI's processes would overwrite each other's files."""
+    own = subprocess.run(["sh", "-c", _IDENTITY], capture_output=True, text=True, check=False).stdout.splitlines()
+    known = {tuple(own): "localhost"}
+    for name, answer in answers.items():
+        other = known.setdefault(answer.identity, name) if len(answer.identity) == _IDENTITY_LINES else name
+        if other != name:
+            raise HostUnreachable(
+                f"{other} and {name} are one machine (or containers that share one) with the hostname "
+                f"{answer.identity[0]}: name it once, with all its slots, such as -H {other}:SLOTS, or give the "
+                "containers different hostnames."
+            )
 
 
 def unreachable(failures: dict[str, str], total: int, ssh: Ssh) -> HostUnreachable:
@@ -65,21 +95,20 @@ def unreachable(failures: dict[str, str], total: int, ssh: Ssh) -> HostUnreachab
     )
 
 
-def _try_all(names: Sequence[str], attempt: Callable[[str], str], seconds: float) -> dict[str, str]:
-    """Returns name → reason for the hosts that failed; a host without an answer after ``seconds`` has failed."""
-    answers: dict[str, concurrent.futures.Future[str]] = {name: concurrent.futures.Future() for name in names}
+def _ask_all(names: Sequence[str], ask: Callable[[str], _Answer], seconds: float) -> dict[str, _Answer]:
+    """Returns name → answer; a host without an answer after ``seconds`` cannot be used."""
+    answers: dict[str, concurrent.futures.Future[_Answer]] = {name: concurrent.futures.Future() for name in names}
     slots = threading.BoundedSemaphore(_AT_ONCE)
 
     def answer(name: str) -> None:
         with slots:
-            answers[name].set_result(attempt(name))
+            answers[name].set_result(ask(name))
 
     for name in names:  # daemon threads: a resolver that hangs must not delay this process's exit
         threading.Thread(target=answer, args=(name,), daemon=True).start()
     concurrent.futures.wait(answers.values(), timeout=seconds)
-    late = f"no answer within {seconds:.0f} s"
-    outcomes = {name: future.result() if future.done() else late for name, future in answers.items()}
-    return {name: why for name, why in outcomes.items() if why}
+    late = _Answer(f"no answer within {seconds:.0f} s")
+    return {name: future.result() if future.done() else late for name, future in answers.items()}
 
 
 def _resolve(name: str) -> str:
@@ -104,14 +133,14 @@ def _has_address(name: str) -> bool:
         return False
 
 
-def _log_in(name: str, ssh: Ssh, seconds: float) -> str:
-    """Returns why ``true`` cannot be run on ``name``; empty if it can."""
+def _log_in(name: str, ssh: Ssh, seconds: float) -> _Answer:
+    """Runs a command on ``name``."""
     argv = ssh.argv()
-    if ssh.command is None:
+    if not ssh.command:
         argv += ["-o", f"ConnectTimeout={max(1, int(min(10, seconds)))}"]
     try:
         answer = subprocess.run(
-            [*argv, name, "true"],
+            [*argv, name, _IDENTITY],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -119,10 +148,10 @@ def _log_in(name: str, ssh: Ssh, seconds: float) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"no answer within {seconds:.0f} s"
+        return _Answer(f"no answer within {seconds:.0f} s")
     except OSError as error:
-        return str(error)
+        return _Answer(str(error))
     if answer.returncode == 0:
-        return ""
+        return _Answer(identity=tuple(answer.stdout.splitlines()))
     lines = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
-    return lines[-1] if lines else f"{argv[0]} failed with exit code {answer.returncode}"
+    return _Answer(lines[-1] if lines else f"{argv[0]} failed with exit code {answer.returncode}")

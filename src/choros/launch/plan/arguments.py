@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from choros.errors import ConfigError
+from choros.launch.plan.environment import allocated_slots
 from choros.launch.plan.hosts import MOST_SLOTS, Host, parse_hostfile, parse_hosts, total_slots
 from choros.launch.plan.job import Job, Ssh
 from choros.launch.plan.limits import Limits
@@ -91,6 +92,12 @@ class Arguments:
             raise ConfigError(
                 "--max-restarts applies only to the workers of a job with parameter servers: add --ps, or leave it out."
             )
+        if self.ssh_command is not None and (self.ssh_port, self.ssh_identity_file) != (None, None):
+            raise self._invalid(
+                "ssh_command",
+                f"it replaces ssh, so {self._spelled('ssh_port')} and {self._spelled('ssh_identity_file')} have no "
+                "effect: give them as its own arguments, such as 'ssh -p 2222 -i key'.",
+            )
         for item in self.env.items():
             if not all(isinstance(text, str) for text in item):
                 raise ConfigError(
@@ -109,7 +116,7 @@ class Arguments:
 
         Args:
             command: the argv that every rank runs.
-            environ: the user's environment, which may name a host file.
+            environ: the user's environment, which may name a host file or an allocation of a scheduler.
             own_names: returns this machine's names; called if hosts are given.
             count_accelerators: returns this machine's number of accelerators; called if neither the number of ranks
                 nor hosts are given.
@@ -124,11 +131,11 @@ class Arguments:
         restarts = (_RESTARTS if self.max_restarts is None else self.max_restarts) if servers else 0
         return Job(
             command=tuple(command),
-            size=self._size(hosts, servers, count_accelerators),
+            size=self._size(hosts, servers, environ, count_accelerators),
             hosts=hosts,
             remote=tuple(host for host in hosts if host.name not in names),
             environment=dict(self.env),
-            ssh=Ssh(self.ssh_port, self.ssh_identity_file, self.ssh_command),
+            ssh=Ssh(self.ssh_port, self.ssh_identity_file, self._split("ssh_command")),
             network_interfaces=tuple(part.strip() for part in self.network_interfaces.split(",") if part.strip()),
             tcp=self.tcp,
             mpi_args=self._split("mpi_args"),
@@ -146,10 +153,18 @@ class Arguments:
         """Returns whether output lines are prefixed with the rank in a job of ``size`` ranks."""
         return size > 1 if self.prefix_output is None else self.prefix_output
 
-    def _size(self, hosts: Sequence[Host], servers: int, count_accelerators: Callable[[], int]) -> int:
-        """Returns the number of processes: as requested; or the hosts' slots; or one for each accelerator; or one."""
-        if self.num_proc is None and hosts:
-            return total_slots(hosts)
+    def _size(
+        self, hosts: Sequence[Host], servers: int, environ: Mapping[str, str], count_accelerators: Callable[[], int]
+    ) -> int:
+        """Returns the number of processes.
+
+        As requested; or the slots of the hosts that are given or that a scheduler has allocated; or one for each
+        accelerator; or one.
+        """
+        if self.num_proc is None:
+            slots = total_slots(hosts) or allocated_slots(environ) or 0
+            if hosts or slots > 1:
+                return slots
         return (self.num_proc or count_accelerators() or 1) + (1 + servers if servers else 0)
 
     def _hosts(self, environ: Mapping[str, str]) -> tuple[Host, ...]:
@@ -162,7 +177,7 @@ class Arguments:
 
     def _split(self, name: str) -> tuple[str, ...]:
         try:
-            return tuple(shlex.split(getattr(self, name)))
+            return tuple(shlex.split(getattr(self, name) or ""))
         except ValueError as error:
             raise self._invalid(
                 name, f"it cannot be split into arguments ({error}). Close every quotation mark."

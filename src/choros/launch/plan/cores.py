@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Core", "Share", "divide", "physical_cores", "processor_quota", "share_of"]
+__all__ = ["Core", "Share", "divide", "physical_cores", "processor_quota", "share_of", "usable_cores"]
 
 #: One physical core: the numbers of its hardware threads.
 Core = tuple[int, ...]
@@ -107,6 +107,11 @@ def _allowed_processors() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def usable_cores() -> int:
+    """Returns the number of physical cores that this process may use."""
+    return len(physical_cores(_allowed_processors()))
 
 
 def share_of(local_rank: int, local_size: int, bind: bool) -> Share:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from choros.errors import ConfigError
+from choros.launch.plan.hosts import parse_hostfile, total_slots
 from choros.topology import ENVIRONMENTS, TF_CONFIG
+from choros.topology.environments import expand_counts
 
-__all__ = ["forwarded", "in_allocation", "parse_variables", "without_launchers"]
+__all__ = ["allocated_slots", "forwarded", "in_allocation", "parse_variables", "without_launchers"]
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OF_THIS_HOST = {
@@ -65,6 +68,25 @@ def parse_variables(given: Iterable[str], environ: Mapping[str, str]) -> dict[st
 def in_allocation(environ: Mapping[str, str]) -> bool:
     """Returns whether a scheduler has allocated hosts, which mpirun uses if it is given none."""
     return any(name in environ for name in _ALLOCATIONS)
+
+
+def allocated_slots(environ: Mapping[str, str]) -> int | None:
+    """Returns the number of processes for which a scheduler has allocated hosts; ``None`` outside of an allocation.
+
+    Raises:
+        ConfigError: one of the scheduler's variables is malformed.
+
+    Example:
+        >>> allocated_slots({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2(x2)"})
+        4
+    """
+    if "SLURM_JOB_ID" in environ:
+        name = "SLURM_TASKS_PER_NODE"
+        return sum(expand_counts(environ[name], name)) if name in environ else None
+    if "PBS_JOBID" in environ and "PBS_NODEFILE" in environ:
+        return total_slots(parse_hostfile(Path(environ["PBS_NODEFILE"])))
+    name = "LSB_DJOB_NUMPROC" if "LSB_JOBID" in environ else "NSLOTS" if "PE_HOSTFILE" in environ else ""
+    return sum(expand_counts(environ[name], name)) if name in environ else None
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:

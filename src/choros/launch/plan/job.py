@@ -20,12 +20,12 @@ class Ssh:
     Attributes:
         port: the port of their ssh servers.
         identity_file: the private key for ssh.
-        command: a program to use instead of ssh, called as ``command host argument…``.
+        command: the argv of a program to use instead of ssh, to which the host and a command are added; empty: ssh.
     """
 
     port: int | None = None
     identity_file: str | None = None
-    command: str | None = None
+    command: tuple[str, ...] = ()
 
     def argv(self) -> list[str]:
         """Returns the argv that logs in to a host, up to the host's name.
@@ -34,8 +34,8 @@ class Ssh:
             >>> Ssh(port=2222).argv()
             ['ssh', '-o', 'BatchMode=yes', '-p', '2222']
         """
-        if self.command is not None:
-            return [self.command]
+        if self.command:
+            return list(self.command)
         port = [] if self.port is None else ["-p", str(self.port)]
         identity = [] if self.identity_file is None else ["-i", self.identity_file]
         return ["ssh", "-o", "BatchMode=yes", *port, *identity]

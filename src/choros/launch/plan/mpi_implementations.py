@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from choros.launch.plan.job import Job
+from choros.errors import ConfigError
+from choros.launch.plan.job import Job, Ssh
 
 __all__ = ["Hydra", "IntelMpi", "MpiImplementation", "Mpirun", "OpenMpi4", "OpenMpi5", "implementation_of"]
 
@@ -151,6 +152,11 @@ class IntelMpi(MpiImplementation):
 def _hydra_arguments(job: Job, forward: list[str]) -> list[str]:
     arguments = ["-hosts", ",".join(map(str, job.hosts))] if job.hosts else []
     if job.remote:
+        if job.ssh.argv()[1:] not in ([], Ssh().argv()[1:]):
+            raise ConfigError(
+                f"{' '.join(job.ssh.argv())}: MPICH's and Intel's mpirun take a program for the login, without "
+                "arguments. Put the port and the key in ~/.ssh/config, or give --ssh-command the path of a script."
+            )
         arguments += ["-launcher", "ssh", "-launcher-exec", job.ssh.argv()[0]]
     if job.network_interfaces:
         arguments += ["-iface", job.network_interfaces[0]]

@@ -110,6 +110,7 @@ class ReduceConfig:
     process_set: ProcessSet = field(default=global_process_set)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "op", Reduction(self.op))
         if self.op not in (Reduction.AVERAGE, Reduction.SUM):
             raise ConfigError(f"op={self.op.value}: gradients can be reduced with Average or Sum only.")
         if self.predivide_factor <= 0:

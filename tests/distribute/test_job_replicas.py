@@ -1,0 +1,17 @@
+"""The replicas of a job."""
+
+import pytest
+
+from choros.distribute import job_replicas
+from choros.topology import Topology
+
+
+@pytest.mark.parametrize(
+    ("topology", "reported"), [(Topology(), True), (Topology(launcher="srun"), False), (Topology(size=2), False)]
+)
+def test_a_lone_process_says_how_to_have_more_replicas(monkeypatch, caplog, topology, reported):
+    monkeypatch.setattr(job_replicas, "framework", lambda: "torch")
+    monkeypatch.setattr(job_replicas, "synchronous_training", lambda topology: None)
+    replicas, _ = job_replicas.replicas_of(topology)
+    assert replicas.count == topology.size
+    assert ("chorosrun -np N python" in caplog.text) == reported
