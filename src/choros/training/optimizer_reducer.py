@@ -2,9 +2,10 @@
 
 ::
 
-    apply(gradients) ─► OptimizerReducer.reduce ─┬─ in a strategy's replica: the sum over replicas
-                                                 └─ else: GradientReducer, through one host call
-                                                    (on torch also during the backward pass, or on its device)
+    apply(gradients) ─► OptimizerReducer.reduce ─┬─ GradientReducer, through one host call; it averages, or sums in a
+                                                 │  strategy's custom loop (on torch also during the backward pass of
+                                                 │  fit, or on its device)
+                                                 └─ replicas that are devices of one process: the strategy's sum
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class OptimizerReducer:
         configure: returns the configuration. It is called when the configuration is first needed, because a strategy
             wraps optimizers that are still being constructed.
         scale_local_gradients: whether gradients that stay on their rank are divided by the number of ranks.
-        sum_over_replicas: sums gradients where a strategy's custom loop applies them; returns ``None`` in ``fit``.
+        op: returns whether the gradients of this call are averaged or summed; ``None``: always as configured.
+        sum_over_devices: the sum of replicas that are devices of this process; ``None``: the ranks reduce.
         state_owner: the only rank that keeps the optimizer's state and makes the updates; ``None``: every rank does.
 
     Attributes:
@@ -58,14 +60,16 @@ class OptimizerReducer:
         configure: Callable[[], ReduceConfig],
         *,
         scale_local_gradients: bool = True,
-        sum_over_replicas: Callable[[Sequence[Any]], list[Any] | None] | None = None,
+        op: Callable[[], Reduction] | None = None,
+        sum_over_devices: Callable[[list[Any]], list[Any]] | None = None,
         state_owner: int | None = None,
     ) -> None:
         self.examples: Any = None
         self.in_epoch = False
         self.state_owner = state_owner
         self._configure = configure
-        self._sum_over_replicas = sum_over_replicas
+        self._op = op
+        self._sum_over_devices = sum_over_devices
         self._of_all_ranks = False
         self._backward: BackwardExchange | None = None
         self._scale_local = scale_local_gradients
@@ -75,6 +79,15 @@ class OptimizerReducer:
     def reducer(self) -> GradientReducer:
         """The reducer of host arrays, or of tensors on torch."""
         return GradientReducer(self._configure())
+
+    @cached_property
+    def _summing(self) -> GradientReducer:
+        """The reducer of a strategy's custom loop, which sums.
+
+        On torch it has no part in the backward pass: a loop may compute gradients that it does not apply.
+        """
+        config = dataclasses.replace(self.reducer.config, op=Reduction.SUM)
+        return GradientReducer(dataclasses.replace(config, bucket_bytes=None) if _on_torch() else config)
 
     @property
     def has_state(self) -> bool:
@@ -119,18 +132,22 @@ class OptimizerReducer:
         Returns:
             The average of the ranks' gradients, or their sum, as configured.
         """
-        if self._sum_over_replicas is not None and (summed := self._sum_over_replicas(gradients)) is not None:
-            return summed
-        config = self.reducer.config
         gradients = list(gradients)
-        if self._of_all_ranks or not self.reducer.active:
+        reducer = self.reducer
+        if self._op is not None and self._op() is Reduction.SUM:
+            if self._sum_over_devices is not None:
+                return self._sum_over_devices(gradients)
+            reducer = self._summing
+        config = reducer.config
+        if self._of_all_ranks or not reducer.active:
             factor = 1 if config.average_steps else config.steps
             if self._of_all_ranks and config.op is Reduction.SUM:
                 factor *= config.process_set.communicator.size
             return gradients if factor == 1 else [None if g is None else g * factor for g in gradients]
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
         shared = [index for index in given if not self.is_local(variables[index])] if self._local else given
-        reduced = self._reduce([gradients[i] for i in shared], [variables[i] for i in shared], micro_batches)
+        own, trained = [gradients[i] for i in shared], [variables[i] for i in shared]
+        reduced = self._reduce(reducer, own, trained, micro_batches)
         if self._scale_local:
             for index in set(given) - set(shared):
                 gradients[index] = gradients[index] / config.process_set.communicator.size
@@ -138,23 +155,25 @@ class OptimizerReducer:
             gradients[index] = gradient
         return gradients
 
-    def _reduce(self, gradients: list[Any], variables: list[Any], micro_batches: Any) -> list[Any]:
-        config = self.reducer.config
+    def _reduce(
+        self, reducer: GradientReducer, gradients: list[Any], variables: list[Any], micro_batches: Any
+    ) -> list[Any]:
+        config = reducer.config
         examples = 1 if self.examples is None else self.examples
-        if keras.backend.backend() == "torch" and (config.bucket_bytes is not None or config.device is not None):
+        if _on_torch() and (config.bucket_bytes is not None or config.device is not None):
             if config.bucket_bytes is not None:
                 return self._reduce_during_backward(gradients, [variable.value for variable in variables])
             exchange = (int(micro_batches) + 1) % config.steps == 0
-            return self.reducer.reduce(gradients, examples=int(examples), exchange=exchange)
+            return reducer.reduce(gradients, examples=int(examples), exchange=exchange)
         layout = tuple((tuple(v.shape), _dtype(g)) for v, g in zip(variables, gradients, strict=True))
         outputs = [ArraySpec(shape, dtype) for shape, dtype in layout]
         if config.bucket_bytes is not None:
-            return self._reduce_buckets(gradients, outputs, layout, examples)
+            return self._reduce_buckets(reducer, gradients, outputs, layout, examples)
 
         def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
             done, count, *parts = hosts
             exchange = (int(done) + 1) % config.steps == 0
-            return self.reducer.reduce(parts, examples=int(count), exchange=exchange, layout=layout)
+            return reducer.reduce(parts, examples=int(count), exchange=exchange, layout=layout)
 
         return _host_call(on_host, (micro_batches, examples), gradients, outputs)
 
@@ -169,20 +188,21 @@ class OptimizerReducer:
         return self._backward.combine(parameters, gradients)
 
     def _reduce_buckets(
-        self, gradients: list[Any], outputs: list[ArraySpec], layout: Layout, examples: Any
+        self, reducer: GradientReducer, gradients: list[Any], outputs: list[ArraySpec], layout: Layout, examples: Any
     ) -> list[Any]:
         """Makes one host call per bucket: a compiled step can make it as soon as the bucket's gradients are computed.
 
         The calls have side effects, so the frameworks keep them in this order on every rank.
         """
         reduced = list(gradients)
-        for bucket, indices in enumerate(self.reducer.plan(layout)):
+        for bucket, indices in enumerate(reducer.plan(layout)):
 
             def on_host(hosts: Sequence[Array], bucket: int = bucket) -> Sequence[Array]:
                 count, *parts = hosts
                 if bucket == 0:
-                    self.reducer.begin(int(count))
-                return self.reducer.send(bucket, parts)
+                    reducer.plan(layout)
+                    reducer.begin(int(count))
+                return reducer.send(bucket, parts)
 
             part = [outputs[index] for index in indices]
             results = _host_call(on_host, (examples,), [gradients[index] for index in indices], part)
@@ -210,7 +230,7 @@ def placed(config: ReduceConfig) -> ReduceConfig:
 
 def _device_to_reduce_on(process_set: ProcessSet, compression: Compressor) -> Any:
     """The device on which gradients are reduced without host staging; ``None`` except on torch."""
-    if keras.backend.backend() != "torch" or not process_set.included():
+    if not _on_torch() or not process_set.included():
         return None
     import torch
 
@@ -235,6 +255,10 @@ def accumulation_steps(optimizer: Any, backward_passes: int) -> int:
         )
     optimizer.gradient_accumulation_steps = backward_passes
     return backward_passes
+
+
+def _on_torch() -> bool:
+    return bool(keras.backend.backend() == "torch")
 
 
 def _dtype(tensor: Any) -> np.dtype[np.generic]:

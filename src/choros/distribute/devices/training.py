@@ -63,7 +63,7 @@ class DeviceTraining(Training):
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Makes ``optimizer`` sum the replicas' gradients in ``run``."""
-        distribute_optimizer(optimizer)
+        distribute_optimizer(optimizer, self._replicas)
         share_variables_of(optimizer)
 
     def compile(self, model: Any, call: KerasCall) -> None:

@@ -9,11 +9,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from choros.comm import Reduction
 from choros.distribute.reduce_op import ReduceOp
-from choros.distribute.scope import current_replica, current_strategy, in_fit
+from choros.distribute.replicas import Replicas
+from choros.distribute.scope import current_replica, in_fit
 from choros.errors import StrategyError
 from choros.parallel.reduce.reducer import ReduceConfig
 from choros.training.distributed_optimizer import reducer_of, wrap
@@ -23,11 +24,13 @@ from choros.training.optimizer_reducer import OptimizerReducer, accumulation_ste
 __all__ = ["distribute_optimizer"]
 
 
-def distribute_optimizer(optimizer: Any, state_owner: int | None = None) -> None:
+def distribute_optimizer(optimizer: Any, replicas: Replicas, state_owner: int | None = None) -> None:
     """Patches ``optimizer`` to reduce the gradients of a strategy's replicas; does nothing if it is patched already.
 
     Args:
         optimizer: any Keras optimizer; its own ``__init__`` may not have returned yet.
+        replicas: those of the strategy. Processes sum their gradients through the gradient reducer; the devices of one
+            process sum them inside of their compiled step.
         state_owner: the only process that keeps its state and applies updates; ``None``: all processes do.
     """
     if reducer_of(optimizer) is not None:
@@ -36,18 +39,22 @@ def distribute_optimizer(optimizer: Any, state_owner: int | None = None) -> None
     def configure() -> ReduceConfig:
         return placed(ReduceConfig(steps=accumulation_steps(innermost(optimizer), 1)))
 
-    wrap(optimizer, OptimizerReducer(configure, sum_over_replicas=_sum_over_replicas, state_owner=state_owner))
+    def sum_over_devices(gradients: list[Any]) -> list[Any]:
+        summed: list[Any] = replicas.all_reduce(ReduceOp.SUM, gradients)  # None stays None
+        return summed
+
+    of_devices = sum_over_devices if replicas.local_count > 1 else None
+    wrap(optimizer, OptimizerReducer(configure, op=_op_here, sum_over_devices=of_devices, state_owner=state_owner))
 
 
-def _sum_over_replicas(gradients: Sequence[Any]) -> list[Any] | None:
-    """Returns the sum of all replicas' gradients, in a replica; ``None`` in ``fit``."""
+def _op_here() -> Reduction:
+    """Returns what happens to gradients that are applied here: ``SUM`` in a replica, ``AVERAGE`` in ``fit``."""
     if in_fit():
-        return None
+        return Reduction.AVERAGE
     if current_replica() is None:
         raise StrategyError(
             "an optimizer that was created in a strategy's scope was applied outside of its replicas, which would "
             "update only this process's copy of the variables: apply it in a function that "
             "strategy.run(fn, args=…) runs, or use model.fit."
         )
-    summed: list[Any] = current_strategy().replicas.all_reduce(ReduceOp.SUM, list(gradients))  # None stays None
-    return summed
+    return Reduction.SUM

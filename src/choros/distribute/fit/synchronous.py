@@ -80,7 +80,7 @@ class SynchronousTraining(Training):
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Patches the optimizer to reduce the replicas' gradients."""
-        distribute_optimizer(optimizer, self._state_owner)
+        distribute_optimizer(optimizer, self._replicas, self._state_owner)
 
     def model_created(self, model: Any) -> None:
         """Does nothing: the model is prepared when it is compiled."""
@@ -106,7 +106,7 @@ class SynchronousTraining(Training):
     def compile(self, model: Any, call: KerasCall) -> None:
         """Compiles the model, and patches its optimizer if it was created outside of the scope."""
         call.run()
-        distribute_optimizer(model.optimizer, self._state_owner)
+        distribute_optimizer(model.optimizer, self._replicas, self._state_owner)
         if keras.backend.backend() == "tensorflow":
             build_before_training(model)
 

@@ -39,6 +39,8 @@ __all__ = ["GradientReducer", "ReduceConfig", "bucket_bytes", "indices_of_groups
 #: The size of buckets that are sent during the backward pass: large enough that passing one to another thread costs
 #: little, small enough that the first bucket is full early.
 _BUCKET_BYTES = 8 << 20
+#: The plans that are kept. Optimizers that are applied to parts of a model alternate between a few layouts.
+_PLANS = 8
 
 
 def bucket_bytes(*, accelerated: bool, device: Any) -> int | None:
@@ -160,6 +162,23 @@ class _Bucket:
     exchange: Exchange
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """How gradients of one layout are reduced.
+
+    Attributes:
+        layout: their shapes and dtypes.
+        buckets: in the order in which they are sent.
+        request: the request of a step.
+        scales_late: whether they may be scaled after the sum.
+    """
+
+    layout: Layout
+    buckets: tuple[_Bucket, ...]
+    request: Request
+    scales_late: bool
+
+
 @final
 class GradientReducer:
     """Averages the ranks' gradients over all examples of the step.
@@ -183,12 +202,10 @@ class GradientReducer:
 
     def __init__(self, config: ReduceConfig) -> None:
         self.config = config
-        self._layout: Layout | None = None
         self._membership: Membership | None = None
-        self._request = Request("gradients")
-        self._buckets: tuple[_Bucket, ...] = ()
+        self._plans: dict[Layout, _Plan] = {}
+        self._plan: _Plan | None = None
         self._scales = (1.0, 1.0)
-        self._scales_late = False
         self._contributes = True
         self._pending: list[Array] | None = None
         self._pending_examples = 0
@@ -236,20 +253,16 @@ class GradientReducer:
     def plan(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
         """Prepares for gradients of ``layout``; returns the indices in each bucket, in the order buckets are sent."""
         membership = self.config.process_set.membership
-        if layout != self._layout or membership != self._membership:
-            self._layout, self._membership = layout, membership
-            # The sum of unscaled values may overflow float16.
-            fits = all(dtype != np.float16 for _, dtype in layout)
-            self._scales_late = fits and isinstance(self.config.compressor, NoCompression)
-            config = self.config
-            self._buckets = tuple(
-                _Bucket(indices, self._exchange_for(layout, indices)) for indices in config.bucket_indices(layout)
-            )
-            each = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in layout)
-            sent = "; ".join(bucket.exchange.description for bucket in self._buckets)
-            scales = f"op={config.op.value}, steps={config.steps}, predivide_factor={config.predivide_factor}"
-            self._request = Request("gradients", f"{scales}, {len(layout)} arrays: {each}; sent as {sent}")
-        return tuple(bucket.indices for bucket in self._buckets)
+        if membership != self._membership:
+            self._membership, self._plans = membership, {}
+            self._plan = None
+        if self._plan is None or layout != self._plan.layout:
+            if layout not in self._plans:
+                if len(self._plans) == _PLANS:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[layout] = self._plan_for(layout)
+            self._plan = self._plans[layout]
+        return tuple(bucket.indices for bucket in self._plan.buckets)
 
     def begin(self, examples: int) -> None:
         """Starts a step whose buckets are sent one by one, each as soon as it is full; call ``plan`` first.
@@ -281,7 +294,7 @@ class GradientReducer:
             A rank (of the process set) that had a batch in the last step, if another rank had none: then all must
             receive its weights. ``None`` if all ranks had the same number of batches.
         """
-        self.plan(self._layout or layout)
+        self.plan(layout if self._plan is None else self._plan.layout)
         while (reduced := self._step(self._pending, 1, self._pending_examples, joined=True)) is not None:
             self._pending, self._pending_examples = None, 0
             if on_update is not None:
@@ -293,6 +306,25 @@ class GradientReducer:
     @property
     def _weighted(self) -> bool:
         return self.config.op is Reduction.AVERAGE
+
+    def _plan_for(self, layout: Layout) -> _Plan:
+        config = self.config
+        buckets = tuple(
+            _Bucket(indices, self._exchange_for(layout, indices)) for indices in config.bucket_indices(layout)
+        )
+        each = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in layout)
+        sent = "; ".join(bucket.exchange.description for bucket in buckets)
+        scales = f"op={config.op.value}, steps={config.steps}, predivide_factor={config.predivide_factor}"
+        request = Request("gradients", f"{scales}, {len(layout)} arrays: {each}; sent as {sent}")
+        # The sum of unscaled values may overflow float16.
+        fits = all(dtype != np.float16 for _, dtype in layout)
+        return _Plan(layout, buckets, request, fits and isinstance(config.compressor, NoCompression))
+
+    @property
+    def _current(self) -> _Plan:
+        if self._plan is None:
+            raise EngineError("no gradients are planned: call plan() first.")
+        return self._plan
 
     def _exchange_for(self, layout: Layout, indices: Sequence[int]) -> Exchange:
         """Returns the exchange of the gradients at ``indices``; groups are kept together within a bucket."""
@@ -322,7 +354,7 @@ class GradientReducer:
             if not self._agree(weight, examples, joined=joined):
                 return None
             results: dict[int, Array] = {}
-            for number, bucket in enumerate(self._buckets):
+            for number, bucket in enumerate(self._current.buckets):
                 # The mean over no examples is not a number: such a rank contributes zeros.
                 own = [gradients[index] for index in bucket.indices] if gradients and examples else None
                 results.update(zip(bucket.indices, self._sum(number, own), strict=True))
@@ -336,7 +368,7 @@ class GradientReducer:
         """
         communicator = self.config.process_set.communicator
         with communicator.exclusive():
-            counts = communicator.agree(self._request, value=-examples if joined else examples)
+            counts = communicator.agree(self._current.request, value=-examples if joined else examples)
         active = [rank for rank, count in enumerate(counts) if count > 0]
         if active:
             self._active = active
@@ -344,7 +376,7 @@ class GradientReducer:
             events.emit(Kind.STEP_BEGUN, step=self._steps, examples=examples, joined=joined)
             before, after = self._scales_of(weight, sum(map(abs, counts)), communicator.size)
             # A factor that is the same on all ranks is applied while unpacking, where it costs nothing.
-            same = self._scales_late and len(set(counts)) == 1
+            same = self._current.scales_late and len(set(counts)) == 1
             self._scales = (1.0, before * after) if same else (before, after)
         return bool(active)
 
@@ -352,10 +384,11 @@ class GradientReducer:
         if bucket > 0:
             # Between buckets the user's program runs: another collective of one rank must not be matched with this one.
             self.config.process_set.communicator.agree(_bucket_request(bucket))
+        buckets = self._current.buckets
         # Infinities are detected by the loss scale: NumPy must not warn of them.
         with np.errstate(over="ignore", invalid="ignore"):
-            reduced = self._buckets[bucket].exchange.sum(gradients, *self._scales)
-        if bucket == len(self._buckets) - 1:
+            reduced = buckets[bucket].exchange.sum(gradients, *self._scales)
+        if bucket == len(buckets) - 1:
             events.emit(Kind.STEP_DONE, step=self._steps)
         return reduced
 

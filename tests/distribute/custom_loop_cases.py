@@ -1,0 +1,142 @@
+"""Gradients that are applied in ``strategy.run``: two replicas equal plain Keras on the sum of their gradients."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import choros
+from choros import distribute
+from choros.comm import global_process_set
+from choros.observe import events
+from choros.observe.events import Kind
+
+SHAPES = ((3, 2), (4,), ())
+STEPS = 4
+
+
+def gradients(step, replica):
+    """Returns the gradients of one replica."""
+    draws = np.random.default_rng((step, replica))
+    return [draws.standard_normal(shape).astype("float32") for shape in SHAPES]
+
+
+def sums(step):
+    """Returns the sums over the replicas."""
+    return [sum(parts) for parts in zip(*(gradients(step, replica) for replica in range(2)), strict=True)]
+
+
+def made_variables():
+    return [keras.Variable(np.full(shape, 0.5, "float32"), name=f"v{len(shape)}") for shape in SHAPES]
+
+
+def apply_all(optimizers, variables, tensors):
+    for optimizer in optimizers:
+        optimizer.apply(tensors, variables)
+
+
+def check(*make, apply=apply_all, gradients=gradients, sums=sums) -> None:
+    """Compares variables after steps of optimizers in ``strategy.run`` with those after the same steps elsewhere."""
+    here = distribute.MirroredStrategy()
+    with here.scope():
+        ours, optimizers = made_variables(), [each() for each in make]
+    theirs, plain = made_variables(), [each() for each in make]
+    for step in range(STEPS):
+        tensors = [keras.ops.convert_to_tensor(each) for each in gradients(step, choros.rank())]
+        here.run(apply, args=(optimizers, ours, tensors))
+        apply(plain, theirs, [keras.ops.convert_to_tensor(each) for each in sums(step)])
+    for mine, expected in zip(ours, theirs, strict=True):
+        mine, expected = map(keras.ops.convert_to_numpy, (mine, expected))
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-6)
+
+
+def case_momentum_clipping_decay_and_moving_average():
+    check(
+        lambda: keras.optimizers.AdamW(
+            0.01, global_clipnorm=0.5, weight_decay=0.01, use_ema=True, ema_overwrite_frequency=2
+        )
+    )
+
+
+def case_one_reduction_per_step():
+    """All gradients of a step are fused; micro-batches are accumulated on their replica."""
+
+    def collectives(make) -> tuple[int, list[str]]:
+        kinds: list[str] = []
+        here = distribute.MirroredStrategy()
+        with here.scope():
+            variables, optimizers = made_variables(), [make()]
+            optimizers[0].build(variables)
+        before = global_process_set.communicator.collectives
+        stop = events.listen(lambda event: kinds.append(event.kind))
+        for step in range(STEPS):
+            tensors = [keras.ops.convert_to_tensor(each) for each in gradients(step, choros.rank())]
+            here.run(apply_all, args=(optimizers, variables, tensors))
+        stop()
+        return global_process_set.communicator.collectives - before, kinds
+
+    assert global_process_set.communicator.size == 2
+    number, kinds = collectives(lambda: keras.optimizers.SGD(0.1))
+    assert (number, kinds.count(Kind.STEP_DONE)) == (STEPS, STEPS)
+    number, kinds = collectives(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    assert (number, kinds.count(Kind.STEP_DONE)) == (STEPS // 2, STEPS // 2)
+
+
+def case_micro_batches():
+    check(lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2))
+
+
+def case_missing_gradients():
+    def apply(optimizers, variables, tensors):
+        optimizers[0].apply([tensors[0], None, tensors[2]], variables)
+
+    with pytest.warns(UserWarning, match="do not exist"):
+        check(lambda: keras.optimizers.Adam(0.01), apply=apply)
+
+
+def case_several_optimizers_in_one_step():
+    def apply(optimizers, variables, tensors):
+        first, second = optimizers
+        first.apply(tensors[:1], variables[:1])
+        second.apply(tensors[1:], variables[1:])
+
+    check(lambda: keras.optimizers.Adam(0.01), lambda: keras.optimizers.SGD(0.1), apply=apply)
+
+
+def case_an_optimizer_applied_twice_in_one_step():
+    def apply(optimizers, variables, tensors):
+        (optimizer,) = optimizers
+        if not optimizer.built:
+            optimizer.build(variables)
+        optimizer.apply(tensors[:1], variables[:1])
+        optimizer.apply(tensors[1:], variables[1:])
+
+    check(lambda: keras.optimizers.Adam(0.01), apply=apply)
+
+
+def case_infinity_on_one_replica_skips_the_step_on_all():
+    def infinite(step, replica):
+        own = gradients(step, replica)
+        if (step, replica) == (1, 1):
+            own[0][0, 0] = np.inf
+        return own
+
+    def apply(optimizers, variables, tensors):
+        (optimizer,) = optimizers
+        if keras.backend.backend() != "jax":
+            optimizer.apply(tensors, variables)
+            return
+        if not optimizer.built:
+            optimizer.build(variables)
+        values = [[each.value for each in group] for group in (optimizer.variables, variables)]
+        trained, state = optimizer.stateless_apply(values[0], tensors, values[1])
+        for variable, value in zip([*variables, *optimizer.variables], [*trained, *state], strict=True):
+            variable.assign(value)
+
+    check(
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=4.0),
+        apply=apply,
+        gradients=infinite,
+        sums=lambda step: [sum(parts) for parts in zip(infinite(step, 0), infinite(step, 1), strict=True)],
+    )
