@@ -70,7 +70,7 @@ def test_killed(number, message):
 
 
 def test_a_traceback_that_was_shown_is_not_shown_again():
-    got = outcome(Exit(0, "h", 1, shown=True, tail="x"), size=1)
+    got = outcome(Exit(0, "h", 1, shown="Traceback (most recent call last):\n  x\nValueError: no", tail="x"), size=1)
     assert got.lines[-1] == "chorosrun: its traceback is above."
 
 

@@ -19,38 +19,34 @@ def shown(frames, **how):
 
 
 def test_lines_have_their_rank():
-    frames = [Text(0, "out", "a"), Text(1, "err", "b"), Text(1, "out", "c")]
+    frames = [Text(0, "out", b"a\n"), Text(1, "err", b"b\n"), Text(1, "out", b"c\n")]
     assert shown(frames) == (b"[0] a\n[1] c\n", b"[1] b\n")
 
 
 def test_without_prefix_bytes_are_unchanged():
     raw = b"\xff\x80 50%\r100%\nend"
-    frames = [
-        Text(0, "out", raw[:6].decode("utf-8", "surrogateescape"), "\r"),
-        Text(0, "out", "100%"),
-        Text(0, "out", "end", ""),
-    ]
+    frames = [Text(0, "out", raw[:7]), Text(0, "out", raw[7:])]
     assert shown(frames, prefix=False) == (raw + b"\n", b"")
 
 
 def test_a_line_of_one_rank_is_not_broken_by_another():
-    frames = [Text(0, "out", "..", ""), Text(0, "out", "..", ""), Text(1, "out", "x"), Text(0, "out", ".")]
+    frames = [Text(0, "out", b".."), Text(0, "out", b".."), Text(1, "out", b"x\n"), Text(0, "out", b".\n")]
     assert shown(frames)[0] == b"[0] ....\n[1] x\n[0] .\n"
 
 
 def test_progress_bars_are_recognisable():
-    frames = [Text(0, "out", "1%", "\r"), Text(1, "out", "1%", "\r"), Text(0, "out", "2%")]
+    frames = [Text(0, "out", b"1%\r"), Text(1, "out", b"1%\r"), Text(0, "out", b"2%\n")]
     assert shown(frames)[0] == b"[0] 1%\r[1] 1%\r[0] 2%\n"
     assert shown(frames, colour=True)[0].count(b"\x1b[K\r") == 2
 
 
 def test_progress_bars_that_begin_with_a_carriage_return():
-    frames = [Text(0, "out", "", "\r"), Text(0, "out", "1%", ""), Text(0, "out", "", "\r"), Text(0, "out", "2%")]
+    frames = [Text(0, "out", b"\r"), Text(0, "out", b"1%"), Text(0, "out", b"\r"), Text(0, "out", b"2%\n")]
     assert shown(frames)[0] == b"[0] 1%\r[0] 2%\n"
 
 
 def test_lines_of_one_frame_all_have_their_rank():
-    frames = [Text(1, "out", "a\n\nb"), Text(0, "out", "c", ""), Text(0, "out", "d\ne")]
+    frames = [Text(1, "out", b"a\n\nb\n"), Text(0, "out", b"c"), Text(0, "out", b"d\ne\n")]
     assert shown(frames)[0] == b"[1] a\n[1] \n[1] b\n[0] cd\n[0] e\n"
     assert shown(frames[:1], colour=True)[0].count(b"\x1b[33m[1] \x1b[0m") == 3
     assert shown(frames[:1], prefix=False)[0] == b"a\n\nb\n"
@@ -60,14 +56,14 @@ def test_roles(tmp_path):
     out, roles = io.BytesIO(), Roles(servers=1, workers=1)
     output = Output(Screen(out, out, prefix=True, colour=False, roles=roles), Files(tmp_path, roles))
     for rank in range(3):
-        output.write(Text(rank, "out", "a"))
+        output.write(Text(rank, "out", b"a\n"))
     output.close()
     assert out.getvalue() == b"[chief] a\n[ps 0] a\n[worker 0] a\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chief", "ps.0", "worker.0"]
 
 
 def test_colour():
-    assert shown([Text(1, "out", "a")], colour=True)[0] == b"\x1b[33m[1] \x1b[0ma\n"
+    assert shown([Text(1, "out", b"a\n")], colour=True)[0] == b"\x1b[33m[1] \x1b[0ma\n"
 
 
 @pytest.mark.parametrize(
@@ -82,8 +78,8 @@ def test_files(tmp_path):
     output = Output(Screen(io.BytesIO(), io.BytesIO(), prefix=True, colour=False), Files(tmp_path / "new" / "logs"))
     output.open(0)
     output.open(1)
-    output.write(Text(0, "out", " 1%", "\r"))
-    output.write(Text(0, "out", "end"))
+    output.write(Text(0, "out", b" 1%\r"))
+    output.write(Text(0, "out", b"end\n"))
     output.write_to_file(0, "Traceback …")
     output.close()
     logs = tmp_path / "new" / "logs"

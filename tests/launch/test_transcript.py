@@ -8,16 +8,16 @@ TRACEBACK = b"Traceback (most recent call last):\n  x\nValueError: no\n"
 
 def test_lines_of_both_streams():
     transcript = Transcript(3)
-    assert list(transcript.feed(OUT, b"a\nb", 0.0)) == [Text(3, OUT, "a")]
+    assert list(transcript.feed(OUT, b"a\nb", 0.0)) == [Text(3, OUT, b"a\n")]
     assert list(transcript.feed(ERR, b"c\r", 0.0)) == []
     assert list(transcript.due(0.1)) == []
-    assert list(transcript.due(0.5)) == [Text(3, OUT, "b", ""), Text(3, ERR, "c", "\r")]
+    assert list(transcript.due(0.5)) == [Text(3, OUT, b"b"), Text(3, ERR, b"c\r")]
     assert transcript.waits(0.5) == []
 
 
 def test_a_final_traceback_is_held_back():
     transcript = Transcript(0)
-    assert list(transcript.feed(ERR, b"before\n" + TRACEBACK + b"last", 0.0)) == [Text(0, ERR, "before")]
+    assert list(transcript.feed(ERR, b"before\n" + TRACEBACK + b"last", 0.0)) == [Text(0, ERR, b"before\n")]
     assert list(transcript.feed(ERR, b"", 0.1)) == []
     assert transcript.traceback == TRACEBACK.decode() + "last"
     assert not transcript.shown
@@ -28,8 +28,8 @@ def test_the_traceback_of_a_handled_exception_is_shown():
     list(transcript.feed(ERR, TRACEBACK, 0.0))
     list(transcript.feed(OUT, b"still here\n", 0.1))
     assert 1.0 <= min(transcript.waits(0.1)) <= 1.1
-    assert list(transcript.due(1.2)) == [Text(0, ERR, TRACEBACK.decode().removesuffix("\n"))]
-    assert (transcript.traceback, transcript.shown) == ("", True)
+    assert list(transcript.due(1.2)) == [Text(0, ERR, TRACEBACK)]
+    assert (transcript.traceback, transcript.shown) == ("", TRACEBACK.decode().removesuffix("\n"))
 
 
 def test_a_partial_line_waits_behind_a_traceback():
@@ -38,8 +38,8 @@ def test_a_partial_line_waits_behind_a_traceback():
     assert list(transcript.due(0.9)) == []
     assert min(transcript.waits(0.9)) > 0
     assert list(transcript.due(5.0)) == [
-        Text(0, ERR, TRACEBACK.decode().removesuffix("\n")),
-        Text(0, ERR, "piece", ""),
+        Text(0, ERR, TRACEBACK),
+        Text(0, ERR, b"piece"),
     ]
 
 
@@ -51,8 +51,9 @@ def test_the_last_lines_are_kept():
 
 def test_results_are_sent_in_chunks():
     frames = list(Transcript(1).feed(RESULT, b"x" * 100_000, 0.0))
-    assert len(frames) == 3
+    assert len(frames) > 2
     assert all(isinstance(frame, Result) for frame in frames)
+    assert b"".join(frame.data for frame in frames) == b"x" * 100_000
 
 
 def test_a_message_of_several_lines_stays_with_its_traceback():
@@ -64,23 +65,19 @@ def test_a_message_of_several_lines_stays_with_its_traceback():
 
 def test_lines_that_arrive_together_share_a_frame():
     transcript = Transcript(0)
-    assert list(transcript.feed(OUT, b"a\nb\n50%\rc\n\nd", 0.0)) == [
-        Text(0, OUT, "a\nb"),
-        Text(0, OUT, "50%", "\r"),
-        Text(0, OUT, "c\n"),
-    ]
-    assert list(transcript.feed(ERR, b"a\nb\n", 0.0)) == [Text(0, ERR, "a\nb")]
+    assert list(transcript.feed(OUT, b"a\nb\n50%\rc\n\nd", 0.0)) == [Text(0, OUT, b"a\nb\n50%\rc\n\n")]
+    assert list(transcript.feed(ERR, b"a\nb\n", 0.0)) == [Text(0, ERR, b"a\nb\n")]
 
 
 def test_frames_are_not_long():
     """mpirun's time for a line grows with the square of its length."""
-    for data in (b"x" * 79 + b"\n", b"x" * 2_000_000, b"\xff\x00\n"):
+    for data in (b"x" * 79 + b"\n", b"1234567\r", b"x" * 2_000_000, b"\xff\x00\n", bytes(range(256))):
         transcript = Transcript(0)
         whole = data * (2_000_000 // len(data))
         frames = [
             frame for start in range(0, len(whole), 65536) for frame in transcript.feed(OUT, whole[start:][:65536], 0.0)
         ]
-        assert max(len(encode(frame)) for frame in frames) < 400_000
+        assert max(len(encode(frame)) for frame in frames) < 64_000
         assert len(frames) < 100
 
 
@@ -92,8 +89,8 @@ def test_large_output_after_a_traceback_is_shown():
     for start in range(0, len(lines), 65536):
         frames += transcript.feed(ERR, lines[start : start + 65536], 0.0)
     frames += transcript.feed(ERR, b"", 0.0)
-    assert "\n".join(frame.text for frame in frames).encode() + b"\n" == TRACEBACK + lines
-    assert (transcript.traceback, transcript.shown) == ("", True)
+    assert b"".join(frame.data for frame in frames) == TRACEBACK + lines
+    assert transcript.traceback == ""
 
 
 def test_a_rank_that_logs_after_a_traceback_has_handled_the_exception():
@@ -103,8 +100,8 @@ def test_a_rank_that_logs_after_a_traceback_has_handled_the_exception():
     for tenth in range(1, 60):
         shown += transcript.feed(ERR, b"log\n", tenth / 10)
         shown += transcript.due(tenth / 10)
-    assert shown[0].text.startswith("Traceback")
-    assert "\n".join(frame.text for frame in shown).count("log") == 59
+    assert shown[0].data.startswith(b"Traceback")
+    assert b"".join(frame.data for frame in shown).count(b"log") == 59
 
 
 def test_the_tail_of_a_rank_that_writes_long_lines_is_short():

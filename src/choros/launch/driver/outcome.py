@@ -115,7 +115,7 @@ def _headline(end: Exit, roles: Roles) -> str:
         return f"{name} was killed by {signal_name(end.signal)} (signal {end.signal})" + (
             f": {advice}" if advice else ""
         )
-    exception = exception_name(end.traceback)
+    exception = exception_name(end.traceback or end.shown)
     return f"{name} failed with exit code {end.code}" + (f" ({exception})" if exception else "")
 
 

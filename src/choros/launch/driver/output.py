@@ -50,22 +50,28 @@ class Screen:
 
     def write(self, frame: Text) -> None:
         """Writes lines, or a partial line."""
-        writer = (frame.rank, frame.stream)
+        writer, data = (frame.rank, frame.stream), frame.data
         stream = self._streams[frame.stream]
-        data = b""
-        if self._prefix and self._open != writer and (frame.text, frame.end) == ("", "\r"):
-            return  # a carriage return on a line to which this rank has written nothing
-        if self._prefix and self._open != writer:
+        if not self._prefix:
+            if self._open not in (None, writer):
+                self.finish_line()
+            _write(stream, data)
+            self._open = None if data.endswith(b"\n") else writer
+            return
+        label = self._label(frame.rank)
+        data = data.replace(b"\r\n", b"\n").replace(b"\n\r", b"\n")
+        if self._open != writer:
+            data = data.lstrip(b"\r")  # this rank has written nothing to the line
+            if not data:
+                return
             self.finish_line()
-            data = self._label(frame.rank)
-        text = frame.text.encode("utf-8", "surrogateescape")
-        if self._prefix:
-            text = text.replace(b"\n", b"\n" + self._label(frame.rank))
-        data += text + frame.end.encode()
-        if self._colour and frame.end == "\r":
-            data = data[:-1] + _CLEAR_TO_END + b"\r"
-        _write(stream, data)
-        self._open = None if frame.end == "\n" or (frame.end == "\r" and self._prefix) else writer
+            data = label + data
+        body, end = (data[:-1], data[-1:]) if data.endswith((b"\n", b"\r")) else (data, b"")
+        body = body.replace(b"\r", b"\r" + label).replace(b"\n", b"\n" + label) + end
+        if self._colour:
+            body = body.replace(b"\r", _CLEAR_TO_END + b"\r")
+        _write(stream, body)
+        self._open = None if end else writer
 
     def finish_line(self) -> None:
         """Ends the partial line, if there is one."""
@@ -96,7 +102,7 @@ class Files:
     def write(self, frame: Text) -> None:
         """Appends lines, or a partial line, as the rank wrote them."""
         file = self._file(frame.rank, frame.stream)
-        file.write(frame.text.encode("utf-8", "surrogateescape") + frame.end.encode())
+        file.write(frame.data)
         file.flush()
 
     def open(self, rank: int) -> None:
@@ -134,7 +140,7 @@ class Output:
     def write_to_file(self, rank: int, text: str) -> None:
         """Writes a rank's final traceback to its file only: the screen shows it with the job's outcome."""
         if self._files is not None and text:
-            self._files.write(Text(rank, "err", text))
+            self._files.write(Text(rank, "err", text.encode("utf-8", "surrogateescape") + b"\n"))
 
     def open(self, rank: int) -> None:
         """Creates the files of a rank that has started."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from base64 import b64decode
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -179,7 +178,7 @@ class _Supervisor:
             case Text():
                 self._output.write(frame)
             case Result():
-                self._job_end.results.setdefault(frame.rank, bytearray()).extend(b64decode(frame.data))
+                self._job_end.results.setdefault(frame.rank, bytearray()).extend(frame.data)
             case Events():
                 for line in frame.lines.splitlines():
                     with suppress(ValueError):  # from another version of choros on another host

@@ -1,10 +1,13 @@
-"""Frames: the wrappers' messages to chorosrun, one JSON object per line, through mpirun's standard output.
+"""Frames: the wrappers' messages to chorosrun, one per line, through mpirun's standard output.
 
-Open MPI forwards whole lines, so a line that starts with ``\\x1e`` is one frame of one rank; any other line is
+::
+
+    ‹1e› {"kind":"text","rank":1,"stream":"out"} ‹1f› what the rank printed ‹0a›
+    mark  fields, in JSON                             data: ‹0a›, ‹1e› and ‹1f› are escaped by ‹1f› and a letter
+
+Open MPI forwards whole lines, so a line that starts with the mark is one frame of one rank; any other line is
 mpirun's own. mpirun's time for a line grows with the square of its length from about 64 KiB on (5 MB: 4 s), so only
-rare frames may be longer.
-
-Text is decoded with ``surrogateescape``, which preserves all bytes that a rank prints.
+rare frames may be longer. Data is neither decoded nor put into JSON: ranks may print megabytes of anything.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ __all__ = ["MARK", "Events", "Exit", "Frame", "FrameReader", "Result", "Start", 
 
 #: ASCII's record separator: the first byte of every frame.
 MARK = b"\x1e"
+#: Separates the fields from the data, in which it begins the two bytes that stand for one that may not occur there.
+_SEPARATOR = b"\x1f"
+_ESCAPES = ((_SEPARATOR, b"\x1fs"), (b"\n", b"\x1fn"), (MARK, b"\x1fm"))
 
 
 @dataclass(frozen=True)
@@ -46,22 +52,20 @@ class Text:
     Attributes:
         rank: the rank.
         stream: ``"out"`` or ``"err"``.
-        text: lines, the last one without its end; or a partial line.
-        end: the end of the last line: a newline, a carriage return (a progress bar), or empty for a partial line.
+        data: lines with their ends, or a partial line.
     """
 
     rank: int
     stream: str
-    text: str
-    end: str = "\n"
+    data: bytes
 
 
 @dataclass(frozen=True)
 class Result:
-    """A chunk, in base64, of the pickled return value of the rank's function."""
+    """A chunk of the pickled return value of the rank's function."""
 
     rank: int
-    data: str
+    data: bytes
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Exit:
         signal: the signal that ended it, 0 if it ended by itself.
         stopped: it ended after a signal from chorosrun.
         traceback: its final Python traceback, not shown so far; empty if there is none.
-        shown: its last traceback has been shown already.
+        shown: its final traceback, if it was shown already.
         tail: its last lines on standard error.
         problem: why the command could not be started.
         seconds: how long it ran.
@@ -96,7 +100,7 @@ class Exit:
     signal: int = 0
     stopped: bool = False
     traceback: str = ""
-    shown: bool = False
+    shown: str = ""
     tail: str = ""
     problem: str = ""
     seconds: float = 0.0
@@ -113,11 +117,14 @@ def encode(frame: Frame) -> bytes:
     """Returns the line that encodes ``frame``.
 
     Example:
-        >>> encode(Text(rank=0, stream="out", text="hello"))
-        b'\\x1e{"kind":"text","rank":0,"stream":"out","text":"hello","end":"\\\\n"}\\n'
+        >>> encode(Text(rank=0, stream="out", data=b"hello\\n"))
+        b'\\x1e{"kind":"text","rank":0,"stream":"out"}\\x1fhello\\x1fn\\n'
     """
     fields = {"kind": _NAMES[type(frame)], **asdict(frame)}
-    return MARK + json.dumps(fields, separators=(",", ":")).encode("ascii") + b"\n"
+    data: bytes = fields.pop("data", b"")
+    for byte, escape in _ESCAPES:
+        data = data.replace(byte, escape)
+    return MARK + json.dumps(fields, separators=(",", ":")).encode("ascii") + _SEPARATOR + data + b"\n"
 
 
 def decode(line: bytes) -> Frame | None:
@@ -131,9 +138,15 @@ def decode(line: bytes) -> Frame | None:
     """
     if not line.startswith(MARK):
         return None
+    text, _, data = line[len(MARK) :].removesuffix(b"\n").partition(_SEPARATOR)
     try:
-        fields = json.loads(line[len(MARK) :])
-        return _KINDS[fields.pop("kind")](**fields)
+        fields = json.loads(text)
+        kind = _KINDS[fields.pop("kind")]
+        if kind in (Text, Result):
+            for byte, escape in reversed(_ESCAPES):
+                data = data.replace(escape, byte)
+            fields["data"] = data
+        return kind(**fields)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

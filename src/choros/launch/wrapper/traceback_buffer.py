@@ -2,16 +2,19 @@
 
 The traceback of a rank that fails is shown once, as the last output on the terminal, not in the middle of the other
 ranks' output. A rank that prints a traceback and continues has handled the exception: its traceback is ordinary
-output, shown a moment later. The same holds for output that is longer, or takes longer, than any final message.
+output, shown a moment later. The same holds for output that is longer, or takes longer, than any final message. A rank
+that has said itself that an exception ends it (``RANK_CRASHED``) may take any time to end.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 
 __all__ = ["TracebackBuffer"]
 
-_BEGINNINGS = ("Traceback (most recent call last):", "  + Exception Group Traceback (most recent call last):")
+_TITLE = b"Traceback (most recent call last):"
+_BEGINNING = re.compile(rb"(?:^|(?<=[\r\n]))(?:  \+ Exception Group )?" + re.escape(_TITLE))
 #: Lines with shorter pauses between them are one message: the messages of many exceptions have several lines.
 _MESSAGE_PAUSE = 0.2
 #: A rank that continues to write after a traceback is alive.
@@ -20,7 +23,7 @@ _AFTER_MORE_OUTPUT = 1.0
 _AFTER_SILENCE = 3.0
 #: A rank that still writes this long after its traceback has handled the exception, even without pauses.
 _LONGEST = 5.0
-#: The longest final message of a rank, in characters.
+#: The longest final message of a rank, in bytes.
 _MOST = 1 << 17
 
 
@@ -28,65 +31,77 @@ _MOST = 1 << 17
 class TracebackBuffer:
     """Holds back a rank's lines on standard error, beginning with a traceback.
 
+    Attributes:
+        held: what is held back.
+        shown: a traceback that was held back and then shown, if nothing came after it.
+
     Example:
         >>> buffer = TracebackBuffer()
-        >>> buffer.add("Traceback (most recent call last):", now=0.0)
-        []
-        >>> buffer.add("ValueError: no", now=0.0)
-        []
+        >>> buffer.add(b"Traceback (most recent call last):\\nValueError: no\\n", now=0.0)
+        b''
         >>> buffer.due(now=2.0)
-        []
+        b''
         >>> buffer.due(now=3.5)
-        ['Traceback (most recent call last):', 'ValueError: no']
+        b'Traceback (most recent call last):\\nValueError: no\\n'
     """
 
-    held: list[str] = field(default_factory=list)
-    shown: bool = False
+    held: bytes = b""
+    shown: bytes = b""
     _deadline: float = 0.0
     _latest: float = 0.0
-    _length: int = 0
     _ended: bool = False
     _last: float = 0.0
+    _crashed: bool = False
 
-    def add(self, line: str, now: float) -> list[str]:
-        """Adds a line; returns the lines to show now."""
+    def add(self, data: bytes, now: float) -> bytes:
+        """Adds lines; returns what to show now."""
+        if not data:
+            return data
+        before = b""
         if not self.held:
-            if not line.startswith(_BEGINNINGS):
-                return [line]
-            self._ended, self.shown = False, False
-            self._latest, self._length = now + _LONGEST, 0
-        self.held.append(line)
-        self._length += len(line) + 1
-        if self._length > _MOST:
-            return self._release()
+            self.shown = b""
+            begin = _BEGINNING.search(data) if _TITLE in data else None
+            if begin is None:
+                return data
+            before, data = data[: begin.start()], data[begin.start() :]
+            self._ended = False
+            self._latest, self._last = now + _LONGEST, now
         continues = self._ended and now - self._last > _MESSAGE_PAUSE
+        self.held += data
+        if len(self.held) > _MOST:
+            return before + self._release()
         self._deadline = min(self._latest, now + (_AFTER_MORE_OUTPUT if continues else _AFTER_SILENCE))
         self._last = now
-        self._note_end(line)
-        return []
+        for line in data.splitlines():
+            self._note_end(line)
+        return before
 
     def alive(self, now: float) -> None:
         """Records that the rank wrote to standard output: after its traceback, it is still alive."""
         if self.held and self._ended:
             self._deadline = min(self._deadline, now + _AFTER_MORE_OUTPUT)
 
-    def due(self, now: float) -> list[str]:
-        """Returns the held lines, once the rank is known to have handled the exception."""
-        if not self.held or now < self._deadline:
-            return []
-        return self._release()
+    def crashed(self) -> None:
+        """Records that an exception ends the rank: its traceback is held until the rank has ended."""
+        self._crashed = True
+
+    def due(self, now: float) -> bytes:
+        """Returns what is held, once the rank is known to have handled the exception."""
+        wait = self.wait(now)
+        return self._release() if wait is not None and wait <= 0 else b""
 
     def wait(self, now: float) -> float | None:
-        """Returns the seconds until the held lines are due; ``None`` if there are none."""
-        return max(0.0, self._deadline - now) if self.held else None
+        """Returns the seconds until what is held is due; ``None`` if it is not, or there is nothing."""
+        return max(0.0, self._deadline - now) if self.held and not self._crashed else None
 
-    def _release(self) -> list[str]:
-        lines, self.held, self.shown = self.held, [], True
-        return lines
+    def _release(self) -> bytes:
+        released, self.held = self.held, b""
+        self.shown = released[:_MOST]
+        return released
 
-    def _note_end(self, line: str) -> None:
+    def _note_end(self, line: bytes) -> None:
         """Detects the end of the traceback: the first line that is not indented, which names the exception."""
-        if line.startswith(_BEGINNINGS):
+        if _BEGINNING.match(line):
             self._ended = False
-        elif line and not line[0].isspace():
+        elif line and not line[:1].isspace():
             self._ended = True

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 from choros.launch.protocol.frames import Events, Frame, Result, Text
 from choros.launch.wrapper.line_buffer import LineBuffer
@@ -15,11 +13,12 @@ __all__ = ["ERR", "EVENTS", "OUT", "RESULT", "Transcript"]
 #: The pipes of a rank.
 OUT, ERR, RESULT, EVENTS = "out", "err", "result", "events"
 _TAIL_LINES = 10
-#: A line in the tail is cut to this many characters.
+#: A line in the tail is cut to this many bytes.
 _TAIL_WIDTH = 1 << 12
-#: Up to about this many characters, long frames cost mpirun and chorosrun hardly more than short ones.
+#: That many bytes of standard error contain the tail.
+_TAIL_BYTES = _TAIL_LINES * _TAIL_WIDTH
+#: Up to about this many bytes, long frames cost mpirun and chorosrun hardly more than short ones.
 _FRAME = 1 << 15
-_RESULT_CHUNK = 3 << 14
 
 
 class Transcript:
@@ -29,7 +28,7 @@ class Transcript:
 
     Example:
         >>> list(Transcript(rank=0).feed(OUT, b"hello\\n", now=0.0))
-        [Text(rank=0, stream='out', text='hello', end='\\n')]
+        [Text(rank=0, stream='out', data=b'hello\\n')]
     """
 
     def __init__(self, rank: int) -> None:
@@ -37,28 +36,29 @@ class Transcript:
         self._lines = {OUT: LineBuffer(), ERR: LineBuffer()}
         self._traceback_buffer = TracebackBuffer()
         self._events = b""
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._errors = b""
 
     @property
     def traceback(self) -> str:
         """The traceback that is held back; empty if there is none."""
-        return "\n".join(self._traceback_buffer.held)
+        return _text(self._traceback_buffer.held)
 
     @property
-    def shown(self) -> bool:
-        """Whether the last traceback was held back and then shown."""
-        return self._traceback_buffer.shown
+    def shown(self) -> str:
+        """A traceback that was held back and then shown, if nothing came after it on standard error."""
+        return _text(self._traceback_buffer.shown)
 
     @property
     def tail(self) -> str:
         """The last lines of standard error."""
-        return "\n".join(self._tail)
+        lines = self._errors.replace(b"\r", b"\n").splitlines()[-_TAIL_LINES:]
+        return "\n".join(_text(line[:_TAIL_WIDTH]) for line in lines)
 
     def feed(self, stream: str, data: bytes, now: float) -> Iterator[Frame]:
         """Adds data from a pipe; empty data means that the pipe is closed."""
         if stream == RESULT:
-            for start in range(0, len(data), _RESULT_CHUNK):
-                yield Result(self._rank, base64.b64encode(data[start : start + _RESULT_CHUNK]).decode("ascii"))
+            for start in range(0, len(data), _FRAME):
+                yield Result(self._rank, data[start : start + _FRAME])
         elif stream == EVENTS:
             *lines_of_json, self._events = (self._events + data).split(b"\n")
             if lines_of_json:
@@ -70,47 +70,36 @@ class Transcript:
     def due(self, now: float) -> Iterator[Frame]:
         """Yields the lines that have waited long enough, for a rank that is alive."""
         yield from self._frames(OUT, self._lines[OUT].due(now), now)
-        yield from self._texts(ERR, ((line, "\n") for line in self._traceback_buffer.due(now)))
+        yield from self._texts(ERR, self._traceback_buffer.due(now))
         if not self._traceback_buffer.held:
             yield from self._frames(ERR, self._lines[ERR].due(now), now)
 
     def release(self) -> Iterator[Frame]:
         """Yields the traceback that is held back, for a rank that has ended and is restarted."""
-        yield from self._texts(ERR, ((line, "\n") for line in self._traceback_buffer.held))
+        yield from self._texts(ERR, self._traceback_buffer.held)
 
     def waits(self, now: float) -> list[float]:
         """Returns the seconds after which lines may be due."""
         errors = self._traceback_buffer if self._traceback_buffer.held else self._lines[ERR]
         return [wait for wait in (self._lines[OUT].wait(now), errors.wait(now)) if wait is not None]
 
-    def _frames(self, stream: str, lines: Sequence[tuple[str, str]], now: float) -> Iterator[Frame]:
+    def _frames(self, stream: str, data: bytes, now: float) -> Iterator[Frame]:
         if stream == ERR:
-            yield from self._texts(ERR, self._errors(lines, now))
-        elif lines:
+            self._errors = (self._errors + data)[-_TAIL_BYTES:]
+            data = self._traceback_buffer.add(data, now)
+        elif data:
             self._traceback_buffer.alive(now)
-            yield from self._texts(OUT, lines)
+        yield from self._texts(stream, data)
 
-    def _errors(self, lines: Iterable[tuple[str, str]], now: float) -> Iterator[tuple[str, str]]:
-        """Yields the lines of standard error that are not held back."""
-        for text, end in lines:
-            self._tail.append(text[:_TAIL_WIDTH])
-            if end != "\n" and not self._traceback_buffer.held:
-                yield text, end
-            else:
-                yield from ((line, "\n") for line in self._traceback_buffer.add(text, now))
+    def _texts(self, stream: str, data: bytes) -> Iterator[Frame]:
+        """Yields the frames of ``data``, which is cut at the ends of lines where possible."""
+        while len(data) > _FRAME:
+            cut = max(data.rfind(b"\n", 0, _FRAME), data.rfind(b"\r", 0, _FRAME - 1)) + 1 or _FRAME
+            yield Text(self._rank, stream, data[:cut])
+            data = data[cut:]
+        if data:
+            yield Text(self._rank, stream, data)
 
-    def _texts(self, stream: str, lines: Iterable[tuple[str, str]]) -> Iterator[Frame]:
-        """Yields the frames of ``lines``; lines that end with a newline share a frame."""
-        together: list[str] = []
-        length = 0
-        for text, end in lines:
-            if end == "\n":
-                together.append(text)
-                length += len(text) + 1
-            if together and (end != "\n" or length >= _FRAME):
-                yield Text(self._rank, stream, "\n".join(together))
-                together, length = [], 0
-            if end != "\n":
-                yield Text(self._rank, stream, text, end)
-        if together:
-            yield Text(self._rank, stream, "\n".join(together))
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape").replace("\r\n", "\n").removesuffix("\n")
