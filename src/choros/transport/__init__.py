@@ -16,8 +16,8 @@
         torch's own key-value store (comm/store), where ranks exchange their addresses
 
 Frames are lines, since mpirun forwards them. Every message over a socket is sent by a ``Channel``: one length-prefixed
-framing, on a connection whose ends have proved to each other their names and that they have the job's key. Only the store uses torch's
-own protocol.
+framing, on a connection whose ends have proved their names to each other, and that they have the job's key. Only the
+store uses torch's own protocol.
 
 A wait ends at a deadline or when the peer has ended, which a channel or the end of a pipe reports.
 
