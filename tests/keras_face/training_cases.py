@@ -473,20 +473,27 @@ def case_accumulation_reduces_once_per_update():
     before = communicator().collectives
     fit(model, hvd.shard(data(EVEN), batch_size=BATCH), callbacks=[hvd.callbacks.Throughput()])
     assert_same_weights(model, expected)
-    # Each of 4 epochs has 2 reductions, the join and the 2 collectives of Throughput.
-    assert communicator().collectives - before == 4 * (2 + 1 + 2)
+    # Each of 4 epochs has a control message for each of 4 micro-batches, the join and the 2 collectives of Throughput.
+    assert communicator().collectives - before == 4 * (4 + 1 + 2)
+
+
+def case_accumulation_over_uneven_batches():
+    """Micro-batches have the same weight, whatever their sizes; those left over count in the next epoch."""
+    for n in (UNEVEN, 2 * BATCH + 1):  # five batches, and three: a rank has none of the last
+        check_transparent("accumulating", n, hvd.shard(data(n), batch_size=BATCH))
 
 
 def case_backward_passes_per_step_sums_or_averages_micro_batches():
     for average in (True, False):
         rate = 0.1 if average else 0.05
-        expected, _ = reference("accumulating_sgd", EVEN)
-        optimizer = hvd.DistributedOptimizer(
-            keras.optimizers.SGD(rate), backward_passes_per_step=2, average_aggregated_gradients=average
-        )
-        model = build(same_start=False, optimizer=optimizer)
-        fit(model, hvd.shard(data(EVEN), batch_size=BATCH))
-        assert_same_weights(model, expected)
+        for n in (EVEN, 2 * BATCH + 1):
+            expected, _ = reference("accumulating_sgd", n)
+            optimizer = hvd.DistributedOptimizer(
+                keras.optimizers.SGD(rate), backward_passes_per_step=2, average_aggregated_gradients=average
+            )
+            model = build(same_start=False, optimizer=optimizer)
+            fit(model, hvd.shard(data(n), batch_size=BATCH))
+            assert_same_weights(model, expected)
 
 
 def case_sum_predivide_and_groups():

@@ -13,6 +13,7 @@ from choros.comm import BFLOAT16, ProcessSet, Reduction
 from choros.errors import ConfigError, EngineError, MismatchError
 from choros.parallel.compression import Compression
 from choros.parallel.reduce.exchange import layout_of
+from choros.parallel.reduce.joining import join
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
 from parallel.threads import on_threads
 
@@ -141,32 +142,50 @@ def test_empty_batches_on_all_ranks_are_an_error() -> None:
 # ── accumulation ─────────────────────────────────────────────────────────────────────────────────
 
 MICRO_BATCHES = [[(1.0, 3), (2.0, 1)], [(4.0, 2), (8.0, 2)]]
-MEAN = (3 * 1.0 + 1 * 2.0 + 2 * 4.0 + 2 * 8.0) / 8
+#: The sum of the means over the examples of each micro-batch; Keras divides by their number.
+MEANS = (3 * 1.0 + 2 * 4.0) / 5 + (1 * 2.0 + 2 * 8.0) / 3
 
 
 @pytest.mark.parametrize(
     ("config", "reduced"),
     [
-        # Keras divides by the number of micro-batches.
-        ({"average_steps": True}, 2 * MEAN),
-        ({"average_steps": False}, 4 * MEAN),
+        ({"average_steps": True}, MEANS),
+        ({"average_steps": False}, 2 * MEANS),
         ({"op": Reduction.SUM, "average_steps": True}, 1.0 + 2.0 + 4.0 + 8.0),
         ({"op": Reduction.SUM, "average_steps": False}, 2 * (1.0 + 2.0 + 4.0 + 8.0)),
-        ({"predivide_factor": 2.0}, 2 * MEAN),
+        ({"predivide_factor": 2.0}, MEANS),
     ],
 )
 def test_micro_batches_are_reduced_after_the_last(config: dict[str, Any], reduced: float) -> None:
-    assert train(MICRO_BATCHES, steps=2, **config) == [[0.0, reduced]] * 2
+    for first, *others in train(MICRO_BATCHES, steps=2, **config):
+        assert first == 0.0
+        assert others == pytest.approx([reduced])
 
 
-def test_micro_batches_need_one_collective_per_step() -> None:
+def test_micro_batches_move_data_once_per_step() -> None:
     def rank_main(process_set: ProcessSet) -> int:
         reducer = GradientReducer(ReduceConfig(process_set=process_set, steps=3))
         for step in range(6):
             reducer.reduce(gradients(1.0), examples=1, exchange=step % 3 == 2)
-        return process_set.communicator.collectives
+        return process_set.communicator.bytes_sent
 
-    assert on_threads(2, rank_main) == [2, 2]
+    assert on_threads(2, rank_main) == [2 * sum(gradient.nbytes for gradient in gradients(1.0))] * 2
+
+
+def test_rank_without_examples_in_some_micro_batches() -> None:
+    batches = [[(1.0, 3), (np.nan, 0), (2.0, 1), (7.0, 1)], [(4.0, 1), (3.0, 2), (np.nan, 0), (5.0, 3)]]
+    reduced = [(3 * 1.0 + 4.0) / 4 + 3.0, 2.0 + (7.0 + 3 * 5.0) / 4]
+    for got in train(batches, steps=2):
+        assert got == pytest.approx([0.0, reduced[0], 0.0, reduced[1]])
+
+
+def test_ranks_that_are_at_different_micro_batches_mismatch() -> None:
+    def rank_main(process_set: ProcessSet) -> None:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, steps=2))
+        with pytest.raises(MismatchError, match="micro-batch"):
+            reducer.reduce(gradients(1.0), examples=1, exchange=process_set.rank() == 0)
+
+    on_threads(2, rank_main)
 
 
 # ── ranks with different numbers of batches ──────────────────────────────────────────────────────
@@ -201,8 +220,23 @@ def test_join_returns_a_rank_of_the_last_step_if_another_had_no_batch_in_it(
 
 
 def test_pending_micro_batches_of_a_joined_rank_count_in_the_next_reduction() -> None:
-    reduced = 2 * (1.0 + 2 * 3.0 + 5.0) / 4
-    assert train([[(1.0, 1), (3.0, 2)], [(5.0, 1)]], steps=2) == [[0.0, reduced], [0.0]]
+    assert train([[(1.0, 1), (3.0, 2)], [(5.0, 1)]], steps=2) == [[0.0, (1.0 + 5.0) / 2 + 3.0], [0.0]]
+
+
+def test_joined_rank_takes_part_in_micro_batches_and_keeps_what_is_pending_for_the_next_epoch() -> None:
+    def rank_main(process_set: ProcessSet) -> tuple[list[float], list[int | None]]:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, steps=3))
+        reduced, last = [], []
+        # Micro-batches 1 to 4, then 5 and 6: rank 1 has none in the 2nd, 3rd and 4th.
+        for first, count in ((1, 4 if process_set.rank() == 0 else 1), (5, 2)):
+            for number in range(first, first + count):
+                gradient = gradients(float(number + process_set.rank()))
+                reduced.append(float(reducer.reduce(gradient, examples=1, exchange=number % 3 == 0)[0][0, 0]))
+            last.append(reducer.join(layout_of(gradients(0))))
+        return reduced, last
+
+    one, two = 1.5 + 2 + 3, 4 + 5.5 + 6.5
+    assert on_threads(2, rank_main) == [([0.0, 0.0, one, 0.0, 0.0, two], [0, None]), ([0.0, 0.0, two], [0, None])]
 
 
 def test_pending_micro_batches_after_all_ranks_have_joined_count_in_the_next_epoch() -> None:
@@ -214,6 +248,31 @@ def test_pending_micro_batches_after_all_ranks_have_joined_count_in_the_next_epo
         return [first, second]
 
     assert on_threads(2, rank_main) == [[[0.0], [4.0]]] * 2
+
+
+def test_joined_rank_follows_several_reducers_in_the_order_of_the_others() -> None:
+    def rank_main(process_set: ProcessSet) -> list[list[float]]:
+        reducers = [GradientReducer(ReduceConfig(process_set=process_set), name=f"optimizer {i}") for i in range(2)]
+        reduced: list[list[float]] = [[], []]
+        if process_set.rank() == 0:
+            for which in (1, 0, 0, 1):
+                reduced[which].append(float(reducers[which].reduce(gradients(2.0), examples=1)[0][0, 0]))
+        parts = [reducer.participation(layout_of(gradients(0))) for reducer in reducers]
+        join(process_set.communicator, {**parts[0], **parts[1]})
+        assert [reducer.last_active() for reducer in reducers] == [0, 0]
+        return reduced
+
+    assert on_threads(2, rank_main) == [[[2.0, 2.0], [2.0, 2.0]], [[], []]]
+
+
+def test_joined_rank_that_does_not_know_the_others_call_mismatches_on_all() -> None:
+    def rank_main(process_set: ProcessSet) -> float:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set))
+        with pytest.raises(MismatchError, match=r"rank 0: barrier\(.*\n.*rank 1: join\("):
+            process_set.communicator.barrier() if process_set.rank() == 0 else reducer.join(layout_of(gradients(0)))
+        return float(process_set.communicator.allreduce(1.0, Reduction.SUM))  # the next collective works
+
+    assert on_threads(2, rank_main) == [2.0, 2.0]
 
 
 # ── invalid arguments ────────────────────────────────────────────────────────────────────────────

@@ -31,7 +31,7 @@ from choros.errors import ConfigError, EngineError, MismatchError
 from choros.observe import events
 from choros.topology import shard_range
 
-__all__ = ["SHUTDOWN", "Communicator", "row_counts"]
+__all__ = ["JOINED", "SHUTDOWN", "Communicator", "row_counts"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,6 +43,8 @@ _log = logging.getLogger("choros")
 
 #: The request of a rank that ends: it matches no other, so ranks that still call a collective are notified.
 SHUTDOWN = Request("shutdown")
+#: The request of a rank that has joined: it matches every request that this rank can participate in.
+JOINED = Request("join")
 
 
 class Communicator(ABC):
@@ -347,22 +349,9 @@ class Communicator(ABC):
         Returns:
             The ranks' values.
         """
-        if self._over:
-            raise MismatchError(self._over)
-        self.collectives += 1
         if problem is not None:
             request = Request(request.collective, f"refused: {problem}", request.name)
-        # Plain integers: this runs in every step, and for some ranks they are compared faster than arrays.
-        header = np.array((request.digest, value), np.int64)
-        try:
-            table = self._observed(request, header) if events.active() else self._exchange(header)
-        except EngineError:
-            raise
-        except BaseException:
-            # Ctrl-C, or a signal's handler: the other ranks consider this request made and would wait for its data.
-            self._over = f"{request} was interrupted on this rank, which cannot communicate any more."
-            raise
-        gathered: list[list[int]] = table.tolist()
+        gathered = self._gather(request, value)
         for digest, _ in gathered:
             if digest != request.digest:
                 break
@@ -370,11 +359,41 @@ class Communicator(ABC):
             if problem is not None:
                 raise problem
             return [value for _, value in gathered]
-        comparison = self._compare(request)
-        if any(digest == SHUTDOWN.digest for digest, _ in gathered):
-            # A rank has left: to wait for it again would take forever.
-            self._over = comparison
-        raise problem or MismatchError(comparison)
+        if self._joined_ranks_know(request, gathered, known=problem is None):
+            return [value for _, value in gathered]
+        mismatch = self._mismatch(request, gathered)
+        raise problem or mismatch
+
+    @final
+    def join(self, requests: Sequence[Request]) -> tuple[Request, list[int]] | None:
+        """Agrees with whatever the other ranks request next, and so participates in steps for which it has no data.
+
+        ::
+
+            rank 0                 rank 1                 rank 2, which has joined
+            agree(a, value=8)      agree(a, value=3)      join([a, b]) ─► a, [8, 3, 0]     it does its part of a
+            agree(b, value=8)      join([a, b])           join([a, b]) ─► b, [8, 0, 0]     both do their part of b
+            join([a, b]) ─► None   join([a, b]) ─► None   join([a, b]) ─► None             all have joined
+
+        Call it inside ``exclusive()``, and complete the collective there.
+
+        Args:
+            requests: those in which this rank can participate.
+
+        Returns:
+            The other ranks' request, and the ranks' values; 0 for ranks that have joined. ``None``: all have joined.
+
+        Raises:
+            MismatchError: on all ranks, if the others' request is not one of ``requests``.
+        """
+        gathered = self._gather(JOINED, 0)
+        digests = {digest for digest, _ in gathered if digest != JOINED.digest}
+        if not digests:
+            return None
+        request = next((request for request in requests if digests == {request.digest}), None)
+        if not self._joined_ranks_know(JOINED, gathered, known=request is not None) or request is None:
+            raise self._mismatch(JOINED, gathered)
+        return request, [value for _, value in gathered]
 
     @final
     def reduce_in_place(self, buffer: Array, op: Reduction) -> None:
@@ -481,6 +500,45 @@ class Communicator(ABC):
         table = self._exchange(header)
         emit(events.Kind.COLLECTIVE_MATCHED, waited=round(time.perf_counter() - begun, 6))
         return table
+
+    def _gather(self, request: Request, value: int) -> list[list[int]]:
+        """The control message: returns every rank's digest and value."""
+        self.collectives += 1
+        exchange = functools.partial(self._observed, request) if events.active() else self._exchange
+        # Plain integers: this runs in every step, and for some ranks they are compared faster than arrays.
+        return self._control_message(request, (request.digest, value), exchange).tolist()  # type: ignore[no-any-return]
+
+    def _joined_ranks_know(self, request: Request, gathered: list[list[int]], *, known: bool) -> bool:
+        """Whether ranks have joined, and know the one request that all others made; every rank asks the same.
+
+        Only a joined rank knows whether it does, so this takes another control message.
+        """
+        digests = {digest for digest, _ in gathered}
+        if JOINED.digest not in digests or len(digests) > 2:
+            return False
+        return bool(self._control_message(request, (known, 0), self._exchange)[:, 0].all())
+
+    def _control_message(
+        self, request: Request, header: tuple[int, int], exchange: Callable[[NDArray[np.int64]], NDArray[np.int64]]
+    ) -> NDArray[np.int64]:
+        if self._over:
+            raise MismatchError(self._over)
+        try:
+            return exchange(np.array(header, np.int64))
+        except EngineError:
+            raise
+        except BaseException:
+            # Ctrl-C, or a signal's handler: the other ranks consider this request made and would wait for its data.
+            self._over = f"{request} was interrupted on this rank, which cannot communicate any more."
+            raise
+
+    def _mismatch(self, request: Request, gathered: list[list[int]]) -> MismatchError:
+        """The error that compares the ranks' requests."""
+        comparison = self._compare(request)
+        if any(digest == SHUTDOWN.digest for digest, _ in gathered):
+            # A rank has left: to wait for it again would take forever.
+            self._over = comparison
+        return MismatchError(comparison)
 
     def _compare(self, request: Request) -> str:
         text = str(request) if request == SHUTDOWN else f"{request} at {caller()}"

@@ -10,6 +10,15 @@ A step of three ranks, of which rank 2 has no more batches and has joined::
 
 When all ranks have joined, (1) reports it to all of them: the epoch ends on all ranks at the same time, and ranks
 that joined early receive the weights of a rank that had the last batch.
+
+With micro-batches (1) precedes each of them, because a gradient's weight is its rank's share of the examples of *its*
+micro-batch; (2) to (4) follow the last one. Micro-batches have the same weight, whatever their sizes, as in Keras::
+
+             rank 0                            rank 1
+    (1)  16 examples: pending  = g0 * 16/32    16 examples: pending = g1 * 16/32
+    (1)   1 example:  pending += g0 *  1/1     joined
+    (2)  pending                               pending
+    (3)  ────────────────────── allreduce, sum ──────────────────────
 """
 
 from __future__ import annotations
@@ -33,6 +42,7 @@ from choros.parallel.compression import Compression, Compressor
 from choros.parallel.compression.casts import NoCompression
 from choros.parallel.reduce.device import DeviceExchange
 from choros.parallel.reduce.exchange import Array, Exchange, Layout, layout_of, zeros_like
+from choros.parallel.reduce.joining import Participation, join
 
 __all__ = ["GradientReducer", "ReduceConfig", "bucket_bytes", "indices_of_groups"]
 
@@ -94,7 +104,7 @@ class ReduceConfig:
         predivide_factor: averages divide by this factor before the sum, and by the rest after it.
         groups: gradients that are sent together: a number of groups, or lists of indices; ``None`` for one group.
         steps: the number of micro-batches, that is backward passes, per reduction.
-        average_steps: whether the gradients of micro-batches are averaged or summed.
+        average_steps: whether the gradients of micro-batches are averaged or summed; each of them has the same weight.
         bucket_bytes: the approximate size of buckets, which are reduced in the order of the backward pass: the last
             layers' first; ``None``: all gradients are reduced at once.
         device: where torch's tensors are summed without host staging; ``None``: gradients are host arrays.
@@ -169,13 +179,15 @@ class _Plan:
     Attributes:
         layout: their shapes and dtypes.
         buckets: in the order in which they are sent.
-        request: the request of a step.
+        request: the request of a step, that is of its last micro-batch.
+        micro_batch: the request of a micro-batch before the last.
         scales_late: whether they may be scaled after the sum.
     """
 
     layout: Layout
     buckets: tuple[_Bucket, ...]
     request: Request
+    micro_batch: Request
     scales_late: bool
 
 
@@ -200,15 +212,23 @@ class GradientReducer:
         [[0.6666666666666666, 0.6666666666666666], [0.6666666666666666, 0.6666666666666666]]
     """
 
-    def __init__(self, config: ReduceConfig) -> None:
+    def __init__(self, config: ReduceConfig, name: str = "") -> None:
+        """Creates a reducer.
+
+        Args:
+            config: the configuration.
+            name: distinguishes it from others whose gradients have the same shapes; the same on every rank.
+        """
         self.config = config
+        self._name = name
         self._membership: Membership | None = None
         self._plans: dict[Layout, _Plan] = {}
         self._plan: _Plan | None = None
         self._scales = (1.0, 1.0)
         self._contributes = True
-        self._pending: list[Array] | None = None
-        self._pending_examples = 0
+        self._share = 1.0
+        #: For each layout, the gradients of the micro-batches since the last exchange.
+        self._pending: dict[Layout, list[Array]] = {}
         self._active: list[int] | None = None
         self._steps = 0
 
@@ -230,25 +250,21 @@ class GradientReducer:
             layout: the gradients' shapes and dtypes, where they are known already.
 
         Returns:
-            New arrays. After the last micro-batch, the reduced gradient *times* ``config.steps``, because the
-            optimizer that accumulates micro-batches divides by it.
+            New arrays. After the last micro-batch, the sum over the micro-batches of their reduced gradients, because
+            the optimizer that accumulates micro-batches divides by their number; *times* that number if
+            ``config.average_steps`` is false.
 
         Raises:
             MismatchError: ranks have different gradients, or a rank has none.
         """
         self.plan(layout_of(gradients) if layout is None else layout)
-        if not exchange:
-            self._accumulate(gradients, examples)
-            return [zeros_like(gradient) for gradient in gradients]
-        weight = examples if self._weighted else 1
-        if self._pending is not None:
-            self._accumulate(gradients, examples)
-            gradients, examples, weight = self._pending, self._pending_examples, 1
-            self._pending, self._pending_examples = None, 0
-        reduced = self._step(gradients, weight, examples, joined=False)
-        if reduced is None:
-            raise EngineError(f"the batch has {examples} examples, and no other rank has any: expected 1 or more.")
-        return reduced
+        with self.config.process_set.communicator.exclusive():
+            self._agree(examples, exchange=exchange)
+            if exchange:
+                return self._exchange(gradients if examples else None)
+            if examples:
+                self._accumulate(gradients)
+        return [zeros_like(gradient) for gradient in gradients]
 
     def plan(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
         """Prepares for gradients of ``layout``; returns the indices in each bucket, in the order buckets are sent."""
@@ -270,7 +286,7 @@ class GradientReducer:
         Args:
             examples: as for ``reduce``.
         """
-        self._agree(examples if self._weighted else 1, examples, joined=False)
+        self._agree(examples, exchange=True)
         self._contributes = examples > 0
 
     def send(self, bucket: int, gradients: Sequence[Array]) -> list[Array]:
@@ -288,17 +304,40 @@ class GradientReducer:
 
         Args:
             layout: the gradients' shapes and dtypes, for a rank that has not computed any.
-            on_update: called with the reduced gradients of each of those steps.
+            on_update: called with what ``reduce`` would have returned for each of those batches.
 
         Returns:
-            A rank (of the process set) that had a batch in the last step, if another rank had none: then all must
-            receive its weights. ``None`` if all ranks had the same number of batches.
+            As ``last_active``.
         """
-        self.plan(layout if self._plan is None else self._plan.layout)
-        while (reduced := self._step(self._pending, 1, self._pending_examples, joined=True)) is not None:
-            self._pending, self._pending_examples = None, 0
+        join(self.config.process_set.communicator, self.participation(layout, on_update))
+        return self.last_active()
+
+    def participation(self, layout: Layout, on_update: Callable[[list[Array]], None] | None = None) -> Participation:
+        """Returns how a rank without batches participates; the arguments are those of ``join``."""
+        if self._plan is None:
+            self.plan(layout)
+
+        def participate(counts: Sequence[int], layout: Layout, *, exchange: bool) -> None:
+            self.plan(layout)
+            self._begin(counts, 0, exchange=exchange, joined=True)
+            zeros = [np.zeros(shape, dtype) for shape, dtype in layout]
+            reduced = self._exchange(None) if exchange else zeros
             if on_update is not None:
                 on_update(reduced)
+
+        parts = {}
+        for plan in self._plans.values():
+            parts[plan.request] = functools.partial(participate, layout=plan.layout, exchange=True)
+            parts[plan.micro_batch] = functools.partial(participate, layout=plan.layout, exchange=False)
+        return parts
+
+    def last_active(self) -> int | None:
+        """Returns a rank (of the process set) that had a batch in the last step, once all ranks have joined.
+
+        Returns:
+            ``None`` if no rank was without a batch in that step, or there was no step; else all must receive the
+            weights of the rank that is returned.
+        """
         active, self._active = self._active, None
         size = self.config.process_set.communicator.size
         return active[0] if active is not None and len(active) < size else None
@@ -315,10 +354,11 @@ class GradientReducer:
         each = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in layout)
         sent = "; ".join(bucket.exchange.description for bucket in buckets)
         scales = f"op={config.op.value}, steps={config.steps}, predivide_factor={config.predivide_factor}"
-        request = Request("gradients", f"{scales}, {len(layout)} arrays: {each}; sent as {sent}")
+        arguments = f"{scales}, {len(layout)} arrays: {each}; sent as {sent}"
+        requests = Request("gradients", arguments, self._name), Request("micro-batch", arguments, self._name)
         # The sum of unscaled values may overflow float16.
         fits = all(dtype != np.float16 for _, dtype in layout)
-        return _Plan(layout, buckets, request, fits and isinstance(config.compressor, NoCompression))
+        return _Plan(layout, buckets, *requests, fits and isinstance(config.compressor, NoCompression))
 
     @property
     def _current(self) -> _Plan:
@@ -337,48 +377,59 @@ class GradientReducer:
             return DeviceExchange(communicator, part, groups, compressor.wire_dtype, self.config.device)
         return compressor.exchange(communicator, part, groups)
 
-    def _accumulate(self, gradients: Sequence[Array], examples: int) -> None:
-        weight = examples if self._weighted else 1
+    def _accumulate(self, gradients: Sequence[Array]) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
-            parts = [gradient * weight for gradient in gradients]
-            if self._pending is not None:
-                parts = [pending + part for pending, part in zip(self._pending, parts, strict=True)]
-        self._pending = parts
-        self._pending_examples += examples
+            parts = [gradient * self._share for gradient in gradients]
+            if (pending := self._pending.get(self._current.layout)) is not None:
+                parts = [earlier + part for earlier, part in zip(pending, parts, strict=True)]
+        self._pending[self._current.layout] = parts
 
-    def _step(
-        self, gradients: Sequence[Array] | None, weight: int, examples: int, *, joined: bool
-    ) -> list[Array] | None:
-        """Runs one step of all ranks; returns ``None`` if all have joined."""
-        with self.config.process_set.communicator.exclusive():
-            if not self._agree(weight, examples, joined=joined):
-                return None
-            results: dict[int, Array] = {}
-            for number, bucket in enumerate(self._current.buckets):
-                # The mean over no examples is not a number: such a rank contributes zeros.
-                own = [gradients[index] for index in bucket.indices] if gradients and examples else None
-                results.update(zip(bucket.indices, self._sum(number, own), strict=True))
+    def _exchange(self, gradients: Sequence[Array] | None) -> list[Array]:
+        """Reduces the gradients of the last micro-batch, and those that are pending; ``None``: this rank has none."""
+        if self._current.layout in self._pending:
+            if gradients is not None:
+                self._accumulate(gradients)
+            gradients = self._pending.pop(self._current.layout)
+            self._scale(1.0, same=False)
+        results: dict[int, Array] = {}
+        for number, bucket in enumerate(self._current.buckets):
+            own = None if gradients is None else [gradients[index] for index in bucket.indices]
+            results.update(zip(bucket.indices, self._sum(number, own), strict=True))
         return [results[index] for index in range(len(results))]
 
-    def _agree(self, weight: int, examples: int, *, joined: bool) -> bool:
-        """Exchanges the control message; a joined rank sends its pending examples as a negative number.
-
-        Returns:
-            Whether any rank has a batch.
-        """
+    def _agree(self, examples: int, *, exchange: bool) -> None:
+        """Exchanges the control message of a step, or of a micro-batch before its last."""
         communicator = self.config.process_set.communicator
         with communicator.exclusive():
-            counts = communicator.agree(self._current.request, value=-examples if joined else examples)
-        active = [rank for rank, count in enumerate(counts) if count > 0]
-        if active:
-            self._active = active
+            plan = self._current
+            counts = communicator.agree(plan.request if exchange else plan.micro_batch, value=examples)
+        self._begin(counts, examples, exchange=exchange, joined=False)
+
+    def _begin(self, counts: Sequence[int], examples: int, *, exchange: bool, joined: bool) -> None:
+        """Notes the number of examples that each rank has in the micro-batch."""
+        if not any(counts):
+            raise EngineError(f"the batch has {examples} examples, and no other rank has any: expected 1 or more.")
+        self._active = [rank for rank, count in enumerate(counts) if count > 0]
+        self._share = examples / sum(counts) if self._weighted else 1.0
+        if exchange:
             self._steps += 1
             events.emit(Kind.STEP_BEGUN, step=self._steps, examples=examples, joined=joined)
-            before, after = self._scales_of(weight, sum(map(abs, counts)), communicator.size)
-            # A factor that is the same on all ranks is applied while unpacking, where it costs nothing.
-            same = self._current.scales_late and len(set(counts)) == 1
-            self._scales = (1.0, before * after) if same else (before, after)
-        return bool(active)
+            # With several micro-batches ranks may differ in whether they have accumulated gradients of earlier ones.
+            self._scale(self._share, same=self.config.steps == 1 and len(set(counts)) == 1)
+
+    def _scale(self, weight: float, *, same: bool) -> None:
+        """Sets the factors of gradients before and after the sum.
+
+        Args:
+            weight: the factor of this rank's gradients.
+            same: whether it is the same on all ranks.
+        """
+        size, divisor = self.config.process_set.communicator.size, self.config.predivide_factor
+        before, after = weight, 1.0 if self.config.average_steps else float(self.config.steps)
+        if divisor != 1.0:
+            before, after = before * size / divisor, after * divisor / size
+        # A factor that is the same on all ranks is applied while unpacking, where it costs nothing.
+        self._scales = (1.0, before * after) if same and self._current.scales_late else (before, after)
 
     def _sum(self, bucket: int, gradients: Sequence[Array] | None) -> list[Array]:
         if bucket > 0:
@@ -391,17 +442,6 @@ class GradientReducer:
         if bucket == len(buckets) - 1:
             events.emit(Kind.STEP_DONE, step=self._steps)
         return reduced
-
-    def _scales_of(self, weight: int, examples: int, size: int) -> tuple[float, float]:
-        """Returns the factors of gradients before and after the sum."""
-        steps = self.config.steps
-        if not self._weighted:
-            return 1.0, 1.0 if self.config.average_steps else float(steps)
-        after = float(steps if self.config.average_steps else steps**2)
-        factor = self.config.predivide_factor
-        if factor == 1.0:
-            return weight / examples, after
-        return weight * size / examples / factor, after * factor / size
 
 
 @functools.lru_cache(maxsize=256)
