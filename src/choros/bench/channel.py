@@ -37,10 +37,13 @@ from typing import Any, Protocol, final
 
 from choros.bench.figures import Timing
 from choros.transport.channel import Channel, ChannelClosed, connect
+from choros.transport.secret import Key
 
 __all__ = [
     "ADDRESS",
+    "COORDINATOR",
     "KEY",
+    "PROCESS",
     "Barrier",
     "Failed",
     "Order",
@@ -55,6 +58,8 @@ __all__ = [
 
 #: Environment variables of a contender's processes: the coordinator's address, and the key in hexadecimal.
 ADDRESS, KEY = "CHOROS_BENCH_ADDRESS", "CHOROS_BENCH_KEY"
+#: The names that both ends of a channel prove.
+COORDINATOR, PROCESS = "choros bench", "a process of a contender"
 
 _CACHE_LINE = 8  # 64-bit words
 _SPINS_BEFORE_YIELDING = 200
@@ -189,7 +194,8 @@ def serve(join: Callable[[], Prepare], environ: Mapping[str, str] = os.environ) 
 def _connect(environ: Mapping[str, str]) -> Channel:
     if ADDRESS not in environ:
         sys.exit("This module is started by choros bench and cannot be run directly. Run: choros bench")
-    return connect(environ[ADDRESS], bytes.fromhex(environ[KEY]), "choros bench", _CONNECT_SECONDS)
+    key = Key(bytes.fromhex(environ[KEY]))
+    return connect(environ[ADDRESS], key, PROCESS, COORDINATOR, _CONNECT_SECONDS)
 
 
 def _serve_orders(coordinator: Channel, prepare: Prepare, barrier: Barrier) -> None:

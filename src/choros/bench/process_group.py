@@ -18,13 +18,14 @@ from typing import Any, final
 
 import psutil
 
-from choros.bench.channel import ADDRESS, KEY, Barrier, Failed, Order, Ready, Stop, Timing, Welcome
+from choros.bench.channel import ADDRESS, COORDINATOR, KEY, Barrier, Failed, Order, Ready, Stop, Timing, Welcome
 from choros.bench.contender import Contender
 from choros.bench.figures import Trial, trial_of
 from choros.launch.processes import parent_death_guard
 from choros.transport.channel import Channel, ChannelClosed
 from choros.transport.listener import Listener
 from choros.transport.loop import Loop
+from choros.transport.secret import Key
 
 __all__ = ["ContenderFailed", "ProcessGroup"]
 
@@ -76,13 +77,13 @@ class ProcessGroup:
         """
         if self.contender.missing:
             raise ContenderFailed(f"not installed ({', '.join(self.contender.missing)})")
-        key = secrets.token_bytes(32)
+        key = Key(secrets.token_bytes(32))
         deadline = time.monotonic() + _START_SECONDS
         address = f"unix:{self._directory / 'socket'}"
         arrived: queue.SimpleQueue[Channel] = queue.SimpleQueue()
-        listener = Listener(address, key, lambda channel, _hello: arrived.put(channel))
+        listener = Listener(address, key, COORDINATOR, lambda channel, _hello: arrived.put(channel))
         try:
-            self._spawn({ADDRESS: address, KEY: key.hex()})
+            self._spawn({ADDRESS: address, KEY: key.secret.hex()})
             while len(self._channels) < self._size:
                 try:
                     self._channels.append(arrived.get(timeout=_POLL_SECONDS))

@@ -5,8 +5,8 @@
     chorosrun ── pipes ── mpirun ── pipes ── wrapper ── pipes ── rank          loop, signal_pipe
         to chorosrun: frames, lines on standard output (launch/protocol); to ranks: signals, and rank 0's standard input
 
-    chief ◄─── TCP ───── worker                                                channel, listener, secret,
-      └─────── TCP ────► parameter server ◄──── TCP ──── worker                remote_errors
+    chief ◄─── TCP ───── worker                                                channel, listener, handshake,
+      └─────── TCP ────► parameter server ◄──── TCP ──── worker                secret, remote_errors
         messages of distribute/coordinator and distribute/parameter_server
 
     choros bench ◄── Unix socket ── each process of each contender             channel, listener, loop
@@ -16,8 +16,8 @@
         torch's own key-value store (comm/store), where ranks exchange their addresses
 
 Frames are lines, since mpirun forwards them. Every message over a socket is sent by a ``Channel``: one length-prefixed
-framing, on a connection whose ends have proved to each other that they have the job's key. Only the store uses torch's
-own protocol.
+framing, on a connection whose ends have proved their names to each other, and that they have the job's key. Only the
+store uses torch's own protocol.
 
 A wait ends at a deadline or when the peer has ended, which a channel or the end of a pipe reports.
 

@@ -2,36 +2,49 @@
 
 ::
 
-    connecting process                       listening process (Listener)
-      connect ───────────────────────────────► accept
-      ◄─────────── challenge ─────────────────            HMAC of random bytes with the job's key,
-      ───────────── answer ──────────────────►            in both directions, before anything is unpickled
-      ◄───── and in the other direction ─────►
-      header: pickle of the object without its arrays, their sizes
-      array 0, array 1, …: their bytes in memory order
+    connecting process                                  listening process (Listener)
+      connect ───────────────────────────────────────────► accept
+      ◄───────── handshake: before anything is unpickled ──────► (handshake.py)
+
+      a message, in three sections:
+      head      length of the body, number of arrays
+      body      sizes of the arrays; pickle of the object without them
+      arrays    array 0, array 1, …: their bytes in memory order
+                each section is followed by its HMAC, unless the processes are connected directly on one host
+
+The receiver verifies a section before it uses anything of it.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import hmac
 import pickle
 import socket
 import struct
 import threading
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+import time
+import weakref
+from collections.abc import Sequence
 from typing import Any, final
 
 from choros.errors import EngineError
 from choros.transport.endpoint import connect_within
+from choros.transport.handshake import Cut, Handshake, Seal, offer_proof
+from choros.transport.secret import Key
 
-__all__ = ["Channel", "ChannelClosed", "connect", "prove"]
+__all__ = ["PROOF_SECONDS", "Channel", "ChannelClosed", "connect"]
 
+#: How long the peer may take to prove that it has the job's key.
+PROOF_SECONDS = 20.0
 #: TCP keepalive detects a host that vanished: seconds of silence, seconds between probes, number of probes.
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-#: How long the peer may take to prove that it has the job's key.
-_PROOF_SECONDS = 20
-_LOST = (EOFError, OSError)
+_HEAD = struct.Struct("!QI")
+#: What is sealed is sent and received in chunks of this size: one end computes the HMAC while the other one does, too.
+_CHUNK = 1 << 20
+#: Parts up to this size are copied into one write.
+_SMALL = 1 << 16
+_RETRY_SECONDS = 0.1
 
 
 class ChannelClosed(EngineError):
@@ -43,19 +56,26 @@ class Channel:
     """Sends objects to one other process and receives them. One thread may send while another one receives.
 
     Args:
-        connection: an authenticated connection.
-        peer: the name of the other process in error messages.
+        end: a connection.
+        handshake: what its ends have proved.
+
+    Attributes:
+        peer: the name of the other process, which it has proved.
     """
 
-    def __init__(self, connection: Connection, peer: str) -> None:
-        self.peer = peer
-        self._connection = connection
+    def __init__(self, end: socket.socket, handshake: Handshake) -> None:
+        self.peer = handshake.peer
+        self._end = end
+        self._sends, self._receives = handshake.sends, handshake.receives
         self._sending = threading.Lock()
-        _tune(connection)
+        # Closed when no thread can wait for it any more; close() only ends the connection.
+        weakref.finalize(self, end.close).atexit = False
+        end.settimeout(None)
+        _tune(end)
 
     def fileno(self) -> int:
         """The descriptor: readable when at least a part of a message has arrived, or when the peer is gone."""
-        return self._connection.fileno()
+        return self._end.fileno()
 
     def send(self, message: Any) -> None:
         """Sends a picklable object; arrays in it are sent without a copy.
@@ -66,107 +86,142 @@ class Channel:
         buffers: list[pickle.PickleBuffer] = []
         body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         raw = [buffer.raw() for buffer in buffers]
-        header = pickle.dumps((body, [part.nbytes for part in raw]), protocol=5)
+        sizes = struct.pack(f"!{len(raw)}Q", *(part.nbytes for part in raw))
+        sections: list[list[Any]] = [[_HEAD.pack(len(body), len(raw))], [sizes, body], raw]
         try:
             with self._sending:
-                self._connection.send_bytes(header)
-                for part in raw:
-                    if part.nbytes:
-                        self._connection.send_bytes(part)
-        except _LOST as error:
+                for write in _joined(self._sealed(sections)):
+                    self._end.sendall(write)
+        except OSError as error:
             raise self._closed() from error
 
     def receive(self) -> Any:
         """Waits for the next object and returns it; arrays in it are writable.
 
         Raises:
-            ChannelClosed: the peer is gone.
+            ChannelClosed: the peer is gone, or someone has changed its message on the way.
         """
         try:
-            body, sizes = pickle.loads(self._connection.recv_bytes())  # noqa: S301  (the peer is authenticated)
-            buffers = [bytearray(size) for size in sizes]
-            for buffer in buffers:
-                if buffer:
-                    self._connection.recv_bytes_into(buffer)
-        except _LOST as error:
+            (head,) = self._read(_HEAD.size)
+            length, count = _HEAD.unpack(head)
+            sizes, body = self._read(8 * count, length)
+            buffers = self._read(*struct.unpack(f"!{count}Q", sizes)) if count else []
+        except OSError as error:
             raise self._closed() from error
-        return pickle.loads(body, buffers=buffers)  # noqa: S301
+        return pickle.loads(body, buffers=buffers)  # noqa: S301  (the peer is authenticated)
 
     def close(self) -> None:
         """Closes the connection; the peer, and a thread that waits in ``receive``, get ``ChannelClosed``."""
-        try:
-            with _socket(self._connection) as end:
-                end.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # Already closed.
+        with contextlib.suppress(OSError):  # already closed
+            self._end.shutdown(socket.SHUT_RDWR)
+
+    def _sealed(self, sections: Sequence[Sequence[Any]]) -> Any:
+        """Yields the parts of the sections, with the tag after each section."""
+        for section in filter(None, sections):
+            tag = self._sends and self._sends.next()
+            for part in section:
+                for chunk in _chunks(part) if tag else (memoryview(part),):
+                    yield chunk
+                    if tag:
+                        tag.update(chunk)
+            if tag:
+                yield memoryview(tag.digest())
+
+    def _read(self, *sizes: int) -> list[bytearray]:
+        """Returns the parts of the next section, of these sizes, once it is verified."""
+        tag = self._receives and self._receives.next()
+        parts = [bytearray(size) for size in sizes]
+        for part in parts:
+            for chunk in _chunks(part) if tag else (memoryview(part),):
+                self._fill(chunk)
+                if tag:
+                    tag.update(chunk)
+        if tag:
+            self._fill(memoryview(received := bytearray(Seal.SIZE)))
+            if not hmac.compare_digest(received, tag.digest()):
+                self.close()
+                raise ChannelClosed(
+                    f"the connection to {self.peer} is closed: a message was changed on the way. Someone on the "
+                    "network interferes."
+                )
+        return parts
+
+    def _fill(self, view: memoryview) -> None:
+        filled = 0
+        while filled < len(view):
+            received = self._end.recv_into(view[filled:], 0, socket.MSG_WAITALL)
+            if not received:
+                raise ConnectionResetError("end of the connection")
+            filled += received
 
     def _closed(self) -> ChannelClosed:
         return ChannelClosed(f"the connection to {self.peer} is closed: it has ended or cannot be reached any more.")
 
 
-def connect(address: str, key: bytes, peer: str, seconds: float) -> Channel:
+def connect(address: str, key: Key, name: str, peer: str, seconds: float) -> Channel:
     """Waits for the process that listens at ``address`` and returns a channel to it.
 
     Args:
         address: ``host:port``, or ``unix:PATH``.
         key: the job's key.
-        peer: the name of the process in error messages.
+        name: the name of this process.
+        peer: the name of the process that must listen there, which it proves.
         seconds: how long to wait.
 
     Raises:
-        EngineError: no process listens there in time, or the peer has another key.
+        EngineError: no process listens there in time, or the peer has another key or another name.
     """
-    try:
-        end = connect_within(address, seconds)
-    except OSError as error:
-        raise EngineError(
-            f"{peer} could not be reached at {address} within {seconds:g} s ({error}): check that it was "
-            "started, that the address is valid on every host, and that no firewall blocks it. "
-            "CHOROS_START_TIMEOUT sets the time limit."
-        ) from error
-    connection = Connection(end.detach())
-    prove(connection, key, peer, listening=False)
-    return Channel(connection, peer)
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            end = connect_within(address, max(0.0, deadline - time.monotonic()))
+        except OSError as error:
+            raise EngineError(
+                f"{peer} could not be reached at {address} within {seconds:g} s ({error}): check that it was "
+                "started, that the address is valid on every host, and that no firewall blocks it. "
+                "CHOROS_START_TIMEOUT sets the time limit."
+            ) from error
+        try:
+            return Channel(end, offer_proof(end, key, name, peer, PROOF_SECONDS))
+        except EngineError as error:
+            end.close()
+            # A listener with too many connections that prove nothing closes the oldest of them.
+            if not isinstance(error, Cut) or time.monotonic() + _RETRY_SECONDS > deadline:
+                raise not_authenticated(peer, error) from error
+            time.sleep(_RETRY_SECONDS)
 
 
-def prove(connection: Connection, key: bytes, peer: str, *, listening: bool) -> None:
-    """Authenticates both ends: each proves to the other that it has the key.
-
-    Raises:
-        EngineError: the peer does not have the key, or did not reply in time.
-    """
-    steps = (deliver_challenge, answer_challenge) if listening else (answer_challenge, deliver_challenge)
-    try:
-        _receive_within(connection, _PROOF_SECONDS)
-        for step in steps:
-            step(connection, key)
-        _receive_within(connection, 0)
-    except (AuthenticationError, AssertionError, ValueError, *_LOST) as error:
-        connection.close()
-        raise EngineError(
-            f"{peer} and this process could not authenticate each other "
-            f"({type(error).__name__}: {error}): CHOROS_SECRET must be the same in all processes of the job."
-        ) from error
+def not_authenticated(peer: str, error: EngineError) -> EngineError:
+    """Returns the error of a handshake with ``peer`` that has failed."""
+    return EngineError(f"{peer} and this process could not authenticate each other: {error}")
 
 
-def _socket(connection: Connection) -> socket.socket:
-    """Returns a duplicate of the connection's socket, which the caller must close."""
-    return socket.socket(fileno=os.dup(connection.fileno()))
+def _chunks(part: Any) -> Sequence[memoryview]:
+    view = memoryview(part)
+    return [view[start : start + _CHUNK] for start in range(0, len(view), _CHUNK)]
 
 
-def _receive_within(connection: Connection, seconds: int) -> None:
-    """Sets the time limit of every receive; 0 means no limit."""
-    with _socket(connection) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+def _joined(parts: Any) -> Any:
+    """Yields the parts, neighbouring small ones as one: each is a write."""
+    small = bytearray()
+    for part in parts:
+        if len(part) <= _SMALL:
+            small += part
+            continue
+        if small:
+            yield small
+            small = bytearray()
+        yield part
+    if small:
+        yield small
 
 
-def _tune(connection: Connection) -> None:
-    with _socket(connection) as end:
-        if end.family not in (socket.AF_INET, socket.AF_INET6):
-            return
-        # A message is several writes, none of which may wait until the peer has acknowledged the previous one.
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):  # macOS lacks some of them.
-                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+def _tune(end: socket.socket) -> None:
+    if end.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    # A message is several writes, none of which may wait until the peer has acknowledged the previous one.
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # macOS lacks some of them.
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

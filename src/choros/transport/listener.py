@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any, final
 
 from choros.errors import EngineError
-from choros.transport.channel import Channel, ChannelClosed, prove
+from choros.transport.channel import PROOF_SECONDS, Channel, ChannelClosed, not_authenticated
 from choros.transport.endpoint import listen_at
+from choros.transport.handshake import Cut, accept_proof
+from choros.transport.secret import Key
 
 __all__ = ["Listener"]
+
+#: How many connections may be in their handshake. One more, and the oldest is closed: a process of the job needs
+#: milliseconds for its proof, and connects again if it was closed.
+_UNPROVEN = 64
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PAUSE_SECONDS = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -23,18 +32,26 @@ _log = logging.getLogger(__name__)
 class Listener:
     """Listens at one address, and starts a thread for each process that connects.
 
+    Processes that do not prove that they belong to the job are closed after ``PROOF_SECONDS``, or earlier if there are
+    many of them.
+
     Args:
         address: ``host:port`` or ``unix:PATH``; no other address is opened.
         key: the job's key; connections from processes without it are refused.
-        serve: called in the new thread with the channel and the first message, which identifies the peer.
+        name: the name of this process, which those that connect must expect.
+        serve: called in the new thread with the channel and the first message.
 
     Raises:
         EngineError: listening there is not possible.
     """
 
-    def __init__(self, address: str, key: bytes, serve: Callable[[Channel, Any], None]) -> None:
+    def __init__(self, address: str, key: Key, name: str, serve: Callable[[Channel, Any], None]) -> None:
         self._key = key
+        self._name = name
         self._serve = serve
+        self._closed = False
+        self._lock = threading.Lock()
+        self._unproven: list[socket.socket] = []
         try:
             self._listening = listen_at(address)
         except OSError as error:
@@ -46,6 +63,7 @@ class Listener:
 
     def close(self) -> None:
         """Stops accepting connections; those already accepted stay open."""
+        self._closed = True
         with contextlib.suppress(OSError):  # macOS: the socket is not connected
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._listening.close()
@@ -54,21 +72,39 @@ class Listener:
         while True:
             try:
                 end, address = self._listening.accept()
-            except OSError:
-                return  # closed
-            peer = f"the process at {address[0]}" if isinstance(address, tuple) else "a process of this host"
-            self._start(self._greet, Connection(end.detach()), peer)
+            except OSError as error:
+                if self._closed:
+                    return
+                if error.errno in _FULL:
+                    self._close_oldest()
+                    time.sleep(_PAUSE_SECONDS)
+                continue  # the process that connected has given up already
+            with self._lock:
+                self._unproven.append(end)
+                full = len(self._unproven) > _UNPROVEN
+            if full:
+                self._close_oldest()
+            self._start(self._greet, end, f"the process at {address[0]}" if address else "a process of this host")
 
-    def _greet(self, connection: Connection, peer: str) -> None:
+    def _close_oldest(self) -> None:
+        with self._lock, contextlib.suppress(OSError, IndexError):
+            self._unproven.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
+
+    def _greet(self, end: socket.socket, peer: str) -> None:
         try:
-            prove(connection, self._key, peer, listening=True)
-            channel = Channel(connection, peer)
+            handshake = accept_proof(end, self._key, self._name, PROOF_SECONDS)
+        except EngineError as error:
+            end.close()
+            _log.log(logging.INFO if isinstance(error, Cut) else logging.WARNING, "%s", not_authenticated(peer, error))
+            return
+        finally:
+            with self._lock, contextlib.suppress(ValueError):
+                self._unproven.remove(end)
+        channel = Channel(end, handshake)
+        try:
             first = channel.receive()
         except ChannelClosed:
             return  # It ended before it had identified itself.
-        except EngineError as error:
-            _log.warning("%s", error)
-            return
         self._serve(channel, first)
 
     @staticmethod

@@ -1,10 +1,20 @@
-"""The key with which the processes of a job authenticate each other."""
+"""The key with which the processes of a job authenticate each other.
+
+::
+
+    CHOROS_SECRET       set by chorosrun, or by the user on every host: a job anywhere
+    a file of the user  that only this user can read: a job on one host
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import stat
+import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from choros.config import SECRET
@@ -12,12 +22,36 @@ from choros.errors import ConfigError
 from choros.topology import split_address
 from choros.transport.address import is_loopback
 
-__all__ = ["job_key"]
+__all__ = ["Key", "job_key", "key_of_user", "secret_in"]
 
 _BYTES = 32
 
 
-def job_key(environ: Mapping[str, str], addresses: Iterable[str]) -> bytes:
+@dataclass(frozen=True)
+class Key:
+    """What the processes of a job know, and others do not.
+
+    Attributes:
+        secret: the key.
+        within_host: it proves the same user on the same host: it is valid only for direct connections within a host.
+        elsewhere: in that case, the key of connections between hosts; ``None`` if there must be none.
+    """
+
+    secret: bytes = field(repr=False)
+    within_host: bool = False
+    elsewhere: bytes | None = field(default=None, repr=False)
+
+    def secret_of(self, *, local: bool) -> bytes | None:
+        """Returns the key of a connection, within this host if ``local``; ``None`` if none is allowed.
+
+        Example:
+            >>> Key(b"k").secret_of(local=False), Key(b"k", within_host=True).secret_of(local=False)
+            (b'k', None)
+        """
+        return self.secret if local or not self.within_host else self.elsewhere
+
+
+def job_key(environ: Mapping[str, str], addresses: Iterable[str]) -> Key:
     """Returns the key of the job whose processes listen at ``addresses``.
 
     This is ``CHOROS_SECRET`` if it is set, as by ``chorosrun``. A job on one host does not need it: then the key is
@@ -28,28 +62,67 @@ def job_key(environ: Mapping[str, str], addresses: Iterable[str]) -> bytes:
         addresses: the processes' addresses, each ``host:port``.
 
     Raises:
-        ConfigError: the variable is not set and processes are on several hosts, or it is no valid hexadecimal key.
+        ConfigError: the variable is not set and processes are on several hosts, or it is no valid hexadecimal key, or
+            no file can be kept from other users.
 
     Example:
-        >>> job_key({"CHOROS_SECRET": "00ff" * 8}, ["a:1", "b:1"]).hex()
+        >>> job_key({"CHOROS_SECRET": "00ff" * 8}, ["a:1", "b:1"]).secret.hex()
         '00ff00ff00ff00ff00ff00ff00ff00ff'
     """
-    text = environ.get(SECRET.name, "")
-    if text:
-        try:
-            key = bytes.fromhex(text)
-        except ValueError:
-            key = b""
-        if len(key) < 16:
-            raise ConfigError(f"{SECRET.name} must have 32 hexadecimal digits or more. {_how_to()}")
-        return key
+    secret = secret_in(environ)
+    if secret is not None:
+        return Key(secret)
     remote = [address for address in addresses if not _is_local(address)]
     if remote:
         raise ConfigError(
             f"{SECRET.name} is not set, and {remote[0]} can be reached from other hosts: the processes of a job need "
             f"it to authenticate each other. {_how_to()}"
         )
-    return _key_of_user(Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "choros" / "secret")
+    return Key(key_of_user(environ), within_host=True)
+
+
+def secret_in(environ: Mapping[str, str]) -> bytes | None:
+    """Returns the value of ``CHOROS_SECRET``; ``None`` if it is not set.
+
+    Raises:
+        ConfigError: it is no valid hexadecimal key.
+    """
+    text = environ.get(SECRET.name, "")
+    if not text:
+        return None
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) < 16:
+        raise ConfigError(f"{SECRET.name} must have 32 hexadecimal digits or more. {_how_to()}")
+    return key
+
+
+def key_of_user(environ: Mapping[str, str]) -> bytes:
+    """Returns the key in this user's file, ``~/.cache/choros/key/secret``; creates it if there is none.
+
+    Where the home cannot be written, the file is in a directory of the user below the system's temporary one.
+
+    Raises:
+        ConfigError: others could read or replace the file.
+    """
+    cache = Path(environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    home = cache / "choros" / "key"
+    try:
+        if not home.is_absolute():
+            raise FileNotFoundError(home)
+        home.parent.mkdir(parents=True, exist_ok=True)
+        return _key_in(home)
+    except OSError:
+        directory = Path(tempfile.gettempdir()) / f"choros-{os.geteuid()}"
+    try:
+        return _key_in(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"the key of this job can be kept neither in {home} nor in {directory} ({error.strerror or error}): make "
+            f"one of them writable. Or: {_how_to()}"
+        ) from error
 
 
 def _is_local(address: str) -> bool:
@@ -64,16 +137,50 @@ def _how_to() -> str:
     )
 
 
-def _key_of_user(path: Path) -> bytes:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        temporary.touch(mode=0o600)
-        temporary.write_bytes(secrets.token_bytes(_BYTES))
+def _key_in(directory: Path) -> bytes:
+    """Returns the key in ``directory``, which only this user can enter; creates both if needed."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    # Every step is relative to the directory that was checked, so that none can be put in its place in between.
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        _check(directory, os.fstat(opened))
         try:
-            os.link(temporary, path)  # Atomic, and fails if another process was first.
-        except FileExistsError:
-            pass
-        finally:
-            temporary.unlink()
-    return path.read_bytes()
+            return _read(directory, opened)
+        except FileNotFoundError:
+            _create(opened)
+        return _read(directory, opened)
+    finally:
+        os.close(opened)
+
+
+def _read(directory: Path, opened: int) -> bytes:
+    descriptor = os.open("secret", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=opened)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        _check(directory / "secret", status)
+        key = file.read(_BYTES + 1)
+    if not stat.S_ISREG(status.st_mode) or len(key) != _BYTES:
+        raise ConfigError(f"{directory / 'secret'} is no key of choros: delete it, and it is created anew.")
+    return key
+
+
+def _create(opened: int) -> None:
+    temporary = f"secret.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(temporary, flags, 0o600, dir_fd=opened), "wb") as file:
+        file.write(secrets.token_bytes(_BYTES))
+    try:
+        os.link(temporary, "secret", src_dir_fd=opened, dst_dir_fd=opened)  # Atomic, and fails if another was first.
+    except FileExistsError:
+        pass
+    finally:
+        os.unlink(temporary, dir_fd=opened)
+
+
+def _check(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{path} must belong to this user (uid {os.geteuid()}) alone: its owner is {status.st_uid} and its mode "
+            f"{stat.S_IMODE(status.st_mode):o}. Delete it, and it is created anew. Or set {SECRET.name}. {_how_to()}"
+        )

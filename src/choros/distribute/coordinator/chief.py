@@ -60,9 +60,9 @@ class Chief(CoordinatorRole):
         self._created: tuple[str, ...] | None = None
         self._flushed = True
         self._worker_count = len(cluster.workers)
-        self._connected: set[int] = set()
+        self._connected: set[str] = set()
         self._threads: list[threading.Thread] = []
-        self._listener = Listener(cluster.chief, cluster.key, self._serve)
+        self._listener = Listener(cluster.chief, cluster.key, cluster.name, self._serve)
         atexit.register(self._close)
 
     @property
@@ -138,8 +138,7 @@ class Chief(CoordinatorRole):
 
     def _serve(self, channel: Channel, hello: Hello) -> None:
         """Sends closures to one worker, in the thread of its connection."""
-        channel.peer = f"worker {hello.index}"
-        self._connected.add(hello.index)
+        self._connected.add(channel.peer)
         self._threads.append(threading.current_thread())
         self._queue.add_worker()
         known: set[bytes] = set()

@@ -3,7 +3,7 @@
 ::
 
     worker                                   chief
-      Hello(worker, index, created) ───────────►             the first message
+      Hello(created) ──────────────────────────►             the first message
       ◄──────────────────────────────────── Run              a closure; its function only once per worker
       Ran, or Failure ─────────────────────────►
       ◄─────────────────────────────── Shutdown              after any closure: the worker ends

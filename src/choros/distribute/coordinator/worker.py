@@ -11,7 +11,7 @@ from choros.distribute.coordinator.messages import Ran, Run
 from choros.distribute.coordinator.metrics import count_metrics, reset_metrics
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, RemoteValue
 from choros.distribute.coordinator.role import CoordinatorRole
-from choros.distribute.parameter_server.cluster import Cluster
+from choros.distribute.parameter_server.cluster import CHIEF, Cluster
 from choros.distribute.parameter_server.messages import Hello, Shutdown
 from choros.distribute.parameter_server.optimizer import remote_optimizers
 from choros.distribute.parameter_server.placement import Partition
@@ -86,8 +86,8 @@ class Worker(CoordinatorRole):
             EngineError: the chief or a server cannot be reached, or the chief's connection closed before the job ended.
         """
         leave_signals_to_the_chief()
-        hello = Hello("worker", self._cluster.index, self._objects.kinds)
-        chief = self._cluster.connect(self._cluster.chief, "the chief")
+        hello = Hello(self._objects.kinds)
+        chief = self._cluster.connect(self._cluster.chief, CHIEF)
         try:
             chief.send(hello)
             self._session = ServerSession(self._objects, self._cluster.servers(hello), self._partition)

@@ -12,9 +12,12 @@ from choros.distribute.parameter_server.messages import Hello
 from choros.errors import ConfigError
 from choros.topology import TFConfig
 from choros.transport.channel import Channel, connect
-from choros.transport.secret import job_key
+from choros.transport.secret import Key, job_key
 
-__all__ = ["Cluster"]
+__all__ = ["CHIEF", "Cluster"]
+
+#: The name of the chief, which it proves to the others.
+CHIEF = "the chief"
 
 _EXAMPLE = (
     'TF_CONFIG=\'{"cluster": {"chief": ["host:port"], "worker": ["host:port", …], "ps": ["host:port", …]}, '
@@ -42,7 +45,7 @@ class Cluster:
     role: str
     index: int
     start_seconds: float
-    key: bytes = field(repr=False)
+    key: Key = field(repr=False)
 
     @classmethod
     def of(cls, resolver: Any) -> Cluster:
@@ -64,15 +67,24 @@ class Cluster:
         start_seconds = Config.from_environ(os.environ).start_timeout
         return cls(chief, workers, ps, task.role, task.index, start_seconds, job_key(os.environ, [chief, *ps]))
 
+    @property
+    def name(self) -> str:
+        """The name of this process, which it proves to the others."""
+        return {"chief": CHIEF, "ps": _server(self.index)}.get(self.role, f"{self.role} {self.index}")
+
     def connect(self, address: str, peer: str) -> Channel:
-        """Returns a channel to the process at ``address``."""
-        return connect(address, self.key, peer, self.start_seconds)
+        """Returns a channel to the process at ``address``, which proves that it is ``peer``."""
+        return connect(address, self.key, self.name, peer, self.start_seconds)
 
     def servers(self, hello: Hello) -> Servers:
         """Connects to all parameter servers."""
         channels = []
         for index, address in enumerate(self.ps):
-            channel = self.connect(address, f"parameter server {index}")
+            channel = self.connect(address, _server(index))
             channel.send(hello)
             channels.append(channel)
-        return Servers(channels, slots=hello.role == "chief")
+        return Servers(channels, slots=self.role == "chief")
+
+
+def _server(index: int) -> str:
+    return f"parameter server {index}"

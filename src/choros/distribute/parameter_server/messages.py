@@ -3,7 +3,7 @@
 ::
 
     chief or worker                          server
-      Hello ────────────────────────────────►             identifies the client
+      Hello ────────────────────────────────►             what the client has created
       Pull(known) ──────────────────────────►             shards that changed since version `known`, and the
       ◄──────────────────────────── Changed               current version; for the chief, optimizer slots as well
       Push(optimizer, gradients, known) ────►             applied under a lock, by a real Keras optimizer
@@ -34,16 +34,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Hello:
-    """Identifies the connecting process.
+    """The first message of the connecting process, whose name the channel has.
 
     Attributes:
-        role: ``chief`` or ``worker``.
-        index: its index within the role.
         created: the classes of the models and optimizers it created in the scope, in order.
     """
 
-    role: str
-    index: int
     created: tuple[str, ...] = ()
 
 

@@ -35,10 +35,10 @@ def take_role(
     match cluster.role:
         case "ps":
             leave_signals_to_the_chief()
-            ParameterServer(cluster.ps[cluster.index], cluster.key).run(cluster.start_seconds)
+            ParameterServer(cluster.ps[cluster.index], cluster.key, cluster.name).run(cluster.start_seconds)
             raise SystemExit(0)
         case "chief":
-            session = ServerSession(objects, cluster.servers(Hello("chief", cluster.index)), partition)
+            session = ServerSession(objects, cluster.servers(Hello()), partition)
             chief = Chief(strategy, session, cluster, max_staleness)
             return chief, ChiefTraining(chief, len(cluster.workers))
         case "worker":

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable
 from typing import Any, final
 
+from choros.distribute.parameter_server.cluster import CHIEF
 from choros.distribute.parameter_server.messages import Assign, Average, Hello, Pull, Push, Register, Shutdown
 from choros.distribute.parameter_server.shards import Shards
 from choros.errors import EngineError
 from choros.transport.channel import Channel, ChannelClosed
 from choros.transport.listener import Listener
 from choros.transport.remote_errors import Failure
+from choros.transport.secret import Key
 
 __all__ = ["ParameterServer"]
 
@@ -26,14 +28,15 @@ class ParameterServer:
     Args:
         address: the address to listen at.
         key: the job's key.
+        name: the name of this process.
     """
 
-    def __init__(self, address: str, key: bytes) -> None:
+    def __init__(self, address: str, key: Key, name: str) -> None:
         self._shards = Shards()
         self._chief_connected = threading.Event()
         self._ended = threading.Event()
         self._shutdown_received = False
-        self._listener = Listener(address, key, self._serve)
+        self._listener = Listener(address, key, name, self._serve)
 
     def run(self, start_seconds: float) -> None:
         """Serves until the chief ends the job.
@@ -51,15 +54,14 @@ class ParameterServer:
         if not self._shutdown_received:
             raise EngineError("the connection to the chief closed before the job ended: see the chief's output.")
 
-    def _serve(self, channel: Channel, hello: Hello) -> None:
-        channel.peer = f"{hello.role} {hello.index}"
-        if hello.role == "chief":
+    def _serve(self, channel: Channel, _hello: Hello) -> None:
+        if channel.peer == CHIEF:
             self._chief_connected.set()
         try:
             while True:
                 self._reply_to(channel, channel.receive())
         except ChannelClosed:
-            if hello.role == "chief":
+            if channel.peer == CHIEF:
                 self._ended.set()
             else:
                 _log.info("%s disconnected", channel.peer)

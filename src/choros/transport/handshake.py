@@ -1,0 +1,267 @@
+"""The handshake of a channel: each process proves to the other, before it reads anything else, that it has the key.
+
+::
+
+    worker 1: connects to ps 0                          ps 0: listens
+      hello: nonce, path, "worker 1", "ps 0" ──────────►
+      ◄───────────────────────────────── hello: nonce, path, "ps 0", "worker 1"
+      ◄─────────────────────────────────────────────── proof: HMAC(key, "listens" + transcript)
+      proof: HMAC(key, "connects" + transcript) ───────►
+      ◄───────────────────────────────────────────────────────────────── welcome
+
+The transcript is the SHA-256 of both hellos, so a proof is valid for these roles, in this direction, on this connection
+only. A process that hands on the messages of two others cannot produce one of its own, nor speak in their name
+afterwards:
+
+- *path* names the connection if both ends are on this host: the host, and the addresses of both ends (Unix: the path of
+  the socket). No two connections of a host have the same addresses at one time. If both ends report the same path, they
+  are connected directly, and only the kernel can write into the connection: messages are sent as they are.
+- Otherwise the connection leaves the host, or someone forwards it: every message is *sealed* with a key that both ends
+  derive from the transcript (``Seal``). Who forwards it can read the messages, not change or add any.
+
+After SIGMA and TLS 1.3's PSK handshake in their simplest form; see RFC 8446, section 4.2.11.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from typing import final
+
+from choros.errors import EngineError
+from choros.transport.address import is_loopback, this_host
+from choros.transport.secret import Key
+
+__all__ = ["Cut", "Handshake", "Seal", "accept_proof", "offer_proof"]
+
+_MAGIC = b"choros 2"
+_DIGEST = 32
+_HELLO = struct.Struct(f"!8s{_DIGEST}s{_DIGEST}sBB")
+_WELCOME = b"\1"
+#: The path of a connection that leaves the host.
+_AWAY = bytes(_DIGEST)
+
+
+class Cut(EngineError):
+    """The other end closed the connection before the handshake was complete; connecting again may succeed."""
+
+
+@final
+class Seal:
+    """Authenticates the sections of one direction of a connection: each has its own HMAC, by its number.
+
+    Example:
+        >>> sender, receiver = Seal(b"key"), Seal(b"key")
+        >>> tag = sender.next()
+        >>> tag.update(b"section")
+        >>> same = receiver.next()
+        >>> same.update(b"section")
+        >>> hmac.compare_digest(tag.digest(), same.digest())
+        True
+    """
+
+    #: The number of bytes of a tag.
+    SIZE = _DIGEST
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def next(self) -> hmac.HMAC:
+        """Returns the HMAC of the next section, to be updated with its bytes."""
+        number, self._count = self._count, self._count + 1
+        return hmac.new(self._key, number.to_bytes(8), "sha256")
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """The outcome of a handshake.
+
+    Attributes:
+        peer: the name that the other end has proved.
+        sends: seals what this end sends; ``None`` if the ends are connected directly.
+        receives: likewise, what it receives.
+    """
+
+    peer: str
+    sends: Seal | None
+    receives: Seal | None
+
+
+@dataclass(frozen=True)
+class _Hello:
+    nonce: bytes
+    path: bytes
+    name: str
+    peer: str
+
+    def encode(self) -> bytes:
+        name, peer = self.name.encode(), self.peer.encode()
+        return _HELLO.pack(_MAGIC, self.nonce, self.path, len(name), len(peer)) + name + peer
+
+
+def offer_proof(end: socket.socket, key: Key, name: str, peer: str, seconds: float) -> Handshake:
+    """Proves to the listening process that this one has the key, and demands the same.
+
+    Args:
+        end: a new connection; its time limit is changed.
+        key: the job's key.
+        name: the name of this process.
+        peer: the name that the other process must have.
+        seconds: how long the handshake may take.
+
+    Raises:
+        Cut: the other end has closed the connection.
+        EngineError: the other process has another key or another name, or did not reply in time.
+    """
+    return _Ends(end, key, name, time.monotonic() + seconds).connecting(peer)
+
+
+def accept_proof(end: socket.socket, key: Key, name: str, seconds: float) -> Handshake:
+    """Like ``offer_proof``, in the listening process; the outcome has the name of the process that has connected."""
+    return _Ends(end, key, name, time.monotonic() + seconds).listening()
+
+
+@final
+class _Ends:
+    """One handshake."""
+
+    def __init__(self, end: socket.socket, key: Key, name: str, deadline: float) -> None:
+        self._end = end
+        self._name = name
+        self._deadline = deadline
+        self._path = path_of(end)
+        secret = key.secret_of(local=self._path != _AWAY)
+        if secret is None:
+            raise EngineError(
+                "the connection comes from another host, and the processes of this job have only the key of this one: "
+                "set CHOROS_SECRET, the same in all processes of the job."
+            )
+        self._key = key
+        self._secret = secret
+
+    def connecting(self, peer: str) -> Handshake:
+        mine = self._hello(peer)
+        self._send(mine.encode())
+        theirs = self._receive_hello()
+        transcript = _digest(mine.encode() + theirs.encode())
+        proof = self._receive(_DIGEST)
+        if not hmac.compare_digest(proof, self._mac(b"listens", transcript)):
+            raise _refused()
+        if theirs.name != peer:
+            raise EngineError(
+                f"this process expected {peer} there and found {theirs.name} of the same job: all processes must have "
+                "the same addresses."
+            )
+        outcome = self._outcome(mine, theirs, transcript, sends=b"connecting", receives=b"listening")
+        self._send(self._mac(b"connects", transcript))
+        self._receive(len(_WELCOME))
+        return outcome
+
+    def listening(self) -> Handshake:
+        theirs = self._receive_hello()
+        mine = self._hello(theirs.name)
+        transcript = _digest(theirs.encode() + mine.encode())
+        self._send(mine.encode() + self._mac(b"listens", transcript))
+        try:
+            proof = self._receive(_DIGEST)
+        except Cut as error:
+            raise _refused() from error
+        if not hmac.compare_digest(proof, self._mac(b"connects", transcript)) or theirs.peer != self._name:
+            raise _refused()
+        outcome = self._outcome(mine, theirs, transcript, sends=b"listening", receives=b"connecting")
+        self._send(_WELCOME)
+        return outcome
+
+    def _hello(self, peer: str) -> _Hello:
+        return _Hello(secrets.token_bytes(_DIGEST), self._path, self._name, peer)
+
+    def _outcome(self, mine: _Hello, theirs: _Hello, transcript: bytes, *, sends: bytes, receives: bytes) -> Handshake:
+        if self._path != _AWAY and mine.path == theirs.path:
+            return Handshake(theirs.name, None, None)
+        if self._path != _AWAY and self._key.within_host:
+            raise EngineError(
+                "another process forwards this connection, which is not allowed between processes that authenticate "
+                "each other by a file of this host: set CHOROS_SECRET, the same in all processes of the job."
+            )
+        keys = (self._mac(label, transcript) for label in (sends, receives))
+        return Handshake(theirs.name, *map(Seal, keys))
+
+    def _mac(self, label: bytes, transcript: bytes) -> bytes:
+        return hmac.digest(self._secret, label + transcript, "sha256")
+
+    def _receive_hello(self) -> _Hello:
+        magic, nonce, path, *lengths = _HELLO.unpack(self._receive(_HELLO.size))
+        if magic != _MAGIC:
+            raise EngineError("the process there is none of this version of choros: check the addresses.")
+        name, peer = (self._receive(length).decode(errors="replace") for length in lengths)
+        return _Hello(nonce, path, name, peer)
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._end.settimeout(self._left())
+            self._end.sendall(data)
+        except TimeoutError as error:
+            raise _late() from error
+        except OSError as error:
+            raise Cut("the connection was closed during the handshake.") from error
+
+    def _receive(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            try:
+                self._end.settimeout(self._left())
+                part = self._end.recv(size - len(data))
+            except TimeoutError as error:
+                raise _late() from error
+            except OSError as error:
+                raise Cut("the connection was closed during the handshake.") from error
+            if not part:
+                raise Cut("the connection was closed during the handshake.")
+            data += part
+        return data
+
+    def _left(self) -> float:
+        """Returns the time left: the limit is for the handshake as a whole, however slowly bytes arrive."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+
+def path_of(end: socket.socket) -> bytes:
+    """Returns the digest that names the connection on this host, the same at both ends; zeros if it leaves the host."""
+    own, other = end.getsockname(), end.getpeername()
+    if end.family == getattr(socket, "AF_UNIX", None):
+        ends = [str(own or other)]
+    else:
+        addresses = [_plain(each[0]) for each in (own, other)]
+        # The address of packets from a host to itself is the one they are sent to; of loopback, there are many.
+        if addresses[0] != addresses[1] and not all(map(is_loopback, addresses)):
+            return _AWAY
+        ends = sorted(f"{address} {each[1]}" for address, each in zip(addresses, (own, other), strict=True))
+    return _digest("\n".join([this_host(), *ends]).encode())
+
+
+def _plain(address: str) -> str:
+    """Returns the IPv4 address of a connection that an IPv6 socket has accepted; other addresses unchanged."""
+    ip = ipaddress.ip_address(address)
+    return str(getattr(ip, "ipv4_mapped", None) or ip)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _refused() -> EngineError:
+    return EngineError("CHOROS_SECRET must be the same in all processes of the job.")
+
+
+def _late() -> EngineError:
+    return EngineError("the handshake took too long.")
