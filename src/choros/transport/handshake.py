@@ -2,16 +2,16 @@
 
 ::
 
-    worker 1: connects to ps 0                          ps 0: listens
-      hello: nonce, path, "worker 1", "ps 0" ──────────►
-      ◄───────────────────────────────── hello: nonce, path, "ps 0", "worker 1"
-      ◄─────────────────────────────────────────────── proof: HMAC(key, "listens" + transcript)
-      proof: HMAC(key, "connects" + transcript) ───────►
+    worker 1 connects to ps 0                           ps 0 listens
+      greeting: nonce, path, "worker 1", "ps 0" ─────────►
+      ◄───────────────────────────────── greeting: nonce, path, "ps 0", "worker 1"
+      ◄─────────────────────────────────── proof: HMAC(key, "listens" + transcript)
+      proof: HMAC(key, "connects" + transcript) ─────────►
       ◄───────────────────────────────────────────────────────────────── welcome
 
-The transcript is the SHA-256 of both hellos, so a proof is valid for these roles, in this direction, on this connection
-only. A process that hands on the messages of two others cannot produce one of its own, nor speak in their name
-afterwards:
+The transcript is the SHA-256 of both greetings, so a proof is valid for these roles, in this direction, on this
+connection only. A process that hands on the messages of two others cannot produce one of its own, nor speak in their
+name afterwards:
 
 - *path* names the connection if both ends are on this host: the host, and the addresses of both ends (Unix: the path of
   the socket). No two connections of a host have the same addresses at one time. If both ends report the same path, they
@@ -42,7 +42,7 @@ __all__ = ["Cut", "Handshake", "Seal", "accept_proof", "offer_proof"]
 
 _MAGIC = b"choros 2"
 _DIGEST = 32
-_HELLO = struct.Struct(f"!8s{_DIGEST}s{_DIGEST}sBB")
+_GREETING = struct.Struct(f"!8s{_DIGEST}s{_DIGEST}sBB")
 _WELCOME = b"\1"
 #: The path of a connection that leaves the host.
 _AWAY = bytes(_DIGEST)
@@ -95,7 +95,7 @@ class Handshake:
 
 
 @dataclass(frozen=True)
-class _Hello:
+class _Greeting:
     nonce: bytes
     path: bytes
     name: str
@@ -103,7 +103,7 @@ class _Hello:
 
     def encode(self) -> bytes:
         name, peer = self.name.encode(), self.peer.encode()
-        return _HELLO.pack(_MAGIC, self.nonce, self.path, len(name), len(peer)) + name + peer
+        return _GREETING.pack(_MAGIC, self.nonce, self.path, len(name), len(peer)) + name + peer
 
 
 def offer_proof(end: socket.socket, key: Key, name: str, peer: str, seconds: float) -> Handshake:
@@ -147,9 +147,9 @@ class _Ends:
         self._secret = secret
 
     def connecting(self, peer: str) -> Handshake:
-        mine = self._hello(peer)
+        mine = self._greeting(peer)
         self._send(mine.encode())
-        theirs = self._receive_hello()
+        theirs = self._receive_greeting()
         transcript = _digest(mine.encode() + theirs.encode())
         proof = self._receive(_DIGEST)
         if not hmac.compare_digest(proof, self._mac(b"listens", transcript)):
@@ -165,8 +165,8 @@ class _Ends:
         return outcome
 
     def listening(self) -> Handshake:
-        theirs = self._receive_hello()
-        mine = self._hello(theirs.name)
+        theirs = self._receive_greeting()
+        mine = self._greeting(theirs.name)
         transcript = _digest(theirs.encode() + mine.encode())
         self._send(mine.encode() + self._mac(b"listens", transcript))
         try:
@@ -179,10 +179,12 @@ class _Ends:
         self._send(_WELCOME)
         return outcome
 
-    def _hello(self, peer: str) -> _Hello:
-        return _Hello(secrets.token_bytes(_DIGEST), self._path, self._name, peer)
+    def _greeting(self, peer: str) -> _Greeting:
+        return _Greeting(secrets.token_bytes(_DIGEST), self._path, self._name, peer)
 
-    def _outcome(self, mine: _Hello, theirs: _Hello, transcript: bytes, *, sends: bytes, receives: bytes) -> Handshake:
+    def _outcome(
+        self, mine: _Greeting, theirs: _Greeting, transcript: bytes, *, sends: bytes, receives: bytes
+    ) -> Handshake:
         if self._path != _AWAY and mine.path == theirs.path:
             return Handshake(theirs.name, None, None)
         if self._path != _AWAY and self._key.within_host:
@@ -196,12 +198,12 @@ class _Ends:
     def _mac(self, label: bytes, transcript: bytes) -> bytes:
         return hmac.digest(self._secret, label + transcript, "sha256")
 
-    def _receive_hello(self) -> _Hello:
-        magic, nonce, path, *lengths = _HELLO.unpack(self._receive(_HELLO.size))
+    def _receive_greeting(self) -> _Greeting:
+        magic, nonce, path, *lengths = _GREETING.unpack(self._receive(_GREETING.size))
         if magic != _MAGIC:
             raise EngineError("the process there is none of this version of choros: check the addresses.")
         name, peer = (self._receive(length).decode(errors="replace") for length in lengths)
-        return _Hello(nonce, path, name, peer)
+        return _Greeting(nonce, path, name, peer)
 
     def _send(self, data: bytes) -> None:
         try:
