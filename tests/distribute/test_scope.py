@@ -1,4 +1,4 @@
-"""The scope stack, without strategies: any object with ``is_default`` can be entered."""
+"""The scope stack, without strategies: any object with the attributes below can be entered."""
 
 import threading
 from types import SimpleNamespace
@@ -16,8 +16,8 @@ from choros.distribute.scope import (
 )
 from choros.errors import StrategyError
 
-STRATEGY, OTHER = SimpleNamespace(is_default=False), SimpleNamespace(is_default=False)
-DEFAULT = SimpleNamespace(is_default=True)
+STRATEGY, OTHER = (SimpleNamespace(is_default=False, num_replicas_in_sync=1) for _ in range(2))
+DEFAULT = SimpleNamespace(is_default=True, num_replicas_in_sync=1)
 
 
 def state() -> tuple[object, object, bool, bool, bool]:

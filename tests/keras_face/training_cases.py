@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import choros.keras as hvd
+from choros.errors import ConfigError
 from choros.training.distributed_optimizer import reducer_of
 
 BACKEND = keras.backend.backend()
@@ -114,6 +115,24 @@ def case_broadcast_variables_and_all_variables():
     hvd.broadcast_global_variables(0)
     for model in models:
         assert_same_on_all_ranks(model)
+
+
+def case_broadcast_variables_in_a_compiled_function():
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+
+    variables = [tf.Variable([1.0 * hvd.rank()]), keras.Variable(2.0 * hvd.rank())]
+
+    @tf.function
+    def first_batch():
+        for variable in variables:
+            variable.assign(variable + 1.0)
+        hvd.broadcast_variables(variables, root_rank=1)
+        return variables[0] + variables[1]
+
+    assert float(first_batch()[0]) == 5.0
+    assert [float(variable.numpy()) for variable in variables] == [2.0, 3.0]
 
 
 def case_sgd_with_momentum_on_uneven_batches():
@@ -847,6 +866,14 @@ def case_collectives_accept_variables_tensors_and_numbers():
         hvd.allreduce(1.0, average=True, op=hvd.Sum)
     with pytest.warns(DeprecationWarning, match="use op"):
         assert hvd.allreduce(1.0, average=False) == size
+
+
+def case_pin_device_after_the_framework_has_started():
+    keras.ops.convert_to_numpy(keras.ops.add(keras.ops.ones(3), keras.ops.ones(3)))
+    assert hvd.pin_device() == "cpu"
+    if BACKEND == "tensorflow":
+        with pytest.raises(ConfigError, match=r"intra_op_threads=5 cannot be set.*before the script makes data sets"):
+            hvd.pin_device(intra_op_threads=5)
 
 
 def case_model_built_by_the_first_batch():

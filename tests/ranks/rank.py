@@ -125,9 +125,6 @@ def main(directory: str) -> None:
         choros.init()
         if os.environ.get("KERAS_BACKEND"):
             importlib.import_module("keras")  # before warnings are errors
-        if os.environ.get("KERAS_BACKEND") == "tensorflow":
-            # As scripts do, before TensorFlow computes: afterwards no case could create the job's first strategy.
-            importlib.import_module("choros.training.device").pin_device()
         connection.send((choros.rank(), os.getpid()))
         argv = ["-c", str(TESTS / "ranks" / "cases.ini"), "--rootdir", str(TESTS), "--noconftest"]
         sys.exit(pytest.main(argv, plugins=[Rank(connection)]))

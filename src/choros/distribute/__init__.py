@@ -20,7 +20,13 @@ from choros.distribute.communication import (
     ReductionToOneDevice,
     RunOptions,
 )
-from choros.distribute.current import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
+from choros.distribute.current import (
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
 from choros.distribute.datasets import AutoShardPolicy
 from choros.distribute.input_context import InputContext, InputOptions
 from choros.distribute.mirrored import MirroredStrategy
@@ -53,6 +59,7 @@ __all__ = [
     "cluster_resolver",
     "coordinator",
     "experimental",
+    "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

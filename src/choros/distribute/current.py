@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+from contextlib import AbstractContextManager
 from typing import final
 
 from choros.distribute import scope
@@ -17,8 +19,15 @@ from choros.distribute.fit.training import Training
 from choros.distribute.process_replicas import ProcessReplicas
 from choros.distribute.replica_context import ReplicaContext
 from choros.distribute.strategy import Strategy
+from choros.errors import StrategyError
 
-__all__ = ["get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context"]
+__all__ = [
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]
 
 
 @final
@@ -90,3 +99,41 @@ def get_replica_context() -> ReplicaContext | None:
         return ReplicaContext(_default_strategy(), 0)
     replica: ReplicaContext | None = scope.current_replica()
     return replica
+
+
+class _Lasting(threading.local):
+    """The scope that ``experimental_set_strategy`` has entered in this thread."""
+
+    scope: AbstractContextManager[Strategy] | None = None
+
+
+_lasting = _Lasting()
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Enters the scope of ``strategy`` until the next call, for notebooks, where a block cannot span cells.
+
+    Args:
+        strategy: the one to enter; ``None`` leaves the scope.
+
+    Raises:
+        StrategyError: it was called inside ``with strategy.scope():``, or in a replica.
+
+    Example:
+        >>> from choros import distribute
+        >>> distribute.experimental_set_strategy(distribute.OneDeviceStrategy("cpu"))
+        >>> distribute.has_strategy()
+        True
+        >>> distribute.experimental_set_strategy(None)
+    """
+    if scope.depth() > (_lasting.scope is not None):
+        raise StrategyError(
+            "experimental_set_strategy was called inside a strategy's scope: call it outside of all `with` blocks."
+        )
+    if _lasting.scope is not None:
+        _lasting.scope.__exit__(None, None, None)
+        _lasting.scope = None
+    if strategy is not None:
+        entered = strategy.scope()
+        entered.__enter__()
+        _lasting.scope = entered

@@ -16,8 +16,15 @@ __all__ = ["StrategyExtended"]
 class StrategyExtended:
     """``tf.distribute.StrategyExtended``, for processes that each hold one copy of every variable."""
 
+    #: Makes ``tf.function`` trace a function anew in a strategy, where TensorFlow's names have other answers.
+    _retrace_functions_for_each_device = True
+
     def __init__(self, strategy: Any) -> None:  # a Strategy; its module imports this one
         self._strategy = strategy
+
+    def _use_merge_call(self) -> bool:
+        """Tells TensorFlow that variables are updated in replica context."""
+        return False
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Whether the Keras variable ``v`` was created in this strategy's scope."""

@@ -1,20 +1,26 @@
-"""The replicas of the job that this process has joined, and their training of Keras models."""
+"""The replicas of the job that this process has joined, their training of Keras models, and their cluster."""
 
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from choros.distribute.cluster_resolver import ClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
 from choros.distribute.fit.training import Training
 from choros.distribute.joining import framework
 from choros.distribute.process_replicas import ProcessReplicas
 from choros.distribute.replicas import Replicas
 from choros.errors import ConfigError
+from choros.parallel.objects import allgather_object
 from choros.topology import Topology
 
-__all__ = ["replicas_of", "synchronous_training"]
+__all__ = ["cluster_of", "replicas_of", "synchronous_training"]
+
+#: The port of a host's first worker in tf.distribute's documentation.
+_PORT = 2222
 
 _log = logging.getLogger("choros")
 
@@ -56,3 +62,17 @@ def synchronous_training(topology: Topology, state_owner: int | None = None) -> 
     from choros.distribute.fit.synchronous import SynchronousTraining
 
     return SynchronousTraining(ProcessReplicas(topology.size, topology.rank), state_owner)
+
+
+def cluster_of(topology: Topology) -> ClusterResolver:
+    """Returns the resolver of this job's cluster: ``TF_CONFIG``'s, or one worker for each rank that a launcher started.
+
+    So a script's ``task_type == "worker" and task_id == 0`` is true on one rank, whatever has started it. In a job
+    without ``TF_CONFIG`` nothing listens at the addresses.
+    """
+    resolver = TFConfigClusterResolver()
+    if topology.size == 1 or resolver.task_type is not None:
+        return resolver
+    places = allgather_object((socket.gethostname(), topology.local_rank), name="cluster")
+    workers = [f"{host}:{_PORT + local_rank}" for host, local_rank in places]
+    return SimpleClusterResolver({"worker": workers}, task_type="worker", task_id=topology.rank)

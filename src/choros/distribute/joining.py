@@ -60,25 +60,20 @@ def join(cluster_resolver: Any = None) -> Topology:
         The job, and this process's rank in it.
 
     Raises:
-        ConfigError: the framework has been used already, so that its device can no longer be set.
+        ConfigError: there is no framework to train with, or it has started already on accelerators, so that the device
+            of this process can no longer be set.
     """
     if cluster_resolver is not None and not is_initialized() and not _is_rank_of_launcher():
         os.environ[TF_CONFIG] = tf_config_of(cluster_resolver)
     init()
     job = topology()
-    used = framework()
+    framework()
     if job.size == 1:
         return job
     if "keras" in sys.modules:
         from choros.training.device import pin_device
 
-        try:
-            pin_device()
-        except RuntimeError as error:
-            raise ConfigError(
-                f"the strategy sets the device and threads of this process, but {used} has started already ({error}): "
-                "create the strategy first, before anything is computed."
-            ) from error
+        pin_device()
     seed = broadcast_object(int(np.random.randint(2**31)))
     if sys.modules.get("tensorflow") is not None:
         import tensorflow as tf

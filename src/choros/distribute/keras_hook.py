@@ -27,12 +27,12 @@ from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.training import Training
 from choros.distribute.scope import current_strategy, in_fit
 from choros.errors import StrategyError
+from choros.training.tf_context import as_one_replica
 
 __all__ = ["patch_keras", "strategy_of"]
 
 _ATTRIBUTE = "_choros_strategy"
 _TRAINING_METHODS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_SAVING_METHODS = ("save", "save_weights", "export")
 
 _depth = 0
 
@@ -74,7 +74,7 @@ def patch_keras(strategy: TrainingStrategy) -> Iterator[None]:
 def _patched_classes() -> Iterator[None]:
     import keras
 
-    from choros.training.keras_internals import AnyVariable, BaseOptimizer, Trainer
+    from choros.training.keras_internals import AnyVariable, BaseOptimizer, Trainer, strategy_aware_classes
 
     patches = [
         (AnyVariable, "__init__", _notifying(lambda training: training.variable_created)),
@@ -82,13 +82,14 @@ def _patched_classes() -> Iterator[None]:
         (BaseOptimizer, "__init__", _notifying(lambda training: training.optimizer_created)),
         (keras.Metric, "__init__", _notifying(lambda training: training.metric_created)),
         (Trainer, "compile", _checking_scope),
+        *((kind, "__init__", _as_one_replica) for kind in strategy_aware_classes()),
     ]
     if sys.modules.get("tensorflow") is not None:
         import tensorflow as tf
 
         patches += [
-            (tf.train.Checkpoint, "__init__", _notifying(lambda training: training.checkpoint_created)),
-            (tf.train.CheckpointManager, "__init__", _notifying(lambda training: training.checkpoint_manager_created)),
+            (tf.train.Checkpoint, "__init__", _notifying()),
+            (tf.train.CheckpointManager, "__init__", _notifying()),
         ]
     kept = [(kind, name, kind.__dict__[name]) for kind, name, _ in patches]
     for kind, name, wrapped in patches:
@@ -100,8 +101,8 @@ def _patched_classes() -> Iterator[None]:
             setattr(kind, name, own)
 
 
-def _notifying(hook: Callable[[Training], Callable[[Any], None]]) -> Callable[[Any], Any]:
-    """Returns a wrapper of ``__init__`` that calls a hook of the strategy in scope with the new object."""
+def _notifying(hook: Callable[[Training], Callable[[Any], None]] | None = None) -> Callable[[Any], Any]:
+    """Returns a wrapper of ``__init__`` that marks the new object as the strategy's, and calls a hook with it."""
 
     import keras
 
@@ -114,7 +115,8 @@ def _notifying(hook: Callable[[Training], Callable[[Any], None]]) -> Callable[[A
                 return
             # Bypasses Keras' attribute tracking: the strategy is not part of the object's state.
             object.__setattr__(self, _ATTRIBUTE, strategy)
-            hook(strategy.training)(self)
+            if hook is not None:
+                hook(strategy.training)(self)
             if isinstance(self, keras.Model):
                 _patch_model(self, strategy)
 
@@ -123,9 +125,20 @@ def _notifying(hook: Callable[[Training], Callable[[Any], None]]) -> Callable[[A
     return wrapper
 
 
+def _as_one_replica(own: Any) -> Any:
+    """Returns a wrapper of ``__init__`` in which Keras does not see the strategy, with which it would train."""
+
+    @functools.wraps(own)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        with as_one_replica():
+            own(self, *args, **kwargs)
+
+    return init
+
+
 def _patch_model(model: Any, strategy: TrainingStrategy) -> None:
     """Makes this model's methods delegate to the strategy's training."""
-    for name in (*_TRAINING_METHODS, *_SAVING_METHODS):
+    for name in _TRAINING_METHODS:
         object.__setattr__(model, name, _delegating(strategy, model, name))
 
 
@@ -134,13 +147,11 @@ def _delegating(strategy: TrainingStrategy, model: Any, name: str) -> Any:
 
     @functools.wraps(own)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if in_fit() and name not in _SAVING_METHODS:
+        if in_fit():
             return own(*args, **kwargs)  # fit calls evaluate for validation; a callback may call predict
-        method_of_training = getattr(strategy.training, name)
-        if name in _SAVING_METHODS:
-            return method_of_training(model, KerasCall(own, args, kwargs))
         with strategy.scope():
-            return method_of_training(model, _replace_tensorboard(KerasCall(own, args, kwargs)))
+            call = _replace_tensorboard(KerasCall(own, args, kwargs))
+            return getattr(strategy.training, name)(model, call)
 
     return method
 

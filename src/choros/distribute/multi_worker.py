@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from choros.distribute.cluster_resolver import TFConfigClusterResolver
 from choros.distribute.fit.training import Training
-from choros.distribute.job_replicas import replicas_of
+from choros.distribute.job_replicas import cluster_of, replicas_of
 from choros.distribute.joining import join
 from choros.distribute.strategy import Strategy
 
@@ -37,8 +36,9 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def __init__(self, cluster_resolver: Any = None, communication_options: Any = None) -> None:
         del communication_options
-        replicas, training = replicas_of(join(cluster_resolver))
-        super().__init__(replicas, TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver)
+        topology = join(cluster_resolver)
+        replicas, training = replicas_of(topology)
+        super().__init__(replicas, cluster_of(topology) if cluster_resolver is None else cluster_resolver)
         self._training = training
 
     @property

@@ -8,21 +8,32 @@
           merge_call(f)           cross-replica context       f(strategy, …) sees all replicas
         model.fit(…)          in the scope again              averages gradients over examples
 
-Each thread has a stack of entered scopes; the topmost entry counts. This module does not depend on the strategies, so
-that all of their modules can import it; ``choros.distribute.current`` has the functions for users.
+Each thread has a stack of entered scopes; the topmost entry counts. TensorFlow's own functions in ``tf.distribute`` and
+``tf.nn`` answer for it, too. This module does not depend on the strategies, so that all of their modules can import it;
+``choros.distribute.current`` has the functions for users.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from choros.errors import StrategyError
+from choros.training.tf_context import as_one_replica, current_for_tensorflow
 
-__all__ = ["current_replica", "current_strategy", "enter_fit", "enter_scope", "has_strategy", "in_fit", "in_replica"]
+__all__ = [
+    "current_replica",
+    "current_strategy",
+    "depth",
+    "enter_fit",
+    "enter_scope",
+    "has_strategy",
+    "in_fit",
+    "in_replica",
+]
 
 
 class EnteredStrategy(Protocol):
@@ -31,6 +42,10 @@ class EnteredStrategy(Protocol):
     @property
     def is_default(self) -> bool:
         """Whether its scope counts as outside of all scopes."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +108,22 @@ def enter_fit() -> Iterator[None]:
 def _entered(entry: _ScopeEntry) -> Iterator[None]:
     _stack.entries.append(entry)
     try:
-        yield
+        with _answers_of_tensorflow(entry):
+            yield
     finally:
         _stack.entries.pop()
+
+
+def _answers_of_tensorflow(entry: _ScopeEntry) -> AbstractContextManager[None]:
+    """Returns the block in which TensorFlow's functions answer for ``entry``; one replica is TensorFlow's default."""
+    if entry.strategy.num_replicas_in_sync == 1:
+        return nullcontext()
+    return as_one_replica() if entry.fit else current_for_tensorflow(entry.strategy, entry.replica)
+
+
+def depth() -> int:
+    """Returns the number of scopes, replicas and ``fit`` calls that this thread has entered."""
+    return len(_stack.entries)
 
 
 def current_strategy() -> Any:

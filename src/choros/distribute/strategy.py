@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar, final
 
 from choros.distribute import datasets
@@ -21,6 +21,7 @@ from choros.distribute.input_context import InputContext, InputOptions, ValueCon
 from choros.distribute.keras_hook import patch_keras
 from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replicas import Replicas
+from choros.distribute.saving_hook import guard_saving
 from choros.distribute.scope import current_replica, enter_scope
 from choros.distribute.values import PerReplica, per_replica
 from choros.errors import ConfigError, StrategyError
@@ -80,9 +81,10 @@ class Strategy(ABC):
         return self._extended
 
     @final
-    @contextmanager
-    def scope(self) -> Iterator[Strategy]:
-        """The block in which models, optimizers and metrics are created for this strategy.
+    def scope(self) -> AbstractContextManager[Strategy]:
+        """Returns the block in which models, optimizers and metrics are created for this strategy.
+
+        It may be entered several times, also within itself.
 
         ``compile``, ``fit``, ``evaluate``, ``predict`` and ``save`` of such a model use the strategy, even outside.
 
@@ -96,8 +98,7 @@ class Strategy(ABC):
             ...     distribute.get_strategy() is strategy
             True
         """
-        with enter_scope(self), self.placement(), patch_keras(self):
-            yield self
+        return _Scope(self)
 
     @final
     def run(
@@ -226,6 +227,15 @@ class Strategy(ABC):
         return datasets.from_function(dataset_fn, self.replicas)
 
     @final
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """The older name of ``distribute_datasets_from_function``."""
+        text = "experimental_distribute_datasets_from_function is deprecated: use distribute_datasets_from_function."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    @final
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Returns the result of ``value_fn`` for each replica of this process.
 
@@ -248,3 +258,24 @@ class Strategy(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_replicas_in_sync} replicas)"
+
+
+@final
+class _Scope(AbstractContextManager[Strategy]):
+    """``strategy.scope()``."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> Strategy:
+        strategy = self._strategy
+        guard_saving()
+        with ExitStack() as stack:
+            for block in (enter_scope(strategy), strategy.placement(), patch_keras(strategy)):
+                stack.enter_context(block)
+            self._entered.append(stack.pop_all())
+        return strategy
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)

@@ -1,9 +1,18 @@
-"""Files that one process writes for all."""
+"""Files that one process writes for all that name the same path.
+
+::
+
+    process 0          process 1          process 2
+    "a" ───────────────"a" ───────────────"b/tmp"      the paths are exchanged
+    writes             waits              writes       the first process with a path writes it
+    ok, or an error ── ok ─────────────── ok           all learn of an error; then all files exist
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from choros.comm import global_process_set
@@ -11,40 +20,70 @@ from choros.distribute.scope import enter_fit, in_fit
 from choros.errors import StrategyError
 from choros.observe import events
 from choros.observe.events import Kind
-from choros.parallel.objects import broadcast_object
+from choros.parallel.objects import allgather_object
 
 __all__ = ["write_once"]
 
 
-def write_once(write: Callable[[], Any]) -> Any:
-    """Calls ``write`` on process 0; all processes wait for it and return its result.
+class _Thread(threading.local):
+    writing = False
 
-    In ``fit``, where a callback may write on one process only, the others do not wait, and return ``None``.
+
+_thread = _Thread()
+
+
+def write_once(write: Callable[[], Any], path: str = "") -> Any:
+    """Calls ``write`` on the first process of those that give the same ``path``; all processes wait.
+
+    In ``fit``, where a callback may write on one process only, only process 0 writes, and the others return ``None``.
+    A call within ``write`` only calls its own.
+
+    Args:
+        write: writes the files of ``path``.
+        path: names them.
+
+    Returns:
+        The result of ``write`` on the process that wrote; it must be picklable.
 
     Raises:
-        StrategyError: on the other processes, if process 0 could not write.
+        StrategyError: on the other processes, if one could not write.
     """
-    first = global_process_set.communicator.rank == 0
+    if _thread.writing:
+        return write()
+    communicator = global_process_set.communicator
     if in_fit():
-        return _write(write) if first else None
+        return _write(write, path) if communicator.rank == 0 else None
+    paths = allgather_object(path, name="files to write")
+    writer = paths.index(path)
     result: Any = None
     problem: Exception | None = None
-    if first:
+    if writer == communicator.rank:
         try:
             with enter_fit():  # objects that saving creates must not start collectives
-                result = _write(write)
+                result = _write(write, path)
         except Exception as error:  # noqa: BLE001  (raised below, once the others have received it)
             problem = error
     reported = None if problem is None else f"{type(problem).__name__}: {problem}"
-    result, reported = broadcast_object((result, reported))
+    outcomes = allgather_object((result, reported), name="files written")
     if problem is not None:
         raise problem
-    if reported is not None:
-        raise StrategyError(f"process 0, which writes for all processes, failed: {reported}")
+    for rank, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise StrategyError(f"process {rank}, which writes {paths[rank] or 'for all processes'}, failed: {failure}")
+    return outcomes[writer][0]
+
+
+def _write(write: Callable[[], Any], path: str) -> Any:
+    with _writing():
+        result = write()
+    events.emit(Kind.CHECKPOINT, path)
     return result
 
 
-def _write(write: Callable[[], Any]) -> Any:
-    result = write()
-    events.emit(Kind.CHECKPOINT, str(result) if isinstance(result, str | os.PathLike) else "")
-    return result
+@contextmanager
+def _writing() -> Iterator[None]:
+    _thread.writing = True
+    try:
+        yield
+    finally:
+        _thread.writing = False

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import keras
 
 from choros.comm import topology
+from choros.errors import ConfigError
 
 __all__ = ["accelerated", "pin_device", "spare_xla_thread"]
 
@@ -17,9 +19,10 @@ _XLA_THREADS = 2
 def pin_device(intra_op_threads: int | None = None, inter_op_threads: int | None = None) -> str:
     """Assigns this process the accelerator of its ``local_rank`` and its share of the host's threads.
 
-    Call it once after ``init()``, before the framework computes anything. It sets what Horovod's scripts set
-    themselves: on TensorFlow visible devices, memory growth and both thread pools; on PyTorch the current
-    device and both pools; on JAX the visible device.
+    Call it once after ``init()``. It sets what Horovod's scripts set themselves: on TensorFlow visible devices, memory
+    growth and both thread pools; on PyTorch the current device and both pools; on JAX the visible device. With
+    accelerators, call it before the framework computes anything or lists its devices; without them, any time, because
+    ``chorosrun`` sets the numbers of threads before Python starts.
 
     Args:
         intra_op_threads: threads within an operation; ``None`` keeps the launcher's setting, or else the framework's.
@@ -28,6 +31,10 @@ def pin_device(intra_op_threads: int | None = None, inter_op_threads: int | None
     Returns:
         The device, such as ``"gpu:1"`` or ``"cpu"``.
 
+    Raises:
+        ConfigError: the framework has started already, so that the device, or the given number of threads, cannot be
+            set any more.
+
     Example:
         >>> import choros.keras as hvd
         >>> hvd.init()
@@ -35,9 +42,30 @@ def pin_device(intra_op_threads: int | None = None, inter_op_threads: int | None
     """
     local_rank = topology("pin_device()").local_rank
     pin = {"tensorflow": _pin_tensorflow, "torch": _pin_torch, "jax": _pin_jax}[keras.backend.backend()]
-    intra = intra_op_threads or _from_environ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
-    inter = inter_op_threads or _from_environ("TF_NUM_INTEROP_THREADS")
-    return pin(local_rank, intra, inter)
+    return pin(local_rank, intra_op_threads, inter_op_threads)
+
+
+def _set_threads(what: str, setter: Callable[[int], None], given: int | None, *variables: str) -> None:
+    """Sets the size of a thread pool to ``given``, or else to the launcher's number in the environment ``variables``.
+
+    A pool that has started already keeps its size. It has read the launcher's number when it started, so that only
+    ``given`` is an error then.
+    """
+    number = given or _from_environ(*variables)
+    if not number:
+        return
+    try:
+        setter(number)
+    except RuntimeError as error:
+        if given:
+            raise _too_late(f"{what}={given}", error) from error
+
+
+def _too_late(what: str, reason: object) -> ConfigError:
+    return ConfigError(
+        f"{what} cannot be set, because {keras.backend.backend()} has started already ({reason}): call pin_device() or "
+        "create the strategy before the script makes data sets or tensors, or lists devices."
+    )
 
 
 def _from_environ(*names: str) -> int | None:
@@ -47,26 +75,28 @@ def _from_environ(*names: str) -> int | None:
 def _pin_tensorflow(local_rank: int, intra: int | None, inter: int | None) -> str:
     import tensorflow as tf
 
-    if intra:
-        tf.config.threading.set_intra_op_parallelism_threads(intra)
-    if inter:
-        tf.config.threading.set_inter_op_parallelism_threads(inter)
+    threads = tf.config.threading
+    intra_variables = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+    _set_threads("intra_op_threads", threads.set_intra_op_parallelism_threads, intra, *intra_variables)
+    _set_threads("inter_op_threads", threads.set_inter_op_parallelism_threads, inter, "TF_NUM_INTEROP_THREADS")
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return "cpu"
     index = local_rank % len(gpus)
-    tf.config.set_visible_devices(gpus[index], "GPU")
-    tf.config.experimental.set_memory_growth(gpus[index], True)
+    try:
+        tf.config.set_visible_devices(gpus[index], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[index], True)
+    except RuntimeError as error:
+        raise _too_late(f"the device gpu:{index} of this process", error) from error
     return f"gpu:{index}"
 
 
 def _pin_torch(local_rank: int, intra: int | None, inter: int | None) -> str:
     import torch
 
-    if intra:
-        torch.set_num_threads(intra)
-    if inter and torch.get_num_interop_threads() != inter:
-        torch.set_num_interop_threads(inter)
+    _set_threads("intra_op_threads", torch.set_num_threads, intra, "TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+    if (inter or _from_environ("TF_NUM_INTEROP_THREADS")) != torch.get_num_interop_threads():
+        _set_threads("inter_op_threads", torch.set_num_interop_threads, inter, "TF_NUM_INTEROP_THREADS")
     if not torch.cuda.is_available():
         return "cpu"
     index = local_rank % torch.cuda.device_count()
@@ -89,8 +119,10 @@ def _pin_jax(local_rank: int, intra: int | None, inter: int | None) -> str:
     index = local_rank % len(visible) if visible else local_rank
     jax.config.update("jax_cuda_visible_devices", str(index))
     jax.config.update("jax_rocm_visible_devices", str(index))
-    device = jax.local_devices()[0]
-    return "cpu" if device.platform == "cpu" else f"{device.platform}:{index}"
+    devices = jax.local_devices()
+    if len(devices) > 1 and devices[0].platform == "gpu":
+        raise _too_late(f"the device gpu:{index} of this process", f"it uses {len(devices)} GPUs")
+    return "cpu" if devices[0].platform == "cpu" else f"{devices[0].platform}:{index}"
 
 
 def accelerated() -> bool:

@@ -25,7 +25,8 @@ from choros.training.keras_internals import (
     trained_variables,
 )
 from choros.training.optimizer_reducer import OptimizerReducer
-from choros.training.variables import broadcast_in_step, broadcast_variables
+from choros.training.tf_context import as_one_replica
+from choros.training.variables import broadcast_variables
 
 __all__ = ["derive", "join", "move_outwards", "own_class", "reducer_of", "unwrap", "wrap"]
 
@@ -47,16 +48,24 @@ class _DistributedMixin:
         move_outwards(self)
         reducer: Any = reducer_of(self)
         reduced = reducer.reduce(list(grads), variables, apply_count(self))
-        if reducer.has_state:
-            super().apply(reduced, trainable_variables)  # type: ignore[misc]
-        _after_update(self, reducer, variables)
+        _apply_reduced(self, reduced, trainable_variables)
+
+    def apply_gradients(self, grads_and_vars: Any, skip_gradients_aggregation: bool = False) -> Any:
+        """Keras' own; with Keras 2's ``skip_gradients_aggregation``, for gradients that the caller has reduced."""
+        if not skip_gradients_aggregation:
+            return super().apply_gradients(grads_and_vars)  # type: ignore[misc]
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        move_outwards(self)
+        _apply_reduced(self, list(gradients), list(variables))
+        return apply_count(self)
 
     def build(self, variables: Any) -> None:
         """Creates the optimizer's state on ranks that keep it."""
-        if reducer_of(self).has_state:  # type: ignore[union-attr]
-            super().build(variables)  # type: ignore[misc]
-        else:
-            BaseOptimizer.build(self, variables)
+        with as_one_replica():
+            if reducer_of(self).has_state:  # type: ignore[union-attr]
+                super().build(variables)  # type: ignore[misc]
+            else:
+                BaseOptimizer.build(self, variables)
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """``apply`` as JAX's trainer calls it; Keras' own calls ``apply``, ``LossScaleOptimizer``'s does not."""
@@ -80,13 +89,22 @@ class _DistributedMixin:
         reducer_of(self).add_local(var)  # type: ignore[union-attr]
 
 
+def _apply_reduced(optimizer: Any, reduced: Sequence[Any], variables: Sequence[Any] | None) -> None:
+    """Keras' own ``apply``, on ranks that keep the optimizer's state; ``None`` for all variables of the optimizer."""
+    reducer: Any = reducer_of(optimizer)
+    if reducer.has_state:
+        with as_one_replica():
+            own_class(optimizer).apply(optimizer, reduced, variables)
+    _after_update(optimizer, reducer, trained_variables(optimizer) if variables is None else variables)
+
+
 def _after_update(optimizer: Any, reducer: OptimizerReducer, variables: Sequence[Any]) -> None:
     """If only one rank makes the update: the other ranks count the update and receive the new values."""
     if reducer.state_owner is None:
         return
     if not reducer.has_state:
         apply_count(optimizer).assign_add(1)
-    broadcast_in_step(variables, reducer.state_owner)
+    broadcast_variables(variables, reducer.state_owner)
 
 
 _derived_classes: dict[tuple[type, type], type] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
 from keras.src import api_export
 from keras.src.backend.common.variables import Variable as AnyVariable
 from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
@@ -31,6 +32,7 @@ __all__ = [
     "drop_empty_gradients",
     "exclude_from_weight_decay",
     "export_like",
+    "file_writers",
     "flatten_metrics",
     "has_value",
     "initial_epoch",
@@ -47,6 +49,7 @@ __all__ = [
     "put_jax_state",
     "pythonify_logs",
     "set_initial_epoch",
+    "strategy_aware_classes",
     "torch_device",
     "train_validation_split",
     "trained_variables",
@@ -190,7 +193,30 @@ def build_before_training(model: Any) -> None:
     object.__setattr__(model, "_maybe_symbolic_build", build)
 
 
+def file_writers() -> list[tuple[Any, str]]:
+    """The functions that write a model's files, as module or class and name; all public ones call these."""
+    from keras.src.legacy.saving import legacy_h5_format
+    from keras.src.saving import saving_lib
+
+    return [
+        (saving_lib, "save_model"),
+        (saving_lib, "save_weights_only"),
+        (legacy_h5_format, "save_model_to_hdf5"),
+        (keras.Model, "export"),
+    ]
+
+
 # frameworks -------------------------------------------------------------------------------------
+
+
+def strategy_aware_classes() -> list[type]:
+    """The classes whose ``__init__`` keeps TensorFlow's current strategy, if any; they have no public name."""
+    if keras.backend.backend() != "tensorflow":
+        return []
+    from keras.src.backend.tensorflow.optimizer import TFOptimizer
+    from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+    return [TFOptimizer, TensorFlowTrainer]
 
 
 def torch_device() -> str:

@@ -8,7 +8,7 @@ A model that is compiled with ``run_eagerly=True`` or ``jit_compile=False`` stay
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -55,12 +55,6 @@ class DeviceTraining(Training):
     def metric_created(self, metric: Any) -> None:
         """Does nothing: ``run`` sums the replicas' updates itself."""
 
-    def checkpoint_created(self, checkpoint: Any) -> None:
-        """Does nothing: this process is the only writer."""
-
-    def checkpoint_manager_created(self, manager: Any) -> None:
-        """Does nothing: this process is the only writer."""
-
     def optimizer_created(self, optimizer: Any) -> None:
         """Makes ``optimizer`` sum the replicas' gradients in ``run``."""
         distribute_optimizer(optimizer, self._replicas)
@@ -98,12 +92,9 @@ class DeviceTraining(Training):
 
     predict_on_batch = test_on_batch
 
-    def save(self, model: Any, call: KerasCall) -> None:
-        """Runs Keras' own method."""
-        call.run()
-
-    save_weights = save
-    export = save
+    def save(self, write: Callable[[], Any], path: str) -> Any:
+        """Writes."""
+        return write()
 
     def _run(self, call: KerasCall, *data: str) -> Any:
         """Runs ``call`` with global batches in its arguments ``data``, some of which may be distributed data sets."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, final
 
 from choros.distribute.fit.call import KerasCall
@@ -26,12 +27,6 @@ class LocalTraining(Training):
     def metric_created(self, metric: Any) -> None:
         """Does nothing."""
 
-    def checkpoint_created(self, checkpoint: Any) -> None:
-        """Does nothing."""
-
-    def checkpoint_manager_created(self, manager: Any) -> None:
-        """Does nothing."""
-
     def compile(self, model: Any, call: KerasCall) -> None:
         """Runs Keras' own method."""
         call.run()
@@ -46,9 +41,6 @@ class LocalTraining(Training):
     test_on_batch = fit
     predict_on_batch = fit
 
-    def save(self, model: Any, call: KerasCall) -> None:
-        """Runs Keras' own method."""
-        call.run()
-
-    save_weights = save
-    export = save
+    def save(self, write: Callable[[], Any], path: str) -> Any:
+        """Writes."""
+        return write()

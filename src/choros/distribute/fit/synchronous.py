@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -26,7 +27,6 @@ from choros.distribute import datasets
 from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.gradients import distribute_optimizer
 from choros.distribute.fit.prediction import predict_rows
-from choros.distribute.fit.tf_checkpoints import patch_checkpoint, patch_manager
 from choros.distribute.fit.training import Training
 from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_fit, in_fit, in_replica
@@ -95,14 +95,6 @@ class SynchronousTraining(Training):
 
         object.__setattr__(metric, "result", result)
 
-    def checkpoint_created(self, checkpoint: Any) -> None:
-        """Makes process 0 the only writer of the checkpoint."""
-        patch_checkpoint(checkpoint)
-
-    def checkpoint_manager_created(self, manager: Any) -> None:
-        """Makes process 0 the only writer of the manager's checkpoints."""
-        patch_manager(manager)
-
     def compile(self, model: Any, call: KerasCall) -> None:
         """Compiles the model, and patches its optimizer if it was created outside of the scope."""
         call.run()
@@ -167,12 +159,9 @@ class SynchronousTraining(Training):
         with enter_fit():
             return predict_rows(call, self._replicas.first, self._replicas.count)
 
-    def save(self, model: Any, call: KerasCall) -> None:
-        """Writes on process 0."""
-        write_once(call.run)
-
-    save_weights = save
-    export = save
+    def save(self, write: Callable[[], Any], path: str) -> Any:
+        """Writes on the first of the processes that name this path."""
+        return write_once(write, path)
 
     def _on_batch(self, model: Any, call: KerasCall, names: tuple[str, ...]) -> Any:
         if self._replicas.count == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from choros.distribute.fit.call import KerasCall
@@ -34,14 +35,6 @@ class Training(ABC):
         """Called while a metric is created; its own ``__init__`` may not have returned yet."""
 
     @abstractmethod
-    def checkpoint_created(self, checkpoint: Any) -> None:
-        """Called after a ``tf.train.Checkpoint`` is created."""
-
-    @abstractmethod
-    def checkpoint_manager_created(self, manager: Any) -> None:
-        """Called after a ``tf.train.CheckpointManager`` is created."""
-
-    @abstractmethod
     def compile(self, model: Any, call: KerasCall) -> None:
         """``model.compile``."""
 
@@ -70,13 +63,9 @@ class Training(ABC):
         """``model.predict_on_batch`` of a global batch."""
 
     @abstractmethod
-    def save(self, model: Any, call: KerasCall) -> None:
-        """``model.save``: one process writes."""
+    def save(self, write: Callable[[], Any], path: str) -> Any:
+        """Any function that writes files of a model or a checkpoint: one process writes those of ``path``.
 
-    @abstractmethod
-    def save_weights(self, model: Any, call: KerasCall) -> None:
-        """``model.save_weights``: one process writes."""
-
-    @abstractmethod
-    def export(self, model: Any, call: KerasCall) -> None:
-        """``model.export``: one process writes."""
+        Returns:
+            The result of ``write``; ``None`` if it is not known.
+        """

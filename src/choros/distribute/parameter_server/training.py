@@ -6,7 +6,7 @@
     fit(x, y, …)             Keras' own, with batches scheduled                    serves until the job ends
     train_on_batch(x, y)     the same                                              the same
     evaluate, predict        Keras' own, with the servers' variables               Keras' own
-    save, save_weights       with the servers' variables and optimizer state       nothing
+    save                     with the servers' variables and optimizer state       nothing
 """
 
 from __future__ import annotations
@@ -64,12 +64,6 @@ class ChiefTraining(Training):
         """Adds it to the objects of the scope."""
         self._chief.session.objects.add_metric(metric)
 
-    def checkpoint_created(self, checkpoint: Any) -> None:
-        """Does nothing: while no function runs, the chief's models and optimizers have the servers' values."""
-
-    def checkpoint_manager_created(self, manager: Any) -> None:
-        """Does nothing."""
-
     def compile(self, model: Any, call: KerasCall) -> None:
         """Keras' own ``compile``."""
         del model
@@ -97,14 +91,10 @@ class ChiefTraining(Training):
     test_on_batch = evaluate
     predict_on_batch = evaluate
 
-    def save(self, model: Any, call: KerasCall) -> None:
-        """Runs on the chief, with the servers' variables."""
-        del model
+    def save(self, write: Callable[[], Any], path: str) -> Any:
+        """Writes on the chief, with the servers' variables."""
         self._chief.refresh()
-        call.run()
-
-    save_weights = save
-    export = save
+        return write()
 
 
 @final
@@ -135,12 +125,6 @@ class WorkerTraining(Training):
         """Adds it to the objects of the scope."""
         self._objects.add_metric(metric)
 
-    def checkpoint_created(self, checkpoint: Any) -> None:
-        """Does nothing: scripts save after training, which workers do not reach."""
-
-    def checkpoint_manager_created(self, manager: Any) -> None:
-        """Does nothing."""
-
     def compile(self, model: Any, call: KerasCall) -> None:
         """Keras' own ``compile``."""
         del model
@@ -162,11 +146,8 @@ class WorkerTraining(Training):
     test_on_batch = evaluate
     predict_on_batch = evaluate
 
-    def save(self, model: Any, call: KerasCall) -> None:
+    def save(self, write: Callable[[], Any], path: str) -> Any:
         """Does nothing: the chief writes the files."""
-
-    save_weights = save
-    export = save
 
 
 def _add_optimizer(optimizer: Any, role: CoordinatorRole, objects: ScopeObjects, *, is_chief: bool) -> None:

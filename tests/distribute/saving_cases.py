@@ -1,0 +1,152 @@
+"""Files of a strategy's models, written by functions of Keras and TensorFlow that all processes call."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import choros
+from choros import distribute
+from choros.errors import StrategyError
+from choros.parallel.objects import allgather_object, broadcast_object
+
+BACKEND = keras.backend.backend()
+X = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
+
+
+@keras.saving.register_keras_serializable("saving_cases")
+class Watched(keras.layers.Dense):
+    """Counts how often this process has serialised it."""
+
+    serialised = 0
+
+    def get_config(self):
+        Watched.serialised += 1
+        return super().get_config()
+
+
+def strategy() -> distribute.Strategy:
+    return distribute.MirroredStrategy()
+
+
+def build() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), Watched(2)])
+    model.compile("sgd", keras.losses.MeanSquaredError())
+    return model
+
+
+def directory() -> Path:
+    """Returns an empty directory, the same for all processes."""
+    return Path(broadcast_object(tempfile.mkdtemp() if choros.rank() == 0 else None))
+
+
+def writers(write) -> list[bool]:
+    """Returns, for each process, whether it serialises a model in ``write``."""
+    before = Watched.serialised
+    write()
+    return allgather_object(Watched.serialised > before)
+
+
+def case_functions_of_keras_write_on_one_process():
+    path = directory()
+    with strategy().scope():
+        model = build()
+    saves = [
+        lambda: keras.saving.save_model(model, path / "function.keras"),
+        lambda: keras.models.save_model(model, str(path / "alias.keras")),
+        lambda: model.save(path / "method.keras"),
+        lambda: model.save(path / "legacy.h5"),
+    ]
+    for save in saves:
+        assert writers(save) == [True, False]
+    for file in path.iterdir():
+        loaded = keras.models.load_model(file)
+        np.testing.assert_allclose(loaded.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-5)
+
+
+def case_processes_write_files_of_their_own_to_different_paths():
+    path = directory()
+    with strategy().scope():
+        model = build()
+    own = path / f"{choros.rank()}.weights.h5"
+    assert writers(lambda: keras.saving.save_model(model, own.with_suffix(".keras"))) == [True, True]
+    model.save_weights(own)
+    assert len(list(path.iterdir())) == 4
+    model.load_weights(own)
+
+
+def case_a_model_of_one_process_is_its_own():
+    model = build()
+    path = directory() / "model.keras"
+    if choros.rank() == 0:
+        keras.saving.save_model(model, path)  # waits for no other process
+    strategy().replicas.gather(np.zeros(1), 0)
+    keras.saving.load_model(path)
+
+
+def case_a_write_error_of_any_process_is_raised_on_all():
+    with strategy().scope():
+        model = build()
+    path = directory() / ("missing" if choros.rank() == 1 else "") / "model.keras"
+    with pytest.raises((StrategyError, OSError, ValueError)) as caught:
+        keras.saving.save_model(model, path)
+    assert (choros.rank() == 1) != ("process 1, which writes" in str(caught.value))
+
+
+def case_saved_models_of_tensorflow():
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+
+    path = directory()
+    with strategy().scope():
+        model = build()
+    expected = model(X).numpy()
+    for number in range(3):
+        tf.saved_model.save(model, str(path / f"{number}"))
+        loaded = tf.saved_model.load(str(path / f"{number}"))
+        np.testing.assert_allclose(
+            next(iter(loaded.signatures["serving_default"](tf.constant(X)).values())), expected, rtol=1e-5
+        )
+
+
+def case_checkpoints_made_outside_of_the_scope():
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+
+    class Counter(tf.train.experimental.PythonState):
+        written = 0
+
+        def serialize(self):
+            self.written += 1
+            return ""
+
+        def deserialize(self, value):
+            pass
+
+    path, counter = directory(), Counter()
+    with strategy().scope():
+        model = build()
+    step = tf.Variable(0, dtype=tf.int64)
+    checkpoint = tf.train.Checkpoint(model=model, counter=counter)
+    manager = tf.train.CheckpointManager(checkpoint, path / "managed", 2, step_counter=step, checkpoint_interval=2)
+    saved = [(manager.save(), step.assign_add(1))[0] for _ in range(5)]
+    assert [name and Path(name).name for name in saved] == ["ckpt-1", None, "ckpt-2", None, "ckpt-3"]
+    assert allgather_object(counter.written > 0) == [True, False]
+    assert manager.latest_checkpoint == saved[-1] == tf.train.latest_checkpoint(path / "managed")
+    for _ in range(2):
+        last = checkpoint.save(str(path / "plain"))
+    checkpoint.write(str(path / "written"))
+    assert int(checkpoint.save_counter) == 5
+    assert Path(last).name == "plain-5"
+    assert Path(path, "written.index").exists()
+    checkpoint.restore(last).assert_consumed()
+    own = tf.train.CheckpointManager(checkpoint, path / f"{choros.rank()}", 1)
+    assert Path(own.save()).parent.name == f"{choros.rank()}"
+    assert counter.written > 0

@@ -1,0 +1,186 @@
+"""TensorFlow's own names in a strategy, on two ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import choros
+from choros import distribute
+from choros.errors import StrategyError
+
+
+def strategy() -> distribute.Strategy:
+    return distribute.MirroredStrategy()
+
+
+def answers() -> tuple[bool, bool, int]:
+    names = tf.distribute
+    return names.has_strategy(), names.in_cross_replica_context(), names.get_strategy().num_replicas_in_sync
+
+
+OUTSIDE = (False, False, 1)
+
+
+def case_losses_are_of_the_global_batch():
+    def losses(per_example):
+        return tf.nn.compute_average_loss(per_example), tf.nn.scale_regularization_loss(3.0)
+
+    here, compiled = strategy(), tf.function(losses)
+    values = tf.constant([2.0, 4.0])
+    outside = [1 * 3.0, 3.0]
+    inside = [3.0 / 2, 1.5]
+    np.testing.assert_allclose(compiled(values), outside)
+    for function in (losses, compiled):
+        np.testing.assert_allclose(here.run(function, args=(values,)), inside)
+    step = tf.function(lambda x: here.run(losses, args=(x,)))
+    np.testing.assert_allclose(step(values), inside)
+    np.testing.assert_allclose(compiled(values), outside)
+
+
+def case_contexts():
+    here = strategy()
+
+    def step():
+        replica = tf.distribute.get_replica_context()
+        total = replica.all_reduce(tf.distribute.ReduceOp.SUM, [tf.constant(choros.rank() + 1.0)])
+        parts = replica.all_gather(tf.constant([choros.rank()]), axis=0)
+        merged = replica.merge_call(lambda *_: answers())
+        return answers(), replica.replica_id_in_sync_group, replica.num_replicas_in_sync, total, parts, merged
+
+    assert answers() == OUTSIDE
+    with here.scope():
+        assert answers() == (True, True, 2)
+        assert tf.distribute.get_strategy() is here
+        assert tf.distribute.get_replica_context() is None
+    in_replica, identifier, number, total, parts, merged = here.run(step)
+    assert (in_replica, merged) == ((True, False, 2), (True, True, 2))
+    assert (identifier, number) == (choros.rank(), 2)
+    assert (float(total[0]), parts.numpy().tolist()) == (3.0, [0, 1])
+    assert answers() == OUTSIDE
+
+
+def case_keras_trains_as_outside():
+    """Keras scales losses by TensorFlow's number of replicas, compiles without XLA under it, and reduces gradients."""
+    seen = []
+
+    class Model(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = tf.keras.layers.Dense(1, kernel_initializer="ones")
+
+        def call(self, x):
+            seen.append(answers())
+            return self.dense(x)
+
+    def train(model, x, y):
+        return model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+    def build():
+        model = Model()
+        model.compile(tf.keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    x, y = np.ones((7, 2), "float32"), np.arange(7.0, dtype="float32")[:, None]
+    here = strategy()
+    with here.scope():
+        ours = build()
+        inside = train(ours, x, y)
+    assert set(seen) == {OUTSIDE}
+    plain = build()
+    np.testing.assert_allclose(inside, train(plain, x, y), rtol=1e-5)
+    assert ours.jit_compile is False  # a choros callback's; and not tf.distribute's, on one process
+    np.testing.assert_allclose(ours.predict(x, verbose=0), plain.predict(x, verbose=0), rtol=1e-5)
+
+
+def case_an_optimizer_applies_the_sum_once():
+    here = strategy()
+    with here.scope():
+        variable = tf.keras.Variable(1.0)
+        optimizer = tf.keras.optimizers.SGD(1.0)
+        scaled = tf.keras.optimizers.LossScaleOptimizer(tf.keras.optimizers.SGD(1.0), initial_scale=1.0)
+        optimizer.build([variable])
+
+    def step_of(optimizer):
+        return tf.function(lambda: optimizer.apply_gradients([(tf.constant(1.0 + choros.rank()), variable)]))
+
+    here.run(step_of(optimizer))
+    here.run(step_of(scaled))
+    assert float(variable) == 1.0 - 3.0 - 3.0
+
+
+def case_gradients_that_the_step_has_reduced():
+    here = strategy()
+    with here.scope():
+        variable = tf.keras.Variable(1.0)
+        optimizer = tf.keras.optimizers.SGD(1.0)
+
+    @tf.function
+    def step():
+        reduced = tf.distribute.get_replica_context().all_reduce("SUM", [tf.constant(1.0 + choros.rank())])
+        optimizer.apply_gradients(zip(reduced, [variable], strict=True), skip_gradients_aggregation=True)
+
+    here.run(step)
+    assert float(variable) == 1.0 - 3.0
+
+
+def case_batch_normalization_that_asks_for_all_replicas_in_a_custom_loop():
+    here = strategy()
+    with here.scope():
+        layer = tf.keras.layers.BatchNormalization(synchronized=True)
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+    mine = x[4 * choros.rank() : 4 * choros.rank() + 4]
+    here.run(tf.function(lambda rows: layer(rows, training=True)), args=(mine,))
+    expected = 0.01 * x.mean(axis=0)
+    np.testing.assert_allclose(layer.moving_mean.numpy(), expected, rtol=1e-4)
+
+
+def case_a_random_generator_of_the_scope():
+    here = strategy()
+    with here.scope():
+        generator = tf.random.Generator.from_seed(1)
+    draw = tf.function(lambda: here.run(lambda: generator.uniform([2])))
+    assert draw().shape == (2,)
+
+
+def case_one_scope_object_is_entered_repeatedly():
+    scope = strategy().scope()
+    for _ in range(2):
+        with scope, scope as here:
+            assert distribute.get_strategy() is here
+            assert answers() == (True, True, 2)
+        assert not distribute.has_strategy()
+    with pytest.raises(ZeroDivisionError), scope:
+        raise ZeroDivisionError
+    assert not distribute.has_strategy()
+
+
+def case_a_strategy_is_set_for_the_cells_of_a_notebook():
+    here, other = strategy(), distribute.MultiWorkerMirroredStrategy()
+    for each in (here, other):
+        distribute.experimental_set_strategy(each)
+        assert distribute.get_strategy() is each is tf.distribute.get_strategy()
+        with each.scope(), pytest.raises(StrategyError, match="outside of all `with` blocks"):
+            distribute.experimental_set_strategy(None)
+    distribute.experimental_set_strategy(None)
+    assert (distribute.has_strategy(), answers()) == (False, OUTSIDE)
+
+
+def case_older_names():
+    def numbers(context):
+        return tf.data.Dataset.range(4).shard(context.num_input_pipelines, context.input_pipeline_id).batch(2)
+
+    with pytest.warns(DeprecationWarning, match="use distribute_datasets_from_function"):
+        data = strategy().experimental_distribute_datasets_from_function(numbers)
+    assert [batch.numpy().tolist() for batch in data] == [[choros.rank(), choros.rank() + 2]]
+
+
+def case_the_cluster_has_one_chief():
+    resolver = distribute.MultiWorkerMirroredStrategy().cluster_resolver
+    cluster = resolver.cluster_spec()
+    assert (resolver.task_type, resolver.task_id) == ("worker", choros.rank())
+    assert tf.train.ClusterSpec(cluster.as_dict()).num_tasks("worker") == 2
+    assert len(set(cluster.as_dict()["worker"])) == 2
+    own = cluster.task_address(resolver.task_type, resolver.task_id)
+    assert resolver.master("worker", choros.rank(), "grpc") == f"grpc://{own}"
