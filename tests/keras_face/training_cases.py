@@ -122,7 +122,7 @@ def case_broadcast_variables_in_a_compiled_function():
         return
     import tensorflow as tf
 
-    variables = [tf.Variable([1.0 * hvd.rank()]), keras.Variable(2.0 * hvd.rank())]
+    variables = [tf.Variable(1.0 * hvd.rank()), keras.Variable(2.0 * hvd.rank())]
 
     @tf.function
     def first_batch():
@@ -131,7 +131,7 @@ def case_broadcast_variables_in_a_compiled_function():
         hvd.broadcast_variables(variables, root_rank=1)
         return variables[0] + variables[1]
 
-    assert float(first_batch()[0]) == 5.0
+    assert float(first_batch()) == 5.0
     assert [float(variable.numpy()) for variable in variables] == [2.0, 3.0]
 
 

@@ -38,6 +38,9 @@ from choros.distribute.replica_context import ReplicaContext
 from choros.distribute.strategy import Strategy
 from choros.distribute.tpu import TPUStrategy
 from choros.distribute.values import PerReplica
+from choros.frameworks import choose_keras_backend as _choose_keras_backend
+
+_choose_keras_backend()  # before the script imports Keras
 
 __all__ = [
     "AutoShardPolicy",

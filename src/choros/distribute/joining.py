@@ -12,13 +12,12 @@ import numpy as np
 from choros.comm import init, is_initialized, topology
 from choros.distribute.cluster_resolver import tf_config_of
 from choros.errors import ConfigError
+from choros.frameworks import FRAMEWORKS, missing_backend
 from choros.parallel.objects import broadcast_object
 from choros.topology import TF_CONFIG, Topology
 from choros.topology.environments import RANK_LAUNCHERS
 
 __all__ = ["framework", "join"]
-
-_FRAMEWORKS = ("tensorflow", "torch", "jax")
 
 
 def framework() -> str:
@@ -29,14 +28,16 @@ def framework() -> str:
     Raises:
         ConfigError: no framework is imported, or Keras' backend cannot train.
     """
-    loaded = [name for name in _FRAMEWORKS if sys.modules.get(name) is not None]
+    loaded = [name for name in FRAMEWORKS if sys.modules.get(name) is not None]
     if "keras" in sys.modules or (not loaded and importlib.util.find_spec("keras") is not None):
-        import keras
-
+        try:
+            import keras
+        except ImportError as error:
+            raise ConfigError(missing_backend(error)) from None
         backend = str(keras.backend.backend())
-        if backend not in _FRAMEWORKS:
+        if backend not in FRAMEWORKS:
             raise ConfigError(
-                f"Keras' backend is {backend}, which cannot train: set KERAS_BACKEND to {' or '.join(_FRAMEWORKS)}."
+                f"Keras' backend is {backend}, which cannot train: set KERAS_BACKEND to {' or '.join(FRAMEWORKS)}."
             )
         return backend
     if loaded:

@@ -18,13 +18,14 @@
     )
 """
 
+from choros.frameworks import choose_keras_backend as _choose_keras_backend
+from choros.frameworks import missing_backend as _missing_backend
+
 try:
+    _choose_keras_backend()
     import keras as _keras
 except ImportError as _error:
-    raise ImportError(
-        "choros.keras needs Keras 3 and a framework: pip install 'choros[tensorflow]', 'choros[torch]' or "
-        "'choros[jax]'."
-    ) from _error
+    raise ImportError(_missing_backend(_error), name=_error.name) from None
 
 from choros.comm import (
     ProcessSet,

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from choros.config import LOG_LEVEL, Config
 from choros.errors import LaunchError
+from choros.frameworks import keras_backend_of_ranks
 from choros.launch.driver.output import Output
 from choros.launch.driver.supervisor import JobEnd, supervise
 from choros.launch.plan.command import Command, plan
@@ -66,6 +67,7 @@ def launch(
     began = time.monotonic()
     if verbose:
         environ = {LOG_LEVEL.name: "INFO", **environ}
+    environ = {**keras_backend_of_ranks(job.command, environ), **environ}
     shows_events = Config.from_environ({**environ, **job.environment}).log_level == "DEBUG"
     job = _with_addresses(job, environ)
     _check_hosts(job, limits, output)

@@ -1,0 +1,54 @@
+"""The frameworks that are installed, and Keras' choice of one.
+
+Keras computes with the framework in ``KERAS_BACKEND``, or else with TensorFlow, whether or not it is installed. choros
+sets the variable before Keras is imported where only one framework is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["FRAMEWORKS", "choose_keras_backend", "installed", "keras_backend_of_ranks", "missing_backend"]
+
+FRAMEWORKS = ("tensorflow", "torch", "jax")
+_VARIABLE = "KERAS_BACKEND"
+
+
+def installed() -> list[str]:
+    """Returns the frameworks that are installed, without importing them."""
+    return [name for name in FRAMEWORKS if find_spec(name) is not None]
+
+
+def choose_keras_backend() -> None:
+    """Sets ``KERAS_BACKEND`` to the only framework that is installed, if it is not set and Keras is not imported."""
+    if "keras" not in sys.modules and not os.environ.get(_VARIABLE) and len(found := installed()) == 1:
+        os.environ[_VARIABLE] = found[0]
+
+
+def keras_backend_of_ranks(command: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns ``KERAS_BACKEND`` for ranks that run ``command``; empty if they should not get it.
+
+    They get it if only one framework is installed beside this Python, which is the one that they run.
+    """
+    program = shutil.which(command[0], path=environ.get("PATH")) if command and not environ.get(_VARIABLE) else None
+    if program is None or Path(program).absolute().parent != Path(sys.executable).absolute().parent:
+        return {}
+    found = installed()
+    return {_VARIABLE: found[0]} if len(found) == 1 else {}
+
+
+def missing_backend(error: ImportError) -> str:
+    """Returns a sentence for an import of Keras that has failed with ``error``."""
+    found, missing = installed(), (error.name or "").partition(".")[0]
+    if missing not in FRAMEWORKS or not found:
+        extras = ", ".join(f"'choros[{name}]'" for name in FRAMEWORKS[:-1]) + f" or 'choros[{FRAMEWORKS[-1]}]'"
+        return f"choros needs Keras 3 and a framework: pip install {extras}."
+    return (
+        f"Keras computes with {missing}, which is not installed: set {_VARIABLE} to {' or '.join(found)} before the "
+        "script starts."
+    )
