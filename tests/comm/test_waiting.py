@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from choros.comm.waiting import Schedule, wait_until
+from choros.comm.waiting import LongWait, Schedule, wait_until
+from choros.observe import events
+from choros.observe.events import REPORTS, Kind
 from comm.engines import ON_TORCH
 from harness import CHOROSRUN, Job, case_names, check_case, on
 
@@ -105,3 +108,31 @@ def test_interrupted_rank_stops_waiting_and_cannot_communicate() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "interrupted True" in done.stdout, done.stdout + done.stderr
     assert "was interrupted on this rank, which cannot communicate any more" in done.stdout
+
+
+def test_a_long_wait_is_reported_at_growing_intervals() -> None:
+    received: list[events.Event] = []
+    stop = events.listen(received.append, REPORTS)
+    schedule = Schedule(spin_seconds=0.0, report_seconds=0.001, longest_silence=0.1)
+    wait_until(lambda: len(received) > 2, schedule, lambda: LongWait("barrier()", (0, 1)))
+    stop()
+    assert [event.kind for event in received] == [Kind.WAITING] * (len(received) - 1) + [Kind.WAITED]
+    assert received[0].details["process_set"] == (0, 1)
+    assert Path(__file__).name in str(received[0].details["at"])
+    waited = [float(str(event.details["seconds"])) for event in received[:-1]]
+    assert waited == sorted(waited)
+
+
+def test_a_wait_that_fails_is_over() -> None:
+    received: list[events.Event] = []
+    stop = events.listen(received.append, REPORTS)
+
+    def poll() -> bool:
+        if received:
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        wait_until(poll, Schedule(report_seconds=0.001), lambda: LongWait("barrier()", (0, 1)))
+    stop()
+    assert [event.kind for event in received] == [Kind.WAITING, Kind.WAITED]

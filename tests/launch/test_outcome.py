@@ -74,6 +74,19 @@ def test_a_traceback_that_was_shown_is_not_shown_again():
     assert got.lines[-1] == "chorosrun: its traceback is above."
 
 
+def test_a_rank_that_waits_for_one_that_has_ended():
+    end = Exit(1, "h", 0), Exit(0, "h", 143, signal=15, stopped=True)
+    got = outcome(*end, size=2, reason=Reason.STUCK, stuck="rank 0 waits in barrier(), and rank 1 has ended")
+    assert got.exit_code == 70
+    assert got.lines == ("chorosrun: rank 0 waits in barrier(), and rank 1 has ended; the job was stopped.",)
+
+
+def test_a_job_that_is_stopped_from_outside_says_who_waited_for_whom():
+    waits = ("rank 0 has waited 9 s for rank 1 in barrier()",)
+    got = outcome(Exit(0, "h", 0), size=1, reason=Reason.TIMEOUT, waits=waits)
+    assert got.lines[0] == "chorosrun: rank 0 has waited 9 s for rank 1 in barrier()."
+
+
 def test_a_command_that_does_not_exist():
     got = outcome(Exit(0, "h", 127, problem="command not found: 'x'."), Exit(1, "h", 127, problem="…"), size=2)
     assert got.exit_code == 127
@@ -234,6 +247,7 @@ def test_stages():
     names = {reason: [stage.signal.name for stage in stages(reason, 20)] for reason in Reason}
     assert names == {
         Reason.FAILURE: ["SIGTERM", "SIGKILL"],
+        Reason.STUCK: ["SIGTERM", "SIGKILL"],
         Reason.DONE: ["SIGTERM", "SIGKILL"],
         Reason.INTERRUPT: ["SIGINT", "SIGKILL"],
         Reason.TERMINATE: ["SIGTERM", "SIGKILL"],

@@ -46,8 +46,8 @@ def test_a_rank_that_is_stopped(tmp_path):
     assert any("code=3" in event for event in events_of(ended.err, 1))
 
 
-def test_without_listeners_no_rank_gets_a_pipe(tmp_path):
-    script = rank_script(tmp_path / "script.py", "print('CHOROS_EVENTS_FD' in os.environ)")
+def test_without_listeners_collectives_are_not_observed(tmp_path):
+    script = rank_script(tmp_path / "script.py", "import choros; choros.init(); print(choros.observe.events.active())")
     assert run("-np", 1, sys.executable, script).out == "False\n"
 
 

@@ -1,7 +1,8 @@
 """Conversion of a rank's output to frames."""
 
 from choros.launch.protocol.frames import Result, Text, encode
-from choros.launch.wrapper.transcript import ERR, OUT, RESULT, Transcript
+from choros.launch.wrapper.transcript import ERR, EVENTS, OUT, RESULT, Transcript
+from choros.observe.events import Event, Kind
 
 TRACEBACK = b"Traceback (most recent call last):\n  x\nValueError: no\n"
 
@@ -91,6 +92,15 @@ def test_large_output_after_a_traceback_is_shown():
     frames += transcript.feed(ERR, b"", 0.0)
     assert b"".join(frame.data for frame in frames) == TRACEBACK + lines
     assert transcript.traceback == ""
+
+
+def test_the_traceback_of_a_rank_that_an_exception_ends_is_held():
+    transcript = Transcript(0)
+    event = Event(Kind.RANK_CRASHED, "ValueError").to_json().encode() + b"\n"
+    assert len(list(transcript.feed(EVENTS, event, 0.0))) == 1
+    list(transcript.feed(ERR, TRACEBACK, 0.1))
+    assert (list(transcript.due(1000.0)), transcript.waits(1000.0)) == ([], [])
+    assert transcript.traceback == TRACEBACK.decode().removesuffix("\n")
 
 
 def test_a_rank_that_logs_after_a_traceback_has_handled_the_exception():

@@ -26,6 +26,7 @@ from choros.comm.memory import aligned_empty
 from choros.comm.reduction import Reduction, check_dtype, from_working, working_dtype, working_op
 from choros.comm.request import Request, caller, mismatch_text
 from choros.comm.selection import select_devices
+from choros.comm.waiting import LongWait
 from choros.comm.work import Work, WorkQueue
 from choros.errors import ConfigError, EngineError, MismatchError
 from choros.observe import events
@@ -42,7 +43,7 @@ Kind = tuple[np.dtype[np.generic], tuple[int, ...]]
 _log = logging.getLogger("choros")
 
 #: The request of a rank that ends: it matches no other, so ranks that still call a collective are notified.
-SHUTDOWN = Request("shutdown")
+SHUTDOWN = Request(events.SHUTDOWN.removesuffix("()"))
 #: The request of a rank that has joined: it matches every request that this rank can participate in.
 JOINED = Request("join")
 
@@ -60,6 +61,8 @@ class Communicator(ABC):
         rank: this process among the members, ``0 … size - 1``.
         size: the number of members.
         ranks: the members' global ranks, ascending.
+        launched: the members' ranks as the launcher numbers them; others than ``ranks`` if ``init(comm=…)`` leaves
+            some out.
         collectives: the number of collectives in which this process has participated.
         chunk_bytes: arrays are sent in chunks of at most this many bytes.
         bytes_sent: the number of bytes of arrays it has contributed to them, which compression reduces.
@@ -70,12 +73,14 @@ class Communicator(ABC):
     def __init__(self, rank: int, ranks: Sequence[int], queue: WorkQueue, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
+        self.launched = self.ranks
         self.size = len(self.ranks)
         self.collectives = 0
         self.bytes_sent = 0
         self.chunk_bytes = chunk_bytes
         self._queue = queue
         self._over = ""
+        self._asked = SHUTDOWN
         self._scratch: NDArray[np.uint8] | None = None
 
     # ── collectives ──────────────────────────────────────────────────────────────────────────────
@@ -291,7 +296,10 @@ class Communicator(ABC):
             problem = ConfigError(f"ranks {list(ranks)} are not distinct ranks of 0 … {self.size - 1}.")
         with self.exclusive():
             self.agree(Request("split", f"ranks={chosen}"), problem=problem)
-            return self._split(chosen)
+            members = self._split(chosen)
+        if members is not None:
+            members.launched = tuple(self.launched[rank] for rank in chosen)
+        return members
 
     @functools.cached_property
     def devices(self) -> DeviceCollectives | None:
@@ -523,6 +531,7 @@ class Communicator(ABC):
     ) -> NDArray[np.int64]:
         if self._over:
             raise MismatchError(self._over)
+        self._asked = request
         try:
             return exchange(np.array(header, np.int64))
         except EngineError:
@@ -540,8 +549,12 @@ class Communicator(ABC):
             self._over = comparison
         return MismatchError(comparison)
 
+    def _long_wait(self) -> LongWait:
+        """The wait for the other members in the current collective."""
+        return LongWait(str(self._asked), self.launched)
+
     def _compare(self, request: Request) -> str:
-        text = str(request) if request == SHUTDOWN else f"{request} at {caller()}"
+        text = str(request) if request == SHUTDOWN else f"{request} at {caller() or 'unknown location'}"
         mine = np.frombuffer(text.encode(), np.uint8)
         lengths = self._exchange(np.array([len(mine), 0], np.int64))[:, 0]
         together = self._allgather(mine, [int(length) for length in lengths]).tobytes()

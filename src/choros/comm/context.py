@@ -9,12 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from choros.comm.communicator import SHUTDOWN, Communicator
 from choros.comm.process_set import ProcessSet
 from choros.comm.selection import select
+from choros.comm.waiting import LongWait
 from choros.config import Config
 from choros.errors import ChorosError, ConfigError, EngineError, MismatchError, NotInitializedError
 from choros.observe import events
@@ -40,9 +42,32 @@ class _JobState:
     topology: Topology
     communicator: Communicator
     finalize: Callable[[], None]
-    stop_listening: Callable[[], None]
     process_sets: dict[int, ProcessSet] = field(default_factory=dict)
     next_id: int = 1
+
+
+class _Listeners:
+    """The listeners of this process: they listen from ``init`` to ``shutdown``, and again while the process ends."""
+
+    def __init__(self) -> None:
+        self._start: Callable[[], list[Callable[[], None]]] = list
+        self._stops: list[Callable[[], None]] | None = None
+
+    def configure(self, config: Config, rank: int) -> None:
+        """Sets what ``start`` starts, and the rank in this process's events."""
+        events.identify(rank)
+        self._start = partial(start_listeners, config, os.environ)
+
+    def start(self) -> None:
+        """Starts the configured listeners, if they are not running."""
+        if self._stops is None:
+            self._stops = self._start()
+
+    def stop(self) -> None:
+        """Stops them."""
+        for stop in self._stops or ():
+            stop()
+        self._stops = None
 
 
 #: All ranks (Horovod's ``global_process_set``); usable after ``init()``.
@@ -52,6 +77,7 @@ _log = logging.getLogger("choros")
 _job: _JobState | None = None
 #: An exception ended the main program: its rank must die, not wait for the others.
 _crashed = False
+_listeners = _Listeners()
 _hooked = False
 _finalize: Callable[[], None] | None = None
 _initializers: list[Callable[[Topology], None]] = []
@@ -87,8 +113,16 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
     _install_hooks()
     config = Config.from_environ(os.environ)
     _show_log(config.log_level)
-    communicator, position, finalize = _start_engine(os.environ, detect(os.environ), comm)
-    _job = _JobState(position, communicator, finalize, stop_listening=_listen(config, position))
+    launched = detect(os.environ)
+    _listeners.configure(config, launched.rank)
+    _listeners.start()
+    try:
+        communicator, position, finalize = _start_engine(os.environ, launched, comm)
+    except BaseException:
+        _listeners.stop()
+        raise
+    _listeners.configure(config, position.rank)
+    _job = _JobState(position, communicator, finalize)
     global_process_set.register(0, range(communicator.size), communicator)
     try:
         for ranks in sets:
@@ -119,9 +153,9 @@ def shutdown() -> None:
         for process_set in (*job.process_sets.values(), global_process_set):
             process_set.unregister()
     global_process_set.process_set_id = None
-    job.stop_listening()
+    _listeners.stop()
     global _finalize
-    _finalize = job.finalize
+    _finalize = partial(_end, job)
 
 
 def is_initialized() -> bool:
@@ -198,17 +232,14 @@ def _current(what: str) -> _JobState:
     return _job
 
 
-def _listen(config: Config, position: Topology) -> Callable[[], None]:
-    """Starts the configured listeners; returns the function that stops them."""
-    events.identify(position.rank)
-    started = start_listeners(config, os.environ)
-
-    def stop() -> None:
-        for stop_listener in started:
-            stop_listener()
-        events.identify(-1)
-
-    return stop
+def _end(job: _JobState) -> None:
+    """Ends the engine, when the process ends."""
+    _listeners.start()
+    wait = LongWait(events.LEAVING, job.communicator.launched)
+    wait.report(0.0)
+    job.finalize()
+    wait.end()
+    _listeners.stop()
 
 
 def _nothing() -> None:
@@ -223,8 +254,16 @@ def _start_engine(
     if position.rank == 0:
         _log.info(choice)
     engine = importlib.import_module(f"choros.comm.engines.{choice.engine}")
-    communicator, position = engine.start(position, comm)
-    return communicator, position, engine.finalize
+    if position.size == 1:
+        return (*engine.start(position, comm), engine.finalize)
+    global _finalize
+    _finalize = engine.finalize  # also of a rank that does not take part
+    wait = LongWait(events.INIT, range(position.size))
+    wait.report(0.0)  # at once: MPI's own start waits for all ranks, and cannot be polled
+    try:
+        return (*engine.start(position, comm), engine.finalize)
+    finally:
+        wait.end()
 
 
 def _show_log(level: str) -> None:
@@ -248,6 +287,8 @@ def _install_hooks() -> None:
     def note_crash(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         global _crashed
         _crashed = True
+        _listeners.start()
+        events.emit(events.Kind.RANK_CRASHED, kind.__name__)
         previous(kind, error, traceback)
 
     sys.excepthook = note_crash

@@ -51,13 +51,13 @@ class Request:
         return f"{self.collective}({', '.join([*name, *([self.arguments] if self.arguments else [])])})"
 
 
-def caller() -> str:
-    """``file:line`` of the innermost frame outside choros, for error messages."""
+def caller() -> str | None:
+    """``file:line`` of the innermost frame outside choros; ``None`` if it is called by Python itself."""
     for frame in reversed(traceback.extract_stack()):
         inside = frame.filename.startswith((_PACKAGE, "<"))
         if not inside and "site-packages" not in frame.filename and "/lib/python3" not in frame.filename:
             return f"{frame.filename}:{frame.lineno}"
-    return "unknown location"
+    return None
 
 
 def mismatch_text(texts: Sequence[str], ranks: Sequence[int]) -> str:

@@ -2,24 +2,30 @@
 
 ::
 
-    waited   0 ─────────── 20 µs ──────────────── 200 µs ───────────── 10 ms ────────── …
-    between    nothing        yield the core         sleep a tenth of     sleep 1 ms
-    two polls                                        the time waited
+    waited   0 ─────────── 20 µs ──────────────── 200 µs ───────────── 10 ms ────────── 1 s ────────── …
+    between    nothing        yield the core         sleep a tenth of     sleep 1 ms       sleep 1 ms;
+    two polls                                        the time waited                       report the wait
 
 The spin at the start serves ranks that arrive together: they proceed as fast as in a blocking call. It ends early if
 other processes use the core, which is detected by how long a yield takes. A sleep delays the rank by at most a tenth
 of the time it has waited, and lets the other threads of this process run. Polling from Python lets Ctrl-C and the
-handlers of signals run in between, and lets the engine notice that a peer has died.
+handlers of signals run in between, and lets the engine notice that a peer has died. A rank that waits long reports it:
+chorosrun knows which ranks have ended, and stops a job in which one waits for another that will never come.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import final
 
-__all__ = ["WAITING", "Schedule", "wait_until"]
+from choros.comm.request import caller
+from choros.observe import events
+from choros.observe.events import Kind
+
+__all__ = ["WAITING", "LongWait", "Reporter", "Schedule", "wait_until"]
 
 #: This number of polls takes about 20 µs.
 _TIGHT_POLLS = 64
@@ -36,12 +42,17 @@ class Schedule:
         shortest_sleep: seconds, the first sleep at least.
         longest_sleep: seconds, every sleep at most.
         share: a sleep's share of the time waited before it.
+        report_seconds: a wait is reported after this time, then after half as much again, at least every
+            ``longest_silence`` seconds.
+        longest_silence: see above.
     """
 
     spin_seconds: float = 200e-6
     shortest_sleep: float = 20e-6
     longest_sleep: float = 1e-3
     share: float = 0.1
+    report_seconds: float = 1.0
+    longest_silence: float = 10.0
 
     def sleep_after(self, waited: float) -> float:
         """How many seconds to sleep once the spin is over and ``waited`` seconds have passed.
@@ -52,17 +63,80 @@ class Schedule:
         """
         return min(self.longest_sleep, max(self.shortest_sleep, waited * self.share))
 
+    def report_after(self, waited: float) -> float:
+        """How many seconds a rank has waited when it reports again that it waits."""
+        return min(1.5 * waited, waited + self.longest_silence)
+
 
 #: The schedule of all engines.
 WAITING = Schedule()
 
 
-def wait_until(poll: Callable[[], bool], schedule: Schedule = WAITING) -> None:
+@final
+class LongWait:
+    """A wait of this rank for others, reported by the events ``WAITING`` and ``WAITED``.
+
+    Args:
+        what: in which call.
+        ranks: the ranks that must call it.
+    """
+
+    def __init__(self, what: str, ranks: Sequence[int]) -> None:
+        self._what = what
+        self._ranks = tuple(ranks)
+        self._at = caller() or ""
+
+    def report(self, waited: float) -> None:
+        """Reports that this rank has waited for ``waited`` seconds."""
+        events.emit(Kind.WAITING, self._what, process_set=self._ranks, at=self._at, seconds=round(waited, 3))
+
+    def end(self) -> None:
+        """Reports that it waits no longer."""
+        events.emit(Kind.WAITED, self._what)
+
+
+@final
+class Reporter:
+    """Reports a wait, which begins now, when it becomes long.
+
+    Args:
+        describe: returns the wait; ``None``: it is not reported.
+        schedule: when it is reported.
+    """
+
+    def __init__(self, describe: Callable[[], LongWait] | None, schedule: Schedule = WAITING) -> None:
+        self._describe = describe
+        self._schedule = schedule
+        self._begin = time.perf_counter()
+        self._due = schedule.report_seconds
+        self._wait: LongWait | None = None
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def check(self) -> float:
+        """Reports the wait if it is time to; returns how many seconds it has lasted."""
+        waited = time.perf_counter() - self._begin
+        if waited >= self._due and self._describe is not None:
+            self._wait = self._wait or self._describe()
+            self._wait.report(waited)
+            self._due = self._schedule.report_after(waited)
+        return waited
+
+    def __exit__(self, *_: object) -> None:
+        if self._wait is not None:
+            self._wait.end()
+
+
+def wait_until(
+    poll: Callable[[], bool], schedule: Schedule = WAITING, describe: Callable[[], LongWait] | None = None
+) -> None:
     """Returns as soon as ``poll`` has returned true.
 
     Args:
         poll: cheap; its errors are raised here.
         schedule: when it is called again.
+        describe: returns the wait, to report it; ``None``: it is not reported.
 
     Example:
         >>> polls = iter([False, False, True])
@@ -79,5 +153,6 @@ def wait_until(poll: Callable[[], bool], schedule: Schedule = WAITING) -> None:
         before, now = now, time.perf_counter()
         if now - before > _LONG_YIELD_SECONDS:
             break
-    while not poll():
-        time.sleep(schedule.sleep_after(time.perf_counter() - begin))
+    with Reporter(describe, schedule) as reporter:
+        while not poll():
+            time.sleep(schedule.sleep_after(reporter.check()))

@@ -169,7 +169,8 @@ def _raise_failure(job_end: JobEnd, limits: Limits) -> None:
         signal.raise_signal(signal.SIGTERM)  # caught while the ranks ended; now it applies to this process
     message = "\n".join(outcome.lines).removeprefix("chorosrun: ")
     if job_end.reason is Reason.TIMEOUT:
-        raise JobTimeout(f"the job ran longer than timeout={limits.run:g} s and was stopped.")
+        waits = "".join(f" {line[:1].upper()}{line[1:]}." for line in job_end.waits)
+        raise JobTimeout(f"the job ran longer than timeout={limits.run:g} s and was stopped.{waits}")
     if outcome.failure is None:
         raise LaunchError(message)
     end = outcome.failure

@@ -1,6 +1,8 @@
 """Events of a job: the layers emit them, listeners receive them."""
 
-__all__ = ["EVENTS_FD"]
+__all__ = ["EVENTS_FD", "EVERY_EVENT"]
 
-#: The variable with the file descriptor of the pipe through which a rank sends its events to its wrapper.
+#: The variable with the file descriptor of the pipe through which a rank sends its events to its wrapper: those of the
+#: kinds that chorosrun always needs, or with ``EVERY_EVENT`` after it all of them.
 EVENTS_FD = "CHOROS_EVENTS_FD"
+EVERY_EVENT = ",all"

@@ -8,8 +8,9 @@
     listeners of a rank ── pipe ──► wrapper ── frames ──► listeners of chorosrun
     (``listeners.py``)                                    (the log, with CHOROS_LOG_LEVEL=debug)
 
-Code that emits events does not depend on the listeners. Without listeners, ``emit`` returns at once; code that runs in
-every collective checks ``active()`` first and then does not collect the details.
+Code that emits events does not depend on the listeners. Events of a kind to which no one listens are not created; code
+that runs in every collective checks ``active()`` first and then does not collect the details. chorosrun always listens
+to the kinds in ``REPORTS``, which are rare: it needs them to know whether a job can still end.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from __future__ import annotations
 import enum
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import final
 
-__all__ = ["Detail", "Event", "Kind", "Listener", "active", "emit", "identify", "listen", "publish", "span"]
+__all__ = [
+    "INIT", "LEAVING", "REPORTS", "SHUTDOWN", "Detail", "Event", "Kind", "Listener", "active", "emit", "identify",
+    "listen", "publish", "span",
+]  # fmt: skip
 
 Detail = int | float | str | bool | tuple[int, ...] | list[int]
 
@@ -33,7 +37,8 @@ class Kind(enum.StrEnum):
 
     A step is begun when ranks have agreed to reduce its gradients, and done when they are reduced; on a worker of a job
     with parameter servers, it is the function that the chief has scheduled. Between a collective's two events is
-    ``COLLECTIVE_MATCHED``: all ranks have called it, and the transfer begins.
+    ``COLLECTIVE_MATCHED``: all ranks have called it, and the transfer begins. A rank that waits long for others emits
+    ``WAITING`` several times, and then ``WAITED``; the name of the wait is the call.
     """
 
     STEP_BEGUN = "step begun"
@@ -43,11 +48,20 @@ class Kind(enum.StrEnum):
     COLLECTIVE_BEGUN = "collective begun"
     COLLECTIVE_MATCHED = "collective matched"
     COLLECTIVE_DONE = "collective done"
+    WAITING = "waiting"
+    WAITED = "waited"
     RANK_STARTED = "rank started"
+    RANK_CRASHED = "rank crashed"
     RANK_STOPPED = "rank stopped"
     RANK_ENDED = "rank ended"
     COMMIT = "commit"
     CHECKPOINT = "checkpoint"
+
+
+#: The kinds that chorosrun needs from every rank: whom it waits for, and that an exception ends it.
+REPORTS = frozenset({Kind.WAITING, Kind.WAITED, Kind.RANK_CRASHED})
+#: The calls in which a rank joins the job, leaves it, and ends.
+INIT, SHUTDOWN, LEAVING = "init()", "shutdown()", "MPI_Finalize()"
 
 
 @dataclass(frozen=True)
@@ -99,19 +113,25 @@ class Event:
 
 Listener = Callable[[Event], None]
 
-_listeners: tuple[Listener, ...] = ()
+_listeners: tuple[tuple[Listener, frozenset[Kind]], ...] = ()
+#: The kinds to which some listener listens.
+_heard: frozenset[Kind] = frozenset()
 _rank = -1
 
 
 def active() -> bool:
-    """Returns whether there is a listener."""
-    return bool(_listeners)
+    """Returns whether a listener listens to collectives."""
+    return Kind.COLLECTIVE_BEGUN in _heard
 
 
-def listen(listener: Listener) -> Callable[[], None]:
+def listen(listener: Listener, kinds: Collection[Kind] = tuple(Kind)) -> Callable[[], None]:
     """Registers ``listener``, which is called with every later event of this process.
 
     The emitting thread calls it, so it must be quick, must not emit events and must not call a collective.
+
+    Args:
+        listener: the listener.
+        kinds: the kinds of events that it receives.
 
     Returns:
         A function that removes the listener.
@@ -125,14 +145,15 @@ def listen(listener: Listener) -> Callable[[], None]:
         >>> received
         ['checkpoint: model.keras (step=3)']
     """
-    global _listeners
-    _listeners = (*_listeners, listener)
+    registered = (listener, frozenset(kinds))
+    _register((*_listeners, registered))
+    return lambda: _register(tuple(each for each in _listeners if each is not registered))
 
-    def stop() -> None:
-        global _listeners
-        _listeners = tuple(each for each in _listeners if each is not listener)
 
-    return stop
+def _register(listeners: tuple[tuple[Listener, frozenset[Kind]], ...]) -> None:
+    global _heard, _listeners
+    _listeners = listeners
+    _heard = frozenset().union(*(kinds for _, kinds in listeners))
 
 
 def identify(rank: int) -> None:
@@ -149,14 +170,15 @@ def emit(kind: Kind, name: str = "", **details: Detail) -> None:
         name: the name of its subject.
         details: see ``Event``.
     """
-    if _listeners:
+    if kind in _heard:
         publish(Event(kind, name, _rank, time.time(), details))
 
 
 def publish(event: Event) -> None:
     """Passes an event that another process has emitted to all listeners."""
-    for listener in _listeners:
-        listener(event)
+    for listener, kinds in _listeners:
+        if event.kind in kinds:
+            listener(event)
 
 
 @contextmanager
@@ -172,7 +194,7 @@ def span(begun: Kind, done: Kind, name: str = "", **details: Detail) -> Iterator
         >>> received
         ['step begun', 'step done']
     """
-    if not _listeners:
+    if begun not in _heard:
         yield
         return
     start = time.perf_counter()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from choros.config import Config
 from choros.observe import log, pipe
-from choros.observe.events import Listener, listen
+from choros.observe.events import Kind, Listener, listen
 
 __all__ = ["LISTENERS", "ListenerSpec", "start_listeners"]
 
@@ -20,17 +20,19 @@ class ListenerSpec:
     Attributes:
         wanted: returns whether it is enabled, given the configuration and the environment.
         make: returns the listener, given the same.
+        kinds: returns the kinds of events it receives.
         close: called with the listener when it is removed; ``None`` if it holds nothing.
     """
 
     wanted: Callable[[Config, Mapping[str, str]], bool]
     make: Callable[[Config, Mapping[str, str]], Listener]
+    kinds: Callable[[], Collection[Kind]] = lambda: tuple(Kind)
     close: Callable[[Listener], None] | None = None
 
     def start(self, config: Config, environ: Mapping[str, str]) -> Callable[[], None]:
         """Starts the listener; returns what removes it."""
         listener = self.make(config, environ)
-        remove = listen(listener)
+        remove = listen(listener, self.kinds())
 
         def stop() -> None:
             remove()
@@ -41,7 +43,7 @@ class ListenerSpec:
 
 
 LISTENERS: tuple[ListenerSpec, ...] = (
-    ListenerSpec(pipe.wanted, pipe.make),  # to the wrapper, which forwards them to chorosrun
+    ListenerSpec(pipe.wanted, pipe.make, pipe.kinds),  # to the wrapper, which forwards them to chorosrun
     ListenerSpec(log.wanted, log.make),  # CHOROS_LOG_LEVEL=debug without chorosrun
 )
 

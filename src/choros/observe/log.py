@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 
 from choros.config import Config
-from choros.observe.events import Event, Listener
-from choros.observe.pipe import take_descriptor
+from choros.observe.events import REPORTS, Event, Listener
+from choros.observe.pipe import kinds
 
 __all__ = ["make", "wanted"]
 
@@ -17,7 +17,7 @@ _log = logging.getLogger("choros")
 def wanted(config: Config, environ: Mapping[str, str]) -> bool:
     """Returns whether the level is ``DEBUG`` and chorosrun, which prints all ranks' events itself, is not used."""
     del environ
-    return config.log_level == "DEBUG" and take_descriptor() is None
+    return config.log_level == "DEBUG" and kinds() == REPORTS
 
 
 def make(config: Config, environ: Mapping[str, str]) -> Listener:

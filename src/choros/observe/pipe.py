@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import final
 
 from choros.config import Config
-from choros.observe import EVENTS_FD
-from choros.observe.events import Event, Listener
+from choros.observe import EVENTS_FD, EVERY_EVENT
+from choros.observe.events import REPORTS, Event, Kind, Listener
 
-__all__ = ["EventPipe", "make", "take_descriptor", "wanted"]
+__all__ = ["EventPipe", "kinds", "make", "take_descriptor", "wanted"]
 
 _descriptor: int | None = None
+_kinds: Collection[Kind] = REPORTS
 
 
 def take_descriptor() -> int | None:
@@ -20,12 +21,19 @@ def take_descriptor() -> int | None:
 
     The first call removes it from the environment: in a child process, the number denotes another file.
     """
-    global _descriptor
+    global _descriptor, _kinds
     text = os.environ.pop(EVENTS_FD, None)
     if text is not None:
-        _descriptor = int(text)
+        _descriptor = int(text.removesuffix(EVERY_EVENT))
         os.set_inheritable(_descriptor, False)
+        _kinds = tuple(Kind) if text.endswith(EVERY_EVENT) else REPORTS
     return _descriptor
+
+
+def kinds() -> Collection[Kind]:
+    """Returns the kinds of events that the wrapper reads."""
+    take_descriptor()
+    return _kinds
 
 
 def wanted(config: Config, environ: Mapping[str, str]) -> bool:

@@ -20,6 +20,7 @@ on the machines measured. A slice is processed by (2) and (4) in blocks that fit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -30,7 +31,7 @@ from choros.comm.algorithms.algorithm import AllreduceAlgorithm
 from choros.comm.algorithms.flat import FlatAllreduce
 from choros.comm.algorithms.hosts import HostRanks
 from choros.comm.reduction import UFUNCS, Reduction
-from choros.comm.waiting import wait_until
+from choros.comm.waiting import LongWait, wait_until
 
 __all__ = ["Window", "WindowAllreduce"]
 
@@ -69,17 +70,18 @@ class Window:
         offset = address - self._address
         return offset if 0 <= offset < self._mine.nbytes else None
 
-    def barrier(self, *, brief: bool = False) -> None:
+    def barrier(self, *, brief: bool = False, describe: Callable[[], LongWait] | None = None) -> None:
         """Waits for all ranks of the host; makes all earlier writes visible to all of them.
 
         Args:
             brief: the ranks arrive within microseconds, so a blocking call, which spins, is faster than polling.
+            describe: returns the wait, to report it.
         """
         self._window.Sync()
         if brief:
             self._host.Barrier()
         else:
-            wait_until(self._host.Ibarrier().Test)
+            wait_until(self._host.Ibarrier().Test, describe=describe)
         self._window.Sync()
 
     def close(self) -> None:
@@ -101,7 +103,14 @@ class WindowAllreduce(AllreduceAlgorithm):
         block_bytes: a rank sums this many bytes before it copies them to the others.
     """
 
-    def __init__(self, host: MPI.Intracomm, owners: MPI.Intracomm | None, ranks: HostRanks, block_bytes: int) -> None:
+    def __init__(
+        self,
+        host: MPI.Intracomm,
+        owners: MPI.Intracomm | None,
+        ranks: HostRanks,
+        block_bytes: int,
+        describe: Callable[[], LongWait] | None = None,
+    ) -> None:
         """Creates the algorithm for the ranks of this host.
 
         Args:
@@ -110,11 +119,13 @@ class WindowAllreduce(AllreduceAlgorithm):
                 slice, or there is only one host.
             ranks: the ranks over which slices are distributed.
             block_bytes: see above.
+            describe: returns the wait for the others, to report it.
         """
         self._host = host
         self._rank = host.Get_rank()
         self._ranks = ranks
         self._between = FlatAllreduce(owners) if owners is not None else None
+        self._describe = describe
         self.block_bytes = block_bytes
         self._windows: list[Window] = []
         self._known: dict[tuple[int, int, np.dtype[np.generic]], tuple[Window, NDArray[Any], list[NDArray[Any]]]] = {}
@@ -135,10 +146,10 @@ class WindowAllreduce(AllreduceAlgorithm):
         window, own, others = self._views(_address(buffer), buffer.size, buffer.dtype)
         # All ranks have agreed on this collective: for a small buffer the others are microseconds away.
         brief = buffer.nbytes <= _BRIEF_BYTES
-        window.barrier(brief=brief)
+        window.barrier(brief=brief, describe=self._describe)
         if own.size:
             self._reduce(own, others, UFUNCS[op], op)
-        window.barrier(brief=brief)
+        window.barrier(brief=brief, describe=self._describe)
 
     def _views(
         self, address: int, items: int, dtype: np.dtype[np.generic]

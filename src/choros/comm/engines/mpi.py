@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from choros.comm.algorithms.algorithm import Tuning
 from choros.comm.communicator import Array, Communicator
 from choros.comm.reduction import Reduction
-from choros.comm.waiting import wait_until
+from choros.comm.waiting import LongWait, wait_until
 from choros.comm.work import WorkQueue
 from choros.config import Config
 from choros.errors import ConfigError, EngineError, EngineUnavailable
+from choros.observe.events import INIT, LEAVING
 from choros.topology import Topology
 
 # choros does both: a rank that dies of an exception must not wait for the others in MPI_Finalize.
@@ -120,7 +121,7 @@ class MpiCommunicator(Communicator):
             with _translated("MPI_Comm_split"):
                 comm = self._comm.Split(color, self.rank)
             owners = None if comm == MPI.COMM_NULL else MPI.Intracomm(comm)
-        return owners, WindowAllreduce(self._host, owners, hosts, self.tuning.block_bytes)
+        return owners, WindowAllreduce(self._host, owners, hosts, self.tuning.block_bytes, self._long_wait)
 
     @classmethod
     def duplicate(cls, comm: MPI.Intracomm, ranks: Sequence[int], queue: WorkQueue) -> MpiCommunicator:
@@ -137,7 +138,7 @@ class MpiCommunicator(Communicator):
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         with _translated("the check of a collective"):
             # Here ranks wait for those that arrive late. After that, blocking calls, which spin, are brief.
-            wait_until(self._comm.Iallgather(header, self._table).Test)
+            wait_until(self._comm.Iallgather(header, self._table).Test, describe=self._long_wait)
         return self._table.copy()
 
     def _allreduce(self, buffer: Array, op: Reduction) -> None:
@@ -216,6 +217,7 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     Raises:
         ConfigError: MPI was started with another number of ranks than the environment says, or this rank
             does not take part.
+        EngineError: another rank has left the job for good.
     """
     if not MPI.Is_initialized():
         with _translated("MPI_Init"):
@@ -227,10 +229,13 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
             "and this MPI are incompatible. Start the script with chorosrun, with mpirun, or with "
             "srun --mpi=pmix."
         )
-    with _translated("the rendezvous of the ranks"):
-        # Polls first: the next collective spins, which would cost a core per rank while another one still imports.
-        wait_until(world.Ibarrier().Test)
+    # Polls first: the next collective spins, which would cost a core per rank while another one still imports.
+    gone = _meet(world, leaves=False)
+    if gone:
+        ranks = f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
+        raise EngineError(f"init() was called again, but {ranks} of {world.Get_size()} ended after shutdown().")
     communicator = MpiCommunicator.duplicate(world, range(world.Get_size()), WorkQueue())
+    communicator.launched = _launched(world)
     if isinstance(comm, Sequence):
         communicator = communicator.only(comm)
     _tune(communicator)
@@ -248,6 +253,27 @@ def _tune(communicator: MpiCommunicator) -> None:
 
 
 def finalize() -> None:
-    """Ends MPI; call it once, when the process ends."""
-    if MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.Finalize()
+    """Ends MPI; call it once, when the process ends.
+
+    First the ranks meet, and wait politely for those that have more to do: ``MPI_Finalize`` waits in C.
+    """
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        return
+    while len(_meet(MPI.COMM_WORLD, leaves=True)) < MPI.COMM_WORLD.Get_size():
+        pass  # others have called init() again: it raises an error there
+    MPI.Finalize()
+
+
+def _meet(world: MPI.Intracomm, *, leaves: bool) -> list[int]:
+    """Waits until all ranks have come, to ``init()`` or to leave for good; returns those that leave."""
+    what = LEAVING if leaves else INIT
+    everyone = np.empty(world.Get_size(), np.int8)
+    with _translated("the rendezvous of the ranks"):
+        request = world.Iallgather(np.array([leaves], np.int8), everyone)
+        wait_until(request.Test, describe=lambda: LongWait(what, _launched(world)))
+    return [int(rank) for rank in np.flatnonzero(everyone)]
+
+
+def _launched(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """The members' ranks as the launcher numbers them."""
+    return tuple(comm.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group()))

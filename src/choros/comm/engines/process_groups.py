@@ -8,7 +8,7 @@ and the user's script can call ``init_process_group`` itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist  # noqa: TID253
 
 from choros.comm.reduction import Reduction
 from choros.comm.store import translated
+from choros.comm.waiting import LongWait, Reporter
 from choros.transport.address import LOOPBACK, Location, address_towards, choose_address, is_loopback
 
 __all__ = [
@@ -66,14 +67,20 @@ def own_address(locations: Sequence[Location], rank: int) -> str:
     return next(map(address_towards, others), LOOPBACK)
 
 
-def wait_on_host(work: Any) -> None:
+def wait_on_host(work: Any, describe: Callable[[], LongWait] | None = None) -> None:
     """Waits for a collective of tensors in host memory; raises its error.
 
-    The thread sleeps until Gloo's thread wakes it, so it does not poll.
+    The thread sleeps until Gloo's thread wakes it, or for a tenth of a second, after which Python can handle Ctrl-C.
+
+    Args:
+        work: the collective.
+        describe: returns the wait, to report it; ``None``: it is not reported.
     """
-    while not work.is_completed():
-        with suppress(RuntimeError):
-            work.wait(_NAP)
+    with Reporter(describe) as reporter:
+        while not work.is_completed():
+            with suppress(RuntimeError):
+                work.wait(_NAP)
+            reporter.check()
     work.wait()
 
 

@@ -89,13 +89,15 @@ class TorchCommunicator(Communicator):
         table = np.empty(2 * self.size, np.int64)
         # Gloo's threads sleep while they wait, also those of a rank that waits for the others to end.
         with translated("the check of a collective"):
-            wait_on_host(self._group._allgather_base(torch.from_numpy(table), torch.from_numpy(header)))
+            wait_on_host(
+                self._group._allgather_base(torch.from_numpy(table), torch.from_numpy(header)), self._long_wait
+            )
         return table.reshape(self.size, 2)
 
     def _allreduce(self, buffer: Array, op: Reduction) -> None:
         if buffer.dtype in _GLOO_DTYPES:
             with translated("allreduce"):
-                wait_on_host(self._group.allreduce([torch.from_numpy(buffer)], allreduce_options(op)))
+                wait_on_host(self._group.allreduce([torch.from_numpy(buffer)], allreduce_options(op)), self._long_wait)
             return
         shares = [shard_range(buffer.size, rank, self.size) for rank in range(self.size)]
         counts = [end - start for start, end in shares]
@@ -106,12 +108,12 @@ class TorchCommunicator(Communicator):
         received = np.empty(sum(counts), np.uint8)
         with translated("allgather"):
             for work in start_allgather(self._group, _tensor(send), torch.from_numpy(received), counts, self.rank):
-                wait_on_host(work)
+                wait_on_host(work, self._long_wait)
         return received
 
     def _broadcast(self, buffer: NDArray[np.uint8], root: int) -> None:
         with translated("broadcast"):
-            wait_on_host(self._group.broadcast([torch.from_numpy(buffer)], broadcast_options(root)))
+            wait_on_host(self._group.broadcast([torch.from_numpy(buffer)], broadcast_options(root)), self._long_wait)
 
     def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
         # Gloo's own supports only equal parts, and not every dtype.
@@ -127,7 +129,8 @@ class TorchCommunicator(Communicator):
         sent = _tensor(send[: sum(send_counts)])
         with translated("alltoall"):
             wait_on_host(
-                self._group.alltoall_base(torch.from_numpy(received), sent, list(receive_counts), list(send_counts))
+                self._group.alltoall_base(torch.from_numpy(received), sent, list(receive_counts), list(send_counts)),
+                self._long_wait,
             )
         return received
 

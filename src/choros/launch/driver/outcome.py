@@ -59,6 +59,8 @@ def outcome_of(job_end: JobEnd, limits: Limits) -> Outcome:
     failures = [end for end in ends if end.code != 0 and not end.stopped]
     if job_end.reason in _CODES:
         return Outcome(_CODES[job_end.reason], _stopped_lines(job_end, limits))
+    if job_end.reason is Reason.STUCK:
+        return Outcome(LaunchError.exit_code, (f"chorosrun: {job_end.stuck}; the job was stopped.",))
     if job_end.chief_is_done:
         return Outcome(0, _done_lines(job_end, limits))
     if not failures:  # MPI_Abort stops the other ranks so fast that the rank that called it may count as stopped, too
@@ -176,6 +178,7 @@ def _stopped_lines(job_end: JobEnd, limits: Limits) -> tuple[str, ...]:
             f"chorosrun: {job_end.roles.names(killed)} did not end after the first signal and "
             f"{'was' if len(killed) == 1 else 'were'} killed."
         )
+    lines += [f"chorosrun: {line}." for line in job_end.waits]
     if job_end.reason is Reason.TIMEOUT:
         lines.append(f"chorosrun: the job ran longer than --timeout {limits.run:g} and was stopped.")
     elif job_end.reason is Reason.INTERRUPT:

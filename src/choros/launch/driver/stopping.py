@@ -2,7 +2,7 @@
 
 ::
 
-    a rank fails        SIGTERM ── 2.5 s ──► SIGKILL ── 1.5 s ──► mpirun is ended
+    a rank fails, hangs SIGTERM ── 2.5 s ──► SIGKILL ── 1.5 s ──► mpirun is ended
     Ctrl-C              SIGINT ── grace period ──► SIGKILL ── …
     SIGTERM, a timeout  SIGTERM ── grace period ──► SIGKILL ── …
     a second Ctrl-C     SIGKILL ── …
@@ -25,6 +25,8 @@ class Reason(enum.Enum):
     """Why a job is stopped."""
 
     FAILURE = enum.auto()
+    #: A rank waits for one that has ended, or ranks wait for each other.
+    STUCK = enum.auto()
     #: The chief ended with 0, and other processes did not end within the grace period.
     DONE = enum.auto()
     INTERRUPT = enum.auto()
@@ -53,7 +55,7 @@ def stages(reason: Reason, grace: float) -> tuple[Stage, ...]:
     """
     if reason is Reason.START_TIMEOUT:
         return (_KILL,)
-    if reason in (Reason.FAILURE, Reason.DONE):
+    if reason in (Reason.FAILURE, Reason.STUCK, Reason.DONE):
         return (Stage(signal.SIGTERM, 2.5), _KILL)
     first = signal.SIGINT if reason is Reason.INTERRUPT else signal.SIGTERM
     return (Stage(first, grace), _KILL)

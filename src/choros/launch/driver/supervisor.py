@@ -27,6 +27,7 @@ from choros.launch.driver.mpirun_messages import met_shutdown
 from choros.launch.driver.mpirun_process import MpirunProcess
 from choros.launch.driver.output import Output
 from choros.launch.driver.stopping import Reason, Stage, signal_name, stages
+from choros.launch.driver.waits import Waits
 from choros.launch.plan.command import Command
 from choros.launch.plan.limits import Limits
 from choros.launch.plan.roles import NO_ROLES, Roles
@@ -61,6 +62,8 @@ class JobEnd:
         results: the return values of the ranks' functions, pickled.
         messages: mpirun's own messages.
         mpirun_code: mpirun's exit code.
+        waits: who waited for whom when the job was stopped.
+        stuck: why a rank could not continue, if the job was stopped for that.
     """
 
     size: int
@@ -71,6 +74,8 @@ class JobEnd:
     messages: deque[str] = field(default_factory=lambda: deque(maxlen=_MESSAGES))
     mpirun_code: int = 0
     roles: Roles = NO_ROLES
+    waits: tuple[str, ...] = ()
+    stuck: str = ""
 
     @property
     def chief_is_done(self) -> bool:
@@ -129,6 +134,7 @@ class _Supervisor:
         self._stages: tuple[Stage, ...] = ()
         self._held_signals: list[signal.Signals] = []
         self._releasing = False
+        self._waits = Waits(size)
         self._mpirun = MpirunProcess(command, stdin=payload is not None)
         self._loop = Loop()
         self._pipes = {self._mpirun.stdout, self._mpirun.stderr}
@@ -182,11 +188,34 @@ class _Supervisor:
             case Events():
                 for line in frame.lines.splitlines():
                     with suppress(ValueError):  # from another version of choros on another host
-                        events.publish(Event.from_json(line))
+                        self._on_event(frame.rank, Event.from_json(line))
             case Start():
                 self._on_start(frame)
             case Exit():
                 self._on_exit(frame)
+
+    def _on_event(self, rank: int, event: Event) -> None:
+        events.publish(event)
+        self._check_stuck(self._waits.note(rank, event, time.time()))
+        self._plan_stalls()
+
+    def _check_stuck(self, stuck: str) -> None:
+        """Stops the job if a rank is stuck."""
+        if stuck and self._job_end.reason is None:
+            self._job_end.stuck = stuck
+            self._stop(Reason.STUCK)
+
+    def _plan_stalls(self) -> None:
+        seconds = self._waits.next_stall(time.time())
+        if seconds is None or self._job_end.reason is not None or self._releasing:
+            self._loop.cancel("stall")
+        else:
+            self._loop.set_deadline("stall", seconds, self._show_stalls)
+
+    def _show_stalls(self) -> None:
+        for line in self._waits.stalls(time.time()):
+            self._output.screen.show(f"chorosrun: {line}.")
+        self._plan_stalls()
 
     def _on_start(self, frame: Start) -> None:
         self._job_end.started[frame.rank] = frame
@@ -224,6 +253,8 @@ class _Supervisor:
             self._loop.set_deadline("failure", _SHUTDOWN_SECONDS, lambda: self._stop(Reason.FAILURE))
         elif frame.code != 0:
             self._stop(Reason.FAILURE)
+        else:
+            self._check_stuck(self._waits.ended(frame.rank, time.time()))
 
     def _feed(self) -> None:
         """Writes rank 0's standard input. It stays open: at end of file, mpirun may drop buffered bytes."""
@@ -259,9 +290,10 @@ class _Supervisor:
         if self._job_end.reason is not None or self._releasing:
             return
         self._job_end.reason = reason
+        self._job_end.waits = tuple(self._waits.lines(time.time()))
         for rank in sorted(set(range(self._job_end.size)) - self._job_end.exits.keys()):
             _publish(Kind.RANK_STOPPED, rank, reason=reason.name.lower())
-        self._loop.cancel("progress", "start", "run", "failure", "chief")
+        self._loop.cancel("progress", "start", "run", "failure", "chief", "stall")
         self._stages = stages(reason, self._limits.grace)
         if reason in (Reason.INTERRUPT, Reason.TERMINATE) and self._job_end.started:
             self._output.screen.show(

@@ -36,7 +36,7 @@ class WrapperOptions:
         bind: bind the rank to its share of the host's cores.
         stdin: the rank's standard input is mpirun's; otherwise it is empty.
         result: give the rank a pipe for the result of its function.
-        events: give the rank a pipe for its events.
+        events: the rank sends all of its events; otherwise those that chorosrun itself needs.
         ranks_per_host: the number of ranks of each host, if they differ and chorosrun has assigned them.
         restarts: how many times a worker of a job with parameter servers is restarted after a signal has ended it.
     """

@@ -12,6 +12,8 @@ __all__ = ["ERR", "EVENTS", "OUT", "RESULT", "Transcript"]
 
 #: The pipes of a rank.
 OUT, ERR, RESULT, EVENTS = "out", "err", "result", "events"
+#: In the event of a rank that an exception ends.
+_CRASHED = b'"kind":"rank crashed"'
 _TAIL_LINES = 10
 #: A line in the tail is cut to this many bytes.
 _TAIL_WIDTH = 1 << 12
@@ -61,6 +63,8 @@ class Transcript:
                 yield Result(self._rank, data[start : start + _FRAME])
         elif stream == EVENTS:
             *lines_of_json, self._events = (self._events + data).split(b"\n")
+            if any(_CRASHED in line for line in lines_of_json):
+                self._traceback_buffer.crashed()
             if lines_of_json:
                 yield Events(self._rank, b"\n".join(lines_of_json).decode("ascii"))
         else:

@@ -53,7 +53,7 @@ from choros.launch.protocol.wrapper_options import RESULT_FD, SIGNAL_MEANINGS, W
 from choros.launch.wrapper.open_mpi_fixes import repairs
 from choros.launch.wrapper.task_address import listening_problem
 from choros.launch.wrapper.transcript import ERR, EVENTS, OUT, RESULT, Transcript
-from choros.observe import EVENTS_FD
+from choros.observe import EVENTS_FD, EVERY_EVENT
 from choros.topology import Topology, detect
 from choros.transport.loop import HasFileno, Loop
 from choros.transport.signal_pipe import SignalPipe, wake_only
@@ -201,15 +201,15 @@ class Wrapper:
 
     def _start(self) -> subprocess.Popen[bytes]:
         environ = dict(self._environ)
-        pipes = ((RESULT, RESULT_FD, self._options.result), (EVENTS, EVENTS_FD, self._options.events))
+        pipes = [(EVENTS, EVENTS_FD, EVERY_EVENT if self._options.events else "")]
+        pipes += [(RESULT, RESULT_FD, "")] if self._options.result else []
         readers: dict[str, int] = {}
         writers: list[int] = []
-        for name, variable, wanted in pipes:
-            if wanted:
-                readers[name], writer = os.pipe()
-                writers.append(writer)
-                os.set_inheritable(writer, True)
-                environ[variable] = str(writer)
+        for name, variable, suffix in pipes:
+            readers[name], writer = os.pipe()
+            writers.append(writer)
+            os.set_inheritable(writer, True)
+            environ[variable] = f"{writer}{suffix}"
         wrapper = os.getpid()
         try:
             self._process = process = subprocess.Popen(

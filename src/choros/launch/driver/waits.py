@@ -1,0 +1,175 @@
+"""Who waits for whom: a record of the ranks' waits, as they report them by events. Pure: times are arguments.
+
+::
+
+    rank 0   WAITING allreduce ── WAITING ── WAITING …       every few seconds, while it waits
+    rank 1   WAITING allreduce ── WAITING ── WAITING …
+    rank 2   ──────────── ended with code 0                  it will never call allreduce: ranks 0 and 1 are stuck
+
+    rank 0   WAITING allreduce of the set {0, 1} …
+    rank 1   WAITING allreduce of the set {1, 2} …           each waits for one that waits for another: all are stuck
+    rank 2   WAITING allreduce of the set {2, 0} …
+
+A wait can end if each of its ranks makes a call of the same set, or may still do so: because it computes, or because
+its own wait can end. (Different calls of one set end, too, by a ``MismatchError``.) A rank is stuck if its wait cannot
+end, which is believed only if the rank reports it once more a moment later: messages of different ranks may arrive in
+any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from choros.launch.plan.roles import NO_ROLES
+from choros.observe.events import INIT, LEAVING, Event, Kind
+
+__all__ = ["Wait", "Waits"]
+
+#: How long a rank must be stuck.
+_CONFIRM_SECONDS = 1.0
+#: A longer wait is shown.
+_STALL_SECONDS = 60.0
+_LONGEST_CALL = 200
+_ENDED = "ended with exit code 0"
+
+
+@dataclass
+class Wait:
+    """The wait of one rank.
+
+    Attributes:
+        call: the call in which it waits.
+        ranks: the ranks that must make it, this one among them.
+        at: the line of the user's program; empty if it is not known.
+        since: when it began.
+        shown: whether it was shown as a stall.
+    """
+
+    call: str
+    ranks: frozenset[int]
+    at: str
+    since: float
+    shown: bool = False
+
+    def __str__(self) -> str:
+        call = self.call if len(self.call) <= _LONGEST_CALL else f"{self.call[:_LONGEST_CALL]}…"
+        return f"{call} at {self.at}" if self.at else call
+
+
+@dataclass
+class Waits:
+    """The waits of all ranks of a job.
+
+    Attributes:
+        size: the number of ranks.
+
+    Example:
+        >>> waits = Waits(2)
+        >>> waits.ended(1, now=0.0)
+        ''
+        >>> waits.note(0, Event(Kind.WAITING, INIT, time=1.0), now=1.0)
+        'rank 0 waits in init(), and rank 1 ended with exit code 0 before it called init()'
+    """
+
+    size: int
+    _waits: dict[int, dict[str, Wait]] = field(default_factory=dict)
+    _ended: dict[int, float] = field(default_factory=dict)
+    _joined: set[int] = field(default_factory=set)
+    _left: set[int] = field(default_factory=set)
+
+    def note(self, rank: int, event: Event, now: float) -> str:
+        """Records an event of ``rank``; returns why it is stuck, if it is."""
+        waits = self._waits.setdefault(rank, {})
+        if event.kind is Kind.WAITED:
+            waits.pop(event.name, None)
+            if event.name == LEAVING:
+                self._left.add(rank)
+        if event.kind is not Kind.WAITING:
+            return ""
+        if event.name == INIT:
+            self._joined.add(rank)
+        if event.name not in waits:
+            ranks = event.details.get("process_set")  # missing if the list was too long to send
+            members = frozenset(ranks) if isinstance(ranks, tuple | list) else frozenset(range(self.size))
+            waits[event.name] = Wait(event.name, members, str(event.details.get("at", "")), now)
+        return self._never_joined() or self._stuck(rank, event.time)
+
+    def ended(self, rank: int, now: float) -> str:
+        """Records that ``rank`` ended with code 0; returns which rank is stuck for certain, if there is one."""
+        self._ended[rank] = now
+        self._waits.pop(rank, None)
+        return self._never_joined()
+
+    def stalls(self, now: float) -> list[str]:
+        """Returns lines about the long waits that were not shown so far."""
+        due = {rank: wait for rank, wait in self._current().items() if now >= wait.since + _STALL_SECONDS}
+        new = [wait for wait in due.values() if not wait.shown]
+        for wait in new:
+            wait.shown = True
+        return self._lines({rank: wait for rank, wait in due.items() if wait.call in {each.call for each in new}}, now)
+
+    def next_stall(self, now: float) -> float | None:
+        """Returns the seconds until ``stalls`` may have something to show; ``None`` if no rank waits."""
+        ends = (wait.since + _STALL_SECONDS - now for wait in self._current().values() if not wait.shown)
+        return min((max(0.0, end) for end in ends), default=None)
+
+    def lines(self, now: float) -> list[str]:
+        """Returns lines about all waits."""
+        return self._lines(self._current(), now)
+
+    def _current(self) -> dict[int, Wait]:
+        """The innermost wait of each rank that waits."""
+        return {rank: list(waits.values())[-1] for rank, waits in sorted(self._waits.items()) if waits}
+
+    def _never_joined(self) -> str:
+        """Returns which rank waits in ``init()`` for one that ended before: MPI's own start cannot report again."""
+        for rank, wait in self._current().items():
+            absent = sorted((self._ended.keys() - self._joined) & wait.ranks)
+            if wait.call == INIT and absent:
+                return f"{_ranks([rank])} waits in {wait}, and {_ranks(absent)} {_ENDED} before it called init()"
+        return ""
+
+    def _stuck(self, rank: int, seen: float) -> str:
+        """Returns why ``rank``, which still waited at the time ``seen``, is stuck; empty if its wait can end."""
+        waits = self._current()
+        gone = self._ended.keys() - self._left
+        if not gone and len({wait.ranks for wait in waits.values()}) == 1:
+            return ""
+        free = set(range(self.size)) - waits.keys() - gone
+        while more := {one for one, wait in waits.items() if one not in free and _can_end(wait, waits, free)}:
+            free |= more
+        stuck = {one: wait for one, wait in waits.items() if one not in free}
+        times = [wait.since for wait in stuck.values()] + [self._ended[one] for one in gone]
+        if rank not in stuck or seen < max(times) + _CONFIRM_SECONDS:
+            return ""
+        if missing := sorted(waits[rank].ranks & gone):
+            return (
+                f"{_ranks([rank])} waits in {waits[rank]}, and {_ranks(missing)} {_ENDED} without leaving "
+                "the job, as os._exit() does"
+            )
+        return "ranks wait for each other: " + "; ".join(f"{_ranks([one])} in {wait}" for one, wait in stuck.items())
+
+    def _lines(self, waits: dict[int, Wait], now: float) -> list[str]:
+        """Returns a line for each call, with the ranks that wait in it and those that have not called it."""
+        calls: dict[tuple[str, frozenset[int]], list[int]] = {}
+        for rank, wait in waits.items():
+            calls.setdefault((wait.call, wait.ranks), []).append(rank)
+        lines = []
+        for (call, members), waiting in calls.items():
+            missing = sorted(members - {rank for rank, wait in self._current().items() if wait.call == call})
+            longest = max((waits[rank] for rank in waiting), key=lambda wait: now - wait.since)
+            has = "has" if len(waiting) == 1 else "have"
+            if missing:
+                lines.append(
+                    f"{_ranks(waiting)} {has} waited {now - longest.since:.0f} s for {_ranks(missing)} in {longest}"
+                )
+        return lines
+
+
+def _can_end(wait: Wait, waits: dict[int, Wait], free: set[int]) -> bool:
+    return all(rank in free or (rank in waits and waits[rank].ranks == wait.ranks) for rank in wait.ranks)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    return NO_ROLES.names(list(ranks))

@@ -1,0 +1,180 @@
+"""Ranks that wait for others: what chorosrun concludes, and what it says."""
+
+import signal
+import sys
+
+import pytest
+
+from choros.launch.driver.waits import Waits
+from choros.observe.events import INIT, LEAVING, SHUTDOWN, Event, Kind
+from launch.launched import Running, rank_script, run
+
+ALL = (0, 1, 2)
+
+
+def waiting(call, ranks=ALL, at="", time=0.0):
+    return Event(Kind.WAITING, call, time=time, details={"process_set": ranks, "at": at})
+
+
+def joined(size=3):
+    """A job whose ranks have called init()."""
+    waits = Waits(size)
+    for rank in range(size):
+        assert not waits.note(rank, waiting(INIT, tuple(range(size))), 0.0)
+        waits.note(rank, Event(Kind.WAITED, INIT), 0.0)
+    return waits
+
+
+def test_a_rank_that_has_ended_is_missed_by_one_that_still_waits_a_moment_later():
+    waits = joined()
+    assert not waits.note(0, waiting("barrier()", at="train.py:3", time=5.0), 5.0)
+    assert not waits.ended(1, 6.0)
+    assert not waits.note(
+        0, waiting("barrier()", time=6.1), 6.1
+    )  # it may not have noticed yet that the barrier is over
+    assert waits.note(0, waiting("barrier()", time=7.5), 7.5).startswith(
+        "rank 0 waits in barrier() at train.py:3, and rank 1 ended with exit code 0 without leaving the job"
+    )
+
+
+def test_a_rank_that_ended_before_init_is_missed_at_once():
+    waits = Waits(2)
+    assert not waits.note(0, waiting(INIT, (0, 1)), 0.0)
+    assert "rank 1 ended with exit code 0 before it called init()" in waits.ended(1, 0.1)
+    waits = Waits(2)
+    assert not waits.ended(1, 0.1)
+    assert "before it called init()" in waits.note(0, waiting(INIT, (0, 1)), 0.2)
+
+
+def test_a_rank_that_has_left_is_not_missed():
+    waits = joined(2)
+    waits.note(1, waiting(LEAVING, (0, 1)), 1.0)
+    waits.note(0, waiting(LEAVING, (0, 1)), 1.0)
+    waits.note(1, Event(Kind.WAITED, LEAVING), 1.1)
+    assert not waits.ended(1, 1.2)
+    assert not waits.note(0, waiting(LEAVING, (0, 1), time=9.0), 9.0)
+
+
+def test_a_rank_that_computes_is_not_missed():
+    waits = joined(3)
+    for now in (1.0, 100.0):
+        assert not waits.note(0, waiting("barrier()", time=now), now)
+        assert not waits.note(1, waiting(SHUTDOWN, time=now), now)
+
+
+def test_a_rank_that_ended_is_not_missed_by_those_that_do_not_wait_for_it():
+    waits = joined(3)
+    waits.ended(2, 1.0)
+    for now in (1.0, 100.0):
+        assert not waits.note(0, waiting("barrier()", (0, 1), time=now), now)
+
+
+def test_ranks_that_wait_for_each_other():
+    waits = joined(3)
+    found = [
+        waits.note(rank, waiting(f"allreduce(name={rank})", ranks, time=now), now)
+        for now in (1.0, 2.5)
+        for rank, ranks in enumerate(((0, 1), (1, 2), (0, 2)))
+    ]
+    assert found[:3] == ["", "", ""]
+    assert found[3] == (
+        "ranks wait for each other: rank 0 in allreduce(name=0); rank 1 in allreduce(name=1); "
+        "rank 2 in allreduce(name=2)"
+    )
+
+
+def test_different_calls_of_the_same_ranks_end_by_an_error():
+    waits = joined(2)
+    for now in (1.0, 100.0):
+        assert not waits.note(0, waiting("barrier()", (0, 1), time=now), now)
+        assert not waits.note(1, waiting(SHUTDOWN, (0, 1), time=now), now)
+
+
+def test_a_set_of_ranks_that_was_too_long_to_send_counts_as_all():
+    waits = joined(2)
+    waits.ended(1, 1.0)
+    found = [waits.note(0, Event(Kind.WAITING, "barrier()", time=now), now) for now in (9.0, 10.5)]
+    assert found[0] == ""
+    assert "rank 1 ended" in found[1]
+
+
+def test_a_long_wait_is_shown_once():
+    waits = joined()
+    assert waits.next_stall(0.0) is None
+    waits.note(0, waiting(SHUTDOWN), 10.0)
+    waits.note(2, waiting(SHUTDOWN), 20.0)
+    assert waits.stalls(69.0) == []
+    assert waits.next_stall(69.0) == 1.0
+    assert waits.stalls(70.0) == ["rank 0 has waited 60 s for rank 1 in shutdown()"]
+    assert waits.stalls(81.0) == ["ranks 0, 2 have waited 71 s for rank 1 in shutdown()"]
+    assert (waits.stalls(999.0), waits.next_stall(999.0)) == ([], None)
+    assert waits.lines(100.0) == ["ranks 0, 2 have waited 90 s for rank 1 in shutdown()"]
+    waits.note(1, waiting(SHUTDOWN), 101.0)
+    assert waits.lines(102.0) == []
+
+
+SCRIPTS = {
+    "ends in the job": (
+        2,
+        "c.allreduce(numpy.ones(4))\nif rank == 1: os._exit(0)\nc.allreduce(numpy.ones(4), name='loss')",
+        "rank 0 waits in allreduce(name='loss', op=Average, dtype=float64, shape=(4,)) at ",
+        "rank 1 ended with exit code 0 without leaving the job, as os._exit() does; the job was stopped.",
+    ),
+    "ends after shutdown": (
+        2,
+        "choros.shutdown()\nif rank == 1: os._exit(0)",
+        "rank 0 waits in MPI_Finalize(), and rank 1 ended with exit code 0 without leaving the job",
+        "",
+    ),
+    "two sets": (
+        3,
+        "s = choros.add_process_set([0, 1])\nif rank == 0: s.communicator.barrier(name='ours')",
+        "ranks wait for each other: rank 0 in barrier(name='ours') at ",
+        "rank 1 in shutdown(); rank 2 in shutdown(); the job was stopped.",
+    ),
+}
+INITIALISED = "import choros, numpy\nchoros.init()\nc = choros.comm.global_process_set.communicator\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "body", "who", "whom"), SCRIPTS.values(), ids=SCRIPTS)
+def test_ranks_that_can_never_continue_are_stopped(tmp_path, size, body, who, whom):
+    ended = run("-np", size, sys.executable, rank_script(tmp_path / "script.py", INITIALISED + body))
+    assert ended.code == 70, ended.err
+    assert who in ended.err
+    assert whom in ended.err
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_before_init(tmp_path):
+    body = "if rank == 1: sys.exit(0)\n" + INITIALISED
+    ended = run("-np", 2, sys.executable, rank_script(tmp_path / "script.py", body))
+    assert ended.code == 70
+    assert "rank 0 waits in init() at " in ended.err
+    assert "rank 1 ended with exit code 0 before it called init(); the job was stopped." in ended.err
+
+
+@pytest.mark.slow
+def test_init_again_when_another_rank_has_left(tmp_path):
+    body = INITIALISED + "choros.shutdown()\nif rank == 1: sys.exit(0)\nchoros.init()"
+    script = rank_script(tmp_path / "script.py", body)
+    ended = run("-np", 2, "--log-level", "debug", sys.executable, script)
+    assert ended.code == 1
+    assert "EngineError: init() was called again, but rank 1 of 2 ended after shutdown()." in ended.err
+    assert "[0] rank crashed: EngineError" in ended.err
+
+
+@pytest.mark.slow
+def test_an_interrupted_job_says_who_waited_for_whom(tmp_path):
+    body = INITIALISED + "if rank == 0: c.barrier(name='late')\nelse: signal.pause()"
+    script = rank_script(tmp_path / "script.py", body)
+    with Running("-np", 2, "--log-level", "debug", sys.executable, script) as job:
+        seen = ""
+        while "[0] waiting: barrier(name='late')" not in seen:
+            line = job.process.stderr.readline()
+            assert line, seen
+            seen += line
+        job.signal(signal.SIGINT)
+        ended = job.end()
+    assert ended.code == 130
+    assert "s for rank 1 in barrier(name='late') at " in ended.err
