@@ -15,7 +15,7 @@ from choros.parallel import ops
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.compression.int8 import BLOCK
 from choros.parallel.compression.power_sgd import matrix_shape
-from choros.parallel.reduce.exchange import layout_of
+from choros.parallel.reduce.gradients import layout_of
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
 from harness import Job, case_names, check_case, on
 from parallel.digits import SGD, accuracy, batches, gradients, initial_weights

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from choros.comm import BFLOAT16, ProcessSet, Reduction
 from choros.errors import ConfigError, EngineError, MismatchError
 from choros.parallel.compression import Compression
-from choros.parallel.reduce.exchange import layout_of
+from choros.parallel.reduce.gradients import layout_of
 from choros.parallel.reduce.joining import join
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.sparse import SparseRows
 from parallel.threads import on_threads
 
 #: A batch: the gradient of its mean loss, and its number of examples.
@@ -361,3 +362,91 @@ def test_plans_are_made_again_after_the_members_are_registered_again() -> None:
         return before.collectives == collectives and after.collectives > 0, results
 
     assert on_threads(2, rank_main) == [(True, [0.5, 0.5])] * 2
+
+
+# ── sparse gradients ─────────────────────────────────────────────────────────────────────────────────
+
+
+def rows(indices: Sequence[int], value: float, *, width: int = 2, index_dtype: str = "int64") -> SparseRows:
+    values = np.full((len(indices), width), value, np.float32)
+    return SparseRows(np.array(indices, index_dtype), values, shape=(9, width))
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 8])
+def test_rows_are_gathered_in_rank_order_and_weighted_like_dense_gradients(bucket_bytes: int | None) -> None:
+    """Rank 0 has 3 of 4 examples; two sparse gradients of different dtypes beside two dense ones."""
+
+    def rank_main(process_set: ProcessSet) -> list[Any]:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, bucket_bytes=bucket_bytes))
+        first = process_set.rank() == 0
+        given = [
+            np.full(3, 1.0 if first else 5.0),
+            rows([7, 7, 1], 1.0) if first else rows([], 0.0),
+            np.full((), 1.0 if first else 5.0, np.float32),
+            rows([0], 4.0, width=3, index_dtype="int32") if first else rows([2, 0], 8.0, width=3, index_dtype="int32"),
+        ]
+        return reducer.reduce(given, examples=3 if first else 1)
+
+    for dense, words, number, users in on_threads(2, rank_main):
+        assert (dense.tolist(), float(number)) == ([2.0] * 3, 2.0)
+        assert (words.indices.tolist(), words.values[:, 0].tolist()) == ([7, 7, 1], [0.75] * 3)
+        assert (users.indices.tolist(), users.values[:, 2].tolist()) == ([0, 2, 0], [3.0, 2.0, 2.0])
+        assert (users.indices.dtype, users.values.dtype, users.shape) == (np.int32, np.float32, (9, 3))
+
+
+@pytest.mark.parametrize("compressor", [Compression.fp16, Compression.bf16, Compression.int8])
+def test_rows_are_sent_in_the_dtype_of_the_compression(compressor: Any) -> None:
+    def rank_main(process_set: ProcessSet) -> tuple[float, int]:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, compressor=compressor))
+        (gathered,) = reducer.reduce([rows([1], 1.01)], examples=1)
+        return float(gathered.values[0, 0]), process_set.communicator.bytes_sent
+
+    for value, sent in on_threads(2, rank_main):
+        narrow = compressor is not Compression.int8
+        assert value == pytest.approx(0.505, rel=4e-3)
+        assert (value == np.float32(0.505)) is not narrow
+        assert sent == 8 + 8 + 2 * (2 if narrow else 4)
+
+
+def test_rows_of_bfloat16_are_scaled_in_float32() -> None:
+    def rank_main(process_set: ProcessSet) -> float:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set))
+        own = SparseRows(np.array([0]), np.full((1, 1), 63, BFLOAT16), shape=(2, 1))
+        return float(reducer.reduce([own], examples=32 - process_set.rank())[0].values[0, 0])
+
+    assert on_threads(2, rank_main) == [32.0] * 2
+
+
+def test_rows_of_micro_batches_are_sent_together() -> None:
+    def rank_main(process_set: ProcessSet) -> list[list[Any]]:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, steps=2, op=Reduction.SUM))
+        early = reducer.reduce([rows([1], 1.0)], examples=1, exchange=False)[0]
+        late = reducer.reduce([rows([2, 1], 2.0)], examples=1)[0]
+        return [early.indices.tolist(), late.indices.tolist(), late.values[:, 0].tolist()]
+
+    assert on_threads(2, rank_main) == [[[], [1, 2, 1] * 2, [1.0, 2.0, 2.0] * 2]] * 2
+
+
+def test_a_joined_rank_contributes_no_rows() -> None:
+    def rank_main(process_set: ProcessSet) -> list[list[int]]:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set))
+        received = [reducer.reduce([rows([process_set.rank()], 1.0)], examples=1)[0]]
+        if process_set.rank() == 0:
+            received.append(reducer.reduce([rows([5], 1.0)], examples=1)[0])
+        reducer.join(layout_of([np.zeros((9, 2), np.float32)]), lambda reduced: received.append(reduced[0]))
+        return [each.indices.tolist() for each in received]
+
+    assert on_threads(2, rank_main) == [[[0, 1], [5]]] * 2
+
+
+def test_sparse_and_dense_gradients_of_one_variable_mismatch() -> None:
+    def rank_main(process_set: ProcessSet) -> str:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set))
+        own = rows([1], 1.0) if process_set.rank() == 0 else np.ones((9, 2), np.float32)
+        with pytest.raises(MismatchError) as caught:
+            reducer.reduce([own], examples=1)
+        return str(caught.value)
+
+    for message in on_threads(2, rank_main):
+        assert "rank 0: gradients(op=Average, steps=1, predivide_factor=1.0, 1 arrays: rows of float32[9, 2]" in message
+        assert "rank 1: gradients(op=Average, steps=1, predivide_factor=1.0, 1 arrays: float32[9, 2]" in message

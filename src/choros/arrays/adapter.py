@@ -63,6 +63,20 @@ class ArrayAdapter(ABC):
     def extent(self, array: Any, axis: int) -> Any:
         """Returns the length of a dimension as an integer array, which compiled functions may compute at run time."""
 
+    def rows_of(self, array: Any) -> tuple[Any, Any] | None:
+        """Returns the row indices and the values of a sparse gradient; ``None`` for any other array."""
+        del array
+        return None
+
+    def from_rows(self, indices: Any, values: Any, shape: tuple[int, ...]) -> Any:
+        """Returns the sparse gradient of an array of ``shape``, for frameworks that have such."""
+        raise NotImplementedError
+
+    def to_dense(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """Returns a sparse gradient of an array of ``shape`` as a dense one; any other array itself."""
+        del shape
+        return array
+
     def is_symbolic(self, arrays: Sequence[Any]) -> bool:
         """Returns whether ``arrays`` are symbolic: inputs of a function that is being compiled."""
         del arrays

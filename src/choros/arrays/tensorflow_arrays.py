@@ -18,7 +18,7 @@ __all__ = ["TensorflowArrays"]
 
 @final
 class TensorflowArrays(ArrayAdapter):
-    """Tensors; sparse gradients (``IndexedSlices``) are converted to dense tensors."""
+    """Tensors and sparse gradients (``IndexedSlices``); the methods that take tensors make the latter dense."""
 
     def to_host(self, array: Any) -> HostArray:
         """Returns a copy, because some of TensorFlow's views are writable."""
@@ -37,6 +37,20 @@ class TensorflowArrays(ArrayAdapter):
                 "tensor.set_shape([None, …])."
             )
         return ArraySpec(tuple(array.shape), np.dtype(array.dtype.as_numpy_dtype))
+
+    def rows_of(self, array: Any) -> tuple[Any, Any] | None:
+        """Of ``tf.IndexedSlices``."""
+        return (array.indices, array.values) if isinstance(array, tf.IndexedSlices) else None
+
+    def from_rows(self, indices: Any, values: Any, shape: tuple[int, ...]) -> Any:
+        """Returns ``tf.IndexedSlices``."""
+        index_dtype = tf.int32 if max(shape) <= tf.int32.max else tf.int64
+        return tf.IndexedSlices(values, indices, tf.constant(shape, index_dtype))
+
+    def to_dense(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """Sums the rows of ``tf.IndexedSlices``."""
+        rows = self.rows_of(array)
+        return array if rows is None else tf.math.unsorted_segment_sum(rows[1], rows[0], shape[0])
 
     def is_symbolic(self, arrays: Sequence[Any]) -> bool:
         """Returns whether this is inside a ``tf.function``."""

@@ -46,7 +46,8 @@ def DistributedOptimizer(
         device_dense: Horovod's; the engine decides where gradients are reduced.
         device_sparse: Horovod's; likewise.
         compression: how gradients are compressed, such as ``Compression.fp16``; see docs/compression.md.
-        sparse_as_dense: Horovod's; sparse gradients are always made dense.
+        sparse_as_dense: whether sparse gradients, those of embeddings on TensorFlow, are made dense before ranks reduce
+            them. By default ranks gather the rows that their batches used.
         gradient_predivide_factor: the divisor before the sum; the average divides by the rest after it.
         op: ``Average`` or ``Sum``.
         backward_passes_per_step: the number of micro-batches whose gradients are accumulated before ranks reduce them
@@ -73,7 +74,7 @@ def DistributedOptimizer(
         >>> type(optimizer).__name__
         'Adam'
     """
-    del name, device_dense, device_sparse, sparse_as_dense
+    del name, device_dense, device_sparse
     if process_set.included() is None:
         raise NotInitializedError("DistributedOptimizer()")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -98,7 +99,10 @@ def DistributedOptimizer(
     if base is optimizer and keras.config.dtype_policy().name == "mixed_float16":
         # compile() would put the loss scale around the reduction; ranks must reduce gradients before it checks them.
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
-    wrap(optimizer, OptimizerReducer(lambda: config, scale_local_gradients=scale_local_gradients))
+    wrap(
+        optimizer,
+        OptimizerReducer(lambda: config, scale_local_gradients=scale_local_gradients, sparse_as_dense=sparse_as_dense),
+    )
     return optimizer
 
 

@@ -24,7 +24,7 @@ from choros.training.keras_internals import (
     inner_optimizers,
     trained_variables,
 )
-from choros.training.optimizer_reducer import OptimizerReducer
+from choros.training.optimizer_reducer import OptimizerReducer, tensor_of
 from choros.training.tf_context import as_one_replica
 from choros.training.variables import broadcast_variables
 
@@ -179,7 +179,7 @@ def join(optimizer: Any) -> None:
 
         def update(reduced: list[Any]) -> None:
             if reducer.has_state:
-                own_class(optimizer).apply(optimizer, list(map(keras.ops.convert_to_tensor, reduced)), variables)
+                own_class(optimizer).apply(optimizer, list(map(tensor_of, reduced)), variables)
             _after_update(optimizer, reducer, variables)
 
         reducer.join(variables, update)

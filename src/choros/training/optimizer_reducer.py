@@ -20,18 +20,19 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.arrays import ArraySpec, HostFunction, framework_adapter
+from choros.arrays import ArrayAdapter, ArraySpec, framework_adapter
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.compression import Compressor
 from choros.parallel.reduce.device import device_to_reduce_on
-from choros.parallel.reduce.exchange import Layout
+from choros.parallel.reduce.gradients import Gradient, GradientLayout
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket_bytes
+from choros.parallel.reduce.sparse import RowsLayout, SparseRows
 from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.training.device import accelerated
 from choros.training.keras_internals import torch_device
 
-__all__ = ["OptimizerReducer", "accumulation_steps", "placed"]
+__all__ = ["OptimizerReducer", "accumulation_steps", "placed", "tensor_of"]
 
 Array = NDArray[Any]
 
@@ -45,6 +46,7 @@ class OptimizerReducer:
             wraps optimizers that are still being constructed.
         scale_local_gradients: whether gradients that stay on their rank are divided by the number of ranks.
         op: returns whether the gradients of this call are averaged or summed; ``None``: always as configured.
+        sparse_as_dense: whether sparse gradients are made dense; otherwise ranks gather their rows.
         sum_over_devices: the sum of replicas that are devices of this process; ``None``: the ranks reduce.
         state_owner: the only rank that keeps the optimizer's state and makes the updates; ``None``: every rank does.
 
@@ -60,6 +62,7 @@ class OptimizerReducer:
         configure: Callable[[], ReduceConfig],
         *,
         scale_local_gradients: bool = True,
+        sparse_as_dense: bool = False,
         op: Callable[[], Reduction] | None = None,
         sum_over_devices: Callable[[list[Any]], list[Any]] | None = None,
         state_owner: int | None = None,
@@ -68,6 +71,7 @@ class OptimizerReducer:
         self.in_epoch = False
         self.state_owner = state_owner
         self._configure = configure
+        self._sparse_as_dense = sparse_as_dense
         self._op = op
         self._sum_over_devices = sum_over_devices
         self._of_all_ranks = False
@@ -133,6 +137,9 @@ class OptimizerReducer:
             The average of the ranks' gradients, or their sum, as configured.
         """
         gradients = list(gradients)
+        if self._sparse_as_dense:
+            adapter = _adapter()
+            gradients = [adapter.to_dense(g, tuple(v.shape)) for g, v in zip(gradients, variables, strict=True)]
         reducer = self.reducer
         if self._op is not None and self._op() is Reduction.SUM:
             if self._sum_over_devices is not None:
@@ -143,14 +150,16 @@ class OptimizerReducer:
             factor = 1 if config.average_steps else config.steps
             if self._of_all_ranks and config.op is Reduction.SUM:
                 factor *= config.process_set.communicator.size
-            return gradients if factor == 1 else [None if g is None else g * factor for g in gradients]
+            pairs = zip(gradients, variables, strict=True)
+            return gradients if factor == 1 else [None if g is None else _scaled(g, factor, v) for g, v in pairs]
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
         shared = [index for index in given if not self.is_local(variables[index])] if self._local else given
         own, trained = [gradients[i] for i in shared], [variables[i] for i in shared]
         reduced = self._reduce(reducer, own, trained, micro_batches)
         if self._scale_local:
             for index in set(given) - set(shared):
-                gradients[index] = gradients[index] / config.process_set.communicator.size
+                share = 1 / config.process_set.communicator.size
+                gradients[index] = _scaled(gradients[index], share, variables[index])
         for index, gradient in zip(shared, reduced, strict=True):
             gradients[index] = gradient
         return gradients
@@ -165,17 +174,15 @@ class OptimizerReducer:
                 return self._reduce_during_backward(gradients, [variable.value for variable in variables])
             exchange = (int(micro_batches) + 1) % config.steps == 0
             return reducer.reduce(gradients, examples=int(examples), exchange=exchange)
-        layout = tuple((tuple(v.shape), _dtype(g)) for v, g in zip(variables, gradients, strict=True))
-        outputs = [ArraySpec(shape, dtype) for shape, dtype in layout]
+        layout = tuple(_layout(g, v) for g, v in zip(gradients, variables, strict=True))
         if config.bucket_bytes is not None:
-            return self._reduce_buckets(reducer, gradients, outputs, layout, examples)
+            return self._reduce_buckets(reducer, gradients, layout, examples)
 
-        def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
-            done, count, *parts = hosts
-            exchange = (int(done) + 1) % config.steps == 0
-            return reducer.reduce(parts, examples=int(count), exchange=exchange, layout=layout)
+        def on_host(hosts: Sequence[Array], own: list[Gradient]) -> list[Gradient]:
+            done, count = map(int, hosts)
+            return reducer.reduce(own, examples=count, exchange=(done + 1) % config.steps == 0, layout=layout)
 
-        return _host_call(on_host, (micro_batches, examples), gradients, outputs)
+        return _host_call(on_host, (micro_batches, examples), gradients, layout)
 
     def _reduce_during_backward(self, gradients: list[Any], parameters: list[Any]) -> list[Any]:
         """On torch: from the second step on, hooks send full buckets while ``loss.backward()`` still runs.
@@ -188,7 +195,7 @@ class OptimizerReducer:
         return self._backward.combine(parameters, gradients)
 
     def _reduce_buckets(
-        self, reducer: GradientReducer, gradients: list[Any], outputs: list[ArraySpec], layout: Layout, examples: Any
+        self, reducer: GradientReducer, gradients: list[Any], layout: GradientLayout, examples: Any
     ) -> list[Any]:
         """Makes one host call per bucket: a compiled step can make it as soon as the bucket's gradients are computed.
 
@@ -197,28 +204,85 @@ class OptimizerReducer:
         reduced = list(gradients)
         for bucket, indices in enumerate(reducer.plan(layout)):
 
-            def on_host(hosts: Sequence[Array], bucket: int = bucket) -> Sequence[Array]:
-                count, *parts = hosts
+            def on_host(hosts: Sequence[Array], own: list[Gradient], bucket: int = bucket) -> list[Gradient]:
                 if bucket == 0:
                     reducer.plan(layout)
-                    reducer.begin(int(count))
-                return reducer.send(bucket, parts)
+                    reducer.begin(int(hosts[0]))
+                return reducer.send(bucket, own)
 
-            part = [outputs[index] for index in indices]
+            part = tuple(layout[index] for index in indices)
             results = _host_call(on_host, (examples,), [gradients[index] for index in indices], part)
             for index, result in zip(indices, results, strict=True):
                 reduced[index] = result
         return reduced
 
-    def join(self, variables: Sequence[Any], on_update: Callable[[list[Array]], None] | None = None) -> int | None:
+    def join(self, variables: Sequence[Any], on_update: Callable[[list[Gradient]], None] | None = None) -> int | None:
         """``GradientReducer.join`` for the gradients of ``variables``."""
         return self.reducer.join(tuple((tuple(v.shape), _dtype(v)) for v in variables), on_update)
 
 
-def _host_call(function: HostFunction, numbers: Sequence[Any], arrays: Sequence[Any], outputs: Any) -> list[Any]:
-    adapter = framework_adapter(keras.backend.backend())
+def tensor_of(gradient: Gradient) -> Any:
+    """Returns a host gradient as a tensor of Keras' framework; ``SparseRows`` as its sparse gradient."""
+    if not isinstance(gradient, SparseRows):
+        return keras.ops.convert_to_tensor(gradient)
+    indices, values = map(keras.ops.convert_to_tensor, (gradient.indices, gradient.values))
+    return _adapter().from_rows(indices, values, gradient.shape)
+
+
+def _host_call(
+    function: Callable[[Sequence[Array], list[Gradient]], Sequence[Gradient]],
+    numbers: Sequence[Any],
+    gradients: Sequence[Any],
+    layout: GradientLayout,
+) -> list[Any]:
+    """Calls ``function(numbers, gradients)`` on the host, from any step; it returns gradients of ``layout``.
+
+    A sparse gradient is passed as two arrays, its indices and its values, whose numbers of rows vary.
+    """
+    adapter = _adapter()
     inputs = [keras.ops.convert_to_tensor(number, "int32") for number in numbers]
-    return adapter.host_call(function, [*inputs, *arrays], outputs)
+    for gradient in gradients:
+        inputs += adapter.rows_of(gradient) or (gradient,)
+
+    def on_host(hosts: Sequence[Array]) -> list[Array]:
+        results: list[Array] = []
+        for result in function(hosts[: len(numbers)], _joined(hosts[len(numbers) :], layout, SparseRows)):
+            results += (result.indices, result.values) if isinstance(result, SparseRows) else (result,)
+        return results
+
+    outputs: list[ArraySpec] = []
+    for each in layout:
+        if isinstance(each, RowsLayout):
+            outputs += ArraySpec((None,), each.index_dtype), ArraySpec((None, *each.shape[1:]), each.dtype)
+        else:
+            outputs.append(ArraySpec(*each))
+    return _joined(adapter.host_call(on_host, inputs, outputs), layout, adapter.from_rows)
+
+
+def _joined(arrays: Sequence[Any], layout: GradientLayout, from_rows: Callable[..., Any]) -> list[Any]:
+    """Joins the two arrays of each sparse gradient by ``from_rows(indices, values, shape)``."""
+    parts = iter(arrays)
+    return [
+        from_rows(next(parts), next(parts), each.shape) if isinstance(each, RowsLayout) else next(parts)
+        for each in layout
+    ]
+
+
+def _layout(gradient: Any, variable: Any) -> Any:
+    """The entry of a gradient in the layout: its static shape may be unknown, that of the variable is not."""
+    rows = _adapter().rows_of(gradient)
+    shape = tuple(variable.shape)
+    return (shape, _dtype(gradient)) if rows is None else RowsLayout(shape, _dtype(rows[1]), _dtype(rows[0]))
+
+
+def _scaled(gradient: Any, factor: float, variable: Any) -> Any:
+    adapter = _adapter()
+    rows = adapter.rows_of(gradient)
+    return gradient * factor if rows is None else adapter.from_rows(rows[0], rows[1] * factor, tuple(variable.shape))
+
+
+def _adapter() -> ArrayAdapter:
+    return framework_adapter(keras.backend.backend())
 
 
 def placed(config: ReduceConfig) -> ReduceConfig:

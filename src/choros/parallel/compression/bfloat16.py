@@ -10,7 +10,7 @@ import numpy as np
 
 from choros.comm import BFLOAT16, Communicator
 from choros.parallel.compression.compressor import Compressor, DType, is_floating, reject_single_array
-from choros.parallel.compression.selection import SelectiveExchange
+from choros.parallel.compression.selection import selective_exchange
 from choros.parallel.compression.sliced import Bytes, Codec, SlicedSum
 from choros.parallel.compression.vector import Vector, VectorExchange
 from choros.parallel.reduce.exchange import Exchange, Layout
@@ -45,6 +45,10 @@ class Bfloat16(Compressor):
         """See ``reject_single_array``."""
         return reject_single_array("bf16", dtype)
 
+    def row_dtype(self, dtype: DType) -> DType:
+        """Returns bfloat16 for wider floating-point dtypes."""
+        return BFLOAT16 if is_floating(dtype) and dtype.itemsize > BFLOAT16.itemsize else dtype
+
     def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
         """See ``Compressor``."""
         float16 = np.dtype(np.float16)
@@ -52,4 +56,4 @@ class Bfloat16(Compressor):
         compressing = partial(
             VectorExchange, method=partial(SlicedSum, communicator, codec=_Bfloat16Codec()), feedback=False
         )
-        return SelectiveExchange(communicator, layout, groups, chosen, compressing)
+        return selective_exchange(communicator, layout, groups, chosen, compressing)

@@ -41,6 +41,10 @@ class Float16(Compressor):
         """Returns float16 for every floating-point dtype."""
         return np.dtype(np.float16) if is_floating(dtype) else dtype
 
+    def row_dtype(self, dtype: DType) -> DType:
+        """As ``wire_dtype``."""
+        return self.wire_dtype(dtype)
+
     def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
         """See ``Compressor``."""
         return FusedExchange(communicator, layout, groups, self.wire_dtype)

@@ -27,6 +27,10 @@ class Compressor(ABC):
             ConfigError: the compression is not a cast: it works for a model's gradients only.
         """
 
+    def row_dtype(self, dtype: DType) -> DType:
+        """Returns the dtype in which rows of sparse gradients are sent: they are gathered and not summed."""
+        return dtype
+
     @abstractmethod
     def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
         """Creates the exchange that sums arrays of ``layout``; those of a group are sent together."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from choros.comm import Communicator
 from choros.parallel.compression.compressor import Compressor, DType, is_floating, reject_single_array
-from choros.parallel.compression.selection import SelectiveExchange
+from choros.parallel.compression.selection import selective_exchange
 from choros.parallel.compression.sliced import Bytes, Codec, SlicedSum
 from choros.parallel.compression.vector import Vector, VectorExchange
 from choros.parallel.reduce.exchange import Exchange, Layout
@@ -68,4 +68,4 @@ class Int8(Compressor):
         compressing = partial(
             VectorExchange, method=partial(SlicedSum, communicator, codec=_Int8Codec()), feedback=True
         )
-        return SelectiveExchange(communicator, layout, groups, chosen, compressing)
+        return selective_exchange(communicator, layout, groups, chosen, compressing)

@@ -24,7 +24,7 @@ from choros.errors import ConfigError
 from choros.parallel.compression.casts import plain_dtype
 from choros.parallel.compression.compressor import Compressor, DType, is_floating, reject_single_array
 from choros.parallel.compression.error_feedback import ErrorFeedback
-from choros.parallel.compression.selection import SelectiveExchange
+from choros.parallel.compression.selection import selective_exchange
 from choros.parallel.reduce.exchange import Array, Exchange, Layout
 from choros.parallel.reduce.fused import FusedExchange
 
@@ -122,7 +122,7 @@ class PowerSGD(Compressor):
         """See ``Compressor``."""
         chosen = [i for i, (shape, dtype) in enumerate(layout) if is_floating(dtype) and self._pays(shape)]
         compressing = partial(_PowerExchange, communicator, rank=self.rank)
-        return SelectiveExchange(communicator, layout, groups, chosen, compressing)
+        return selective_exchange(communicator, layout, groups, chosen, compressing)
 
     def _pays(self, shape: tuple[int, ...]) -> bool:
         return 2 * self.rank * sum(matrix_shape(shape)) < math.prod(shape)

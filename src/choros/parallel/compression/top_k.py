@@ -12,7 +12,7 @@ import numpy as np
 from choros.comm import Communicator
 from choros.errors import ConfigError
 from choros.parallel.compression.compressor import Compressor, DType, is_floating, reject_single_array
-from choros.parallel.compression.selection import SelectiveExchange
+from choros.parallel.compression.selection import selective_exchange
 from choros.parallel.compression.vector import Vector, VectorExchange, VectorSum
 from choros.parallel.reduce.exchange import Exchange, Layout
 
@@ -79,4 +79,4 @@ class TopK(Compressor):
         """See ``Compressor``."""
         chosen = [i for i, (shape, dtype) in enumerate(layout) if is_floating(dtype) and math.prod(shape) >= SMALL]
         compressing = partial(VectorExchange, method=partial(_TopKSum, communicator, ratio=self.ratio), feedback=True)
-        return SelectiveExchange(communicator, layout, groups, chosen, compressing)
+        return selective_exchange(communicator, layout, groups, chosen, compressing)

@@ -6,28 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.fusion import Layout
 
-__all__ = ["Array", "Exchange", "Layout", "layout_of", "zeros_like"]
+__all__ = ["Array", "Exchange", "Layout"]
 
 Array = NDArray[Any]
-
-
-def layout_of(arrays: Sequence[Any]) -> Layout:
-    """Returns the shapes and dtypes of ``arrays``, of NumPy or of torch."""
-    return tuple((tuple(array.shape), _dtype(array)) for array in arrays)
-
-
-def zeros_like(array: Any) -> Any:
-    """Returns zeros of the same shape and dtype, on the device of ``array``."""
-    return np.zeros_like(array) if isinstance(array, np.ndarray) else array.new_zeros(array.shape)
-
-
-def _dtype(array: Any) -> np.dtype[np.generic]:
-    return array.dtype if isinstance(array, np.ndarray) else np.dtype(str(array.dtype).removeprefix("torch."))
 
 
 class Exchange(ABC):
@@ -43,11 +28,12 @@ class Exchange(ABC):
     description: str
 
     @abstractmethod
-    def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
+    def sum(self, arrays: Sequence[Any] | None, before: float, after: float) -> list[Any]:
         """Returns the sum over the ranks of ``arrays * before``, times ``after``.
 
         Args:
-            arrays: this rank's, which are not written to; ``None`` for zeros, of a rank that has no gradients.
+            arrays: this rank's, which are not written to: host arrays, tensors on a device or ``SparseRows``, as the
+                exchange takes them. ``None`` for zeros, of a rank that has no gradients.
             before: the factor of this rank's arrays: its share of the examples.
             after: the factor of the sum, the same on every rank.
 

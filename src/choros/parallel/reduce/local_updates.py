@@ -23,7 +23,8 @@ from choros.comm import ProcessSet, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.ops import broadcast_arrays
-from choros.parallel.reduce.exchange import Array, layout_of
+from choros.parallel.reduce.exchange import Array
+from choros.parallel.reduce.gradients import layout_of
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
 
 __all__ = ["LocalUpdates", "OuterSGD"]

@@ -33,6 +33,7 @@ from typing import Any, final
 import numpy as np
 
 from choros.comm import ProcessSet, Reduction, Request, global_process_set
+from choros.comm.fusion import Layout
 from choros.comm.membership import Membership
 from choros.config import Config
 from choros.errors import ConfigError, EngineError
@@ -41,8 +42,19 @@ from choros.observe.events import Kind
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.compression.casts import NoCompression
 from choros.parallel.reduce.device import DeviceExchange
-from choros.parallel.reduce.exchange import Array, Exchange, Layout, layout_of, zeros_like
+from choros.parallel.reduce.exchange import Exchange
+from choros.parallel.reduce.gradients import (
+    Gradient,
+    GradientLayout,
+    dense_layout,
+    describe,
+    layout_of,
+    zeros_like,
+    zeros_of,
+)
 from choros.parallel.reduce.joining import Participation, join
+from choros.parallel.reduce.sparse import RowsExchange, RowsLayout
+from choros.parallel.reduce.split import Groups, SplitExchange, only
 
 __all__ = ["GradientReducer", "ReduceConfig", "bucket_bytes", "indices_of_groups"]
 
@@ -142,8 +154,10 @@ class ReduceConfig:
         rest = sorted(set(range(count)) - {index for group in named for index in group})
         return [group for group in (*named, rest) if group]
 
-    def bucket_indices(self, layout: Layout) -> list[tuple[int, ...]]:
+    def bucket_indices(self, layout: GradientLayout) -> list[tuple[int, ...]]:
         """Returns the indices of the gradients in each bucket, in the order in which buckets are sent.
+
+        Sparse gradients are all in the last one: embeddings are a model's first layers.
 
         Example:
             >>> matrix = ((256, 256), np.dtype("float32"))
@@ -154,13 +168,17 @@ class ReduceConfig:
             return [tuple(range(len(layout)))]
         buckets: list[list[int]] = [[]]
         filled = 0
+        sparse = [index for index, each in enumerate(layout) if isinstance(each, RowsLayout)]
         for index in reversed(range(len(layout))):
-            shape, dtype = layout[index]
+            if index in sparse:
+                continue
+            shape, dtype = layout[index][:2]
             if filled >= self.bucket_bytes:
                 buckets.append([])
                 filled = 0
             buckets[-1].append(index)
             filled += math.prod(shape) * dtype.itemsize
+        buckets[-1] += sparse
         return [tuple(bucket) for bucket in buckets]
 
 
@@ -184,7 +202,7 @@ class _Plan:
         scales_late: whether they may be scaled after the sum.
     """
 
-    layout: Layout
+    layout: GradientLayout
     buckets: tuple[_Bucket, ...]
     request: Request
     micro_batch: Request
@@ -222,13 +240,13 @@ class GradientReducer:
         self.config = config
         self._name = name
         self._membership: Membership | None = None
-        self._plans: dict[Layout, _Plan] = {}
+        self._plans: dict[GradientLayout, _Plan] = {}
         self._plan: _Plan | None = None
         self._scales = (1.0, 1.0)
         self._contributes = True
         self._share = 1.0
         #: For each layout, the gradients of the micro-batches since the last exchange.
-        self._pending: dict[Layout, list[Array]] = {}
+        self._pending: dict[GradientLayout, list[Gradient]] = {}
         self._active: list[int] | None = None
         self._steps = 0
 
@@ -238,8 +256,13 @@ class GradientReducer:
         return bool(self.config.process_set.included()) and self.config.process_set.communicator.size > 1
 
     def reduce(
-        self, gradients: Sequence[Array], *, examples: int, exchange: bool = True, layout: Layout | None = None
-    ) -> list[Array]:
+        self,
+        gradients: Sequence[Gradient],
+        *,
+        examples: int,
+        exchange: bool = True,
+        layout: GradientLayout | None = None,
+    ) -> list[Gradient]:
         """Reduces this step's gradients over all ranks.
 
         Args:
@@ -266,7 +289,7 @@ class GradientReducer:
                 self._accumulate(gradients)
         return [zeros_like(gradient) for gradient in gradients]
 
-    def plan(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    def plan(self, layout: GradientLayout) -> tuple[tuple[int, ...], ...]:
         """Prepares for gradients of ``layout``; returns the indices in each bucket, in the order buckets are sent."""
         membership = self.config.process_set.membership
         if membership != self._membership:
@@ -289,7 +312,7 @@ class GradientReducer:
         self._agree(examples, exchange=True)
         self._contributes = examples > 0
 
-    def send(self, bucket: int, gradients: Sequence[Array]) -> list[Array]:
+    def send(self, bucket: int, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Reduces one bucket; every rank sends the buckets in the order of ``plan``.
 
         Args:
@@ -299,7 +322,7 @@ class GradientReducer:
         with self.config.process_set.communicator.exclusive():
             return self._sum(bucket, gradients if self._contributes else None)
 
-    def join(self, layout: Layout, on_update: Callable[[list[Array]], None] | None = None) -> int | None:
+    def join(self, layout: GradientLayout, on_update: Callable[[list[Gradient]], None] | None = None) -> int | None:
         """Participates with zeros until no rank has more batches.
 
         Args:
@@ -312,16 +335,17 @@ class GradientReducer:
         join(self.config.process_set.communicator, self.participation(layout, on_update))
         return self.last_active()
 
-    def participation(self, layout: Layout, on_update: Callable[[list[Array]], None] | None = None) -> Participation:
+    def participation(
+        self, layout: GradientLayout, on_update: Callable[[list[Gradient]], None] | None = None
+    ) -> Participation:
         """Returns how a rank without batches participates; the arguments are those of ``join``."""
         if self._plan is None:
             self.plan(layout)
 
-        def participate(counts: Sequence[int], layout: Layout, *, exchange: bool) -> None:
+        def participate(counts: Sequence[int], layout: GradientLayout, *, exchange: bool) -> None:
             self.plan(layout)
             self._begin(counts, 0, exchange=exchange, joined=True)
-            zeros = [np.zeros(shape, dtype) for shape, dtype in layout]
-            reduced = self._exchange(None) if exchange else zeros
+            reduced = self._exchange(None) if exchange else zeros_of(layout)
             if on_update is not None:
                 on_update(reduced)
 
@@ -346,18 +370,17 @@ class GradientReducer:
     def _weighted(self) -> bool:
         return self.config.op is Reduction.AVERAGE
 
-    def _plan_for(self, layout: Layout) -> _Plan:
+    def _plan_for(self, layout: GradientLayout) -> _Plan:
         config = self.config
         buckets = tuple(
             _Bucket(indices, self._exchange_for(layout, indices)) for indices in config.bucket_indices(layout)
         )
-        each = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in layout)
         sent = "; ".join(bucket.exchange.description for bucket in buckets)
         scales = f"op={config.op.value}, steps={config.steps}, predivide_factor={config.predivide_factor}"
-        arguments = f"{scales}, {len(layout)} arrays: {each}; sent as {sent}"
+        arguments = f"{scales}, {len(layout)} arrays: {describe(layout)}; sent as {sent}"
         requests = Request("gradients", arguments, self._name), Request("micro-batch", arguments, self._name)
         # The sum of unscaled values may overflow float16.
-        fits = all(dtype != np.float16 for _, dtype in layout)
+        fits = all(each[1] != np.float16 for each in layout)
         return _Plan(layout, buckets, *requests, fits and isinstance(config.compressor, NoCompression))
 
     @property
@@ -366,32 +389,45 @@ class GradientReducer:
             raise EngineError("no gradients are planned: call plan() first.")
         return self._plan
 
-    def _exchange_for(self, layout: Layout, indices: Sequence[int]) -> Exchange:
+    def _exchange_for(self, layout: GradientLayout, indices: Sequence[int]) -> Exchange:
         """Returns the exchange of the gradients at ``indices``; groups are kept together within a bucket."""
-        positions = {index: position for position, index in enumerate(indices)}
-        groups = [[positions[i] for i in group if i in positions] for group in self.config.group_indices(len(layout))]
-        part = tuple(layout[index] for index in indices)
-        groups = [group for group in groups if group]
+        part, groups = only(indices, dense_layout(layout), self.config.group_indices(len(layout)))
+        rows = [
+            (position, each) for position, index in enumerate(indices) if isinstance(each := layout[index], RowsLayout)
+        ]
+        if not rows:
+            return self._dense_exchange(part, groups)
+        sparse = [position for position, _ in rows]
+        dense = [position for position in range(len(part)) if position not in sparse]
+        communicator, row_dtype = self.config.process_set.communicator, self.config.compressor.row_dtype
+        parts: list[tuple[list[int], Exchange]] = [
+            (sparse, RowsExchange(communicator, [each for _, each in rows], row_dtype))
+        ]
+        if dense:
+            parts.insert(0, (dense, self._dense_exchange(*only(dense, part, groups))))
+        return SplitExchange(parts)
+
+    def _dense_exchange(self, layout: Layout, groups: Groups) -> Exchange:
         communicator, compressor = self.config.process_set.communicator, self.config.compressor
         if self.config.device is not None:
-            return DeviceExchange(communicator, part, groups, compressor.wire_dtype, self.config.device)
-        return compressor.exchange(communicator, part, groups)
+            return DeviceExchange(communicator, layout, groups, compressor.wire_dtype, self.config.device)
+        return compressor.exchange(communicator, layout, groups)
 
-    def _accumulate(self, gradients: Sequence[Array]) -> None:
+    def _accumulate(self, gradients: Sequence[Gradient]) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
             parts = [gradient * self._share for gradient in gradients]
             if (pending := self._pending.get(self._current.layout)) is not None:
                 parts = [earlier + part for earlier, part in zip(pending, parts, strict=True)]
         self._pending[self._current.layout] = parts
 
-    def _exchange(self, gradients: Sequence[Array] | None) -> list[Array]:
+    def _exchange(self, gradients: Sequence[Gradient] | None) -> list[Gradient]:
         """Reduces the gradients of the last micro-batch, and those that are pending; ``None``: this rank has none."""
         if self._current.layout in self._pending:
             if gradients is not None:
                 self._accumulate(gradients)
             gradients = self._pending.pop(self._current.layout)
             self._scale(1.0, same=False)
-        results: dict[int, Array] = {}
+        results: dict[int, Gradient] = {}
         for number, bucket in enumerate(self._current.buckets):
             own = None if gradients is None else [gradients[index] for index in bucket.indices]
             results.update(zip(bucket.indices, self._sum(number, own), strict=True))
@@ -431,7 +467,7 @@ class GradientReducer:
         # A factor that is the same on all ranks is applied while unpacking, where it costs nothing.
         self._scales = (1.0, before * after) if same and self._current.scales_late else (before, after)
 
-    def _sum(self, bucket: int, gradients: Sequence[Array] | None) -> list[Array]:
+    def _sum(self, bucket: int, gradients: Sequence[Gradient] | None) -> list[Gradient]:
         if bucket > 0:
             # Between buckets the user's program runs: another collective of one rank must not be matched with this one.
             self.config.process_set.communicator.agree(_bucket_request(bucket))

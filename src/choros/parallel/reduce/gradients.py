@@ -1,0 +1,56 @@
+"""The gradients that the reducer takes: host arrays, torch's tensors and sparse rows, and their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from choros.comm.fusion import Layout
+from choros.parallel.reduce.sparse import RowsLayout, SparseRows
+
+__all__ = ["Gradient", "GradientLayout", "dense_layout", "describe", "layout_of", "zeros_like", "zeros_of"]
+
+#: A host array, a torch tensor or ``SparseRows``.
+Gradient: TypeAlias = Any
+#: For each gradient its shape and dtype, and for a sparse one the dtype of its indices.
+GradientLayout = tuple[tuple[tuple[int, ...], np.dtype[np.generic]] | RowsLayout, ...]
+
+
+def layout_of(gradients: Sequence[Any]) -> GradientLayout:
+    """Returns the layout of ``gradients``.
+
+    Example:
+        >>> layout_of([np.ones(2), SparseRows(np.array([3]), np.ones((1, 4)), shape=(9, 4))])
+        (((2,), dtype('float64')), RowsLayout(shape=(9, 4), dtype=dtype('float64'), index_dtype=dtype('int64')))
+    """
+    return tuple(
+        each.layout if isinstance(each, SparseRows) else (tuple(each.shape), _dtype(each)) for each in gradients
+    )
+
+
+def dense_layout(layout: GradientLayout) -> Layout:
+    """Returns the shapes and dtypes without the indices."""
+    return tuple((each[0], each[1]) for each in layout)
+
+
+def describe(layout: GradientLayout) -> str:
+    """Returns ``layout`` as text, for errors."""
+    return ", ".join(str(each) if isinstance(each, RowsLayout) else f"{each[1]}{list(each[0])}" for each in layout)
+
+
+def zeros_like(gradient: Any) -> Any:
+    """Returns zeros of the same layout, on the device of ``gradient``."""
+    if isinstance(gradient, SparseRows):
+        return gradient.zeros()
+    return np.zeros_like(gradient) if isinstance(gradient, np.ndarray) else gradient.new_zeros(gradient.shape)
+
+
+def zeros_of(layout: GradientLayout) -> list[Gradient]:
+    """Returns zeros of ``layout``, in host memory."""
+    return [each.rows(0) if isinstance(each, RowsLayout) else np.zeros(*each) for each in layout]
+
+
+def _dtype(array: Any) -> np.dtype[np.generic]:
+    return array.dtype if isinstance(array, np.ndarray) else np.dtype(str(array.dtype).removeprefix("torch."))

@@ -1,0 +1,228 @@
+"""Embeddings on TensorFlow: their gradients stay sparse, and ranks end as plain Keras on the whole batches."""
+
+from __future__ import annotations
+
+import os
+from unittest.mock import patch
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import choros.keras as hvd
+from choros import distribute, nn
+from keras_face.training_cases import assert_same_history, assert_same_on_all_ranks, assert_same_weights, communicator
+
+WORDS, USERS, LENGTH, BATCH = 40, 20, 3, 16
+#: Four batches, the last with 3 rows; with a last batch of one row, a rank has no rows.
+UNEVEN, ONE_ROW = 51, 49
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.5),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "clipnorm": lambda: keras.optimizers.SGD(0.5, clipnorm=0.05),
+    "global_clipnorm": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.05),
+}
+
+
+def data(n: int = UNEVEN):
+    """Returns words and users, which occur several times in a batch, and labels."""
+    draws = np.random.default_rng(0)
+    words, users = draws.integers(0, WORDS, (n, LENGTH)), draws.integers(0, USERS, (n, 1))
+    return {"words": words.astype("int32"), "users": users.astype("int32")}, draws.integers(0, 2, n).astype("float32")
+
+
+def build(optimizer=None, *, same_start: bool = True, compiled: bool = False) -> keras.Model:
+    """Two embeddings, of which one is used twice, and a dense layer."""
+    keras.utils.set_random_seed(1 if same_start else 1 + hvd.rank())
+    words, users = keras.Input((LENGTH,), dtype="int32", name="words"), keras.Input((1,), dtype="int32", name="users")
+    embedding = keras.layers.Embedding(WORDS, 4)
+    mean = keras.layers.GlobalAveragePooling1D()(embedding(words))
+    first = keras.layers.Flatten()(embedding(words[:, :1]))
+    user = keras.layers.Flatten()(keras.layers.Embedding(USERS, 2)(users))
+    outputs = keras.layers.Dense(1)(keras.layers.Concatenate()([mean, first, user]))
+    model = keras.Model({"words": words, "users": users}, outputs)
+    if optimizer is not None:
+        # Eager steps are the quickest here: one case is compiled.
+        model.compile(optimizer, keras.losses.BinaryCrossentropy(from_logits=True), run_eagerly=not compiled)
+    return model
+
+
+def fit(model: keras.Model, *args, callbacks=(), **kwargs) -> dict[str, list[float]]:
+    return model.fit(*args, epochs=2, shuffle=False, verbose=0, callbacks=list(callbacks), **kwargs).history
+
+
+def plain(make, n: int = UNEVEN):
+    model = build(make())
+    return model, fit(model, *data(n), batch_size=BATCH)
+
+
+def horovod(optimizer, n: int = UNEVEN, **kwargs):
+    model = build(optimizer, same_start=False, **kwargs)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+    return model, fit(model, hvd.shard(data(n), batch_size=BATCH), callbacks=callbacks)
+
+
+def updates_of(optimizer) -> list:
+    """Makes ``optimizer`` record the gradients of its updates."""
+    received = []
+    own = optimizer.update_step
+
+    def update_step(gradient, variable, learning_rate):
+        received.append(gradient)
+        own(gradient, variable, learning_rate)
+
+    object.__setattr__(optimizer, "update_step", update_step)
+    return received
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "n"), [*((name, UNEVEN) for name in OPTIMIZERS), ("adam", ONE_ROW), ("clipnorm", ONE_ROW)]
+)
+def case_fit_equals_one_process(optimizer, n):
+    expected, theirs = plain(OPTIMIZERS[optimizer], n)
+    model, ours = horovod(hvd.DistributedOptimizer(OPTIMIZERS[optimizer]()), n)
+    assert_same_weights(model, expected)
+    assert_same_on_all_ranks(model)
+    assert_same_history(ours, theirs)
+
+
+def case_compiled_steps_gather_rows():
+    """A step sends the rows of its batch, all embeddings in one message, and not the variables."""
+    expected, _ = plain(OPTIMIZERS["adam"])
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"]())
+    received = updates_of(optimizer)
+    model, _ = horovod(optimizer, compiled=True)
+    assert_same_weights(model, expected)
+    assert [type(gradient) for gradient in received[:4]].count(tf.IndexedSlices) == 2
+
+    sent, batch = communicator().bytes_sent, hvd.shard(data(BATCH), batch_size=BATCH)
+    gathered = []
+    with patch.object(
+        type(communicator()), "gather_bytes", autospec=True, side_effect=type(communicator()).gather_bytes
+    ) as gather:
+        model.train_on_batch(*batch[0])
+        gathered += gather.call_args_list
+    rows = BATCH // hvd.size()
+    assert len(gathered) == 2  # the numbers of rows, and the rows
+    sparse = rows * (LENGTH + 1) * (4 + 4 * 4) + rows * (4 + 2 * 4)
+    dense = 4 * (4 + 4 + 2 + 1)
+    assert communicator().bytes_sent - sent == sparse + 2 * 8 + dense
+
+
+def case_micro_batches():
+    make = lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)  # noqa: E731
+    expected, _ = plain(make, 64)
+    model, _ = horovod(hvd.DistributedOptimizer(make()), 64)
+    assert_same_weights(model, expected)
+    assert_same_on_all_ranks(model)
+
+
+class DenseAdam(keras.optimizers.Adam):
+    """Makes gradients dense, so that a row that occurs twice is one row."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply([tf.convert_to_tensor(gradient) for gradient in grads], trainable_variables)
+
+
+def case_sparse_as_dense():
+    expected, _ = plain(lambda: DenseAdam(0.01))
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"](), sparse_as_dense=True)
+    received = updates_of(optimizer)
+    model, _ = horovod(optimizer)
+    assert_same_weights(model, expected)
+    assert not any(isinstance(gradient, tf.IndexedSlices) for gradient in received)
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16, hvd.Compression.int8])
+def case_compression(compression):
+    expected, _ = plain(OPTIMIZERS["sgd"])
+    model, _ = horovod(hvd.DistributedOptimizer(OPTIMIZERS["sgd"](), compression=compression))
+    assert_same_weights(model, expected, rtol=2e-2)
+    assert_same_on_all_ranks(model)
+
+
+def case_buckets():
+    with patch.dict(os.environ, {"CHOROS_OVERLAP": "1"}), patch("choros.parallel.reduce.reducer._BUCKET_BYTES", 16):
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"]())
+    model, _ = horovod(optimizer)
+    assert_same_weights(model, plain(OPTIMIZERS["adam"])[0])
+
+
+def case_local_embeddings_keep_their_own_gradient():
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"]())
+    model = build(optimizer)
+    (users,) = [layer for layer in model.layers if getattr(layer, "input_dim", None) == USERS]
+    optimizer.register_local_var(users.embeddings)
+    received = updates_of(optimizer)
+    fit(model, hvd.shard(data(), batch_size=BATCH), callbacks=[hvd.callbacks.MetricAverageCallback()])
+    own = hvd.allgather(users.embeddings.value[None])
+    assert not np.allclose(own[0], own[1])
+    assert sum(isinstance(gradient, tf.IndexedSlices) for gradient in received) == len(received) // 2
+
+
+def case_ranks_with_different_numbers_of_batches():
+    """Rank 1 has fewer batches: it joins with no rows."""
+    x, y = data(40)
+    ranges = ((0, 24), (24, 40))
+    start, end = ranges[hvd.rank()]
+    expected = build(OPTIMIZERS["adagrad"]())
+    for _ in range(2):
+        for step in range(3):
+            parts = [slice(low + 8 * step, low + 8 * step + 8) for low, high in ranges if low + 8 * step < high]
+            rows = np.concatenate([np.arange(40)[part] for part in parts])
+            expected.train_on_batch({name: each[rows] for name, each in x.items()}, y[rows])
+    model = build(hvd.DistributedOptimizer(OPTIMIZERS["adagrad"]()), same_start=False)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+    own = slice(start, end)
+    fit(model, {name: each[own] for name, each in x.items()}, y[own], batch_size=8, callbacks=callbacks)
+    assert_same_weights(model, expected)
+    assert_same_on_all_ranks(model)
+
+
+# ── strategies ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", [distribute.MirroredStrategy, distribute.experimental.CentralStorageStrategy])
+@pytest.mark.parametrize("n", [UNEVEN, ONE_ROW])
+def case_fit_of_a_strategy(kind, n):
+    expected, theirs = plain(OPTIMIZERS["adam"], n)
+    with kind().scope():
+        model = build(OPTIMIZERS["adam"]())
+    ours = fit(model, *data(n), batch_size=BATCH)
+    assert_same_weights(model, expected)
+    assert_same_history(ours, theirs)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "global_clipnorm"])
+def case_custom_loop(optimizer):
+    loss_of = keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+
+    def step_of(model, optimizer):
+        @tf.function
+        def step(batch):
+            inputs, labels = batch
+            with tf.GradientTape() as tape:
+                losses = loss_of(labels[:, None], model(inputs, training=True))
+                loss = nn.compute_average_loss(losses, global_batch_size=BATCH)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return loss
+
+        return step
+
+    here = distribute.MirroredStrategy()
+    with here.scope():
+        model, own = build(), OPTIMIZERS[optimizer]()
+        own.build(model.trainable_variables)
+    theirs, plain_optimizer = build(), OPTIMIZERS[optimizer]()
+    plain_optimizer.build(theirs.trainable_variables)
+    batches = tf.data.Dataset.from_tensor_slices(data()).batch(BATCH)
+    ours, alone = step_of(model, own), step_of(theirs, plain_optimizer)
+    for batch, whole in zip(here.experimental_distribute_dataset(batches), batches, strict=True):
+        loss = here.reduce("SUM", here.run(ours, args=(batch,)), axis=None)
+        np.testing.assert_allclose(float(loss), float(alone(whole)), rtol=1e-4)
+    assert_same_weights(model, theirs)
