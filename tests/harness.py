@@ -14,8 +14,10 @@ Jobs keep running from test to test; see ``ranks/pool.py``.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -23,7 +25,8 @@ from ranks import pool
 from ranks.job import CHOROSRUN, Job, free_port
 from ranks.running import Broken, CannotStart, failures_of
 
-__all__ = ["CHOROSRUN", "FRAMEWORKS", "ROOT", "TESTS", "Job", "case_names", "check_case", "free_port", "needs", "on"]
+__all__ = ["CHOROSRUN", "FRAMEWORKS", "ROOT", "TESTS", "Job", "case_names", "check_case", "free_port", "needs", "on",
+"on_frameworks"]
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -44,6 +47,19 @@ def needs(module: str) -> pytest.MarkDecorator:
 def on(*jobs: Job) -> pytest.MarkDecorator:
     """Runs a test once for each of these jobs, passed as its parameter ``job``."""
     return pytest.mark.parametrize("job", jobs, ids=str)
+
+
+def on_frameworks(module: str, on_one: Mapping[str, str] = MappingProxyType({})) -> pytest.MarkDecorator:
+    """Runs a test, with the parameters ``case`` and ``job``, for each case of ``module`` on two ranks of each framework.
+
+    Args:
+        module: below ``tests``, such as ``"keras_face.training_cases"``.
+        on_one: the framework of each case that runs on one only.
+    """
+    cases = case_names(module)
+    assert on_one.keys() <= set(cases), on_one.keys() - set(cases)
+    pairs = [(case, Job(2, each)) for case in cases for each in ([on_one[case]] if case in on_one else FRAMEWORKS)]
+    return pytest.mark.parametrize(("case", "job"), pairs, ids=str)
 
 
 def check_case(module: str, case: str, job: Job) -> None:

@@ -43,6 +43,10 @@ def data(n: int = N, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return generator.normal(size=(n, FEATURES)).astype("float32"), generator.integers(0, CLASSES, n).astype("int32")
 
 
+def held_out() -> tuple[np.ndarray, np.ndarray]:
+    return data(21, seed=1)
+
+
 def build(optimizer=None, **compile_args) -> keras.Model:
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
@@ -68,8 +72,9 @@ def weights(model: keras.Model) -> list[np.ndarray]:
     return [np.array(keras.ops.convert_to_numpy(weight.value)) for weight in model.weights]
 
 
-def assert_same_weights(ours: keras.Model, theirs: keras.Model, rtol: float = 1e-4) -> None:
-    for mine, expected in zip(weights(ours), weights(theirs), strict=True):
+def assert_same_weights(ours: keras.Model, theirs: keras.Model | list[np.ndarray], rtol: float = 1e-4) -> None:
+    values = theirs if isinstance(theirs, list) else weights(theirs)
+    for mine, expected in zip(weights(ours), values, strict=True):
         np.testing.assert_allclose(mine, expected, rtol=rtol, atol=rtol / 10)
         np.testing.assert_array_equal(mine, broadcast_object(mine), err_msg="processes have different weights")
 
@@ -78,6 +83,22 @@ def assert_same_history(ours: dict[str, list[float]], theirs: dict[str, list[flo
     assert set(ours) == set(theirs)
     for name, values in theirs.items():
         np.testing.assert_allclose(ours[name], values, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@functools.cache
+def plain_run() -> tuple[list[list[np.ndarray]], dict[str, list[float]]]:
+    """Plain Keras trains the model of ``build``: its weights after each epoch, and its history."""
+    model, after = build(), []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: after.append(weights(model)))
+    return after, fit(model, *data(), batch_size=BATCH, validation_data=held_out(), callbacks=[note])
+
+
+def check_equals_plain_run(model: keras.Model, history: dict[str, list[float]], last: int = 4) -> None:
+    """Checks a model of ``build`` after epoch ``last``, and its history, which may begin later than the first epoch."""
+    after, expected = plain_run()
+    first = last - len(history["loss"])
+    assert_same_history(history, {name: expected[name][first:last] for name in history})
+    assert_same_weights(model, after[last - 1])
 
 
 def check_transparent(make=build, name: str = "mirrored", **fit_args) -> tuple[keras.Model, keras.Model]:
@@ -99,9 +120,10 @@ def directory() -> Path:
 
 
 def case_mirrored_equals_one_device():
-    held_out = data(21, seed=1)
-    ours, _ = check_transparent(lambda: build(jit_compile="auto"), validation_data=held_out)
-    assert type(ours.optimizer).__name__ == "Adam"
+    with strategy().scope():
+        model = build(jit_compile="auto")
+    check_equals_plain_run(model, fit(model, *data(), batch_size=BATCH, validation_data=held_out()))
+    assert type(model.optimizer).__name__ == "Adam"
 
 
 def case_multi_worker_mirrored_equals_one_device():
@@ -109,10 +131,11 @@ def case_multi_worker_mirrored_equals_one_device():
 
 
 def case_central_storage_equals_one_device():
-    ours, theirs = check_transparent(name="central")
-    # Only one process has the moments; the others do not allocate them.
-    counts = allgather_object(len(ours.optimizer.variables))
-    assert counts == [len(theirs.optimizer.variables), 2]
+    with strategy("central").scope():
+        model = build()
+    check_equals_plain_run(model, fit(model, *data(), batch_size=BATCH))
+    # Only one process has the moments, two for each weight; the others do not allocate them.
+    assert allgather_object(len(model.optimizer.variables)) == [2 + 2 * len(model.trainable_weights), 2]
 
 
 def case_central_storage_with_clipping_and_momentum():
@@ -173,12 +196,16 @@ def case_mixed_precision_scales_the_loss_by_itself():
 def case_several_steps_per_execution():
     if BACKEND == "torch":
         return  # not supported by Keras 3.15 on torch
-    check_transparent(lambda: build(steps_per_execution=2))
+    with strategy().scope():
+        model = build(steps_per_execution=2)
+    check_equals_plain_run(model, fit(model, *data(), batch_size=BATCH))
 
 
-def case_example_weights_and_class_weights():
-    weight = np.linspace(0.1, 2.0, N).astype("float32")
-    check_transparent(sample_weight=weight)
+def case_example_weights():
+    check_transparent(sample_weight=np.linspace(0.1, 2.0, N).astype("float32"))
+
+
+def case_class_weights():
     check_transparent(class_weight={0: 1.0, 1: 3.0, 2: 0.5})
 
 
@@ -307,20 +334,10 @@ def generator():
             yield Batches()[index]
 
 
-@functools.cache
-def trained_by_keras(n: int) -> tuple[keras.Model, dict[str, list[float]]]:
-    model, (x, y) = build(), data()
-    return model, fit(model, x[:n], y[:n], batch_size=BATCH, epochs=2)
-
-
-def check_data(make_data, n: int = N, **fit_args) -> None:
-    expected, history = trained_by_keras(n)
+def check_data(make_data) -> None:
     with strategy().scope():
         model = build()
-    assert_same_history(fit(model, make_data(), epochs=2, **fit_args), history)
-    assert_same_weights(model, expected)
-    if fit_args:
-        return
+    check_equals_plain_run(model, fit(model, make_data(), epochs=2), last=2)
     x, y = data()
     predicted = model.predict(x, batch_size=BATCH, verbose=0)
     np.testing.assert_allclose(model.predict(make_data(), verbose=0), predicted, rtol=1e-4, atol=1e-5)
@@ -334,28 +351,30 @@ def case_batches_of_a_py_dataset():
 
 
 def case_batches_of_tf_data():
-    if BACKEND != "torch":  # tf.data works there too, but loads a second framework.
-        check_data(tf_data)
+    check_data(tf_data)
 
 
 def case_batches_of_a_data_loader():
-    if BACKEND == "torch":
-        check_data(data_loader)
+    check_data(data_loader)
 
 
 def case_batches_of_a_generator():
-    check_data(generator, n=N // BATCH * BATCH, steps_per_epoch=N // BATCH)
+    ours, theirs = both()
+    histories = [fit(model, generator(), steps_per_epoch=N // BATCH, epochs=2) for model in (ours, theirs)]
+    assert_same_weights(ours, theirs)
+    assert_same_history(*histories)
 
 
 def case_tensors_and_held_out_data_smaller_than_the_replicas():
-    expected, _ = trained_by_keras(N)
     x, y = data()
-    with strategy().scope():
-        model = build()
+    model, plain = both()
     tensors = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
     history = fit(model, *tensors, batch_size=BATCH, epochs=2, validation_data=(x[:1], y[:1]))
-    assert_same_weights(model, expected)
-    np.testing.assert_allclose(history["val_loss"][-1], expected.evaluate(x[:1], y[:1], verbose=0)[0], rtol=1e-4)
+    values = {name: history.pop(name) for name in ("val_loss", "val_accuracy")}
+    check_equals_plain_run(model, history, last=2)
+    plain.set_weights(weights(model))
+    expected = plain.evaluate(x[:1], y[:1], verbose=0)
+    np.testing.assert_allclose([each[-1] for each in values.values()], expected, rtol=1e-4)
 
 
 # ── evaluate, predict, single batches ────────────────────────────────────────────────────────────────
@@ -401,13 +420,10 @@ def case_files_are_written_once_and_training_resumes():
 
     run(2)
     model, history = run(4)
-    expected, theirs = both()[1], None
-    theirs = fit(expected, *data(), batch_size=BATCH)
-    assert_same_weights(model, expected)
-    assert_same_history(history, {name: values[2:] for name, values in theirs.items()})
+    check_equals_plain_run(model, history)
     assert (path / "log.csv").read_text().count("\n") == 5  # a head and four epochs
     loaded = keras.models.load_model(path / "last.keras")
-    np.testing.assert_allclose(loaded.evaluate(*data(), verbose=0), expected.evaluate(*data(), verbose=0), rtol=1e-4)
+    np.testing.assert_allclose(loaded.evaluate(*data(), verbose=0), model.evaluate(*data(), verbose=0), rtol=1e-4)
 
 
 def case_callbacks_receive_global_metrics():
@@ -447,8 +463,6 @@ def case_saved_models_load_inside_and_outside_of_a_scope():
 
 
 def case_an_exported_model_serves_outside():
-    if BACKEND != "tensorflow":
-        return  # the format is TensorFlow's
     path = directory()
     with strategy().scope():
         model = build()
@@ -460,8 +474,6 @@ def case_an_exported_model_serves_outside():
 
 
 def case_checkpoints_of_tensorflow_restore_with_and_without_a_strategy():
-    if BACKEND != "tensorflow":
-        return
     import tensorflow as tf
 
     path, x = directory(), data()[0]
@@ -575,12 +587,21 @@ def jax_loop(model, optimizer, run, batches, reduce):
     return model, losses
 
 
+def batches_of_arrays():
+    return [tuple(each[i : i + BATCH] for each in data()) for i in range(0, N, BATCH)]
+
+
+@functools.cache
+def plain_loop():
+    return custom_loop(contextlib.nullcontext, lambda step, args: step(*args), batches_of_arrays(), lambda loss: loss)
+
+
 def check_custom_loop(name):
     here = strategy(name)
-    batches = [tuple(each[i : i + BATCH] for each in data()) for i in range(0, N, BATCH)]
-    distributed = here.experimental_distribute_dataset(tf_data() if BACKEND == "tensorflow" else batches)
+    data_set = tf_data() if BACKEND == "tensorflow" else batches_of_arrays()
+    distributed = here.experimental_distribute_dataset(data_set)
     ours, losses = custom_loop(here.scope, here.run, distributed, lambda loss: here.reduce("SUM", loss, axis=None))
-    theirs, expected = custom_loop(contextlib.nullcontext, lambda step, args: step(*args), batches, lambda loss: loss)
+    theirs, expected = plain_loop()
     np.testing.assert_allclose(losses, expected, rtol=1e-4, atol=1e-5)
     assert_same_weights(ours, theirs)
 

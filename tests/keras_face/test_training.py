@@ -8,6 +8,7 @@ MODULE = "keras_face.training_cases"
 #: Cases that do not depend on the framework, or need one library, with the framework that runs them.
 ON_ONE = {
     "case_best_model_is_saved_by_one_rank_and_loads_without_choros": "torch",
+    "case_an_optimizer_before_init_is_an_error": "torch",
     "case_shard_of_tf_data": "tensorflow",
     "case_shard_of_a_torch_data_loader": "torch",
     "case_shard_of_a_shuffled_torch_data_loader_sees_each_example_once": "torch",
