@@ -25,8 +25,19 @@ from ranks import pool
 from ranks.job import CHOROSRUN, Job, free_port
 from ranks.running import Broken, CannotStart, failures_of
 
-__all__ = ["CHOROSRUN", "FRAMEWORKS", "ROOT", "TESTS", "Job", "case_names", "check_case", "free_port", "needs", "on",
-"on_frameworks"]
+__all__ = [
+    "CHOROSRUN",
+    "FRAMEWORKS",
+    "ROOT",
+    "TESTS",
+    "Job",
+    "case_names",
+    "check_case",
+    "free_port",
+    "needs",
+    "on",
+    "on_frameworks",
+]
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -50,7 +61,7 @@ def on(*jobs: Job) -> pytest.MarkDecorator:
 
 
 def on_frameworks(module: str, on_one: Mapping[str, str] = MappingProxyType({})) -> pytest.MarkDecorator:
-    """Runs a test, with the parameters ``case`` and ``job``, for each case of ``module`` on two ranks of each framework.
+    """Runs a test, with parameters ``case`` and ``job``, for each case of ``module`` on two ranks of each framework.
 
     Args:
         module: below ``tests``, such as ``"keras_face.training_cases"``.

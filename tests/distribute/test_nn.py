@@ -1,14 +1,12 @@
 import numpy as np
-import pytest
 
 from choros import nn
-from harness import FRAMEWORKS, Job, case_names, check_case, on
+from harness import Job, check_case, on_frameworks
 
 MODULE = "distribute.nn_cases"
 
 
-@on(*(Job(2, framework) for framework in FRAMEWORKS))
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on_frameworks(MODULE)
 def test_two_replicas(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 

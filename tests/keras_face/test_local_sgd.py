@@ -1,8 +1,6 @@
 """Local SGD and DiLoCo on two real ranks; the cases are in ``local_sgd_cases.py``."""
 
-import pytest
-
-from harness import FRAMEWORKS, Job, case_names, check_case, on
+from harness import FRAMEWORKS, Job, case_names, check_case, on_frameworks
 
 MODULE = "keras_face.local_sgd_cases"
 #: The cases that depend on the framework: on the location of weights during an epoch, and on how steps run.
@@ -13,13 +11,6 @@ CORE = (
 )
 
 
-@on(Job(2, FRAMEWORKS[-1]))
-@pytest.mark.parametrize("case", case_names(MODULE))
-def test_one_framework(case: str, job: Job) -> None:
-    check_case(MODULE, case, job)
-
-
-@on(*(Job(2, framework) for framework in FRAMEWORKS[:-1]))
-@pytest.mark.parametrize("case", CORE)
-def test_other_frameworks(case: str, job: Job) -> None:
+@on_frameworks(MODULE, {case: FRAMEWORKS[-1] for case in case_names(MODULE) if case not in CORE})
+def test_two_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)

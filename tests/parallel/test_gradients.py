@@ -1,11 +1,8 @@
-import pytest
-
-from harness import FRAMEWORKS, Job, case_names, check_case, on
+from harness import Job, check_case, on_frameworks
 
 GRADIENTS = "parallel.gradient_cases"
 
 
-@on(*(Job(2, framework) for framework in FRAMEWORKS))
-@pytest.mark.parametrize("case", case_names(GRADIENTS))
+@on_frameworks(GRADIENTS)
 def test_two_ranks(case: str, job: Job) -> None:
     check_case(GRADIENTS, case, job)
