@@ -22,18 +22,21 @@ help:  ## Say what there is to make
 train: $(VENV)/trains  ## Train the digits CNN on two processes with TensorFlow
 	KERAS_BACKEND=tensorflow TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/chorosrun -np 2 --no-prefix-output $(BIN)/python examples/mnist_horovod.py
 
+# Two at a time: tests on ranks, and tests that start processes and wait for them.
+PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
 test: install  ## Run the whole suite
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 test-quick: install  ## Run the tests of one framework on two ranks, and those that need none
-	$(BIN)/python -m pytest --part quick
+	$(BIN)/python $(PYTEST) --part quick
 
 # What coverage measures: make coverage PART= takes the whole suite, in about half an hour.
 PART ?= --part quick
 
 coverage: install  ## Run the quick part, and say which lines and branches of choros it runs, ranks included
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(PART)
+	$(BIN)/coverage run $(PYTEST) $(PART)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

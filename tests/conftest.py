@@ -1,7 +1,11 @@
-"""Tests of one job are run one after the other, so that each job is started once."""
+"""Tests of one job are run one after the other, so that each job is started once.
+
+With pytest-xdist, one worker runs all tests that need ranks, job by job, and the others run the remaining files.
+"""
 
 from __future__ import annotations
 
+import math
 import signal
 
 import pytest
@@ -34,9 +38,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in items if job_of(item) in PARTS[part] and not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
         items[:] = chosen
-    order: dict[Job | None, int] = {None: 0}
+    order: dict[Job | None, float] = {None: math.inf}
     for item in items:
-        order.setdefault(job_of(item), len(order))
+        job = job_of(item)
+        order.setdefault(job, len(order))
+        item.add_marker(pytest.mark.xdist_group("ranks" if job else item.path.stem))
     items.sort(key=lambda item: order[job_of(item)])
 
 

@@ -1,4 +1,7 @@
-"""The torch engine on real processes: ranks of torchrun, of ``TF_CONFIG`` and of MPI, and starts that fail."""
+"""The torch engine on real processes: ranks of torchrun and of MPI, and starts that fail.
+
+Ranks of ``TF_CONFIG``, which train with other frameworks too, are in ``distribute/test_multi_worker.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,12 @@ from choros.topology import ENVIRONMENTS
 from comm.engines import ON_TORCH
 from comm.starts import by_hand, together
 from harness import Job, case_names, check_case, free_port, needs, on
-from ranks.job import TFConfig
 
 pytestmark = needs("torch")
 
 OVER_MPI = "comm.torch_over_mpi_cases"
 DEVICES = "comm.device_cases"
 TORCH = "comm.torch_cases"
-TRAINING = ("keras_face.training_cases", "case_sgd_with_momentum_on_uneven_batches")
 #: Cases of other modules that ranks of torchrun run as well.
 ALSO = (
     ("comm.job_cases", "case_a_job_can_be_left_and_joined_many_times"),
@@ -30,7 +31,7 @@ ALSO = (
     ("comm.job_cases", "case_init_registers_sets_and_shutdown_forgets_them"),
     ("comm.job_cases", "case_only_members_of_a_process_set_can_use_it"),
     ("comm.job_cases", "case_collectives_of_overlapping_sets_can_alternate"),
-    TRAINING,
+    ("keras_face.training_cases", "case_sgd_with_momentum_on_uneven_batches"),
 )
 
 
@@ -48,11 +49,6 @@ def test_ranks_of_torchrun(module: str, case: str, job: Job) -> None:
 @pytest.mark.parametrize(("module", "case"), cases_of(DEVICES, OVER_MPI))
 def test_ranks_of_mpi(module: str, case: str, job: Job) -> None:
     check_case(module, case, job)
-
-
-@on(Job(2, "tensorflow", launcher=TFConfig()))
-def test_ranks_of_tf_config_train_tensorflow(job: Job) -> None:
-    check_case(*TRAINING, job)
 
 
 DIES = """

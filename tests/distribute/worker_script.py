@@ -25,7 +25,7 @@ match how:
         resolver = None
     case "tf_config_resolver":
         resolver = distribute.cluster_resolver.TFConfigClusterResolver()
-    case "simple_resolver" | "die":
+    case "die":
         del os.environ["TF_CONFIG"]
         resolver = distribute.cluster_resolver.SimpleClusterResolver(
             config["cluster"], task_type=config["task"]["type"], task_id=config["task"]["index"]

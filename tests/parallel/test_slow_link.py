@@ -10,7 +10,7 @@ from typing import final
 import pytest
 
 from harness import ROOT, Job, case_names, check_case, on
-from ranks.job import Launcher, Start
+from ranks.job import Launcher
 
 MODULE = "parallel.slow_link_cases"
 LINK = str(ROOT / "benchmarks" / "slow_link" / "link.py")
@@ -21,9 +21,9 @@ LINK = str(ROOT / "benchmarks" / "slow_link" / "link.py")
 class SlowLink(Launcher):
     """A host with one rank at each end."""
 
-    def starts(self, ranks: int, program: Sequence[str]) -> list[Start]:
+    def command(self, ranks: int, program: Sequence[str]) -> tuple[str, ...]:
         assert ranks == 2
-        return [Start((sys.executable, LINK, "--", sys.executable, *program))]
+        return (sys.executable, LINK, "--", sys.executable, *program)
 
     def __str__(self) -> str:
         return "slow link"

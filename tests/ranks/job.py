@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -18,20 +17,12 @@ HIDDEN = "CHOROS_TEST_HIDDEN"
 CHOROSRUN = str(Path(sys.executable).with_name("chorosrun"))
 
 
-@dataclass(frozen=True)
-class Start:
-    """A process to start: its command, and the variables added to our environment."""
-
-    command: tuple[str, ...]
-    environ: Environ = field(default_factory=dict)
-
-
 class Launcher(ABC):
     """A way to start the ranks."""
 
     @abstractmethod
-    def starts(self, ranks: int, program: Sequence[str]) -> list[Start]:
-        """The processes to start so that ``program``, arguments of Python, runs on this many ranks."""
+    def command(self, ranks: int, program: Sequence[str]) -> tuple[str, ...]:
+        """The command that runs ``program``, arguments of Python, on this many ranks."""
 
 
 @final
@@ -39,8 +30,8 @@ class Launcher(ABC):
 class ChorosRun(Launcher):
     """Our launcher."""
 
-    def starts(self, ranks: int, program: Sequence[str]) -> list[Start]:
-        return [Start((CHOROSRUN, "-np", str(ranks), sys.executable, *program))]
+    def command(self, ranks: int, program: Sequence[str]) -> tuple[str, ...]:
+        return (CHOROSRUN, "-np", str(ranks), sys.executable, *program)
 
     def __str__(self) -> str:
         return ""
@@ -51,26 +42,12 @@ class ChorosRun(Launcher):
 class TorchRun(Launcher):
     """PyTorch's launcher."""
 
-    def starts(self, ranks: int, program: Sequence[str]) -> list[Start]:
+    def command(self, ranks: int, program: Sequence[str]) -> tuple[str, ...]:
         argv = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-        return [Start((sys.executable, *argv, *program))]
+        return (sys.executable, *argv, *program)
 
     def __str__(self) -> str:
         return "torchrun"
-
-
-@final
-@dataclass(frozen=True)
-class TFConfig(Launcher):
-    """No launcher: each process has its own ``TF_CONFIG``."""
-
-    def starts(self, ranks: int, program: Sequence[str]) -> list[Start]:
-        workers = [f"localhost:{free_port()}" for _ in range(ranks)]
-        configs = [{"cluster": {"worker": workers}, "task": {"type": "worker", "index": i}} for i in range(ranks)]
-        return [Start((sys.executable, *program), {"TF_CONFIG": json.dumps(config)}) for config in configs]
-
-    def __str__(self) -> str:
-        return "TF_CONFIG"
 
 
 @final

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks.job import Job, Start
+from ranks.job import Job
 
 TESTS = Path(__file__).parents[1]
 #: Limits for processes that hang, on a machine that is busy with other work too.
@@ -74,7 +74,7 @@ class Running:
         self.job = job
         self._directory = Path(tempfile.mkdtemp(prefix="choros-tests-"))  # for this user alone
         self._log = self._directory / "log"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._launcher: subprocess.Popen[bytes] | None = None
         self._members: list[Member] = []
         try:
             self._begin()
@@ -87,17 +87,17 @@ class Running:
             listener.bind(str(self._directory / "socket"))
             listener.listen()
             program = ("-m", "ranks.rank", str(self._directory))
-            self._processes += [self._start(start) for start in self.job.launcher.starts(self.job.ranks, program)]
-            connections = self._accept_ranks(listener)
+            self._launcher = self._start(self.job.launcher.command(self.job.ranks, program))
+            connections = self._accept_ranks(listener, self._launcher)
         self._members += [Member(*connection.recv(), connection) for connection in connections]
         self._members.sort(key=lambda member: member.rank)
 
-    def _start(self, start: Start) -> subprocess.Popen[bytes]:
+    def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         paths = {"PYTHONPATH": python_path(), "CHOROS_TEST_CACHE": caches()}
-        environ = {**os.environ, **QUICK, **CACHE, **paths, **self.job.environment(), **start.environ}
+        environ = {**os.environ, **QUICK, **CACHE, **paths, **self.job.environment()}
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                start.command,
+                command,
                 env=environ,
                 cwd=self._directory,
                 stdin=subprocess.DEVNULL,
@@ -106,16 +106,16 @@ class Running:
                 start_new_session=True,
             )
 
-    def _accept_ranks(self, listener: socket.socket) -> list[Connection]:
+    def _accept_ranks(self, listener: socket.socket, launcher: subprocess.Popen[bytes]) -> list[Connection]:
         listener.settimeout(0.1)
         connections: list[Connection] = []
         end = time.monotonic() + START_SECONDS
         while len(connections) < self.job.ranks:
-            codes = [process.poll() for process in self._processes]
-            if CANNOT in codes:
+            code = launcher.poll()
+            if code == CANNOT:
                 raise CannotStart(self._log.read_text().strip())
-            if codes.count(None) < len(codes) or time.monotonic() > end:
-                problem = f"ended with {codes}" if any(code is not None for code in codes) else "took too long"
+            if code is not None or time.monotonic() > end:
+                problem = "took too long" if code is None else f"ended with {code}"
                 raise Broken(
                     f"the job {problem} before its {self.job.ranks} ranks had connected:\n{self._log.read_text()}"
                 )
@@ -176,24 +176,23 @@ class Running:
     def kill(self) -> None:
         """Kills the remaining processes, and removes the job's files."""
         for member in self._members:
-            if any(process.poll() is None for process in self._processes):
+            if self._launcher and self._launcher.poll() is None:
                 with suppress(OSError):
                     os.kill(member.pid, signal.SIGKILL)
             member.connection.close()
         if self._members:
             self._await_end()
-        for process in self._processes:
+        if self._launcher:
             with suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                os.killpg(self._launcher.pid, signal.SIGKILL)
+            self._launcher.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _await_end(self) -> None:
         """Waits for the launcher, which cleans up after its ranks."""
-        end = time.monotonic() + END_SECONDS
-        for process in self._processes:
+        if self._launcher:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
+                self._launcher.wait(END_SECONDS)
 
 
 @functools.cache
