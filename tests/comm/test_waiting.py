@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from comm.engines import ON_TORCH
 from harness import CHOROSRUN, Job, case_names, check_case, on
 
 MODULE = "comm.waiting_cases"
+MPI = "comm.mpi_waiting_cases"
 #: Sleeps from the first poll on.
 QUICK = Schedule(spin_seconds=0.0)
 
@@ -38,6 +40,14 @@ def test_error_of_a_poll_is_raised() -> None:
         wait_until(lambda: next(answers), QUICK)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_long_yields_show_that_the_core_is_shared(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(itertools.count(0.0, 1e-3 if shared else 1e-6))  # of the clock, which advances in yields alone
+    monkeypatch.setattr("choros.comm.waiting.time.perf_counter", lambda: next(seconds))
+    answers = iter([False] * 100 + [True])
+    assert wait_until(lambda: next(answers)) is shared
+
+
 def test_a_wait_of_a_second_polls_about_a_thousand_times() -> None:
     polls = 0
 
@@ -55,6 +65,12 @@ def test_a_wait_of_a_second_polls_about_a_thousand_times() -> None:
 @pytest.mark.parametrize("case", case_names(MODULE))
 def test_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
+
+
+@on(Job(2))
+@pytest.mark.parametrize("case", case_names(MPI))
+def test_ranks_of_mpi(case: str, job: Job) -> None:
+    check_case(MPI, case, job)
 
 
 ARRIVES_LATE = """

@@ -14,7 +14,7 @@ import numpy as np
 from choros.comm import Communicator, Reduction, global_process_set
 
 #: The time that ranks wait, and the share of a core that they may use.
-SECONDS, SHARE = 1.0, 0.1
+SECONDS, SHARE = 0.5, 0.1
 
 
 def collectives(communicator: Communicator) -> dict[str, Callable[[], object]]:

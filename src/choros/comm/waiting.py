@@ -130,7 +130,7 @@ class Reporter:
 
 def wait_until(
     poll: Callable[[], bool], schedule: Schedule = WAITING, describe: Callable[[], LongWait] | None = None
-) -> None:
+) -> bool:
     """Returns as soon as ``poll`` has returned true.
 
     Args:
@@ -138,21 +138,27 @@ def wait_until(
         schedule: when it is called again.
         describe: returns the wait, to report it; ``None``: it is not reported.
 
+    Returns:
+        Whether other processes were seen to use this core. It stays unknown, and false, if the wait was short.
+
     Example:
         >>> polls = iter([False, False, True])
         >>> wait_until(lambda: next(polls))
+        False
     """
     for _ in range(_TIGHT_POLLS):
         if poll():
-            return
+            return False
+    core_is_shared = False
     begin = now = time.perf_counter()
-    while now - begin < schedule.spin_seconds:
+    while now - begin < schedule.spin_seconds and not core_is_shared:
+        before = now
         os.sched_yield()
+        now = time.perf_counter()
+        core_is_shared = now - before > _LONG_YIELD_SECONDS
         if poll():
-            return
-        before, now = now, time.perf_counter()
-        if now - before > _LONG_YIELD_SECONDS:
-            break
+            return core_is_shared
     with Reporter(describe, schedule) as reporter:
         while not poll():
             time.sleep(schedule.sleep_after(reporter.check()))
+    return core_is_shared

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from choros.comm.algorithms.algorithm import Tuning
 from choros.comm.communicator import Array, Communicator
+from choros.comm.engines.mpi_yielding import idle_yield
 from choros.comm.reduction import Reduction
 from choros.comm.waiting import LongWait, wait_until
 from choros.comm.work import WorkQueue
@@ -138,7 +139,8 @@ class MpiCommunicator(Communicator):
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         with _translated("the check of a collective"):
             # Here ranks wait for those that arrive late. After that, blocking calls, which spin, are brief.
-            wait_until(self._comm.Iallgather(header, self._table).Test, describe=self._long_wait)
+            core_is_shared = wait_until(self._comm.Iallgather(header, self._table).Test, describe=self._long_wait)
+        idle_yield().note(core_is_shared=core_is_shared)
         return self._table.copy()
 
     def _allreduce(self, buffer: Array, op: Reduction) -> None:
