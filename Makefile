@@ -1,7 +1,7 @@
 # Two commands do all the set-up on a machine that has Python and nothing else:
 #   make train   train the digits CNN on two processes
 #   make test    run the whole suite, on all three frameworks
-#   make test-quick   run what a minute allows
+#   make test-quick   run what a minute or two allow
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +31,7 @@ test: install  ## Run the whole suite
 test-quick: install  ## Run the tests of one framework on two ranks, and those that need none
 	$(BIN)/python $(PYTEST) --part quick
 
-# What coverage measures: make coverage PART= takes the whole suite, in about half an hour.
+# What coverage measures: make coverage PART= takes the whole suite, in about a quarter of an hour.
 PART ?= --part quick
 
 coverage: install  ## Run the quick part, and say which lines and branches of choros it runs, ranks included

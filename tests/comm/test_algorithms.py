@@ -19,6 +19,7 @@ def test_algorithm(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 
 
+@pytest.mark.slow
 @on(Job(2))
 @pytest.mark.parametrize("case", HEAVY)
 def test_heavy_case(case: str, job: Job) -> None:
