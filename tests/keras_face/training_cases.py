@@ -96,20 +96,6 @@ OPTIMIZERS = {
 }
 
 
-def case_pin_device_sets_the_threads_and_returns_the_device():
-    device = hvd.pin_device(intra_op_threads=1, inter_op_threads=1)  # as all ranks did when they started
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        threads = tf.config.threading
-        assert threads.get_intra_op_parallelism_threads() == threads.get_inter_op_parallelism_threads() == 1
-    elif BACKEND == "torch":
-        import torch
-
-        assert torch.get_num_threads() == torch.get_num_interop_threads() == 1
-    assert device == "cpu" or device.endswith(f":{hvd.local_rank()}"), device
-
-
 def case_an_optimizer_before_init_is_an_error():
     hvd.shutdown()
     with pytest.raises(ValueError, match=r"call init\(\) once"):
