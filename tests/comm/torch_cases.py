@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import choros
 from choros.comm import Reduction, global_process_set, topology
 from choros.comm.engines.torch import TorchCommunicator
 from choros.comm.engines.torch_devices import DeviceGroup
-from choros.errors import ConfigError
+from choros.comm.signature import Signatures
+from choros.errors import ConfigError, EngineError
+from choros.parallel.objects import allgather_object, broadcast_object
 from choros.topology import Topology
 from comm.device_cases import CPU
 
@@ -67,3 +70,32 @@ def case_device_group_of_a_process_set() -> None:
         assert tensor == 1
         group.close()
     assert choros.remove_process_set(pair)
+
+
+# ── objects ──────────────────────────────────────────────────────────────────────────────────────
+
+ran: list[str] = []
+
+
+def run_code() -> None:
+    ran.append("code of someone else")
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, tuple[()]]:
+        return run_code, ()
+
+
+def case_an_object_that_no_rank_has_signed_is_not_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 sends it as a process does that has taken rank 1's connections."""
+    forges = choros.rank() == 1
+    with monkeypatch.context() as patch:
+        if forges:
+            patch.setattr(global_process_set.communicator, "signatures", Signatures(b"another key"))
+        with pytest.raises(EngineError, match=r"an object was not sent by rank [01]"):
+            allgather_object(Harmful() if forges else "mine")
+        with nullcontext() if forges else pytest.raises(EngineError, match="an object was not sent by rank 1"):
+            broadcast_object(Harmful(), root_rank=1)
+    assert not ran
+    assert allgather_object(choros.rank()) == list(range(choros.size()))
+    assert broadcast_object("sent" if choros.rank() == 0 else None) == "sent"

@@ -26,6 +26,7 @@ from choros.comm.memory import aligned_empty
 from choros.comm.reduction import Reduction, check_dtype, from_working, working_dtype, working_op
 from choros.comm.request import Request, caller, mismatch_text
 from choros.comm.selection import select_devices
+from choros.comm.signature import Signatures
 from choros.comm.waiting import LongWait
 from choros.comm.work import Work, WorkQueue
 from choros.errors import ConfigError, EngineError, MismatchError
@@ -66,9 +67,11 @@ class Communicator(ABC):
         collectives: the number of collectives in which this process has participated.
         chunk_bytes: arrays are sent in chunks of at most this many bytes.
         bytes_sent: the number of bytes of arrays it has contributed to them, which compression reduces.
+        signatures: those of objects that the members exchange, if the engine's connections need them.
     """
 
     engine: ClassVar[str]
+    signatures: Signatures | None = None
 
     def __init__(self, rank: int, ranks: Sequence[int], queue: WorkQueue, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.rank = rank

@@ -1,49 +1,65 @@
-"""Rendezvous of the ranks of the torch engine, through a key-value store that one process keeps.
+"""Rendezvous of the ranks of the torch engine, through a key-value store that rank 0 keeps.
 
 ::
 
-    rank 0                          rank 1
-    listen at the master            (torchrun's agent may listen there already: then all ranks are clients)
-    connect ─────────┐ ┌─────────── connect                    (1) finds this rank's address towards it
-                   ┌─┴─┴──┐
-    host, address ─►│store │◄────── host, address               (2) all ranks' locations, in bounded time
-                   └─┬─┬──┘
-    listen at that ──┘ └─────────── listen at that             (3) Gloo connects each rank with each, or NCCL does
+    rank 0                               rank 1
+    listens at the master                connects           (1) a channel: both prove that they belong to the job
+    ┌─────────┐
+    │ values  │◄──── set, get, check ─── RendezvousStore    (2) host and address of each rank, in bounded time
+    └─────────┘
+    listens at its address               likewise           (3) Gloo connects each rank with each, or NCCL does
 
-With a control plane, such as MPI, rank 0 opens the store at a free port and broadcasts its address through it.
+Rank 0 is a client of its own store, too. It stops listening when all ranks have connected: then the port is free for
+``torch.distributed``, which has a store of its own. If that listens at the master already, as torchrun's agent does,
+rank 0 listens at a free port and writes the address into that store, which others may read and change: what they find
+there proves nothing, and they trust it with nothing. With a control plane, such as MPI, rank 0 broadcasts its address.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
+import hmac
 import json
+import os
 import re
+import secrets
 import socket
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any, final
 
 import numpy as np
 import torch.distributed as dist  # noqa: TID253  (imported by the torch engine alone)
 
 from choros.comm.communicator import Communicator
+from choros.comm.signature import Signatures
 from choros.errors import EngineError, EngineUnavailable
-from choros.topology import Master
-from choros.transport.address import LOOPBACK, Location, is_loopback, outward_address, this_host
+from choros.topology import Master, Topology
+from choros.transport.address import LOOPBACK, Location, address_towards, is_loopback, outward_address, this_host
+from choros.transport.channel import Channel, ChannelClosed, connect
 from choros.transport.endpoint import connect_within
+from choros.transport.listener import Listener
+from choros.transport.secret import Key, rank_key, secret_in
 
-__all__ = ["exchange_locations", "store_at", "store_over", "translated"]
+__all__ = ["RendezvousStore", "exchange_locations", "store_at", "store_over", "translated"]
 
 #: The time between two polls of the store.
 _POLL_SECONDS = 0.02
-#: The maximum length of the address and port that rank 0 broadcasts.
-_TEXT_BYTES = 128
+#: The maximum length of the address and the key that rank 0 broadcasts.
+_TEXT_BYTES = 256
+#: The key of a random value that rank 0 chooses for the job.
+_JOB = "job"
 
-_stores: dict[Master, dist.TCPStore] = {}
+_stores: dict[Master, RendezvousStore] = {}
+#: All stores: torch's objects use them and do not keep them alive.
+_alive: list[RendezvousStore] = []
 
 
-@contextmanager
+@contextlib.contextmanager
 def translated(what: str, engine: str = "Gloo") -> Iterator[None]:
     """A context that raises the errors of torch's engines, all ``RuntimeError``, as ``EngineError``."""
     try:
@@ -57,37 +73,179 @@ def translated(what: str, engine: str = "Gloo") -> Iterator[None]:
         raise EngineError(f"{engine} failed in {what}: {reason}{hint}") from error
 
 
-def store_at(master: Master, rank: int, seconds: float) -> tuple[dist.Store, str]:
-    """Returns the store at ``master``, which rank 0 opens if needed, and the address from which this rank reaches it.
+@final
+class _Values:
+    """The values of the store, in the process of rank 0.
+
+    Args:
+        ranks: the number of ranks that will connect.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._values = {_JOB: secrets.token_bytes(32)}
+        self._lock = threading.Lock()
+        self._missing = {_name(rank) for rank in range(ranks)}
+        self._all_connected = threading.Event()
+
+    def listen(self, at: str | socket.socket, key: Key) -> None:
+        """Listens in another thread until all ranks have connected."""
+        listener = Listener(at, key, _name(0), self._serve)
+
+        def close() -> None:
+            self._all_connected.wait()
+            listener.close()
+
+        threading.Thread(target=close, daemon=True).start()
+
+    def _serve(self, channel: Channel, request: tuple[Any, ...]) -> None:
+        with self._lock:
+            self._missing.discard(channel.peer)
+            if not self._missing:
+                self._all_connected.set()
+        with contextlib.suppress(ChannelClosed):
+            while True:
+                channel.send(self._reply(*request))
+                request = channel.receive()
+
+    def _reply(self, operation: str, *given: Any) -> Any:
+        operations: dict[str, Callable[..., Any]] = {
+            "set": self._values.__setitem__,
+            "get": lambda names: [self._values.get(name) for name in names],
+            "add": self._add,
+            "compare_set": self._compare_set,
+            "delete": lambda name: self._values.pop(name, None) is not None,
+            "count": lambda: len(self._values),
+        }
+        with self._lock:
+            return operations[operation](*given)
+
+    def _add(self, name: str, amount: int) -> int:
+        total = int(self._values.get(name, b"0")) + amount
+        self._values[name] = str(total).encode()
+        return total
+
+    def _compare_set(self, name: str, expected: bytes, desired: bytes) -> bytes:
+        if self._values.get(name, b"") == expected:
+            self._values[name] = desired
+        return self._values.get(name, expected)
+
+
+@final
+class RendezvousStore(dist.Store):  # type: ignore[misc]  # torch has no types here
+    """A store of ``torch.distributed`` whose values are in the process of rank 0.
+
+    Args:
+        channel: to rank 0.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+        self._lock = threading.Lock()
+        _alive.append(self)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Sets a value."""
+        self._ask("set", key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Returns a value; waits until it is set."""
+        self.wait([key])
+        value: bytes = self._ask("get", [key])[0]
+        return value
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Waits until all values are set.
+
+        Raises:
+            EngineUnavailable: they are not after ``timeout``.
+        """
+        limit = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(f"another rank did not connect within {limit.total_seconds():g} s.")
+            time.sleep(_POLL_SECONDS)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Returns whether all values are set."""
+        return None not in self._ask("get", list(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a number; returns the sum."""
+        total: int = self._ask("add", key, amount)
+        return total
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        """Sets a value if it is the expected one; returns the value afterwards."""
+        texts = (value.encode() if isinstance(value, str) else bytes(value) for value in (expected, desired))
+        value: bytes = self._ask("compare_set", key, *texts)
+        return value
+
+    def delete_key(self, key: str) -> bool:
+        """Deletes a value; returns whether there was one."""
+        return bool(self._ask("delete", key))
+
+    def num_keys(self) -> int:
+        """Returns the number of values."""
+        return int(self._ask("count"))
+
+    #: The names under which the stores that torch puts before this one call them.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+    def _ask(self, *request: Any) -> Any:
+        with self._lock:
+            self._channel.send(request)
+            return self._channel.receive()
+
+
+def store_at(master: Master, topology: Topology, seconds: float) -> tuple[RendezvousStore, Signatures, str]:
+    """Returns the store of the ranks that meet at ``master``, and the address from which this rank reaches it.
+
+    The ranks authenticate each other by ``CHOROS_SECRET``; without it, those on one host by a file of the user, and
+    those on several hosts not at all.
+
+    Returns:
+        The store, the signatures of the ranks, and the address.
 
     Raises:
         EngineUnavailable: nothing answers at ``master`` within ``seconds``.
+        EngineError: the process there does not belong to the job.
     """
-    if master not in _stores and rank == 0 and not master.listens:
-        _stores[master] = _open(master, _listener(master), seconds)
-    address = _reach(master, rank, seconds)
+    rank = topology.rank
+    key = rank_key(os.environ)
+    occupied = master.listens or dist.is_initialized()  # the latter by all ranks or by none
+    if master not in _stores and rank == 0 and not occupied:
+        _Values(topology.size).listen(_listening(master), key)
+    address = _reach(master, rank, seconds) if master not in _stores else address_towards(master.host)
     if master not in _stores:
-        _stores[master] = _connect(master, seconds)
-    return _stores[master], address
+        where = _published(master, topology, address, key, seconds) if occupied else str(master)
+        _stores[master] = RendezvousStore(connect(where, key, _name(rank), _name(0), seconds))
+    store = _stores[master]
+    return store, _signatures(store), address
 
 
-def store_over(control: Communicator, seconds: float) -> tuple[dist.Store, str]:
-    """Returns a new store that rank 0 of ``control`` opens, and the address from which this rank reaches it."""
+def store_over(control: Communicator, seconds: float) -> tuple[dist.Store, Signatures, str]:
+    """Like ``store_at``, for the ranks of ``control``: rank 0 broadcasts its address and a key through it."""
     if control.size == 1:
-        return dist.HashStore(), LOOPBACK
+        return dist.HashStore(), Signatures(secrets.token_bytes(32)), LOOPBACK
     hosts = control.allgather(np.frombuffer(hashlib.blake2b(this_host().encode(), digest_size=8).digest(), np.int64))
     text = np.zeros(_TEXT_BYTES, np.uint8)
-    listener = None
     if control.rank == 0:
         # If all ranks are on one host, other hosts must not be able to connect.
-        host = LOOPBACK if (hosts == hosts[0]).all() else outward_address()
-        listener = socket.create_server((host, 0))
-        encoded = json.dumps(listener.getsockname()).encode()
+        listening = socket.create_server((LOOPBACK if (hosts == hosts[0]).all() else outward_address(), 0))
+        secret = secrets.token_bytes(32)
+        encoded = json.dumps([*listening.getsockname()[:2], secret.hex()]).encode()
+        _Values(control.size).listen(listening, Key(secret))
         text[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    master = Master(*json.loads(control.broadcast(text, 0, name="address of the store").tobytes().rstrip(b"\0")))
-    opened = _open(master, listener, seconds) if control.rank == 0 else None
+    sent = control.broadcast(text, 0, name="address of the store").tobytes().rstrip(b"\0")
+    host, port, hexadecimal = json.loads(sent)
+    master = Master(host, port)
+    key = Key(bytes.fromhex(hexadecimal))
     address = _reach(master, control.rank, seconds)
-    return opened or _connect(master, seconds), address
+    store = RendezvousStore(connect(str(master), key, _name(control.rank), _name(0), seconds))
+    return store, _signatures(store), address
 
 
 def exchange_locations(store: dist.Store, rank: int, size: int, address: str, seconds: float) -> list[Location]:
@@ -111,41 +269,55 @@ def exchange_locations(store: dist.Store, rank: int, size: int, address: str, se
         return [Location(*json.loads(store.get(key))) for key in keys]
 
 
-def _listener(master: Master) -> socket.socket | None:
-    """A socket that listens only at ``master``; ``None`` if other ranks could then not connect."""
+def _name(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _signatures(store: dist.Store) -> Signatures:
+    """The signatures of the ranks: whoever reads along on the network does not know their key, if there is a secret."""
+    return Signatures(hmac.digest(secret_in(os.environ) or b"", store.get(_JOB), "sha256"))
+
+
+def _listening(master: Master) -> socket.socket:
+    """A socket that listens only at ``master``, or at all addresses if other ranks could otherwise not connect."""
     try:
         family, _, _, _, address = socket.getaddrinfo(master.host, master.port, type=socket.SOCK_STREAM)[0]
         host = str(address[0])
-        if is_loopback(host) and not (is_loopback(master.host) or master.host == "localhost"):
-            return None  # a host's own name, which other hosts resolve to another address
-        return socket.create_server((host, master.port), family=family)
-    except OSError:
-        # The address belongs to a proxy of this host, such as a Kubernetes service, or this process listens there
-        # already, for torch.distributed, which can share the port. Otherwise torch raises an error.
-        return None
-
-
-def _open(master: Master, listener: socket.socket | None, seconds: float) -> dist.TCPStore:
-    try:
-        return dist.TCPStore(
-            master.host,
-            master.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=seconds),
-            multi_tenant=True,
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
-    except RuntimeError as error:
+        # This host's own name may be loopback here, and another address on other hosts.
+        own_name = is_loopback(host) and not (is_loopback(master.host) or master.host == "localhost")
+        try:
+            return socket.create_server(("" if own_name else host, master.port), family=family)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+        # The address belongs to a proxy of this host, such as a Kubernetes service.
+        return socket.create_server(("", master.port), family=family)
+    except OSError as error:
         raise EngineUnavailable(
             f"rank 0 cannot listen at {master}, where the ranks connect: {error}. Give it a free port, and rank 0 "
             "the host of that name."
         ) from error
 
 
-def _connect(master: Master, seconds: float) -> dist.TCPStore:
+def _published(master: Master, topology: Topology, address: str, key: Key, seconds: float) -> str:
+    """The address of rank 0, which it publishes in the store that ``torch.distributed`` has."""
     with translated(f"connecting to {master}"):
-        return dist.TCPStore(master.host, master.port, is_master=False, timeout=timedelta(seconds=seconds))
+        if dist.is_initialized():
+            board = dist.distributed_c10d._get_default_store()
+        else:
+            board = dist.TCPStore(master.host, master.port, is_master=False, timeout=timedelta(seconds=seconds))
+        # torchrun keeps its store when it starts ranks again.
+        name = f"choros: address of rank 0, start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        if topology.rank == 0:
+            if topology.local_size == topology.size:
+                address = LOOPBACK
+            elif is_loopback(address):
+                address = outward_address()
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listening = socket.create_server((address, 0), family=family)
+            _Values(topology.size).listen(listening, key)
+            board.set(name, str(Master(address, listening.getsockname()[1])))
+        return str(board.get(name).decode())
 
 
 def _reach(master: Master, rank: int, seconds: float) -> str:

@@ -6,8 +6,10 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
+from numpy.typing import NDArray
 
-from choros.comm import ProcessSet, global_process_set
+from choros.comm import Communicator, ProcessSet, global_process_set
+from choros.comm.signature import Signatures
 from choros.parallel.ops import broadcast
 
 __all__ = ["allgather_object", "broadcast_object"]
@@ -35,11 +37,12 @@ def broadcast_object(
     """
     name = name or "broadcast_object"
     is_root = process_set.communicator.ranks[process_set.communicator.rank] == root_rank
-    data = np.frombuffer(cloudpickle.dumps(obj) if is_root else b"", np.uint8)
-    length = broadcast(np.int64(data.size), root_rank, name=f"{name} (length)", process_set=process_set)
-    buffer = data if is_root else np.empty(int(length), np.uint8)
+    pickled = cloudpickle.dumps(obj) if is_root else b""
+    length = broadcast(np.int64(len(pickled)), root_rank, name=f"{name} (length)", process_set=process_set)
+    signed = _Signed(process_set.communicator)
+    buffer = signed.pack(pickled) if is_root else np.empty(int(length) + signed.overhead, np.uint8)
     received = broadcast(buffer, root_rank, name=name, process_set=process_set)
-    return obj if is_root else cloudpickle.loads(received.tobytes())
+    return obj if is_root else signed.load(received, process_set.communicator.ranks.index(root_rank))
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -58,7 +61,35 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """
     communicator = process_set.communicator
     name = name or "allgather_object"
-    data = np.frombuffer(cloudpickle.dumps(obj), np.uint8)
-    lengths = communicator.allgather(np.int64(data.size), name=f"{name} (length)")
-    gathered = communicator.allgather(data, name=name)
-    return [cloudpickle.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(lengths)[:-1])]
+    pickled = cloudpickle.dumps(obj)
+    lengths = communicator.allgather(np.int64(len(pickled)), name=f"{name} (length)")
+    signed = _Signed(communicator)
+    gathered = communicator.allgather(signed.pack(pickled), name=name)
+    parts = np.split(gathered, np.cumsum(lengths + signed.overhead)[:-1])
+    return [signed.load(part, rank) for rank, part in enumerate(parts)]
+
+
+class _Signed:
+    """The objects of one collective, signed if the engine's connections need it.
+
+    Created after the lengths were exchanged: the number of collectives is then the same on all ranks.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._signatures = communicator.signatures
+        self._rank = communicator.rank
+        self._number = communicator.collectives
+        self.overhead = 0 if self._signatures is None else Signatures.OVERHEAD
+
+    def pack(self, pickled: bytes) -> NDArray[np.uint8]:
+        """Returns the bytes to send."""
+        if self._signatures is not None:
+            pickled = self._signatures.sign(pickled, collective=self._number, rank=self._rank)
+        return np.frombuffer(pickled, np.uint8)
+
+    def load(self, received: NDArray[np.uint8], rank: int) -> Any:
+        """Returns the object that ``rank`` has sent."""
+        data = received.tobytes()
+        if self._signatures is not None:
+            data = self._signatures.verified(data, collective=self._number, rank=rank)
+        return cloudpickle.loads(data)

@@ -69,7 +69,7 @@ class Channel:
         self._sends, self._receives = handshake.sends, handshake.receives
         self._sending = threading.Lock()
         # Closed when no thread can wait for it any more; close() only ends the connection.
-        weakref.finalize(self, end.close).atexit = False
+        weakref.finalize(self, end.close)
         end.settimeout(None)
         _tune(end)
 

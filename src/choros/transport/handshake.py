@@ -44,6 +44,7 @@ _MAGIC = b"choros 2"
 _DIGEST = 32
 _GREETING = struct.Struct(f"!8s{_DIGEST}s{_DIGEST}sBB")
 _WELCOME = b"\1"
+_SAME_ADDRESSES = "all processes must have the same addresses."
 #: The path of a connection that leaves the host.
 _AWAY = bytes(_DIGEST)
 
@@ -153,11 +154,10 @@ class _Ends:
         transcript = _digest(mine.encode() + theirs.encode())
         proof = self._receive(_DIGEST)
         if not hmac.compare_digest(proof, self._mac(b"listens", transcript)):
-            raise _refused()
+            raise self._refused()
         if theirs.name != peer:
             raise EngineError(
-                f"this process expected {peer} there and found {theirs.name} of the same job: all processes must have "
-                "the same addresses."
+                f"this process expected {peer} there and found {theirs.name} of the same job: {_SAME_ADDRESSES}"
             )
         outcome = self._outcome(mine, theirs, transcript, sends=b"connecting", receives=b"listening")
         self._send(self._mac(b"connects", transcript))
@@ -172,9 +172,11 @@ class _Ends:
         try:
             proof = self._receive(_DIGEST)
         except Cut as error:
-            raise _refused() from error
-        if not hmac.compare_digest(proof, self._mac(b"connects", transcript)) or theirs.peer != self._name:
-            raise _refused()
+            raise self._refused() from error
+        if not hmac.compare_digest(proof, self._mac(b"connects", transcript)):
+            raise self._refused()
+        if theirs.peer != self._name:
+            raise EngineError(f"{theirs.name} expected {theirs.peer} here, and this is {self._name}: {_SAME_ADDRESSES}")
         outcome = self._outcome(mine, theirs, transcript, sends=b"listening", receives=b"connecting")
         self._send(_WELCOME)
         return outcome
@@ -194,6 +196,13 @@ class _Ends:
             )
         keys = (self._mac(label, transcript) for label in (sends, receives))
         return Handshake(theirs.name, *map(Seal, keys))
+
+    def _refused(self) -> EngineError:
+        if self._key.within_host and self._path != _AWAY:
+            return EngineError(
+                "they must run as the same user with the same home directory, or have the same CHOROS_SECRET."
+            )
+        return EngineError("CHOROS_SECRET must be the same in all processes of the job.")
 
     def _mac(self, label: bytes, transcript: bytes) -> bytes:
         return hmac.digest(self._secret, label + transcript, "sha256")
@@ -259,10 +268,6 @@ def _plain(address: str) -> str:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
-
-
-def _refused() -> EngineError:
-    return EngineError("CHOROS_SECRET must be the same in all processes of the job.")
 
 
 def _late() -> EngineError:

@@ -36,7 +36,7 @@ class Listener:
     many of them.
 
     Args:
-        address: ``host:port`` or ``unix:PATH``; no other address is opened.
+        address: ``host:port`` or ``unix:PATH``, or a socket that listens; no other address is opened.
         key: the job's key; connections from processes without it are refused.
         name: the name of this process, which those that connect must expect.
         serve: called in the new thread with the channel and the first message.
@@ -45,7 +45,9 @@ class Listener:
         EngineError: listening there is not possible.
     """
 
-    def __init__(self, address: str, key: Key, name: str, serve: Callable[[Channel, Any], None]) -> None:
+    def __init__(
+        self, address: str | socket.socket, key: Key, name: str, serve: Callable[[Channel, Any], None]
+    ) -> None:
         self._key = key
         self._name = name
         self._serve = serve
@@ -53,7 +55,7 @@ class Listener:
         self._lock = threading.Lock()
         self._unproven: list[socket.socket] = []
         try:
-            self._listening = listen_at(address)
+            self._listening = listen_at(address) if isinstance(address, str) else address
         except OSError as error:
             raise EngineError(
                 f"this process cannot listen at {address}, its address in the cluster ({error}): another process may "

@@ -22,7 +22,7 @@ from choros.errors import ConfigError
 from choros.topology import split_address
 from choros.transport.address import is_loopback
 
-__all__ = ["Key", "job_key", "key_of_user", "secret_in"]
+__all__ = ["Key", "job_key", "key_of_user", "rank_key", "secret_in"]
 
 _BYTES = 32
 
@@ -79,6 +79,19 @@ def job_key(environ: Mapping[str, str], addresses: Iterable[str]) -> Key:
             f"it to authenticate each other. {_how_to()}"
         )
     return Key(key_of_user(environ), within_host=True)
+
+
+def rank_key(environ: Mapping[str, str]) -> Key:
+    """Returns the key of ranks that are started without chorosrun, which may be on one host or on several.
+
+    This is ``CHOROS_SECRET`` if it is set. Without it, ranks on one host have the key of ``key_of_user``, and those on
+    several hosts have none: whoever can reach them can be one of them.
+
+    Raises:
+        ConfigError: as ``job_key``.
+    """
+    secret = secret_in(environ)
+    return Key(key_of_user(environ), within_host=True, elsewhere=b"") if secret is None else Key(secret)
 
 
 def secret_in(environ: Mapping[str, str]) -> bytes | None:

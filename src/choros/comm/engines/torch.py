@@ -6,6 +6,7 @@ Ranks of torchrun, of ``TF_CONFIG`` or of MPI rendezvous through a key-value sto
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -17,10 +18,11 @@ from numpy.typing import NDArray
 from choros.comm.communicator import Array, Communicator
 from choros.comm.reduction import UFUNCS, Reduction
 from choros.comm.work import WorkQueue
-from choros.config import Config
+from choros.config import SECRET, Config
 from choros.errors import EngineUnavailable
 from choros.topology import WITHOUT_MPI, Master, Topology, find_master, shard_range
 from choros.transport.address import LOOPBACK
+from choros.transport.secret import secret_in
 
 try:
     import torch
@@ -39,6 +41,7 @@ from choros.comm.engines.process_groups import (
     start_allgather,
     wait_on_host,
 )
+from choros.comm.signature import Signatures
 from choros.comm.store import exchange_locations, store_at, store_over, translated
 
 __all__ = ["TorchCommunicator", "finalize", "start"]
@@ -49,6 +52,7 @@ _GLOO_DTYPES = frozenset(
 )
 
 _starts = itertools.count()
+_log = logging.getLogger("choros")
 
 
 @final
@@ -60,14 +64,23 @@ class TorchCommunicator(Communicator):
     """
 
     engine = "torch"
+    signatures: Signatures
 
     def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], address: str, queue: WorkQueue, seconds: float
+        self,
+        store: dist.Store,
+        signatures: Signatures,
+        rank: int,
+        ranks: Sequence[int],
+        address: str,
+        queue: WorkQueue,
+        seconds: float,
     ) -> None:
         """Connects the members; all of them must call it.
 
         Args:
             store: the members' own.
+            signatures: the members' own.
             rank: this process among them.
             ranks: their global ranks.
             address: where this rank listens.
@@ -75,6 +88,7 @@ class TorchCommunicator(Communicator):
             seconds: how long connecting may take.
         """
         super().__init__(rank, ranks, queue)
+        self.signatures = signatures
         self.address = address
         self._store = store
         self._seconds = seconds
@@ -83,7 +97,7 @@ class TorchCommunicator(Communicator):
 
     def branch(self) -> dist.Store:
         """A new store for members; all of them must call it."""
-        return dist.PrefixStore(f"branch {next(self._branches)}", self._store)
+        return self._branch()[0]
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         table = np.empty(2 * self.size, np.int64)
@@ -135,12 +149,16 @@ class TorchCommunicator(Communicator):
         return received
 
     def _split(self, ranks: Sequence[int]) -> TorchCommunicator | None:
-        store = self.branch()
+        store, signatures = self._branch()
         if self.rank not in ranks:
             return None
         members = [self.ranks[rank] for rank in ranks]
         rank = list(ranks).index(self.rank)
-        return TorchCommunicator(store, rank, members, self.address, self._queue, self._seconds)
+        return TorchCommunicator(store, signatures, rank, members, self.address, self._queue, self._seconds)
+
+    def _branch(self) -> tuple[dist.Store, Signatures]:
+        name = f"branch {next(self._branches)}"
+        return dist.PrefixStore(name, self._store), self.signatures.branch(name)
 
     def _close(self) -> None:
         del self._group
@@ -161,25 +179,31 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
     """
     seconds = Config.from_environ(os.environ).start_timeout
     store: dist.Store = dist.HashStore()
+    signatures = Signatures(b"")
     address = LOOPBACK
     if topology.size > 1 and topology.launcher in WITHOUT_MPI:
-        store, address = store_at(_master(topology), topology.rank, seconds)
+        store, signatures, address = store_at(_master(topology), topology, seconds)
     elif topology.size > 1:
         from choros.comm.engines import mpi
 
         control, topology = mpi.start(topology, comm)
         comm = None
-        store, address = store_over(control, seconds)
+        store, signatures, address = store_over(control, seconds)
         control.close()
     # Each start uses different keys: ranks may leave and join many times.
-    store = dist.PrefixStore(f"choros {next(_starts)}", store)
+    name = f"choros {next(_starts)}"
+    store, signatures = dist.PrefixStore(name, store), signatures.branch(name)
     locations = exchange_locations(store, topology.rank, topology.size, address, seconds)
     address = own_address(locations, topology.rank)
-    communicator = TorchCommunicator(store, topology.rank, range(topology.size), address, WorkQueue(), seconds)
+    communicator = TorchCommunicator(
+        store, signatures, topology.rank, range(topology.size), address, WorkQueue(), seconds
+    )
     if comm is not None:
         communicator = communicator.only(comm)
         locations = [locations[rank] for rank in sorted(comm)]
     hosts = [location.host for location in locations]
+    if topology.launcher in WITHOUT_MPI and communicator.rank == 0:
+        _warn_of_open_network(hosts)
     return communicator, Topology.from_hosts(hosts, communicator.rank, launcher=topology.launcher)
 
 
@@ -188,6 +212,18 @@ def finalize() -> None:
     mpi = sys.modules.get("choros.comm.engines.mpi")
     if mpi is not None:
         mpi.finalize()
+
+
+def _warn_of_open_network(hosts: Sequence[str]) -> None:
+    """Says that ranks on several hosts cannot tell each other from strangers, if they have no secret."""
+    several = len(set(hosts))
+    if several > 1 and secret_in(os.environ) is None:
+        _log.warning(
+            "%s is not set, and the ranks are on %d hosts: whoever reaches them there can join them, read and change "
+            "what they send, and run code as this user. Trust the network, or set it, the same on every rank.",
+            SECRET.name,
+            several,
+        )
 
 
 def _master(topology: Topology) -> Master:

@@ -151,7 +151,7 @@ class DeviceGroup:
         if isinstance(control, TorchCommunicator):
             store, address = control.branch(), control.address
         else:
-            store, address = store_over(control, seconds)
+            store, _, address = store_over(control, seconds)
         self._store = store  # kept alive: NCCL uses it again when it ends
         if device.type == "cuda":
             self._group = nccl_group(store, control, self.device)

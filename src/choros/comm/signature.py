@@ -1,0 +1,71 @@
+"""Signatures of objects that ranks exchange: what is unpickled comes from a rank of the job.
+
+::
+
+    rank 0                                      rank 1
+    object ─ pickle ─► data, HMAC ────────────► HMAC of the same? ─ unpickle ─► object
+                 of the key of the communicator, the number of the collective, the rank of the sender, and the data
+
+Engines whose connections are those of the job's own processes, such as MPI's, need none. Gloo's prove nothing about who
+is at their other end.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass, field
+from typing import ClassVar, final
+
+from choros.errors import EngineError
+
+__all__ = ["Signatures"]
+
+
+@final
+@dataclass(frozen=True)
+class Signatures:
+    """The signatures of the ranks of one communicator.
+
+    Attributes:
+        key: the key, which only these ranks have.
+
+    Example:
+        >>> signatures = Signatures(b"key")
+        >>> signed = signatures.sign(b"data", collective=7, rank=1)
+        >>> signatures.verified(signed, collective=7, rank=1)
+        b'data'
+        >>> signatures.verified(signed, collective=8, rank=1)
+        Traceback (most recent call last):
+        ...
+        choros.errors.EngineError: an object was not sent by rank 1: another process interferes ...
+    """
+
+    #: The bytes that a signature adds.
+    OVERHEAD: ClassVar[int] = 32
+
+    key: bytes = field(repr=False)
+
+    def sign(self, data: bytes, *, collective: int, rank: int) -> bytes:
+        """Returns ``data`` with the signature of ``rank``."""
+        return data + self._tag(data, collective, rank)
+
+    def verified(self, signed: bytes, *, collective: int, rank: int) -> bytes:
+        """Returns the data that ``rank`` has signed.
+
+        Raises:
+            EngineError: ``rank`` has not signed it, for this collective.
+        """
+        data, tag = signed[: -self.OVERHEAD], signed[-self.OVERHEAD :]
+        if not hmac.compare_digest(tag, self._tag(data, collective, rank)):
+            raise EngineError(
+                f"an object was not sent by rank {rank}: another process interferes with the connections of the ranks. "
+                "It was not unpickled. Start the job again, on a network that only its hosts can reach."
+            )
+        return data
+
+    def branch(self, name: str) -> Signatures:
+        """Returns those of another communicator of these ranks."""
+        return Signatures(hmac.digest(self.key, name.encode(), "sha256"))
+
+    def _tag(self, data: bytes, collective: int, rank: int) -> bytes:
+        return hmac.digest(self.key, b"%d %d " % (collective, rank) + data, "sha256")
