@@ -44,14 +44,19 @@ def tf_config(workers: list[str], index: int) -> str:
 @pytest.mark.parametrize("framework", [framework for framework in WAYS if framework in FRAMEWORKS])
 def test_two_hosts_train_as_one_process(network: Network, framework: str) -> None:
     workers = [f"{host}:2222" for host in network.hosts]
+    # Without a secret, hosts cannot tell the job's processes from others, and the first rank says so.
+    secret = {"CHOROS_SECRET": "ab" * 16} if framework == FRAMEWORKS[0] else {}
     environs = [
-        {"KERAS_BACKEND": framework, "HOST": namespace, "TF_CONFIG": tf_config(workers, index)}
+        {"KERAS_BACKEND": framework, "HOST": namespace, "TF_CONFIG": tf_config(workers, index), **secret}
         for index, namespace in enumerate(network.namespaces)
     ]
-    for code, output in together([*ON_ITS_HOST, sys.executable, SCRIPT, WAYS[framework]], environs):
+    outcomes = together([*ON_ITS_HOST, sys.executable, SCRIPT, WAYS[framework]], environs)
+    for rank, (code, output) in enumerate(outcomes):
         assert code == 0, output
         assert "as one process" in output
         assert re.search("rejected: MirroredStrategy is for .* one host, .* runs on 2: use MultiWorkerMirrored", output)
+        warned = "CHOROS_SECRET is not set, and the ranks are on 2 hosts" in output
+        assert warned == (rank == 0 and not secret), output
 
 
 @pytest.mark.slow
