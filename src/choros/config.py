@@ -76,7 +76,7 @@ SECRET = Variable(
     "CHOROS_SECRET",
     "",
     (),
-    "the key, in hex, with which processes of a parameter server job authenticate each other. chorosrun generates it.",
+    "the key, in hex, with which processes that MPI did not start authenticate each other. chorosrun generates one.",
 )
 
 VARIABLES: tuple[Variable, ...] = (ENGINE, AUTOTUNE, OVERLAP, ALLOCATOR, LOG_LEVEL, START_TIMEOUT, SECRET)

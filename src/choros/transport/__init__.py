@@ -12,12 +12,11 @@
     choros bench ◄── Unix socket ── each process of each contender             channel, listener, loop
         messages of bench/channel
 
-    rank 0 of the torch engine ◄── TCP ── the other ranks                      address, endpoint
-        torch's own key-value store (comm/store), where ranks exchange their addresses
+    rank 0 of the torch engine ◄── TCP ── all ranks                            channel, listener, address
+        the key-value store (comm/store), where ranks exchange their addresses
 
 Frames are lines, since mpirun forwards them. Every message over a socket is sent by a ``Channel``: one length-prefixed
-framing, on a connection whose ends have proved their names to each other, and that they have the job's key. Only the
-store uses torch's own protocol.
+framing, on a connection whose ends have proved their names to each other, and that they have the job's key.
 
 A wait ends at a deadline or when the peer has ended, which a channel or the end of a pipe reports.
 
