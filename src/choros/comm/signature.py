@@ -34,7 +34,7 @@ class Signatures:
         >>> signed = signatures.sign(b"data", collective=7, rank=1)
         >>> signatures.verified(signed, collective=7, rank=1)
         b'data'
-        >>> signatures.verified(signed, collective=8, rank=1)
+        >>> signatures.verified(signed, collective=8, rank=1)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
         choros.errors.EngineError: an object was not sent by rank 1: another process interferes ...
