@@ -14,7 +14,7 @@ else
 TENSORFLOW ?= tensorflow
 endif
 
-.PHONY: help train test test-quick coverage install check clean
+.PHONY: help train test test-quick test-gpu coverage install check clean
 
 help:  ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -30,6 +30,9 @@ test: install  ## Run the whole suite
 
 test-quick: install  ## Run the tests of one framework on two ranks, and those that need none
 	$(BIN)/python $(PYTEST) --part quick
+
+test-gpu:  ## Train on this machine's GPUs, with the frameworks of this Python that support them: make test-gpu BIN=/usr/bin
+	$(BIN)/python -m pytest tests/gpu
 
 # What coverage measures: make coverage PART= takes the whole suite, in about a quarter of an hour.
 PART ?= --part quick
