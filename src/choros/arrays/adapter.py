@@ -100,6 +100,20 @@ class ArrayAdapter(ABC):
         like = next(iter(arrays), None)
         return [self.from_host(np.asarray(result), like) for result in results]
 
+    def from_torch(self, tensor: Any) -> Any:
+        """Returns a tensor of torch, of any device, as an array of this framework that shares its memory."""
+        raise NotImplementedError
+
+    def device_call(self, function: ArrayFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
+        """``host_call`` of a function of torch's tensors, which share the arrays' memory on their device.
+
+        Args:
+            function: takes torch's tensors, which it must not write to; returns such, or host arrays.
+            arrays: as for ``host_call``.
+            outputs: likewise.
+        """
+        raise NotImplementedError
+
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
         """Returns ``forward(arrays)`` with the gradient rule ``backward``.
 

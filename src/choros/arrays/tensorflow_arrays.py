@@ -15,6 +15,9 @@ from choros.errors import ConfigError
 
 __all__ = ["TensorflowArrays"]
 
+#: In bytes, of every tensor.
+_ALIGNMENT = 64
+
 
 @final
 class TensorflowArrays(ArrayAdapter):
@@ -59,11 +62,7 @@ class TensorflowArrays(ArrayAdapter):
 
     def symbolic_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
         """Uses a ``tf.numpy_function``, which XLA cannot compile."""
-        if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-            raise ConfigError(
-                "choros communicates through the host, which is not possible in functions compiled by XLA: pass "
-                "jit_compile=False to model.compile() or tf.function(). (choros' callbacks do so in model.fit.)"
-            )
+        _refuse_xla()
         dense = [tf.convert_to_tensor(array) for array in arrays]
         results = tf.numpy_function(
             lambda *hosts: list(function(hosts)), dense, [tf.as_dtype(output.dtype) for output in outputs]
@@ -84,6 +83,44 @@ class TensorflowArrays(ArrayAdapter):
         """From ``tf.shape``."""
         return tf.shape(array)[axis]
 
+    def from_torch(self, tensor: Any) -> Any:
+        """Through DLPack; copies a part of a larger tensor that is not aligned, as TensorFlow would abort."""
+        import torch
+        from torch.utils.dlpack import to_dlpack
+
+        if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        return tf.experimental.dlpack.from_dlpack(to_dlpack(tensor))
+
+    def device_call(self, function: ArrayFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
+        """Uses a ``tf.py_function``, whose tensors stay on their device, and DLPack.
+
+        ::
+
+            TensorFlow's stream ── synchronize ──► torch's, NCCL's ── synchronize ──► TensorFlow's
+        """
+        import torch
+
+        def with_tensors_of_torch(*tensors: Any) -> list[Any]:
+            on_gpu = torch.cuda.is_available()
+            if on_gpu:
+                tf.test.experimental.sync_devices()
+            results = function([torch.from_dlpack(tensor) for tensor in tensors])
+            if on_gpu:
+                torch.cuda.synchronize()
+            return [self.from_torch(each) if isinstance(each, torch.Tensor) else each for each in results]
+
+        dense = [tf.convert_to_tensor(array) for array in arrays]
+        if tf.executing_eagerly():
+            return [tf.convert_to_tensor(each) for each in with_tensors_of_torch(*dense)]
+        _refuse_xla()
+        gpus = tf.config.list_logical_devices("GPU")
+        with tf.device(gpus[0].name if gpus else None):
+            results = tf.py_function(with_tensors_of_torch, dense, [tf.as_dtype(output.dtype) for output in outputs])
+        for result, output in zip(results, outputs, strict=True):
+            result.set_shape(output.shape)
+        return list(results)
+
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
         """Uses ``tf.custom_gradient``, in a ``tf.function`` or while a tape records."""
         if tf.executing_eagerly() and not could_possibly_record():
@@ -100,3 +137,11 @@ class TensorflowArrays(ArrayAdapter):
             return results, gradient
 
         return list(differentiable(*[tf.convert_to_tensor(array) for array in arrays]))
+
+
+def _refuse_xla() -> None:
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ConfigError(
+            "choros communicates through the host, which is not possible in functions compiled by XLA: pass "
+            "jit_compile=False to model.compile() or tf.function(). (choros' callbacks do so in model.fit.)"
+        )

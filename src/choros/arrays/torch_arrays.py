@@ -54,6 +54,15 @@ class TorchArrays(ArrayAdapter):
         """From ``Tensor.shape``."""
         return torch.tensor(array.shape[axis], device=array.device)
 
+    def from_torch(self, tensor: Any) -> Any:
+        """Returns ``tensor``."""
+        return tensor
+
+    def device_call(self, function: ArrayFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
+        """Calls ``function``."""
+        del outputs
+        return list(function(arrays))
+
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
         """Uses a ``torch.autograd.Function``, where autograd records."""
         if not (torch.is_grad_enabled() and any(array.requires_grad for array in arrays)):

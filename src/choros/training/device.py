@@ -10,7 +10,7 @@ import keras
 from choros.comm import topology
 from choros.errors import ConfigError
 
-__all__ = ["accelerated", "pin_device", "spare_xla_thread"]
+__all__ = ["accelerated", "pin_device", "spare_xla_thread", "tensorflow_gpu"]
 
 #: One thread for a callback, one for its arguments.
 _XLA_THREADS = 2
@@ -140,6 +140,14 @@ def accelerated() -> bool:
             import jax
 
             return bool(jax.default_backend() != "cpu")
+
+
+def tensorflow_gpu() -> int | None:
+    """The number of the GPU on which TensorFlow computes; ``None`` if it computes on the CPU."""
+    import tensorflow as tf
+
+    gpus = tf.config.get_visible_devices("GPU")
+    return int(gpus[0].name.rpartition(":")[2]) if gpus else None
 
 
 def spare_xla_thread() -> None:

@@ -29,7 +29,7 @@ from choros.parallel.reduce.gradients import Gradient, GradientLayout
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket_bytes
 from choros.parallel.reduce.sparse import RowsLayout, SparseRows
 from choros.parallel.reduce.torch_backward import BackwardExchange
-from choros.training.device import accelerated
+from choros.training.device import accelerated, tensorflow_gpu
 from choros.training.keras_internals import torch_device
 
 __all__ = ["OptimizerReducer", "accumulation_steps", "placed", "tensor_of"]
@@ -182,7 +182,7 @@ class OptimizerReducer:
             done, count = map(int, hosts)
             return reducer.reduce(own, examples=count, exchange=(done + 1) % config.steps == 0, layout=layout)
 
-        return _host_call(on_host, (micro_batches, examples), gradients, layout)
+        return _host_call(on_host, (micro_batches, examples), gradients, layout, config.device)
 
     def _reduce_during_backward(self, gradients: list[Any], parameters: list[Any]) -> list[Any]:
         """On torch: from the second step on, hooks send full buckets while ``loss.backward()`` still runs.
@@ -211,7 +211,8 @@ class OptimizerReducer:
                 return reducer.send(bucket, own)
 
             part = tuple(layout[index] for index in indices)
-            results = _host_call(on_host, (examples,), [gradients[index] for index in indices], part)
+            own = [gradients[index] for index in indices]
+            results = _host_call(on_host, (examples,), own, part, reducer.config.device)
             for index, result in zip(indices, results, strict=True):
                 reduced[index] = result
         return reduced
@@ -222,9 +223,11 @@ class OptimizerReducer:
 
 
 def tensor_of(gradient: Gradient) -> Any:
-    """Returns a host gradient as a tensor of Keras' framework; ``SparseRows`` as its sparse gradient."""
-    if not isinstance(gradient, SparseRows):
+    """Returns a reduced gradient as a tensor of Keras' framework; ``SparseRows`` as its sparse gradient."""
+    if isinstance(gradient, np.ndarray):
         return keras.ops.convert_to_tensor(gradient)
+    if not isinstance(gradient, SparseRows):
+        return _adapter().from_torch(gradient)
     indices, values = map(keras.ops.convert_to_tensor, (gradient.indices, gradient.values))
     return _adapter().from_rows(indices, values, gradient.shape)
 
@@ -234,10 +237,12 @@ def _host_call(
     numbers: Sequence[Any],
     gradients: Sequence[Any],
     layout: GradientLayout,
+    device: Any,
 ) -> list[Any]:
     """Calls ``function(numbers, gradients)`` on the host, from any step; it returns gradients of ``layout``.
 
-    A sparse gradient is passed as two arrays, its indices and its values, whose numbers of rows vary.
+    A sparse gradient is passed as two arrays, its indices and its values, whose numbers of rows vary. If gradients are
+    reduced on a ``device``, dense ones are passed as torch's tensors, which stay there.
     """
     adapter = _adapter()
     inputs = [keras.ops.convert_to_tensor(number, "int32") for number in numbers]
@@ -246,7 +251,7 @@ def _host_call(
 
     def on_host(hosts: Sequence[Array]) -> list[Array]:
         results: list[Array] = []
-        for result in function(hosts[: len(numbers)], _joined(hosts[len(numbers) :], layout, SparseRows)):
+        for result in function(hosts[: len(numbers)], _joined(hosts[len(numbers) :], layout, _rows_on_host)):
             results += (result.indices, result.values) if isinstance(result, SparseRows) else (result,)
         return results
 
@@ -256,7 +261,14 @@ def _host_call(
             outputs += ArraySpec((None,), each.index_dtype), ArraySpec((None, *each.shape[1:]), each.dtype)
         else:
             outputs.append(ArraySpec(*each))
-    return _joined(adapter.host_call(on_host, inputs, outputs), layout, adapter.from_rows)
+    call = adapter.host_call if device is None else adapter.device_call
+    return _joined(call(on_host, inputs, outputs), layout, adapter.from_rows)
+
+
+def _rows_on_host(indices: Any, values: Any, shape: tuple[int, ...]) -> SparseRows:
+    if not isinstance(values, np.ndarray):
+        indices, values = indices.cpu().numpy(), values.cpu().numpy()
+    return SparseRows(indices, values, shape)
 
 
 def _joined(arrays: Sequence[Any], layout: GradientLayout, from_rows: Callable[..., Any]) -> list[Any]:
@@ -293,12 +305,17 @@ def placed(config: ReduceConfig) -> ReduceConfig:
 
 
 def _device_to_reduce_on(process_set: ProcessSet, compression: Compressor) -> Any:
-    """The device on which gradients are reduced without host staging; ``None`` except on torch."""
-    if not _on_torch() or not process_set.included():
+    """The device on which gradients are reduced without host staging; ``None`` on JAX, and without torch."""
+    backend = keras.backend.backend()
+    if backend == "jax" or not process_set.included() or process_set.communicator.devices is None:
         return None
     import torch
 
-    device = torch.empty(0, device=torch_device()).device
+    if backend == "torch":
+        device = torch.empty(0, device=torch_device()).device
+    else:
+        gpu = tensorflow_gpu()  # torch, which receives TensorFlow's tensors, numbers GPUs as TensorFlow does
+        device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     return device_to_reduce_on(process_set.communicator, compression, [device])
 
 
