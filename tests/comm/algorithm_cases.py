@@ -69,6 +69,22 @@ def case_array_in_shared_memory_is_reduced_in_place() -> None:
             assert float(array.sum()) == 30 * (30 * ((communicator.size - 1) / 2 + 2) + 10 * communicator.size)
 
 
+def case_a_rank_without_shared_memory() -> None:
+    for hosts in layouts():
+        with on_hosts(*hosts) as communicator:
+            before = communicator.empty(50_000)
+            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if communicator.rank == communicator.size - 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+            try:
+                after = communicator.empty(100_000)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            for array in (before, after, np.empty(70_000)):
+                array.fill(1)
+                assert (communicator.allreduce(array, Reduction.SUM, out=array) == communicator.size).all()
+
+
 def case_result_is_written_to_out() -> None:
     communicator = of_all_ranks()
     source, out = np.full((3, 4), 1.5 + communicator.rank), np.empty((3, 4))

@@ -1,7 +1,7 @@
 """Allreduce in memory that the ranks of a host share, and by messages between the owners of a slice on all hosts.
 
 Every rank owns a slice, and reduces that slice of all buffers on its host. For three ranks, each of which can access
-all three buffers (an MPI-3 shared window)::
+all three buffers (``shared_memory.py``)::
 
                      slice 0   slice 1   slice 2
     buffer of rank 0 [ a0 ]    [ a1 ]    [ a2 ]        (1) barrier: all have written their buffers
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from choros.comm.algorithms.algorithm import AllreduceAlgorithm
 from choros.comm.algorithms.flat import FlatAllreduce
 from choros.comm.algorithms.hosts import HostRanks
+from choros.comm.algorithms.shared_memory import share
 from choros.comm.reduction import UFUNCS, Reduction
 from choros.comm.waiting import LongWait, wait_until
 
@@ -50,15 +51,12 @@ class Window:
     """
 
     def __init__(self, host: MPI.Intracomm, nbytes: int) -> None:
+        """Every rank of ``host`` must create it; an ``OSError``, on all of them, says that there is no memory."""
         self._host = host
         nbytes = -(-nbytes // _PAGE) * _PAGE
-        self._window = MPI.Win.Allocate_shared(nbytes, 1, comm=host)
-        self.parts: list[NDArray[np.uint8]] = [
-            np.asarray(self._window.Shared_query(rank)[0])[:nbytes] for rank in range(host.Get_size())
-        ]
+        self.parts = share(host, nbytes)
         self._mine = self.parts[host.Get_rank()]
         self._address = _address(self._mine)
-        self._window.Lock_all(MPI.MODE_NOCHECK)
 
     @property
     def mine(self) -> NDArray[np.uint8]:
@@ -77,17 +75,10 @@ class Window:
             brief: the ranks arrive within microseconds, so a blocking call, which spins, is faster than polling.
             describe: returns the wait, to report it.
         """
-        self._window.Sync()
         if brief:
             self._host.Barrier()
         else:
             wait_until(self._host.Ibarrier().Test, describe=describe)
-        self._window.Sync()
-
-    def close(self) -> None:
-        """Frees the memory; all ranks of the host must call it."""
-        self._window.Unlock_all()
-        self._window.Free()
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -131,7 +122,11 @@ class WindowAllreduce(AllreduceAlgorithm):
         self._known: dict[tuple[int, int, np.dtype[np.generic]], tuple[Window, NDArray[Any], list[NDArray[Any]]]] = {}
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Memory of this rank in a new window; every rank of the host must request the same size."""
+        """Memory of this rank in a new window; every rank of the host must request the same size.
+
+        Raises:
+            OSError: there is no shared memory; on every rank of the host.
+        """
         window = Window(self._host, nbytes)
         self._windows.append(window)
         return window.mine[:nbytes]
@@ -179,9 +174,7 @@ class WindowAllreduce(AllreduceAlgorithm):
             _copy_to(own, others)
 
     def close(self) -> None:
-        """Frees all windows; all ranks must call it."""
-        for window in self._windows:
-            window.close()
+        """Releases all windows."""
         self._windows.clear()
         self._known.clear()
 

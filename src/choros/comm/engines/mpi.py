@@ -29,8 +29,6 @@ from choros.topology import Topology
 # choros does both: a rank that dies of an exception must not wait for the others in MPI_Finalize.
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
-# Without InfiniBand, Open MPI's component for remote memory over UCX prints a warning at every use of shared memory.
-os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
 try:
     from mpi4py import MPI
@@ -151,11 +149,13 @@ class MpiCommunicator(Communicator):
     def _allocate(self, nbytes: int) -> NDArray[np.uint8]:
         memory = None
         if self._window is not None:
-            try:
-                memory = self._window.allocate(nbytes)
-            except MPI.Exception as error:
-                _log.warning("no shared memory of %d bytes: ranks reduce through messages (%s).", nbytes, error)
-            with _translated("the check of shared memory"):
+            with _translated("the allocation of shared memory"):
+                try:
+                    memory = self._window.allocate(nbytes)
+                except OSError as error:
+                    if self._host.Get_rank() == 0:
+                        _log.warning("no shared memory of %d bytes: ranks reduce by messages (%s).", nbytes, error)
+                # Ranks of other hosts may have some, but all must go the same way.
                 if not self._comm.allreduce(memory is not None, MPI.LAND):
                     self._window = None
         return super()._allocate(nbytes) if memory is None or self._window is None else memory
