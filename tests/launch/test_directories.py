@@ -9,7 +9,7 @@ from choros.launch.protocol.wrapper_options import JOB
 
 
 def test_the_last_rank_removes_it(tmp_path):
-    first, second = (shared_memory({JOB: "a1"}, tmp_path) for _ in range(2))
+    first, second = (shared_memory({JOB: "a1"}, 1, [tmp_path]) for _ in range(2))
     assert first.path == second.path == tmp_path / "choros-job-a1"
     assert first.path.stat().st_mode & 0o777 == 0o700
     for rank in (0, 1):
@@ -21,15 +21,22 @@ def test_the_last_rank_removes_it(tmp_path):
 
 
 def test_the_users_own_directory_is_unchanged(tmp_path):
-    assert shared_memory({JOB: "a1", VARIABLE: "/elsewhere"}, tmp_path) is None
-    assert shared_memory({}, tmp_path) is None
+    assert shared_memory({JOB: "a1", VARIABLE: "/elsewhere"}, 1, [tmp_path]) is None
+    assert shared_memory({}, 1, [tmp_path]) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_link_is_not_used(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "choros-job-a1").symlink_to(tmp_path / "target")
-    assert shared_memory({JOB: "a1"}, tmp_path) is None
+    assert shared_memory({JOB: "a1"}, 1, [tmp_path]) is None
+
+
+def test_it_is_where_there_is_room_for_all_ranks(tmp_path):
+    (tmp_path / "a").mkdir()
+    roots = [tmp_path / "missing", tmp_path / "a"]
+    assert shared_memory({JOB: "a1"}, 1, roots).path == tmp_path / "a" / "choros-job-a1"
+    assert shared_memory({JOB: "a1"}, 1 << 40, roots) is None
 
 
 def test_only_unlocked_directories_are_stale(tmp_path):

@@ -54,7 +54,7 @@ def test_lines_of_one_frame_all_have_their_rank():
 
 def test_roles(tmp_path):
     out, roles = io.BytesIO(), Roles(servers=1, workers=1)
-    output = Output(Screen(out, out, prefix=True, colour=False, roles=roles), Files(tmp_path, roles))
+    output = Output(Screen(out, out, prefix=True, colour=False, roles=roles), Files(tmp_path, 3, roles))
     for rank in range(3):
         output.write(Text(rank, "out", b"a\n"))
     output.close()
@@ -75,9 +75,7 @@ def test_colour_only_where_it_is_wanted(environ, terminal, colour):
 
 
 def test_files(tmp_path):
-    output = Output(Screen(io.BytesIO(), io.BytesIO(), prefix=True, colour=False), Files(tmp_path / "new" / "logs"))
-    output.open(0)
-    output.open(1)
+    output = Output(Screen(io.BytesIO(), io.BytesIO(), prefix=True, colour=False), Files(tmp_path / "new" / "logs", 2))
     output.write(Text(0, "out", b" 1%\r"))
     output.write(Text(0, "out", b"end\n"))
     output.write_to_file(0, "Traceback …")

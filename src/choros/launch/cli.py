@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,13 +15,13 @@ from typing import Any, NoReturn
 import click
 
 from choros.config import LOG_LEVEL
-from choros.errors import ChorosError, ConfigError
+from choros.errors import ChorosError, ConfigError, LaunchError
 from choros.launch.driver.accelerators import count_accelerators
 from choros.launch.driver.host_names import own_names
 from choros.launch.driver.launcher import dry_run_command, launch
 from choros.launch.driver.mpirun_detection import detect_mpirun
 from choros.launch.driver.outcome import outcome_of
-from choros.launch.driver.output import Files, Output, Screen, use_colour
+from choros.launch.driver.output import DescriptorSink, Files, Output, Screen, use_colour
 from choros.launch.options import GroupedCommand, with_options
 from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.dry_run import dry_run_text
@@ -87,11 +88,11 @@ def _mpirun_or_error(path: str | None) -> Mpirun | str:
 
 
 def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
-    colour = use_colour(os.environ, sys.stdout.isatty() and sys.stderr.isatty())
+    colour = use_colour(os.environ, os.isatty(1) and os.isatty(2))
     prefix = arguments.prefix(job.size)
-    screen = Screen(sys.stdout.buffer, sys.stderr.buffer, prefix=prefix, colour=colour, roles=job.roles)
+    screen = Screen(DescriptorSink(1), DescriptorSink(2), prefix=prefix, colour=colour, roles=job.roles)
     directory = arguments.output_dir
-    output = Output(screen, Files(Path(directory), job.roles) if directory else None)
+    output = Output(screen, Files(Path(directory), job.size, job.roles) if directory else None)
     limits = arguments.limits
     outcome = outcome_of(launch(job, mpirun, os.environ, output, limits, verbose=arguments.verbose), limits)
     for line in outcome.lines:
@@ -102,6 +103,7 @@ def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs ``chorosrun`` with ``arguments`` (default: this process's command line) and exits."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    _open_standard_streams()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in ``chorosrun … &`` in a script
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -117,7 +119,31 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         code = 130
+    except OSError as error:  # too many open files, no memory, a full standard output
+        with suppress(OSError):
+            click.echo(f"chorosrun: the operating system refused what chorosrun needs: {error}", err=True)
+        code = LaunchError.exit_code
+    _close_standard_streams()
     sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Opens those that are closed, so that no pipe gets their numbers."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _close_standard_streams() -> None:
+    """Drops what cannot be written, which Python would complain about at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _flags_with_value() -> frozenset[str]:

@@ -135,7 +135,7 @@ def run(
     job = arguments.job(command, os.environ, own_names, count_accelerators, options)
     limits = arguments.limits
     screen = Screen(_TextSink(sys.stdout), _TextSink(sys.stderr), prefix=arguments.prefix(job.size), colour=False)
-    output = Output(screen, Files(Path(output_dir)) if output_dir is not None else None)
+    output = Output(screen, Files(Path(output_dir), job.size) if output_dir is not None else None)
     payload = pack(FunctionCall(fn, args, kwargs or {}))
     job_end = launch(job, detect_mpirun(mpirun), os.environ, output, limits, payload=payload, verbose=verbose)
     _raise_failure(job_end, limits)
@@ -150,12 +150,7 @@ class _TextSink:
 
     def write(self, data: bytes) -> None:
         self._stream.write(data.decode("utf-8", "replace"))
-
-    def flush(self) -> None:
         self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
 
 
 def _raise_failure(job_end: JobEnd, limits: Limits) -> None:

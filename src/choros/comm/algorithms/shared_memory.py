@@ -11,6 +11,8 @@ Such memory is not taken from ``/dev/shm``, which is small in containers, and al
 file that is only mapped ends a process by SIGBUS when the file system is full. Where the kernel has no memfd, a
 temporary file is used.
 
+Open MPI's own memory, for its messages, is in files that are only mapped: ``reserve_segments`` reserves it.
+
 A barrier of MPI between writing and reading makes writes visible to other ranks, as its messages do.
 """
 
@@ -18,14 +20,19 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-__all__ = ["share"]
+__all__ = ["reserve_segments", "share"]
+
+#: Open MPI's own segments, in the directory that chorosrun has chosen because it has room for them.
+_SEGMENTS = re.compile(r"/\S*/choros-job-\w+/sm_segment\.\S+")
 
 _ZEROS = 1 << 20
 
@@ -84,3 +91,18 @@ def _map(name: str, nbytes: int) -> NDArray[np.uint8]:
         return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
     finally:
         os.close(descriptor)
+
+
+def reserve_segments(maps: Path = Path("/proc/self/maps")) -> None:
+    """Reserves Open MPI's segments that this process has mapped.
+
+    Args:
+        maps: the kernel's list of what this process has mapped.
+
+    Raises:
+        OSError: there is no room for them any more.
+    """
+    with suppress(FileNotFoundError):  # not on Linux; or a segment that its rank has removed
+        for name in sorted(set(_SEGMENTS.findall(maps.read_text(errors="replace")))):
+            with open(name, "rb+") as segment:
+                os.posix_fallocate(segment.fileno(), 0, os.fstat(segment.fileno()).st_size)

@@ -40,6 +40,7 @@ except (ImportError, RuntimeError) as _error:
 
 from choros.comm.algorithms.flat import FlatAllreduce  # noqa: E402  (they need MPI)
 from choros.comm.algorithms.hosts import HostRanks  # noqa: E402
+from choros.comm.algorithms.shared_memory import reserve_segments  # noqa: E402
 from choros.comm.algorithms.tuning import autotune  # noqa: E402
 from choros.comm.algorithms.window import WindowAllreduce  # noqa: E402
 
@@ -224,6 +225,10 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     if not MPI.Is_initialized():
         with _translated("MPI_Init"):
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        try:
+            reserve_segments()
+        except OSError as error:
+            _log.warning("MPI's shared memory may run out, which ends a rank by SIGBUS: %s.", error)
     world = comm if isinstance(comm, MPI.Intracomm) else MPI.COMM_WORLD
     if world is not comm and world.Get_size() != topology.size:
         raise ConfigError(

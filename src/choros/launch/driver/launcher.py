@@ -21,8 +21,14 @@ from choros.launch.plan.environment import in_allocation
 from choros.launch.plan.job import Job
 from choros.launch.plan.limits import Limits
 from choros.launch.plan.mpi_implementations import Mpirun
-from choros.launch.processes.directories import SESSION, remove_stale, session_directory, shared_memory, temporary
-from choros.launch.protocol.wrapper_options import JOB
+from choros.launch.processes.directories import (
+    SESSION,
+    SESSION_BYTES,
+    remove_shared_memory,
+    remove_stale,
+    session_directory,
+    temporary,
+)
 from choros.observe import events
 
 __all__ = ["dry_run_command", "launch"]
@@ -77,9 +83,9 @@ def launch(
     session = session_directory(name)
     if session is None:
         raise LaunchError(
-            f"no directory can be created in {temporary()}: it may be full or read-only. Set TMPDIR to another one."
+            f"the job needs a directory in {temporary()}, which is read-only or has less than {SESSION_BYTES >> 20} "
+            "MiB left. Set TMPDIR to another one."
         )
-    memory = shared_memory({JOB: name})
     stop_listening = _show_events(output) if shows_events else None
     job = replace(job, options=replace(job.options, events=events.active()))
     try:
@@ -102,9 +108,8 @@ def launch(
     finally:
         if stop_listening is not None:
             stop_listening()
-        for directory in (session, memory):
-            if directory is not None:
-                directory.remove()
+        session.remove()
+        remove_shared_memory(name)
 
 
 def _show_events(output: Output) -> Callable[[], None]:

@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
+from choros.errors import ConfigError
 from choros.launch.plan.roles import NO_ROLES, Roles
 from choros.launch.protocol.frames import Text
 
-__all__ = ["Files", "Output", "Screen", "Sink", "use_colour"]
+__all__ = ["DescriptorSink", "Files", "Output", "Screen", "Sink", "use_colour"]
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _CLEAR_TO_END = b"\x1b[K"
 
 
 class Sink(Protocol):
-    """The stream that the screen writes to, in most cases a binary file."""
+    """The stream that the screen writes to."""
 
     def write(self, data: bytes, /) -> object:
-        """Writes bytes."""
+        """Writes all of ``data``; raises an ``OSError`` if that is not possible."""
 
-    def flush(self) -> None:
-        """Flushes written bytes."""
 
-    def fileno(self) -> int:
-        """Returns the stream's file descriptor."""
+class DescriptorSink:
+    """Writes to a file descriptor, without a buffer: what cannot be written is known at once."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def write(self, data: bytes, /) -> None:
+        """See ``Sink``."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[os.write(self.descriptor, rest) :]
+            except BlockingIOError:  # a terminal that another program has set to non-blocking mode
+                select.select([], [self.descriptor], [])
+
+
+class _Discard:
+    def write(self, data: bytes, /) -> None:
+        pass
 
 
 def use_colour(environ: Mapping[str, str], terminal: bool) -> bool:
@@ -42,7 +59,7 @@ class Screen:
     """
 
     def __init__(self, out: Sink, err: Sink, *, prefix: bool, colour: bool, roles: Roles = NO_ROLES) -> None:
-        self._streams = {"out": out, "err": err}
+        self._streams: dict[str, Sink] = {"out": out, "err": err}
         self._prefix = prefix
         self._colour = colour
         self._roles = roles
@@ -51,11 +68,10 @@ class Screen:
     def write(self, frame: Text) -> None:
         """Writes lines, or a partial line."""
         writer, data = (frame.rank, frame.stream), frame.data
-        stream = self._streams[frame.stream]
         if not self._prefix:
             if self._open not in (None, writer):
                 self.finish_line()
-            _write(stream, data)
+            self._write(frame.stream, data)
             self._open = None if data.endswith(b"\n") else writer
             return
         label = self._label(frame.rank)
@@ -70,19 +86,30 @@ class Screen:
         body = body.replace(b"\r", b"\r" + label).replace(b"\n", b"\n" + label) + end
         if self._colour:
             body = body.replace(b"\r", _CLEAR_TO_END + b"\r")
-        _write(stream, body)
+        self._write(frame.stream, body)
         self._open = None if end else writer
 
     def finish_line(self) -> None:
         """Ends the partial line, if there is one."""
         if self._open is not None:
-            _write(self._streams[self._open[1]], b"\n")
+            self._write(self._open[1], b"\n")
             self._open = None
 
     def show(self, text: str) -> None:
         """Shows a message of chorosrun itself."""
         self.finish_line()
-        _write(self._streams["err"], text.encode("utf-8", "surrogateescape") + b"\n")
+        self._write("err", text.encode("utf-8", "surrogateescape") + b"\n")
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Writes to a stream. If that is not possible any more, the job continues without it."""
+        try:
+            self._streams[name].write(data)
+        except OSError as error:
+            self._streams[name] = _Discard()
+            if not isinstance(error, BrokenPipeError) and name == "out":  # "| head" is no error
+                self.show(
+                    f"chorosrun: standard output cannot be written ({error.strerror}); the job continues without it."
+                )
 
     def _label(self, rank: int) -> bytes:
         label = f"[{self._roles.label(rank)}] ".encode()
@@ -92,36 +119,36 @@ class Screen:
 
 
 class Files:
-    """Writes each rank's output to ``DIR/rank.N/stdout`` and ``DIR/rank.N/stderr``, or ``DIR/worker.N/…``."""
+    """Writes each rank's output to ``DIR/rank.N/stdout`` and ``DIR/rank.N/stderr``, or ``DIR/worker.N/…``.
 
-    def __init__(self, directory: Path, roles: Roles = NO_ROLES) -> None:
-        self._directory = directory
-        self._roles = roles
-        self._files: dict[tuple[int, str], BinaryIO] = {}
+    Raises:
+        ConfigError: they cannot be created.
+    """
+
+    def __init__(self, directory: Path, size: int, roles: Roles = NO_ROLES) -> None:
+        self._files: dict[tuple[int, str], DescriptorSink] = {}
+        for rank in range(size):
+            for stream in ("out", "err"):
+                path = directory / roles.directory(rank) / f"std{stream}"
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+                except OSError as error:
+                    self.close()
+                    raise ConfigError(
+                        f"--output-dir {directory}: {path} cannot be created: {error.strerror}."
+                    ) from error
+                self._files[rank, stream] = DescriptorSink(file)
 
     def write(self, frame: Text) -> None:
-        """Appends lines, or a partial line, as the rank wrote them."""
-        file = self._file(frame.rank, frame.stream)
-        file.write(frame.data)
-        file.flush()
-
-    def open(self, rank: int) -> None:
-        """Creates the rank's files, which may stay empty."""
-        for stream in ("out", "err"):
-            self._file(rank, stream)
+        """Appends lines, or a partial line, as the rank wrote them; raises an ``OSError`` if there is no room."""
+        self._files[frame.rank, frame.stream].write(frame.data)
 
     def close(self) -> None:
         """Closes all files."""
         for file in self._files.values():
-            file.close()
-
-    def _file(self, rank: int, stream: str) -> BinaryIO:
-        key = (rank, stream)
-        if key not in self._files:
-            path = self._directory / self._roles.directory(rank) / f"std{stream}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._files[key] = path.open("wb")
-        return self._files[key]
+            os.close(file.descriptor)
+        self._files.clear()
 
 
 class Output:
@@ -134,32 +161,26 @@ class Output:
     def write(self, frame: Text) -> None:
         """Writes a rank's output to the screen and to its files."""
         self.screen.write(frame)
-        if self._files is not None:
-            self._files.write(frame)
+        self._write_to_file(frame)
 
     def write_to_file(self, rank: int, text: str) -> None:
         """Writes a rank's final traceback to its file only: the screen shows it with the job's outcome."""
-        if self._files is not None and text:
-            self._files.write(Text(rank, "err", text.encode("utf-8", "surrogateescape") + b"\n"))
+        if text:
+            self._write_to_file(Text(rank, "err", text.encode("utf-8", "surrogateescape") + b"\n"))
 
-    def open(self, rank: int) -> None:
-        """Creates the files of a rank that has started."""
-        if self._files is not None:
-            self._files.open(rank)
+    def _write_to_file(self, frame: Text) -> None:
+        try:
+            if self._files is not None:
+                self._files.write(frame)
+        except OSError as error:
+            self._files = None
+            self.screen.show(
+                f"chorosrun: --output-dir: a file cannot be written ({error.strerror}). From here on, the output of "
+                "the ranks is not written to files."
+            )
 
     def close(self) -> None:
         """Ends the partial line on the screen and closes the files."""
         self.screen.finish_line()
         if self._files is not None:
             self._files.close()
-
-
-def _write(stream: Sink, data: bytes) -> None:
-    """Writes all of ``data`` at once; if the reader has closed the pipe, the job continues without output."""
-    try:
-        stream.write(data)
-        stream.flush()
-    except BrokenPipeError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)

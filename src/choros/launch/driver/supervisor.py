@@ -220,7 +220,6 @@ class _Supervisor:
     def _on_start(self, frame: Start) -> None:
         self._job_end.started[frame.rank] = frame
         _publish(Kind.RANK_STARTED, frame.rank, frame.host, pid=frame.pid, restarts=frame.restarts)
-        self._output.open(frame.rank)
         self._loop.cancel("progress")
         if frame.restarts:
             self._output.screen.show(

@@ -22,12 +22,20 @@ THREADS = (
 )
 
 
-#: Excludes Open MPI's components for fabrics between hosts: on a machine without one, the search takes a second.
-_FABRICS = {"OMPI_MCA_btl": "^ofi,uct"}
+#: Selects Open MPI's transports.
+_TRANSPORTS = "OMPI_MCA_btl"
+#: Those for fabrics between hosts: on a machine without one, the search takes a second.
+_FABRICS = ("ofi", "uct")
+_SHARED_MEMORY = ("sm",)
 
 
 def rank_settings(
-    environ: Mapping[str, str], share: Share, platform: str = sys.platform, *, one_host: bool = False
+    environ: Mapping[str, str],
+    share: Share,
+    platform: str = sys.platform,
+    *,
+    one_host: bool = False,
+    has_memory: bool = True,
 ) -> dict[str, str]:
     """Returns the variables to add to ``environ`` for a rank with ``share`` of its host's cores.
 
@@ -36,6 +44,7 @@ def rank_settings(
         share: the rank's cores and number of threads.
         platform: as ``sys.platform``.
         one_host: whether the whole job runs on this host.
+        has_memory: whether there is room for Open MPI's shared memory; otherwise ranks communicate through TCP.
 
     Raises:
         ConfigError: the requested allocator is unknown or not installed.
@@ -53,7 +62,8 @@ def rank_settings(
     wanted["TF_NUM_INTEROP_THREADS"] = "1" if share.threads == 1 else "2"
     if share.oversubscribed:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    if one_host:
-        wanted |= _FABRICS
+    excluded = (*(_FABRICS if one_host else ()), *(() if has_memory else _SHARED_MEMORY))
+    if excluded:
+        wanted[_TRANSPORTS] = "^" + ",".join(excluded)
     added = {name: value for name, value in wanted.items() if name not in environ}
     return added | allocator_settings(environ, platform)

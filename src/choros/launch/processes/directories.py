@@ -2,20 +2,31 @@
 
 Open MPI leaves its segments in ``/dev/shm`` when ranks are killed. In a separate directory for each job they can be
 found and removed: by the last rank that ends, by chorosrun, or, if all were killed at once, by the same user's next
-job. A process that uses a directory holds a lock on it, which the kernel releases when the process ends; a directory
-without a lock is stale.
+job. Where ``/dev/shm`` is too small, as it may be in a container, they are in the directory for temporary files. A
+process that uses a directory holds a lock on it, which the kernel releases when the process ends; a directory without
+a lock is stale.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from choros.launch.protocol.wrapper_options import JOB
 
-__all__ = ["SESSION", "VARIABLE", "Directory", "remove_stale", "session_directory", "shared_memory", "temporary"]
+__all__ = [
+    "SESSION",
+    "SESSION_BYTES",
+    "VARIABLE",
+    "Directory",
+    "remove_shared_memory",
+    "remove_stale",
+    "session_directory",
+    "shared_memory",
+    "temporary",
+]
 
 #: The variable with the directory for Open MPI's segments.
 VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
@@ -23,6 +34,10 @@ VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 SESSION = "choros-session-"
 _MEMORY = "choros-job-"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+#: mpirun's files are maps, which end a process by SIGBUS if there is no room for them.
+SESSION_BYTES = 4 << 20
+#: Open MPI's segment of a rank.
+_SEGMENT = 16 << 20
 
 
 class Directory:
@@ -69,11 +84,34 @@ class Directory:
         os.close(self._descriptor)
 
 
-def shared_memory(environ: Mapping[str, str], root: Path = _SHARED_MEMORY) -> Directory | None:
-    """Returns this job's directory for shared memory; ``None`` if the host has none or the user has set another."""
-    if not environ.get(JOB) or VARIABLE in environ or not root.is_dir():
+def shared_memory(environ: Mapping[str, str], ranks: int, roots: Sequence[Path] = ()) -> Directory | None:
+    """Returns this job's directory for shared memory; ``None`` if there is none, or the user has set another.
+
+    Args:
+        environ: the environment, with the name of the job.
+        ranks: the number of ranks on this host; there must be room for the segments of all of them.
+        roots: where it may be; by default in /dev/shm or in the directory for temporary files.
+    """
+    if not environ.get(JOB) or VARIABLE in environ:
         return None
-    return Directory.acquire(root / (_MEMORY + environ[JOB]))
+    with_room = (root for root in roots or (_SHARED_MEMORY, temporary()) if _free(root) >= ranks * _SEGMENT)
+    directories = (Directory.acquire(root / (_MEMORY + environ[JOB])) for root in with_room)
+    return next(filter(None, directories), None)
+
+
+def remove_shared_memory(job: str) -> None:
+    """Removes a job's directories for shared memory."""
+    for root in (_SHARED_MEMORY, temporary()):
+        _remove_tree(root / (_MEMORY + job))
+
+
+def _free(root: Path) -> int:
+    """Returns the number of bytes that are free on the file system of ``root``; -1 if it does not exist."""
+    try:
+        status = os.statvfs(root)
+    except OSError:
+        return -1
+    return status.f_bavail * status.f_frsize
 
 
 def temporary() -> Path:
@@ -83,7 +121,9 @@ def temporary() -> Path:
 
 
 def session_directory(job: str) -> Directory | None:
-    """Returns the directory for mpirun's files on this host."""
+    """Returns the directory for mpirun's files on this host; ``None`` if it cannot be created, or has no room."""
+    if _free(temporary()) < SESSION_BYTES:
+        return None
     return Directory.acquire(temporary() / (SESSION + job))
 
 

@@ -115,6 +115,9 @@ class Wrapper:
                 self._run_once()
         except ChorosError as error:
             report = Exit(self._topology.rank, self._host, error.exit_code, problem=str(error))
+        except OSError as error:  # too many open files, no memory
+            problem = f"the rank cannot be started: {error}."
+            report = Exit(self._topology.rank, self._host, LaunchError.exit_code, problem=problem)
         else:
             report = self._report()
         self._reported = True
@@ -181,10 +184,11 @@ class Wrapper:
         if share.bind and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, share.bind)
         environ = task_environment(os.environ, self._topology.rank)
-        environ |= rank_settings(environ, share, one_host=self._topology.local_size == self._topology.size)
-        self._memory = shared_memory(environ)
+        self._memory = shared_memory(environ, self._topology.local_size)
         if self._memory is not None:
             environ[VARIABLE] = str(self._memory.path)
+        one_host = self._topology.local_size == self._topology.size
+        environ |= rank_settings(environ, share, one_host=one_host, has_memory=VARIABLE in environ)
         self._environ = environ
 
     def _run_once(self) -> None:

@@ -1,0 +1,127 @@
+"""Jobs where little is left of what containers restrict: shared memory, files, directories, the terminal.
+
+Mount namespaces restrict them: they need root and ``unshare``.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from choros.launch.processes.directories import SESSION_BYTES
+from launch.launched import CHOROSRUN, rank_script
+
+TRAINING = """
+import choros, numpy
+choros.init()
+communicator = choros.comm.global_process_set.communicator
+
+def train():
+    for items in (1, 1000, 4000, 1 << 20):
+        array = numpy.full(items, 1 + rank, numpy.float32)
+        for _ in range(20):
+            assert (communicator.allreduce(array) == 1.5).all()
+        communicator.allgather(array)
+        communicator.alltoall(numpy.ones(2 * items))
+    print("trained")
+
+train()
+"""
+#: Takes what is left of the shared memory, once the job has begun to use it.
+FILL = """
+if rank == 0:
+    with open("/dev/shm/full", "wb", buffering=0) as file:
+        try:
+            while True: file.write(bytes(4096))
+        except OSError: pass
+communicator.barrier()
+train()
+"""
+HELLO = "print('hello\\n' * 20_000); sys.stderr.write('warning\\n')"
+
+
+def contained(command, *mounts, shell=""):
+    """Runs chorosrun with temporary file systems: ``(options, directory)``."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("mount namespaces need root and unshare")
+    lines = ["set -e", *(f"mount -t tmpfs -o {options} tmpfs {directory}" for options, directory in mounts), shell]
+    script = "\n".join([*lines, 'exec "$@"'])
+    argv = ["unshare", "--mount", "sh", "-c", script, "sh", *CHOROSRUN, *map(str, command)]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=180, check=False)
+    if "unshare: " in ended.stderr or "mount: " in ended.stderr:
+        pytest.skip(f"this machine allows no mount namespaces: {ended.stderr}")
+    assert "Traceback" not in ended.stderr, ended.stderr
+    return ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "more"), [("64k", ""), ("40m", FILL)], ids=["too small", "fills up"])
+def test_training_with_little_shared_memory_files_and_home(tmp_path, size, more):
+    home = tmp_path / "home"
+    home.mkdir()
+    script = rank_script(tmp_path / "train.py", TRAINING + more)
+    mounts = ((f"size={size}", "/dev/shm"), ("ro", home))
+    shell = f"export HOME={home}; ulimit -n 64"
+    ended = contained(["-np", 2, sys.executable, script], *mounts, shell=shell)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("trained") == (4 if more else 2)
+
+
+@pytest.mark.slow
+def test_a_full_disk_for_the_output(tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    script = rank_script(tmp_path / "hello.py", HELLO)
+    ended = contained(["-np", 2, "--output-dir", logs, sys.executable, script], ("size=16k", logs))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("hello") == 40_000
+    assert ended.stderr.count("chorosrun: --output-dir: a file cannot be written (No space left on device).") == 1
+
+
+def test_no_room_for_temporary_files(tmp_path):
+    shell = f"export TMPDIR={tmp_path}"
+    ended = contained(["-np", 2, "true"], (f"size={SESSION_BYTES // 2}", tmp_path), shell=shell)
+    assert ended.returncode == 70
+    assert ended.stderr == (
+        f"chorosrun: the job needs a directory in {tmp_path}, which is read-only or has less than 4 MiB left. "
+        "Set TMPDIR to another one.\n"
+    )
+
+
+@pytest.mark.parametrize(("path", "problem"), [("logs", "Not a directory"), (".", "File exists")])
+def test_an_output_directory_that_cannot_be_made(tmp_path, path, problem):
+    (tmp_path / "logs").touch()
+    (tmp_path / "rank.1").touch()
+    command = [*CHOROSRUN, "-np", "2", "--output-dir", tmp_path / path, "true"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"chorosrun: --output-dir {tmp_path}")
+    assert ended.stderr.endswith(f" cannot be created: {problem}.\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("redirection", "sentence"),
+    [(">/dev/full", "chorosrun: standard output cannot be written (No space left on device)"), (">&- <&-", "warning")],
+    ids=["full", "closed"],
+)
+def test_standard_output_that_cannot_be_written(tmp_path, redirection, sentence):
+    script = rank_script(tmp_path / "hello.py", HELLO)
+    command = ["sh", "-c", f'"$@" {redirection}', "sh", *CHOROSRUN, "-np", "1", sys.executable, script]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=180, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert sentence in ended.stderr
+    assert "warning" in ended.stderr
+    assert "Error" not in ended.stderr
+
+
+def test_information_that_cannot_be_written():
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [*CHOROSRUN, "--dry-run", "-np", "1", "true"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == 70
+    assert ended.stderr.startswith("chorosrun: the operating system refused")
+    assert ended.stderr.count("\n") == 1
