@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -184,3 +185,35 @@ def case_the_cluster_has_one_chief():
     assert len(set(cluster.as_dict()["worker"])) == 2
     own = cluster.task_address(resolver.task_type, resolver.task_id)
     assert resolver.master("worker", choros.rank(), "grpc") == f"grpc://{own}"
+
+
+def case_names_that_keras_and_tensorflow_have_dropped():
+    """The table of docs/older_scripts.md is true of the installed versions."""
+    dropped = "ConfigProto Session parse_single_example FixedLenFeature decode_raw random_crop"
+    assert [name for name in dropped.split() if hasattr(tf, name)] == []
+    assert not hasattr(tf.image, "resize_image_with_crop_or_pad")
+    assert not hasattr(tf.data.Dataset.range(1), "make_one_shot_iterator")
+    assert not hasattr(tf.distribute.Strategy, "experimental_run_v2")
+    assert not hasattr(keras.losses, "Reduction")
+    assert not hasattr(tf.keras.utils, "experimental")
+    assert not hasattr(keras.metrics.Mean(), "reset_states")
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.InverseTimeDecay(0.5, 1, 0.25))
+    assert not hasattr(optimizer, "lr")
+    optimizer.iterations.assign(4)
+    assert float(optimizer.learning_rate) == 0.5 / (1 + 0.25 * 4)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    errors = [
+        lambda: keras.optimizers.SGD(lr=0.1),
+        lambda: model.compile("sgd", "mse", experimental_run_tf_function=False),
+        lambda: keras.callbacks.ModelCheckpoint("ckpt_{epoch}", save_weights_only=True),
+        lambda: keras.callbacks.ModelCheckpoint("ckpt"),
+        lambda: model.save("folder"),
+        lambda: model.save("model.keras", save_format="tf", signatures=None),
+        lambda: model.load_weights("folder/ckpt-1"),
+        lambda: keras.models.load_model("folder"),
+    ]
+    for error in errors:
+        with pytest.raises((TypeError, ValueError)):
+            error()
+    with pytest.warns(UserWarning, match="`decay` is no longer supported"):
+        keras.optimizers.SGD(0.1, decay=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import sys
@@ -42,12 +43,18 @@ def replicas_of(topology: Topology, devices: Sequence[str] | None = None) -> tup
             f"process. Start the script with chorosrun -np {len(devices)}, or leave devices out."
         )
     if topology.size == 1 and topology.launcher == Topology().launcher:
-        _log.warning(
-            "this process, which was started alone, is the only replica. For N replicas, start the script with: "
-            "chorosrun -np N python %s",
-            Path(sys.argv[0]).name or "train.py",
-        )
+        _warn_of_one_replica()
     return ProcessReplicas(topology.size, topology.rank), synchronous_training(topology)
+
+
+@functools.cache
+def _warn_of_one_replica() -> None:
+    """Says once how a script gets more replicas."""
+    _log.warning(
+        "this process, which was started alone, is the only replica. For N replicas, start the script with: "
+        "chorosrun -np N python %s",
+        Path(sys.argv[0]).name or "train.py",
+    )
 
 
 def synchronous_training(topology: Topology, state_owner: int | None = None) -> Training | None:
