@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from harness import FRAMEWORKS, Job, case_names, check_case, on
+from harness import FRAMEWORKS, Job, case_names, check_case, on, on_frameworks
 
 MODULE = "distribute.device_cases"
+ONE = "distribute.one_device_cases"
 ON_TWO = (
     "case_a_loop_is_compiled_once_per_kind_of_state",
     "case_collectives_in_replicas",
@@ -64,7 +65,7 @@ def test_a_script_without_a_launcher_uses_all_devices_without_keras() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@on(*(Job(1, framework, hidden=() if framework == "tensorflow" else ("tensorflow",)) for framework in FRAMEWORKS))
-@pytest.mark.parametrize("case", case_names("distribute.one_device_cases"))
+@on_frameworks(ONE)
 def test_one_device(case: str, job: Job) -> None:
-    check_case("distribute.one_device_cases", case, job)
+    """One rank would do, and each uses its own device alone; but these are up for other tests."""
+    check_case(ONE, case, job)

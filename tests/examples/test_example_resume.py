@@ -14,7 +14,7 @@ from examples.example_jobs import Job
 
 pytestmark = pytest.mark.slow
 
-JOB = ("unet_horovod", "--epochs", 3, "--limit", 101)
+JOB = ("unet_horovod", "--epochs", 3, "--limit", 53)
 
 
 def wait_for(path: Path, job: Job) -> None:

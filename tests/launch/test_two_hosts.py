@@ -17,7 +17,8 @@ from choros.launch.run import run as choros_run
 from launch.launched import Running, rank_script, run
 from launch.namespaces import two_hosts
 
-pytestmark = pytest.mark.slow
+#: Not beside tests on ranks, of which some are on two hosts too: the directories of daemons are counted.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 PYTHON = sys.executable
 
