@@ -178,7 +178,7 @@ def test_values_are_on_no_command_line(tmp_path):
     [
         ((), 2, "chorosrun: no command given. Example: chorosrun -np 2 python train.py"),
         (("-np", "2"), 2, "no command given"),
-        (("-np", "0", "python"), 2, "0 is not in the range x>=1"),
+        (("-np", "0", "python"), 2, "-np 0: expected a whole number from 1 to"),
         (("--nope", "python"), 2, "--nope"),
         (("-np", "2", "there-is-no-such-command"), 127, "chorosrun: command not found: 'there-is-no-such-command'."),
         (("-np", "3", "-H", "localhost:2", "python"), 2, "-np 3 requests more ranks than the hosts have slots"),

@@ -107,7 +107,7 @@ def test_failures(tmp_path, failing_role, end, code, message):
     [
         (("--max-restarts", "1", "-np", "2", "python"), "--max-restarts applies only to the workers"),
         (("--ps", "2", "-H", "localhost:3", "python"), "a job needs a chief, 2 ps and at least one worker"),
-        (("--ps", "0", "python"), "0 is not in the range x>=1"),
+        (("--ps", "0", "python"), "--ps 0: expected a whole number from 1 to"),
     ],
 )
 def test_invalid_arguments(arguments, message):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
 
 from choros.launch.plan.arguments import Arguments
+from choros.launch.plan.flags import Flag, Kind, Seconds, WholeNumber, flag_of
 
 __all__ = ["GroupedCommand", "GroupedOption", "with_options"]
 
@@ -73,67 +75,39 @@ class GroupedCommand(click.Command):
             formatter.write_dl(list(_EXIT_CODES))
 
 
+class _WholeNumber(click.types.IntParamType):
+    name = "whole number"
+
+
+class _Seconds(click.types.FloatParamType):
+    name = "number of seconds"
+
+
+_TYPES = {WholeNumber: _WholeNumber(), Seconds: _Seconds()}
+_LEVELS = click.Choice(["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"], case_sensitive=False)
+
+
 def _option(group: str, *names: str, **rest: Any) -> Callable[[Decorated], Decorated]:
     return click.option(*names, cls=GroupedOption, group=group, **rest)
 
 
-class _WholeNumber(click.IntRange):
-    name = "whole number"
+def _option_of(name: str, flag: Flag, default: object) -> Callable[[Decorated], Decorated]:
+    """The option that sets the field ``name`` of ``Arguments``, which checks its value."""
+    settings: dict[str, Any] = {"help": flag.help, "metavar": flag.metavar, "envvar": flag.environ or None}
+    if flag.bounds is not None:
+        settings |= {"type": _TYPES[type(flag.bounds)], "default": default, "show_default": default is not None}
+    elif flag.kind is Kind.REPEATED:
+        settings |= {"multiple": True}
+    elif flag.kind is Kind.SWITCH:
+        settings |= {"is_flag": True, "default": default}
+    else:
+        settings |= {"type": click.Path(dir_okay=False) if flag.kind is Kind.FILE else str, "default": default}
+    return _option(flag.group, name, *flag.names, **settings)
 
 
-class _Seconds(click.FloatRange):
-    name = "number of seconds"
-
-
-_POSITIVE = _Seconds(min=0, min_open=True)
-_LEVELS = click.Choice(["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"], case_sensitive=False)
-
+#: The options that are no arguments of a job.
 _OPTIONS = (
-    _option("Job", "-np", "--num-proc", type=_WholeNumber(min=1), metavar="N",
-            help="Number of ranks, or of workers with --ps. Default: the number of slots of the hosts, or of a "
-            "scheduler's allocation; without either, the number of accelerators of this machine, at least 1."),
-    _option("Job", "--ps", type=_WholeNumber(min=1), metavar="P",
-            help="Start a job for ParameterServerStrategy: a chief, P parameter servers and -np workers, each with its "
-            "role in TF_CONFIG. The job ends when the chief ends, with the chief's exit code."),
-    _option("Job", "--max-restarts", type=_WholeNumber(min=0), metavar="N",
-            help="With --ps: how many times a worker that was killed by a signal is restarted. Default: 3."),
-    _option("Job", "--env", multiple=True, metavar="KEY[=VALUE]",
-            help="Set an environment variable for the ranks; may be given more than once. Ranks on other hosts "
-            "inherit this host's environment without it."),
-    _option("Hosts", "-H", "--hosts", metavar="HOST:SLOTS,...",
-            help="The hosts, with the number of slots (ranks) of each."),
-    _option("Hosts", "-hostfile", "--hostfile", metavar="FILE", type=click.Path(dir_okay=False),
-            help="A file of hosts, one line `host slots=N` for each."),
-    _option("Hosts", "-p", "--ssh-port", type=_WholeNumber(1, 65535), metavar="PORT",
-            help="The port of the hosts' ssh servers."),
-    _option("Hosts", "-i", "--ssh-identity-file", metavar="FILE", help="The private key for ssh."),
-    _option("Hosts", "--ssh-command", metavar="PROGRAM",
-            help="A program to use instead of ssh, with its arguments; it is called as PROGRAM HOST COMMAND..."),
-    _option("Hosts", "--network-interfaces", "--network-interface", default="", metavar="NAME,...",
-            help="Communicate only through these interfaces: names that exist on every host, or networks such as "
-            "10.0.0.0/24."),
-    _option("Hosts", "--tcp", is_flag=True, help="Communicate only through TCP, even if a faster network exists."),
-    _option("Output", "--prefix-output/--no-prefix-output", default=None,
-            help="Prefix every line with [rank], or [role] with --ps. Default: with more than one rank."),
-    _option("Output", "--output-dir", "--output-filename", metavar="DIR",
-            help="Also write each rank's output to DIR/rank.N/stdout and stderr on this machine; with --ps, to "
-            "DIR/chief, DIR/ps.N and DIR/worker.N."),
-    _option("Output", "--verbose", is_flag=True, help="Show the mpirun command, each rank's settings and mpirun's "
-            "messages."),
     _option("Output", "--log-level", type=_LEVELS, help="DEBUG or TRACE: --verbose, and the events of all ranks."),
-    _option("Time", "--timeout", type=_POSITIVE, metavar="SECONDS", help="Stop the job after this time."),
-    _option("Time", "--start-timeout", type=_POSITIVE, metavar="SECONDS",
-            default=Arguments.start_timeout, show_default=True,
-            envvar=("CHOROS_START_TIMEOUT", "HOROVOD_START_TIMEOUT"),
-            help="How long connecting to the hosts and starting the ranks may take."),
-    _option("Time", "--grace-period", type=_Seconds(min=0), metavar="SECONDS",
-            default=Arguments.grace_period, show_default=True,
-            help="How long ranks may take to end after SIGINT or SIGTERM."),
-    _option("MPI", "--mpirun", metavar="PATH", help="The mpirun to use. Default: the one installed with choros."),
-    _option("MPI", "--mpi-args", default="", metavar="ARGUMENTS",
-            help='Additional arguments for mpirun, in quotes: --mpi-args="..."'),
-    _option("MPI", "--binding-args", default="", metavar="ARGUMENTS",
-            help="mpirun's arguments for binding and mapping, instead of choros' own binding to whole cores."),
     _option("MPI", "--mpi", is_flag=True, hidden=True, help="Accepted for Horovod's sake: MPI is the only launcher."),
     _option("Information", "--dry-run", is_flag=True, help="Print the mpirun command and each rank's settings; start "
             "nothing."),
@@ -145,6 +119,7 @@ _OPTIONS = (
 
 def with_options(function: Decorated) -> Decorated:
     """Adds all of chorosrun's options to a click command."""
-    for option in reversed(_OPTIONS):
+    arguments = [_option_of(each.name, flag, each.default) for each in fields(Arguments) if (flag := flag_of(each))]
+    for option in reversed([*arguments, *_OPTIONS]):
         function = option(function)
     return function

@@ -2,22 +2,24 @@
 
 ::
 
-    chorosrun   click's options ──┐
-                                  ├──► Arguments ──► Job, Limits
-    choros.run  its signature ────┘
+    chorosrun   options.py ◄── the flag of each field ──┐
+                    │                                   │
+                    ├──────────────────────────────► Arguments ──► Job, Limits
+                    │
+    choros.run  its signature
 """
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from choros.errors import ConfigError
 from choros.launch.plan.environment import allocated_slots
+from choros.launch.plan.flags import Kind, Seconds, WholeNumber, flag, flag_of
 from choros.launch.plan.hosts import MOST_SLOTS, Host, parse_hostfile, parse_hosts, total_slots
 from choros.launch.plan.job import Job, Ssh
 from choros.launch.plan.limits import Limits
@@ -28,14 +30,13 @@ __all__ = ["Arguments"]
 #: Variables in which Kubernetes' MPI operator and other tools pass a host file to mpirun.
 _DEFAULT_HOSTFILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
 _RESTARTS = 3
-_NUMBERS = (("num_proc", 1, MOST_SLOTS), ("ps", 1, MOST_SLOTS), ("max_restarts", 0, MOST_SLOTS), ("ssh_port", 1, 65535))
-_TIMES = {"timeout": "more than 0", "start_timeout": "more than 0", "grace_period": "0 or more"}
+_RANKS = WholeNumber(1, MOST_SLOTS)
 _LIMITS = Limits()
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments, named as choros.run's and chorosrun's flags; ``chorosrun --help`` documents them.
+    """The arguments, named as choros.run's and chorosrun's flags; each has its flag.
 
     Attributes:
         in_python: error messages name choros.run's arguments instead of chorosrun's flags.
@@ -52,39 +53,81 @@ class Arguments:
         choros.errors.ConfigError: np=0: expected a whole number from 1 to 1048576.
     """
 
-    num_proc: int | None = None
-    ps: int | None = None
-    max_restarts: int | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    hosts: str | None = None
-    hostfile: str | os.PathLike[str] | None = None
-    ssh_port: int | None = None
-    ssh_identity_file: str | None = None
-    ssh_command: str | None = None
-    network_interfaces: str = ""
-    tcp: bool = False
-    prefix_output: bool | None = None
-    output_dir: str | os.PathLike[str] | None = None
-    verbose: bool = False
-    timeout: float | None = _LIMITS.run
-    start_timeout: float = _LIMITS.start
-    grace_period: float = _LIMITS.grace
-    mpirun: str | None = None
-    mpi_args: str = ""
-    binding_args: str = ""
+    # fmt: off
+    num_proc: int | None = flag(
+        "Job", "-np", "--num-proc", metavar="N", bounds=_RANKS,
+        help="Number of ranks, or of workers with --ps. Default: the number of slots of the hosts, or of a "
+        "scheduler's allocation; without either, the number of accelerators of this machine, at least 1.")
+    ps: int | None = flag(
+        "Job", "--ps", metavar="P", bounds=_RANKS,
+        help="Start a job for ParameterServerStrategy: a chief, P parameter servers and -np workers, each with its "
+        "role in TF_CONFIG. The job ends when the chief ends, with the chief's exit code.")
+    max_restarts: int | None = flag(
+        "Job", "--max-restarts", metavar="N", bounds=WholeNumber(0, MOST_SLOTS),
+        help="With --ps: how many times a worker that was killed by a signal is restarted. Default: 3.")
+    env: Mapping[str, str] = flag(
+        "Job", "--env", default_factory=dict, kind=Kind.REPEATED, metavar="KEY[=VALUE]",
+        help="Set an environment variable for the ranks; may be given more than once. Ranks on other hosts "
+        "inherit this host's environment without it.")
+    hosts: str | None = flag(
+        "Hosts", "-H", "--hosts", metavar="HOST:SLOTS,...",
+        help="The hosts, with the number of slots (ranks) of each.")
+    hostfile: str | os.PathLike[str] | None = flag(
+        "Hosts", "-hostfile", "--hostfile", kind=Kind.FILE, metavar="FILE",
+        help="A file of hosts, one line `host slots=N` for each.")
+    ssh_port: int | None = flag(
+        "Hosts", "-p", "--ssh-port", metavar="PORT", bounds=WholeNumber(1, 65535),
+        help="The port of the hosts' ssh servers.")
+    ssh_identity_file: str | None = flag(
+        "Hosts", "-i", "--ssh-identity-file", metavar="FILE", help="The private key for ssh.")
+    ssh_command: str | None = flag(
+        "Hosts", "--ssh-command", metavar="PROGRAM",
+        help="A program to use instead of ssh, with its arguments; it is called as PROGRAM HOST COMMAND...")
+    network_interfaces: str = flag(
+        "Hosts", "--network-interfaces", "--network-interface", default="", metavar="NAME,...",
+        help="Communicate only through these interfaces: names that exist on every host, or networks such as "
+        "10.0.0.0/24.")
+    tcp: bool = flag(
+        "Hosts", "--tcp", default=False, kind=Kind.SWITCH,
+        help="Communicate only through TCP, even if a faster network exists.")
+    prefix_output: bool | None = flag(
+        "Output", "--prefix-output/--no-prefix-output", kind=Kind.SWITCH,
+        help="Prefix every line with [rank], or [role] with --ps. Default: with more than one rank.")
+    output_dir: str | os.PathLike[str] | None = flag(
+        "Output", "--output-dir", "--output-filename", metavar="DIR",
+        help="Also write each rank's output to DIR/rank.N/stdout and stderr on this machine; with --ps, to "
+        "DIR/chief, DIR/ps.N and DIR/worker.N.")
+    verbose: bool = flag(
+        "Output", "--verbose", default=False, kind=Kind.SWITCH,
+        help="Show the mpirun command, each rank's settings and mpirun's messages.")
+    timeout: float | None = flag(
+        "Time", "--timeout", default=_LIMITS.run, metavar="SECONDS", bounds=Seconds(),
+        help="Stop the job after this time.")
+    start_timeout: float = flag(
+        "Time", "--start-timeout", default=_LIMITS.start, metavar="SECONDS", bounds=Seconds(),
+        environ=("CHOROS_START_TIMEOUT", "HOROVOD_START_TIMEOUT"),
+        help="How long connecting to the hosts and starting the ranks may take.")
+    grace_period: float = flag(
+        "Time", "--grace-period", default=_LIMITS.grace, metavar="SECONDS", bounds=Seconds(or_zero=True),
+        help="How long ranks may take to end after SIGINT or SIGTERM.")
+    mpirun: str | None = flag(
+        "MPI", "--mpirun", metavar="PATH", help="The mpirun to use. Default: the one installed with choros.")
+    mpi_args: str = flag(
+        "MPI", "--mpi-args", default="", metavar="ARGUMENTS",
+        help='Additional arguments for mpirun, in quotes: --mpi-args="..."')
+    binding_args: str = flag(
+        "MPI", "--binding-args", default="", metavar="ARGUMENTS",
+        help="mpirun's arguments for binding and mapping, instead of choros' own binding to whole cores.")
+    # fmt: on
     in_python: bool = False
 
     def __post_init__(self) -> None:
-        for name, least, most in _NUMBERS:
-            number = getattr(self, name)
-            if number is not None and not (type(number) is int and least <= number <= most):
-                raise self._invalid(name, f"expected a whole number from {least} to {most}.")
-        for name, bounds in _TIMES.items():
-            seconds = getattr(self, name)
-            if not (_is_finite(seconds) and (seconds > 0 or (seconds == 0 and name == "grace_period"))):
-                if name == "timeout" and seconds is None:
-                    continue
-                raise self._invalid(name, f"expected a finite number of seconds, {bounds}.")
+        for each in fields(self):
+            own = flag_of(each)
+            value = getattr(self, each.name)
+            optional = each.default is None and value is None
+            if own is not None and own.bounds is not None and not optional and value not in own.bounds:
+                raise self._invalid(each.name, f"expected {own.bounds}.")
         if self.hosts is not None and self.hostfile is not None:
             both = f"{self._spelled('hosts')} and {self._spelled('hostfile')}"
             raise ConfigError(f"{both} both name hosts: give only one of them.")
@@ -192,7 +235,3 @@ class Arguments:
         if self.in_python:
             return "np" if name == "num_proc" else name
         return "-np" if name == "num_proc" else f"--{name.replace('_', '-')}"
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, fields
+from typing import Any
 
 __all__ = ["CLUSTER", "JOB", "RESULT_FD", "SIGNAL_MEANINGS", "WrapperOptions"]
 
@@ -14,9 +15,6 @@ JOB = "CHOROS_JOB"
 CLUSTER = "CHOROS_CLUSTER"
 #: The variable with the file descriptor to which a rank writes its function's result.
 RESULT_FD = "CHOROS_RESULT_FD"
-
-_RANKS_PER_HOST = "--ranks-per-host="
-_RESTARTS = "--restarts="
 
 #: Signal that mpirun forwards to the wrappers → signal for the ranks.
 SIGNAL_MEANINGS = {
@@ -30,7 +28,7 @@ SIGNAL_MEANINGS = {
 
 @dataclass(frozen=True)
 class WrapperOptions:
-    """The wrappers' options: their arguments before ``--``.
+    """The wrappers' options: their arguments before ``--``. Each is a switch, a whole number or several of these.
 
     Attributes:
         bind: bind the rank to its share of the host's cores.
@@ -55,13 +53,11 @@ class WrapperOptions:
             >>> WrapperOptions(bind=False).arguments()
             ['--no-bind']
         """
-        chosen = {"--no-bind": not self.bind, "--stdin": self.stdin, "--result": self.result, "--events": self.events}
-        arguments = [flag for flag, on in chosen.items() if on]
-        if self.ranks_per_host:
-            arguments.append(_RANKS_PER_HOST + ",".join(map(str, self.ranks_per_host)))
-        if self.restarts:
-            arguments.append(f"{_RESTARTS}{self.restarts}")
-        return arguments
+        return [
+            _argument(each, getattr(self, each.name))
+            for each in fields(self)
+            if getattr(self, each.name) != each.default
+        ]
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> tuple[WrapperOptions, list[str]]:
@@ -73,19 +69,21 @@ class WrapperOptions:
             (True, ['python', 'train.py'])
         """
         split = list(argv).index("--")
-        chosen = set(argv[:split])
-        options = cls(
-            "--no-bind" not in chosen,
-            "--stdin" in chosen,
-            "--result" in chosen,
-            "--events" in chosen,
-            tuple(_numbers(chosen, _RANKS_PER_HOST)),
-            sum(_numbers(chosen, _RESTARTS)),
-        )
-        return options, list(argv[split + 1 :])
+        defaults = {each.name: each.default for each in fields(cls)}
+        given: dict[str, Any] = {}
+        for argument in argv[:split]:
+            name, has_numbers, text = argument.removeprefix("--").replace("-", "_").partition("=")
+            if has_numbers:
+                numbers = tuple(int(number) for number in text.split(","))
+                given[name] = numbers if isinstance(defaults[name], tuple) else numbers[0]
+            else:
+                given[name.removeprefix("no_")] = not name.startswith("no_")
+        return cls(**given), list(argv[split + 1 :])
 
 
-def _numbers(arguments: Iterable[str], name: str) -> list[int]:
-    """Returns the comma-separated numbers of the option ``name``; an empty list if it is not given."""
-    given = next((each.removeprefix(name) for each in arguments if each.startswith(name)), "")
-    return [int(number) for number in given.split(",") if number]
+def _argument(option: Field[Any], value: Any) -> str:
+    """Returns ``--on``, ``--no-on`` or ``--name=1,2``."""
+    name = option.name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}=" + ",".join(map(str, value if isinstance(value, tuple) else (value,)))
