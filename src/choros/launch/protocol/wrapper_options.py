@@ -53,11 +53,8 @@ class WrapperOptions:
             >>> WrapperOptions(bind=False).arguments()
             ['--no-bind']
         """
-        return [
-            _argument(each, getattr(self, each.name))
-            for each in fields(self)
-            if getattr(self, each.name) != each.default
-        ]
+        values = ((each, getattr(self, each.name)) for each in fields(self))
+        return [_argument(each, value) for each, value in values if value != each.default]
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> tuple[WrapperOptions, list[str]]:
