@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from choros.launch.plan.arguments import Arguments
-from choros.launch.plan.flags import Flag, Kind, Seconds, WholeNumber, flag_of
+from choros.launch.plan.flags import Flag, FlagValue, Seconds, WholeNumber, flag_of
 
 __all__ = ["GroupedCommand", "GroupedOption", "with_options"]
 
@@ -75,15 +75,15 @@ class GroupedCommand(click.Command):
             formatter.write_dl(list(_EXIT_CODES))
 
 
-class _WholeNumber(click.types.IntParamType):
+class _WholeNumberType(click.types.IntParamType):
     name = "whole number"
 
 
-class _Seconds(click.types.FloatParamType):
+class _SecondsType(click.types.FloatParamType):
     name = "number of seconds"
 
 
-_TYPES = {WholeNumber: _WholeNumber(), Seconds: _Seconds()}
+_TYPES = {WholeNumber: _WholeNumberType(), Seconds: _SecondsType()}
 _LEVELS = click.Choice(["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"], case_sensitive=False)
 
 
@@ -96,12 +96,12 @@ def _option_of(name: str, flag: Flag, default: object) -> Callable[[Decorated], 
     settings: dict[str, Any] = {"help": flag.help, "metavar": flag.metavar, "envvar": flag.environ or None}
     if flag.bounds is not None:
         settings |= {"type": _TYPES[type(flag.bounds)], "default": default, "show_default": default is not None}
-    elif flag.kind is Kind.REPEATED:
+    elif flag.value is FlagValue.REPEATED:
         settings |= {"multiple": True}
-    elif flag.kind is Kind.SWITCH:
+    elif flag.value is FlagValue.SWITCH:
         settings |= {"is_flag": True, "default": default}
     else:
-        settings |= {"type": click.Path(dir_okay=False) if flag.kind is Kind.FILE else str, "default": default}
+        settings |= {"type": click.Path(dir_okay=False) if flag.value is FlagValue.FILE else str, "default": default}
     return _option(flag.group, name, *flag.names, **settings)
 
 

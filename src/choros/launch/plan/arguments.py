@@ -19,7 +19,7 @@ from pathlib import Path
 
 from choros.errors import ConfigError
 from choros.launch.plan.environment import allocated_slots
-from choros.launch.plan.flags import Kind, Seconds, WholeNumber, flag, flag_of
+from choros.launch.plan.flags import FlagValue, Seconds, WholeNumber, flag, flag_of
 from choros.launch.plan.hosts import MOST_SLOTS, Host, parse_hostfile, parse_hosts, total_slots
 from choros.launch.plan.job import Job, Ssh
 from choros.launch.plan.limits import Limits
@@ -66,14 +66,14 @@ class Arguments:
         "Job", "--max-restarts", metavar="N", bounds=WholeNumber(0, MOST_SLOTS),
         help="With --ps: how many times a worker that was killed by a signal is restarted. Default: 3.")
     env: Mapping[str, str] = flag(
-        "Job", "--env", default_factory=dict, kind=Kind.REPEATED, metavar="KEY[=VALUE]",
+        "Job", "--env", default_factory=dict, value=FlagValue.REPEATED, metavar="KEY[=VALUE]",
         help="Set an environment variable for the ranks; may be given more than once. Ranks on other hosts "
         "inherit this host's environment without it.")
     hosts: str | None = flag(
         "Hosts", "-H", "--hosts", metavar="HOST:SLOTS,...",
         help="The hosts, with the number of slots (ranks) of each.")
     hostfile: str | os.PathLike[str] | None = flag(
-        "Hosts", "-hostfile", "--hostfile", kind=Kind.FILE, metavar="FILE",
+        "Hosts", "-hostfile", "--hostfile", value=FlagValue.FILE, metavar="FILE",
         help="A file of hosts, one line `host slots=N` for each.")
     ssh_port: int | None = flag(
         "Hosts", "-p", "--ssh-port", metavar="PORT", bounds=WholeNumber(1, 65535),
@@ -88,17 +88,17 @@ class Arguments:
         help="Communicate only through these interfaces: names that exist on every host, or networks such as "
         "10.0.0.0/24.")
     tcp: bool = flag(
-        "Hosts", "--tcp", default=False, kind=Kind.SWITCH,
+        "Hosts", "--tcp", default=False, value=FlagValue.SWITCH,
         help="Communicate only through TCP, even if a faster network exists.")
     prefix_output: bool | None = flag(
-        "Output", "--prefix-output/--no-prefix-output", kind=Kind.SWITCH,
+        "Output", "--prefix-output/--no-prefix-output", value=FlagValue.SWITCH,
         help="Prefix every line with [rank], or [role] with --ps. Default: with more than one rank.")
     output_dir: str | os.PathLike[str] | None = flag(
         "Output", "--output-dir", "--output-filename", metavar="DIR",
         help="Also write each rank's output to DIR/rank.N/stdout and stderr on this machine; with --ps, to "
         "DIR/chief, DIR/ps.N and DIR/worker.N.")
     verbose: bool = flag(
-        "Output", "--verbose", default=False, kind=Kind.SWITCH,
+        "Output", "--verbose", default=False, value=FlagValue.SWITCH,
         help="Show the mpirun command, each rank's settings and mpirun's messages.")
     timeout: float | None = flag(
         "Time", "--timeout", default=_LIMITS.run, metavar="SECONDS", bounds=Seconds(),

@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, field
 from enum import Enum
 from typing import Any
 
-__all__ = ["Flag", "Kind", "Seconds", "WholeNumber", "flag", "flag_of"]
+__all__ = ["Flag", "FlagValue", "Seconds", "WholeNumber", "flag", "flag_of"]
 
 _KEY = "flag"
 
@@ -42,7 +42,7 @@ class Seconds:
         return f"a finite number of seconds, {'0 or more' if self.or_zero else 'more than 0'}"
 
 
-class Kind(Enum):
+class FlagValue(Enum):
     """What follows a flag on the command line, if that is not a number."""
 
     TEXT = "text"
@@ -59,7 +59,7 @@ class Flag:
         group: the heading under which ``--help`` lists it.
         names: its spellings; a switch may have one for off, as ``--on/--off``.
         help: a sentence, or several.
-        kind: what follows it; numbers have ``bounds`` instead.
+        value: what follows it; numbers have ``bounds`` instead.
         bounds: the numbers that it accepts.
         metavar: the name of its value in the help.
         environ: the variables whose value is the default.
@@ -68,7 +68,7 @@ class Flag:
     group: str
     names: tuple[str, ...]
     help: str
-    kind: Kind = Kind.TEXT
+    value: FlagValue = FlagValue.TEXT
     bounds: WholeNumber | Seconds | None = None
     metavar: str | None = None
     environ: tuple[str, ...] = ()
