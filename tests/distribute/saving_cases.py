@@ -23,10 +23,16 @@ class Watched(keras.layers.Dense):
     """Counts how often this process has serialised it."""
 
     serialised = 0
+    fails = False
 
     def get_config(self):
         Watched.serialised += 1
         return super().get_config()
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        if self.fails:
+            raise OSError("disk full")
 
 
 def strategy() -> distribute.Strategy:
@@ -87,6 +93,26 @@ def case_a_model_of_one_process_is_its_own():
         keras.saving.save_model(model, path)  # waits for no other process
     strategy().replicas.gather(np.zeros(1), 0)
     keras.saving.load_model(path)
+
+
+def case_files_are_complete_at_any_time():
+    """Processes that save models of their own to one path read whole files; so does who reads after a failed write."""
+    path = directory()
+    with strategy().scope():
+        pass
+    model = build()
+    for name in ("model.keras", "model.weights.h5"):
+        save = model.save if name == "model.keras" else model.save_weights
+        load = keras.saving.load_model if name == "model.keras" else model.load_weights
+        for _ in range(5):
+            save(path / name)
+            load(path / name)
+    model.layers[0].fails = True
+    with pytest.raises(OSError, match="disk full"):
+        model.save(path / "model.keras")
+    allgather_object("both have failed")
+    assert sorted(file.name for file in path.iterdir()) == ["model.keras", "model.weights.h5"]
+    keras.saving.load_model(path / "model.keras")
 
 
 def case_a_write_error_of_any_process_is_raised_on_all():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import keras
@@ -893,6 +894,25 @@ def case_pin_device_after_the_framework_has_started():
     if BACKEND == "tensorflow":
         with pytest.raises(ConfigError, match=r"intra_op_threads=5 cannot be set.*before the script makes data sets"):
             hvd.pin_device(intra_op_threads=5)
+
+
+def case_pin_device_after_accelerators_have_started(monkeypatch):
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        def started(*_):
+            raise RuntimeError("Visible devices cannot be modified after being initialized")
+
+        monkeypatch.setattr(tf.config, "list_physical_devices", lambda _: ["gpu"])
+        monkeypatch.setattr(tf.config, "set_visible_devices", started)
+    elif BACKEND == "jax":
+        import jax
+
+        monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")] * 2)
+    else:
+        return  # PyTorch's current device can be set at any time
+    with pytest.raises(ConfigError, match=r"the device gpu:\d of this process cannot be set.*before the script makes"):
+        hvd.pin_device()
 
 
 def case_model_built_by_the_first_batch():

@@ -8,7 +8,8 @@
         otherwise                                         ──► the function itself
 
 A file is usually written after the last scope has been left, and by a function, not by a method of an object of the
-scope. So these functions stay replaced once a scope has been entered.
+scope. So these functions stay replaced once a scope has been entered. From then on every file of Keras is complete at
+any time: it is written under a temporary name, and then renamed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from choros.distribute.keras_hook import TrainingStrategy, strategy_of
@@ -26,6 +28,8 @@ __all__ = ["guard_saving"]
 
 #: How many objects deep the model of a checkpoint is searched: CheckpointManager → Checkpoint → model.
 _DEPTH = 2
+#: The names of files that Keras writes one at a time.
+_ONE_FILE = (".keras", ".h5", ".hdf5")
 
 
 def guard_saving() -> None:
@@ -113,21 +117,41 @@ def _replace(owner: Any, name: str, path: str | None, kind: type[_Saved] = _Save
 
     @functools.wraps(own)
     def save(saved: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = _strategy_in(saved, _DEPTH)
-        files = saved.directory if path is None else signature.bind(saved, *args, **kwargs).arguments.get(path)
-        if strategy is None or strategy.training is None or not isinstance(files, (str, os.PathLike)):
+        call = signature.bind(saved, *args, **kwargs)
+        files = saved.directory if path is None else call.arguments.get(path)
+        if not isinstance(files, (str, os.PathLike)):
             return own(saved, *args, **kwargs)
-        call = kind(saved, name)
+        strategy = _strategy_in(saved, _DEPTH)
+        if strategy is None or strategy.training is None:
+            return _written(own, call, path)
+        saving = kind(saved, name)
         results: list[Any] = []
 
         def write() -> Any:
-            results.append(own(saved, *args, **kwargs))
-            return call.report(results[0])
+            results.append(_written(own, call, path))
+            return saving.report(results[0])
 
         report = strategy.training.save(write, os.fspath(files))
-        return results[0] if results else call.adopt(report)
+        return results[0] if results else saving.adopt(report)
 
     setattr(owner, name, save)
+
+
+def _written(own: Callable[..., Any], call: inspect.BoundArguments, path: str | None) -> Any:
+    """Calls ``own``; a single file of Keras gets its name when it is complete."""
+    name = "" if path is None else os.fspath(call.arguments[path])
+    final = Path(os.path.realpath(name))
+    is_one_file = name.endswith(_ONE_FILE) and call.arguments.get("max_shard_size") is None
+    if path is None or not is_one_file or "://" in name or not final.parent.is_dir():
+        return own(*call.args, **call.kwargs)
+    partial = final.with_name(f".{os.urandom(4).hex()}.{final.name}")
+    call.arguments[path] = str(partial)
+    try:
+        result = own(*call.args, **call.kwargs)
+        partial.replace(final)
+    finally:
+        partial.unlink(missing_ok=True)
+    return result
 
 
 def _strategy_in(saved: Any, depth: int) -> TrainingStrategy | None:
