@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import choros.keras as hvd
 from choros import distribute, nn
+from choros.errors import ConfigError
 from keras_face.training_cases import assert_same_history, assert_same_on_all_ranks, assert_same_weights, communicator
 
 WORDS, USERS, LENGTH, BATCH = 40, 20, 3, 16
@@ -52,7 +53,7 @@ def build(optimizer=None, *, same_start: bool = True, compiled: bool = False) ->
 
 
 def fit(model: keras.Model, *args, callbacks=(), **kwargs) -> dict[str, list[float]]:
-    return model.fit(*args, epochs=2, shuffle=False, verbose=0, callbacks=list(callbacks), **kwargs).history
+    return model.fit(*args, epochs=1, shuffle=False, verbose=0, callbacks=list(callbacks), **kwargs).history
 
 
 def plain(make, n: int = UNEVEN):
@@ -79,10 +80,17 @@ def updates_of(optimizer) -> list:
     return received
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "n"), [*((name, UNEVEN) for name in OPTIMIZERS), ("adam", ONE_ROW), ("clipnorm", ONE_ROW)]
-)
-def case_fit_equals_one_process(optimizer, n):
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def case_uneven_batches(optimizer):
+    check_fit(optimizer, UNEVEN)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "clipnorm"])
+def case_a_last_batch_of_one_row(optimizer):
+    check_fit(optimizer, ONE_ROW)
+
+
+def check_fit(optimizer, n):
     expected, theirs = plain(OPTIMIZERS[optimizer], n)
     model, ours = horovod(hvd.DistributedOptimizer(OPTIMIZERS[optimizer]()), n)
     assert_same_weights(model, expected)
@@ -170,11 +178,10 @@ def case_ranks_with_different_numbers_of_batches():
     ranges = ((0, 24), (24, 40))
     start, end = ranges[hvd.rank()]
     expected = build(OPTIMIZERS["adagrad"]())
-    for _ in range(2):
-        for step in range(3):
-            parts = [slice(low + 8 * step, low + 8 * step + 8) for low, high in ranges if low + 8 * step < high]
-            rows = np.concatenate([np.arange(40)[part] for part in parts])
-            expected.train_on_batch({name: each[rows] for name, each in x.items()}, y[rows])
+    for step in range(3):
+        parts = [slice(low + 8 * step, low + 8 * step + 8) for low, high in ranges if low + 8 * step < high]
+        rows = np.concatenate([np.arange(40)[part] for part in parts])
+        expected.train_on_batch({name: each[rows] for name, each in x.items()}, y[rows])
     model = build(hvd.DistributedOptimizer(OPTIMIZERS["adagrad"]()), same_start=False)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
     own = slice(start, end)
@@ -226,3 +233,46 @@ def case_custom_loop(optimizer):
         loss = here.reduce("SUM", here.run(ours, args=(batch,)), axis=None)
         np.testing.assert_allclose(float(loss), float(alone(whole)), rtol=1e-4)
     assert_same_weights(model, theirs)
+
+
+# ── collectives ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def slices(dtype=tf.float32) -> tf.IndexedSlices:
+    """Rank 0 has one row, rank 1 two."""
+    rank = hvd.rank()
+    values, shape = tf.fill((rank + 1, 2), tf.cast(rank + 2, dtype)), tf.constant([9, 2])
+    return tf.IndexedSlices(values, tf.range(rank, 2 * rank + 1), shape)
+
+
+def case_allreduce():
+    compiled = tf.function(hvd.allreduce)
+    for reduced in (hvd.allreduce(slices(), name="rows"), compiled(slices())):
+        np.testing.assert_array_equal(reduced.indices, [0, 1, 2])
+        np.testing.assert_array_equal(reduced.values[:, 0], [1.0, 1.5, 1.5])
+        np.testing.assert_array_equal(reduced.dense_shape, [9, 2])
+    total = hvd.allreduce(slices(), op=hvd.Sum, prescale_factor=2.0, compression=hvd.Compression.fp16)
+    np.testing.assert_array_equal(total.values[:, 1], [4.0, 6.0, 6.0])
+    np.testing.assert_array_equal(hvd.allreduce(slices(tf.int32), op=hvd.Sum).values[:, 0], [2, 3, 3])
+    unknown = hvd.allreduce(tf.IndexedSlices(slices().values, slices().indices))
+    assert unknown.dense_shape is None
+    for dtype, op in ((tf.float32, hvd.Max), (tf.int32, hvd.Average)):
+        with pytest.raises(ConfigError, match="IndexedSlices"):
+            hvd.allreduce(slices(dtype), op=op)
+
+
+def case_collectives_of_a_strategy():
+    here = distribute.MirroredStrategy()
+
+    def step():
+        return distribute.get_replica_context().all_reduce("SUM", {"rows": slices(), "number": tf.ones(())})
+
+    reduced = here.run(step)
+    assert float(reduced["number"]) == 2.0
+    for total in (reduced["rows"], here.reduce("SUM", here.run(slices), axis=None)):
+        np.testing.assert_array_equal(total.indices, [0, 1, 2])
+        np.testing.assert_array_equal(total.values[:, 0], [2.0, 3.0, 3.0])
+    mean = here.reduce("MEAN", here.run(slices), axis=None)
+    np.testing.assert_array_equal(mean.values[:, 0], [1.0, 1.5, 1.5])
+    with pytest.raises(ConfigError, match="cannot be gathered"):
+        here.gather(here.run(slices), axis=0)

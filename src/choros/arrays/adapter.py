@@ -63,13 +63,19 @@ class ArrayAdapter(ABC):
     def extent(self, array: Any, axis: int) -> Any:
         """Returns the length of a dimension as an integer array, which compiled functions may compute at run time."""
 
-    def rows_of(self, array: Any) -> tuple[Any, Any] | None:
-        """Returns the row indices and the values of a sparse gradient; ``None`` for any other array."""
+    def rows_of(self, array: Any) -> tuple[Any, Any, Any] | None:
+        """Returns the row indices, the rows and the dense shape of a sparse gradient; ``None`` for any other array."""
         del array
         return None
 
-    def from_rows(self, indices: Any, values: Any, shape: tuple[int, ...]) -> Any:
-        """Returns the sparse gradient of an array of ``shape``, for frameworks that have such."""
+    def from_rows(self, indices: Any, values: Any, shape: Any) -> Any:
+        """Returns a sparse gradient, for frameworks that have such.
+
+        Args:
+            indices: the indices of the rows.
+            values: the rows.
+            shape: the dense shape: a tuple, or as ``rows_of`` returned it.
+        """
         raise NotImplementedError
 
     def to_dense(self, array: Any, shape: tuple[int, ...]) -> Any:

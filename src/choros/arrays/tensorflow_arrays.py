@@ -41,14 +41,15 @@ class TensorflowArrays(ArrayAdapter):
             )
         return ArraySpec(tuple(array.shape), np.dtype(array.dtype.as_numpy_dtype))
 
-    def rows_of(self, array: Any) -> tuple[Any, Any] | None:
-        """Of ``tf.IndexedSlices``."""
-        return (array.indices, array.values) if isinstance(array, tf.IndexedSlices) else None
+    def rows_of(self, array: Any) -> tuple[Any, Any, Any] | None:
+        """Of ``tf.IndexedSlices``, whose dense shape may be ``None``."""
+        return (array.indices, array.values, array.dense_shape) if isinstance(array, tf.IndexedSlices) else None
 
-    def from_rows(self, indices: Any, values: Any, shape: tuple[int, ...]) -> Any:
+    def from_rows(self, indices: Any, values: Any, shape: Any) -> Any:
         """Returns ``tf.IndexedSlices``."""
-        index_dtype = tf.int32 if max(shape) <= tf.int32.max else tf.int64
-        return tf.IndexedSlices(values, indices, tf.constant(shape, index_dtype))
+        if isinstance(shape, tuple):
+            shape = tf.constant(shape, tf.int32 if max(shape) <= tf.int32.max else tf.int64)
+        return tf.IndexedSlices(values, indices, shape)
 
     def to_dense(self, array: Any, shape: tuple[int, ...]) -> Any:
         """Sums the rows of ``tf.IndexedSlices``."""

@@ -103,6 +103,11 @@ class ProcessReplicas(Replicas):
         return result
 
     def _gather(self, value: Any, axis: int) -> Any:
+        if adapter_of(value).rows_of(value) is not None:
+            raise ConfigError(
+                f"gather: {type(value).__name__} cannot be gathered, as in tf.distribute: gather its values and its "
+                "indices, or reduce it with SUM."
+            )
         shape = adapter_of(value).spec(value).shape
         _check_axis("gather", shape, axis, "reshape scalars to arrays first.")
         return value if self.count == 1 else ops.allgather(value, axis=axis, name="gather")

@@ -59,7 +59,8 @@ def allreduce(
 
     Args:
         value: an array of any framework, also inside ``tf.function`` or ``jax.jit``, or a number. The average
-            of Python integers is a float.
+            of Python integers is a float. The rows of a sparse gradient (``tf.IndexedSlices``) are gathered in rank
+            order, which is their sum; such a one has no minimum, maximum or product.
         op: the reduction.
         name: shown in errors; it must be the same on every rank.
         prescale_factor: the factor of floating-point values before the reduction.
@@ -77,6 +78,9 @@ def allreduce(
         3.0
     """
     communicator, op = process_set.communicator, Reduction(op)
+    if (rows := adapter_of(value).rows_of(value)) is not None:
+        factor = prescale_factor * postscale_factor / (communicator.size if op is Reduction.AVERAGE else 1)
+        return _gather_rows(rows, op, factor, name=name, compression=compression, process_set=process_set)
     value = _averageable(value, op)
 
     def reduce(host: Array) -> Array:
@@ -104,6 +108,36 @@ def allreduce(
     return _call(reduce, value, backward if op in _LINEAR else None)
 
 
+def _gather_rows(
+    rows: tuple[Any, Any, Any],
+    op: Reduction,
+    factor: float,
+    *,
+    name: str | None,
+    compression: Compressor,
+    process_set: ProcessSet,
+) -> Any:
+    """``allreduce`` of a sparse gradient: all ranks' rows, times ``factor``."""
+    indices, values, shape = rows
+    adapter = adapter_of(values)
+    spec = adapter.spec(values)
+    if op not in _LINEAR:
+        raise ConfigError(
+            f"allreduce(op={op.value}): the rows of a sparse gradient (IndexedSlices) are gathered, which is their "
+            "sum: use Sum or Average, or make it dense."
+        )
+    if factor != 1.0:
+        if not _is_floating(spec):
+            raise ConfigError(
+                f"allreduce: sparse gradients (IndexedSlices) of {spec.dtype} cannot be averaged or scaled: use "
+                "op=Sum, or cast them to float32."
+            )
+        values = values * factor
+    values = allgather(adapter.cast(values, compression.row_dtype(spec.dtype)), name=name, process_set=process_set)
+    indices = allgather(indices, name=f"indices of {name}" if name else None, process_set=process_set)
+    return adapter.from_rows(indices, adapter.cast(values, spec.dtype), shape)
+
+
 def grouped_allreduce(
     values: Sequence[Any],
     op: Reduction = Reduction.AVERAGE,
@@ -114,7 +148,8 @@ def grouped_allreduce(
     """``allreduce`` of several values in one message: those of one framework need one host call.
 
     Args:
-        values: arrays of any framework, or numbers; the same on every rank, in the same order.
+        values: arrays of any framework, or numbers; the same on every rank, in the same order. Sparse gradients have
+            messages of their own.
         op: the reduction.
         name: shown in errors.
         process_set: the participating ranks.
@@ -127,13 +162,16 @@ def grouped_allreduce(
     """
     communicator, op = process_set.communicator, Reduction(op)
     groups: dict[ArrayAdapter, list[int]] = {}
+    results = list(values)
     for index, value in enumerate(values):
-        groups.setdefault(adapter_of(value), []).append(index)
+        if adapter_of(value).rows_of(value) is None:
+            groups.setdefault(adapter_of(value), []).append(index)
+        else:
+            results[index] = allreduce(value, op, name=name, process_set=process_set)
 
     def reduce(hosts: Sequence[Array]) -> Sequence[Array]:
         return communicator.grouped_allreduce(hosts, op, name=name or "")
 
-    results = list(values)
     for adapter, indices in groups.items():
         arrays = [_as_array(_averageable(values[index], op)) for index in indices]
         specs = [adapter.spec(array) for array in arrays]

@@ -247,7 +247,8 @@ def _host_call(
     adapter = _adapter()
     inputs = [keras.ops.convert_to_tensor(number, "int32") for number in numbers]
     for gradient in gradients:
-        inputs += adapter.rows_of(gradient) or (gradient,)
+        rows = adapter.rows_of(gradient)
+        inputs += (gradient,) if rows is None else rows[:2]
 
     def on_host(hosts: Sequence[Array]) -> list[Array]:
         results: list[Array] = []
