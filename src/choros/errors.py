@@ -13,6 +13,7 @@
     └── EngineError                 the communication between processes failed
         ├── EngineUnavailable       the engine cannot run here
         ├── ClosureCancelled        a scheduled function was not run because another one failed
+        ├── DriftError              ranks have different values of a variable that must be identical
         ├── ParameterServerLost     a parameter server exited, and its variables are lost
         └── MismatchError           ranks called different collectives
 
@@ -25,6 +26,7 @@ __all__ = [
     "ChorosError",
     "ClosureCancelled",
     "ConfigError",
+    "DriftError",
     "EngineError",
     "EngineUnavailable",
     "HostUnreachable",
@@ -124,6 +126,14 @@ class EngineUnavailable(EngineError):
 
 class ClosureCancelled(EngineError):
     """A scheduled function was not run because an earlier one failed; ``schedule`` or ``join`` raised that error."""
+
+
+class DriftError(EngineError):
+    """Ranks have different values of a trained variable, which synchronous training keeps identical.
+
+    Ranks compare their variables once, after the first steps. The text, the same on every rank, names the variable that
+    differs most and says by how much.
+    """
 
 
 class ParameterServerLost(EngineError):

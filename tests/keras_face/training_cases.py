@@ -499,7 +499,7 @@ def case_accumulation_reduces_once_per_update():
     fit(model, hvd.shard(data(EVEN), batch_size=BATCH), callbacks=[hvd.callbacks.Throughput()])
     assert_same_weights(model, expected)
     # Each of 4 epochs has a control message for each of 4 micro-batches, the join and the 2 collectives of Throughput.
-    assert communicator().collectives - before == 4 * (4 + 1 + 2)
+    assert communicator().collectives - before == 4 * (4 + 1 + 2) + 1  # once, ranks compare their variables
 
 
 def case_accumulation_over_uneven_batches():
@@ -924,3 +924,20 @@ def case_model_built_by_the_first_batch():
     first = fit(model, hvd.shard(data(EVEN), batch_size=BATCH))["loss"]
     assert first[-1] < first[0]
     assert_same_on_all_ranks(model)
+
+
+def case_ranks_that_start_from_different_weights_are_told_so():
+    """Without a broadcast ranks average the gradients of different models: an error on all of them, not silence."""
+    model = build(same_start=False, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    expected = r"after step 2, ranks have different values of 2 of 4 .*'sequential/dense\w*/kernel'"
+    with pytest.raises(Exception, match=expected):
+        fit(model, *data(EVEN), batch_size=BATCH, callbacks=[hvd.callbacks.MetricAverageCallback()])
+
+
+def case_a_local_variable_may_differ():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = build(optimizer=optimizer)
+    for variable in model.layers[0].trainable_variables:
+        optimizer.register_local_var(variable)
+        variable.assign(variable + hvd.rank())
+    fit(model, *data(EVEN), batch_size=BATCH, callbacks=[hvd.callbacks.MetricAverageCallback()])

@@ -1,14 +1,18 @@
 """The patches of Keras' classes that make plain ``model.fit`` use a strategy; no other module patches them.
 
-While a scope is open, the ``__init__`` of four Keras classes notifies the strategy, and ``compile`` checks the model;
-on leaving the last scope the classes are restored::
+While a scope is open, or a replica runs, the ``__init__`` of Keras' classes notifies the strategy, and ``compile``
+checks the model; on leaving the last scope the classes are restored::
 
     with strategy.scope():
         model = Sequential(…) ──► Trainer.__init__ ───► this model's fit, evaluate, … delegate to strategy.training
         Adam()                ──► Optimizer.__init__ ─► strategy.training.optimizer_created
         Accuracy()            ──► Metric.__init__ ────► strategy.training.metric_created
+        Dropout(…)            ──► SeedGenerator.__init__ ─► strategy.training.seed_generator_created
         (their variables)     ──► Variable.__init__ ──► strategy.training.variable_created
         other.compile()       ──► Trainer.compile ────► an error, if other was not created in the scope
+    strategy.run(step)
+        model(x)              ──► Variable.__init__ ──► as above, for variables that the first call creates
+        other.apply(…)        ──► Optimizer.apply ────► strategy.training.optimizer_created, if other is of no scope
 
 Afterwards only the objects created in the scope stay patched: methods of the model instance, not of its class, which
 are not saved with it. Each passes Keras' own method to the strategy's ``Training``, which decides with which data and
@@ -19,13 +23,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.training import Training
-from choros.distribute.scope import current_strategy, in_fit
+from choros.distribute.scope import current_strategy, in_fit, in_replica
 from choros.errors import StrategyError
 from choros.training.tf_context import as_one_replica
 
@@ -54,16 +59,23 @@ def strategy_of(created: Any) -> TrainingStrategy | None:
 
 
 @contextmanager
-def patch_keras(strategy: TrainingStrategy) -> Iterator[None]:
-    """The block in which Keras' classes are patched to notify ``strategy`` of new objects."""
+def patch_keras(strategy: TrainingStrategy, *, in_run: bool = False) -> Iterator[None]:
+    """The block in which Keras' classes are patched to notify ``strategy`` of new objects.
+
+    Args:
+        strategy: the one whose scope is open.
+        in_run: whether this is ``strategy.run``, which not every training needs to be notified of.
+    """
     global _depth
-    if "keras" not in sys.modules or strategy.training is None:
+    training = strategy.training if "keras" in sys.modules else None
+    if training is None or (in_run and not training.follows_run):
         yield
         return
     _depth += 1
     with ExitStack() as stack:
         if _depth == 1:
             stack.enter_context(_patched_classes())
+        training.seed_generators_used()
         try:
             yield
         finally:
@@ -74,15 +86,28 @@ def patch_keras(strategy: TrainingStrategy) -> Iterator[None]:
 def _patched_classes() -> Iterator[None]:
     import keras
 
-    from choros.training.keras_internals import AnyVariable, BaseOptimizer, Trainer, strategy_aware_classes
+    from choros.training.keras_internals import (
+        AnyVariable,
+        BaseOptimizer,
+        MultiOptimizer,
+        Trainer,
+        strategy_aware_classes,
+    )
 
+    loss_scale_optimizer = keras.optimizers.LossScaleOptimizer
     patches = [
         (AnyVariable, "__init__", _notifying(lambda training: training.variable_created)),
+        (AnyVariable, "__init__", _outside_of_graphs),
         (Trainer, "__init__", _notifying(lambda training: training.model_created)),
         (BaseOptimizer, "__init__", _notifying(lambda training: training.optimizer_created)),
         (keras.Metric, "__init__", _notifying(lambda training: training.metric_created)),
+        (keras.random.SeedGenerator, "__init__", _notifying(lambda training: training.seed_generator_created)),
         (Trainer, "compile", _checking_scope),
         *((kind, "__init__", _as_one_replica) for kind in strategy_aware_classes()),
+        (BaseOptimizer, "apply", _distributing),
+        (MultiOptimizer, "apply", _distributing),
+        (loss_scale_optimizer, "apply", _distributing),
+        (loss_scale_optimizer, "stateless_apply", _distributing),
     ]
     if sys.modules.get("tensorflow") is not None:
         import tensorflow as tf
@@ -97,7 +122,7 @@ def _patched_classes() -> Iterator[None]:
     try:
         yield
     finally:
-        for kind, name, own in kept:
+        for kind, name, own in kept:  # where a method has two patches, both kept its own
             setattr(kind, name, own)
 
 
@@ -134,6 +159,55 @@ def _as_one_replica(own: Any) -> Any:
             own(self, *args, **kwargs)
 
     return init
+
+
+def _outside_of_graphs(own: Any) -> Any:
+    """Creates variables outside of the graph that a ``tf.function`` traces, so that the hook sees their values."""
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        return own
+    import tensorflow as tf
+
+    @functools.wraps(own)
+    def init(self: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
+        in_graph = not tf.executing_eagerly() and not in_fit() and not tf.is_symbolic_tensor(initializer)
+        with tf.init_scope() if in_graph else nullcontext():
+            own(self, initializer, *args, **kwargs)
+
+    return init
+
+
+class _Applying(threading.local):
+    """Whether this thread is in ``apply`` of an optimizer, which may contain other optimizers."""
+
+    inside = False
+
+
+_applying = _Applying()
+
+
+def _distributing(own: Any) -> Any:
+    """Wraps ``apply``: in a replica, an optimizer that was created outside of all scopes becomes the strategy's."""
+    from choros.training.distributed_optimizer import reducer_of
+
+    def is_of_no_scope(optimizer: Any) -> bool:
+        return strategy_of(optimizer) is None and reducer_of(optimizer) is None
+
+    @functools.wraps(own)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = current_strategy()
+        if in_replica() and not _applying.inside and strategy.training.follows_run and is_of_no_scope(self):
+            object.__setattr__(self, _ATTRIBUTE, strategy)
+            strategy.training.optimizer_created(self)
+            return getattr(self, own.__name__)(*args, **kwargs)
+        outer, _applying.inside = _applying.inside, True
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            _applying.inside = outer
+
+    return method
 
 
 def _patch_model(model: Any, strategy: TrainingStrategy) -> None:

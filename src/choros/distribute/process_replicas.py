@@ -13,6 +13,7 @@ In a compiled function (``tf.function``, ``jax.jit``) each of these is a call on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import numpy as np
@@ -23,6 +24,7 @@ from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replica_context import ReplicaContext
 from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_scope
+from choros.distribute.torch_objects import synchronized_torch_objects
 from choros.distribute.values import select
 from choros.errors import ConfigError
 from choros.parallel import ops
@@ -48,7 +50,8 @@ class ProcessReplicas(Replicas):
 
     def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls ``function`` on this process's replica."""
-        with enter_scope(strategy, ReplicaContext(strategy, self.first)):
+        synchronized = synchronized_torch_objects(self.first) if self.count > 1 else nullcontext()
+        with enter_scope(strategy, ReplicaContext(strategy, self.first)), synchronized:
             return function(*select(0, tuple(args)), **select(0, dict(kwargs)))
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:

@@ -137,8 +137,7 @@ class Strategy(ABC):
             raise StrategyError(
                 "strategy.run was called inside a replica: call it outside of the functions that it runs."
             )
-        # Not scope(), which patches Keras: this may run inside a function that a framework compiles.
-        with enter_scope(self):
+        with enter_scope(self), patch_keras(self, in_run=True):
             return self.replicas.run(self, fn, args, kwargs or {})
 
     @final

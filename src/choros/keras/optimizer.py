@@ -17,6 +17,12 @@ from choros.training.optimizer_reducer import OptimizerReducer, accumulation_ste
 
 __all__ = ["DistributedOptimizer"]
 
+_ADVICE = (
+    "Start all ranks from the same values: pass BroadcastGlobalVariablesCallback(0) to model.fit, or call "
+    "broadcast_variables(model.variables, root_rank=0) before training. A variable that is to differ between ranks is "
+    "registered with optimizer.register_local_var(variable)."
+)
+
 
 def DistributedOptimizer(
     optimizer: Any,
@@ -99,10 +105,10 @@ def DistributedOptimizer(
     if base is optimizer and keras.config.dtype_policy().name == "mixed_float16":
         # compile() would put the loss scale around the reduction; ranks must reduce gradients before it checks them.
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
-    wrap(
-        optimizer,
-        OptimizerReducer(lambda: config, scale_local_gradients=scale_local_gradients, sparse_as_dense=sparse_as_dense),
+    reducer = OptimizerReducer(
+        lambda: config, scale_local_gradients=scale_local_gradients, sparse_as_dense=sparse_as_dense, advice=_ADVICE
     )
+    wrap(optimizer, reducer)
     return optimizer
 
 

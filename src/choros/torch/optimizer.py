@@ -32,6 +32,10 @@ __all__ = ["DistributedOptimizer", "join"]
 
 T = TypeVar("T")
 _ATTRIBUTE = "_choros_gradient_hook"
+_ADVICE = (
+    "Start all ranks from the same values: call broadcast_parameters(model.state_dict(), root_rank=0) and "
+    "broadcast_optimizer_state(optimizer, root_rank=0) before training."
+)
 #: The distributed optimizers of this process, for ``join``.
 _distributed: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -74,6 +78,11 @@ class _GradientHook:
             self.reduce(optimizer)
         self._reduced = False
         return None
+
+    def after_step(self) -> None:
+        """Once, ranks compare their parameters."""
+        if self.exchange is not None:
+            self.exchange.compare(_ADVICE)
 
     def _reducing(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reducing() -> Any:
@@ -273,6 +282,7 @@ def _wrap(optimizer: Any, hook: _GradientHook) -> None:
     optimizer.__class__ = type(base.__name__, (_HorovodMethods, base), namespace)
     setattr(optimizer, _ATTRIBUTE, hook)
     optimizer.register_step_pre_hook(hook.before_step)
+    optimizer.register_step_post_hook(lambda *_: hook.after_step())
     _distributed.add(optimizer)
 
 

@@ -9,9 +9,11 @@ import keras
 from choros.comm import is_initialized, topology
 from choros.observe import events
 from choros.observe.events import Kind
+from choros.training.keras_internals import is_built
 from choros.training.metrics import average_logs, count_examples, global_results
 from choros.training.model_variables import model_variables
 from choros.training.optimizer_reducer import OptimizerReducer
+from choros.training.random_numbers import draw_by_rank
 from choros.training.trainer import attach, is_spmd, join
 from choros.training.variables import broadcast_variables
 
@@ -40,6 +42,7 @@ class EpochCallback(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """Prepares the model; Keras calls it before it builds the training function."""
         super().set_model(model)
+        draw_by_rank(model)
         self._reducer = attach(model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -89,7 +92,7 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts if the model is built, else schedules the broadcast."""
-        if self.model.built:
+        if is_built(self.model):
             self._broadcast()
         else:
             # Not a method of the class: on JAX, where models are built before, it would keep Keras from calling

@@ -49,6 +49,7 @@ class _DistributedMixin:
         reducer: Any = reducer_of(self)
         reduced = reducer.reduce(list(grads), variables, apply_count(self))
         _apply_reduced(self, reduced, trainable_variables)
+        reducer.compare(variables, [variable.value for variable in variables])
 
     def apply_gradients(self, grads_and_vars: Any, skip_gradients_aggregation: bool = False) -> Any:
         """Keras' own; with Keras 2's ``skip_gradients_aggregation``, for gradients that the caller has reduced."""
@@ -82,6 +83,9 @@ class _DistributedMixin:
                     "use mixed_bfloat16, which needs no loss scale, or MirroredStrategy."
                 )
             grads = reducer.reduce(grads, trained_variables(self), micro_batches)
+            updated = super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
+            reducer.compare(trained_variables(self), updated[0])
+            return updated
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
 
     def register_local_var(self, var: Any) -> None:

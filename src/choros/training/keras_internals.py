@@ -11,9 +11,12 @@ from typing import Any
 
 import keras
 from keras.src import api_export
+from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.variables import Variable as AnyVariable
 from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.multi_optimizer import MultiOptimizer
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from keras.src.trainers.trainer import Trainer
 from keras.src.utils.python_utils import pythonify_logs
@@ -23,6 +26,7 @@ __all__ = [
     "JAX_STATE",
     "AnyVariable",
     "BaseOptimizer",
+    "MultiOptimizer",
     "Trainer",
     "accumulators",
     "apply_count",
@@ -34,10 +38,12 @@ __all__ = [
     "export_like",
     "file_writers",
     "flatten_metrics",
+    "global_seed_generator",
     "has_value",
     "initial_epoch",
     "inner_optimizers",
     "innermost",
+    "is_built",
     "jax_state",
     "layers_of",
     "learning_rate_of",
@@ -48,6 +54,7 @@ __all__ = [
     "own_variables",
     "put_jax_state",
     "pythonify_logs",
+    "seed_generators_of",
     "set_initial_epoch",
     "strategy_aware_classes",
     "torch_device",
@@ -59,12 +66,16 @@ __all__ = [
 # Imported from keras.src unchanged:
 #   AnyVariable, BaseOptimizer, Trainer   the base classes of variables, optimizers and models: keras.Variable is the
 #                                         framework's subclass, and Trainer has no public name.
+#   MultiOptimizer                        has no public name.
 #   load_optimizer_weights_from_hdf5_group, train_validation_split, pythonify_logs
 #                                         how load_model and fit handle .h5 files, validation_split and logs.
 #   no_automatic_dependency_tracking      for methods that set lists on an optimizer, as for Keras' own ``build``.
 
 #: The parts of the state that Keras' training step on JAX takes and returns, in this order.
 JAX_STATE = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+
+#: The mark of models that ``fit`` has built from a batch.
+_BUILT = "_choros_built"
 
 
 # optimizers -------------------------------------------------------------------------------------
@@ -178,6 +189,18 @@ def build_from_batch(model: Any, batch: Any = None, iterator: Any = None) -> Non
     model._symbolic_build(iterator=iterator, data_batch=batch)
 
 
+def is_built(model: Any) -> bool:
+    """Whether a model and all layers that it uses have their variables, when ``fit`` begins.
+
+    ``model.build(shape)`` of a subclass without a ``build`` of its own marks the model as built, not its layers. On
+    TensorFlow they are then built by the first batch, unless by ``build_before_training``.
+    """
+    if not model.built:
+        return False
+    early = keras.backend.backend() != "tensorflow" or hasattr(model, _BUILT)
+    return early or all(layer.built for layer in layers_of(model))
+
+
 def build_before_training(model: Any) -> None:
     """Makes ``fit`` build a model of unknown input shape from its first batch, before it trains.
 
@@ -186,8 +209,9 @@ def build_before_training(model: Any) -> None:
     """
 
     def build(iterator: Any = None, data_batch: Any = None) -> None:
-        if not model.built:
+        if not model.built or not all(layer.built for layer in layers_of(model)):
             build_from_batch(model, data_batch, iterator)
+            object.__setattr__(model, _BUILT, True)
 
     # Bypasses Keras' attribute tracking: the function is not part of the model.
     object.__setattr__(model, "_maybe_symbolic_build", build)
@@ -204,6 +228,19 @@ def file_writers() -> list[tuple[Any, str]]:
         (legacy_h5_format, "save_model_to_hdf5"),
         (keras.Model, "export"),
     ]
+
+
+# random numbers ---------------------------------------------------------------------------------
+
+
+def seed_generators_of(model: Any) -> list[Any]:
+    """The seed generators of a model's layers at all depths; they have no public name."""
+    return [generator for layer in layers_of(model) for generator in getattr(layer, "_seed_generators", ())]
+
+
+def global_seed_generator() -> Any:
+    """The generator of random functions that are given no seed; ``None`` if there is none yet."""
+    return get_global_attribute(GLOBAL_SEED_GENERATOR)
 
 
 # frameworks -------------------------------------------------------------------------------------

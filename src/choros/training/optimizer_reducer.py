@@ -24,6 +24,7 @@ from choros.arrays import ArrayAdapter, ArraySpec, framework_adapter
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.compression import Compressor
+from choros.parallel.identical import check_identical
 from choros.parallel.reduce.device import device_to_reduce_on
 from choros.parallel.reduce.gradients import Gradient, GradientLayout
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket_bytes
@@ -35,6 +36,8 @@ from choros.training.keras_internals import torch_device
 __all__ = ["OptimizerReducer", "accumulation_steps", "placed", "tensor_of"]
 
 Array = NDArray[Any]
+#: A number that the host returns to the training step.
+_FLAG = ArraySpec((), np.dtype(np.int32))
 
 
 @final
@@ -49,6 +52,7 @@ class OptimizerReducer:
         sparse_as_dense: whether sparse gradients are made dense; otherwise ranks gather their rows.
         sum_over_devices: the sum of replicas that are devices of this process; ``None``: the ranks reduce.
         state_owner: the only rank that keeps the optimizer's state and makes the updates; ``None``: every rank does.
+        advice: what the user can do if ranks have different values after the first steps; the end of the error.
 
     Attributes:
         examples: the number of examples in the current batch, reported by the model's training step; ``None`` if it
@@ -66,6 +70,7 @@ class OptimizerReducer:
         op: Callable[[], Reduction] | None = None,
         sum_over_devices: Callable[[list[Any]], list[Any]] | None = None,
         state_owner: int | None = None,
+        advice: str = "",
     ) -> None:
         self.examples: Any = None
         self.in_epoch = False
@@ -76,8 +81,10 @@ class OptimizerReducer:
         self._sum_over_devices = sum_over_devices
         self._of_all_ranks = False
         self._backward: BackwardExchange | None = None
+        self._advice = advice
         self._scale_local = scale_local_gradients
         self._local: list[Any] = []
+        self._compares: Any = False
 
     @cached_property
     def reducer(self) -> GradientReducer:
@@ -137,6 +144,7 @@ class OptimizerReducer:
             The average of the ranks' gradients, or their sum, as configured.
         """
         gradients = list(gradients)
+        self._compares = False
         if self._sparse_as_dense:
             adapter = _adapter()
             gradients = [adapter.to_dense(g, tuple(v.shape)) for g, v in zip(gradients, variables, strict=True)]
@@ -164,6 +172,41 @@ class OptimizerReducer:
             gradients[index] = gradient
         return gradients
 
+    def compare(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """After the update, inside the training step: once, checks that all ranks have the same ``values``.
+
+        Args:
+            variables: the Keras variables that ``reduce`` was given; local ones are not compared.
+            values: their values after the update.
+
+        Raises:
+            DriftError: ranks have different values.
+        """
+        due, self._compares = self._compares, False
+        if self.state_owner is not None:  # all have just received them
+            return
+        config = self.reducer.config
+        shared = [index for index, variable in enumerate(variables) if not self.is_local(variable)]
+        names = [variables[index].path for index in shared]
+
+        def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
+            when = f"after step {config.compared_step}"
+            check_identical(names, hosts, when=when, advice=self._advice, process_set=config.process_set)
+            return [np.asarray(0, np.int32)]
+
+        adapter = _adapter()
+        # Read here: TensorFlow keeps the order of calls of the host only if they have no variables among their inputs.
+        tensors = [keras.ops.convert_to_tensor(values[index]) for index in shared]
+
+        def check() -> Any:
+            return adapter.host_call(on_host, tensors, [_FLAG])[0]
+
+        if isinstance(due, bool) or not adapter.is_symbolic([due]):
+            if due:
+                check()
+        else:
+            keras.ops.cond(due > 0, check, lambda: keras.ops.zeros((), "int32"))
+
     def _reduce(
         self, reducer: GradientReducer, gradients: list[Any], variables: list[Any], micro_batches: Any
     ) -> list[Any]:
@@ -171,9 +214,12 @@ class OptimizerReducer:
         examples = 1 if self.examples is None else self.examples
         if _on_torch() and (config.bucket_bytes is not None or config.device is not None):
             if config.bucket_bytes is not None:
-                return self._reduce_during_backward(gradients, [variable.value for variable in variables])
-            exchange = (int(micro_batches) + 1) % config.steps == 0
-            return reducer.reduce(gradients, examples=int(examples), exchange=exchange)
+                reduced = self._reduce_during_backward(gradients, [variable.value for variable in variables])
+            else:
+                exchange = (int(micro_batches) + 1) % config.steps == 0
+                reduced = reducer.reduce(gradients, examples=int(examples), exchange=exchange)
+            self._compares = reducer.compares
+            return reduced
         layout = tuple(_layout(g, v) for g, v in zip(gradients, variables, strict=True))
         if config.bucket_bytes is not None:
             return self._reduce_buckets(reducer, gradients, layout, examples)
@@ -182,7 +228,9 @@ class OptimizerReducer:
             done, count = map(int, hosts)
             return reducer.reduce(own, examples=count, exchange=(done + 1) % config.steps == 0, layout=layout)
 
-        return _host_call(on_host, (micro_batches, examples), gradients, layout, config.device)
+        numbers, flag = (micro_batches, examples), lambda: reducer.compares
+        reduced, self._compares = _host_call(on_host, numbers, gradients, layout, config.device, flag)
+        return reduced
 
     def _reduce_during_backward(self, gradients: list[Any], parameters: list[Any]) -> list[Any]:
         """On torch: from the second step on, hooks send full buckets while ``loss.backward()`` still runs.
@@ -211,8 +259,8 @@ class OptimizerReducer:
                 return reducer.send(bucket, own)
 
             part = tuple(layout[index] for index in indices)
-            own = [gradients[index] for index in indices]
-            results = _host_call(on_host, (examples,), own, part, reducer.config.device)
+            own, device = [gradients[index] for index in indices], reducer.config.device
+            results, self._compares = _host_call(on_host, (examples,), own, part, device, lambda: reducer.compares)
             for index, result in zip(indices, results, strict=True):
                 reduced[index] = result
         return reduced
@@ -238,11 +286,15 @@ def _host_call(
     gradients: Sequence[Any],
     layout: GradientLayout,
     device: Any,
-) -> list[Any]:
+    flag: Callable[[], bool],
+) -> tuple[list[Any], Any]:
     """Calls ``function(numbers, gradients)`` on the host, from any step; it returns gradients of ``layout``.
 
     A sparse gradient is passed as two arrays, its indices and its values, whose numbers of rows vary. If gradients are
     reduced on a ``device``, dense ones are passed as torch's tensors, which stay there.
+
+    Returns:
+        The gradients, and the number that ``flag()`` has on the host after the call.
     """
     adapter = _adapter()
     inputs = [keras.ops.convert_to_tensor(number, "int32") for number in numbers]
@@ -254,7 +306,7 @@ def _host_call(
         results: list[Array] = []
         for result in function(hosts[: len(numbers)], _joined(hosts[len(numbers) :], layout, _rows_on_host)):
             results += (result.indices, result.values) if isinstance(result, SparseRows) else (result,)
-        return results
+        return [*results, np.asarray(flag(), np.int32)]
 
     outputs: list[ArraySpec] = []
     for each in layout:
@@ -263,7 +315,8 @@ def _host_call(
         else:
             outputs.append(ArraySpec(*each))
     call = adapter.host_call if device is None else adapter.device_call
-    return _joined(call(on_host, inputs, outputs), layout, adapter.from_rows)
+    *results, flagged = call(on_host, inputs, [*outputs, _FLAG])
+    return _joined(results, layout, adapter.from_rows), flagged
 
 
 def _rows_on_host(indices: Any, values: Any, shape: tuple[int, ...]) -> SparseRows:

@@ -26,7 +26,7 @@ from choros.training.model_variables import model_variables
 from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.variables import broadcast_variables
 
-__all__ = ["attach", "is_spmd", "join"]
+__all__ = ["attach", "is_spmd", "join", "spans_ranks"]
 
 _ATTRIBUTE = "_choros_spmd_trainer"
 #: The mark of a training step that reports its examples; ``functools.wraps`` copies it to wrappers.
@@ -71,6 +71,11 @@ def join(model: Any) -> None:
             broadcast_variables(model_variables(model, seeds=True), last)
     else:
         join_optimizer(model.optimizer)
+
+
+def spans_ranks() -> bool:
+    """Whether training steps are compiled for the devices of all ranks, which must compile the same step."""
+    return _mesh() is not None
 
 
 def _mesh() -> Any:

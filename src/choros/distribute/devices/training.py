@@ -18,6 +18,7 @@ from choros.distribute import datasets
 from choros.distribute.devices.keras_flow import share_variables_of
 from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.gradients import distribute_optimizer
+from choros.distribute.fit.random_numbers import follow_seeds
 from choros.distribute.fit.training import Training
 from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_fit
@@ -41,6 +42,8 @@ class DeviceTraining(Training):
         devices: the JAX devices of these replicas.
     """
 
+    follows_run = True
+
     def __init__(self, replicas: Replicas, devices: Sequence[Any]) -> None:
         self._replicas = replicas
         self._mesh = jax.sharding.Mesh(np.array(devices), (_AXIS,))
@@ -54,6 +57,14 @@ class DeviceTraining(Training):
 
     def metric_created(self, metric: Any) -> None:
         """Does nothing: ``run`` sums the replicas' updates itself."""
+
+    def seed_generator_created(self, generator: Any) -> None:
+        """Makes it draw other numbers on each replica."""
+        follow_seeds([generator], self._replicas)
+
+    def seed_generators_used(self) -> None:
+        """Makes Keras' own generator draw other numbers on each replica."""
+        follow_seeds(None, self._replicas)
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Makes ``optimizer`` sum the replicas' gradients in ``run``."""

@@ -23,6 +23,11 @@ from choros.training.optimizer_reducer import OptimizerReducer, accumulation_ste
 
 __all__ = ["distribute_optimizer"]
 
+_ADVICE = (
+    "Replicas must start from the same values and change them in the same way: create models and optimizers within "
+    "`with strategy.scope():`, and apply the same updates on all replicas."
+)
+
 
 def distribute_optimizer(optimizer: Any, replicas: Replicas, state_owner: int | None = None) -> None:
     """Patches ``optimizer`` to reduce the gradients of a strategy's replicas; does nothing if it is patched already.
@@ -37,14 +42,17 @@ def distribute_optimizer(optimizer: Any, replicas: Replicas, state_owner: int | 
         return
 
     def configure() -> ReduceConfig:
-        return placed(ReduceConfig(steps=accumulation_steps(innermost(optimizer), 1)))
+        return placed(ReduceConfig(steps=accumulation_steps(innermost(optimizer), 1), compared_step=1))
 
     def sum_over_devices(gradients: list[Any]) -> list[Any]:
         summed: list[Any] = replicas.all_reduce(ReduceOp.SUM, gradients)  # None stays None
         return summed
 
     of_devices = sum_over_devices if replicas.local_count > 1 else None
-    wrap(optimizer, OptimizerReducer(configure, op=_op_here, sum_over_devices=of_devices, state_owner=state_owner))
+    reducer = OptimizerReducer(
+        configure, op=_op_here, sum_over_devices=of_devices, state_owner=state_owner, advice=_ADVICE
+    )
+    wrap(optimizer, reducer)
 
 
 def _op_here() -> Reduction:

@@ -27,12 +27,14 @@ from choros.distribute import datasets
 from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.gradients import distribute_optimizer
 from choros.distribute.fit.prediction import predict_rows
+from choros.distribute.fit.random_numbers import follow_seeds
 from choros.distribute.fit.training import Training
 from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_fit, in_fit, in_replica
 from choros.distribute.writing import write_once
 from choros.errors import ConfigError
 from choros.parallel.data import Part, Sharding, are_arrays, check_global_batch, count_rows, cut, kind_of
+from choros.parallel.identical import are_identical
 from choros.parallel.objects import broadcast_object
 from choros.parallel.structure import map_structure
 from choros.topology import shard_range
@@ -46,6 +48,7 @@ from choros.training.keras_internals import (
     train_validation_split,
 )
 from choros.training.metrics import global_result, global_results
+from choros.training.random_numbers import draw_by_rank
 from choros.training.trainer import attach
 from choros.training.variables import broadcast_variables
 
@@ -65,17 +68,25 @@ class SynchronousTraining(Training):
         state_owner: the only process that keeps the optimizers' state and applies updates; ``None``: all processes do.
     """
 
+    follows_run = True
+
     def __init__(self, replicas: Replicas, state_owner: int | None = None) -> None:
         self._replicas = replicas
         self._state_owner = state_owner
 
     def variable_created(self, variable: Any) -> None:
-        """Broadcasts the initial values of weights from process 0; the seeds of random layers stay different.
+        """Broadcasts the initial value from process 0, unless all processes have the same.
 
-        Variables created in ``fit`` are broadcast there, once all of them exist.
+        Variables created in ``fit`` are broadcast there, once all of them exist. Metrics start from zero. Where one
+        process keeps the optimizer's state, only that one creates it.
         """
-        if self._replicas.count > 1 and not in_fit() and variable.trainable and has_value(variable):
-            with _outside_of_graphs():
+        if self._replicas.count == 1 or in_fit() or not has_value(variable) or variable.synchronization == "on_read":
+            return
+        adapter = adapter_of(variable.value)
+        if adapter.is_symbolic([variable.value]) or not (variable.trainable or self._state_owner is None):
+            return
+        with _outside_of_graphs():
+            if not are_identical([adapter.to_host(variable.value)]):
                 broadcast_variables([variable], 0)
 
     def optimizer_created(self, optimizer: Any) -> None:
@@ -94,6 +105,14 @@ class SynchronousTraining(Training):
             return own() if in_fit() or in_replica() else global_result(metric, own)
 
         object.__setattr__(metric, "result", result)
+
+    def seed_generator_created(self, generator: Any) -> None:
+        """Makes it draw other numbers on each replica."""
+        follow_seeds([generator], self._replicas)
+
+    def seed_generators_used(self) -> None:
+        """Makes Keras' own generator draw other numbers on each replica."""
+        follow_seeds(None, self._replicas)
 
     def compile(self, model: Any, call: KerasCall) -> None:
         """Compiles the model, and patches its optimizer if it was created outside of the scope."""
@@ -147,6 +166,7 @@ class SynchronousTraining(Training):
 
     def train_on_batch(self, model: Any, call: KerasCall) -> Any:
         """Trains one step on this process's rows."""
+        draw_by_rank(model)
         attach(model)
         return self._on_batch(model, call, ("x", "y", "sample_weight"))
 

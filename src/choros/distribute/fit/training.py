@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from choros.distribute.fit.call import KerasCall
 
@@ -16,7 +16,13 @@ class Training(ABC):
 
     The …_created methods are hooks. All others receive the model and the user's call, and return the result for the
     user. The strategy's scope is open, except in the methods that write files.
+
+    Attributes:
+        follows_run: whether the hooks are also called in ``strategy.run``: for variables that the first call of a model
+            creates there, and for optimizers of no scope that are applied there.
     """
+
+    follows_run: ClassVar[bool] = False
 
     @abstractmethod
     def variable_created(self, variable: Any) -> None:
@@ -33,6 +39,12 @@ class Training(ABC):
     @abstractmethod
     def metric_created(self, metric: Any) -> None:
         """Called while a metric is created; its own ``__init__`` may not have returned yet."""
+
+    def seed_generator_created(self, generator: Any) -> None:  # noqa: B027  (not all need it)
+        """Called after a ``keras.random.SeedGenerator`` is created."""
+
+    def seed_generators_used(self) -> None:  # noqa: B027
+        """Called when a scope is entered and before a replica runs: Keras' own generator may be new."""
 
     @abstractmethod
     def compile(self, model: Any, call: KerasCall) -> None:

@@ -120,6 +120,8 @@ class ReduceConfig:
         bucket_bytes: the approximate size of buckets, which are reduced in the order of the backward pass: the last
             layers' first; ``None``: all gradients are reduced at once.
         device: where torch's tensors are summed without host staging; ``None``: gradients are host arrays.
+        compared_step: the step, from 1, after which ranks compare the values of what they train; only steps for which
+            all ranks have a batch count.
         process_set: the ranks that share gradients.
     """
 
@@ -131,6 +133,7 @@ class ReduceConfig:
     average_steps: bool = True
     bucket_bytes: int | None = None
     device: Any = None
+    compared_step: int = 2
     process_set: ProcessSet = field(default=global_process_set)
 
     def __post_init__(self) -> None:
@@ -216,6 +219,11 @@ class GradientReducer:
     Every rank of the process set calls ``reduce`` for each of its batches, and ``join`` when it has no more;
     ranks may have different numbers of batches, and batches of different sizes.
 
+    Attributes:
+        config: the argument.
+        compares: whether ranks compare the values of what they train after the update that follows the last ``reduce``;
+            the same on all ranks.
+
     Example:
         >>> from choros.comm.engines.threads import run_threads
         >>> def train(communicator):
@@ -249,6 +257,8 @@ class GradientReducer:
         self._pending: dict[GradientLayout, list[Gradient]] = {}
         self._active: list[int] | None = None
         self._steps = 0
+        self._common_steps = 0
+        self.compares = False
 
     @property
     def active(self) -> bool:
@@ -447,6 +457,9 @@ class GradientReducer:
             raise EngineError(f"the batch has {examples} examples, and no other rank has any: expected 1 or more.")
         self._active = [rank for rank, count in enumerate(counts) if count > 0]
         self._share = examples / sum(counts) if self._weighted else 1.0
+        common = exchange and len(self._active) == len(counts)
+        self._common_steps += common
+        self.compares = common and self._common_steps == self.config.compared_step
         if exchange:
             self._steps += 1
             events.emit(Kind.STEP_BEGUN, step=self._steps, examples=examples, joined=joined)

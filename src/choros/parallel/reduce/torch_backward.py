@@ -25,6 +25,7 @@ from typing import Any, final
 from choros.arrays import framework_adapter
 from choros.comm import Work
 from choros.errors import ConfigError
+from choros.parallel.identical import check_identical
 from choros.parallel.reduce.exchange import Array, Layout
 from choros.parallel.reduce.reducer import GradientReducer
 
@@ -115,6 +116,24 @@ class BackwardExchange:
             self._register(parameters)
         results = self._finish(gradients)
         return [self._to_tensor(result, like) for result, like in zip(results, parameters, strict=True)]
+
+    def compare(self, advice: str) -> None:
+        """Checks that ranks have identical parameters, after the update that follows the reducer's compared step.
+
+        Args:
+            advice: what the user can do if they differ.
+
+        Raises:
+            DriftError: they differ.
+        """
+        if not self.reducer.compares:
+            return
+        self.reducer.compares = False
+        names = [f"parameter {index}, {tuple(p.shape)}" for index, p in enumerate(self._parameters)]
+        hosts = [self._adapter.to_host(parameter) for parameter in self._parameters]
+        config = self.reducer.config
+        when = f"after step {config.compared_step}"
+        check_identical(names, hosts, when=when, advice=advice, process_set=config.process_set)
 
     def _register(self, parameters: Sequence[Any]) -> None:
         _remove(self._hooks)

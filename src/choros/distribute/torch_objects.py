@@ -1,0 +1,135 @@
+"""PyTorch's own modules and optimizers in ``strategy.run``, without Keras.
+
+::
+
+    strategy.run(step)      process 0                      process 1
+      module(x)             its parameters and buffers ──► received, before the module's first call
+      loss.backward()
+      optimizer.step()      gradients ──────── the sum over replicas ──────── gradients
+                            parameters: compared, once ──── parameters
+
+PyTorch calls the hooks of this module for all modules and optimizers, while a replica runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from choros.arrays import framework_adapter
+from choros.comm import Reduction, global_process_set
+from choros.errors import StrategyError
+from choros.parallel.compression import Compression
+from choros.parallel.identical import are_identical, check_identical
+from choros.parallel.ops import broadcast_arrays
+from choros.parallel.reduce.device import device_to_reduce_on
+from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
+from choros.parallel.torch_random import torch_numbers_of
+
+__all__ = ["synchronized_torch_objects"]
+
+_ADVICE = (
+    "Replicas must start from the same values and change them in the same way: give the optimizer the parameters of "
+    "modules that strategy.run calls, and apply the same updates on all replicas."
+)
+
+_modules: weakref.WeakSet[Any] = weakref.WeakSet()
+_reducers: weakref.WeakKeyDictionary[Any, GradientReducer] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def synchronized_torch_objects(replica: int) -> Iterator[None]:
+    """The block of a replica: modules start from the same values, and optimizers sum the replicas' gradients.
+
+    PyTorch's random numbers are the replica's own.
+
+    Args:
+        replica: its index.
+    """
+    if sys.modules.get("torch") is None:
+        yield
+        return
+    from torch.nn.modules.module import register_module_forward_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    hooks = (
+        register_module_forward_pre_hook(_before_forward),
+        register_optimizer_step_pre_hook(_before_step),
+        register_optimizer_step_post_hook(_after_step),
+    )
+    try:
+        with torch_numbers_of(replica):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _before_forward(module: Any, args: tuple[Any, ...]) -> None:
+    """Before the first call of a module in a replica: all processes receive its values from process 0."""
+    del args
+    if module in _modules or _is_of_keras(module):
+        return
+    _modules.update(module.modules())
+    adapter = framework_adapter("torch")
+    tensors = {name: tensor for name, tensor in module.state_dict().items() if hasattr(tensor, "copy_")}
+    hosts = [adapter.to_host(tensor) for tensor in tensors.values()]
+    if are_identical(hosts):
+        return
+    received = broadcast_arrays(hosts, 0, names=list(tensors))
+    for tensor, host in zip(tensors.values(), received, strict=True):
+        tensor.copy_(adapter.from_host(host, tensor))  # state_dict() detaches: autograd does not see this
+
+
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Replaces the gradients of an optimizer by their sums over the replicas."""
+    if hasattr(optimizer, "synchronize"):  # choros.torch.DistributedOptimizer reduces them itself
+        return
+    if len(args) > 1 or kwargs.get("closure") is not None:
+        raise StrategyError(
+            f"{type(optimizer).__name__}.step(closure) was called in a replica, where gradients are summed before the "
+            "step: compute them before it, and call step() without a closure."
+        )
+    adapter = framework_adapter("torch")
+    parameters = _trained(optimizer)
+    if optimizer not in _reducers:
+        communicator = global_process_set.communicator
+        device = device_to_reduce_on(communicator, Compression.none, [parameter.device for parameter in parameters])
+        _reducers[optimizer] = GradientReducer(ReduceConfig(op=Reduction.SUM, device=device, compared_step=1))
+    reducer = _reducers[optimizer]
+    on_device = reducer.config.device is not None
+    dense = [_dense_gradient(parameter) for parameter in parameters]
+    reduced = reducer.reduce(dense if on_device else [adapter.to_host(gradient) for gradient in dense], examples=1)
+    for parameter, result in zip(parameters, reduced, strict=True):
+        parameter.grad = result.data if on_device else adapter.from_host(result, parameter)
+
+
+def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """After the first step of an optimizer, checks that the replicas have identical parameters."""
+    del args, kwargs
+    reducer = _reducers.get(optimizer)
+    if reducer is None or not reducer.compares:
+        return
+    reducer.compares = False
+    adapter = framework_adapter("torch")
+    parameters = _trained(optimizer)
+    names = [f"parameter {index}, {tuple(parameter.shape)}" for index, parameter in enumerate(parameters)]
+    check_identical(names, [adapter.to_host(p) for p in parameters], when="after step 1", advice=_ADVICE)
+
+
+def _is_of_keras(module: Any) -> bool:
+    """Whether this is a Keras layer or model, which its strategy's scope synchronises, as on the other frameworks."""
+    return "keras" in sys.modules and isinstance(module, sys.modules["keras"].Layer)
+
+
+def _trained(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _dense_gradient(parameter: Any) -> Any:
+    if parameter.grad is None:
+        return parameter.detach().new_zeros(parameter.shape)
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad

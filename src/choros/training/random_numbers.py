@@ -1,0 +1,89 @@
+"""Random numbers of layers, which differ between replicas, while the state that generates them is the same on all.
+
+::
+
+    SeedGenerator.state          [seed, 7]      the same on all replicas: checkpoints have it, and so has one process
+      next()      replica 0      [seed, 7]      as in plain Keras
+                  replica 1      [seed + spacing, 7]
+                  replica 2      [seed + 2 · spacing, 7]
+
+So dropout drops other units on each replica, reproducibly: the numbers depend on the seed and the replica's index.
+Random functions that Keras leaves to PyTorch's own generator are varied by ``parallel/torch_random.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from choros.comm import global_process_set
+from choros.parallel.torch_random import SPACING, torch_numbers_of
+from choros.training.distributed_optimizer import derive
+from choros.training.keras_internals import global_seed_generator, seed_generators_of
+from choros.training.trainer import spans_ranks
+
+__all__ = ["draw_by_rank", "draw_by_replica", "seed_generators"]
+
+_ATTRIBUTE = "_choros_replica"
+
+
+class _ReplicaDrawsMixin:
+    """The method with which a ``SeedGenerator`` draws a seed of the replica."""
+
+    def next(self, ordered: bool = True) -> Any:
+        """Keras' own seed, with the replica's index folded in."""
+        seed = super().next(ordered)  # type: ignore[misc]
+        index = getattr(self, _ATTRIBUTE)()
+        if isinstance(index, int):
+            offset = index * SPACING % 2**31
+            return seed + keras.ops.convert_to_tensor(np.array([offset, 0]), seed.dtype) if offset else seed
+        offset = keras.ops.cast(index, seed.dtype) * SPACING % 2**31
+        return seed + keras.ops.stack([offset, keras.ops.zeros_like(offset)])
+
+
+def draw_by_replica(generator: Any, index: Callable[[], Any]) -> None:
+    """Makes the seeds that ``generator`` draws depend on the replica, in place; once.
+
+    Args:
+        generator: a ``keras.random.SeedGenerator``.
+        index: returns the index of the replica that draws, possibly a traced number; 0 outside of replicas.
+    """
+    if hasattr(generator, _ATTRIBUTE):
+        return
+    setattr(generator, _ATTRIBUTE, index)
+    generator.__class__ = derive(type(generator), _ReplicaDrawsMixin)
+
+
+def seed_generators(model: Any = None) -> list[Any]:
+    """Returns the generators of a model's layers, and Keras' own, for random functions without a seed."""
+    own = global_seed_generator()
+    return [*([] if own is None else [own]), *([] if model is None else seed_generators_of(model))]
+
+
+def draw_by_rank(model: Any) -> None:
+    """Makes the random numbers of a model's training steps differ between ranks; call it before ``attach``.
+
+    Steps that are compiled for the devices of all ranks draw the numbers of the global batch.
+    """
+    communicator = global_process_set.communicator
+    if communicator.size == 1 or spans_ranks():
+        return
+    rank = communicator.rank
+    for generator in seed_generators(model):
+        draw_by_replica(generator, lambda: rank)
+    if keras.backend.backend() == "torch" and not hasattr(model, _ATTRIBUTE):
+        object.__setattr__(model, _ATTRIBUTE, rank)
+        model.train_step = _with_numbers_of(rank, model.train_step)
+
+
+def _with_numbers_of(rank: int, train_step: Any) -> Any:
+    @functools.wraps(train_step)
+    def step(*args: Any) -> Any:
+        with torch_numbers_of(rank):
+            return train_step(*args)
+
+    return step

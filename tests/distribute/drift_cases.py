@@ -1,0 +1,327 @@
+"""Replicas do not drift apart unseen: what is made outside of the scope, or late, is synchronised or refused.
+
+Run by ``test_drift.py`` on two ranks of each framework, whose random numbers differ.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import choros
+from choros import nn
+from choros.parallel.objects import allgather_object, broadcast_object
+from distribute.strategy_cases import BACKEND, BATCH, CLASSES, FEATURES, JIT, LOSS, data, fit, strategy, weights
+
+EVEN = 64
+
+
+def layers() -> keras.Sequential:
+    return keras.Sequential(
+        [keras.Input((FEATURES,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(CLASSES)]
+    )
+
+
+def train(model: keras.Model, optimizer: keras.optimizers.Optimizer, *, replicas: bool = True) -> None:
+    """One epoch of a custom loop: of the replicas, or of this process on the whole batches."""
+    here = strategy()
+    x, y = data(EVEN)
+    loss_of = LOSS(reduction="none")
+
+    def loss_on(batch):
+        return nn.compute_average_loss(loss_of(batch[1], model(batch[0], training=True)), global_batch_size=BATCH)
+
+    def tensorflow_step(batch):
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = loss_on(batch)
+        trained = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, trained), trained, strict=True))
+
+    def torch_step(batch):
+        import torch
+
+        model.zero_grad()
+        loss_on(batch).backward()
+        with torch.no_grad():
+            optimizer.apply([v.value.grad for v in model.trainable_weights], model.trainable_weights)
+
+    def jax_step(batch):
+        import jax
+
+        if not model.built:
+            model(batch[0])
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+
+        def loss_of_values(trainable, rest):
+            outputs, rest = model.stateless_call(trainable, rest, batch[0], training=True)
+            return nn.compute_average_loss(loss_of(batch[1], outputs), global_batch_size=BATCH), rest
+
+        @jax.jit
+        def update(trainable, rest, moments):
+            gradients, rest = jax.grad(loss_of_values, has_aux=True)(trainable, rest)
+            return *optimizer.stateless_apply(moments, gradients, trainable), rest
+
+        groups = model.trainable_variables, model.non_trainable_variables, optimizer.variables
+        trainable, moments, rest = update(*([v.value for v in group] for group in groups))
+        for group, values in zip(groups, (trainable, rest, moments), strict=True):
+            for variable, value in zip(group, values, strict=True):
+                variable.assign(value)
+
+    step = {"tensorflow": tensorflow_step, "torch": torch_step, "jax": jax_step}[BACKEND]
+
+    def distributed_step(batch):
+        return here.run(step, args=(batch,)) if replicas else step(batch)
+
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        distributed_step = tf.function(distributed_step)
+    batches = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, EVEN, BATCH)]
+    if BACKEND == "torch":
+        import torch
+
+        batches = [tuple(map(torch.tensor, batch)) for batch in batches]
+    for batch in here.experimental_distribute_dataset(batches) if replicas else batches:
+        distributed_step(batch)
+
+
+def assert_trained_as_one(model: keras.Model, start: list[np.ndarray]) -> None:
+    """``model`` equals one that a process has trained alone, with plain SGD, from ``start``."""
+    alone = layers()
+    alone.set_weights(start)
+    train(alone, keras.optimizers.SGD(0.1), replicas=False)
+    for mine, expected in zip(weights(model), weights(alone), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(mine, broadcast_object(mine))
+
+
+# ── custom loops ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def case_an_optimizer_made_outside_of_the_scope_sums_gradients():
+    with strategy().scope():
+        model = layers()
+    start = weights(model)
+    train(model, keras.optimizers.SGD(0.1))
+    assert_trained_as_one(model, start)
+
+
+def case_a_model_made_outside_of_the_scope_is_refused_if_replicas_differ():
+    with strategy().scope():
+        optimizer = keras.optimizers.SGD(0.1)
+    with pytest.raises(Exception, match=r"after step 1, ranks have different values of 2 of 4 .*strategy\.scope"):
+        train(layers(), optimizer)
+
+
+def case_a_model_made_outside_of_the_scope_trains_if_replicas_agree():
+    keras.utils.set_random_seed(5)
+    model = layers()
+    start = weights(model)
+    train(model, keras.optimizers.SGD(0.1))
+    assert_trained_as_one(model, start)
+
+
+def case_a_model_that_its_first_step_builds():
+    with strategy().scope():
+        model = keras.Sequential([keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(CLASSES)])
+        optimizer = keras.optimizers.SGD(0.0)
+    train(model, optimizer)
+    for weight in weights(model):
+        np.testing.assert_array_equal(weight, broadcast_object(weight))
+    assert len(weights(model)) == 4
+    start = weights(model)
+    optimizer.learning_rate = 0.1
+    train(model, optimizer)
+    assert_trained_as_one(model, start)
+
+
+def case_modules_and_optimizers_of_torch():
+    if BACKEND != "torch":
+        return
+    import torch
+
+    def made():
+        module = torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, CLASSES))
+        module[1].momentum = 0.0
+        return module.eval()
+
+    def step(module, optimizer, batch):
+        optimizer.zero_grad()
+        losses = torch.nn.functional.cross_entropy(module(batch[0]), batch[1].long(), reduction="sum")
+        (losses / BATCH).backward()
+        optimizer.step()
+
+    here = strategy()
+    module, alone = made(), made()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    batches = [tuple(torch.tensor(each[i : i + BATCH]) for each in data()) for i in range(0, EVEN + 1, BATCH)]
+    alone.load_state_dict(broadcast_object(module.state_dict()))
+    alone_optimizer = torch.optim.Adam(alone.parameters(), lr=0.01)
+    for batch in here.experimental_distribute_dataset(batches):
+        here.run(step, args=(module, optimizer, batch))
+    for batch in batches:
+        step(alone, alone_optimizer, batch)
+    for mine, expected in zip(module.state_dict().values(), alone.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mine, broadcast_object(mine), rtol=0, atol=0)
+
+    parameter = torch.nn.Parameter(torch.randn(3))
+    descent = torch.optim.SGD([parameter], lr=0.1)
+
+    def without_a_module():
+        descent.zero_grad()
+        parameter.square().sum().backward()
+        descent.step()
+
+    with pytest.raises(choros.errors.DriftError, match="parameter 0"):
+        here.run(without_a_module)
+    with pytest.raises(choros.errors.StrategyError, match="closure"):
+        here.run(lambda: descent.step(lambda: 0.0))
+
+
+# ── fit ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def case_a_model_that_is_built_without_its_layers():
+    class Subclassed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden = keras.layers.Dense(16, activation="tanh")
+            self.unused = keras.layers.Dense(2)
+            self.outputs_of = keras.layers.Dense(CLASSES)
+
+        def call(self, x):
+            return self.outputs_of(self.hidden(x))
+
+    with strategy().scope():
+        model = Subclassed()
+        with pytest.warns(UserWarning, match="unbuilt state"):
+            model.build((None, FEATURES))
+        model.compile("sgd", LOSS(), jit_compile=JIT)
+    fit(model, *data(), batch_size=BATCH)
+    assert len(weights(model)) == 4
+    for weight in weights(model):
+        np.testing.assert_array_equal(weight, broadcast_object(weight))
+
+
+def case_weights_changed_on_one_replica_are_noticed_by_fit():
+    class Change(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            if choros.rank() == 1:
+                self.model.layers[1].bias.assign_add(np.full(CLASSES, 0.5, "float32"))
+
+    with strategy().scope():
+        model = layers()
+        model.compile("sgd", LOSS(), jit_compile=JIT)
+    with pytest.raises(Exception, match=r"different values of 1 of 4 .*bias': up to 0\.5 between ranks 0 and 1"):
+        fit(model, *data(), batch_size=BATCH, callbacks=[Change()])
+
+
+# ── initial values ───────────────────────────────────────────────────────────────────────────────────
+
+
+def case_initial_values_that_are_not_trained_agree():
+    class Projection(keras.layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(shape[-1], 4), initializer="random_normal", trainable=False)
+
+        def call(self, x):
+            return x @ self.kernel
+
+    with strategy().scope():
+        layer = Projection()
+        layer(np.zeros((1, 3), "float32"))
+    first, second = allgather_object(weights(layer)[0])
+    np.testing.assert_array_equal(first, second)
+    assert np.any(first != 0)
+
+
+# ── random numbers ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Noise(keras.layers.Layer):
+    """Drops units, in training and in prediction: with a generator of its own, or without a seed."""
+
+    def __init__(self, own: bool = True) -> None:
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(7) if own else None
+
+    def call(self, x):
+        return keras.random.dropout(x, 0.5, seed=self.seed)
+
+
+def assert_different_but_reproducible(draw) -> None:
+    """``draw`` returns the same numbers again from the same state, and other numbers on the other rank."""
+    first, again = draw(), draw()
+    np.testing.assert_array_equal(first, again)
+    mine, others = allgather_object(first)
+    assert np.any(mine != others)
+
+
+def case_random_layers_differ_between_replicas_of_a_custom_loop():
+    with strategy().scope():
+        layer = Noise()
+    states = allgather_object(np.array(keras.ops.convert_to_numpy(layer.seed.state.value)))
+    np.testing.assert_array_equal(*states)
+    x = keras.ops.ones((4, 8))
+
+    def draw():
+        layer.seed.state.assign(states[0])
+        return keras.ops.convert_to_numpy(strategy().run(layer, args=(x,)))
+
+    assert_different_but_reproducible(draw)
+    after = allgather_object(np.array(keras.ops.convert_to_numpy(layer.seed.state.value)))
+    np.testing.assert_array_equal(*after)
+    assert np.any(after[0] != states[0])
+
+
+def case_random_functions_without_a_seed_differ_between_replicas():
+    def draw():
+        keras.utils.set_random_seed(3)
+        noise = Noise(own=False)
+        return keras.ops.convert_to_numpy(strategy().run(noise, args=(keras.ops.ones((4, 8)),)))
+
+    assert_different_but_reproducible(draw)
+    with strategy().scope():  # initial values
+        keras.utils.set_random_seed(3)
+        first, second = allgather_object(keras.ops.convert_to_numpy(keras.random.normal((3,))))
+    np.testing.assert_array_equal(first, second)
+
+
+def case_random_layers_differ_between_replicas_in_fit():
+    with strategy().scope():
+        model = keras.Sequential([keras.Input((8,)), Noise()])
+    state = np.array(keras.ops.convert_to_numpy(model.layers[0].seed.state.value))
+    rows = model.predict(np.ones((4, 8), "float32"), verbose=0)
+    assert np.any(rows[:2] != rows[2:]), "both replicas drop the same units"
+    alone = keras.Sequential([keras.Input((8,)), Noise()])
+    alone.layers[0].seed.state.assign(state)
+    np.testing.assert_array_equal(rows[:2], alone.predict(np.ones((2, 8), "float32"), verbose=0))
+
+
+def case_dropout_in_fit_differs_between_replicas():
+    class Watch(keras.layers.Layer):
+        """Keeps the sum of each column; its gradient is that of dropout."""
+
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=shape[1:], initializer="ones")
+
+        def call(self, x):
+            return x * self.kernel
+
+    def trained() -> np.ndarray:
+        keras.utils.set_random_seed(3)
+        with strategy().scope():
+            model = keras.Sequential([keras.Input((64,)), Watch(), keras.layers.Dropout(0.5)])
+            model.compile(keras.optimizers.SGD(32.0), lambda y, outputs: keras.ops.mean(outputs, -1), jit_compile=JIT)
+        fit(model, np.ones((2, 64), "float32"), np.zeros((2, 1)), batch_size=2, epochs=1)
+        return weights(model)[0]
+
+    first, again = trained(), trained()
+    np.testing.assert_array_equal(first, again)
+    # Each replica's one row keeps a unit (2) or drops it (0): the mean has ones only where their masks differ.
+    assert set(np.unique(first).round(3).tolist()) == {0.0, 0.5, 1.0}
