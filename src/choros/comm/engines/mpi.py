@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import final
 
 import mpi4py
@@ -25,6 +27,7 @@ from choros.config import Config
 from choros.errors import ConfigError, EngineError, EngineUnavailable
 from choros.observe.events import INIT, LEAVING
 from choros.topology import Topology
+from choros.transport.loopback import INTERFACE, new_sockets_on_loopback
 
 # choros does both: a rank that dies of an exception must not wait for the others in MPI_Finalize.
 mpi4py.rc.initialize = False
@@ -54,6 +57,9 @@ _OPS = {
     Reduction.MAX: MPI.MAX,
     Reduction.PRODUCT: MPI.PROD,
 }
+#: Open MPI's variables with the interfaces that ranks use, or do not use, for TCP.
+_INTERFACE = "OMPI_MCA_btl_tcp_if_include"
+_INTERFACES = {_INTERFACE, "OMPI_MCA_btl_tcp_if_exclude"}
 #: MPI before version 4 counts in 32 bits.
 _MESSAGE_BYTES = 1 << 30
 
@@ -223,7 +229,11 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
         EngineError: another rank has left the job for good.
     """
     if not MPI.Is_initialized():
-        with _translated("MPI_Init"):
+        one_host = topology.local_size == topology.size
+        if one_host and sys.platform.startswith("linux") and not _INTERFACES & os.environ.keys():
+            os.environ[_INTERFACE] = INTERFACE  # the address at which ranks reach each other's sockets
+        loopback = new_sockets_on_loopback() if os.environ.get(_INTERFACE) == INTERFACE else nullcontext()
+        with _translated("MPI_Init"), loopback:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         try:
             reserve_segments()

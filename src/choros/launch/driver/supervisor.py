@@ -135,6 +135,7 @@ class _Supervisor:
         self._held_signals: list[signal.Signals] = []
         self._releasing = False
         self._waits = Waits(size)
+        self._listens_in_vain = command.listens_in_vain
         self._mpirun = MpirunProcess(command, stdin=payload is not None)
         self._loop = Loop()
         self._pipes = {self._mpirun.stdout, self._mpirun.stderr}
@@ -218,6 +219,9 @@ class _Supervisor:
         self._plan_stalls()
 
     def _on_start(self, frame: Start) -> None:
+        if self._listens_in_vain:  # it listens by now
+            self._listens_in_vain = False
+            self._mpirun.listen_on_loopback()
         self._job_end.started[frame.rank] = frame
         _publish(Kind.RANK_STARTED, frame.rank, frame.host, pid=frame.pid, restarts=frame.restarts)
         self._loop.cancel("progress")

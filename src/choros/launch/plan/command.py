@@ -29,10 +29,12 @@ class Command:
     Attributes:
         argv: its arguments, the program first.
         environ: its complete environment.
+        listens_in_vain: it listens for other hosts, of which the job has none.
     """
 
     argv: tuple[str, ...]
     environ: Mapping[str, str]
+    listens_in_vain: bool = False
 
     def __str__(self) -> str:
         return shlex.join(self.argv)
@@ -57,7 +59,7 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
     forward = forwarded(full) if elsewhere else []
     argv = [mpirun.path, *mpirun.implementation.arguments(job, session, root, forward)]
     argv += [sys.executable, *_WRAPPER, *_options(job).arguments(), "--", *job.command]
-    return Command(tuple(argv), full)
+    return Command(tuple(argv), full, listens_in_vain=mpirun.implementation.listens and not elsewhere)
 
 
 def _options(job: Job) -> WrapperOptions:

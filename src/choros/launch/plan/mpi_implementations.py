@@ -22,6 +22,8 @@ class MpiImplementation(ABC):
     name: str
     #: Signal for the ranks → signal that this mpirun forwards to the wrappers for it.
     signal_map: ClassVar[Mapping[signal.Signals, signal.Signals]]
+    #: Whether this mpirun listens for its daemons on other hosts even if the job runs on one.
+    listens: ClassVar[bool] = False
 
     @abstractmethod
     def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
@@ -91,6 +93,7 @@ class OpenMpi5(MpiImplementation):
 
     name = "Open MPI 5"
     signal_map = _OPEN_MPI_SIGNALS
+    listens = True
     _options = _OpenMpiOptions(
         mapping=("--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"),
         mca="--prtemca",
@@ -109,6 +112,7 @@ class OpenMpi4(MpiImplementation):
 
     name = "Open MPI 4"
     signal_map = _OPEN_MPI_SIGNALS
+    listens = True
     _options = _OpenMpiOptions(
         mapping=("--bind-to", "none", "--map-by", "slot", "--oversubscribe"),
         mca="--mca",
