@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+
+import psutil
 import pytest
 
 import choros
 from choros.comm import Reduction, topology
 from choros.errors import ConfigError, MismatchError, NotInitializedError
 from choros.topology import Topology
+from choros.transport.address import is_loopback, outward_address
+from choros.transport.loopback import drop_connections
 
 LAUNCHER = "Open MPI's mpirun"
 
@@ -24,6 +32,48 @@ def case_ranks_know_their_position() -> None:
     assert (choros.local_rank(), choros.local_size()) == (position.rank, 3)
     assert (choros.cross_rank(), choros.cross_size(), choros.is_homogeneous()) == (0, 1, True)
     assert choros.global_process_set.communicator.allgather([choros.rank()]).tolist() == [0, 1, 2]
+
+
+LISTENS = (
+    "import socket, sys; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True); sys.stdin.read()"
+)
+
+
+def can_connect(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=0.5).close()
+    except OSError:
+        return False
+    return True
+
+
+def kernel_allows_to_close_sockets_of_children(address: str) -> bool:
+    with subprocess.Popen([sys.executable, "-c", LISTENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        port = int(child.stdout.readline())
+        assert can_connect(address, port)
+        drop_connections(child.pid)
+        closed = not can_connect(address, port)
+        child.kill()
+    return closed
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no other system can restrict sockets")
+def case_a_job_on_one_host_does_not_listen_for_others() -> None:
+    """Neither MPI in this rank nor its mpirun."""
+    address = outward_address()
+    if is_loopback(address):
+        pytest.skip("this host has no address but loopback")
+    wrapper = psutil.Process(os.getppid())
+    own, mpirun = (
+        {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+        for process in (psutil.Process(), wrapper.parent())
+    )
+    assert own
+    assert mpirun
+    assert not [port for port in own if can_connect(address, port)]
+    if kernel_allows_to_close_sockets_of_children(address):
+        assert not [port for port in mpirun if can_connect(address, port)]
 
 
 def case_init_a_second_time_changes_nothing() -> None:

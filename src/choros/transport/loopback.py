@@ -1,53 +1,55 @@
-"""Restricts sockets of libraries, which listen at all addresses of the host, to the loopback interface.
+"""Closes sockets of libraries, which listen at all addresses of the host, to those that have no business there.
 
-Open MPI and its mpirun listen for other hosts even if all ranks run on one, and no parameter changes that. A listening
-socket that is bound to an interface (``SO_BINDTODEVICE``) accepts only what arrives there; its owner notices nothing.
+Open MPI and its mpirun listen for other hosts even if all ranks run on one, and no parameter changes that::
 
-::
+    rank          MPI_Init, between two looks at its own sockets: the new ones are MPI's. Bound to the loopback
+                  interface (SO_BINDTODEVICE), they accept only what arrives there, such as spawned processes.
+    chorosrun     mpirun's sockets for its daemons, duplicated from its child (pidfd_getfd). A filter
+                  (SO_ATTACH_FILTER) drops all packets: there are no daemons.
 
-    rank          MPI_Init, between two looks at its own sockets: the new ones are MPI's
-    chorosrun     mpirun's sockets, which it duplicates from its child (pidfd_getfd)
-
-Linux only, from 5.7 on, and only where containers allow it; elsewhere nothing changes.
+The owner of a socket notices nothing. Linux only, from 5.7 on, and only where containers allow it; elsewhere nothing
+changes.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["INTERFACE", "new_sockets_on_loopback", "restrict_to_loopback"]
+__all__ = ["INTERFACE", "drop_connections", "new_sockets_on_loopback"]
 
 #: The name of the loopback interface.
 INTERFACE = "lo"
 _LISTENS = "0A"
 _EVERYWHERE = {"0" * 8, "0" * 32}
-#: The number of the system call, the same on all processors.
+#: Linux' numbers of a system call, an option of sockets, and the instruction of a filter that returns a constant.
 _PIDFD_GETFD = 438
+_SO_ATTACH_FILTER = 26
+_RETURN = 0x06
 
 
-def restrict_to_loopback(pid: int) -> int:
-    """Restricts the sockets on which a child process listens at all addresses; returns their number."""
-    restricted = 0
-    for descriptor in sorted(_listening(pid)):
+def drop_connections(pid: int) -> None:
+    """Has the kernel drop what arrives at the sockets with which a child process listens at all addresses."""
+    for descriptor in _listening(pid):
         with suppress(OSError), _duplicate(pid, descriptor) as listening:
-            _restrict(listening)
-            restricted += 1
-    return restricted
+            _drop(listening)
 
 
 @contextmanager
 def new_sockets_on_loopback() -> Iterator[None]:
-    """A context after which the sockets that this process has begun to listen on in it are restricted."""
+    """A context after which the sockets with which this process has begun to listen in it are bound to loopback."""
     before = _listening(os.getpid())
     yield
+    if not hasattr(socket, "SO_BINDTODEVICE"):
+        return
     for descriptor in _listening(os.getpid()) - before:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listening:
-            _restrict(listening)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, INTERFACE.encode())
 
 
 def _listening(pid: int) -> set[int]:
@@ -84,6 +86,8 @@ def _duplicate(pid: int, descriptor: int) -> socket.socket:
     return socket.socket(fileno=duplicate)
 
 
-def _restrict(listening: socket.socket) -> None:
-    if sys.platform.startswith("linux"):
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, INTERFACE.encode())
+def _drop(listening: socket.socket) -> None:
+    import ctypes
+
+    program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
+    listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))

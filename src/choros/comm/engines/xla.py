@@ -133,6 +133,8 @@ def _join(communicator: Communicator, position: Topology) -> None:
     try:
         jax.distributed.initialize(
             coordinator_address=address,
+            # JAX would listen at all addresses.
+            coordinator_bind_address=address if address.startswith(f"{LOOPBACK}:") else None,
             num_processes=communicator.size,
             process_id=communicator.rank,
             local_device_ids=_local_devices(position, os.environ),

@@ -40,11 +40,11 @@ class MpirunProcess:
         """Sends mpirun a signal if it is still running."""
         self._popen.send_signal(number)
 
-    def listen_on_loopback(self) -> None:
-        """Restricts mpirun's sockets to this host, where all ranks run; nothing changes where that is not allowed."""
-        from choros.transport.loopback import restrict_to_loopback  # imports sockets
+    def stop_listening(self) -> None:
+        """Closes mpirun's sockets for daemons on other hosts to all; nothing changes where that is not allowed."""
+        from choros.transport.loopback import drop_connections  # imports sockets
 
-        restrict_to_loopback(self._popen.pid)
+        drop_connections(self._popen.pid)
 
     def has_ended(self) -> bool:
         """Returns whether mpirun has ended; its children may still hold its pipes open."""

@@ -221,7 +221,7 @@ class _Supervisor:
     def _on_start(self, frame: Start) -> None:
         if self._listens_in_vain:  # it listens by now
             self._listens_in_vain = False
-            self._mpirun.listen_on_loopback()
+            self._mpirun.stop_listening()
         self._job_end.started[frame.rank] = frame
         _publish(Kind.RANK_STARTED, frame.rank, frame.host, pid=frame.pid, restarts=frame.restarts)
         self._loop.cancel("progress")
