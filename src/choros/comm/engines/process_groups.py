@@ -20,6 +20,7 @@ from choros.comm.reduction import Reduction
 from choros.comm.store import translated
 from choros.comm.waiting import LongWait, Reporter
 from choros.transport.address import LOOPBACK, Location, address_towards, choose_address, is_loopback
+from choros.transport.peers import connections_of_this_user
 
 __all__ = [
     "FOREVER",
@@ -47,7 +48,8 @@ def gloo_group(store: dist.Store, rank: int, size: int, address: str, seconds: f
     """Gloo's connections of the members, listening at ``address`` unless ``GLOO_SOCKET_IFNAME`` names interfaces."""
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     options = dist.ProcessGroupGloo._Options()
-    with translated("connecting the ranks"):
+    # Gloo lets in whoever comes first. Between hosts, nothing says who that was.
+    with translated("connecting the ranks"), connections_of_this_user():
         if interfaces:
             options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
         else:
