@@ -169,3 +169,33 @@ for epoch in range(2):
     train_loss = distributed_train_epoch(train_dist_dataset)
     print("Epoch {}, Loss: {}, Accuracy: {}".format(epoch + 1, train_loss, train_accuracy.result() * 100))
     train_accuracy.reset_state()
+
+# ── as a course writes it: the loop is in the scope, and calls the older name of run ──────────────
+
+with strategy.scope():
+    checkpoint = tf.train.Checkpoint(optimizer=optimizer, model=model)
+
+    @tf.function
+    def older_train_step(dataset_inputs):
+        per_replica_losses = strategy.experimental_run_v2(train_step, args=(dataset_inputs,))
+        return strategy.reduce(distribute.ReduceOp.SUM, per_replica_losses, axis=None)
+
+    @tf.function
+    def older_test_step(dataset_inputs):
+        return strategy.experimental_run_v2(test_step, args=(dataset_inputs,))
+
+    for epoch in range(2):
+        total_loss = 0.0
+        num_batches = 0
+        for x in train_dist_dataset:
+            total_loss += older_train_step(x)
+            num_batches += 1
+        train_loss = total_loss / num_batches
+        for x in test_dist_dataset:
+            older_test_step(x)
+        checkpoint.save(checkpoint_prefix)
+        accuracy, held_out = train_accuracy.result() * 100, test_accuracy.result() * 100
+        print(TEMPLATE.format(epoch + 1, train_loss, accuracy, test_loss.result(), held_out))
+        test_loss.reset_state()
+        train_accuracy.reset_state()
+        test_accuracy.reset_state()
