@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+import zipfile
 from pathlib import Path
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -35,6 +38,35 @@ class Watched(keras.layers.Dense):
             raise OSError("disk full")
 
 
+@keras.saving.register_keras_serializable("saving_cases")
+class Observed(keras.layers.Dense):
+    """Calls ``observe`` while it is being written."""
+
+    observe = staticmethod(lambda: None)
+
+    def get_config(self):  # for the .h5 format
+        Observed.observe()
+        return super().get_config()
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        Observed.observe()
+
+
+def observed(monkeypatch: pytest.MonkeyPatch, path: Path) -> list[bytes]:
+    """Returns a list of what is in ``path`` while a file is being written, on the process that writes."""
+    contents: list[bytes] = []
+    monkeypatch.setattr(Observed, "observe", staticmethod(lambda: contents.append(path.read_bytes())))
+    return contents
+
+
+def build_observed() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), Observed(2)])
+    model.compile("sgd", "mse")
+    return model
+
+
 def strategy() -> distribute.Strategy:
     return distribute.MirroredStrategy()
 
@@ -56,6 +88,59 @@ def writers(write) -> list[bool]:
     before = Watched.serialised
     write()
     return allgather_object(Watched.serialised > before)
+
+
+def case_a_file_is_complete_while_it_is_written_again(monkeypatch):
+    path = directory()
+    with strategy().scope():
+        model = build_observed()
+    for name, save in (
+        ("model.keras", model.save),
+        ("model.weights.h5", model.save_weights),
+        ("model.h5", lambda file: model.save(file, include_optimizer=False)),
+    ):
+        monkeypatch.setattr(Observed, "observe", staticmethod(lambda: None))
+        save(path / name)
+        first = (path / name).read_bytes()
+        contents = observed(monkeypatch, path / name)
+        model.layers[0].kernel.assign(model.layers[0].kernel + 1.0)
+        save(path / name)
+        assert set(contents) == ({first} if choros.rank() == 0 else set())
+        second = (path / name).read_bytes()
+        assert second != first
+
+        def fail():
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Observed, "observe", staticmethod(fail))
+        with pytest.raises(OSError if choros.rank() == 0 else StrategyError, match="No space left"):
+            save(path / name)
+        assert (path / name).read_bytes() == second
+    assert sorted(file.name for file in path.iterdir()) == ["model.h5", "model.keras", "model.weights.h5"]
+
+
+def case_callbacks_leave_complete_files(monkeypatch):
+    path = directory()
+    with strategy().scope():
+        model = build_observed()
+    backups = keras.callbacks.BackupAndRestore(path / "backup", delete_checkpoint=False)
+    best = keras.callbacks.ModelCheckpoint(path / "model.keras")
+    model.fit(X, X[:, :2], batch_size=4, epochs=1, verbose=0, callbacks=[best, backups])
+    files = sorted(file for file in path.rglob("*.*") if file.is_file())
+    assert [file.name for file in files] == ["latest.weights.h5", "training_metadata.json", "model.keras"]
+    observations: list[int] = []
+
+    def check():  # raises if a file is not complete
+        h5py.File(files[0]).close()
+        assert json.loads(files[1].read_text())["epoch"] in (1, 2)
+        assert zipfile.ZipFile(files[2]).testzip() is None
+        observations.append(1)
+
+    monkeypatch.setattr(Observed, "observe", staticmethod(check))
+    model.fit(X, X[:, :2], batch_size=4, epochs=2, initial_epoch=1, verbose=0, callbacks=[best, backups])
+    assert bool(observations) == (choros.rank() == 0)
+    assert json.loads((path / "backup" / "training_metadata.json").read_text())["epoch"] == 2
+    assert not list(path.rglob(".unfinished*"))
 
 
 def case_functions_of_keras_write_on_one_process():

@@ -9,7 +9,7 @@
 
 A file is usually written after the last scope has been left, and by a function, not by a method of an object of the
 scope. So these functions stay replaced once a scope has been entered. From then on every file of Keras is complete at
-any time: it is written under a temporary name, and then renamed.
+any time: it is written under a temporary name, and then renamed (``training/files.py``).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from choros.comm import is_initialized, topology
 from choros.distribute.keras_hook import TrainingStrategy, strategy_of
+from choros.training.files import unfinished
 
 __all__ = ["guard_saving"]
 
@@ -42,10 +43,11 @@ def guard_saving() -> None:
 
 @functools.cache
 def _guard_keras() -> None:
-    from choros.training.keras_internals import file_writers
+    from choros.training.keras_internals import file_writers, make_backups_atomic
 
     for owner, name in file_writers():
         _replace(owner, name, "filepath")
+    make_backups_atomic()
 
 
 @functools.cache
@@ -140,18 +142,14 @@ def _replace(owner: Any, name: str, path: str | None, kind: type[_Saved] = _Save
 def _written(own: Callable[..., Any], call: inspect.BoundArguments, path: str | None) -> Any:
     """Calls ``own``; a single file of Keras gets its name when it is complete."""
     name = "" if path is None else os.fspath(call.arguments[path])
-    final = Path(os.path.realpath(name))
     is_one_file = name.endswith(_ONE_FILE) and call.arguments.get("max_shard_size") is None
-    if path is None or not is_one_file or "://" in name or not final.parent.is_dir():
+    if path is None or not is_one_file or "://" in name or not os.path.isdir(os.path.dirname(os.path.realpath(name))):
         return own(*call.args, **call.kwargs)
-    partial = final.with_name(f".{os.urandom(4).hex()}.{final.name}")
-    call.arguments[path] = str(partial)
-    try:
-        result = own(*call.args, **call.kwargs)
-        partial.replace(final)
-    finally:
-        partial.unlink(missing_ok=True)
-    return result
+    # Processes that write files of their own may all give them one name.
+    writer = f"{topology().rank}." if is_initialized() else ""
+    with unfinished(name, writer) as partial:
+        call.arguments[path] = str(partial)
+        return own(*call.args, **call.kwargs)
 
 
 def _strategy_in(saved: Any, depth: int) -> TrainingStrategy | None:

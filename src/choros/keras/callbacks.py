@@ -17,6 +17,7 @@ from choros.errors import ConfigError
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.training.callbacks import BroadcastGlobalVariablesCallback, EpochCallback, MetricAverageCallback
+from choros.training.files import unfinished
 from choros.training.keras_internals import innermost, learning_rate_of
 from choros.training.metrics import count_examples
 from choros.training.tensorboard import TensorBoard
@@ -252,13 +253,11 @@ class BestModelCheckpoint(EpochCallback):
 
     def _save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Keras chooses the format by the suffix, so the temporary name keeps it.
-        unfinished = path.with_name(f".unfinished.{path.name}")
-        if self.save_weights_only:
-            self.model.save_weights(unfinished, overwrite=True)
-        else:
-            self.model.save(unfinished, overwrite=True)
-        unfinished.replace(path)
+        with unfinished(path) as name:
+            if self.save_weights_only:
+                self.model.save_weights(name, overwrite=True)
+            else:
+                self.model.save(name, overwrite=True)
         events.emit(Kind.CHECKPOINT, str(path))
 
 

@@ -6,7 +6,9 @@ these, only this module needs to change (``tests/test_keras_internals.py`` enfor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -21,6 +23,8 @@ from keras.src.trainers.data_adapters.array_slicing import train_validation_spli
 from keras.src.trainers.trainer import Trainer
 from keras.src.utils.python_utils import pythonify_logs
 from keras.src.utils.tracking import no_automatic_dependency_tracking
+
+from choros.training.files import unfinished
 
 __all__ = [
     "JAX_STATE",
@@ -48,6 +52,7 @@ __all__ = [
     "layers_of",
     "learning_rate_of",
     "load_optimizer_weights_from_hdf5_group",
+    "make_backups_atomic",
     "no_automatic_dependency_tracking",
     "note_trained_variables",
     "own_statistics",
@@ -228,6 +233,23 @@ def file_writers() -> list[tuple[Any, str]]:
         (legacy_h5_format, "save_model_to_hdf5"),
         (keras.Model, "export"),
     ]
+
+
+def make_backups_atomic() -> None:
+    """Makes ``BackupAndRestore`` replace its file of the epoch, which it opens itself, by a complete one."""
+    from keras.src.callbacks import backup_and_restore
+    from keras.src.utils import file_utils
+
+    @contextmanager
+    def atomic(path: str, mode: str = "r") -> Iterator[Any]:
+        if mode != "w" or file_utils.is_remote_path(path):
+            with file_utils.File(path, mode) as file:
+                yield file
+            return
+        with unfinished(path) as name, name.open(mode) as file:
+            yield file
+
+    backup_and_restore.file_utils = SimpleNamespace(**{**vars(file_utils), "File": atomic})
 
 
 # random numbers ---------------------------------------------------------------------------------
