@@ -72,6 +72,21 @@ def test_rank_whose_peer_has_died_gets_an_error_and_the_log_names_the_engine() -
     assert "engine" not in other_output
 
 
+DIES_AT_START = """
+import os, choros
+from choros.comm.engines import torch as engine
+if os.environ["RANK"] == "1": engine.exchange_locations = lambda *_: os._exit(7)  # it has connected, and dies
+try: choros.init()
+except choros.EngineError as error: print(type(error).__name__, error)
+"""
+
+
+def test_rank_whose_peer_dies_at_the_start_gets_an_error() -> None:
+    (code, output), (code_of_dead, other_output) = together([sys.executable, "-c", DIES_AT_START], by_hand(2))
+    assert (code, code_of_dead) == (0, 7), output + other_output
+    assert "EngineError rank 1 ended before all ranks had connected: see what it printed." in output
+
+
 # ── starts that fail ─────────────────────────────────────────────────────────────────────────────
 
 

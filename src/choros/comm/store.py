@@ -22,6 +22,7 @@ import errno
 import hashlib
 import hmac
 import json
+import logging
 import os
 import re
 import secrets
@@ -49,11 +50,14 @@ __all__ = ["RendezvousStore", "exchange_locations", "store_at", "store_over", "t
 
 #: The time between two polls of the store.
 _POLL_SECONDS = 0.02
+#: After this time, ranks say for whom they wait.
+_SILENT_SECONDS = 10.0
 #: The maximum length of the address and the key that rank 0 broadcasts.
 _TEXT_BYTES = 256
 #: The key of a random value that rank 0 chooses for the job.
 _JOB = "job"
 
+_log = logging.getLogger("choros")
 _stores: dict[Master, RendezvousStore] = {}
 #: All stores: torch's objects use them and do not keep them alive.
 _alive: list[RendezvousStore] = []
@@ -85,6 +89,7 @@ class _Values:
         self._values = {_JOB: secrets.token_bytes(32)}
         self._lock = threading.Lock()
         self._missing = {_name(rank) for rank in range(ranks)}
+        self._gone: list[str] = []
         self._all_connected = threading.Event()
 
     def listen(self, at: str | socket.socket, key: Key) -> None:
@@ -106,11 +111,13 @@ class _Values:
             while True:
                 channel.send(self._reply(*request))
                 request = channel.receive()
+        with self._lock:
+            self._gone.append(channel.peer)
 
     def _reply(self, operation: str, *given: Any) -> Any:
         operations: dict[str, Callable[..., Any]] = {
             "set": self._values.__setitem__,
-            "get": lambda names: [self._values.get(name) for name in names],
+            "get": lambda names: ([self._values.get(name) for name in names], self._gone),
             "add": self._add,
             "compare_set": self._compare_set,
             "delete": lambda name: self._values.pop(name, None) is not None,
@@ -151,8 +158,7 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]  # torch has no types h
     def get(self, key: str) -> bytes:
         """Returns a value; waits until it is set."""
         self.wait([key])
-        value: bytes = self._ask("get", [key])[0]
-        return value
+        return self._values([key])[0] or b""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits until all values are set.
@@ -168,8 +174,19 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]  # torch has no types h
             time.sleep(_POLL_SECONDS)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Returns whether all values are set."""
-        return None not in self._ask("get", list(keys))
+        """Returns whether all values are set.
+
+        Raises:
+            EngineError: they are not, and a rank has ended, for which all others would wait.
+        """
+        return None not in self._values(keys)
+
+    def _values(self, keys: Sequence[str]) -> list[bytes | None]:
+        values: list[bytes | None]
+        values, gone = self._ask("get", list(keys))
+        if gone and None in values:
+            raise EngineError(f"{' and '.join(gone)} ended before all ranks had connected: see what it printed.")
+        return values
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a number; returns the sum."""
@@ -258,15 +275,24 @@ def exchange_locations(store: dist.Store, rank: int, size: int, address: str, se
     keys = [f"location {other}" for other in range(size)]
     with translated("the rendezvous of the ranks"):
         store.set(keys[rank], json.dumps([this_host(), address]))
+        report_at = time.monotonic() + _SILENT_SECONDS
         while not store.check(keys):
             if time.monotonic() > deadline:
-                missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
                 raise EngineUnavailable(
-                    f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {size} did not connect within "
+                    f"{_missing(store, keys)} of {size} did not connect within "
                     f"{seconds:g} s. Were they started? CHOROS_START_TIMEOUT=SECONDS makes the others wait longer."
                 )
+            if time.monotonic() > report_at:
+                _log.warning("waiting for %s of %d to connect, for %g s at most.", _missing(store, keys), size, seconds)
+                report_at = deadline
             time.sleep(_POLL_SECONDS)
         return [Location(*json.loads(store.get(key))) for key in keys]
+
+
+def _missing(store: dist.Store, keys: Sequence[str]) -> str:
+    """The ranks whose keys are not set."""
+    missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    return f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
 
 
 def _name(rank: int) -> str:
