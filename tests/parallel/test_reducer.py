@@ -40,7 +40,7 @@ def train(batches: Sequence[Sequence[Batch]], **config: Any) -> list[list[float]
 def epoch(reducer: GradientReducer, batches: Sequence[Batch]) -> list[float]:
     reduced = []
     for step, (value, examples) in enumerate(batches, start=1):
-        exchange = step % reducer.config.steps == 0
+        exchange = step % reducer.config.micro_batches == 0
         first, second, third = reducer.reduce(gradients(value), examples=examples, exchange=exchange)
         np.testing.assert_array_equal(first, np.full((2, 3), first[0, 0]))
         np.testing.assert_allclose(second, first[0, 0] / 2, rtol=1e-3)
@@ -86,7 +86,7 @@ def test_infinities_and_nan_reach_all_ranks_without_a_warning() -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_overflow_of_the_wire_dtype_is_an_infinity_without_a_warning(steps: int) -> None:
     batches = [[(1e6, 1)] * steps, [(1.0, 1)] * steps]
-    assert train(batches, steps=steps, compressor=Compression.fp16) == [[0.0] * (steps - 1) + [np.inf]] * 2
+    assert train(batches, micro_batches=steps, compressor=Compression.fp16) == [[0.0] * (steps - 1) + [np.inf]] * 2
 
 
 def test_bfloat16_is_reduced_in_float32_and_rounded_once() -> None:
@@ -150,22 +150,22 @@ MEANS = (3 * 1.0 + 2 * 4.0) / 5 + (1 * 2.0 + 2 * 8.0) / 3
 @pytest.mark.parametrize(
     ("config", "reduced"),
     [
-        ({"average_steps": True}, MEANS),
-        ({"average_steps": False}, 2 * MEANS),
-        ({"op": Reduction.SUM, "average_steps": True}, 1.0 + 2.0 + 4.0 + 8.0),
-        ({"op": Reduction.SUM, "average_steps": False}, 2 * (1.0 + 2.0 + 4.0 + 8.0)),
+        ({"average_micro_batches": True}, MEANS),
+        ({"average_micro_batches": False}, 2 * MEANS),
+        ({"op": Reduction.SUM, "average_micro_batches": True}, 1.0 + 2.0 + 4.0 + 8.0),
+        ({"op": Reduction.SUM, "average_micro_batches": False}, 2 * (1.0 + 2.0 + 4.0 + 8.0)),
         ({"predivide_factor": 2.0}, MEANS),
     ],
 )
 def test_micro_batches_are_reduced_after_the_last(config: dict[str, Any], reduced: float) -> None:
-    for first, *others in train(MICRO_BATCHES, steps=2, **config):
+    for first, *others in train(MICRO_BATCHES, micro_batches=2, **config):
         assert first == 0.0
         assert others == pytest.approx([reduced])
 
 
 def test_micro_batches_move_data_once_per_step() -> None:
     def rank_main(process_set: ProcessSet) -> int:
-        reducer = GradientReducer(ReduceConfig(process_set=process_set, steps=3))
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, micro_batches=3))
         for step in range(6):
             reducer.reduce(gradients(1.0), examples=1, exchange=step % 3 == 2)
         return process_set.communicator.bytes_sent
@@ -176,13 +176,13 @@ def test_micro_batches_move_data_once_per_step() -> None:
 def test_rank_without_examples_in_some_micro_batches() -> None:
     batches = [[(1.0, 3), (np.nan, 0), (2.0, 1), (7.0, 1)], [(4.0, 1), (3.0, 2), (np.nan, 0), (5.0, 3)]]
     reduced = [(3 * 1.0 + 4.0) / 4 + 3.0, 2.0 + (7.0 + 3 * 5.0) / 4]
-    for got in train(batches, steps=2):
+    for got in train(batches, micro_batches=2):
         assert got == pytest.approx([0.0, reduced[0], 0.0, reduced[1]])
 
 
 def test_ranks_that_are_at_different_micro_batches_mismatch() -> None:
     def rank_main(process_set: ProcessSet) -> None:
-        reducer = GradientReducer(ReduceConfig(process_set=process_set, steps=2))
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, micro_batches=2))
         with pytest.raises(MismatchError, match="micro-batch"):
             reducer.reduce(gradients(1.0), examples=1, exchange=process_set.rank() == 0)
 
@@ -221,12 +221,12 @@ def test_join_returns_a_rank_of_the_last_step_if_another_had_no_batch_in_it(
 
 
 def test_pending_micro_batches_of_a_joined_rank_count_in_the_next_reduction() -> None:
-    assert train([[(1.0, 1), (3.0, 2)], [(5.0, 1)]], steps=2) == [[0.0, (1.0 + 5.0) / 2 + 3.0], [0.0]]
+    assert train([[(1.0, 1), (3.0, 2)], [(5.0, 1)]], micro_batches=2) == [[0.0, (1.0 + 5.0) / 2 + 3.0], [0.0]]
 
 
 def test_joined_rank_takes_part_in_micro_batches_and_keeps_what_is_pending_for_the_next_epoch() -> None:
     def rank_main(process_set: ProcessSet) -> tuple[list[float], list[int | None]]:
-        reducer = GradientReducer(ReduceConfig(process_set=process_set, steps=3))
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, micro_batches=3))
         reduced, last = [], []
         # Micro-batches 1 to 4, then 5 and 6: rank 1 has none in the 2nd, 3rd and 4th.
         for first, count in ((1, 4 if process_set.rank() == 0 else 1), (5, 2)):
@@ -242,7 +242,7 @@ def test_joined_rank_takes_part_in_micro_batches_and_keeps_what_is_pending_for_t
 
 def test_pending_micro_batches_after_all_ranks_have_joined_count_in_the_next_epoch() -> None:
     def rank_main(process_set: ProcessSet) -> list[list[float]]:
-        reducer = GradientReducer(ReduceConfig(process_set=process_set, steps=2))
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, micro_batches=2))
         first = [float(reducer.reduce(gradients(1.0), examples=1, exchange=False)[0][0, 0])]
         assert reducer.join(layout_of(gradients(0))) is None
         second = [float(reducer.reduce(gradients(3.0), examples=1)[0][0, 0])]
@@ -288,7 +288,7 @@ def test_joined_rank_that_does_not_know_the_others_call_mismatches_on_all() -> N
         ({"op": Reduction.SUM}, [np.zeros(2)]),
         ({"compressor": Compression.fp16}, [np.zeros(2)]),
         ({"predivide_factor": 2.0}, [np.zeros(2)]),
-        ({"steps": 2}, [np.zeros(2)]),
+        ({"micro_batches": 2}, [np.zeros(2)]),
     ],
 )
 def test_ranks_with_different_gradients_mismatch_before_data_is_sent(
@@ -318,7 +318,7 @@ def test_rank_that_calls_another_collective_mismatches() -> None:
         ({"op": Reduction.MAX}, "op=Max: gradients can be reduced with Average or Sum"),
         ({"predivide_factor": 0.0}, "gradient_predivide_factor=0.0 must be greater than 0"),
         ({"predivide_factor": 2.0, "op": Reduction.SUM}, "needs op=Average"),
-        ({"steps": 0}, "backward_passes_per_step=0 must be 1 or more"),
+        ({"micro_batches": 0}, "backward_passes_per_step=0 must be 1 or more"),
     ],
 )
 def test_invalid_config(config: dict[str, Any], text: str) -> None:
@@ -419,7 +419,7 @@ def test_rows_of_bfloat16_are_scaled_in_float32() -> None:
 
 def test_rows_of_micro_batches_are_sent_together() -> None:
     def rank_main(process_set: ProcessSet) -> list[list[Any]]:
-        reducer = GradientReducer(ReduceConfig(process_set=process_set, steps=2, op=Reduction.SUM))
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, micro_batches=2, op=Reduction.SUM))
         early = reducer.reduce([rows([1], 1.0)], examples=1, exchange=False)[0]
         late = reducer.reduce([rows([2, 1], 2.0)], examples=1)[0]
         return [early.indices.tolist(), late.indices.tolist(), late.values[:, 0].tolist()]
@@ -448,5 +448,8 @@ def test_sparse_and_dense_gradients_of_one_variable_mismatch() -> None:
         return str(caught.value)
 
     for message in on_threads(2, rank_main):
-        assert "rank 0: gradients(op=Average, steps=1, predivide_factor=1.0, 1 arrays: rows of float32[9, 2]" in message
-        assert "rank 1: gradients(op=Average, steps=1, predivide_factor=1.0, 1 arrays: float32[9, 2]" in message
+        assert (
+            "rank 0: gradients(op=Average, predivide_factor=1.0, micro_batches=1, 1 arrays: rows of float32[9, 2]"
+            in message
+        )
+        assert "rank 1: gradients(op=Average, predivide_factor=1.0, micro_batches=1, 1 arrays: float32[9, 2]" in message

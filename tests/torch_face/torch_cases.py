@@ -528,7 +528,7 @@ def case_backward_passes_outside_of_training_steps() -> None:
     for step in range(3):
         examples.append(3 if hvd.rank() == 0 else 5)
         gradients = backward(mine)
-        torch.testing.assert_close(exchange.combine(parameters, gradients), whole, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(exchange.reduce(parameters, gradients), whole, rtol=1e-5, atol=1e-6)
         examples.clear()
         before = communicator.collectives
         for _ in range(1 + hvd.rank()):
@@ -536,7 +536,7 @@ def case_backward_passes_outside_of_training_steps() -> None:
         assert communicator.collectives == before, step
     model[0].requires_grad_(False)
     examples.append(1)
-    reduced = exchange.combine(parameters[2:], backward(slice(None)))
+    reduced = exchange.reduce(parameters[2:], backward(slice(None)))
     torch.testing.assert_close(reduced, whole[2:], rtol=1e-5, atol=1e-6)
 
 

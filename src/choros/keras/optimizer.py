@@ -97,8 +97,8 @@ def DistributedOptimizer(
             compressor=compression,
             predivide_factor=gradient_predivide_factor,
             groups=_groups(groups if groups is not None else num_groups, base),
-            steps=accumulation_steps(base, backward_passes_per_step),
-            average_steps=average_aggregated_gradients or backward_passes_per_step == 1,
+            micro_batches=accumulation_steps(base, backward_passes_per_step),
+            average_micro_batches=average_aggregated_gradients or backward_passes_per_step == 1,
             process_set=process_set,
         )
     )

@@ -64,7 +64,7 @@ class _GradientHook:
         if self.exchange is None:
             return
         parameters = _trained(optimizer)
-        reduced = self.exchange.combine(parameters, [parameter.grad for parameter in parameters])
+        reduced = self.exchange.reduce(parameters, [parameter.grad for parameter in parameters])
         for parameter, gradient in zip(parameters, reduced, strict=True):
             parameter.grad = gradient
         self._reduced = True

@@ -155,7 +155,7 @@ class OptimizerReducer:
             reducer = self._summing
         config = reducer.config
         if self._of_all_ranks or not reducer.active:
-            factor = 1 if config.average_steps else config.steps
+            factor = 1 if config.average_micro_batches else config.micro_batches
             if self._of_all_ranks and config.op is Reduction.SUM:
                 factor *= config.process_set.communicator.size
             pairs = zip(gradients, variables, strict=True)
@@ -216,7 +216,7 @@ class OptimizerReducer:
             if config.bucket_bytes is not None:
                 reduced = self._reduce_during_backward(gradients, [variable.value for variable in variables])
             else:
-                exchange = (int(micro_batches) + 1) % config.steps == 0
+                exchange = (int(micro_batches) + 1) % config.micro_batches == 0
                 reduced = reducer.reduce(gradients, examples=int(examples), exchange=exchange)
             self._compares = reducer.compares
             return reduced
@@ -226,7 +226,7 @@ class OptimizerReducer:
 
         def on_host(hosts: Sequence[Array], own: list[Gradient]) -> list[Gradient]:
             done, count = map(int, hosts)
-            return reducer.reduce(own, examples=count, exchange=(done + 1) % config.steps == 0, layout=layout)
+            return reducer.reduce(own, examples=count, exchange=(done + 1) % config.micro_batches == 0, layout=layout)
 
         numbers, flag = (micro_batches, examples), lambda: reducer.compares
         reduced, self._compares = _host_call(on_host, numbers, gradients, layout, config.device, flag)
@@ -240,7 +240,7 @@ class OptimizerReducer:
         if self._backward is None:
             # Outside a training step, backward passes involve no other rank: their number of examples is None.
             self._backward = BackwardExchange(self.reducer, parameters, overlap=True, examples=lambda: self.examples)
-        return self._backward.combine(parameters, gradients)
+        return self._backward.reduce(parameters, gradients)
 
     def _reduce_buckets(
         self, reducer: GradientReducer, gradients: list[Any], layout: GradientLayout, examples: Any
@@ -354,7 +354,7 @@ def _adapter() -> ArrayAdapter:
 def placed(config: ReduceConfig) -> ReduceConfig:
     """Returns ``config`` with the device and the bucket size that suit the framework and its device."""
     device = _device_to_reduce_on(config.process_set, config.compressor)
-    buckets = bucket_bytes(accelerated=accelerated(), device=device) if config.steps == 1 else None
+    buckets = bucket_bytes(accelerated=accelerated(), device=device) if config.micro_batches == 1 else None
     return dataclasses.replace(config, device=device, bucket_bytes=buckets)
 
 

@@ -42,7 +42,7 @@ def distribute_optimizer(optimizer: Any, replicas: Replicas, state_owner: int | 
         return
 
     def configure() -> ReduceConfig:
-        return placed(ReduceConfig(steps=accumulation_steps(innermost(optimizer), 1), compared_step=1))
+        return placed(ReduceConfig(micro_batches=accumulation_steps(innermost(optimizer), 1), compared_step=1))
 
     def sum_over_devices(gradients: list[Any]) -> list[Any]:
         summed: list[Any] = replicas.all_reduce(ReduceOp.SUM, gradients)  # None stays None

@@ -115,8 +115,8 @@ class ReduceConfig:
         compressor: the compression of gradients.
         predivide_factor: averages divide by this factor before the sum, and by the rest after it.
         groups: gradients that are sent together: a number of groups, or lists of indices; ``None`` for one group.
-        steps: the number of micro-batches, that is backward passes, per reduction.
-        average_steps: whether the gradients of micro-batches are averaged or summed; each of them has the same weight.
+        micro_batches: the number of micro-batches, that is backward passes, per reduction.
+        average_micro_batches: whether their gradients are averaged or summed; each of them has the same weight.
         bucket_bytes: the approximate size of buckets, which are reduced in the order of the backward pass: the last
             layers' first; ``None``: all gradients are reduced at once.
         device: where torch's tensors are summed without host staging; ``None``: gradients are host arrays.
@@ -129,8 +129,8 @@ class ReduceConfig:
     compressor: Compressor = Compression.none
     predivide_factor: float = 1.0
     groups: int | tuple[tuple[int, ...], ...] | None = None
-    steps: int = 1
-    average_steps: bool = True
+    micro_batches: int = 1
+    average_micro_batches: bool = True
     bucket_bytes: int | None = None
     device: Any = None
     compared_step: int = 2
@@ -144,8 +144,8 @@ class ReduceConfig:
             raise ConfigError(f"gradient_predivide_factor={self.predivide_factor} must be greater than 0.")
         if self.predivide_factor != 1.0 and self.op is not Reduction.AVERAGE:
             raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
-        if self.steps < 1:
-            raise ConfigError(f"backward_passes_per_step={self.steps} must be 1 or more.")
+        if self.micro_batches < 1:
+            raise ConfigError(f"backward_passes_per_step={self.micro_batches} must be 1 or more.")
 
     def group_indices(self, count: int) -> list[list[int]]:
         """Returns the groups of ``count`` gradients; those that are in no given group form another one."""
@@ -285,7 +285,7 @@ class GradientReducer:
         Returns:
             New arrays. After the last micro-batch, the sum over the micro-batches of their reduced gradients, because
             the optimizer that accumulates micro-batches divides by their number; *times* that number if
-            ``config.average_steps`` is false.
+            ``config.average_micro_batches`` is false.
 
         Raises:
             MismatchError: ranks have different gradients, or a rank has none.
@@ -386,8 +386,9 @@ class GradientReducer:
             _Bucket(indices, self._exchange_for(layout, indices)) for indices in config.bucket_indices(layout)
         )
         sent = "; ".join(bucket.exchange.description for bucket in buckets)
-        scales = f"op={config.op.value}, steps={config.steps}, predivide_factor={config.predivide_factor}"
-        arguments = f"{scales}, {len(layout)} arrays: {describe(layout)}; sent as {sent}"
+        scales = f"op={config.op.value}, predivide_factor={config.predivide_factor}"
+        counts = f"micro_batches={config.micro_batches}, {len(layout)} arrays"
+        arguments = f"{scales}, {counts}: {describe(layout)}; sent as {sent}"
         requests = Request("gradients", arguments, self._name), Request("micro-batch", arguments, self._name)
         # The sum of unscaled values may overflow float16.
         fits = all(each[1] != np.float16 for each in layout)
@@ -464,7 +465,7 @@ class GradientReducer:
             self._steps += 1
             events.emit(Kind.STEP_BEGUN, step=self._steps, examples=examples, joined=joined)
             # With several micro-batches ranks may differ in whether they have accumulated gradients of earlier ones.
-            self._scale(self._share, same=self.config.steps == 1 and len(set(counts)) == 1)
+            self._scale(self._share, same=self.config.micro_batches == 1 and len(set(counts)) == 1)
 
     def _scale(self, weight: float, *, same: bool) -> None:
         """Sets the factors of gradients before and after the sum.
@@ -474,7 +475,7 @@ class GradientReducer:
             same: whether it is the same on all ranks.
         """
         size, divisor = self.config.process_set.communicator.size, self.config.predivide_factor
-        before, after = weight, 1.0 if self.config.average_steps else float(self.config.steps)
+        before, after = weight, 1.0 if self.config.average_micro_batches else float(self.config.micro_batches)
         if divisor != 1.0:
             before, after = before * size / divisor, after * divisor / size
         # A factor that is the same on all ranks is applied while unpacking, where it costs nothing.

@@ -95,7 +95,7 @@ class BackwardExchange:
         """Whether a backward pass has computed gradients that are not reduced yet."""
         return any(self._step.micro_batches)
 
-    def combine(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    def reduce(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """Returns the gradients reduced over all ranks.
 
         Args:
