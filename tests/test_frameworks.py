@@ -20,6 +20,7 @@ def run(code: str, *others: str, **environ: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, env={**clean, **environ}, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 @needs("torch")
 @pytest.mark.parametrize("module", ["choros.keras", "choros.distribute"])
 def test_the_only_framework_is_the_one(module: str) -> None:
@@ -27,6 +28,7 @@ def test_the_only_framework_is_the_one(module: str) -> None:
     assert done.stdout == "torch\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_missing_framework_is_one_sentence() -> None:
     several = run("import choros.keras", "tensorflow")
     assert several.stderr.endswith(

@@ -14,7 +14,7 @@ from comm.starts import by_hand, together
 from harness import needs
 from ranks.running import QUICK, python_path
 
-pytestmark = needs("torch")
+pytestmark = [pytest.mark.slow, needs("torch")]
 
 RANK = """
 import choros

@@ -62,6 +62,7 @@ except choros.EngineError as error: print(type(error).__name__, error)
 """
 
 
+@pytest.mark.slow
 def test_rank_whose_peer_has_died_gets_an_error_and_the_log_names_the_engine() -> None:
     environs = [{**environ, "CHOROS_LOG_LEVEL": "INFO"} for environ in by_hand(2)]
     (code, output), (code_of_dead, other_output) = together([sys.executable, "-c", DIES], environs)

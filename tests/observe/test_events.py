@@ -118,7 +118,7 @@ def test_details_are_brief(value: events.Detail, text: str) -> None:
 def test_a_listener_that_is_removed_is_closed() -> None:
     received: list[Event] = []
     closed: list[events.Listener] = []
-    spec = ListenerSpec(lambda *_: True, lambda *_: received.append, closed.append)
+    spec = ListenerSpec(lambda *_: True, lambda *_: received.append, close=closed.append)
     stop = spec.start(Config.from_environ({}), {})
     events.emit(Kind.COMMIT)
     stop()
