@@ -405,7 +405,34 @@ def test_rows_are_sent_in_the_dtype_of_the_compression(compressor: Any) -> None:
         narrow = compressor is not Compression.int8
         assert value == pytest.approx(0.505, rel=4e-3)
         assert (value == np.float32(0.505)) is not narrow
-        assert sent == 8 + 8 + 2 * (2 if narrow else 4)
+        assert sent == 16 + 8 + 2 * (2 if narrow else 4)
+
+
+@pytest.mark.parametrize(
+    ("second", "repeats", "expected"),
+    [
+        ([3, 1], False, {1: 2.0, 3: 1.0, 7: 1.0}),
+        ([3, 1], True, None),
+        ([1, 1], False, None),
+        ([], False, {1: 1.0, 7: 1.0}),
+    ],
+)
+def test_rows_that_every_rank_has_once_are_summed_unless_they_may_repeat(
+    second: list[int], repeats: bool, expected: dict[int, float] | None
+) -> None:
+    first = [7, 1]
+
+    def rank_main(process_set: ProcessSet) -> SparseRows:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, op=Reduction.SUM))
+        own = rows(first if process_set.rank() == 0 else second, 1.0)
+        layout = (own.layout._replace(repeats=repeats),)
+        return reducer.reduce([own], examples=1, layout=layout)[0]
+
+    for reduced in on_threads(2, rank_main):
+        if expected is None:
+            assert reduced.indices.tolist() == first + second
+        else:
+            assert dict(zip(reduced.indices.tolist(), reduced.values[:, 1].tolist(), strict=True)) == expected
 
 
 def test_rows_of_bfloat16_are_scaled_in_float32() -> None:

@@ -48,6 +48,7 @@ __all__ = [
     "inner_optimizers",
     "innermost",
     "is_built",
+    "is_embedding",
     "jax_state",
     "layers_of",
     "learning_rate_of",
@@ -146,6 +147,11 @@ def decays(optimizer: Any, variable: Any) -> bool:
 def exclude_from_weight_decay(optimizer: Any, variables: Iterable[Any]) -> None:
     """The setter, for variables alone: the public one also resets the name patterns."""
     optimizer._exclude_from_weight_decay = {optimizer._var_key(variable) for variable in variables}
+
+
+def is_embedding(variable: Any) -> bool:
+    """Whether ``variable`` is the table of a ``keras.layers.Embedding``, which gives it this name."""
+    return bool(getattr(variable, "name", None) == "embeddings")
 
 
 def export_like(derived: type, base: type) -> None:

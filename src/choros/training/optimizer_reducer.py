@@ -31,7 +31,7 @@ from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket
 from choros.parallel.reduce.sparse import RowsLayout, SparseRows
 from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.training.device import accelerated, tensorflow_gpu
-from choros.training.keras_internals import torch_device
+from choros.training.keras_internals import is_embedding, torch_device
 
 __all__ = ["OptimizerReducer", "accumulation_steps", "placed", "tensor_of"]
 
@@ -338,7 +338,9 @@ def _layout(gradient: Any, variable: Any) -> Any:
     """The entry of a gradient in the layout: its static shape may be unknown, that of the variable is not."""
     rows = _adapter().rows_of(gradient)
     shape = tuple(variable.shape)
-    return (shape, _dtype(gradient)) if rows is None else RowsLayout(shape, _dtype(rows[1]), _dtype(rows[0]))
+    if rows is None:
+        return shape, _dtype(gradient)
+    return RowsLayout(shape, _dtype(rows[1]), _dtype(rows[0]), repeats=is_embedding(variable))
 
 
 def _scaled(gradient: Any, factor: float, variable: Any) -> Any:

@@ -102,7 +102,7 @@ def split_rows(batches: Any, part: Part, *, keep_empty: bool = False) -> Any:
         start, end = (
             replica * share + tf.minimum(replica, remainder) for replica in (part.first, part.first + part.local)
         )
-        return tf.nest.map_structure(lambda leaf: leaf[start:end], batch)
+        return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end), batch)
 
     parts = batches.map(rows, num_parallel_calls=tf.data.AUTOTUNE)
     number = int(batches.cardinality())
@@ -111,6 +111,19 @@ def split_rows(batches: Any, part: Part, *, keep_empty: bool = False) -> Any:
     parts = parts.filter(lambda *elements: count_rows(elements) > 0)
     known = _count_own(batches, part)
     return parts if known is None else parts.apply(tf.data.experimental.assert_cardinality(known))
+
+
+def _rows(leaf: Any, start: Any, end: Any) -> Any:
+    """Returns rows ``start … end - 1`` of a tensor, a ragged tensor or a sparse one."""
+    import tensorflow as tf
+
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[start:end]
+    rest = leaf.dense_shape[1:]
+    first, number = (tf.cast(each, tf.int64)[None] for each in (start, end - start))
+    rows = tf.sparse.slice(leaf, tf.concat([first, tf.zeros_like(rest)], 0), tf.concat([number, rest], 0))
+    rows.set_shape([None, *leaf.shape[1:]])
+    return rows
 
 
 def _count_own(batches: Any, part: Part) -> int | None:

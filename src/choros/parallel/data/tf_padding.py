@@ -59,11 +59,12 @@ def _empty_batch(element_spec: Any) -> Any:
     import tensorflow as tf
 
     def zeros(spec: Any) -> Any:
-        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+        if not isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec) or spec.shape.rank is None:
             raise ConfigError(
                 "processes without data make their last steps with empty batches, which cannot be created for "
                 f"{spec}: use tensors whose number of dimensions is known, or set the auto-shard policy to DATA."
             )
-        return tf.zeros([0, *(1 if length is None else length for length in spec.shape[1:])], spec.dtype)
+        empty = tf.zeros([0, *(1 if length is None else length for length in spec.shape[1:])], spec.dtype)
+        return tf.sparse.from_dense(empty) if isinstance(spec, tf.SparseTensorSpec) else empty
 
     return tf.nest.map_structure(zeros, element_spec)

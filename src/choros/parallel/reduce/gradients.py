@@ -22,8 +22,8 @@ def layout_of(gradients: Sequence[Any]) -> GradientLayout:
     """Returns the layout of ``gradients``.
 
     Example:
-        >>> layout_of([np.ones(2), SparseRows(np.array([3]), np.ones((1, 4)), shape=(9, 4))])
-        (((2,), dtype('float64')), RowsLayout(shape=(9, 4), dtype=dtype('float64'), index_dtype=dtype('int64')))
+        >>> describe(layout_of([np.ones(2), SparseRows(np.array([3]), np.ones((1, 4)), shape=(9, 4))]))
+        'float64[2], rows of float64[9, 4] by int64'
     """
     return tuple(
         each.layout if isinstance(each, SparseRows) else (tuple(each.shape), _dtype(each)) for each in gradients

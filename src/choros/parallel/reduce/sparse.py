@@ -3,13 +3,16 @@
 A step with the gradients of two embeddings, a and b, of different numbers of rows::
 
              rank 0                 rank 1
-    (1)  3 rows of a, 2 of b    1 row of a, 4 of b      allgather: the numbers of rows
+    (1)  3 rows of a, 2 of b    1 row of a, 4 of b      allgather: the numbers of rows, and whether they are distinct
     (2)  [a a a│b b]            [a│b b b b]             pack: indices, then values, scaled and cast
     (3)  ──────────────── allgather ────────────────    one message for all embeddings
     (4)  a: [a a a│a]           b: [b b│b b b b]        unpack, on both ranks
 
 A row that occurs twice stays twice, as in one process on the whole batch: optimizers such as Adam, and clipping by
-norm, treat that differently from the sum of both. The cost of a step grows with the batch and not with the variable.
+norm, treat that differently from the sum of both. But some functions sum equal rows of a batch themselves, such as
+``tf.nn.embedding_lookup_sparse`` and a dense layer of sparse inputs. So rows that several ranks have are summed if each
+rank has each of them once, and the variable is not known to be that of a Keras embedding. The cost of a step grows with
+the batch and not with the variable.
 """
 
 from __future__ import annotations
@@ -33,11 +36,19 @@ DType = np.dtype[np.generic]
 
 
 class RowsLayout(NamedTuple):
-    """What ranks agree on about a sparse gradient: the shape and dtype of its variable, and the dtype of indices."""
+    """What ranks agree on about a sparse gradient.
+
+    Attributes:
+        shape: the shape of its variable.
+        dtype: the dtype of its variable.
+        index_dtype: the dtype of the indices.
+        repeats: whether a row that several ranks have stays several rows, even if each rank has it once.
+    """
 
     shape: tuple[int, ...]
     dtype: DType
     index_dtype: DType
+    repeats: bool = True
 
     def rows(self, count: int) -> SparseRows:
         """Returns this many rows, uninitialised."""
@@ -45,7 +56,7 @@ class RowsLayout(NamedTuple):
         return SparseRows(aligned_empty((count,), self.index_dtype), values, self.shape)
 
     def __str__(self) -> str:
-        return f"rows of {self.dtype}{list(self.shape)} by {self.index_dtype}"
+        return f"{'' if self.repeats else 'distinct '}rows of {self.dtype}{list(self.shape)} by {self.index_dtype}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +82,20 @@ class SparseRows:
     def layout(self) -> RowsLayout:
         """The part of it that is the same on all ranks."""
         return RowsLayout(self.shape, self.values.dtype, self.indices.dtype)
+
+    @property
+    def distinct(self) -> bool:
+        """Whether no row occurs twice."""
+        return len(np.unique(self.indices)) == len(self.indices)
+
+    def merged(self) -> SparseRows:
+        """Returns each row once, the sum of those with its index."""
+        order = np.argsort(self.indices, kind="stable")
+        indices, starts = np.unique(self.indices[order], return_index=True)
+        if len(indices) == len(self.indices):
+            return self
+        values = np.add.reduceat(self.values[order], starts, axis=0)
+        return SparseRows(indices, values, self.shape)
 
     def zeros(self) -> SparseRows:
         """Returns a gradient of no rows."""
@@ -106,12 +131,15 @@ class RowsExchange(Exchange):
         """See ``Exchange``; takes and gives rows."""
         size, number = self._communicator.size, len(self._layout)
         given = [each.rows(0) for each in self._layout] if arrays is None else arrays
-        own = np.array([len(rows.indices) for rows in given], np.int64)
-        gathered = self._communicator.gather_bytes(own.view(np.uint8), [own.nbytes] * size)
-        counts: list[list[int]] = gathered.view(np.int64).reshape(size, number).tolist()
+        own = [len(rows.indices) for rows in given]
+        distinct = [not each.repeats and rows.distinct for each, rows in zip(self._layout, given, strict=True)]
+        header = np.array([own, distinct], np.int64)
+        gathered = self._communicator.gather_bytes(header.reshape(-1).view(np.uint8), [header.nbytes] * size)
+        table = gathered.view(np.int64).reshape(size, 2, number)
+        counts: list[list[int]] = table[:, 0].tolist()
 
-        message = np.empty(self._nbytes(own.tolist()), np.uint8)
-        for (indices, values), rows in zip(self._views(message, own.tolist()), given, strict=True):
+        message = np.empty(self._nbytes(own), np.uint8)
+        for (indices, values), rows in zip(self._views(message, own), given, strict=True):
             np.copyto(indices, rows.indices)
             _scale_into(values, rows.values.reshape(-1), before)
         received = self._communicator.gather_bytes(message, [self._nbytes(each) for each in counts])
@@ -125,7 +153,8 @@ class RowsExchange(Exchange):
                 np.copyto(results[index].indices[start:stop], indices)
                 _scale_into(results[index].values[start:stop].reshape(-1), values, after)
                 starts[index] = stop
-        return results
+        merge = [all(flags) for flags in zip(*table[:, 1].tolist(), strict=True)]
+        return [rows.merged() if each else rows for rows, each in zip(results, merge, strict=True)]
 
     def _nbytes(self, counts: Sequence[int]) -> int:
         """The bytes of a message with these numbers of rows."""
