@@ -39,7 +39,7 @@ DISTRIBUTE = {
     "choros.distribute": """
     AutoShardPolicy HierarchicalCopyAllReduce InputContext InputOptions MirroredStrategy MultiWorkerMirroredStrategy
     NcclAllReduce OneDeviceStrategy ParameterServerStrategy PerReplica ReduceOp ReductionToOneDevice ReplicaContext
-    RunOptions Strategy TPUStrategy cluster_resolver coordinator experimental experimental_set_strategy
+    RunOptions Server Strategy TPUStrategy cluster_resolver coordinator experimental experimental_set_strategy
     get_replica_context get_strategy has_strategy in_cross_replica_context
     """,
     "choros.distribute.experimental": """

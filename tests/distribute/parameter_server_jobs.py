@@ -185,12 +185,12 @@ def _wait(job: Job, pids: dict[int, str]) -> None:
 
 def _cluster(job: Job) -> dict[str, Any]:
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(1 + job.servers)]
+        sockets = [stack.enter_context(socket.socket()) for _ in range(job.workers + job.servers)]
         for bound in sockets:
             bound.bind(("127.0.0.1", 0))
-        chief, *ps = (f"127.0.0.1:{bound.getsockname()[1]}" for bound in sockets)
-    workers = [f"127.0.0.1:{number}" for number in range(1, job.workers + 1)]  # Workers do not listen.
-    return {"chief": [chief], "worker": workers, "ps": ps}
+        addresses = [f"127.0.0.1:{bound.getsockname()[1]}" for bound in sockets]
+    # Nothing listens at the chief's address.
+    return {"chief": ["127.0.0.1:1"], "worker": addresses[: job.workers], "ps": addresses[job.workers :]}
 
 
 if __name__ == "__main__":

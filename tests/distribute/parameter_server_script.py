@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import h5py
@@ -68,8 +69,12 @@ def count(name):
 
 
 def slowly():
+    """From the second step on, a step of the second worker lasts until all others have begun."""
     count("slow")
-    time.sleep(0.08 if WORKER.startswith("1.") else 0.01)
+    if sum(steps_of("slow").values()) == 1:
+        return  # The chief waits for the first step before it sends others.
+    while "1.1" not in steps_of("slow") or (WORKER == "1.1" and sum(steps_of("slow").values()) < STEPS // 2):
+        time.sleep(0.01)
 
 
 def mortally():
@@ -339,11 +344,54 @@ def case_invalid_functions_and_arguments_are_errors():
     ):
         with pytest.raises(ConfigError, match=text):
             coordinator.schedule(function, args)
+
+
+def case_objects_created_after_the_first_schedule():
+    rows = slice(STEPS // 2 * BATCH)
     with strategy.scope():
-        late = keras.Sequential([keras.Input((64,)), keras.layers.Dense(1)])
-    coordinator.schedule(lambda: late.name)
-    with pytest.raises(ConfigError, match="before the first schedule"):
-        coordinator.join()
+        model = network(40, OPTIMIZERS["adam"]())
+        seen = keras.metrics.Sum()
+    alone = network(40, OPTIMIZERS["adam"]())
+    for each in (model, alone):
+        train(each)
+    assert_close(model.get_weights(), alone.get_weights())
+
+    def measure(iterator):
+        x, y = next(iterator)
+        seen.update_state(np.ones(len(x)))
+        return model.test_on_batch(x, y)[0]
+
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [(X[rows], Y[rows])]))
+    loss = coordinator.schedule(measure, (iterator,)).fetch()
+    np.testing.assert_allclose(loss, alone.evaluate(X[rows], Y[rows], verbose=0)[0], rtol=1e-4)
+    coordinator.join()
+    assert float(keras.ops.convert_to_numpy(seen.result())) == STEPS // 2 * BATCH
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    for each, scope in ((model, strategy.scope()), (alone, nullcontext())):
+        each.layers[0].trainable = False
+        with scope:
+            each.compile(keras.optimizers.SGD(0.1), loss, loss_weights=[0.5])
+        train(each)
+    assert_close(model.get_weights(), alone.get_weights())
+
+
+class Unsendable(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def call(self, x):
+        return x
+
+
+def case_a_refused_function_is_refused_for_the_same_reason_again():
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((64,)), Unsendable(), keras.layers.Dense(1)], name="locked")
+    for _ in range(2):
+        coordinator.schedule(lambda: model.name)
+        with pytest.raises(ConfigError, match=r"'locked', which worker 0 does not have and cannot be sent .*lock"):
+            coordinator.join()
+    assert coordinator.schedule(lambda: 7).fetch() == 7
 
 
 def case_signals_end_only_the_chief():
@@ -372,14 +420,10 @@ def case_with_two_reach_the_accuracy_of_one_device():
 
 
 def case_with_two_a_slow_worker_does_fewer_steps_and_does_not_block_others():
-    # All workers have compiled the step when the first epoch is over.
-    train(SLOW, epochs=2)
-    for path in HERE.glob("slow.steps.*"):
-        path.unlink()
-    train(SLOW, epochs=4)
+    train(SLOW, epochs=1)
     steps = steps_of("slow")
-    assert sum(steps.values()) == 4 * STEPS // 2, steps
-    assert steps["0.1"] > 2 * steps.get("1.1", 0), steps
+    assert sum(steps.values()) == STEPS // 2, steps
+    assert steps["0.1"] >= STEPS // 2 - 2, steps
 
 
 class UntilKilled(keras.callbacks.Callback):

@@ -158,7 +158,8 @@ def test_an_accumulator_returns_means():
 @pytest.mark.parametrize(
     ("cluster", "task", "text"),
     [
-        ({"worker": ["127.0.0.1:1"]}, ("worker", 0), "no chief and no ps"),
+        ({"worker": ["127.0.0.1:1"]}, ("worker", 0), "has no ps"),
+        ({"chief": ["127.0.0.1:1"]}, ("chief", 0), "has no worker and no ps"),
         ({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}, ("worker", 1), "worker 1, but"),
         ({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}, ("boss", 0), "a 'boss'"),
         ({"chief": ["a:1"], "worker": ["b:2"], "ps": ["c:3"]}, ("worker", 0), "CHOROS_SECRET is not set"),

@@ -7,7 +7,7 @@ from harness import FRAMEWORKS, case_names
 
 pytestmark = pytest.mark.slow
 
-FIRST, RESUMED = "parameter_server_script", "parameter_server_resumed"
+FIRST, RESUMED, SERVED = "parameter_server_script", "parameter_server_resumed", "parameter_server_served"
 #: A single worker is tested with every framework; several workers with one, as their coordination is independent of it.
 WITH_TWO_WORKERS = "torch" if "torch" in FRAMEWORKS else FRAMEWORKS[0]
 #: What a job resumes from is Keras' file, or on TensorFlow also its checkpoint.
@@ -19,6 +19,7 @@ CASES = [
     for case in case_names(f"distribute.{script}")
     if framework == WITH_TWO_WORKERS or not case.startswith("case_with_two_")
 ]
+CASES += [(WITH_TWO_WORKERS, case) for case in case_names(f"distribute.{SERVED}")]
 
 
 def jobs(framework: str) -> Outcome:
@@ -27,6 +28,7 @@ def jobs(framework: str) -> Outcome:
             framework,
             Job(FIRST, workers=2, servers=2, lives=2),
             Job(RESUMED, workers=2, servers=2, evaluator=True),
+            Job(SERVED, workers=2, servers=2),
         )
     resumed = [Job(RESUMED, servers=2)] if framework in RESUMES else []
     return run_jobs(framework, Job(FIRST), *resumed)
@@ -48,6 +50,8 @@ def test_all_processes_end_with_the_chief(framework: str) -> None:
         first = {**first, "ps 1": -9, "worker 1": -9, "worker 1 again": 0, "chief 0": 1}
         resumed = {**resumed, "worker 1": 0, "evaluator 0": 0}
     expected = {FIRST: first, RESUMED: resumed} if framework in RESUMES else {FIRST: first}
+    if framework == WITH_TWO_WORKERS:
+        expected[SERVED] = dict.fromkeys(("ps 0", "ps 1", "worker 0", "worker 1", "chief 0"), 0)
     assert outcome.codes == expected, outcome
 
 

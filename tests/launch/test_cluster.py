@@ -122,5 +122,5 @@ def test_ports_are_checked_on_the_host_that_listens():
             f"ps 0 cannot listen at {cluster_of(environ)['ps'][0]}: Address"
         )
     elsewhere = {"CHOROS_CLUSTER": json.dumps({"chief": ["192.0.2.1:20000"], "ps": ["a:1"], "worker": ["192.0.2.1:1"]})}
-    assert "give in -H the names by which the hosts reach each other" in listening_problem(elsewhere, 0)
-    assert listening_problem(elsewhere, 2) == ""  # workers do not listen
+    assert "give in -H the names by which the hosts reach each other" in listening_problem(elsewhere, 2)
+    assert listening_problem(elsewhere, 0) == ""  # the chief does not listen

@@ -32,7 +32,7 @@ from choros.distribute.input_context import InputContext, InputOptions
 from choros.distribute.mirrored import MirroredStrategy
 from choros.distribute.multi_worker import MultiWorkerMirroredStrategy
 from choros.distribute.one_device import OneDeviceStrategy
-from choros.distribute.parameter_server import ParameterServerStrategy
+from choros.distribute.parameter_server import ParameterServerStrategy, Server
 from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replica_context import ReplicaContext
 from choros.distribute.strategy import Strategy
@@ -57,6 +57,7 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "Server",
     "Strategy",
     "TPUStrategy",
     "cluster_resolver",

@@ -25,8 +25,8 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, final
 
 from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.training import Training
@@ -38,8 +38,6 @@ __all__ = ["patch_keras", "strategy_of"]
 
 _ATTRIBUTE = "_choros_strategy"
 _TRAINING_METHODS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-
-_depth = 0
 
 
 class TrainingStrategy(Protocol):
@@ -66,24 +64,45 @@ def patch_keras(strategy: TrainingStrategy, *, in_run: bool = False) -> Iterator
         strategy: the one whose scope is open.
         in_run: whether this is ``strategy.run``, which not every training needs to be notified of.
     """
-    global _depth
     training = strategy.training if "keras" in sys.modules else None
     if training is None or (in_run and not training.follows_run):
         yield
         return
-    _depth += 1
-    with ExitStack() as stack:
-        if _depth == 1:
-            stack.enter_context(_patched_classes())
+    with _patched_classes:
         training.seed_generators_used()
-        try:
-            yield
-        finally:
-            _depth -= 1
+        yield
 
 
-@contextmanager
-def _patched_classes() -> Iterator[None]:
+@final
+class _PatchedClasses:
+    """The block in which Keras' classes are patched, for all threads together: the last one to leave restores them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._own: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                patches = _patches()
+                self._own = [(kind, name, kind.__dict__[name]) for kind, name, _ in patches]
+                for kind, name, wrapped in patches:
+                    setattr(kind, name, wrapped(kind.__dict__[name]))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                for kind, name, own in self._own:  # where a method has two patches, both kept its own
+                    setattr(kind, name, own)
+
+
+_patched_classes = _PatchedClasses()
+
+
+def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     import keras
 
     from choros.training.keras_internals import (
@@ -95,7 +114,7 @@ def _patched_classes() -> Iterator[None]:
     )
 
     loss_scale_optimizer = keras.optimizers.LossScaleOptimizer
-    patches = [
+    patches: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (AnyVariable, "__init__", _notifying(lambda training: training.variable_created)),
         (AnyVariable, "__init__", _outside_of_graphs),
         (Trainer, "__init__", _notifying(lambda training: training.model_created)),
@@ -116,14 +135,7 @@ def _patched_classes() -> Iterator[None]:
             (tf.train.Checkpoint, "__init__", _notifying()),
             (tf.train.CheckpointManager, "__init__", _notifying()),
         ]
-    kept = [(kind, name, kind.__dict__[name]) for kind, name, _ in patches]
-    for kind, name, wrapped in patches:
-        setattr(kind, name, wrapped(kind.__dict__[name]))
-    try:
-        yield
-    finally:
-        for kind, name, own in kept:  # where a method has two patches, both kept its own
-            setattr(kind, name, own)
+    return patches
 
 
 def _notifying(hook: Callable[[Training], Callable[[Any], None]] | None = None) -> Callable[[Any], Any]:

@@ -6,8 +6,8 @@ these, only this module needs to change (``tests/test_keras_internals.py`` enfor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +15,15 @@ import keras
 from keras.src import api_export
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.variables import Variable as AnyVariable
+from keras.src.layers.layer import Layer
 from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
+from keras.src.models.functional import Functional, functional_like_constructor
+from keras.src.models.model import Model
+from keras.src.models.sequential import Sequential
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.multi_optimizer import MultiOptimizer
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.saving import serialization_lib
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from keras.src.trainers.trainer import Trainer
 from keras.src.utils.python_utils import pythonify_logs
@@ -37,6 +42,7 @@ __all__ = [
     "build_before_training",
     "build_from_batch",
     "decays",
+    "deserialize_sharing",
     "drop_empty_gradients",
     "exclude_from_weight_decay",
     "export_like",
@@ -49,6 +55,7 @@ __all__ = [
     "innermost",
     "is_built",
     "is_embedding",
+    "is_functional",
     "jax_state",
     "layers_of",
     "learning_rate_of",
@@ -56,18 +63,29 @@ __all__ = [
     "make_backups_atomic",
     "no_automatic_dependency_tracking",
     "note_trained_variables",
+    "order_tracked",
     "own_statistics",
     "own_variables",
     "put_jax_state",
     "pythonify_logs",
     "seed_generators_of",
+    "serialize_sharing",
     "set_initial_epoch",
     "strategy_aware_classes",
     "torch_device",
+    "tracked",
     "train_validation_split",
     "trained_variables",
     "unsynced_jax_state",
+    "user_attributes",
 ]
+
+_MISSING = object()
+_TRACKED = ("_layers", "_trainable_variables", "_non_trainable_variables")
+#: Attributes that Keras sets in ``fit``, ``evaluate`` and ``predict``.
+_LATE_ATTRIBUTES = frozenset(
+    ("_eval_epoch_iterator", "_jax_state", "history", "stop_evaluating", "stop_predicting", "stop_training")
+)
 
 # Imported from keras.src unchanged:
 #   AnyVariable, BaseOptimizer, Trainer   the base classes of variables, optimizers and models: keras.Variable is the
@@ -269,6 +287,86 @@ def seed_generators_of(model: Any) -> list[Any]:
 def global_seed_generator() -> Any:
     """The generator of random functions that are given no seed; ``None`` if there is none yet."""
     return get_global_attribute(GLOBAL_SEED_GENERATOR)
+
+
+# saving -----------------------------------------------------------------------------------------
+
+
+def serialize_sharing(layer: Any, given: Mapping[int, Any]) -> Any:
+    """The configuration of a layer or a model, not compiled; in it, the layers in ``given`` are only their ids.
+
+    The public ``serialize_keras_object`` includes what models were compiled with, and notes sharing within a file only.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(serialization_lib.ObjectSharingScope())
+        for each in given.values():
+            serialization_lib.record_object_after_serialization(each, {"module": ""})
+            stack.enter_context(_replaced(each, "get_config", lambda name=each.name: {"name": name}))
+        for each in layers_of(layer):
+            if getattr(each, "compiled", False):
+                stack.enter_context(_replaced(each, "compiled", False))
+        return serialization_lib.serialize_keras_object(layer)
+
+
+def deserialize_sharing(config: Any, given: Mapping[int, Any], custom_objects: Mapping[str, Any]) -> Any:
+    """The layer or model of a configuration of ``serialize_sharing``; ``given`` has the layers that are ids in it.
+
+    A functional model refers to the calls of its layers by number, so it is made as if they had not been called before.
+    """
+    calls = {key: list(layer._inbound_nodes) for key, layer in given.items()}
+    with serialization_lib.ObjectSharingScope():
+        for key, layer in given.items():
+            layer._inbound_nodes.clear()
+            serialization_lib.record_object_after_deserialization(layer, key)
+        try:
+            return serialization_lib.deserialize_keras_object(config, dict(custom_objects), safe_mode=False)
+        finally:
+            for key, layer in given.items():
+                layer._inbound_nodes[:0] = calls[key]
+
+
+def is_functional(layer: Any) -> bool:
+    """Whether a layer is a model that Keras describes by its graph: sequential, or functional without a constructor."""
+    return isinstance(layer, Sequential) or (
+        isinstance(layer, Functional) and bool(functional_like_constructor(type(layer)))
+    )
+
+
+def user_attributes(layer: Any) -> dict[str, Any]:
+    """The attributes that a user's class has set, without those that Keras and the framework have set."""
+    plain: Any = Model() if isinstance(layer, Model) else Layer()
+    if isinstance(layer, Model):
+        plain.compile()
+    own = frozenset(vars(plain)) | _LATE_ATTRIBUTES
+    # PyTorch keeps modules apart, and among them one of Keras' own.
+    modules = {name: value for name, value in vars(layer).get("_modules", {}).items() if name != "torch_params"}
+    attributes = {**vars(layer), **modules}
+    return {name: value for name, value in attributes.items() if name not in own and not name.startswith("_self_")}
+
+
+def tracked(layer: Any) -> dict[str, list[Any]]:
+    """The layers and variables that a layer has, in the order in which Keras has found them in its attributes."""
+    return {name: list(getattr(layer, name)) for name in _TRACKED}
+
+
+def order_tracked(layer: Any, order: Mapping[str, Sequence[Any]]) -> None:
+    """Makes the order the same as in another process, where ``tracked`` was called."""
+    for name, items in order.items():
+        getattr(layer, name)[:] = items
+
+
+@contextmanager
+def _replaced(item: Any, name: str, value: Any) -> Iterator[None]:
+    """The block in which an attribute has another value; bypasses Keras' attribute tracking."""
+    own = vars(item).get(name, _MISSING)
+    object.__setattr__(item, name, value)
+    try:
+        yield
+    finally:
+        if own is _MISSING:
+            object.__delattr__(item, name)
+        else:
+            object.__setattr__(item, name, own)
 
 
 # frameworks -------------------------------------------------------------------------------------

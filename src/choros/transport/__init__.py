@@ -5,7 +5,7 @@
     chorosrun ── pipes ── mpirun ── pipes ── wrapper ── pipes ── rank          loop, signal_pipe
         to chorosrun: frames, lines on standard output (launch/protocol); to ranks: signals, and rank 0's standard input
 
-    chief ◄─── TCP ───── worker                                                channel, listener, handshake,
+    chief ──── TCP ────► worker                                                channel, listener, handshake,
       └─────── TCP ────► parameter server ◄──── TCP ──── worker                secret, remote_errors
         messages of distribute/coordinator and distribute/parameter_server
 

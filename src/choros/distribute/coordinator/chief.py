@@ -13,18 +13,19 @@ from typing import Any, final
 
 from choros.distribute.coordinator import closures
 from choros.distribute.coordinator.clocks import Clocks
-from choros.distribute.coordinator.messages import Ran, Run
+from choros.distribute.coordinator.closures import Reference
+from choros.distribute.coordinator.definitions import Definition, Definitions, missing
+from choros.distribute.coordinator.messages import Joined, Ran, Run, StartJob
 from choros.distribute.coordinator.metrics import MetricReports
 from choros.distribute.coordinator.queue import Closure, ClosureQueue
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue
 from choros.distribute.coordinator.role import CoordinatorRole
 from choros.distribute.parameter_server.cluster import Cluster
-from choros.distribute.parameter_server.messages import Hello, Shutdown
+from choros.distribute.parameter_server.messages import Shutdown
 from choros.distribute.parameter_server.optimizer import remote_optimizers
 from choros.distribute.parameter_server.session import ServerSession
-from choros.errors import ConfigError
+from choros.errors import ConfigError, EngineError
 from choros.transport.channel import Channel, ChannelClosed
-from choros.transport.listener import Listener
 from choros.transport.remote_errors import Failure
 
 __all__ = ["Chief"]
@@ -33,7 +34,9 @@ _log = logging.getLogger(__name__)
 
 #: How long the chief waits at its exit for the workers to receive ``Shutdown``.
 _END_SECONDS = 10.0
-_POLL_SECONDS = 0.02
+#: How long one attempt to connect to a worker lasts.
+_ATTEMPT_SECONDS = 1.0
+_POLL_SECONDS = 0.05
 
 
 @final
@@ -48,22 +51,34 @@ class Chief(CoordinatorRole):
         strategy: the job's strategy.
         session: the server session of this process.
         cluster: the job's processes.
+        start: what workers receive first.
         max_staleness: as in ``ParameterServerStrategy``.
     """
 
-    def __init__(self, strategy: Any, session: ServerSession, cluster: Cluster, max_staleness: int | None) -> None:
+    def __init__(
+        self,
+        strategy: Any,
+        session: ServerSession,
+        cluster: Cluster,
+        start: StartJob,
+        max_staleness: int | None,
+    ) -> None:
         self._strategy = strategy
         self._session = session
+        self._cluster = cluster
+        self._start = start
         self._queue = ClosureQueue(Clocks(max_staleness), cluster.start_seconds)
         self._reports = MetricReports(session.objects)
-        self._datasets = 0
-        self._created: tuple[str, ...] | None = None
+        self._definitions = Definitions(session, self._reference)
+        self._used = False
         self._flushed = True
-        self._worker_count = len(cluster.workers)
-        self._connected: set[str] = set()
-        self._threads: list[threading.Thread] = []
-        self._listener = Listener(cluster.chief, cluster.key, cluster.name, self._serve)
-        atexit.register(self._close)
+        self._ending = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(index,), daemon=True) for index in range(len(cluster.workers))
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.close)
 
     @property
     def session(self) -> ServerSession:
@@ -79,15 +94,16 @@ class Chief(CoordinatorRole):
             ConfigError: the function or one of its arguments cannot be pickled.
             Exception: the error of an earlier closure.
         """
+        self._used = True
         if self._flushed:
             self._session.publish()
-            self._created = self._session.objects.kinds if self._created is None else self._created
-        pickled = closures.dumps(function, self._reference)
-        arguments = closures.dumps((tuple(args), dict(kwargs)), self._reference)
+        pickled, uses = self._definitions.dumps(function)
+        arguments, also = self._definitions.dumps((tuple(args), dict(kwargs)))
+        definitions = self._definitions.of(uses | also)
         key = hashlib.sha256(pickled).digest()
         rates = {number: remote.learning_rate for number, remote in remote_optimizers(self._session.objects).items()}
         learning_rates = {number: rate for number, rate in rates.items() if rate is not None}
-        closure = Closure(closures.name_of(function), pickled, key, arguments, learning_rates)
+        closure = Closure(closures.name_of(function), pickled, key, arguments, learning_rates, definitions)
         self._flushed = False
         self._queue.put(closure, limit)
         return closure.result
@@ -110,9 +126,7 @@ class Chief(CoordinatorRole):
 
     def dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Returns the handle of a data set that every worker creates for itself."""
-        del dataset_fn  # The chief needs no data set.
-        self._datasets += 1
-        return PerWorkerDataset(self._datasets - 1)
+        return PerWorkerDataset(self._definitions.add_dataset(dataset_fn))
 
     def _flush(self) -> None:
         if not self._flushed:
@@ -136,16 +150,36 @@ class Chief(CoordinatorRole):
             return ("session",) if item is self._session else ("strategy",)
         return self._session.objects.reference(item)
 
-    def _serve(self, channel: Channel, hello: Hello) -> None:
-        """Sends closures to one worker, in the thread of its connection."""
-        self._connected.add(channel.peer)
-        self._threads.append(threading.current_thread())
+    def _serve(self, index: int) -> None:
+        """Connects to a worker whenever it listens, and sends closures to it, in a thread of its own."""
+        while not self._ending.is_set():
+            try:
+                channel = self._cluster.connect("worker", index, _ATTEMPT_SECONDS)
+            except EngineError as error:
+                self._queue.refused(str(error))
+            else:
+                try:
+                    self._work(channel)
+                except ChannelClosed as error:
+                    self._queue.refused(str(error))
+                    _log.warning("%s is lost; another worker runs its function again", channel.peer)
+                else:
+                    return
+            time.sleep(_POLL_SECONDS)
+
+    def _work(self, channel: Channel) -> None:
+        """Sends closures to a worker until the queue is closed."""
+        channel.send(self._start)
+        joined: Joined | Failure = channel.receive()
+        if isinstance(joined, Failure):
+            channel.close()
+            raise ChannelClosed(f"{channel.peer} could not join: {joined.error()}")
+        known, functions = dict(joined.known), set[bytes]()
         self._queue.add_worker()
-        known: set[bytes] = set()
         try:
             while (closure := self._queue.take(channel)) is not None:
                 try:
-                    reply = self._run(channel, hello, closure, known)
+                    reply = self._run(channel, joined, closure, known, functions)
                 except ChannelClosed:
                     self._queue.lost(channel.peer, closure)
                     raise
@@ -154,26 +188,47 @@ class Chief(CoordinatorRole):
                 else:
                     self._queue.failed(channel, closure, reply.error())
             channel.send(Shutdown())
-        except ChannelClosed:
-            _log.warning("%s is lost; another worker runs its function again", channel.peer)
         finally:
             self._queue.remove_worker(channel)
 
-    def _run(self, channel: Channel, hello: Hello, closure: Closure, known: set[bytes]) -> Ran | Failure:
-        if hello.created != self._created:
+    def _run(
+        self, channel: Channel, joined: Joined, closure: Closure, known: dict[Reference, int], functions: set[bytes]
+    ) -> Ran | Failure:
+        own = self._session.objects.kinds[: len(joined.kinds)]
+        if joined.kinds != own:
             return Failure.of(
                 ConfigError(
-                    f"{channel.peer} has created {', '.join(hello.created) or 'nothing'} in the scope, the chief "
-                    f"{', '.join(self._created or ())}: every process must run the same script, and create the same "
-                    "models and optimizers before the first schedule() or fit()."
+                    f"{channel.peer} has created {', '.join(joined.kinds)} in the scope, the chief "
+                    f"{', '.join(own) or 'nothing'}: workers must run the same script as the chief up to the first "
+                    "schedule() or fit(), or serve from the beginning with distribute.Server."
                 )
             )
-        function = None if closure.key in known else pickle.PickleBuffer(closure.function)
-        known.add(closure.key)
-        arguments = pickle.PickleBuffer(closure.arguments)
-        channel.send(Run(closure.key, function, arguments, closure.learning_rates))
+        definitions = missing(closure.definitions, known)
+        for definition in definitions:
+            if definition.error:
+                return Failure.of(ConfigError(self._not_sent(closure, channel, definition)))
+        function = None if closure.key in functions else pickle.PickleBuffer(closure.function)
+        channel.send(
+            Run(closure.key, function, pickle.PickleBuffer(closure.arguments), closure.learning_rates, definitions)
+        )
         reply: Ran | Failure = channel.receive()
+        if isinstance(reply, Ran):
+            functions.add(closure.key)
+            known.update({each.reference: each.revision for each in definitions})
         return reply
+
+    def _not_sent(self, closure: Closure, channel: Channel, definition: Definition) -> str:
+        tag, number = definition.reference
+        if tag == "dataset":
+            item = f"data set {number} of create_per_worker_dataset()"
+        else:
+            of = self._session.objects.resolve(("created" if tag == "compiled" else tag, number))
+            item = f"the {type(of).__name__} {getattr(of, 'name', '')!r}"
+        return (
+            f"{closure.name} uses {item}, which {channel.peer} does not have and cannot be sent ({definition.error}): "
+            "create it before the first schedule() or fit(), up to which workers run the script, or so that Keras can "
+            "save it."
+        )
 
     def _finish(self, channel: Channel, closure: Closure, ran: Ran) -> None:
         try:
@@ -184,16 +239,12 @@ class Chief(CoordinatorRole):
         self._reports.add(ran.metrics)
         self._queue.done(channel, closure, result)
 
-    def _close(self) -> None:
-        """Shuts down workers and servers at the end of the script; waits for workers that have yet to connect."""
+    def close(self) -> None:
+        """Shuts down workers and servers at the end of the script; waits for workers that do not listen yet."""
+        atexit.unregister(self.close)
         self._queue.close()
-        deadline = time.monotonic() + _END_SECONDS
-        while time.monotonic() < deadline and (self._awaiting_workers() or self._serving()):
-            time.sleep(_POLL_SECONDS)
+        deadline = time.monotonic() + (_END_SECONDS if self._used else _ATTEMPT_SECONDS)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._ending.set()
         self._session.servers.shutdown()
-
-    def _awaiting_workers(self) -> bool:
-        return self._created is not None and len(self._connected) < self._worker_count
-
-    def _serving(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads)

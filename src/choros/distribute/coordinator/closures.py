@@ -3,6 +3,7 @@
 Cloudpickle, with these exceptions::
 
     objects of the scope, data sets of workers     references by number           (ScopeObjects, Worker)
+    other layers, models, optimizers, metrics      recipes                        (parameter_server/recipes.py)
     tf.function                                    its Python function, wrapped again by the receiver
     tensors of TensorFlow, torch and JAX           arrays, converted to tensors by the receiver
     Keras losses                                   serialized by Keras
@@ -34,7 +35,8 @@ def dumps(item: Any, reference: Callable[[Any], Reference | None]) -> bytes:
 
     Args:
         item: the object to pickle.
-        reference: returns the reference that replaces an object, or ``None`` to pickle it by value.
+        reference: returns the reference that replaces an object, or ``None`` to pickle it by value; Keras objects
+            then by their recipe.
 
     Raises:
         ConfigError: a part of ``item`` cannot be pickled.
@@ -82,6 +84,12 @@ class _Pickler(cloudpickle.Pickler):
             return _tensor, (package, adapter_of(item).to_host(item))
         if isinstance(item, ModuleType) and sys.modules.get(item.__name__) is item:
             return importlib.import_module, (item.__name__,)  # such as torch.ops, an instance of its own class
+        if "keras" in sys.modules and not isinstance(item, type):
+            from choros.distribute.parameter_server.recipes import by_recipe
+
+            recipe = by_recipe(item, lambda part: self._reference(part) is not None)
+            if recipe is not None:
+                return recipe
         if package == "keras" and _is_loss(item):
             # Plain pickling includes a timestamp: workers would treat each copy as a new function and retrace it.
             return _loss, (_keras().saving.serialize_keras_object(item),)

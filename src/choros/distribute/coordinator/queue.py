@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from choros.distribute.coordinator.clocks import Clocks
+from choros.distribute.coordinator.definitions import Definition
 from choros.distribute.coordinator.remote_value import RemoteValue
 from choros.errors import ClosureCancelled, EngineError
 
@@ -39,6 +40,7 @@ class Closure:
         key: the hash of ``function``.
         arguments: the pickled arguments.
         learning_rates: the learning rates of the scope's optimizers when it was scheduled, by number.
+        definitions: of all objects that it uses.
         result: receives the result.
         lost: the workers that were lost while running it.
     """
@@ -48,6 +50,7 @@ class Closure:
     key: bytes
     arguments: bytes
     learning_rates: dict[int, float]
+    definitions: tuple[Definition, ...] = ()
     result: RemoteValue = field(default_factory=RemoteValue)
     lost: list[str] = field(default_factory=list)
 
@@ -70,6 +73,7 @@ class ClosureQueue:
         self._error: Exception | None = None
         self._closed = False
         self._workers = 0
+        self._refusal = ""
         self._no_worker_since = time.monotonic()
 
     def put(self, closure: Closure, limit: int) -> None:
@@ -113,10 +117,19 @@ class ClosureQueue:
             self._closed = True
             self._change.notify_all()
 
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
     def add_worker(self) -> None:
         """Records that a worker has connected."""
         with self._change:
             self._workers += 1
+
+    def refused(self, why: str) -> None:
+        """Records why a worker could not be connected, for the error of a job without workers."""
+        self._refusal = why
 
     def remove_worker(self, worker: Hashable) -> None:
         """Records that ``worker`` is lost or has ended."""
@@ -205,6 +218,6 @@ class ClosureQueue:
                 self._cancel()
                 raise EngineError(
                     f"no worker has been connected for {self._start_seconds:g} s while functions wait to be run: check "
-                    "the workers' output. CHOROS_START_TIMEOUT sets the time limit."
+                    f"the workers' output. CHOROS_START_TIMEOUT sets the time limit. {self._refusal}".rstrip()
                 )
             self._change.wait(_WAKE_SECONDS)

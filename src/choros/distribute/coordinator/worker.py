@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from queue import Empty, Queue
 from typing import Any, NoReturn, final
 
 from choros.distribute.coordinator import closures
-from choros.distribute.coordinator.messages import Ran, Run
+from choros.distribute.coordinator.definitions import Definition
+from choros.distribute.coordinator.messages import Joined, Ran, Run, StartJob
 from choros.distribute.coordinator.metrics import count_metrics, reset_metrics
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, RemoteValue
 from choros.distribute.coordinator.role import CoordinatorRole
-from choros.distribute.parameter_server.cluster import CHIEF, Cluster
-from choros.distribute.parameter_server.messages import Hello, Shutdown
-from choros.distribute.parameter_server.optimizer import remote_optimizers
-from choros.distribute.parameter_server.placement import Partition
+from choros.distribute.parameter_server.cluster import Cluster
+from choros.distribute.parameter_server.messages import Shutdown
+from choros.distribute.parameter_server.optimizer import add_remote_optimizer, remote_optimizers
+from choros.distribute.parameter_server.recipes import ModelRecipe
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.distribute.parameter_server.session import ServerSession
 from choros.distribute.parameter_server.signals import leave_signals_to_the_chief
 from choros.errors import EngineError, StrategyError
 from choros.observe import events
 from choros.observe.events import Kind
-from choros.transport.channel import ChannelClosed
+from choros.transport.channel import Channel, ChannelClosed
+from choros.transport.listener import Listener
 from choros.transport.remote_errors import Failure
 
 __all__ = ["Worker"]
@@ -32,21 +36,29 @@ class Worker(CoordinatorRole):
     """A worker's role.
 
     Args:
-        strategy: the job's strategy.
-        objects: the objects created in the scope.
         cluster: the job's processes.
-        partition: the strategy's ``variable_partitioner``.
+        exclusive: entered while a function runs.
+
+    Attributes:
+        objects: the objects created in the scope.
+        serving: whether a chief has connected: from then on, only the chief adds objects.
     """
 
-    def __init__(self, strategy: Any, objects: ScopeObjects, cluster: Cluster, partition: Partition | None) -> None:
-        self._strategy = strategy
-        self._objects = objects
+    def __init__(self, cluster: Cluster, exclusive: AbstractContextManager[Any] | None = None) -> None:
+        self.objects = ScopeObjects()
+        self.serving = False
         self._cluster = cluster
-        self._partition = partition
+        self._exclusive = exclusive or nullcontext()
+        self._strategy: Any = None
         self._session: ServerSession | None = None
         self._functions: dict[bytes, Callable[..., Any]] = {}
-        self._datasets: list[Any] = []
+        self._datasets: dict[int, Any] = {}
+        self._defined: dict[closures.Reference, int] = {}
         self._iterators: dict[tuple[int, int], Iterator[Any]] = {}
+
+    def set_strategy(self, strategy: Any) -> None:
+        """Sets the strategy, of which this is a part."""
+        self._strategy = strategy
 
     @property
     def session(self) -> ServerSession:
@@ -75,7 +87,7 @@ class Worker(CoordinatorRole):
 
     def dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Keeps ``dataset_fn`` until the chief sends a function that uses the data set."""
-        self._datasets.append(dataset_fn)
+        self._datasets[len(self._datasets)] = getattr(dataset_fn, "python_function", dataset_fn)
         return PerWorkerDataset(len(self._datasets) - 1)
 
     def serve(self) -> NoReturn:
@@ -83,43 +95,103 @@ class Worker(CoordinatorRole):
 
         Raises:
             SystemExit: with code 0 when the job has ended.
-            EngineError: the chief or a server cannot be reached, or the chief's connection closed before the job ended.
+            EngineError: the chief did not connect in time, a server cannot be reached, or the chief's connection closed
+                before the job ended.
         """
         leave_signals_to_the_chief()
-        hello = Hello(self._objects.kinds)
-        chief = self._cluster.connect(self._cluster.chief, CHIEF)
+        arrivals: Queue[tuple[Channel, StartJob]] = Queue()
+        # Functions run in this thread, which has the script's settings.
+        listener = Listener(
+            self._cluster.address, self._cluster.key, self._cluster.name, lambda *arrival: arrivals.put(arrival)
+        )
         try:
-            chief.send(hello)
-            self._session = ServerSession(self._objects, self._cluster.servers(hello), self._partition)
-            for remote in remote_optimizers(self._objects).values():
-                remote.prepare()
+            chief, start = arrivals.get(timeout=self._cluster.start_seconds)
+        except Empty:
+            raise EngineError(
+                f"the chief did not connect to this worker, at {self._cluster.address}, within "
+                f"{self._cluster.start_seconds:g} s: it has not been started, has failed, or cannot reach this "
+                "address. See its output. CHOROS_START_TIMEOUT sets the time limit."
+            ) from None
+        listener.close()
+        self.run(chief, start)
+        raise SystemExit(0)
+
+    def run(self, chief: Channel, start: StartJob) -> None:
+        """Runs the functions that the chief sends, until the job has ended.
+
+        Raises:
+            EngineError: a server cannot be reached, or the chief's connection closed before the job ended.
+        """
+        self.serving = True
+        try:
+            self._join(chief, start)
             while not isinstance(message := chief.receive(), Shutdown):
-                chief.send(self._reply(message))
+                with self._exclusive:
+                    reply = self._reply(message)
+                chief.send(reply)
         except ChannelClosed as error:
             raise EngineError(
                 "the connection to the chief closed before the job ended: see the chief's output."
             ) from error
-        raise SystemExit(0)
+
+    def _join(self, chief: Channel, start: StartJob) -> None:
+        try:
+            partition = pickle.loads(start.partition)  # noqa: S301  (from an authenticated process)
+            self._session = ServerSession(self.objects, self._cluster.servers(start.job), partition)
+        except Exception as error:
+            chief.send(Failure.of(error))
+            raise
+        for remote in remote_optimizers(self.objects).values():
+            remote.prepare()
+        datasets = {("dataset", number): 0 for number in self._datasets}
+        chief.send(Joined(self.objects.kinds, {**self.objects.revisions, **datasets}))
 
     def _reply(self, message: Run) -> Ran | Failure:
         session = self.session
         try:
+            for definition in message.definitions:
+                self._define(definition)
             function = self._function(message)
             args, kwargs = closures.loads(message.arguments, self._resolve)
-            for number, remote in remote_optimizers(self._objects).items():
+            for number, remote in remote_optimizers(self.objects).items():
                 if number in message.learning_rates:
                     remote.learning_rate = message.learning_rates[number]
             session.pull()
-            reset_metrics(self._objects)
+            reset_metrics(self.objects)
             name = getattr(function, "__name__", type(function).__name__)
             with events.span(Kind.STEP_BEGUN, Kind.STEP_DONE, name):
                 result = function(*args, **kwargs)
             session.push_statistics()
-            pickled = pickle.PickleBuffer(closures.dumps(result, self._objects.reference))
-            return Ran(pickled, count_metrics(self._objects))
+            pickled = pickle.PickleBuffer(closures.dumps(result, self.objects.reference))
+            return Ran(pickled, count_metrics(self.objects))
         except Exception as error:  # noqa: BLE001  (every error of a function is reported to the chief)
             cause, session.servers.failure = session.servers.failure, None
             return Failure.of(cause or error)
+
+    def _define(self, definition: Definition) -> None:
+        if self._defined.get(definition.reference, -1) >= definition.revision:
+            return  # sent with a function that failed
+        with self._strategy.scope():
+            self._create(definition)
+        self._defined[definition.reference] = definition.revision
+
+    def _create(self, definition: Definition) -> None:
+        item = closures.loads(definition.pickled, self._resolve)
+        match definition.reference:
+            case ("dataset", number):
+                self._datasets[number] = item
+            case ("compiled", number):
+                item.apply(self.objects.resolve(("created", number)))
+            case ("metric", _):
+                self.objects.put(definition.reference, item)
+            case ("created", number) if isinstance(item, ModelRecipe):
+                self.objects.put(definition.reference, item.model)
+                self.session.plan(number, item.placed)
+            case ("created", number):
+                self.objects.put(definition.reference, item.optimizer)
+                remote = add_remote_optimizer(item.optimizer, number, lambda: self.session, undecayed=item.undecayed)
+                if remote is not None:
+                    remote.prepare()
 
     def _function(self, message: Run) -> Callable[..., Any]:
         if message.function is not None:
@@ -135,16 +207,10 @@ class Worker(CoordinatorRole):
             case ("per_worker", int(dataset), int(iterator)):
                 return self._iterator(dataset, iterator)
             case _:
-                return self._objects.resolve(reference)
+                return self.objects.resolve(reference)
 
     def _iterator(self, dataset: int, number: int) -> Iterator[Any]:
-        if dataset >= len(self._datasets):
-            raise StrategyError(
-                f"a scheduled function uses data set {dataset}, but this worker has {len(self._datasets)}: call "
-                "create_per_worker_dataset() before the first schedule(), because workers run the script up to there."
-            )
         if (dataset, number) not in self._iterators:
             dataset_fn = self._datasets[dataset]
-            dataset_fn = getattr(dataset_fn, "python_function", dataset_fn)
             self._iterators[dataset, number] = iter(dataset_fn() if callable(dataset_fn) else dataset_fn)
         return self._iterators[dataset, number]

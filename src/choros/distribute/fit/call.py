@@ -24,6 +24,16 @@ class KerasCall:
         self._bound = inspect.signature(method).bind(*args, **kwargs)
         self._bound.apply_defaults()
 
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments."""
+        return self._bound.args
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return self._bound.kwargs
+
     def __getitem__(self, name: str) -> Any:
         return self._bound.arguments[name]
 

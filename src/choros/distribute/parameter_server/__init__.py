@@ -9,5 +9,6 @@
 """
 
 from choros.distribute.parameter_server.strategy import ParameterServerStrategy
+from choros.distribute.parameter_server.task_server import Server
 
-__all__ = ["ParameterServerStrategy"]
+__all__ = ["ParameterServerStrategy", "Server"]

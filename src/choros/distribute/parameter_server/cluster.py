@@ -11,10 +11,11 @@ from choros.distribute.parameter_server.client import Servers
 from choros.distribute.parameter_server.messages import Hello
 from choros.errors import ConfigError
 from choros.topology import TFConfig
+from choros.transport.address import this_host
 from choros.transport.channel import Channel, connect
 from choros.transport.secret import Key, job_key
 
-__all__ = ["CHIEF", "Cluster"]
+__all__ = ["CHIEF", "Cluster", "this_process"]
 
 #: The name of the chief, which it proves to the others.
 CHIEF = "the chief"
@@ -29,8 +30,15 @@ _EXAMPLE = (
 class Cluster:
     """The addresses of a job's processes, and the role of this process.
 
+    ::
+
+        chief ────► worker 0, 1, …      connects when they listen, and again when one was restarted
+          │             │
+          └─────────────┴───► ps 0, 1, …
+
+    Workers and parameter servers listen at their addresses; nothing listens at the chief's, which is optional.
+
     Attributes:
-        chief: the chief's address.
         workers: the workers' addresses.
         ps: the parameter servers' addresses.
         role: the role of this process: ``chief``, ``worker``, ``ps`` or ``evaluator``.
@@ -39,7 +47,6 @@ class Cluster:
         key: the job's key, with which the processes authenticate each other.
     """
 
-    chief: str
     workers: tuple[str, ...]
     ps: tuple[str, ...]
     role: str
@@ -48,43 +55,67 @@ class Cluster:
     key: Key = field(repr=False)
 
     @classmethod
-    def of(cls, resolver: Any) -> Cluster:
-        """Returns the cluster that ``resolver`` describes.
+    def of(cls, spec: Any, role: str | None, index: int | None) -> Cluster:
+        """Returns the cluster that ``spec`` describes.
+
+        Args:
+            spec: a ``ClusterSpec``.
+            role: the role of this process; ``None`` is the chief.
+            index: its index.
 
         Raises:
-            ConfigError: a role is missing, this process is not part of the cluster, or the key is missing.
+            ConfigError: workers or parameter servers are missing, this process is not part of the cluster, or the key
+                is missing.
         """
-        spec = resolver.cluster_spec()
-        missing = [role for role in ("chief", "worker", "ps") if role not in spec.jobs]
+        missing = [name for name in ("worker", "ps") if not spec.as_dict().get(name)]
         if missing:
             raise ConfigError(
-                "ParameterServerStrategy needs a cluster with a chief, workers and parameter servers; this one has no "
-                f"{' and no '.join(missing)}. Start the script with chorosrun --ps 1 -np 2, or start every process "
-                f"with {_EXAMPLE}."
+                "ParameterServerStrategy needs a cluster with workers and parameter servers; this one has no "
+                f"{' and no '.join(missing)}. Start the script with chorosrun --ps 1 -np 2, start servers with "
+                f"distribute.Server, or start every process with {_EXAMPLE}."
             )
-        task = TFConfig.of(spec.as_dict(), resolver.task_type, resolver.task_id)
-        (chief,), workers, ps = (task.cluster[role] for role in ("chief", "worker", "ps"))
+        is_chief = role is None or (role == "chief" and "chief" not in spec.jobs)
+        task = TFConfig.of(spec.as_dict(), *(("worker", 0) if is_chief else (role, index)))
+        workers, ps = task.cluster["worker"], task.cluster["ps"]
         start_seconds = Config.from_environ(os.environ).start_timeout
-        return cls(chief, workers, ps, task.role, task.index, start_seconds, job_key(os.environ, [chief, *ps]))
+        key = job_key(os.environ, [*workers, *ps])
+        return cls(workers, ps, *(("chief", 0) if is_chief else (task.role, task.index)), start_seconds, key)
 
     @property
     def name(self) -> str:
         """The name of this process, which it proves to the others."""
-        return {"chief": CHIEF, "ps": _server(self.index)}.get(self.role, f"{self.role} {self.index}")
+        return CHIEF if self.role == "chief" else _name(self.role, self.index)
 
-    def connect(self, address: str, peer: str) -> Channel:
-        """Returns a channel to the process at ``address``, which proves that it is ``peer``."""
-        return connect(address, self.key, self.name, peer, self.start_seconds)
+    @property
+    def address(self) -> str:
+        """The address at which this process listens: a worker or a parameter server."""
+        return (self.ps if self.role == "ps" else self.workers)[self.index]
 
-    def servers(self, hello: Hello) -> Servers:
-        """Connects to all parameter servers."""
+    def connect(self, role: str, index: int, seconds: float | None = None) -> Channel:
+        """Returns a channel to a worker or a parameter server, which proves that it is this one.
+
+        Args:
+            role: its role.
+            index: its index.
+            seconds: how long to wait for it; by default ``start_seconds``.
+        """
+        address = (self.ps if role == "ps" else self.workers)[index]
+        return connect(address, self.key, self.name, _name(role, index), seconds or self.start_seconds)
+
+    def servers(self, job: str) -> Servers:
+        """Connects to all parameter servers, for this job."""
         channels = []
-        for index, address in enumerate(self.ps):
-            channel = self.connect(address, _server(index))
-            channel.send(hello)
+        for index in range(len(self.ps)):
+            channel = self.connect("ps", index)
+            channel.send(Hello(job, this_process()))
             channels.append(channel)
         return Servers(channels, slots=self.role == "chief")
 
 
-def _server(index: int) -> str:
-    return f"parameter server {index}"
+def this_process() -> tuple[str, int]:
+    """Returns the host and the number of this process."""
+    return this_host(), os.getpid()
+
+
+def _name(role: str, index: int) -> str:
+    return f"parameter server {index}" if role == "ps" else f"{role} {index}"

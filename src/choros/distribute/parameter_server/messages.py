@@ -3,7 +3,7 @@
 ::
 
     chief or worker                          server
-      Hello ────────────────────────────────►             what the client has created
+      Hello(job) ───────────────────────────►             the job whose variables are meant
       Pull(known) ──────────────────────────►             shards that changed since version `known`, and the
       ◄──────────────────────────── Changed               current version; for the chief, optimizer slots as well
       Push(optimizer, gradients, known) ────►             applied under a lock, by a real Keras optimizer
@@ -37,10 +37,12 @@ class Hello:
     """The first message of the connecting process, whose name the channel has.
 
     Attributes:
-        created: the classes of the models and optimizers it created in the scope, in order.
+        job: the name of the job; the chief has chosen it.
+        process: the host and number of the process.
     """
 
-    created: tuple[str, ...] = ()
+    job: str
+    process: tuple[str, int]
 
 
 @dataclass(frozen=True)

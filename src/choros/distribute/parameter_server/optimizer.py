@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from choros.arrays import ArraySpec, framework_adapter
 from choros.distribute.parameter_server.gradients import Accumulator, Clipping
 from choros.distribute.parameter_server.messages import OptimizerRecipe
+from choros.distribute.parameter_server.placement import VariableKey
+from choros.distribute.parameter_server.recipes import optimizer_config
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.distribute.parameter_server.session import ServerSession
 from choros.distribute.parameter_server.slots import Slots
@@ -38,7 +40,7 @@ from choros.training.keras_internals import (
     trained_variables,
 )
 
-__all__ = ["RemoteOptimizer", "patch_optimizer", "remote_optimizer_of", "remote_optimizers"]
+__all__ = ["RemoteOptimizer", "add_remote_optimizer", "remote_optimizer_of", "remote_optimizers"]
 
 Array = NDArray[Any]
 _ATTRIBUTE = "_choros_remote_optimizer"
@@ -57,17 +59,27 @@ class RemoteOptimizer:
         number: the optimizer's number in the scope.
         session: returns the session of this process.
         is_chief: whether this process is the chief, which keeps the optimizer's slots and does not apply it.
+        undecayed: variables without weight decay, besides those for which the optimizer says so itself.
 
     Attributes:
         number: the optimizer's number in the scope.
         slots: the optimizer's slots; ``None`` on workers.
     """
 
-    def __init__(self, optimizer: Any, number: int, session: Callable[[], ServerSession], *, is_chief: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        number: int,
+        session: Callable[[], ServerSession],
+        *,
+        is_chief: bool,
+        undecayed: frozenset[VariableKey] = frozenset(),
+    ) -> None:
         self.number = number
         self.slots = Slots(optimizer) if is_chief else None
         self._optimizer = optimizer
         self._session = session
+        self._undecayed = undecayed
         self._recipe = b""
         self._registered = False
         self._accumulator: Accumulator | None = None
@@ -85,11 +97,8 @@ class RemoteOptimizer:
 
     def prepare(self) -> None:
         """Records the optimizer's class and configuration, while its variables can still be read."""
-        config = self._optimizer.get_config()
+        config = optimizer_config(self._optimizer)
         config.update({name: None for name in _APPLIED_ON_WORKER if name in config})
-        schedule = learning_rate_of(self._optimizer)
-        follows = isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule)
-        config["learning_rate"] = schedule if follows else self.learning_rate
         self._recipe = cloudpickle.dumps((own_class(self._optimizer), config))
 
     def update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -135,7 +144,10 @@ class RemoteOptimizer:
         if self._registered:
             return
         optimizer = self._optimizer
-        variables = {session.key_of(v): (decays(optimizer, v), v.constraint) for v in trained_variables(optimizer)}
+        trained = {session.key_of(v): v for v in trained_variables(optimizer)}
+        variables = {
+            key: (decays(optimizer, v) and key not in self._undecayed, v.constraint) for key, v in trained.items()
+        }
         session.register(self.number, OptimizerRecipe(self._recipe, variables))
         self._registered = True
 
@@ -201,15 +213,30 @@ class _RemoteApply:
             getattr(self, _ATTRIBUTE).average()
 
 
-def patch_optimizer(optimizer: Any, remote_optimizer: RemoteOptimizer) -> None:
-    """Replaces the class of ``optimizer`` by one that has the servers apply the gradients."""
+def add_remote_optimizer(
+    optimizer: Any,
+    number: int,
+    session: Callable[[], ServerSession],
+    *,
+    is_chief: bool = False,
+    undecayed: frozenset[VariableKey] = frozenset(),
+) -> RemoteOptimizer | None:
+    """Replaces the class of ``optimizer`` by one that has the servers apply the gradients.
+
+    Returns:
+        The remote optimizer; ``None`` for a ``LossScaleOptimizer``, of which the servers apply the inner optimizer.
+    """
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise StrategyError(
             "ParameterServerStrategy does not support MultiOptimizer: use one optimizer for all variables."
         )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return None
+    remote = RemoteOptimizer(optimizer, number, session, is_chief=is_chief, undecayed=undecayed)
     optimizer.__class__ = derive(type(optimizer), _RemoteApply)
     # Bypasses Keras' attribute tracking: this is not part of the optimizer's state.
-    object.__setattr__(optimizer, _ATTRIBUTE, remote_optimizer)
+    object.__setattr__(optimizer, _ATTRIBUTE, remote)
+    return remote
 
 
 def remote_optimizer_of(optimizer: Any) -> RemoteOptimizer | None:

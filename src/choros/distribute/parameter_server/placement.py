@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from choros.errors import ConfigError
 
-__all__ = ["Placement", "Shard", "SlotKey", "VariableKey", "place"]
+__all__ = ["Placed", "Placement", "Shard", "SlotKey", "VariableKey", "place"]
 
 Array = NDArray[Any]
 Partition = Callable[[tuple[int, ...], str], Sequence[int]]
@@ -53,6 +53,10 @@ class Shard:
         return value if self.end is None else value[self.begin : self.end]
 
 
+#: The key of each weight of a model, with the servers of its shards.
+Placed = tuple[tuple[VariableKey, tuple[tuple[int, Shard], ...]], ...]
+
+
 @dataclass(frozen=True)
 class Placement:
     """The location of each variable.
@@ -67,6 +71,29 @@ class Placement:
     def sharded(self) -> frozenset[VariableKey]:
         """The variables that are split into several shards."""
         return frozenset(shard.variable for shards in self.servers for shard in shards if shard.end is not None)
+
+    def of(self, keys: Iterable[VariableKey]) -> Placed:
+        """Returns where the variables ``keys`` are.
+
+        Example:
+            >>> Placement(((Shard((0, 0)),), (Shard((0, 1)),))).of([(0, 1)])
+            (((0, 1), ((1, Shard(variable=(0, 1), begin=0, end=None)),)),)
+        """
+        found: dict[VariableKey, list[tuple[int, Shard]]] = {}
+        for server, shards in enumerate(self.servers):
+            for shard in shards:
+                found.setdefault(shard.variable, []).append((server, shard))
+        return tuple((key, tuple(found[key])) for key in keys)
+
+    def with_placed(self, placed: Placed) -> Placement:
+        """Returns this placement with the variables of another process that are not in it."""
+        known = {shard.variable for shards in self.servers for shard in shards}
+        new = [pair for key, pairs in placed if key not in known for pair in pairs]
+        return Placement(
+            tuple(
+                (*shards, *(shard for on, shard in new if on == server)) for server, shards in enumerate(self.servers)
+            )
+        )
 
     def with_slots(self, slots: Iterable[SlotKey]) -> Placement:
         """Returns this placement with slots: each is sharded like its variable; an optimizer's own are on every server.

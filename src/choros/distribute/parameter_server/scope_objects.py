@@ -1,15 +1,16 @@
 """The objects created in the scope, by number: references to them that are valid in every process of a job.
 
-Every process runs the same script up to the first ``schedule`` or ``fit``, so all have created the same objects in the
-same order. The objects are not sent, only their numbers.
+The chief numbers the objects in the order of their creation. Workers that run the same script have created those
+before the first ``schedule`` or ``fit`` in the same order; the chief sends recipes of the others (recipes.py).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
+from choros.distribute.fit.call import KerasCall
 from choros.distribute.parameter_server.slots import Slots
 from choros.errors import ConfigError
 
@@ -28,14 +29,16 @@ class ScopeObjects:
     """
 
     def __init__(self) -> None:
-        self._created: list[Any] = []
-        self._metrics: list[Any] = []
+        self._created: dict[int, Any] = {}
+        self._metrics: dict[int, Any] = {}
         self._slots: dict[int, Slots] = {}
+        self._compiled: dict[int, list[KerasCall]] = {}
 
     def add(self, item: Any) -> int:
         """Adds a model or an optimizer; returns its number."""
-        self._created.append(item)
-        return len(self._created) - 1
+        number = len(self._created)
+        self._created[number] = item
+        return number
 
     def add_slots(self, optimizer: int, slots: Slots) -> None:
         """Adds the slots of the optimizer with this number; only on the chief, which has slots."""
@@ -43,15 +46,40 @@ class ScopeObjects:
 
     def add_metric(self, metric: Any) -> None:
         """Adds a metric."""
-        self._metrics.append(metric)
+        self._metrics[len(self._metrics)] = metric
+
+    def add_compile(self, model: Any, call: KerasCall) -> None:
+        """Adds a call of a model's ``compile``."""
+        for number, item in self._created.items():
+            if item is model:
+                self._compiled.setdefault(number, []).append(call)
+
+    def put(self, reference: Reference, item: Any) -> None:
+        """Adds the copy of an object that the chief has created."""
+        tag, number = reference
+        (self._metrics if tag == "metric" else self._created)[number] = item
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._created)
+        return iter(self._created.values())
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The classes of models and optimizers: equal in processes that have run the same script."""
-        return tuple(type(item).__name__ for item in self._created)
+        return tuple(type(item).__name__ for item in self._created.values())
+
+    @property
+    def revisions(self) -> Mapping[Reference, int]:
+        """References to what this process has created; of a model's ``compile``, the number of calls."""
+        return {
+            **{("created", number): 0 for number in self._created},
+            **{("compiled", number): len(calls) for number, calls in self._compiled.items()},
+            **{("metric", number): 0 for number in self._metrics},
+        }
+
+    def last_compile(self, number: int) -> tuple[int, KerasCall] | None:
+        """Returns the number of calls of a model's ``compile`` and the last one; ``None`` without any."""
+        calls = self._compiled.get(number)
+        return (len(calls), calls[-1]) if calls else None
 
     def models(self) -> Iterator[tuple[int, Any]]:
         """Yields the fully built models with their numbers."""
@@ -59,7 +87,7 @@ class ScopeObjects:
 
         from choros.training.keras_internals import layers_of
 
-        for number, item in enumerate(self._created):
+        for number, item in sorted(self._created.items()):
             if isinstance(item, keras.Model) and all(layer.built for layer in layers_of(item)):
                 yield number, item
 
@@ -67,7 +95,7 @@ class ScopeObjects:
         """Yields the built loss-scale optimizers with their numbers."""
         import keras
 
-        for number, item in enumerate(self._created):
+        for number, item in sorted(self._created.items()):
             if isinstance(item, keras.optimizers.LossScaleOptimizer) and item.built:
                 yield number, item
 
@@ -82,12 +110,39 @@ class ScopeObjects:
             for index, metric in enumerate(_parts(model, "metric")):
                 seen.update({id(metric), *map(id, getattr(metric, "metrics", ()))})
                 yield ("part", number, "metric", index), metric
-        for index, metric in enumerate(self._metrics):
+        for index, metric in sorted(self._metrics.items()):
             if id(metric) not in seen:
                 yield ("metric", index), metric
 
+    def shared_layers(self, model: Any) -> dict[int, Reference]:
+        """Returns references to the layers that ``model`` has in common with other models, by ``id``.
+
+        These are the models within it, whose own layers are left out, and layers of models that were created before.
+        """
+        import keras
+
+        number_of = {id(item): number for number, item in self._created.items() if isinstance(item, keras.Model)}
+        own = {id(layer): layer for layer in _parts(model, "layer") if layer is not model}
+        within = {key: layer for key, layer in own.items() if key in number_of}
+        inner = {id(part) for layer in within.values() for part in _parts(layer, "layer") if part is not layer}
+        shared: dict[int, Reference] = {}
+        for number, item in sorted(self._created.items()):
+            if isinstance(item, keras.Model) and number < number_of[id(model)]:
+                parts = _parts(item, "layer")
+                if not any(part is model for part in parts):
+                    found = {id(part): ("part", number, "layer", index) for index, part in enumerate(parts)}
+                    shared = {**found, **shared}
+        shared.update({key: ("created", number_of[key]) for key in within})
+        return {
+            key: shared[key]
+            for key, layer in own.items()
+            if key in shared and key not in inner and not isinstance(layer, keras.layers.InputLayer)
+        }
+
     def reference(self, item: Any) -> Reference | None:
         """Returns the reference by which another process finds ``item``; ``None`` if it is no Keras object.
+
+        A layer without weights that is no part of a model has none either: it is sent by its recipe.
 
         Raises:
             ConfigError: ``item`` is a Keras object that was not created in the scope.
@@ -99,7 +154,7 @@ class ScopeObjects:
         if not isinstance(item, (keras.Layer, keras.Variable, keras.Metric, keras.optimizers.Optimizer)):
             return None
         for tag, known in (("created", self._created), ("metric", self._metrics)):
-            for number, candidate in enumerate(known):
+            for number, candidate in known.items():
                 if candidate is item:
                     return (tag, number)
         for number, model in self.models():
@@ -107,10 +162,11 @@ class ScopeObjects:
                 for index, part in enumerate(_parts(model, kind)):
                     if part is item:
                         return ("part", number, kind, index)
+        if isinstance(item, keras.Layer) and not isinstance(item, keras.Model) and item.built and not item.weights:
+            return None  # such as a StringLookup, which is sent with its vocabulary
         raise ConfigError(
             f"a scheduled function uses a {type(item).__name__} ({getattr(item, 'name', '?')!r}) that the workers do "
-            "not have: create it, or the model that it is part of, within `with strategy.scope():`, before the first "
-            "schedule() or fit()."
+            "not have: create it, or the model that it is part of, within `with strategy.scope():`."
         )
 
     def resolve(self, reference: Reference) -> Any:
@@ -121,11 +177,10 @@ class ScopeObjects:
         """
         tag, number, *part = reference
         known = self._metrics if tag == "metric" else self._created
-        if number >= len(known):
+        if number not in known:
             raise ConfigError(
-                f"a scheduled function uses object {number} of the scope, but this process has created {len(known)}: "
-                "create models, optimizers and metrics within `with strategy.scope():`, before the first "
-                "schedule() or fit(), up to which workers run the script."
+                f"a scheduled function uses object {number} of the scope, which this process does not have: create "
+                "models, optimizers and metrics within `with strategy.scope():`, in the same order in every process."
             )
         return _parts(known[number], part[0])[part[1]] if tag == "part" else known[number]
 

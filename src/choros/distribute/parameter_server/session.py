@@ -26,11 +26,19 @@ from numpy.typing import NDArray
 from choros.arrays import adapter_of
 from choros.distribute.parameter_server.client import Servers
 from choros.distribute.parameter_server.messages import OptimizerRecipe
-from choros.distribute.parameter_server.placement import Partition, Placement, Shard, SlotKey, VariableKey, place
+from choros.distribute.parameter_server.placement import (
+    Partition,
+    Placed,
+    Placement,
+    Shard,
+    SlotKey,
+    VariableKey,
+    place,
+)
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.distribute.parameter_server.slots import Slots
 from choros.errors import ConfigError
-from choros.training.keras_internals import layers_of, own_statistics, own_variables
+from choros.training.keras_internals import decays, layers_of, own_statistics, own_variables
 
 __all__ = ["ServerSession"]
 
@@ -56,6 +64,7 @@ class ServerSession:
         self.servers = servers
         self._partition = partition
         self._seen: set[int] = set()
+        self._planned: dict[int, Placed] = {}
         self._placement = Placement(((),) * len(servers))
         self._variables: dict[VariableKey, Any] = {}
         self._keys: dict[int, VariableKey] = {}
@@ -80,6 +89,26 @@ class ServerSession:
                 "schedule(), for example with keras.Input or model.build(shape)."
             )
         return key
+
+    def shards_of(self, variable: Any) -> Sequence[tuple[int, Shard]]:
+        """Returns the servers and the shards of ``variable``, in the order of their rows; raises as ``key_of``."""
+        key = self.key_of(variable)
+        ((_, shards),) = self._placement.of([key])
+        return sorted(shards, key=lambda pair: pair[1].begin)
+
+    def placed(self, model: Any) -> Placed:
+        """Returns where the weights of a model are; empty if it is not built yet."""
+        keys = [self._keys.get(id(weight)) for weight in model.weights]
+        return self._placement.of([key for key in keys if key is not None]) if None not in keys else ()
+
+    def plan(self, number: int, placed: Placed) -> None:
+        """Sets where the weights of model ``number`` are, as the chief has placed them."""
+        self._planned[number] = placed
+
+    def undecayed(self, optimizer: Any) -> frozenset[VariableKey]:
+        """Returns the variables to which the optimizer applies no weight decay."""
+        variables = {key: v for key, v in self._variables.items() if not isinstance(key, SlotKey)}
+        return frozenset(key for key, variable in variables.items() if not decays(optimizer, variable))
 
     def publish(self) -> None:
         """Sends the servers the values that they lack or that have changed in this process."""
@@ -147,16 +176,24 @@ class ServerSession:
 
     def _discover_variables(self, number: int, variables: Sequence[Any], statistics: AbstractSet[int]) -> None:
         """Adds variables of a model or a loss scale; optimizers do not update those in ``statistics``."""
+        import keras
+
         self._seen.add(number)
-        own: dict[VariableKey, Any] = {(number, i): v for i, v in enumerate(variables) if id(v) not in self._keys}
-        # Each model starts at a different server, so that many small ones do not all fill the first.
-        specs = {key: _spec(v) for key, v in own.items()}
-        placed = place(specs, self._partition, len(self.servers), first=number)
-        both = zip(self._placement.servers, placed.servers, strict=True)
-        self._placement = Placement(tuple(before + new for before, new in both))
+        own: dict[VariableKey, Any]
+        if placed := self._planned.get(number):
+            # The chief may have numbered the weights that models have in common by another one of them.
+            own = {key: v for (key, _), v in zip(placed, variables, strict=True) if id(v) not in self._keys}
+            self._placement = self._placement.with_placed(placed)
+        else:
+            own = {(number, i): v for i, v in enumerate(variables) if id(v) not in self._keys}
+            # Each model starts at a different server, so that many small ones do not all fill the first.
+            specs = {key: _spec(v) for key, v in own.items()}
+            new = place(specs, self._partition, len(self.servers), first=number)
+            self._placement = self._placement.with_placed(new.of(own))
         self._variables.update(own)
-        # TensorFlow users may pass the tf.Variable.
-        self._keys.update({id(name): key for key, v in own.items() for name in (v, v.value)})
+        self._keys.update({id(v): key for key, v in own.items()})
+        if keras.backend.backend() == "tensorflow":  # users may pass the tf.Variable
+            self._keys.update({id(v.value): key for key, v in own.items()})
         self._statistics += [key for key, v in own.items() if id(v) in statistics]
 
     def _discover_slots(self, number: int, slots: Slots) -> None:

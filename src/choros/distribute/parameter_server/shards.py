@@ -25,9 +25,14 @@ Array = NDArray[Any]
 
 @final
 class Shards:
-    """The shards of one server and the requests on them; calls are serialized by a lock."""
+    """The shards of one server and the requests on them; calls are serialized by a lock.
+
+    Attributes:
+        compiled: whether the optimizers' updates are compiled; set it before optimizers are registered.
+    """
 
     def __init__(self) -> None:
+        self.compiled = True
         self._lock = threading.Lock()
         self._version = 0
         self._changed: dict[Shard, int] = {}
@@ -52,7 +57,7 @@ class Shards:
         """Creates an optimizer, unless one with this number exists."""
         with self._lock:
             if message.optimizer not in self._optimizers:
-                optimizer = _Optimizer(message.optimizer, message.recipe, self._variables)
+                optimizer = _Optimizer(message.optimizer, message.recipe, self._variables, self.compiled)
                 for shard, slot in optimizer.slots.items():
                     if shard in self._variables:
                         slot.assign(_copy(self._variables[shard]))
@@ -97,7 +102,7 @@ class _Optimizer:
         slots: its slots, by shard.
     """
 
-    def __init__(self, number: int, recipe: OptimizerRecipe, variables: Mapping[Shard, Any]) -> None:
+    def __init__(self, number: int, recipe: OptimizerRecipe, variables: Mapping[Shard, Any], compiled: bool) -> None:
         order = list(recipe.variables)
         missing = set(order) - {shard.variable for shard in variables}
         self._shards = sorted(
@@ -122,7 +127,7 @@ class _Optimizer:
         slots.build(self._variables, self._optimizer.build)
         shards = dict(zip(map(id, self._variables), self._shards, strict=True))
         self.slots = {_slot(number, index, shards.get(id(variable))): slot for index, variable, slot in slots}
-        self._update = _compiled_update(self._optimizer)
+        self._update = _update_of(self._optimizer, compiled)
 
     def apply(self, gradients: Mapping[Shard, Array], learning_rate: float | None) -> None:
         import keras
@@ -143,11 +148,14 @@ def _slot(optimizer: int, index: int, parent: Shard | None) -> Shard:
     return replace(parent, variable=SlotKey(optimizer, index, parent.variable))
 
 
-def _compiled_update(optimizer: Any) -> Callable[[list[Any]], None]:
+def _update_of(optimizer: Any, compiled: bool) -> Callable[[list[Any]], None]:
     """Returns ``optimizer.apply``, compiled for the frameworks that profit from it."""
     import keras
 
-    match keras.backend.backend():
+    framework = keras.backend.backend()
+    if not compiled and framework != "torch":
+        return optimizer.apply  # type: ignore[no-any-return]
+    match framework:
         case "tensorflow":
             import tensorflow as tf
 

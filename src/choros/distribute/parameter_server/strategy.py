@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from choros.distribute.cluster_resolver import TFConfigClusterResolver
@@ -10,22 +11,47 @@ from choros.distribute.parameter_server.cluster import Cluster
 from choros.distribute.parameter_server.placement import Partition
 from choros.distribute.process_replicas import ProcessReplicas
 from choros.distribute.strategy import Strategy
-from choros.errors import ConfigError
+from choros.errors import ConfigError, StrategyError
 
 if TYPE_CHECKING:
     from choros.distribute.coordinator.role import CoordinatorRole
+    from choros.distribute.coordinator.worker import Worker
 
-__all__ = ["ParameterServerStrategy"]
+__all__ = ["ParameterServerStrategy", "VariableShard"]
+
+
+@dataclass(frozen=True)
+class VariableShard:
+    """A shard of a variable.
+
+    Attributes:
+        shape: its shape.
+        server: the index of the parameter server that stores it.
+    """
+
+    shape: tuple[int, ...]
+    server: int
+
+    @property
+    def device(self) -> str:
+        """The parameter server, as TensorFlow names devices.
+
+        Example:
+            >>> VariableShard((4, 2), server=1).device
+            '/job:ps/replica:0/task:1/device:CPU:0'
+        """
+        return f"/job:ps/replica:0/task:{self.server}/device:CPU:0"
 
 
 @final
 class ParameterServerStrategy(Strategy):
     """Asynchronous training: workers compute gradients without waiting for each other (``tf.distribute``'s name).
 
-    The variables and the optimizer's state are stored on parameter servers. Every process runs the same script::
+    The variables and the optimizer's state are stored on parameter servers. Workers and servers are started with
+    ``Server``, in processes of their own or in the chief's; or every process runs the same script::
 
         chief       all of it; its fit distributes batches and collects metrics, runs callbacks, writes files, prints
-        worker      up to the first fit() or ClusterCoordinator.schedule(), which serves the chief and ends the process
+        worker      up to the first fit() or ClusterCoordinator.schedule(), which serves the chief until the job ends
         ps          up to this constructor, which serves and ends the process
         evaluator   all of it, on its own, outside the training
 
@@ -45,7 +71,7 @@ class ParameterServerStrategy(Strategy):
             step (Ho et al., 2013); ``None`` sets no bound.
 
     Raises:
-        ConfigError: the cluster lacks a chief, workers or servers, or this process is not part of it;
+        ConfigError: the cluster lacks workers or servers, or this process is not part of it;
             ``CHOROS_SECRET`` is required and not set; ``max_staleness`` is negative.
         EngineError: the servers could not be reached within ``CHOROS_START_TIMEOUT``.
     """
@@ -61,12 +87,24 @@ class ParameterServerStrategy(Strategy):
             raise ConfigError(
                 f"max_staleness={max_staleness!r} is invalid: pass a number of steps, at least 0, or None for no bound."
             )
-        resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
-        super().__init__(ProcessReplicas(1, 0), resolver)
-        cluster = Cluster.of(resolver)
         from choros.distribute.parameter_server.roles import take_role
 
+        resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
+        cluster = Cluster.of(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
+        super().__init__(ProcessReplicas(1, 0), resolver)
+        self._role: CoordinatorRole | None
+        self._training: Training
         self._role, self._training = take_role(self, cluster, variable_partitioner, max_staleness)
+
+    @classmethod
+    def of_worker(cls, worker: Worker) -> ParameterServerStrategy:
+        """Returns the strategy of a worker that does not run the script."""
+        from choros.distribute.parameter_server.roles import worker_role
+
+        strategy = cls.__new__(cls)
+        Strategy.__init__(strategy, ProcessReplicas(1, 0))
+        strategy._role, strategy._training = worker_role(strategy, worker)
+        return strategy
 
     @property
     def role(self) -> CoordinatorRole | None:
@@ -77,3 +115,23 @@ class ParameterServerStrategy(Strategy):
     def training(self) -> Training:
         """The training of the chief or of a worker; Keras' own for the evaluator."""
         return self._training
+
+    def shards(self, variable: Any) -> tuple[VariableShard, ...]:
+        """Returns the shards of a variable of a model in the scope, in the order of their rows.
+
+        Keras 3 has one variable for each weight, where TensorFlow's strategy replaces it by its shards.
+
+        Args:
+            variable: a weight of a built model; one that is not sharded has one shard.
+
+        Raises:
+            ConfigError: it is no such weight.
+            StrategyError: this process is a worker that does not serve yet, or the evaluator.
+        """
+        if self._role is None:
+            raise StrategyError("the evaluator has no connection to the parameter servers, and knows no shards.")
+        shape = tuple(variable.shape)
+        return tuple(
+            VariableShard((*(shape if shard.end is None else (shard.end - shard.begin, *shape[1:])),), server)
+            for server, shard in self._role.session.shards_of(variable)
+        )

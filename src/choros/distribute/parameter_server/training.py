@@ -16,18 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-import keras
-
 from choros.distribute.coordinator.chief import Chief
 from choros.distribute.coordinator.remote_value import RemoteValue
-from choros.distribute.coordinator.role import CoordinatorRole
 from choros.distribute.coordinator.worker import Worker
 from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.training import Training
-from choros.distribute.parameter_server.optimizer import RemoteOptimizer, patch_optimizer
-from choros.distribute.parameter_server.scope_objects import ScopeObjects
+from choros.distribute.parameter_server.optimizer import add_remote_optimizer
 from choros.distribute.parameter_server.training_step import coordinated_train_function, train_on
-from choros.distribute.scope import enter_fit
+from choros.distribute.scope import enter_fit, in_fit
 from choros.training.keras_internals import build_from_batch, pythonify_logs
 
 __all__ = ["ChiefTraining", "WorkerTraining"]
@@ -54,7 +50,11 @@ class ChiefTraining(Training):
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Patches the optimizer: the servers apply its gradients."""
-        _add_optimizer(optimizer, self._chief, self._chief.session.objects, is_chief=True)
+        objects = self._chief.session.objects
+        number = objects.add(optimizer)
+        remote = add_remote_optimizer(optimizer, number, lambda: self._chief.session, is_chief=True)
+        if remote is not None and remote.slots is not None:
+            objects.add_slots(number, remote.slots)
 
     def model_created(self, model: Any) -> None:
         """Adds it to the objects of the scope."""
@@ -62,12 +62,13 @@ class ChiefTraining(Training):
 
     def metric_created(self, metric: Any) -> None:
         """Adds it to the objects of the scope."""
-        self._chief.session.objects.add_metric(metric)
+        if not in_fit():  # Keras' own, which belong to the model
+            self._chief.session.objects.add_metric(metric)
 
     def compile(self, model: Any, call: KerasCall) -> None:
-        """Keras' own ``compile``."""
-        del model
+        """Keras' own ``compile``; workers compile their copies in the same way."""
         call.run()
+        self._chief.session.objects.add_compile(model, call)
 
     def fit(self, model: Any, call: KerasCall) -> Any:
         """Keras' own loop, with its batches scheduled on the workers."""
@@ -103,32 +104,35 @@ class WorkerTraining(Training):
 
     Args:
         worker: serves the chief.
-        objects: the objects created in the scope.
     """
 
-    def __init__(self, worker: Worker, objects: ScopeObjects) -> None:
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._objects = objects
 
     def variable_created(self, variable: Any) -> None:
         """Does nothing: the servers' value is pulled before each function."""
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Patches the optimizer: the servers apply its gradients."""
-        _add_optimizer(optimizer, self._worker, self._objects, is_chief=False)
+        if not self._worker.serving:
+            number = self._worker.objects.add(optimizer)
+            add_remote_optimizer(optimizer, number, lambda: self._worker.session)
 
     def model_created(self, model: Any) -> None:
         """Adds it to the objects of the scope."""
-        self._objects.add(model)
+        if not self._worker.serving:
+            self._worker.objects.add(model)
 
     def metric_created(self, metric: Any) -> None:
         """Adds it to the objects of the scope."""
-        self._objects.add_metric(metric)
+        if not self._worker.serving:
+            self._worker.objects.add_metric(metric)
 
     def compile(self, model: Any, call: KerasCall) -> None:
         """Keras' own ``compile``."""
-        del model
         call.run()
+        if not self._worker.serving:
+            self._worker.objects.add_compile(model, call)
 
     def fit(self, model: Any, call: KerasCall) -> Any:
         """Serves the chief; never returns."""
@@ -148,15 +152,6 @@ class WorkerTraining(Training):
 
     def save(self, write: Callable[[], Any], path: str) -> Any:
         """Does nothing: the chief writes the files."""
-
-
-def _add_optimizer(optimizer: Any, role: CoordinatorRole, objects: ScopeObjects, *, is_chief: bool) -> None:
-    number = objects.add(optimizer)
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # The servers apply its inner optimizer.
-        remote_optimizer = RemoteOptimizer(optimizer, number, lambda: role.session, is_chief=is_chief)
-        patch_optimizer(optimizer, remote_optimizer)
-        if remote_optimizer.slots is not None:
-            objects.add_slots(number, remote_optimizer.slots)
 
 
 @contextmanager

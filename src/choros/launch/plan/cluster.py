@@ -8,7 +8,7 @@
                    ▼
                 COMMAND                              TF_CONFIG, CHOROS_SECRET, and no variables of MPI
 
-Only the chief and the parameter servers listen at their addresses; a worker has one because ``TF_CONFIG`` requires it.
+Only workers and parameter servers listen at their addresses; the chief has one because ``TF_CONFIG`` requires it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The address at which a chief or a parameter server listens."""
+"""The address at which a worker or a parameter server listens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from choros.launch.plan.cluster import role_in
-from choros.launch.plan.roles import WORKER
+from choros.launch.plan.roles import CHIEF
 from choros.launch.protocol.wrapper_options import CLUSTER
 from choros.topology import split_address
 
@@ -16,7 +16,7 @@ __all__ = ["listening_problem"]
 def listening_problem(environ: Mapping[str, str], rank: int) -> str:
     """Returns why ``rank`` cannot listen at its address; empty if it can, or if it does not need to listen."""
     role = role_in(environ, rank)
-    if role is None or role.name == WORKER:
+    if role is None or role.name == CHIEF:
         return ""
     from choros.launch.processes.ports import listening_error  # imports sockets, which other jobs do not need
 

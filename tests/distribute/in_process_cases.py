@@ -1,0 +1,193 @@
+"""Clusters of ``distribute.Server``s in the chief's process."""
+
+from __future__ import annotations
+
+import runpy
+import threading
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from choros import distribute
+from choros.errors import ConfigError, EngineError
+from harness import free_port
+
+FRAMEWORK = keras.backend.backend()
+X = np.random.default_rng(0).normal(size=(50, 8)).astype("float32")
+Y = X[:, :3].argmax(1)
+BATCH = 16
+PARTITIONER = distribute.experimental.partitioners.MinSizePartitioner(64, max_shards=2)
+
+
+def start_servers(workers, ps):
+    """Starts the servers of a cluster in this process; returns its resolver."""
+    cluster = {
+        role: [f"localhost:{free_port()}" for _ in range(count)] for role, count in (("worker", workers), ("ps", ps))
+    }
+    for role, addresses in cluster.items():
+        for index in range(len(addresses)):
+            server = distribute.Server(cluster, role, index, protocol="grpc")
+            assert server.target == f"grpc://{cluster[role][index]}"
+    return distribute.cluster_resolver.SimpleClusterResolver(cluster, rpc_layer="grpc")
+
+
+@contextmanager
+def cluster_of(workers, ps=2):
+    strategy = distribute.ParameterServerStrategy(start_servers(workers, ps), PARTITIONER)
+    yield strategy
+    strategy.role.close()
+
+
+def network(optimizer):
+    def dense(units, seed, **arguments):
+        return keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed), **arguments)
+
+    model = keras.Sequential([keras.Input((8,)), dense(16, 1, activation="relu"), dense(3, 2)])
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
+def train(model, epochs=1):
+    return model.fit(X, Y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0).history
+
+
+def assert_same(model, alone):
+    for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def case_fit_then_schedule_then_fit_again_like_one_device():
+    """Everything is created after the cluster, some of it after the first fit."""
+    alone = network(keras.optimizers.Adam(0.01))
+    with cluster_of(workers=1) as strategy:
+        with strategy.scope():
+            model = network(keras.optimizers.Adam(0.01))
+        history = train(model, 2)
+        for metric, values in train(alone, 2).items():
+            np.testing.assert_allclose(history[metric], values, rtol=1e-3)
+        assert_same(model, alone)
+
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        with strategy.scope():
+            seen = keras.metrics.Sum()
+
+        def measure(iterator):
+            x, y = next(iterator)
+            seen.update_state(keras.ops.ones(len(x)))
+            return model.test_on_batch(x, y)[0]
+
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: [(X, Y)]))
+        loss = coordinator.schedule(measure, (iterator,))
+        coordinator.join()
+        np.testing.assert_allclose(coordinator.fetch(loss), alone.evaluate(X, Y, verbose=0)[0], rtol=1e-4)
+        assert float(keras.ops.convert_to_numpy(seen.result())) == len(X)
+
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        for each, scope in ((model, strategy.scope()), (alone, nullcontext())):
+            each.layers[0].trainable = False
+            with scope:
+                each.compile(keras.optimizers.SGD(0.1), loss, loss_weights=[0.5])
+            train(each)
+        assert_same(model, alone)
+
+
+def case_servers_serve_one_chief_after_another():
+    resolver = start_servers(workers=1, ps=1)
+    alone = network("sgd")
+    train(alone)
+    for _ in range(2):
+        strategy = distribute.ParameterServerStrategy(resolver)
+        with strategy.scope():
+            model = network("sgd")
+        train(model)
+        assert_same(model, alone)
+        strategy.role.close()
+
+
+def case_workers_run_functions_concurrently():
+    if FRAMEWORK == "jax":
+        pytest.skip("on JAX, workers of one process take turns")
+    with cluster_of(workers=3, ps=1) as strategy:
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        results = coordinator.fetch([coordinator.schedule(meet) for _ in range(3)])
+    assert len(set(results)) == 3
+
+
+def case_three_workers_train_a_model_that_is_built_by_fit():
+    with cluster_of(workers=3) as strategy:
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(16, activation="relu"), keras.layers.Dense(3)])
+            model.compile(
+                keras.optimizers.Adam(0.02),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                metrics=["accuracy"],
+            )
+        losses = train(model, 6)["loss"]
+        assert losses[-1] < losses[0]
+        history = model.fit(X, Y, batch_size=len(X), verbose=0)
+        assert history.history["loss"][0] < losses[0]
+
+
+def case_a_function_that_fails_leaves_the_worker_as_it_was():
+    with cluster_of(workers=1, ps=1) as strategy:
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        with strategy.scope():
+            model = network("sgd")
+
+        def divide(by):
+            return len(model.weights) / by
+
+        for _ in range(2):
+            coordinator.schedule(divide, (0,))
+            with pytest.raises(ZeroDivisionError):
+                coordinator.join()
+        assert coordinator.schedule(divide, (2,)).fetch() == 2
+
+
+def case_invalid_servers_are_errors():
+    cluster = {"worker": ["localhost:1"], "ps": ["localhost:2"]}
+    for role, index, text in (
+        ("chief", 0, "needs no server"),
+        (None, None, "needs no"),
+        ("worker", 1, "worker 0 only"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            distribute.Server(cluster, role, index)
+    with pytest.raises(ConfigError, match="no ps"):
+        distribute.Server({"worker": ["localhost:1"]}, "worker", 0)
+
+
+def case_a_server_whose_chief_does_not_come_says_so(monkeypatch):
+    monkeypatch.setenv("CHOROS_START_TIMEOUT", "0.05")
+    cluster = {"worker": [f"localhost:{free_port()}"], "ps": [f"localhost:{free_port()}"]}
+    for role in cluster:
+        with pytest.raises(EngineError, match=r"did not connect to this .* has not been started, has failed"):
+            distribute.Server(cluster, role, 0).join()
+
+
+_MEETING = threading.Barrier(3)
+
+
+def meet():
+    """Returns the thread of the worker, once three workers have called it."""
+    _MEETING.wait(30)
+    return threading.get_ident()
+
+
+def case_the_tutorial_of_tensorflow():
+    # Not imported: workers would import it too, and wait for the import to end.
+    tutorial = runpy.run_path(str(Path(__file__).with_name("tutorial_parameter_server.py")), run_name="__main__")
+    tutorial["strategy"].role.close()
+    results = tutorial["RESULTS"]
+    assert len(results["fit"]) == 5
+    assert results["fit"][-1] < results["fit"][0]
+    assert results["files"] == ["ckpt.keras", "log"]  # the backup of a training that has ended is deleted
+    assert len(results["accuracy"]) == 4
+    assert results["accuracy"][-1] == results["evaluation"] == results["distributed evaluation"] == 1.0
+    assert results["evaluated"] == 16
+    assert results["loss"] < 0.01
+    assert results["global steps"] == 4 * 5 + 1 + 5
+    assert results["restored global steps"] == results["global steps"] + 1
