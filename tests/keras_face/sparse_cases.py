@@ -13,6 +13,7 @@ import tensorflow as tf
 import choros.keras as hvd
 from choros import distribute, nn
 from choros.errors import ConfigError
+from choros.training.distributed_optimizer import join
 from keras_face.training_cases import assert_same_history, assert_same_on_all_ranks, assert_same_weights, communicator
 
 WORDS, USERS, LENGTH, BATCH = 40, 20, 3, 16
@@ -186,6 +187,20 @@ def case_ranks_with_different_numbers_of_batches():
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
     own = slice(start, end)
     fit(model, {name: each[own] for name, each in x.items()}, y[own], batch_size=8, callbacks=callbacks)
+    assert_same_weights(model, expected)
+    assert_same_on_all_ranks(model)
+
+
+def case_a_rank_without_any_batch():
+    """Rank 1 joins before it has computed a gradient, so it does not know which ones are sparse."""
+    x, y = data(BATCH)
+    expected = build(OPTIMIZERS["adam"]())
+    expected.train_on_batch(x, y)
+    model = build(hvd.DistributedOptimizer(OPTIMIZERS["adam"]()))
+    model.optimizer.build(model.trainable_variables)
+    if hvd.rank() == 0:
+        model.train_on_batch(x, y)
+    join(model.optimizer)
     assert_same_weights(model, expected)
     assert_same_on_all_ranks(model)
 

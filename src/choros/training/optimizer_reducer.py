@@ -266,8 +266,14 @@ class OptimizerReducer:
         return reduced
 
     def join(self, variables: Sequence[Any], on_update: Callable[[list[Gradient]], None] | None = None) -> int | None:
-        """``GradientReducer.join`` for the gradients of ``variables``."""
-        return self.reducer.join(tuple((tuple(v.shape), _dtype(v)) for v in variables), on_update)
+        """``GradientReducer.join`` for the gradients of ``variables``; those of embeddings may be sparse."""
+        dense = tuple((tuple(v.shape), _dtype(v)) for v in variables)
+        sparse = []
+        if keras.backend.backend() == "tensorflow" and not self._sparse_as_dense and any(map(is_embedding, variables)):
+            for index_dtype in (np.dtype(np.int32), np.dtype(np.int64)):
+                pairs = zip(variables, dense, strict=True)
+                sparse.append(tuple(RowsLayout(*each, index_dtype) if is_embedding(v) else each for v, each in pairs))
+        return self.reducer.join(dense, on_update, sparse)
 
 
 def tensor_of(gradient: Gradient) -> Any:

@@ -332,25 +332,35 @@ class GradientReducer:
         with self.config.process_set.communicator.exclusive():
             return self._sum(bucket, gradients if self._contributes else None)
 
-    def join(self, layout: GradientLayout, on_update: Callable[[list[Gradient]], None] | None = None) -> int | None:
+    def join(
+        self,
+        layout: GradientLayout,
+        on_update: Callable[[list[Gradient]], None] | None = None,
+        alternatives: Sequence[GradientLayout] = (),
+    ) -> int | None:
         """Participates with zeros until no rank has more batches.
 
         Args:
             layout: the gradients' shapes and dtypes, for a rank that has not computed any.
             on_update: called with what ``reduce`` would have returned for each of those batches.
+            alternatives: other layouts that such a rank expects, because it does not know which gradients are sparse.
 
         Returns:
             As ``last_active``.
         """
-        join(self.config.process_set.communicator, self.participation(layout, on_update))
+        join(self.config.process_set.communicator, self.participation(layout, on_update, alternatives))
         return self.last_active()
 
     def participation(
-        self, layout: GradientLayout, on_update: Callable[[list[Gradient]], None] | None = None
+        self,
+        layout: GradientLayout,
+        on_update: Callable[[list[Gradient]], None] | None = None,
+        alternatives: Sequence[GradientLayout] = (),
     ) -> Participation:
         """Returns how a rank without batches participates; the arguments are those of ``join``."""
         if self._plan is None:
-            self.plan(layout)
+            for each in (*alternatives, layout):
+                self.plan(each)
 
         def participate(counts: Sequence[int], layout: GradientLayout, *, exchange: bool) -> None:
             self.plan(layout)
