@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from harness import free_port
-from ranks.running import QUICK, python_path
+from ranks.running import ONE_THREAD, QUICK, python_path
 
 Environ = Mapping[str, str]
 
@@ -23,7 +23,7 @@ def together(command: Sequence[str], environs: Sequence[Environ], timeout: float
     processes = [
         subprocess.Popen(
             command,
-            env={**os.environ, **QUICK, "PYTHONPATH": python_path(), **environ},
+            env={**os.environ, **QUICK, **ONE_THREAD, "PYTHONPATH": python_path(), **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

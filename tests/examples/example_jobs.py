@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from harness import CHOROSRUN, FRAMEWORKS, ROOT, TESTS
-from ranks.running import QUICK, python_path
+from ranks.running import ONE_THREAD, QUICK, python_path
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Job:
             **os.environ,
             "KERAS_BACKEND": framework,
             **QUICK,
+            **({} if ranks > 1 or servers else ONE_THREAD),
             "XDG_CACHE_HOME": str(cache),
             "PYTHONPATH": python_path(),
         }

@@ -31,6 +31,8 @@ CANNOT = 75
 
 #: XLA's optimizations of these small models take longer than the models.
 QUICK = {"TF_CPP_MIN_LOG_LEVEL": "3", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+#: For processes that chorosrun does not start: their threads would wait for each other's cores.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 #: Caches every compilation, however short: cases compile the same models again and again.
 CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 #: The start of the first frame of pytest in a stack.
