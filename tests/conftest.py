@@ -42,8 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         job = job_of(item)
         order.setdefault(job, len(order))
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group("ranks" if job else item.path.stem))
+        item.add_marker(pytest.mark.xdist_group("ranks" if job else item.path.stem))
     items.sort(key=lambda item: order[job_of(item)])
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import psutil
 CHOROSRUN = (sys.executable, "-P", "-m", "choros.launch.cli")
 #: A variable in the environment of every test job, which identifies its processes.
 TAG = "CHOROS_TEST_TAG"
+#: What chorosrun shows if the start takes long, as on a busy machine.
+SLOW_START = re.compile(r"^chorosrun: starting \d+ \w+ …\n", re.MULTILINE)
 
 
 @dataclass
@@ -61,6 +64,7 @@ class Running:
         """Waits for its end."""
         began = time.monotonic()
         out, err = self.process.communicate(timeout=seconds)
+        err = SLOW_START.sub("", err)
         return Ended(self.process.returncode, self.output + out, err, time.monotonic() - began)
 
     def processes(self):

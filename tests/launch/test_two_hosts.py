@@ -17,8 +17,7 @@ from choros.launch.run import run as choros_run
 from launch.launched import Running, rank_script, run
 from launch.namespaces import two_hosts
 
-#: Not beside tests on ranks, of which some are on two hosts too: the directories of daemons are counted.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 PYTHON = sys.executable
 
@@ -29,8 +28,9 @@ def network(tmp_path_factory):
         yield network
 
 
-def session_directories():
-    return set(Path("/tmp").glob("prted.*"))
+def daemons_of(job):
+    """The directories of the job's daemons, which are named after their processes."""
+    return [Path(f"/tmp/prted.{process.pid}") for process in job.processes() if process.name().startswith("prted")]
 
 
 def hosts_of(network, first=2, second=1):
@@ -113,25 +113,26 @@ def test_nothing_is_left_on_other_hosts(network, tmp_path, number):
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         "ready()\ntime.sleep(60)\n",
     )
-    before = session_directories()
     with Running("--ssh-command", network.reach, "-H", hosts_of(network), PYTHON, script) as job:
         job.wait_for(3, "ready")
-        assert len([process for process in job.processes() if process.name().startswith("prted")]) >= 2
+        daemons = daemons_of(job)
+        assert len(daemons) >= 2
+        assert any(directory.exists() for directory in daemons)
         job.signal(number)
         assert job.end().code in (143, -signal.SIGKILL)
         job.assert_nothing_runs()
         if number == signal.SIGKILL:  # no rank ran on this host to clean up here: the next job does
             remove_stale()
         job.assert_nothing_left(seconds=0)
-    assert session_directories() == before
+    assert not [directory for directory in daemons if directory.exists()]
 
 
 def test_a_host_that_goes_down(network, tmp_path):
     """Its daemon dies with its ranks; the job ends within a bounded time."""
-    before = session_directories()
     script = rank_script(tmp_path / "s.py", "ready()\ntime.sleep(60)\n")
     with Running("--ssh-command", network.reach, "-H", hosts_of(network), PYTHON, script) as job:
         job.wait_for(3, "ready")
+        daemons = daemons_of(job)
         pids = subprocess.run(
             ["ip", "netns", "pids", network.namespaces[1]], capture_output=True, text=True, check=True
         )
@@ -142,8 +143,8 @@ def test_a_host_that_goes_down(network, tmp_path):
         job.assert_nothing_left()
     assert ended.code == 70
     assert ended.err == ("chorosrun: rank 2 on host-2 disappeared: the host went down or can no longer be reached.\n")
-    for directory in session_directories() - before:  # the daemon that removes it was killed
-        shutil.rmtree(directory)
+    for directory in daemons:  # the daemon that removes it was killed
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def test_a_host_that_refuses_the_login(network):
