@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from choros.comm import Communicator, Reduction
+from choros.comm import Communicator, Reduction, Request
 from choros.errors import ConfigError, MismatchError
 
 ONES = np.ones(4, np.float32)
@@ -87,6 +87,27 @@ def case_mismatch_of_a_started_collective_is_raised_by_wait(communicator: Commun
     assert communicator.allreduce(1, Reduction.SUM) == communicator.size
     with pytest.raises(MismatchError, match=r"shape=\(4,\)"):
         work.wait()
+
+
+def case_ranks_that_have_joined_follow_what_they_know(communicator: Communicator) -> None:
+    known = [Request("first"), Request("second")]
+    followed = []
+    with communicator.exclusive():
+        if communicator.rank == 0:
+            assert communicator.agree(known[1], value=7) == [7] + [0] * (communicator.size - 1)
+        while (joined := communicator.join(known)) is not None:
+            followed.append(joined)
+    expected = [(known[1], [7] + [0] * (communicator.size - 1))]
+    assert followed == ([] if communicator.rank == 0 else expected)
+
+
+def case_call_that_joined_ranks_do_not_know_is_a_mismatch_on_all(communicator: Communicator) -> None:
+    call = communicator.barrier if communicator.rank == 0 else lambda: communicator.join([Request("first")])
+    with pytest.raises(MismatchError) as raised:
+        call()
+    requests = [request.partition(" at ")[0] for _, request in sorted(requests_in(raised.value).items())]
+    assert requests == ["barrier()"] + ["join()"] * (communicator.size - 1)
+    assert communicator.allreduce(1, Reduction.SUM) == communicator.size
 
 
 def case_communicator_works_after_a_mismatch(communicator: Communicator) -> None:

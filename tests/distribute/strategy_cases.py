@@ -391,6 +391,18 @@ def case_evaluate_and_predict_equal_one_device():
     np.testing.assert_allclose(ours.evaluate(*data(), verbose=0), theirs.evaluate(*data(), verbose=0), rtol=1e-5)
 
 
+def case_predictions_of_a_distributed_data_set_are_those_of_all_rows():
+    ours, theirs = both()
+    x, _ = data()
+    batches = [x[i : i + BATCH] for i in range(0, N, BATCH)]
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        batches = tf.data.Dataset.from_tensor_slices(x).batch(BATCH)
+    predicted = ours.predict(strategy().experimental_distribute_dataset(batches), verbose=0)
+    np.testing.assert_allclose(predicted, theirs.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+
+
 def case_single_batches_equal_one_device():
     ours, theirs = both()
     for seed in range(3):

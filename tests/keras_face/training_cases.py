@@ -602,6 +602,21 @@ def case_local_variables_keep_their_own_gradient():
     np.testing.assert_allclose(keras.ops.convert_to_numpy(local.value), -(hvd.rank() + 1) / hvd.size())
 
 
+def case_local_variables_are_accumulated_like_others():
+    for average in (True, False):
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0), backward_passes_per_step=2, average_aggregated_gradients=average
+        )
+        shared, local = keras.Variable(np.zeros(2, "float32")), keras.Variable(np.zeros(2, "float32"))
+        optimizer.build([shared, local])
+        optimizer.register_local_var(local)
+        for gradient in (1.0, 5.0):
+            optimizer.apply([keras.ops.full((2,), gradient)] * 2)
+        total = 3.0 if average else 6.0
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(shared.value), -total, rtol=1e-6)
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(local.value), -total / hvd.size(), rtol=1e-6)
+
+
 def case_invalid_arguments_are_errors():
     adam = keras.optimizers.Adam
     for arguments, text in (

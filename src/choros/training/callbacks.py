@@ -10,11 +10,10 @@ from choros.comm import is_initialized, topology
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.training.keras_internals import is_built
-from choros.training.metrics import average_logs, count_examples, global_results
+from choros.training.metrics import average_logs, count_examples, flat_results, global_results
 from choros.training.model_variables import model_variables
-from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.random_numbers import draw_by_rank
-from choros.training.trainer import attach, is_spmd, join
+from choros.training.trainer import Steps, attach, is_spmd
 from choros.training.variables import broadcast_variables
 
 __all__ = ["BroadcastGlobalVariablesCallback", "EpochCallback", "MetricAverageCallback"]
@@ -28,7 +27,7 @@ class EpochCallback(keras.callbacks.Callback):
     the epoch. The first choros callback in the list does it.
     """
 
-    _reducer: OptimizerReducer | None = None
+    _steps: Steps | None = None
 
     def set_params(self, params: Any) -> None:
         """Leaves Keras' progress bar to rank 0, unless the program has set ``verbose``.
@@ -43,14 +42,14 @@ class EpochCallback(keras.callbacks.Callback):
         """Prepares the model; Keras calls it before it builds the training function."""
         super().set_model(model)
         draw_by_rank(model)
-        self._reducer = attach(model)
+        self._steps = attach(model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Marks that batches may come, so that the rank joins at their end."""
-        if self._reducer is not None:
-            if not self._reducer.in_epoch:
+        if self._steps is not None and self._steps.optimizers:
+            if not self._steps.in_epoch:
                 events.emit(Kind.EPOCH_BEGUN, self.model.name, epoch=epoch)
-            self._reducer.in_epoch = True
+            self._steps.in_epoch = True
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Ends the epoch's batches, in ``fit``."""
@@ -61,9 +60,9 @@ class EpochCallback(keras.callbacks.Callback):
         self._end_batches()
 
     def _end_batches(self) -> None:
-        if self._reducer is not None and self._reducer.in_epoch:
-            self._reducer.in_epoch = False
-            join(self.model)
+        if self._steps is not None and self._steps.in_epoch:
+            self._steps.in_epoch = False
+            self._steps.join()
             events.emit(Kind.EPOCH_DONE, self.model.name)
 
 
@@ -116,13 +115,17 @@ class MetricAverageCallback(EpochCallback):
     Callbacks that come after it (``EarlyStopping``, ``ReduceLROnPlateau``, the history and the progress bar's
     last line) see the same numbers and make the same decisions on every rank. Put it before them.
 
+    So does ``model.evaluate(…, callbacks=[MetricAverageCallback()])``, on all ranks together, and returns the same.
+
     Args:
         device: Horovod's; has no effect.
+        whole_tests: whether every rank evaluates all examples, and not its part of them.
     """
 
-    def __init__(self, device: str = "") -> None:
+    def __init__(self, device: str = "", *, whole_tests: bool = False) -> None:
         super().__init__()
         del device
+        self._whole_tests = whole_tests
         self._training: dict[str, float] = {}
         self._validation: dict[str, float] = {}
         self._in_epoch = False
@@ -139,10 +142,15 @@ class MetricAverageCallback(EpochCallback):
         super().on_test_begin(logs)
         if self._in_epoch:
             self._store_training()
+        if self._steps is not None and not self._whole_tests:
+            self._steps.begin_test()
 
     def on_test_end(self, logs: Any = None) -> None:
         """Replaces the metrics of ``evaluate``, or stores them for the end of the epoch."""
-        results = global_results(self.model)
+        if self._steps is None or self._whole_tests:
+            results = global_results(self.model, counted=True)
+        else:
+            results = flat_results(self._steps.end_test())
         if self._in_epoch or self._training:
             self._validation = {f"val_{name}": value for name, value in results.items()}
         _replace(logs, results)
@@ -158,7 +166,8 @@ class MetricAverageCallback(EpochCallback):
         others = {name: value for name, value in logs.items() if name not in known}
         _replace(logs, known)
         if others:
-            logs.update(average_logs(others, self._examples or 1))
+            share = None if self._steps is None else self._steps.last_share
+            logs.update(average_logs(others, (self._examples or 1) if share is None else share))
 
     def _store_training(self) -> None:
         self._in_epoch = False

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 
 from choros.errors import ConfigError
+from choros.parallel.reduce.joining import Participation
 from choros.training.keras_internals import (
     BaseOptimizer,
     apply_count,
@@ -28,7 +29,16 @@ from choros.training.optimizer_reducer import OptimizerReducer, tensor_of
 from choros.training.tf_context import as_one_replica
 from choros.training.variables import broadcast_variables
 
-__all__ = ["derive", "join", "move_outwards", "own_class", "reducer_of", "unwrap", "wrap"]
+__all__ = [
+    "derive",
+    "move_outwards",
+    "own_class",
+    "participation",
+    "receive_weights",
+    "reducer_of",
+    "unwrap",
+    "wrap",
+]
 
 _ATTRIBUTE = "_choros_reducer"
 
@@ -168,28 +178,36 @@ def move_outwards(optimizer: Any) -> bool:
     return bool(reducers)
 
 
-def join(optimizer: Any) -> None:
-    """Participates in the steps of ranks that still have batches this epoch, until no rank has any.
+def participation(optimizer: Any) -> Participation:
+    """How a rank without batches participates in the updates of an optimizer; nothing, if that is not built.
 
-    Ranks that finished early then receive the weights and the optimizer state of the rank that finished last, so that
-    all ranks end the epoch with identical values, the learning rate included. If only one rank makes the updates, it
-    makes them even when it has no more batches itself, and the other ranks have its weights already.
+    If only one rank makes the updates, it makes them even when it has no more batches itself, and the other ranks
+    receive its weights each time.
     """
     reducer = reducer_of(optimizer)
-    if reducer is None or not reducer.reducer.active:
-        return
     variables = trained_variables(optimizer)
-    if reducer.state_owner is not None:
+    if reducer is None or not reducer.reducer.active or not variables:
+        return {}
+    if reducer.state_owner is None:
+        return reducer.participation([variable for variable in variables if not reducer.is_local(variable)])
 
-        def update(reduced: list[Any]) -> None:
-            if reducer.has_state:
-                own_class(optimizer).apply(optimizer, list(map(tensor_of, reduced)), variables)
-            _after_update(optimizer, reducer, variables)
+    def update(reduced: list[Any]) -> None:
+        if reducer.has_state:
+            own_class(optimizer).apply(optimizer, list(map(tensor_of, reduced)), variables)
+        _after_update(optimizer, reducer, variables)
 
-        reducer.join(variables, update)
+    return reducer.participation(variables, update)
+
+
+def receive_weights(optimizer: Any) -> None:
+    """Ends an epoch, once all ranks have joined.
+
+    Ranks that had no batches in the last step receive the weights and the optimizer's state of a rank that had one, so
+    that all ranks end the epoch with identical values, the learning rate included.
+    """
+    reducer = reducer_of(optimizer)
+    if reducer is None or (last := reducer.reducer.last_active()) is None or reducer.state_owner is not None:
         return
-    shared = [variable for variable in variables if not reducer.is_local(variable)]
-    last = reducer.join(shared)
-    if last is not None:
-        process_set = reducer.reducer.config.process_set
-        broadcast_variables([*shared, *optimizer.variables], process_set.ranks[last], process_set)
+    shared = [variable for variable in trained_variables(optimizer) if not reducer.is_local(variable)]
+    process_set = reducer.reducer.config.process_set
+    broadcast_variables([*shared, *optimizer.variables], process_set.ranks[last], process_set)

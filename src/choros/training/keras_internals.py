@@ -6,17 +6,22 @@ these, only this module needs to change (``tests/test_keras_internals.py`` enfor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import keras
-from keras.src import api_export
+from keras.src import api_export, tree
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.variables import Variable as AnyVariable
 from keras.src.layers.layer import Layer
 from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
+from keras.src.losses import loss as losses
+from keras.src.losses.loss import apply_mask
+from keras.src.metrics import reduction_metrics
+from keras.src.metrics.metric import Metric
 from keras.src.models.functional import Functional, functional_like_constructor
 from keras.src.models.model import Model
 from keras.src.models.sequential import Sequential
@@ -24,6 +29,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.multi_optimizer import MultiOptimizer
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.saving import serialization_lib
+from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from keras.src.trainers.trainer import Trainer
 from keras.src.utils.python_utils import pythonify_logs
@@ -39,6 +45,7 @@ __all__ = [
     "Trainer",
     "accumulators",
     "apply_count",
+    "apply_mask",
     "build_before_training",
     "build_from_batch",
     "decays",
@@ -61,16 +68,20 @@ __all__ = [
     "learning_rate_of",
     "load_optimizer_weights_from_hdf5_group",
     "make_backups_atomic",
+    "metrics_of",
     "no_automatic_dependency_tracking",
     "note_trained_variables",
+    "optimizers_of",
     "order_tracked",
     "own_statistics",
     "own_variables",
+    "patched_reductions",
     "put_jax_state",
     "pythonify_logs",
     "seed_generators_of",
     "serialize_sharing",
     "set_initial_epoch",
+    "single_metrics",
     "strategy_aware_classes",
     "torch_device",
     "tracked",
@@ -91,6 +102,7 @@ _LATE_ATTRIBUTES = frozenset(
 #   AnyVariable, BaseOptimizer, Trainer   the base classes of variables, optimizers and models: keras.Variable is the
 #                                         framework's subclass, and Trainer has no public name.
 #   MultiOptimizer                        has no public name.
+#   apply_mask                            how losses merge a mask with sample weights.
 #   load_optimizer_weights_from_hdf5_group, train_validation_split, pythonify_logs
 #                                         how load_model and fit handle .h5 files, validation_split and logs.
 #   no_automatic_dependency_tracking      for methods that set lists on an optimizer, as for Keras' own ``build``.
@@ -178,12 +190,66 @@ def export_like(derived: type, base: type) -> None:
         api_export.REGISTERED_OBJS_TO_NAMES[derived] = public_name
 
 
+# losses and metrics -----------------------------------------------------------------------------
+
+
+@contextmanager
+def patched_reductions(reduce_loss: Callable[..., Any], reduce_samples: Callable[..., Any]) -> Iterator[None]:
+    """A context in which losses, ``Mean`` and ``Sum`` reduce their values with these functions.
+
+    Args:
+        reduce_loss: in place of ``reduce_weighted_values``, through which all of Keras' losses go; receives Keras' own
+            function, then its arguments.
+        reduce_samples: in place of ``reduce_to_samplewise_values``, through which all means and sums go; likewise.
+    """
+    patches = (
+        (losses, "reduce_weighted_values", reduce_loss),
+        (reduction_metrics, "reduce_to_samplewise_values", reduce_samples),
+    )
+    kept = [(module, name, getattr(module, name)) for module, name, _ in patches]
+    for (module, name, replacement), (_, _, own) in zip(patches, kept, strict=True):
+        setattr(module, name, functools.partial(replacement, own))
+    try:
+        yield
+    finally:
+        for module, name, own in kept:
+            setattr(module, name, own)
+
+
 # models, layers, variables ----------------------------------------------------------------------
 
 
 def layers_of(model: Any, *, include_self: bool = True) -> list[Any]:
     """The layers at all depths; the public ``layers`` are those at the first depth."""
     return list(model._flatten_layers(include_self=include_self))
+
+
+def metrics_of(model: Any) -> list[Any]:
+    """All metrics, also those given to ``compile``, which the public ``metrics`` lacks until the first batch."""
+    compiled = model._compile_metrics
+    given = () if compiled is None else (compiled._user_metrics, compiled._user_weighted_metrics)
+    return [each for each in (*model.metrics, *tree.flatten(given)) if isinstance(each, Metric)]
+
+
+def single_metrics(metrics: Iterable[Any]) -> list[Any]:
+    """Replaces the one metric that holds all those given to ``compile`` by them; it has no public name."""
+    return [single for each in metrics for single in (each.metrics if isinstance(each, CompileMetrics) else [each])]
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """The optimizers that are attributes of a model or of its layers, also in lists and dicts; Keras knows one only."""
+    found: dict[int, Any] = {}
+
+    def collect(value: Any) -> None:
+        if isinstance(value, BaseOptimizer):
+            found[id(value)] = value
+        elif isinstance(value, (list, tuple, dict)):
+            for item in value.values() if isinstance(value, dict) else value:
+                collect(item)
+
+    for layer in layers_of(model):
+        collect({name: value for name, value in vars(layer).items() if not name.startswith("_")})
+    return list(found.values())
 
 
 def own_statistics(layer: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from choros.training.distributed_optimizer import reducer_of
-from choros.training.keras_internals import layers_of
+from choros.training.keras_internals import layers_of, optimizers_of
 from choros.training.variables import broadcast_variables
 
 __all__ = ["broadcast_global_variables", "model_variables"]
@@ -31,7 +31,7 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 
 def model_variables(model: Any, *, seeds: bool = False) -> list[Any]:
-    """Returns the weights of a model and the state of its optimizer, unless only one rank keeps that state.
+    """Returns the weights of a model and the state of its optimizers, unless only one rank keeps that state.
 
     Args:
         model: a built model.
@@ -39,10 +39,11 @@ def model_variables(model: Any, *, seeds: bool = False) -> list[Any]:
             different examples, but not where one step sees the examples of all ranks.
     """
     variables = list(model.variables if seeds else model.weights)
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        return variables
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    reducer = reducer_of(optimizer)
-    return [*variables, *(optimizer.variables if reducer is None or reducer.state_owner is None else ())]
+    own = getattr(model, "optimizer", None)
+    if own is not None and not own.built:
+        own.build(model.trainable_variables)
+    for optimizer in optimizers_of(model):
+        reducer = reducer_of(optimizer)
+        if optimizer.built and (reducer is None or reducer.state_owner is None):
+            variables += optimizer.variables
+    return variables

@@ -11,8 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -27,11 +26,13 @@ from choros.parallel.compression import Compressor
 from choros.parallel.identical import check_identical
 from choros.parallel.reduce.device import device_to_reduce_on
 from choros.parallel.reduce.gradients import Gradient, GradientLayout
+from choros.parallel.reduce.joining import Participation
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket_bytes
 from choros.parallel.reduce.sparse import RowsLayout, SparseRows
 from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.training.device import accelerated, tensorflow_gpu
 from choros.training.keras_internals import is_embedding, torch_device
+from choros.training.weighting import current_step
 
 __all__ = ["OptimizerReducer", "accumulation_steps", "placed", "tensor_of"]
 
@@ -54,10 +55,11 @@ class OptimizerReducer:
         state_owner: the only rank that keeps the optimizer's state and makes the updates; ``None``: every rank does.
         advice: what the user can do if ranks have different values after the first steps; the end of the error.
 
+    In a training step that choros has prepared (``weighting.py``) a rank's gradients are weighted by its examples;
+    elsewhere all ranks have the same weight.
+
     Attributes:
-        examples: the number of examples in the current batch, reported by the model's training step; ``None`` if it
-            is not reported: then all ranks have the same weight.
-        in_epoch: whether more batches may come this epoch.
+        name: distinguishes it from those of other optimizers of the model; the same on every rank.
         state_owner: the argument.
     """
 
@@ -72,14 +74,12 @@ class OptimizerReducer:
         state_owner: int | None = None,
         advice: str = "",
     ) -> None:
-        self.examples: Any = None
-        self.in_epoch = False
+        self.name = ""
         self.state_owner = state_owner
         self._configure = configure
         self._sparse_as_dense = sparse_as_dense
         self._op = op
         self._sum_over_devices = sum_over_devices
-        self._of_all_ranks = False
         self._backward: BackwardExchange | None = None
         self._advice = advice
         self._scale_local = scale_local_gradients
@@ -89,7 +89,7 @@ class OptimizerReducer:
     @cached_property
     def reducer(self) -> GradientReducer:
         """The reducer of host arrays, or of tensors on torch."""
-        return GradientReducer(self._configure())
+        return GradientReducer(self._configure(), self.name)
 
     @cached_property
     def _summing(self) -> GradientReducer:
@@ -118,20 +118,6 @@ class OptimizerReducer:
         """Whether ``variable``'s gradient stays on its rank."""
         return any(variable is local for local in self._local)
 
-    @contextmanager
-    def batch_of(self, examples: Any, *, of_all_ranks: bool = False) -> Iterator[None]:
-        """A context in which the gradients of one batch are applied.
-
-        Args:
-            examples: the number of examples in the batch.
-            of_all_ranks: whether it is the global batch, so that its gradients are those of all ranks already.
-        """
-        self.examples, self._of_all_ranks = examples, of_all_ranks
-        try:
-            yield
-        finally:
-            self.examples, self._of_all_ranks = None, False
-
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], micro_batches: Any) -> list[Any]:
         """Reduces the gradients for this step's update.
 
@@ -154,9 +140,11 @@ class OptimizerReducer:
                 return self._sum_over_devices(gradients)
             reducer = self._summing
         config = reducer.config
-        if self._of_all_ranks or not reducer.active:
+        step = current_step()
+        of_all_ranks = step is not None and step.of_all_ranks
+        if of_all_ranks or not reducer.active:
             factor = 1 if config.average_micro_batches else config.micro_batches
-            if self._of_all_ranks and config.op is Reduction.SUM:
+            if of_all_ranks and config.op is Reduction.SUM:
                 factor *= config.process_set.communicator.size
             pairs = zip(gradients, variables, strict=True)
             return gradients if factor == 1 else [None if g is None else _scaled(g, factor, v) for g, v in pairs]
@@ -164,10 +152,11 @@ class OptimizerReducer:
         shared = [index for index in given if not self.is_local(variables[index])] if self._local else given
         own, trained = [gradients[i] for i in shared], [variables[i] for i in shared]
         reduced = self._reduce(reducer, own, trained, micro_batches)
-        if self._scale_local:
-            for index in set(given) - set(shared):
-                share = 1 / config.process_set.communicator.size
-                gradients[index] = _scaled(gradients[index], share, variables[index])
+        # Keras divides by the number of micro-batches, as for reduced gradients.
+        factor = 1 if config.average_micro_batches else config.micro_batches
+        divisor = config.process_set.communicator.size if self._scale_local else 1
+        for index in set(given) - set(shared):
+            gradients[index] = _scaled(gradients[index], factor / divisor, variables[index])
         for index, gradient in zip(shared, reduced, strict=True):
             gradients[index] = gradient
         return gradients
@@ -211,7 +200,8 @@ class OptimizerReducer:
         self, reducer: GradientReducer, gradients: list[Any], variables: list[Any], micro_batches: Any
     ) -> list[Any]:
         config = reducer.config
-        examples = 1 if self.examples is None else self.examples
+        step = current_step()
+        examples = 1 if step is None else step.examples
         if _on_torch() and (config.bucket_bytes is not None or config.device is not None):
             if config.bucket_bytes is not None:
                 reduced = self._reduce_during_backward(gradients, [variable.value for variable in variables])
@@ -238,8 +228,7 @@ class OptimizerReducer:
         Keras has computed the gradients before it calls ``apply``, so hooks on torch's parameters see them first.
         """
         if self._backward is None:
-            # Outside a training step, backward passes involve no other rank: their number of examples is None.
-            self._backward = BackwardExchange(self.reducer, parameters, overlap=True, examples=lambda: self.examples)
+            self._backward = BackwardExchange(self.reducer, parameters, overlap=True, examples=_examples_of_step)
         return self._backward.reduce(parameters, gradients)
 
     def _reduce_buckets(
@@ -265,15 +254,23 @@ class OptimizerReducer:
                 reduced[index] = result
         return reduced
 
-    def join(self, variables: Sequence[Any], on_update: Callable[[list[Gradient]], None] | None = None) -> int | None:
-        """``GradientReducer.join`` for the gradients of ``variables``; those of embeddings may be sparse."""
+    def participation(
+        self, variables: Sequence[Any], on_update: Callable[[list[Gradient]], None] | None = None
+    ) -> Participation:
+        """``GradientReducer.participation`` for the gradients of ``variables``; those of embeddings may be sparse."""
         dense = tuple((tuple(v.shape), _dtype(v)) for v in variables)
         sparse = []
         if keras.backend.backend() == "tensorflow" and not self._sparse_as_dense and any(map(is_embedding, variables)):
             for index_dtype in (np.dtype(np.int32), np.dtype(np.int64)):
                 pairs = zip(variables, dense, strict=True)
                 sparse.append(tuple(RowsLayout(*each, index_dtype) if is_embedding(v) else each for v, each in pairs))
-        return self.reducer.join(dense, on_update, sparse)
+        return self.reducer.participation(dense, on_update, sparse)
+
+
+def _examples_of_step() -> Any:
+    """The number of examples in the batch; ``None`` outside of steps, whose backward passes involve no other rank."""
+    step = current_step()
+    return None if step is None else step.examples
 
 
 def tensor_of(gradient: Gradient) -> Any:

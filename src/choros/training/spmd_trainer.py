@@ -90,6 +90,9 @@ class SpmdTrainer:
         peers: the communication with the processes of the mesh.
         is_shared: returns whether the model trains with them; called again when the model has been compiled again.
 
+    Attributes:
+        local_devices: the number of the mesh's devices that belong to this process.
+
     Raises:
         ConfigError: ``keras.distribution`` is in use, which shards batches itself.
     """
@@ -111,6 +114,7 @@ class SpmdTrainer:
         self._rate = 0.0
         self._active: list[int] = []
         own = local_mesh(mesh)
+        self.local_devices = own.size
         self._wrap_step("train", mesh, self._global_batches)
         if own.size > 1:
             for kind in ("test", "predict"):

@@ -3,7 +3,8 @@
 A choros callback calls ``attach`` before Keras builds the training function. It changes the following on *this* model
 object; nothing of it is saved with the model:
 
-1. ``train_step`` reports the number of examples in its batch to the distributed optimizer;
+1. ``train_step`` and ``test_step`` run as a ``ModelStep`` (``weighting.py``), from which every distributed optimizer
+   that they apply, and every loss, learns the number of examples in the batch;
 2. on TensorFlow, XLA is switched off: a compiled function cannot call the host;
 3. a ``LossScaleOptimizer`` that ``compile`` put around the distributed optimizer becomes the distributed one, so that
    ranks reduce gradients *before* it checks whether they are finite, with the same result on all ranks;
@@ -16,61 +17,185 @@ object; nothing of it is saved with the model:
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, final
 
 import keras
 
-from choros.training.distributed_optimizer import join as join_optimizer
-from choros.training.distributed_optimizer import move_outwards, reducer_of
+from choros.comm import ProcessSet, global_process_set
+from choros.errors import ConfigError
+from choros.parallel.reduce import joining
+from choros.training import distributed_optimizer, weighting
+from choros.training.distributed_optimizer import move_outwards, receive_weights, reducer_of
+from choros.training.keras_internals import metrics_of, optimizers_of
+from choros.training.metric_states import watch
+from choros.training.metrics import global_metrics
 from choros.training.model_variables import model_variables
 from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.variables import broadcast_variables
+from choros.training.weighting import ModelStep, current_step, run_step
 
-__all__ = ["attach", "is_spmd", "join", "spans_ranks"]
+__all__ = ["Steps", "attach", "is_spmd", "spans_ranks"]
 
-_ATTRIBUTE = "_choros_spmd_trainer"
-#: The mark of a training step that reports its examples; ``functools.wraps`` copies it to wrappers.
-_REPORTS = "_choros_reports_examples"
+_SPMD = "_choros_spmd_trainer"
+_STEPS = "_choros_steps"
 
 
-def attach(model: Any) -> OptimizerReducer | None:
-    """Prepares ``model`` for training with its distributed optimizer.
-
-    Returns:
-        The reducer of its optimizer; ``None`` if that is not a distributed one.
-    """
-    optimizer = getattr(model, "optimizer", None)
-    if move_outwards(optimizer):
-        model.train_function = None
-    reducer = reducer_of(optimizer)
-    if reducer is None:
-        return None
-    if (mesh := _mesh()) is not None:
-        _make_spmd(model, mesh)
-    if not reducer.reducer.active:
-        return reducer
-    if keras.backend.backend() == "tensorflow" and model.jit_compile:
-        model.jit_compile = False
-    if not hasattr(model.train_step, _REPORTS):
-        model.train_step = _report_examples(model, model.train_step)
-        model.train_function = None
-    return reducer
+def attach(model: Any) -> Steps:
+    """Prepares ``model`` for steps that all ranks make together; call it again when it may have other optimizers."""
+    steps: Steps | None = getattr(model, _STEPS, None)
+    if steps is None:
+        steps = Steps(model)
+        # Bypasses Keras' attribute tracking: the object is not part of the model.
+        object.__setattr__(model, _STEPS, steps)
+    steps.prepare()
+    return steps
 
 
 def is_spmd(model: Any) -> bool:
     """Whether the model's training steps see the batches of all ranks."""
-    trainer = getattr(model, _ATTRIBUTE, None)
+    trainer = getattr(model, _SPMD, None)
     return trainer is not None and trainer.is_in_use
 
 
-def join(model: Any) -> None:
-    """Participates in the steps of the ranks that still have batches this epoch, until no rank has any."""
-    if is_spmd(model):
-        last = getattr(model, _ATTRIBUTE).join()
-        if last is not None:
-            broadcast_variables(model_variables(model, seeds=True), last)
-    else:
-        join_optimizer(model.optimizer)
+@final
+class Steps:
+    """The training and test steps of one model, which ranks make together.
+
+    Attributes:
+        optimizers: the distributed optimizers that its training step may apply; other ranks have as many.
+        in_epoch: whether more batches may come this epoch.
+        test_results: the results of the last evaluation by all ranks together; ``None`` before its end.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.optimizers: list[Any] = []
+        self.in_epoch = False
+        self.test_results: dict[str, Any] | None = None
+        self._model = model
+        self._in_test = False
+        #: By kind of step, the wrapper, which may be wrapped once more by the SPMD trainer.
+        self._wrapped: dict[str, Any] = {}
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that train together."""
+        return next((reducer.reducer.config.process_set for reducer in self._reducers), global_process_set)
+
+    @property
+    def train_together(self) -> bool:
+        """Whether the training step exchanges anything with other ranks."""
+        return bool(self.optimizers) and _active(self.process_set)
+
+    @property
+    def last_share(self) -> float | None:
+        """This rank's share of the examples in the last training step; ``None`` if it is not known."""
+        if is_spmd(self._model):
+            return None
+        return next((share for reducer in self._reducers if (share := reducer.reducer.share) is not None), None)
+
+    def prepare(self) -> None:
+        """Finds the model's optimizers, and changes the model as this module describes."""
+        model = self._model
+        for optimizer in optimizers_of(model):
+            if move_outwards(optimizer):
+                model.train_function = None
+        self.optimizers = [optimizer for optimizer in optimizers_of(model) if reducer_of(optimizer) is not None]
+        self._check_process_sets()
+        for number, reducer in enumerate(self._reducers, start=1):
+            reducer.name = f"optimizer {number}" if number > 1 else ""
+        for metric in metrics_of(model):
+            watch(metric)
+        if self.train_together:
+            if keras.backend.backend() == "tensorflow" and model.jit_compile:
+                model.jit_compile = False
+            self._wrap("train", self._train_step)
+        if _active(global_process_set):
+            self._wrap("test", self._test_step)
+        if self.optimizers and (mesh := _mesh()) is not None and not hasattr(model, _SPMD):
+            _make_spmd(model, mesh)
+            self._wrapped = {kind: getattr(model, f"{kind}_step") for kind in self._wrapped}
+
+    def join(self) -> None:
+        """Participates in the training steps of the ranks that still have batches, until no rank has any."""
+        if is_spmd(self._model):
+            last = getattr(self._model, _SPMD).join()
+            if last is not None:
+                broadcast_variables(model_variables(self._model, seeds=True), last)
+        elif self.train_together:
+            participation = dict(weighting.participation(self.process_set))
+            for optimizer in self.optimizers:
+                participation.update(distributed_optimizer.participation(optimizer))
+            joining.join(self.process_set.communicator, participation)
+            for optimizer in self.optimizers:
+                receive_weights(optimizer)
+
+    # tests ------------------------------------------------------------------------------------------
+
+    def begin_test(self) -> None:
+        """Begins an evaluation by all ranks together, whose metrics are those of all examples on every rank.
+
+        So ``evaluate`` returns them, and passes them to callbacks.
+        """
+        self._in_test, self.test_results = _active(global_process_set), None
+        # Bypasses Keras' attribute tracking; Keras' method is called in each step, and once at the end.
+        object.__setattr__(self._model, "get_metrics_result", self._metrics_result)
+
+    def end_test(self) -> dict[str, Any]:
+        """Ends it when no rank has batches left; returns the results of all metrics."""
+        self._model.__dict__.pop("get_metrics_result", None)
+        if self._in_test:
+            self._in_test = False
+            joining.join(global_process_set.communicator, weighting.participation(global_process_set))
+        if self.test_results is None:
+            self.test_results = global_metrics(self._model)
+        return self.test_results
+
+    def _metrics_result(self) -> Any:
+        return self.end_test() if current_step() is None else type(self._model).get_metrics_result(self._model)
+
+    # steps ------------------------------------------------------------------------------------------
+
+    @property
+    def _reducers(self) -> list[OptimizerReducer]:
+        return [reducer for optimizer in self.optimizers if (reducer := reducer_of(optimizer)) is not None]
+
+    def _check_process_sets(self) -> None:
+        if len({reducer.reducer.config.process_set for reducer in self._reducers}) > 1:
+            raise ConfigError(
+                f"the optimizers of the model {self._model.name!r} have different process sets, but ranks make a "
+                "training step together: give all optimizers of a model the same process set."
+            )
+
+    def _train_step(self, examples: Any) -> ModelStep:
+        return ModelStep(examples, self.process_set, of_all_ranks=is_spmd(self._model))
+
+    def _test_step(self, examples: Any) -> ModelStep:
+        # A compiled function on several devices cannot call the host.
+        weighted = self.train_together and not _has_local_mesh(self._model)
+        return ModelStep(examples, global_process_set, of_all_ranks=not weighted, exchanges=lambda: self._in_test)
+
+    def _wrap(self, kind: str, make_step: Callable[[Any], ModelStep]) -> None:
+        """Wraps ``train_step(data)``, ``train_step(state, data)`` on JAX, or ``test_step``."""
+        model, name = self._model, f"{kind}_step"
+        own = getattr(model, name)
+        if self._wrapped.get(kind) is own:
+            return
+
+        @functools.wraps(own)
+        def step(*args: Any) -> Any:
+            if current_step() is not None:  # wrapped again: the program has replaced the method by one that calls it
+                return own(*args)
+            with run_step(make_step(_examples(args[-1]))):
+                return own(*args)
+
+        self._wrapped[kind] = step
+        setattr(model, name, step)
+        setattr(model, f"{kind}_function", None)
+
+
+def _active(process_set: ProcessSet) -> bool:
+    return bool(process_set.included()) and process_set.communicator.size > 1
 
 
 def spans_ranks() -> bool:
@@ -89,34 +214,20 @@ def _mesh() -> Any:
 
 
 def _make_spmd(model: Any, mesh: Any) -> None:
-    if hasattr(model, _ATTRIBUTE):
-        return
     from choros.training.mesh_ranks import Ranks
     from choros.training.spmd_trainer import SpmdTrainer
 
-    model.train_step = _report_examples(model, model.train_step)
     # Bypasses Keras' attribute tracking: the trainer is not part of the model.
-    object.__setattr__(model, _ATTRIBUTE, SpmdTrainer(model, mesh, Ranks(), lambda: _trains_with_all(model)))
+    object.__setattr__(model, _SPMD, SpmdTrainer(model, mesh, Ranks(), lambda: _trains_with_all(model)))
+
+
+def _has_local_mesh(model: Any) -> bool:
+    return hasattr(model, _SPMD) and getattr(model, _SPMD).local_devices > 1
 
 
 def _trains_with_all(model: Any) -> bool:
     reducer = reducer_of(model.optimizer)
     return reducer is not None and reducer.reduces_all
-
-
-def _report_examples(model: Any, train_step: Any) -> Any:
-    """Wraps ``train_step(data)``, ``train_step(state, data)`` on JAX, so that it first reports the batch's examples."""
-
-    @functools.wraps(train_step)
-    def step(*args: Any) -> Any:
-        reducer = reducer_of(model.optimizer)
-        if reducer is None:
-            return train_step(*args)
-        with reducer.batch_of(_examples(args[-1]), of_all_ranks=is_spmd(model)):
-            return train_step(*args)
-
-    setattr(step, _REPORTS, True)
-    return step
 
 
 def _examples(data: Any) -> Any:

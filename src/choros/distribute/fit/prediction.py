@@ -27,8 +27,15 @@ from choros.topology import shard_range
 __all__ = ["order_of_rows", "predict_rows"]
 
 
-def predict_rows(call: KerasCall, rank: int, size: int) -> Any:
-    """Runs ``model.predict`` or ``predict_on_batch`` over ``size`` processes, of which this is ``rank``."""
+def predict_rows(call: KerasCall, rank: int, size: int, *, distributed: bool = False) -> Any:
+    """Runs ``model.predict`` or ``predict_on_batch`` over ``size`` processes, of which this is ``rank``.
+
+    Args:
+        call: the call.
+        rank: this process.
+        size: the number of processes.
+        distributed: whether the batches are this process's rows of global batches already.
+    """
     data = call["x"]
     if size == 1:
         return call.run()
@@ -44,14 +51,15 @@ def predict_rows(call: KerasCall, rank: int, size: int) -> Any:
     if first is None:
         return call.run()
     batches = itertools.chain([first], batches)
-    if count_rows(_inputs(first)) < size:
+    if not distributed and count_rows(_inputs(first)) < size:
         return call.replaced(x=(_inputs(batch) for batch in batches), steps=None).run()
     counts = []
 
     def own_batches() -> Iterator[Any]:
         for batch in batches:
             inputs = _inputs(batch)
-            start, end = shard_range(count_rows(inputs), rank, size)
+            rows = count_rows(inputs)
+            start, end = (0, rows) if distributed else shard_range(rows, rank, size)
             counts.append(end - start)
             if end > start:
                 yield (cut(inputs, start, end),)

@@ -47,7 +47,8 @@ from choros.training.keras_internals import (
     set_initial_epoch,
     train_validation_split,
 )
-from choros.training.metrics import global_result, global_results
+from choros.training.metric_states import watch
+from choros.training.metrics import flat_results, global_result, global_results
 from choros.training.random_numbers import draw_by_rank
 from choros.training.trainer import attach
 from choros.training.variables import broadcast_variables
@@ -98,6 +99,7 @@ class SynchronousTraining(Training):
 
     def metric_created(self, metric: Any) -> None:
         """Makes ``metric.result()`` cover the examples of all replicas, outside of ``run`` and ``fit``."""
+        watch(metric)
         own = metric.result
 
         @functools.wraps(own)
@@ -129,12 +131,13 @@ class SynchronousTraining(Training):
         batch_size = call["batch_size"]
         data = self._training_data(x, y, weights, batch_size, shuffle=call["shuffle"], epoch=call["initial_epoch"])
         changes = {"x": data, "y": None, "sample_weight": None, "batch_size": None, "validation_split": 0.0}
+        held_out = None
         if validation is not None:
             x, y, weights = keras.utils.unpack_x_y_sample_weight(validation)
             held_out = self._part(x, y, weights, call["validation_batch_size"] or batch_size)
             changes["validation_data"] = validation if held_out is None else held_out
             changes["validation_batch_size"] = None
-        changes["callbacks"] = self._callbacks(call["callbacks"])
+        changes["callbacks"] = self._callbacks(call["callbacks"], MetricAverageCallback(whole_tests=held_out is None))
         with enter_fit():
             history = call.replaced(**changes, shuffle=False, verbose=self._verbosity(call)).run()
         global_process_set.communicator.barrier()  # the files that process 0 has written exist for all processes
@@ -152,27 +155,25 @@ class SynchronousTraining(Training):
         steps = None if are_arrays(call["x"]) else call["steps"]
         changes = {"x": data, "y": None, "sample_weight": None, "batch_size": None, "steps": steps}
         with enter_fit():
-            call.replaced(**changes, return_dict=True).run()
-            results = global_results(model)
-        return results if call["return_dict"] else flatten_metrics(model, results)
+            return call.replaced(**changes, callbacks=[MetricAverageCallback(), *callbacks]).run()
 
     def predict(self, model: Any, call: KerasCall) -> Any:
         """Predicts this process's rows, then gathers the outputs of all processes."""
         call = call.replaced(callbacks=self._callbacks_of_rank(call["callbacks"]), verbose=self._verbosity(call))
         if call["steps"] is not None and are_arrays(call["x"]):
             call = call.replaced(x=cut(call["x"], 0, call["steps"] * (call["batch_size"] or _BATCH)), steps=None)
+        distributed = datasets.is_distributed(call["x"])
         with enter_fit():
-            return predict_rows(call, self._replicas.first, self._replicas.count)
+            return predict_rows(call, self._replicas.first, self._replicas.count, distributed=distributed)
 
     def train_on_batch(self, model: Any, call: KerasCall) -> Any:
         """Trains one step on this process's rows."""
         draw_by_rank(model)
-        attach(model)
-        return self._on_batch(model, call, ("x", "y", "sample_weight"))
+        return self._on_batch(model, call, is_test=False)
 
     def test_on_batch(self, model: Any, call: KerasCall) -> Any:
         """Adds this process's rows to the metrics."""
-        return self._on_batch(model, call, ("x", "y", "sample_weight"))
+        return self._on_batch(model, call, is_test=True)
 
     def predict_on_batch(self, model: Any, call: KerasCall) -> Any:
         """Predicts this process's rows, then gathers the outputs of all processes."""
@@ -183,15 +184,19 @@ class SynchronousTraining(Training):
         """Writes on the first of the processes that name this path."""
         return write_once(write, path)
 
-    def _on_batch(self, model: Any, call: KerasCall, names: tuple[str, ...]) -> Any:
+    def _on_batch(self, model: Any, call: KerasCall, *, is_test: bool) -> Any:
         if self._replicas.count == 1:
             return _run_locally(call)
         rows = count_rows(call["x"])
         check_global_batch(rows, self._replicas.count)
         start, end = shard_range(rows, self._replicas.first, self._replicas.count)
+        own = {name: cut(call[name], start, end) for name in ("x", "y", "sample_weight")}
+        steps = attach(model)
+        if is_test:
+            steps.begin_test()
         with enter_fit():
-            call.replaced(**{name: cut(call[name], start, end) for name in names}, return_dict=True).run()
-            results = global_results(model)
+            call.replaced(**own, return_dict=True).run()
+            results = flat_results(steps.end_test()) if is_test else global_results(model)
         return results if call["return_dict"] else flatten_metrics(model, results)
 
     # data ---------------------------------------------------------------------------------------
@@ -223,14 +228,14 @@ class SynchronousTraining(Training):
 
     # callbacks and output -----------------------------------------------------------------------
 
-    def _callbacks(self, given: Any) -> list[Any]:
+    def _callbacks(self, given: Any, averaging: MetricAverageCallback) -> list[Any]:
         """Returns choros' callbacks, then the user's, which so see equal weights and global metrics."""
         others = self._callbacks_of_rank(given)
         backups = [each for each in others if isinstance(each, keras.callbacks.BackupAndRestore)]
         others = [each for each in others if each not in backups]
         own_backups = backups if self._replicas.first == 0 else []
         synchronizing = (_SynchronizeEpoch(), BroadcastGlobalVariablesCallback(0), _AverageStatistics())
-        return [MetricAverageCallback(), *own_backups, *synchronizing, *others]
+        return [averaging, *own_backups, *synchronizing, *others]
 
     def _callbacks_of_rank(self, given: Any) -> list[Any]:
         """Returns the user's callbacks; on ranks other than 0, without those that only write, and with no output."""

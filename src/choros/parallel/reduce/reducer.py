@@ -252,7 +252,9 @@ class GradientReducer:
         self._plan: _Plan | None = None
         self._scales = (1.0, 1.0)
         self._contributes = True
-        self._share = 1.0
+        #: This rank's share of the examples in the last step of all ranks; ``None`` before the first step.
+        self.share: float | None = None
+        self._weight = 1.0
         #: For each layout, the gradients of the micro-batches since the last exchange.
         self._pending: dict[GradientLayout, list[Gradient]] = {}
         self._active: list[int] | None = None
@@ -436,7 +438,7 @@ class GradientReducer:
 
     def _accumulate(self, gradients: Sequence[Gradient]) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
-            parts = [gradient * self._share for gradient in gradients]
+            parts = [gradient * self._weight for gradient in gradients]
             if (pending := self._pending.get(self._current.layout)) is not None:
                 parts = [earlier + part for earlier, part in zip(pending, parts, strict=True)]
         self._pending[self._current.layout] = parts
@@ -467,7 +469,8 @@ class GradientReducer:
         if not any(counts):
             raise EngineError(f"the batch has {examples} examples, and no other rank has any: expected 1 or more.")
         self._active = [rank for rank, count in enumerate(counts) if count > 0]
-        self._share = examples / sum(counts) if self._weighted else 1.0
+        self.share = examples / sum(counts)
+        self._weight = self.share if self._weighted else 1.0
         common = exchange and len(self._active) == len(counts)
         self._common_steps += common
         self.compares = common and self._common_steps == self.config.compared_step
@@ -475,7 +478,7 @@ class GradientReducer:
             self._steps += 1
             events.emit(Kind.STEP_BEGUN, step=self._steps, examples=examples, joined=joined)
             # With several micro-batches ranks may differ in whether they have accumulated gradients of earlier ones.
-            self._scale(self._share, same=self.config.micro_batches == 1 and len(set(counts)) == 1)
+            self._scale(self._weight, same=self.config.micro_batches == 1 and len(set(counts)) == 1)
 
     def _scale(self, weight: float, *, same: bool) -> None:
         """Sets the factors of gradients before and after the sum.

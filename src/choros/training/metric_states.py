@@ -1,0 +1,178 @@
+"""How the ranks' states of a metric become the state of one process that has seen all their examples.
+
+Keras' own metrics only add to their variables. A metric of the user's may also keep a maximum or a minimum, and nothing
+declares that. So ``rules_of`` tries it, once, from two states and on an invented batch of the shapes it was given::
+
+    reset ── update(a) ──► s      a sum:       update(s, b) - s == update(reset, b) - reset
+      └───── update(b) ──► t      a maximum:   update(s, b) == max(s, t)
+    s ────── update(b) ──► ?      a minimum:   update(s, b) == min(s, t)
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.arrays import adapter_of
+from choros.comm import Reduction, global_process_set
+from choros.parallel.objects import allgather_object
+from choros.training.keras_internals import single_metrics
+
+__all__ = ["Rule", "merged", "watch"]
+
+Array = NDArray[Any]
+
+_ROWS, _TRIALS = 3, 3
+
+
+class Rule(enum.Enum):
+    """How the ranks' values of a variable are merged."""
+
+    SUM = Reduction.SUM
+    MEAN = Reduction.AVERAGE
+    MAX = Reduction.MAX
+    MIN = Reduction.MIN
+    FIRST = None
+
+
+_DECLARED = {"sum": Rule.SUM, "mean": Rule.MEAN}
+#: For metrics of the user's: the arguments of an update, as arrays of zeros, and the rules once they are known.
+_arguments: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_rules: weakref.WeakKeyDictionary[Any, list[Rule]] = weakref.WeakKeyDictionary()
+
+
+def watch(metric: Any) -> None:
+    """Makes ``metric`` note the shapes that it is updated with, unless it is one of Keras' own."""
+    if _is_keras_own(metric) or "update_state" in vars(metric):
+        return
+    own = metric.update_state
+
+    @functools.wraps(own)
+    def update_state(*args: Any, **kwargs: Any) -> Any:
+        if metric not in _arguments:
+            _arguments[metric] = keras.tree.map_structure(_zeros_like, (args, kwargs))
+        return own(*args, **kwargs)
+
+    # Bypasses Keras' attribute tracking: the function is not part of the metric.
+    object.__setattr__(metric, "update_state", update_state)
+
+
+def merged(metrics: Sequence[Any]) -> tuple[list[Any], list[Array], list[Array]]:
+    """Returns the metrics' variables, this rank's values, and the values that one process would have."""
+    metrics = single_metrics(metrics)
+    rules = _rules_of(metrics)
+    variables = [variable for metric in metrics for variable in metric.variables]
+    own = [np.array(adapter_of(variable.value).to_host(variable.value)) for variable in variables]
+    values = list(own)
+    communicator = global_process_set.communicator
+    for rule in Rule:
+        chosen = [index for index, each in enumerate(rules) if each is rule]
+        if chosen and rule.value is not None:
+            reduced = communicator.grouped_allreduce([own[index] for index in chosen], rule.value, name="metrics")
+        else:
+            reduced = [communicator.broadcast(own[index], 0, name="metrics") for index in chosen]
+        for index, value in zip(chosen, reduced, strict=True):
+            values[index] = value
+    return variables, own, values
+
+
+def _rules_of(metrics: Sequence[Any]) -> list[Rule]:
+    unknown = [metric for metric in metrics if not _is_keras_own(metric) and metric not in _rules]
+    if unknown:
+        # A rank that has had no batches yet cannot try, and all must merge alike.
+        tried = allgather_object([_try(metric) for metric in unknown], name="rules of metrics")
+        for metric, *found in zip(unknown, *tried, strict=True):
+            rules = next((rules for rules in found if rules is not None), None)
+            if rules is not None:
+                _rules[metric] = rules
+    return [
+        rule
+        for metric in metrics
+        for rule in _rules.get(metric) or [_DECLARED.get(v.aggregation, Rule.FIRST) for v in metric.variables]
+    ]
+
+
+def _try(metric: Any) -> list[Rule] | None:
+    """Returns the rules of the variables of a metric of the user's; ``None`` if it has not been updated yet."""
+    if metric not in _arguments:
+        return None
+    generator = np.random.default_rng(0)
+    declared = [_DECLARED.get(variable.aggregation, Rule.FIRST) for variable in metric.variables]
+    candidates = [[Rule.SUM, Rule.MAX, Rule.MIN] if rule is Rule.SUM else [rule] for rule in declared]
+    try:
+        reset = _hosts(metric.stateless_reset_state())
+        for scale in np.arange(_TRIALS) * 3.0:
+            a, b = (_invented(_arguments[metric], generator, scale) for _ in range(2))
+            s, t = _updated(metric, reset, a), _updated(metric, reset, b)
+            both = _updated(metric, s, b)
+            for index, rules in enumerate(candidates):
+                states = reset[index], s[index], t[index], both[index]
+                candidates[index] = [rule for rule in rules if len(rules) == 1 or _holds(rule, *states)]
+    except Exception as error:  # noqa: BLE001  (the user's code, on data it was not written for)
+        warnings.warn(
+            f"the metric {metric.name!r} cannot be tried on invented data ({error}): its state is summed over the "
+            "ranks, which is wrong for a maximum or a minimum.",
+            stacklevel=2,
+        )
+        return declared
+    for index, rules in enumerate(candidates):
+        if not rules:
+            warnings.warn(
+                f"{metric.variables[index].name!r} of the metric {metric.name!r} is neither a sum nor a maximum nor a "
+                "minimum over batches: its value on all ranks is that of rank 0.",
+                stacklevel=2,
+            )
+    return [(rules or [Rule.FIRST])[0] for rules in candidates]
+
+
+def _holds(rule: Rule, reset: Array, s: Array, t: Array, both: Array) -> bool:
+    with np.errstate(invalid="ignore"):
+        expected = {Rule.SUM: s + (t - reset), Rule.MAX: np.maximum(s, t), Rule.MIN: np.minimum(s, t)}[rule]
+    return bool(np.allclose(both, expected, rtol=1e-4, atol=1e-5))
+
+
+def _updated(metric: Any, state: Sequence[Array], arguments: Any) -> list[Array]:
+    args, kwargs = arguments
+    return _hosts(metric.stateless_update_state(list(map(keras.ops.convert_to_tensor, state)), *args, **kwargs))
+
+
+def _hosts(values: Sequence[Any]) -> list[Array]:
+    return [np.array(keras.ops.convert_to_numpy(value)) for value in values]
+
+
+def _is_keras_own(metric: Any) -> bool:
+    module: str = type(metric).update_state.__module__
+    return module.startswith("keras.")
+
+
+def _zeros_like(value: Any) -> Any:
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return value
+    return np.zeros([_ROWS, *(size or _ROWS for size in tuple(shape)[1:])][: len(shape)], _dtype(value))
+
+
+def _dtype(value: Any) -> str:
+    return str(keras.backend.standardize_dtype(value.dtype))
+
+
+def _invented(zeros: Any, generator: np.random.Generator, scale: float) -> Any:
+    """Replaces arrays of zeros: labels are 0 or 1; other numbers are first in 0 … 1, then of any sign."""
+
+    def invent(zero: Any) -> Any:
+        if not isinstance(zero, np.ndarray):
+            return zero
+        values: Array = np.asarray(generator.integers(0, 2, zero.shape))
+        if zero.dtype.kind not in "iub":
+            values = np.asarray(generator.normal(size=zero.shape) * scale if scale else generator.random(zero.shape))
+        return keras.ops.convert_to_tensor(values.astype(zero.dtype))
+
+    return keras.tree.map_structure(invent, zeros)

@@ -1,0 +1,172 @@
+"""The weights of a step on each rank: how losses and metrics of its rows become those of the global batch.
+
+The reducer weights a rank's gradient by ``examples / global examples``, which is right for a loss that is a mean over
+examples. A loss that divides by something else is scaled by the rest, where it is computed, so that the weighted sum
+over the ranks is the loss of the global batch::
+
+    the loss divides by            the factor on this rank
+    examples (Keras' default)      1: nothing is exchanged
+    nothing (sum)                  global examples / examples
+    weights, or unmasked steps     (divisor / global divisor) * (global examples / examples)
+
+A ``Mean`` that is given one number for a whole batch counts it as one: here it counts as this rank's share of the
+examples, so that all ranks' parts of a batch count as one together.
+
+The global numbers are exchanged in the forward pass, and only by steps that contain such a loss or metric::
+
+    rank 0              rank 1              rank 2, without rows
+    31 examples         17 examples         joined                  agree: the examples of each rank
+    divisor 12.5   +    divisor 3.0    +    0                       allreduce: the global divisor
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.arrays import ArraySpec, framework_adapter
+from choros.comm import ProcessSet, Reduction, Request
+from choros.parallel.reduce.joining import Participation
+from choros.training.keras_internals import apply_mask, patched_reductions
+
+__all__ = ["ModelStep", "current_step", "participation", "run_step"]
+
+_SHARE = Request("examples of a batch")
+_DIVISOR = Request("divisor of a loss")
+_SCALAR = ArraySpec((), np.dtype(np.float32))
+
+
+@final
+@dataclass(frozen=True)
+class ModelStep:
+    """A step of a model on this rank.
+
+    Attributes:
+        examples: the number of examples in its batch: a number, or a tensor in a compiled function.
+        process_set: the ranks that train together.
+        of_all_ranks: whether the batch is the global one, so that nothing has to be weighted.
+        exchanges: returns whether the other ranks make this step too; asked whenever the step runs.
+    """
+
+    examples: Any
+    process_set: ProcessSet
+    of_all_ranks: bool = False
+    exchanges: Callable[[], bool] = lambda: True
+    thread: int = field(default_factory=threading.get_ident)
+
+
+_current: ModelStep | None = None
+
+
+def current_step() -> ModelStep | None:
+    """The step that is running, or being compiled; ``None`` outside of all steps."""
+    return _current
+
+
+@contextmanager
+def run_step(step: ModelStep) -> Iterator[None]:
+    """A context in which ``step`` runs: Keras' losses and metrics are weighted for it."""
+    global _current
+    outer, _current = _current, step
+    try:
+        if step.of_all_ranks:
+            yield
+        else:
+            with patched_reductions(_reduce_loss, _reduce_samples):
+                yield
+    finally:
+        _current = outer
+
+
+def participation(process_set: ProcessSet) -> Participation:
+    """How a rank without rows participates in what losses and metrics exchange."""
+
+    def add_nothing(_: Sequence[int]) -> None:
+        process_set.communicator.reduce_in_place(np.zeros(1), Reduction.SUM)
+
+    return {_SHARE: lambda _: None, _DIVISOR: add_nothing}
+
+
+def _reduce_loss(
+    own: Callable[..., Any],
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: Any = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Any:
+    """``reduce_weighted_values`` of Keras' losses, called as ``own``, times the factor of this rank."""
+    step = _step_of_this_thread()
+    weighted = sample_weight is not None or mask is not None
+    is_scalar = len(getattr(values, "shape", ())) == 0 and not weighted
+    weights = None  # those by whose sum the loss is divided
+    if step is not None and reduction == "mean_with_sample_weight" and weighted:
+        given = None if sample_weight is None else keras.ops.copy(sample_weight)  # Keras multiplies torch's in place
+        weights = apply_mask(given, mask, keras.backend.floatx(), reduction)
+    elif step is not None and reduction in ("mean", "sum_over_batch_size"):
+        weights = mask
+    loss = own(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+    if step is not None and weights is not None:
+        return loss * keras.ops.cast(_factor_of_divisor(step, keras.ops.cast(weights, "float32")), loss.dtype)
+    if step is not None and reduction == "sum" and not is_scalar:
+        return loss / keras.ops.cast(_share_of_examples(step, loss), loss.dtype)
+    return loss
+
+
+def _reduce_samples(own: Callable[..., Any], values: Any, sample_weight: Any, reduce_fn: Any, dtype: Any) -> Any:
+    """``reduce_to_samplewise_values`` of Keras' ``Mean`` and ``Sum``, called as ``own``, for numbers of a batch."""
+    values, sample_weight = own(values, sample_weight, reduce_fn, dtype)
+    step = _step_of_this_thread()
+    if step is None or reduce_fn is not keras.ops.mean or sample_weight is not None or len(values.shape) > 0:
+        return values, sample_weight
+    share = keras.ops.cast(_share_of_examples(step, values), values.dtype)
+    return values * share, share
+
+
+def _step_of_this_thread() -> ModelStep | None:
+    return _current if _current is not None and _current.thread == threading.get_ident() else None
+
+
+def _share_of_examples(step: ModelStep, like: Any) -> Any:
+    """This rank's share of the global batch, a scalar; ``like`` makes it part of the function that computes it."""
+
+    def on_host(examples: int, _: NDArray[Any]) -> float:
+        communicator = step.process_set.communicator
+        with communicator.exclusive():
+            return examples / sum(communicator.agree(_SHARE, value=examples))
+
+    return _on_host(on_host, step, like)
+
+
+def _factor_of_divisor(step: ModelStep, weights: Any) -> Any:
+    """The factor of a loss that divides by the sum of ``weights``."""
+
+    def on_host(examples: int, divisor: NDArray[Any]) -> float:
+        communicator = step.process_set.communicator
+        total = divisor.astype(np.float64).reshape(1)
+        with communicator.exclusive():
+            everywhere = sum(communicator.agree(_DIVISOR, value=examples))
+            communicator.reduce_in_place(total, Reduction.SUM)
+        return float(divisor / total[0] * everywhere / examples) if total[0] else 0.0
+
+    return _on_host(on_host, step, keras.ops.sum(weights))
+
+
+def _on_host(function: Callable[[int, NDArray[Any]], float], step: ModelStep, value: Any) -> Any:
+    """Calls ``function(examples, value)`` on the host if ranks exchange; 1 otherwise."""
+
+    def call(hosts: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
+        examples, host = hosts
+        result = function(int(examples), host) if step.exchanges() else 1.0
+        return [np.asarray(result, np.float32)]
+
+    arrays = [keras.ops.convert_to_tensor(step.examples, "int32"), keras.ops.stop_gradient(value)]
+    (result,) = framework_adapter(keras.backend.backend()).host_call(call, arrays, [_SCALAR])
+    return result

@@ -1,0 +1,380 @@
+"""Losses and metrics that do not simply divide by the number of rows, on several ranks and on one.
+
+Run by ``test_losses.py`` on two ranks of each framework, and on three. Every rank trains a model under a strategy, and
+a plain one on the whole data as the reference. The last of four batches has one row, of which one replica gets none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import choros
+import choros.keras as hvd
+from choros import distribute
+from choros.parallel.objects import broadcast_object
+
+BACKEND = keras.backend.backend()
+JIT = False if BACKEND == "tensorflow" else "auto"
+FEATURES, STEPS, CLASSES, BATCH, N = 5, 4, 3, 16, 49
+Make = Callable[[], keras.Model]
+History = dict[str, list[float]]
+
+
+@functools.cache
+def strategy() -> distribute.Strategy:
+    return distribute.MirroredStrategy()
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def dense(loss: Any, **compile_args: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((FEATURES,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(2)]
+    )
+    compile_args = {"optimizer": keras.optimizers.SGD(0.05), "jit_compile": JIT, **compile_args}
+    model.compile(loss=loss, **compile_args)
+    return model
+
+
+def masked(loss: Any, rate: float = 0.1, **metrics: Any) -> keras.Model:
+    """Sequences of different lengths: Keras divides by the number of unmasked steps."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((STEPS,), dtype="int32"),
+            keras.layers.Embedding(7, FEATURES, mask_zero=True),
+            keras.layers.SimpleRNN(6, return_sequences=True),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(rate), loss, **metrics, jit_compile=JIT)
+    return model
+
+
+def tokens(n: int = N) -> np.ndarray:
+    generator = np.random.default_rng(0)
+    ids = generator.integers(1, 7, (n, STEPS))
+    return np.where(np.arange(STEPS) < generator.integers(1, STEPS + 1, (n, 1)), ids, 0).astype("int32")
+
+
+def fit(model: keras.Model, *args: Any, **kwargs: Any) -> History:
+    return model.fit(*args, **{"epochs": 3, "batch_size": BATCH, "shuffle": False, "verbose": 0, **kwargs}).history
+
+
+def assert_same(ours: keras.Model, theirs: keras.Model, histories: tuple[History, History]) -> None:
+    for mine, expected in zip(ours.weights, theirs.weights, strict=True):
+        mine, expected = (keras.ops.convert_to_numpy(weight.value) for weight in (mine, expected))
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(mine, broadcast_object(mine), err_msg="processes have different weights")
+    assert_same_results(*histories)
+
+
+def assert_same_results(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert set(ours) == set(theirs)
+    for name, values in theirs.items():
+        np.testing.assert_allclose(ours[name], values, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def check(make: Make, *args: Any, evaluate: bool = True, **fit_args: Any) -> None:
+    """Trains and evaluates under a strategy and in plain Keras."""
+    with strategy().scope():
+        ours = make()
+    theirs = make()
+    assert_same(ours, theirs, (fit(ours, *args, **fit_args), fit(theirs, *args, **fit_args)))
+    if evaluate:
+        weights = fit_args.get("sample_weight")
+        results = [
+            model.evaluate(*args, sample_weight=weights, batch_size=BATCH, verbose=0, return_dict=True)
+            for model in (ours, theirs)
+        ]
+        assert_same_results(*results)
+
+
+MSE = keras.losses.MeanSquaredError
+
+
+# ── losses ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def case_sum():
+    check(
+        lambda: dense(MSE(reduction="sum"), optimizer=keras.optimizers.SGD(0.002)), numbers(N, FEATURES), numbers(N, 2)
+    )
+
+
+def case_mean_with_sample_weight():
+    weight = np.linspace(0.1, 3.0, N).astype("float32")
+    weight[16:24] = 0.0  # all that one of two replicas has of the second batch
+    make = lambda: dense(MSE(reduction="mean_with_sample_weight"), weighted_metrics=["mae"])  # noqa: E731
+    check(make, numbers(N, FEATURES), numbers(N, 2), sample_weight=weight)
+
+
+def case_class_weights():
+    def make(reduction="mean_with_sample_weight"):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+        return dense(loss, weighted_metrics=["accuracy"])
+
+    labels = np.random.default_rng(0).integers(0, 2, N)
+    check(make, numbers(N, FEATURES), labels, class_weight={0: 0.2, 1: 3.0}, evaluate=False)
+
+
+def case_masked_sequences():
+    check(lambda: masked("mse", metrics=["mae"], weighted_metrics=["mse"]), tokens(), numbers(N, STEPS, 1))
+
+
+def case_masked_sequences_with_sample_weights():
+    # Without weighted metrics: on torch, Keras changes a batch's weights while it computes the loss.
+    weight = np.linspace(0.1, 3.0, N).astype("float32")
+    for reduction in ("sum_over_batch_size", "mean_with_sample_weight", "sum"):
+        check(
+            lambda: masked(MSE(reduction=reduction), 0.001 if reduction == "sum" else 0.1),  # noqa: B023
+            tokens(),
+            numbers(N, STEPS, 1),
+            sample_weight=np.repeat(weight[:, None], STEPS, axis=1) if reduction != "sum" else None,
+            epochs=1,
+        )
+
+
+def case_outputs_with_different_reductions():
+    def make():
+        keras.utils.set_random_seed(1)
+        x = keras.Input((FEATURES,))
+        hidden = keras.layers.Dense(8, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01))(x)
+        outputs = {name: keras.layers.Dense(1, name=name)(hidden) for name in ("a", "b", "c")}
+        model = keras.Model(x, outputs)
+        losses = {"a": MSE(reduction="sum"), "b": MSE(reduction="mean_with_sample_weight"), "c": "mae"}
+        weights = {"a": 0.02, "b": 0.7, "c": 1.3}
+        model.compile(keras.optimizers.SGD(0.05), losses, weights, metrics={"c": ["mse"]}, jit_compile=JIT)
+        return model
+
+    targets = {name: numbers(N, 1, seed=seed) for seed, name in enumerate("abc")}
+    weights = {name: np.linspace(low, 2.0, N).astype("float32") for low, name in ((1.0, "a"), (0.1, "b"), (1.0, "c"))}
+    check(
+        make,
+        numbers(N, FEATURES),
+        targets,
+        sample_weight=weights,
+        validation_data=(numbers(9, FEATURES), {k: v[:9] for k, v in targets.items()}),
+    )
+
+
+def case_added_loss_that_is_a_mean():
+    class Activity(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(0.3 * keras.ops.mean(keras.ops.square(x)))
+            return x
+
+    def make():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(4), Activity(), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.05), MSE(reduction="sum_over_batch_size"), jit_compile=JIT)
+        return model
+
+    check(make, numbers(N, FEATURES), numbers(N, 2))
+
+
+def case_accumulation_of_a_sum():
+    optimizer = lambda: keras.optimizers.SGD(0.004, gradient_accumulation_steps=3)  # noqa: E731
+    check(lambda: dense(MSE(reduction="sum"), optimizer=optimizer()), numbers(N, FEATURES), numbers(N, 2))
+
+
+def case_default_loss_exchanges_nothing_new():
+    with strategy().scope():
+        model = dense("mse")
+    communicator = choros.global_process_set.communicator
+    x, y = numbers(48, FEATURES), numbers(48, 2)
+    fit(model, x, y)
+    before = communicator.collectives
+    fit(model, x, y, epochs=1)
+    short = communicator.collectives - before
+    before = communicator.collectives
+    fit(model, x[:16], y[:16], epochs=1)
+    assert short - (communicator.collectives - before) == 2  # one a step
+
+
+# ── metrics ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def mean_error(y_true, y_pred):
+    """A plain function that returns one number for a batch, which Keras then weighs like any other batch."""
+    return keras.ops.mean(keras.ops.abs(y_true - y_pred))
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # of Keras on JAX
+def case_plain_function_and_confusion_matrices():
+    def make():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1, activation="sigmoid")])
+        metrics = [
+            mean_error,
+            keras.metrics.AUC(name="auc"),
+            keras.metrics.BinaryIoU(name="iou"),
+            keras.metrics.F1Score(threshold=0.5),
+        ]
+        model.compile(keras.optimizers.SGD(0.5), "binary_crossentropy", metrics=metrics, jit_compile=JIT)
+        return model
+
+    x = numbers(N, FEATURES)
+    y = (x[:, :1] > 0).astype("float32")
+    check(make, x, y, validation_data=(x[:21], y[:21]))
+
+
+def case_evaluation_shows_what_it_returns():
+    """The progress bar and callbacks receive the metrics of all examples, as does the caller."""
+
+    class Watch(keras.callbacks.Callback):
+        def on_test_end(self, logs=None):
+            self.logs = dict(logs)
+
+    x, y = numbers(N, FEATURES), numbers(N, 2)
+    with strategy().scope():
+        ours = dense("mse", metrics=["mae"])
+    theirs = dense("mse", metrics=["mae"])
+    watch = Watch()
+    returned = ours.evaluate(x, y, batch_size=BATCH, verbose=0, callbacks=[watch], return_dict=True)
+    assert watch.logs == returned
+    assert_same_results(returned, theirs.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True))
+
+
+def case_evaluation_in_horovods_face():
+    """Each rank's own metrics; with the callback, those of all examples."""
+    x, y = numbers(N, FEATURES), numbers(N, 2)
+    loss = MSE(reduction="sum")
+    model = dense(loss, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    expected = dense(loss).evaluate(x, y, batch_size=BATCH, verbose=0)
+    part = hvd.shard((x, y), batch_size=BATCH)
+    together = model.evaluate(part, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
+    assert together == pytest.approx(expected, rel=1e-5)
+    alone = model.evaluate(part, verbose=0)
+    assert hvd.allgather_object(alone) != [alone] * hvd.size()
+    assert model.evaluate(part, verbose=0) == alone
+
+
+# ── training steps of one's own ──────────────────────────────────────────────────────────────────────
+
+
+class Adversaries(keras.Model):
+    """keras.io's DCGAN, small: two networks with an optimizer each, and metrics that get one number a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(1)
+        layers = keras.layers
+        self.discriminator = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(8, "tanh"), layers.Dense(1)])
+        # Both networks' gradients have the same shapes.
+        self.generator = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(8, "tanh"), layers.Dense(FEATURES)])
+        self.built = True
+
+    def compile(self, d_optimizer, g_optimizer, loss_fn):
+        super().compile(jit_compile=JIT)
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+        self.d_loss, self.g_loss = keras.metrics.Mean(name="d_loss"), keras.metrics.Mean(name="g_loss")
+
+    @property
+    def metrics(self):
+        return [self.d_loss, self.g_loss]
+
+    def _d_loss(self, real):
+        made = self.generator(real[:, ::-1] if BACKEND == "tensorflow" else keras.ops.flip(real, axis=1))
+        labels = keras.ops.concatenate([keras.ops.ones_like(real[:, :1]), keras.ops.zeros_like(real[:, :1])])
+        return self.loss_fn(labels, self.discriminator(keras.ops.concatenate([made, real])))
+
+    def _g_loss(self, real):
+        return self.loss_fn(keras.ops.zeros_like(real[:, :1]), self.discriminator(self.generator(real)))
+
+    def train_step(self, data):
+        real = keras.utils.unpack_x_y_sample_weight(data)[0]
+        for loss_on, network, optimizer, metric in (
+            (self._d_loss, self.discriminator, self.d_optimizer, self.d_loss),
+            (self._g_loss, self.generator, self.g_optimizer, self.g_loss),
+        ):
+            metric.update_state(apply_gradients(lambda: loss_on(real), network, optimizer))  # noqa: B023
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def apply_gradients(loss_on: Callable[[], Any], network: keras.Model, optimizer: Any) -> Any:
+    """Makes one update of ``network``; returns the loss."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = loss_on()
+        weights = network.trainable_weights
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return loss
+    import torch
+
+    network.zero_grad()
+    loss = loss_on()
+    loss.backward()
+    with torch.no_grad():
+        optimizer.apply([weight.value.grad for weight in network.trainable_weights], network.trainable_weights)
+    return loss.detach()
+
+
+def adversaries(wrap: Callable[[Any], Any] = lambda optimizer: optimizer, reduction: str = "mean") -> Adversaries:
+    model = Adversaries()
+    loss = keras.losses.BinaryCrossentropy(from_logits=True, reduction=reduction)
+    scale = 1.0 if reduction == "mean" else 0.05
+    model.compile(wrap(keras.optimizers.Adam(0.01 * scale)), wrap(keras.optimizers.SGD(0.1 * scale)), loss)
+    return model
+
+
+def case_two_optimizers():
+    if BACKEND == "jax":
+        return  # Keras' trainer on JAX has the state of one optimizer
+    for reduction in ("mean", "sum"):
+        check(lambda: adversaries(reduction=reduction), numbers(N, FEATURES), evaluate=False)  # noqa: B023
+
+
+def case_two_optimizers_in_horovods_face():
+    if BACKEND == "jax":
+        return
+    ours, theirs = adversaries(hvd.DistributedOptimizer), adversaries()
+    x = numbers(N, FEATURES)
+    start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+    histories = fit(ours, hvd.shard((x,), batch_size=BATCH), batch_size=None, callbacks=start), fit(theirs, x)
+    assert_same(ours, theirs, histories)
+
+
+def case_optimizers_of_different_process_sets_are_an_error():
+    alone = hvd.add_process_set([0])
+    try:
+        sets = iter((hvd.global_process_set, alone))
+        model = adversaries(lambda optimizer: hvd.DistributedOptimizer(optimizer, process_set=next(sets)))
+        with pytest.raises(ValueError, match="the same process set"):
+            fit(model, numbers(4, FEATURES), callbacks=[hvd.callbacks.MetricAverageCallback()])
+    finally:
+        assert hvd.remove_process_set(alone)
+
+
+class Extremes(keras.metrics.Metric):
+    """The largest and the smallest error, and the number of rows; a user's own metric, which declares nothing."""
+
+    def __init__(self, name="extremes"):
+        super().__init__(name=name)
+        self.largest = self.add_weight(name="largest", initializer="zeros")
+        self.smallest = self.add_weight(name="smallest", initializer="zeros")
+        self.rows = self.add_weight(name="rows", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        errors = keras.ops.cast(y_true, "float32") - y_pred
+        self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(errors)))
+        self.smallest.assign(keras.ops.minimum(self.smallest, keras.ops.min(errors)))
+        self.rows.assign_add(keras.ops.cast(keras.ops.shape(errors)[0], "float32"))
+
+    def result(self):
+        return {"largest": self.largest.value, "smallest": self.smallest.value, "rows": self.rows.value}
+
+
+def case_metric_that_keeps_a_maximum_and_a_minimum():
+    check(lambda: dense("mse", metrics=[Extremes()]), numbers(N, FEATURES), numbers(N, 2))
