@@ -115,6 +115,19 @@ def case_an_optimizer_applied_twice_in_one_step():
     check(lambda: keras.optimizers.Adam(0.01), apply=apply)
 
 
+@pytest.mark.parametrize("skip", [{"skip_gradients_aggregation": True}, {"experimental_aggregate_gradients": False}])
+def case_gradients_that_the_step_has_reduced(skip):
+    def apply(optimizers, variables, tensors):
+        (optimizer,) = optimizers
+        replica = distribute.get_replica_context() if distribute.has_strategy() else None
+        if replica is None:
+            optimizer.apply(tensors, variables)
+        else:
+            optimizer.apply_gradients(zip(replica.all_reduce("SUM", tensors), variables, strict=True), **skip)
+
+    check(lambda: keras.optimizers.SGD(0.1), apply=apply)
+
+
 def case_infinity_on_one_replica_skips_the_step_on_all():
     def infinite(step, replica):
         own = gradients(step, replica)

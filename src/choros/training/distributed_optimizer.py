@@ -61,9 +61,14 @@ class _DistributedMixin:
         _apply_reduced(self, reduced, trainable_variables)
         reducer.compare(variables, [variable.value for variable in variables])
 
-    def apply_gradients(self, grads_and_vars: Any, skip_gradients_aggregation: bool = False) -> Any:
-        """Keras' own; with Keras 2's ``skip_gradients_aggregation``, for gradients that the caller has reduced."""
-        if not skip_gradients_aggregation:
+    def apply_gradients(
+        self,
+        grads_and_vars: Any,
+        skip_gradients_aggregation: bool = False,
+        experimental_aggregate_gradients: bool = True,
+    ) -> Any:
+        """Keras' own; for gradients that the caller has reduced, with one of the two arguments of Keras 2."""
+        if experimental_aggregate_gradients and not skip_gradients_aggregation:
             return super().apply_gradients(grads_and_vars)  # type: ignore[misc]
         gradients, variables = zip(*grads_and_vars, strict=True)
         move_outwards(self)
