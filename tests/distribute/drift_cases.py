@@ -12,7 +12,19 @@ import pytest
 import choros
 from choros import nn
 from choros.parallel.objects import allgather_object, broadcast_object
-from distribute.strategy_cases import BACKEND, BATCH, CLASSES, FEATURES, JIT, LOSS, data, fit, strategy, weights
+from distribute.strategy_cases import (
+    BACKEND,
+    BATCH,
+    CLASSES,
+    FEATURES,
+    JIT,
+    LOSS,
+    data,
+    directory,
+    fit,
+    strategy,
+    weights,
+)
 
 EVEN = 64
 
@@ -325,3 +337,120 @@ def case_dropout_in_fit_differs_between_replicas():
     np.testing.assert_array_equal(first, again)
     # Each replica's one row keeps a unit (2) or drops it (0): the mean has ones only where their masks differ.
     assert set(np.unique(first).round(3).tolist()) == {0.0, 0.5, 1.0}
+
+
+# ── statistics of layers ─────────────────────────────────────────────────────────────────────────────
+
+
+def case_statistics_of_a_custom_loop_are_averaged_when_read_and_saved():
+    with strategy().scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(momentum=0.5)])
+    layer = model.layers[0]
+    rows = keras.ops.convert_to_tensor(np.full((4, 2), 1.0 + choros.rank(), "float32"))
+
+    def step():
+        layer(rows, training=True)
+        return keras.ops.convert_to_tensor(layer.moving_mean) * 1
+
+    def run():
+        own = strategy().run(step)
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(own)[0], (1.0 + choros.rank()) / 2)
+
+    run()
+    assert "value" not in repr(layer.moving_mean)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(layer.moving_mean), [0.75, 0.75])
+    before = choros.global_process_set.communicator.collectives
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(layer.moving_mean), [0.75, 0.75])
+    weights(model)  # gamma and beta; both statistics have been averaged, or are now
+    assert choros.global_process_set.communicator.collectives - before <= 1
+    for variable in layer.moving_mean, layer.moving_variance:
+        variable.assign(np.zeros(2, "float32"))
+    run()
+    path = f"{broadcast_object(directory())}/model.keras"
+    model.save(path)
+    saved = keras.models.load_model(path)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(saved.layers[0].moving_mean), [0.75, 0.75])
+    for variable in layer.moving_mean, layer.moving_variance:
+        variable.assign(np.zeros(2, "float32"))
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        tf.function(lambda: strategy().run(step))()
+        np.testing.assert_allclose(layer.moving_mean.numpy(), [0.75, 0.75])
+        np.testing.assert_allclose(tf.function(lambda: layer.moving_mean * 2)(), [1.5, 1.5])
+
+
+# ── reductions ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def case_reductions_of_integers_over_several_axes_and_of_strings():
+    here, rank = strategy(), choros.rank()
+    numbers = np.array([[1, 2], [3, 4], [5, 6]][: rank + 2]) * (1 if rank else 0)  # zeros (2, 2), and (3, 2)
+    np.testing.assert_allclose(here.reduce("MEAN", numbers, axis=0), [9 / 5, 12 / 5])
+    np.testing.assert_allclose(float(here.reduce("MEAN", numbers, axis=(0, 1))), 21 / 10)
+    assert int(here.reduce("SUM", numbers, axis=(0, 1))) == 21
+    np.testing.assert_array_equal(
+        here.gather(np.array([f"rank {rank}"] * (rank + 1)), axis=0), ["rank 0"] + ["rank 1"] * 2
+    )
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        gathered = here.gather(tf.constant([f"rank {rank}"]), axis=0)
+        assert gathered.numpy().tolist() == [b"rank 0", b"rank 1"]
+        mean = tf.function(lambda: here.reduce("MEAN", tf.constant(numbers), axis=0))()
+        np.testing.assert_allclose(mean, [9 / 5, 12 / 5])
+
+
+# ── TensorFlow's variables ───────────────────────────────────────────────────────────────────────────
+
+
+def case_variables_of_tensorflow_are_aggregated_as_they_ask():
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+
+    here, rank = strategy(), choros.rank()
+    how, on_read = tf.VariableAggregation, tf.VariableSynchronization.ON_READ
+    with here.scope():
+        initial = tf.Variable(tf.random.normal((3,), seed=rank))
+        written = {kind: tf.Variable(1.0, aggregation=kind) for kind in how}
+        read = {kind: tf.Variable(1.0, aggregation=kind, synchronization=on_read) for kind in how}
+    first, second = allgather_object(initial.numpy())
+    np.testing.assert_array_equal(first, second)
+
+    # Of the values 1 and 2, as tf.distribute's MirroredStrategy aggregates them on two devices.
+    for compiled in (False, True):
+        for method, start, totals in (("assign", 0.0, (0, 3, 1.5, 1)), ("assign_add", 1.0, (1, 4, 2.5, 2))):
+            for variable in [*written.values(), *read.values()]:
+                variable.assign(start)
+            for variable, total in zip(written.values(), totals, strict=True):
+
+                def run(variable=variable, method=method):
+                    return here.run(getattr(variable, method), args=(1.0 + rank,))
+
+                (tf.function(lambda run=run: run()) if compiled else run)()
+                expected = total if variable.aggregation != how.NONE else start * (method != "assign") + 1.0 + rank
+                assert variable.numpy() == expected, (variable.aggregation, method)
+    for kind, total in zip(read, (None, 3.0, 1.5, 1.0), strict=True):
+        variable = read[kind]
+        own = here.run(lambda variable=variable: variable.assign(1.0 + rank).read_value())
+        assert float(own) == 1.0 + rank
+        if total is None:
+            with pytest.raises(choros.errors.ConfigError, match="aggregation=NONE"):
+                variable.numpy()
+            continue
+        assert variable.numpy() == total == float(variable + 0.0)
+        assert float(tf.function(variable.read_value)()) == total
+    read[how.SUM].assign(8.0)
+    assert here.run(read[how.SUM].read_value).numpy() == 4.0
+    with pytest.raises(choros.errors.ConfigError, match="sum of the replicas"):
+        read[how.SUM].assign_add(1.0)
+
+    path = broadcast_object(str(directory()))
+    here.run(lambda: read[how.SUM].assign(1.0 + rank))
+    with here.scope():
+        checkpoint = tf.train.Checkpoint(total=read[how.SUM])
+    saved = checkpoint.save(f"{path}/checkpoint")
+    alone = tf.Variable(0.0)
+    tf.train.Checkpoint(total=alone).restore(saved)
+    assert alone.numpy() == 3.0

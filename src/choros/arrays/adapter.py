@@ -35,9 +35,11 @@ class ArrayAdapter(ABC):
 
     Attributes:
         static_shapes: whether compiled functions must know the shape of every result.
+        widest_float: the floating-point dtype that represents most integers.
     """
 
     static_shapes: ClassVar[bool] = False
+    widest_float: ClassVar[np.dtype[np.generic]] = np.dtype(np.float64)
 
     @abstractmethod
     def to_host(self, array: Any) -> HostArray:

@@ -21,6 +21,7 @@ class JaxArrays(ArrayAdapter):
     """``jax.Array`` and its tracers inside ``jax.jit``."""
 
     static_shapes = True
+    widest_float = np.dtype(np.float32)  # float64 only with jax_enable_x64
 
     def to_host(self, array: Any) -> HostArray:
         """Returns a read-only view of an array on the CPU."""

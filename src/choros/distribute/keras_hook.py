@@ -8,6 +8,7 @@ checks the model; on leaving the last scope the classes are restored::
         Adam()                ──► Optimizer.__init__ ─► strategy.training.optimizer_created
         Accuracy()            ──► Metric.__init__ ────► strategy.training.metric_created
         Dropout(…)            ──► SeedGenerator.__init__ ─► strategy.training.seed_generator_created
+        (a layer's weights)   ──► Layer.add_weight ─────► strategy.training.weight_added
         (their variables)     ──► Variable.__init__ ──► strategy.training.variable_created
         other.compile()       ──► Trainer.compile ────► an error, if other was not created in the scope
     strategy.run(step)
@@ -31,6 +32,7 @@ from typing import Any, Protocol, final
 from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.training import Training
 from choros.distribute.scope import current_strategy, in_fit, in_replica
+from choros.distribute.tf_variables import variables_of_keras
 from choros.errors import StrategyError
 from choros.training.tf_context import as_one_replica
 
@@ -121,6 +123,7 @@ def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (BaseOptimizer, "__init__", _notifying(lambda training: training.optimizer_created)),
         (keras.Metric, "__init__", _notifying(lambda training: training.metric_created)),
         (keras.random.SeedGenerator, "__init__", _notifying(lambda training: training.seed_generator_created)),
+        (keras.Layer, "add_weight", _notifying_of_weights),
         (Trainer, "compile", _checking_scope),
         *((kind, "__init__", _as_one_replica) for kind in strategy_aware_classes()),
         (BaseOptimizer, "apply", _distributing),
@@ -162,6 +165,18 @@ def _notifying(hook: Callable[[Training], Callable[[Any], None]] | None = None) 
     return wrapper
 
 
+def _notifying_of_weights(own: Any) -> Any:
+    @functools.wraps(own)
+    def add_weight(self: Any, *args: Any, **kwargs: Any) -> Any:
+        weight = own(self, *args, **kwargs)
+        strategy = current_strategy()
+        if strategy is not None and strategy.training is not None:
+            strategy.training.weight_added(weight)
+        return weight
+
+    return add_weight
+
+
 def _as_one_replica(own: Any) -> Any:
     """Returns a wrapper of ``__init__`` in which Keras does not see the strategy, with which it would train."""
 
@@ -184,7 +199,7 @@ def _outside_of_graphs(own: Any) -> Any:
     @functools.wraps(own)
     def init(self: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
         in_graph = not tf.executing_eagerly() and not in_fit() and not tf.is_symbolic_tensor(initializer)
-        with tf.init_scope() if in_graph else nullcontext():
+        with variables_of_keras(), tf.init_scope() if in_graph else nullcontext():
             own(self, initializer, *args, **kwargs)
 
     return init

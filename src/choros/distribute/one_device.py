@@ -12,7 +12,7 @@ from choros.distribute.fit.training import Training
 from choros.distribute.joining import framework
 from choros.distribute.process_replicas import ProcessReplicas
 from choros.distribute.reduce_op import ReduceOp
-from choros.distribute.replicas import Replicas
+from choros.distribute.replicas import Axis, Replicas
 from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError
 
@@ -79,7 +79,7 @@ class _OnDevice(Replicas):
         with self._placement():
             return self._replica.run(strategy, function, args, kwargs)
 
-    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
+    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
         """Reduces over ``axis``; with ``None``, returns the value."""
         return self._replica.reduce(op, value, axis)
 

@@ -12,6 +12,7 @@ In a compiled function (``tf.function``, ``jax.jit``) each of these is a call on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, final
@@ -22,12 +23,13 @@ from choros.arrays import ArraySpec, adapter_of
 from choros.comm import Reduction, global_process_set
 from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replica_context import ReplicaContext
-from choros.distribute.replicas import Replicas
+from choros.distribute.replicas import Axis, Replicas
 from choros.distribute.scope import enter_scope
 from choros.distribute.torch_objects import synchronized_torch_objects
 from choros.distribute.values import select
 from choros.errors import ConfigError
 from choros.parallel import ops
+from choros.parallel.objects import allgather_object
 from choros.parallel.structure import map_structure
 
 __all__ = ["ProcessReplicas"]
@@ -54,7 +56,7 @@ class ProcessReplicas(Replicas):
         with enter_scope(strategy, ReplicaContext(strategy, self.first)), synchronized:
             return function(*select(0, tuple(args)), **select(0, dict(kwargs)))
 
-    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
+    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
         """Reduces over ``axis`` on the host, then over the processes."""
         value = select(0, value)
         if axis is None:
@@ -85,18 +87,22 @@ class ProcessReplicas(Replicas):
             return value
         leaves: list[Any] = []
         map_structure(leaves.append, value)
-        reduced = iter(ops.grouped_allreduce(leaves, op.engine_op, name=name))
+        reduced = iter(ops.grouped_allreduce([_meanable(op, leaf) for leaf in leaves], op.engine_op, name=name))
         return map_structure(lambda _: next(reduced), value)
 
-    def _reduce(self, op: ReduceOp, value: Any, axis: int) -> Any:
+    def _reduce(self, op: ReduceOp, value: Any, axis: int | Sequence[int]) -> Any:
+        value = _meanable(op, value)
         adapter = adapter_of(value)
         spec = adapter.spec(value)
-        _check_axis("reduce", spec.shape, axis, "pass axis=None for scalars.")
-        rest = tuple(n for dimension, n in enumerate(spec.shape) if dimension != axis % len(spec.shape))
+        axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+        for each in axes:
+            _check_axis("reduce", spec.shape, each, "pass axis=None for scalars.")
+        axes = tuple(each % len(spec.shape) for each in axes)
+        rest = tuple(n for dimension, n in enumerate(spec.shape) if dimension not in axes)
 
         def on_host(hosts: Sequence[Any]) -> Sequence[Any]:
             (host,) = hosts
-            total, count = host.sum(axis=axis), np.asarray(host.shape[axis])
+            total, count = host.sum(axis=axes), np.asarray(math.prod(host.shape[each] for each in axes))
             if self.count > 1:
                 communicator = global_process_set.communicator
                 total, count = communicator.grouped_allreduce([total, count], Reduction.SUM, name="reduce")
@@ -111,9 +117,33 @@ class ProcessReplicas(Replicas):
                 f"gather: {type(value).__name__} cannot be gathered, as in tf.distribute: gather its values and its "
                 "indices, or reduce it with SUM."
             )
-        shape = adapter_of(value).spec(value).shape
-        _check_axis("gather", shape, axis, "reshape scalars to arrays first.")
-        return value if self.count == 1 else ops.allgather(value, axis=axis, name="gather")
+        spec = adapter_of(value).spec(value)
+        _check_axis("gather", spec.shape, axis, "reshape scalars to arrays first.")
+        if self.count == 1:
+            return value
+        if spec.dtype.kind in "OSU":
+            return _gather_strings(value, spec, axis)
+        return ops.allgather(value, axis=axis, name="gather")
+
+
+def _meanable(op: ReduceOp, value: Any) -> Any:
+    """Returns integers as floating-point numbers, for a mean."""
+    if op is not ReduceOp.MEAN or isinstance(value, (bool, int, float)):
+        return value
+    adapter = adapter_of(value)
+    if adapter.rows_of(value) is not None:
+        return value
+    return adapter.cast(value, adapter.widest_float) if adapter.spec(value).dtype.kind in "iub" else value
+
+
+def _gather_strings(value: Any, spec: ArraySpec, axis: int) -> Any:
+    def on_host(hosts: Sequence[Any]) -> Sequence[Any]:
+        return [np.concatenate(allgather_object(np.asarray(hosts[0]), name="gather"), axis)]
+
+    axis %= len(spec.shape)
+    shape = tuple(None if dimension == axis else n for dimension, n in enumerate(spec.shape))
+    (result,) = adapter_of(value).host_call(on_host, [value], [ArraySpec(shape, spec.dtype)])
+    return result
 
 
 def _check_axis(method: str, shape: tuple[int | None, ...], axis: int, advice: str) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 from choros.distribute.reduce_op import ReduceOp
 
-__all__ = ["Replicas"]
+__all__ = ["Axis", "Replicas"]
+
+#: One dimension, or several; ``None``: the replicas' values are reduced element by element.
+Axis = int | Sequence[int] | None
 
 
 class Replicas(ABC):
@@ -29,7 +32,7 @@ class Replicas(ABC):
         """Calls ``function`` once for each replica of this process, in replica context."""
 
     @abstractmethod
-    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
+    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
         """In cross-replica context: returns the reduced value, on every process."""
 
     @abstractmethod

@@ -20,9 +20,10 @@ from choros.distribute.fit.training import Training
 from choros.distribute.input_context import InputContext, InputOptions, ValueContext
 from choros.distribute.keras_hook import patch_keras
 from choros.distribute.reduce_op import ReduceOp
-from choros.distribute.replicas import Replicas
+from choros.distribute.replicas import Axis, Replicas
 from choros.distribute.saving_hook import guard_saving
 from choros.distribute.scope import current_replica, enter_scope
+from choros.distribute.tf_variables import follow_variables
 from choros.distribute.values import PerReplica, per_replica
 from choros.errors import ConfigError, StrategyError
 
@@ -149,14 +150,15 @@ class Strategy(ABC):
         return self.run(fn, args, kwargs)
 
     @final
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Axis = None) -> Any:
         """Reduces the replicas' values; returns the result on every process.
 
         Args:
             reduce_op: ``SUM`` or ``MEAN``.
             value: a result of ``run``, or a structure of results.
-            axis: ``None`` reduces the replicas' values element by element; a number also reduces each value over that
-                dimension, so that ``MEAN`` is the mean over all examples, even of batches of unequal sizes.
+            axis: ``None`` reduces the replicas' values element by element; a number, or a tuple of them, also reduces
+                each value over these dimensions, so that ``MEAN`` is the mean over all examples, even of batches of
+                unequal sizes. The mean of integers is of floating point.
 
         Raises:
             StrategyError: the program is in a replica, which sees only its own value.
@@ -176,7 +178,8 @@ class Strategy(ABC):
         """Concatenates the replicas' values along ``axis``; returns the result on every process.
 
         Args:
-            value: a result of ``run``: arrays of at least one dimension, which may differ only in ``axis``.
+            value: a result of ``run``: arrays of at least one dimension, which may differ only in ``axis``; of numbers
+                or strings.
             axis: the dimension.
 
         Raises:
@@ -271,10 +274,15 @@ class _Scope(AbstractContextManager[Strategy]):
         strategy = self._strategy
         guard_saving()
         with ExitStack() as stack:
-            for block in (enter_scope(strategy), strategy.placement(), patch_keras(strategy)):
+            blocks = enter_scope(strategy), strategy.placement(), patch_keras(strategy), self._variables()
+            for block in blocks:
                 stack.enter_context(block)
             self._entered.append(stack.pop_all())
         return strategy
+
+    def _variables(self) -> AbstractContextManager[Any]:
+        replicas = self._strategy.replicas
+        return follow_variables() if replicas.count > replicas.local_count else nullcontext()
 
     def __exit__(self, *exception: Any) -> bool | None:
         return self._entered.pop().__exit__(*exception)

@@ -22,7 +22,7 @@ from choros.observe import events
 from choros.observe.events import Kind
 from choros.parallel.objects import allgather_object
 
-__all__ = ["write_once"]
+__all__ = ["is_writing", "write_once"]
 
 
 class _Thread(threading.local):
@@ -30,6 +30,11 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+def is_writing() -> bool:
+    """Whether this process writes files for others, and so must not communicate."""
+    return _thread.writing
 
 
 def write_once(write: Callable[[], Any], path: str = "") -> Any:

@@ -67,6 +67,7 @@ __all__ = [
     "layers_of",
     "learning_rate_of",
     "load_optimizer_weights_from_hdf5_group",
+    "local_value",
     "make_backups_atomic",
     "metrics_of",
     "no_automatic_dependency_tracking",
@@ -261,6 +262,11 @@ def own_statistics(layer: Any) -> list[Any]:
 def has_value(variable: Any) -> bool:
     """Whether the variable has a value yet; reading the public ``value`` would create one."""
     return variable._value is not None
+
+
+def local_value(variable: Any) -> Any:
+    """This process's value; the public ``value`` may be overridden, to communicate."""
+    return variable._value
 
 
 def flatten_metrics(model: Any, results: dict[str, Any]) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -12,9 +13,19 @@ import numpy as np
 
 from choros.comm import Communicator, Reduction
 from choros.distribute.reduce_op import ReduceOp
+from choros.distribute.replicas import Axis
 from choros.errors import ConfigError
 
-__all__ = ["AXIS", "ReplicaCollectives", "ThreadCollectives", "TracedCollectives", "axis_of", "mean_of"]
+__all__ = [
+    "AXIS",
+    "ReplicaCollectives",
+    "ThreadCollectives",
+    "TracedCollectives",
+    "axes_of",
+    "axis_of",
+    "count_along",
+    "mean_of",
+]
 
 #: The name of the only axis of the replicas' mesh.
 AXIS = "replica"
@@ -38,15 +49,15 @@ class ReplicaCollectives(ABC):
         """Returns the replicas' arrays, concatenated along ``axis``."""
 
     @final
-    def reduce(self, op: ReduceOp, array: Any, axis: int | None) -> Any:
-        """``all_reduce``, which also reduces over the dimension ``axis`` of each array."""
+    def reduce(self, op: ReduceOp, array: Any, axis: Axis) -> Any:
+        """``all_reduce``, which also reduces over the dimensions ``axis`` of each array."""
         if axis is None:
             return self.all_reduce(op, array)
-        axis = axis_of(array, axis, "reduce")
-        total = self.all_reduce(ReduceOp.SUM, jnp.sum(array, axis))
+        axes = axes_of(array, axis)
+        total = self.all_reduce(ReduceOp.SUM, jnp.sum(array, axes))
         if op is ReduceOp.SUM:
             return total
-        return mean_of(total, self.all_reduce(ReduceOp.SUM, np.int32(np.shape(array)[axis])))
+        return mean_of(total, self.all_reduce(ReduceOp.SUM, np.int32(count_along(array, axes))))
 
 
 @final
@@ -118,6 +129,16 @@ def axis_of(array: Any, axis: int, method: str) -> int:
             "scalars with axis=None; to gather them, reshape them to arrays of one element first."
         )
     return axis % len(shape)
+
+
+def axes_of(array: Any, axis: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns the indices of the dimensions over which ``array`` is reduced."""
+    return tuple(axis_of(array, each, "reduce") for each in (axis if isinstance(axis, Sequence) else (axis,)))
+
+
+def count_along(array: Any, axes: Sequence[int]) -> int:
+    """Returns the number of elements of ``array`` that are reduced to one."""
+    return math.prod(np.shape(array)[each] for each in axes)
 
 
 def mean_of(total: Any, count: Any) -> Any:

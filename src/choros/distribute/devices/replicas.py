@@ -34,13 +34,21 @@ from choros.comm import Communicator
 from choros.comm.engines.threads import run_threads
 from choros.distribute.devices.arguments import Pattern, by_leaf, flatten
 from choros.distribute.devices.arrays import DeviceArrays
-from choros.distribute.devices.collectives import AXIS, ReplicaCollectives, ThreadCollectives, axis_of, mean_of
+from choros.distribute.devices.collectives import (
+    AXIS,
+    ReplicaCollectives,
+    ThreadCollectives,
+    axes_of,
+    axis_of,
+    count_along,
+    mean_of,
+)
 from choros.distribute.devices.compiled_step import CompileCache, CompiledStep, ReplicaFunction, flow_of
 from choros.distribute.devices.names import DeviceName, jax_devices
 from choros.distribute.fit.training import Training
 from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replica_context import ReplicaContext
-from choros.distribute.replicas import Replicas
+from choros.distribute.replicas import Axis, Replicas
 from choros.distribute.scope import enter_scope
 from choros.distribute.values import PerReplica
 from choros.errors import ConfigError, StrategyError
@@ -122,7 +130,7 @@ class DeviceReplicas(Replicas):
         parts = [self._arrays.per_replica(leaf, numbers=number) for leaf, number in zip(leaves, numbers, strict=True)]
         return jax.tree.unflatten(tree, parts)
 
-    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
+    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
         """Reduces on the first device; in a ``merge_call``, within the step."""
         if (collectives := self._active.collectives) is not None:
             return jax.tree.map(lambda leaf: collectives.reduce(op, leaf, axis), value)
@@ -208,7 +216,7 @@ class DeviceReplicas(Replicas):
         return [jax.device_put(value, self._arrays.devices[0]) for value in values]
 
 
-def _reduced(op: ReduceOp, values: Sequence[Any], axis: int | None) -> Any:
+def _reduced(op: ReduceOp, values: Sequence[Any], axis: Axis) -> Any:
     if axis is None:
         if len({value.shape for value in values}) > 1:
             raise ConfigError(
@@ -216,11 +224,11 @@ def _reduced(op: ReduceOp, values: Sequence[Any], axis: int | None) -> Any:
                 f"{', '.join(str(value.shape) for value in values)}: pass axis=0 to reduce over the examples as well."
             )
         return (jnp.sum if op is ReduceOp.SUM else jnp.mean)(jnp.stack(values), 0)
-    axes = [axis_of(value, axis, "reduce") for value in values]
-    total = jnp.sum(jnp.stack([value.sum(axis) for value, axis in zip(values, axes, strict=True)]), 0)
+    axes = [axes_of(value, axis) for value in values]
+    total = jnp.sum(jnp.stack([value.sum(own) for value, own in zip(values, axes, strict=True)]), 0)
     if op is ReduceOp.SUM:
         return total
-    return mean_of(total, sum(value.shape[axis] for value, axis in zip(values, axes, strict=True)))
+    return mean_of(total, sum(count_along(value, own) for value, own in zip(values, axes, strict=True)))
 
 
 def _gathered(values: Sequence[Any], axis: int) -> Any:

@@ -28,10 +28,12 @@ from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.gradients import distribute_optimizer
 from choros.distribute.fit.prediction import predict_rows
 from choros.distribute.fit.random_numbers import follow_seeds
+from choros.distribute.fit.statistics import Statistics, average_variables
 from choros.distribute.fit.training import Training
 from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_fit, in_fit, in_replica
-from choros.distribute.writing import write_once
+from choros.distribute.tf_variables import settle_variables
+from choros.distribute.writing import is_writing, write_once
 from choros.errors import ConfigError
 from choros.parallel.data import Part, Sharding, are_arrays, check_global_batch, count_rows, cut, kind_of
 from choros.parallel.identical import are_identical
@@ -74,6 +76,7 @@ class SynchronousTraining(Training):
     def __init__(self, replicas: Replicas, state_owner: int | None = None) -> None:
         self._replicas = replicas
         self._state_owner = state_owner
+        self._statistics = Statistics(replicas)
 
     def variable_created(self, variable: Any) -> None:
         """Broadcasts the initial value from process 0, unless all processes have the same.
@@ -89,6 +92,11 @@ class SynchronousTraining(Training):
         with _outside_of_graphs():
             if not are_identical([adapter.to_host(variable.value)]):
                 broadcast_variables([variable], 0)
+
+    def weight_added(self, weight: Any) -> None:
+        """Makes a layer's statistics those of all replicas, outside of ``run`` and ``fit``."""
+        if self._replicas.count > 1 and not weight.trainable and "float" in weight.dtype:
+            self._statistics.add(weight)
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Patches the optimizer to reduce the replicas' gradients."""
@@ -125,6 +133,7 @@ class SynchronousTraining(Training):
 
     def fit(self, model: Any, call: KerasCall) -> Any:
         """Trains on this process's rows of each global batch."""
+        self._statistics.average(model)
         if self._replicas.count == 1:
             return _run_locally(call)
         x, y, weights, validation = _split_validation(call)
@@ -145,6 +154,7 @@ class SynchronousTraining(Training):
 
     def evaluate(self, model: Any, call: KerasCall) -> Any:
         """Evaluates this process's rows, then reduces the metrics' sums."""
+        self._statistics.average(model)
         if self._replicas.count == 1:
             return _run_locally(call)
         data = self._part(call["x"], call["y"], call["sample_weight"], call["batch_size"], steps=call["steps"])
@@ -159,6 +169,7 @@ class SynchronousTraining(Training):
 
     def predict(self, model: Any, call: KerasCall) -> Any:
         """Predicts this process's rows, then gathers the outputs of all processes."""
+        self._statistics.average(model)
         call = call.replaced(callbacks=self._callbacks_of_rank(call["callbacks"]), verbose=self._verbosity(call))
         if call["steps"] is not None and are_arrays(call["x"]):
             call = call.replaced(x=cut(call["x"], 0, call["steps"] * (call["batch_size"] or _BATCH)), steps=None)
@@ -168,20 +179,26 @@ class SynchronousTraining(Training):
 
     def train_on_batch(self, model: Any, call: KerasCall) -> Any:
         """Trains one step on this process's rows."""
+        self._statistics.average(model)
         draw_by_rank(model)
         return self._on_batch(model, call, is_test=False)
 
     def test_on_batch(self, model: Any, call: KerasCall) -> Any:
         """Adds this process's rows to the metrics."""
+        self._statistics.average(model)
         return self._on_batch(model, call, is_test=True)
 
     def predict_on_batch(self, model: Any, call: KerasCall) -> Any:
         """Predicts this process's rows, then gathers the outputs of all processes."""
+        self._statistics.average(model)
         with enter_fit():
             return predict_rows(call, self._replicas.first, self._replicas.count)
 
     def save(self, write: Callable[[], Any], path: str) -> Any:
         """Writes on the first of the processes that name this path."""
+        if not in_fit() and not is_writing() and self._replicas.count > 1:
+            self._statistics.average()
+            settle_variables()
         return write_once(write, path)
 
     def _on_batch(self, model: Any, call: KerasCall, *, is_test: bool) -> Any:
@@ -279,11 +296,7 @@ class _AverageStatistics(keras.callbacks.Callback):
         self._average()
 
     def _average(self) -> None:
-        statistics = [each for each in self.model.non_trainable_variables if "float" in each.dtype]
-        own = [adapter_of(each.value).to_host(each.value) for each in statistics]
-        communicator = global_process_set.communicator
-        for variable, value in zip(statistics, communicator.grouped_allreduce(own, name="statistics"), strict=True):
-            variable.assign(value)
+        average_variables([each for each in self.model.non_trainable_variables if "float" in each.dtype])
 
 
 def _run_locally(call: KerasCall) -> Any:

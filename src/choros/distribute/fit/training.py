@@ -40,6 +40,9 @@ class Training(ABC):
     def metric_created(self, metric: Any) -> None:
         """Called while a metric is created; its own ``__init__`` may not have returned yet."""
 
+    def weight_added(self, weight: Any) -> None:  # noqa: B027
+        """Called after a layer has created a variable of its own."""
+
     def seed_generator_created(self, generator: Any) -> None:  # noqa: B027  (not all need it)
         """Called after a ``keras.random.SeedGenerator`` is created."""
 
