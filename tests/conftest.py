@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=tuple(PARTS), help=text)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if part := config.getoption("part"):
         chosen = [item for item in items if job_of(item) in PARTS[part] and not item.get_closest_marker("slow")]
