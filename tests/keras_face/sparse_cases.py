@@ -13,7 +13,8 @@ import tensorflow as tf
 import choros.keras as hvd
 from choros import distribute, nn
 from choros.errors import ConfigError
-from choros.training.distributed_optimizer import join
+from choros.parallel.reduce.joining import join
+from choros.training.distributed_optimizer import participation, receive_weights
 from keras_face.training_cases import assert_same_history, assert_same_on_all_ranks, assert_same_weights, communicator
 
 WORDS, USERS, LENGTH, BATCH = 40, 20, 3, 16
@@ -200,7 +201,8 @@ def case_a_rank_without_any_batch():
     model.optimizer.build(model.trainable_variables)
     if hvd.rank() == 0:
         model.train_on_batch(x, y)
-    join(model.optimizer)
+    join(communicator(), participation(model.optimizer))
+    receive_weights(model.optimizer)
     assert_same_weights(model, expected)
     assert_same_on_all_ranks(model)
 
