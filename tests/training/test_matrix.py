@@ -1,4 +1,4 @@
-"""The selection of the transparency matrix: its cells on PyTorch, on two ranks."""
+"""The selection of the transparency matrix: its cells on PyTorch, on two ranks, and some of TensorFlow's."""
 
 import itertools
 
@@ -14,6 +14,11 @@ MODULE = "training.matrix_cases"
 @pytest.mark.parametrize("case", case_names(MODULE))
 def test_every_pair_of_values(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
+
+
+@on(Job(2, "tensorflow"))
+def test_loops_of_tensorflow_keep_the_order_of_calls(job: Job) -> None:
+    check_case(MODULE, "case_second_part", job)
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(DIMENSIONS, 2)), ids="-".join)

@@ -184,8 +184,9 @@ class OptimizerReducer:
             return [np.asarray(0, np.int32)]
 
         adapter = _adapter()
-        # Read here: TensorFlow keeps the order of calls of the host only if they have no variables among their inputs.
-        tensors = [keras.ops.convert_to_tensor(values[index]) for index in shared]
+        # TensorFlow keeps the order of calls of the host only if they have no variables among their inputs. This reads
+        # them here; convert_to_tensor and cast return them as they are.
+        tensors = [keras.ops.stop_gradient(values[index]) for index in shared]
 
         def check() -> Any:
             return adapter.host_call(on_host, tensors, [_FLAG])[0]
