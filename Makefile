@@ -1,7 +1,7 @@
 # Two commands do all the set-up on a machine that has Python and nothing else:
 #   make train   train the digits CNN on two processes
 #   make test    run the whole suite, on all three frameworks
-#   make test-quick   run what a minute or two allow
+#   make test-quick   run what three minutes allow
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +34,7 @@ test-quick: install  ## Run the tests of one framework on two ranks, and those t
 test-gpu:  ## Train on this machine's GPUs, with the frameworks of this Python that support them: make test-gpu BIN=/usr/bin
 	$(BIN)/python -m pytest tests/gpu
 
-# What coverage measures: make coverage PART= takes the whole suite, in about a quarter of an hour.
+# What coverage measures: make coverage PART= takes the whole suite, in about half an hour.
 PART ?= --part quick
 
 coverage: install  ## Run the quick part, and say which lines and branches of choros it runs, ranks included
