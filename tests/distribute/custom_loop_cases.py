@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import keras
 import numpy as np
 import pytest
@@ -113,6 +115,34 @@ def case_an_optimizer_applied_twice_in_one_step():
         optimizer.apply(tensors[1:], variables[1:])
 
     check(lambda: keras.optimizers.Adam(0.01), apply=apply)
+
+
+def case_calls_of_the_host_are_ordered_in_a_compiled_step():
+    """TensorFlow keeps the program's order of calls of the host only if no variable is among their inputs."""
+    if keras.backend.backend() != "tensorflow":
+        return
+    import tensorflow as tf
+
+    here = distribute.MirroredStrategy()
+    with here.scope():
+        variables, optimizer = made_variables(), keras.optimizers.SGD(0.1)
+        optimizer.build(variables)
+    tensors = [tf.constant(each) for each in gradients(0, choros.rank())]
+
+    def step():
+        optimizer.apply(tensors, variables)
+        return tf.reduce_sum(tensors[0])
+
+    @tf.function
+    def distributed_step():
+        return here.reduce("SUM", here.run(step), axis=None)
+
+    operations = distributed_step.get_concrete_function().graph.get_operations()
+    calls = [each for each in operations if each.type in ("PyFunc", "If")]
+    assert [each.type for each in calls] == ["PyFunc", "If", "PyFunc"]  # gradients, the comparison, the loss
+    assert not [tensor for each in calls for tensor in each.inputs if tensor.dtype == tf.resource]
+    for earlier, later in pairwise(calls):
+        assert earlier in later.control_inputs
 
 
 @pytest.mark.parametrize("skip", [{"skip_gradients_aggregation": True}, {"experimental_aggregate_gradients": False}])
