@@ -90,7 +90,8 @@ def own_class(variable: Any) -> Any:
 def _create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     import tensorflow as tf
 
-    if _thread.in_keras or in_fit():
+    # A checkpoint creates its counter when it is first saved, which only one process may do.
+    if _thread.in_keras or in_fit() or is_writing() or kwargs.get("name") == "save_counter":
         return next_creator(**kwargs)
     initial = kwargs.get("initial_value")
     if not tf.executing_eagerly() and not callable(initial):

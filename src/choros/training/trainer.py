@@ -138,8 +138,9 @@ class Steps:
         So ``evaluate`` returns them, and passes them to callbacks.
         """
         self._in_test, self.test_results = _active(global_process_set), None
-        # Bypasses Keras' attribute tracking; Keras' method is called in each step, and once at the end.
-        object.__setattr__(self._model, "get_metrics_result", self._metrics_result)
+        if self._in_test:
+            # Bypasses Keras' attribute tracking; Keras' method is called in each step, and once at the end.
+            object.__setattr__(self._model, "get_metrics_result", self._metrics_result)
 
     def end_test(self) -> dict[str, Any]:
         """Ends it when no rank has batches left; returns the results of all metrics."""
