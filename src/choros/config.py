@@ -66,6 +66,12 @@ LOG_LEVEL = Variable(
     ("DEBUG", "INFO", "WARNING", "ERROR"),
     "the log level: INFO, which chorosrun --verbose sets, logs the engine and why it was selected; DEBUG all events.",
 )
+MERGE_OUTPUT = Variable(
+    "CHOROS_MERGE_OUTPUT",
+    "1",
+    ("0", "1"),
+    "whether chorosrun shows equal lines that several ranks write on standard error within a moment as one line.",
+)
 START_TIMEOUT = Variable(
     "CHOROS_START_TIMEOUT",
     "300",
@@ -79,7 +85,7 @@ SECRET = Variable(
     "the key, in hex, with which processes that MPI did not start authenticate each other. chorosrun generates one.",
 )
 
-VARIABLES: tuple[Variable, ...] = (ENGINE, AUTOTUNE, OVERLAP, ALLOCATOR, LOG_LEVEL, START_TIMEOUT, SECRET)
+VARIABLES: tuple[Variable, ...] = (ENGINE, AUTOTUNE, OVERLAP, ALLOCATOR, LOG_LEVEL, MERGE_OUTPUT, START_TIMEOUT, SECRET)
 
 
 @dataclass(frozen=True)

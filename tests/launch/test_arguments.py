@@ -73,6 +73,23 @@ def test_a_host_file_named_by_the_environment(tmp_path):
     assert job(environ={"OMPI_MCA_orte_default_hostfile": str(tmp_path / "hosts")}).hosts == (Host("a", 2),)
 
 
+@pytest.mark.parametrize(
+    ("given", "value", "merges"),
+    [
+        ({}, None, True),
+        ({}, "1", True),
+        ({}, "0", False),
+        ({"merge_output": True}, "0", True),
+        ({"merge_output": False}, None, False),
+        ({"prefix_output": False}, None, False),
+    ],
+)
+def test_whether_equal_lines_are_merged(given, value, merges):
+    environ = {} if value is None else {"CHOROS_MERGE_OUTPUT": value}
+    assert Arguments(**given).merge(2, environ) is merges
+    assert not Arguments(**given).merge(1, environ)
+
+
 def test_limits():
     assert Arguments().limits == Limits()
     assert Arguments(timeout=5, start_timeout=2, grace_period=0).limits == Limits(2, 5, 0)
@@ -91,6 +108,7 @@ def test_limits():
         ({"start_timeout": 0}, "--start-timeout 0: expected"),
         ({"grace_period": -1}, "--grace-period -1: expected a finite number of seconds, 0 or more"),
         ({"hosts": "a", "hostfile": "b"}, "--hosts and --hostfile both name hosts: give only one of them"),
+        ({"merge_output": True, "prefix_output": False}, "--merge-output True: lines are merged only if a prefix"),
         ({"max_restarts": 1}, "--max-restarts applies only to the workers"),
         ({"env": {"A": 1}}, r"env=\{'A': 1\}: the name and the value of an environment variable must be strings"),
         ({"num_proc": 0, "in_python": True}, "^np=0: expected"),

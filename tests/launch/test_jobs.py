@@ -34,7 +34,7 @@ def test_output_and_settings(tmp_path):
         "print('after', file=sys.stderr)\n",
     )
     ended = run(
-        *("-np", "2", "--output-dir", tmp_path / "logs"),
+        *("-np", "2", "--no-merge-output", "--output-dir", tmp_path / "logs"),
         *("--env", "MINE=s3cret", "--env", "MKL_NUM_THREADS=5", PYTHON, script),
     )
     assert ended.code == 0, ended.err
@@ -247,6 +247,24 @@ def test_large_output_on_standard_error_after_a_traceback_is_not_slow():
     lines = ended.err.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-50_000:] == [f"{i} {'x' * 90}" for i in range(50_000)]
+
+
+def test_lines_that_ranks_write_together_are_merged():
+    code = (
+        "import sys, time\n"
+        "from mpi4py import MPI\n"
+        "for i in range(20):\n"
+        "    time.sleep(0.01)\n"
+        "    MPI.COMM_WORLD.Barrier()\n"
+        "    print('both', i, file=sys.stderr)\n"
+        "    print('alone', MPI.COMM_WORLD.rank, i, file=sys.stderr)\n"
+    )
+    ended = run("-np", "2", PYTHON, "-c", code)
+    assert (ended.code, ended.out) == (0, "")
+    assert "[0-1] both" in ended.err
+    for rank in range(2):  # nothing is lost, and the order of its lines is kept
+        mine = re.findall(rf"^\[(?:{rank}|0-1)\] (.*)$", ended.err, re.MULTILINE)
+        assert mine == [line for i in range(20) for line in (f"both {i}", f"alone {rank} {i}")]
 
 
 def test_a_reader_that_closes_the_pipe_does_not_end_the_job(tmp_path):

@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+from choros.launch.driver.line_merger import LineMerger, Lines
 from choros.launch.driver.output import Files, Output, Screen, use_colour
 from choros.launch.plan.roles import Roles
 from choros.launch.protocol.frames import Text
@@ -13,7 +14,7 @@ def shown(frames, **how):
     out, err = io.BytesIO(), io.BytesIO()
     screen = Screen(out, err, prefix=how.get("prefix", True), colour=how.get("colour", False))
     for frame in frames:
-        screen.write(frame)
+        screen.write(Lines((frame.rank,), frame.stream, frame.data))
     screen.finish_line()
     return out.getvalue(), err.getvalue()
 
@@ -60,6 +61,32 @@ def test_roles(tmp_path):
     output.close()
     assert out.getvalue() == b"[chief] a\n[ps 0] a\n[worker 0] a\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chief", "ps.0", "worker.0"]
+
+
+def test_the_screen_merges_equal_lines_and_the_files_have_those_of_each_rank(tmp_path):
+    out, err = io.BytesIO(), io.BytesIO()
+    screen = Screen(out, err, prefix=True, colour=True)
+    output = Output(screen, Files(tmp_path, 3), LineMerger(3))
+    for rank in range(3):
+        output.write(Text(rank, "err", b"warning\n"))
+    assert err.getvalue() == b"[0-2] warning\n"  # no rank's colour
+    output.write(Text(1, "err", b"held\n"))
+    assert 0 < output.due_after() < 0.1
+    output.write_due()
+    output.show("chorosrun: after all that is held")
+    assert output.due_after() is None
+    output.write(Text(2, "err", b"last\n"))
+    output.close()
+    assert err.getvalue().splitlines()[1:] == [
+        b"\x1b[33m[1] \x1b[0mheld",
+        b"chorosrun: after all that is held",
+        b"\x1b[32m[2] \x1b[0mlast",
+    ]
+    assert [(tmp_path / f"rank.{rank}" / "stderr").read_bytes() for rank in range(3)] == [
+        b"warning\n",
+        b"warning\nheld\n",
+        b"warning\nlast\n",
+    ]
 
 
 def test_colour():

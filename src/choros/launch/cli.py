@@ -19,6 +19,7 @@ from choros.errors import ChorosError, ConfigError, LaunchError
 from choros.launch.driver.accelerators import count_accelerators
 from choros.launch.driver.host_names import own_names
 from choros.launch.driver.launcher import dry_run_command, launch
+from choros.launch.driver.line_merger import LineMerger
 from choros.launch.driver.mpirun_detection import detect_mpirun
 from choros.launch.driver.outcome import outcome_of
 from choros.launch.driver.output import DescriptorSink, Files, Output, Screen, use_colour
@@ -92,7 +93,8 @@ def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
     prefix = arguments.prefix(job.size)
     screen = Screen(DescriptorSink(1), DescriptorSink(2), prefix=prefix, colour=colour, roles=job.roles)
     directory = arguments.output_dir
-    output = Output(screen, Files(Path(directory), job.size, job.roles) if directory else None)
+    files = Files(Path(directory), job.size, job.roles) if directory else None
+    output = Output(screen, files, LineMerger(job.size) if arguments.merge(job.size, os.environ) else None)
     limits = arguments.limits
     outcome = outcome_of(launch(job, mpirun, os.environ, output, limits, verbose=arguments.verbose), limits)
     for line in outcome.lines:

@@ -15,6 +15,7 @@ from choros.errors import ConfigError, JobTimeout, LaunchError, WorkerFailed
 from choros.launch.driver.accelerators import count_accelerators
 from choros.launch.driver.host_names import own_names
 from choros.launch.driver.launcher import launch
+from choros.launch.driver.line_merger import LineMerger
 from choros.launch.driver.mpirun_detection import detect_mpirun
 from choros.launch.driver.outcome import outcome_of
 from choros.launch.driver.output import Files, Output, Screen
@@ -46,6 +47,7 @@ def run(
     grace_period: float = Arguments.grace_period,
     output_dir: str | os.PathLike[str] | None = None,
     prefix_output: bool | None = None,
+    merge_output: bool | None = None,
     verbose: bool = False,
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
@@ -76,6 +78,8 @@ def run(
         grace_period: seconds that ranks may take to end after SIGINT or SIGTERM.
         output_dir: also write each rank's output to ``rank.N/stdout`` and ``stderr`` in this directory.
         prefix_output: prefix every line with ``[rank]``. Default: with more than one rank.
+        merge_output: show equal lines that several ranks write on standard error within a moment as one line. Default:
+            with a prefix, unless ``CHOROS_MERGE_OUTPUT=0``.
         verbose: show the mpirun command, each rank's settings and mpirun's messages.
         ssh_port: the port of the hosts' ssh servers.
         ssh_identity_file: the private key for ssh.
@@ -121,6 +125,7 @@ def run(
         network_interfaces=network_interfaces,
         tcp=tcp,
         prefix_output=prefix_output,
+        merge_output=merge_output,
         output_dir=output_dir,
         verbose=verbose,
         timeout=timeout,
@@ -135,7 +140,8 @@ def run(
     job = arguments.job(command, os.environ, own_names, count_accelerators, options)
     limits = arguments.limits
     screen = Screen(_TextSink(sys.stdout), _TextSink(sys.stderr), prefix=arguments.prefix(job.size), colour=False)
-    output = Output(screen, Files(Path(output_dir), job.size) if output_dir is not None else None)
+    files = Files(Path(output_dir), job.size) if output_dir is not None else None
+    output = Output(screen, files, LineMerger(job.size) if arguments.merge(job.size, os.environ) else None)
     payload = pack(FunctionCall(fn, args, kwargs or {}))
     job_end = launch(job, detect_mpirun(mpirun), os.environ, output, limits, payload=payload, verbose=verbose)
     _raise_failure(job_end, limits)

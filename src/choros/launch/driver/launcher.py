@@ -91,10 +91,10 @@ def launch(
     try:
         command = plan(job, mpirun, environ, name=name, session=str(session.path), root=_is_root())
         if verbose:
-            output.screen.show(f"chorosrun: {command}")
+            output.show(f"chorosrun: {command}")
             for line in rank_lines(job, environ):
-                output.screen.show(f"chorosrun: {line}")
-            output.screen.show(f"chorosrun: hosts checked and command planned in {time.monotonic() - began:.2f} s")
+                output.show(f"chorosrun: {line}")
+            output.show(f"chorosrun: hosts checked and command planned in {time.monotonic() - began:.2f} s")
         return supervise(
             command,
             job.size,
@@ -117,7 +117,7 @@ def _show_events(output: Output) -> Callable[[], None]:
 
     def show(event: events.Event) -> None:
         rank = f"[{event.rank}] " if event.rank >= 0 else ""
-        output.screen.show(f"chorosrun: {rank}{event}")
+        output.show(f"chorosrun: {rank}{event}")
 
     return events.listen(show)
 
@@ -139,7 +139,7 @@ def _check_hosts(job: Job, limits: Limits, output: Output) -> None:
 
     hosts = "host" if len(job.remote) == 1 else "hosts"
     message = f"chorosrun: checking {len(job.remote)} remote {hosts} …"
-    with _shown_after(_SILENT_SECONDS, lambda: output.screen.show(message)):
+    with _shown_after(_SILENT_SECONDS, lambda: output.show(message)):
         check_hosts(job.remote, job.ssh, limits.start)
 
 
@@ -148,7 +148,7 @@ def _warn_of_overload(job: Job, environ: Mapping[str, str], output: Output) -> N
     cores = usable_cores()
     if job.remote or in_allocation(environ) or job.size <= _RANKS_PER_CORE * cores:
         return
-    output.screen.show(
+    output.show(
         f"chorosrun: {job.size} ranks share the {cores} core{'s' * (cores > 1)} of this machine: more ranks than "
         "cores make training slower, not faster."
     )

@@ -1,14 +1,16 @@
-"""The ranks' output: written to the terminal, each line prefixed with its rank, and to files."""
+"""The ranks' output: written to the terminal, each line prefixed with the ranks that wrote it, and to files."""
 
 from __future__ import annotations
 
 import os
 import select
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from choros.errors import ConfigError
+from choros.launch.driver.line_merger import LineMerger, Lines
 from choros.launch.plan.roles import NO_ROLES, Roles
 from choros.launch.protocol.frames import Text
 
@@ -63,21 +65,21 @@ class Screen:
         self._prefix = prefix
         self._colour = colour
         self._roles = roles
-        self._open: tuple[int, str] | None = None
+        self._open: tuple[tuple[int, ...], str] | None = None
 
-    def write(self, frame: Text) -> None:
+    def write(self, lines: Lines) -> None:
         """Writes lines, or a partial line."""
-        writer, data = (frame.rank, frame.stream), frame.data
+        writer, data = (lines.ranks, lines.stream), lines.data
         if not self._prefix:
             if self._open not in (None, writer):
                 self.finish_line()
-            self._write(frame.stream, data)
+            self._write(lines.stream, data)
             self._open = None if data.endswith(b"\n") else writer
             return
-        label = self._label(frame.rank)
+        label = self._label(lines.ranks)
         data = data.replace(b"\r\n", b"\n").replace(b"\n\r", b"\n")
         if self._open != writer:
-            data = data.lstrip(b"\r")  # this rank has written nothing to the line
+            data = data.lstrip(b"\r")  # these ranks have written nothing to the line
             if not data:
                 return
             self.finish_line()
@@ -86,7 +88,7 @@ class Screen:
         body = body.replace(b"\r", b"\r" + label).replace(b"\n", b"\n" + label) + end
         if self._colour:
             body = body.replace(b"\r", _CLEAR_TO_END + b"\r")
-        self._write(frame.stream, body)
+        self._write(lines.stream, body)
         self._open = None if end else writer
 
     def finish_line(self) -> None:
@@ -111,11 +113,11 @@ class Screen:
                     f"chorosrun: standard output cannot be written ({error.strerror}); the job continues without it."
                 )
 
-    def _label(self, rank: int) -> bytes:
-        label = f"[{self._roles.label(rank)}] ".encode()
-        if not self._colour:
+    def _label(self, ranks: tuple[int, ...]) -> bytes:
+        label = f"[{self._roles.label(*ranks)}] ".encode()
+        if not self._colour or len(ranks) > 1:
             return label
-        return b"\x1b[%dm%s\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], label)
+        return b"\x1b[%dm%s\x1b[0m" % (_COLOURS[ranks[0] % len(_COLOURS)], label)
 
 
 class Files:
@@ -152,35 +154,68 @@ class Files:
 
 
 class Output:
-    """The screen, and the output files if ``--output-dir`` is given."""
+    """The screen, and the output files if ``--output-dir`` is given.
 
-    def __init__(self, screen: Screen, files: Files | None = None) -> None:
-        self.screen = screen
+    Args:
+        screen: the screen.
+        files: the files, which have all lines of each rank.
+        merger: merges equal lines of several ranks on the screen.
+    """
+
+    def __init__(self, screen: Screen, files: Files | None = None, merger: LineMerger | None = None) -> None:
+        self._screen = screen
         self._files = files
+        self._merger = merger
 
-    def write(self, frame: Text) -> None:
-        """Writes a rank's output to the screen and to its files."""
-        self.screen.write(frame)
-        self._write_to_file(frame)
+    def write(self, text: Text) -> None:
+        """Writes a rank's output to its files, and to the screen, where lines may be held: see ``due_after``."""
+        if self._merger is None:
+            self._screen.write(Lines((text.rank,), text.stream, text.data))
+        else:
+            self._write(self._merger.add(text, time.monotonic()))
+        self._write_to_file(text)
+
+    def write_due(self) -> None:
+        """Writes the held lines that are due to the screen."""
+        if self._merger is not None:
+            self._write(self._merger.due(time.monotonic()))
+
+    def due_after(self) -> float | None:
+        """Returns the seconds after which held lines are due; ``None`` if there are none."""
+        return None if self._merger is None else self._merger.wait(time.monotonic())
 
     def write_to_file(self, rank: int, text: str) -> None:
         """Writes a rank's final traceback to its file only: the screen shows it with the job's outcome."""
         if text:
             self._write_to_file(Text(rank, "err", text.encode("utf-8", "surrogateescape") + b"\n"))
 
-    def _write_to_file(self, frame: Text) -> None:
-        try:
-            if self._files is not None:
-                self._files.write(frame)
-        except OSError as error:
-            self._files = None
-            self.screen.show(
-                f"chorosrun: --output-dir: a file cannot be written ({error.strerror}). From here on, the output of "
-                "the ranks is not written to files."
-            )
+    def show(self, text: str) -> None:
+        """Shows a message of chorosrun itself, after all that the ranks have written."""
+        self._write_held()
+        self._screen.show(text)
 
     def close(self) -> None:
         """Ends the partial line on the screen and closes the files."""
-        self.screen.finish_line()
+        self._write_held()
+        self._screen.finish_line()
         if self._files is not None:
             self._files.close()
+
+    def _write(self, lines: Iterable[Lines]) -> None:
+        for each in lines:
+            self._screen.write(each)
+
+    def _write_held(self) -> None:
+        if self._merger is not None:
+            self._write(self._merger.flush())
+
+    def _write_to_file(self, text: Text) -> None:
+        try:
+            if self._files is not None:
+                self._files.write(text)
+        except OSError as error:
+            self._files = None
+            self.show(
+                f"chorosrun: --output-dir: a file cannot be written ({error.strerror}). From here on, the output of "
+                "the ranks is not written to files."
+            )

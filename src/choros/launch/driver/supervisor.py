@@ -178,12 +178,13 @@ class _Supervisor:
     def _on_message(self, line: str) -> None:
         self._job_end.messages.append(line)
         if self._verbose:
-            self._output.screen.show(line)
+            self._output.show(line)
 
     def _on_frame(self, frame: Frame) -> None:
         match frame:
             case Text():
                 self._output.write(frame)
+                self._plan_lines()
             case Result():
                 self._job_end.results.setdefault(frame.rank, bytearray()).extend(frame.data)
             case Events():
@@ -194,6 +195,18 @@ class _Supervisor:
                 self._on_start(frame)
             case Exit():
                 self._on_exit(frame)
+
+    def _plan_lines(self) -> None:
+        """Schedules the writing of the lines that the output holds."""
+        seconds = self._output.due_after()
+        if seconds is None:
+            self._loop.cancel("lines")
+        else:
+            self._loop.set_deadline("lines", seconds, self._write_lines)
+
+    def _write_lines(self) -> None:
+        self._output.write_due()
+        self._plan_lines()
 
     def _on_event(self, rank: int, event: Event) -> None:
         events.publish(event)
@@ -215,7 +228,7 @@ class _Supervisor:
 
     def _show_stalls(self) -> None:
         for line in self._waits.stalls(time.time()):
-            self._output.screen.show(f"chorosrun: {line}.")
+            self._output.show(f"chorosrun: {line}.")
         self._plan_stalls()
 
     def _on_start(self, frame: Start) -> None:
@@ -226,7 +239,7 @@ class _Supervisor:
         _publish(Kind.RANK_STARTED, frame.rank, frame.host, pid=frame.pid, restarts=frame.restarts)
         self._loop.cancel("progress")
         if frame.restarts:
-            self._output.screen.show(
+            self._output.show(
                 f"chorosrun: {self._job_end.roles.name(frame.rank)} on {frame.host} was killed by "
                 f"{signal_name(frame.signal)} (signal {frame.signal}) and was restarted (restart {frame.restarts})."
             )
@@ -299,7 +312,7 @@ class _Supervisor:
         self._loop.cancel("progress", "start", "run", "failure", "chief", "stall")
         self._stages = stages(reason, self._limits.grace)
         if reason in (Reason.INTERRUPT, Reason.TERMINATE) and self._job_end.started:
-            self._output.screen.show(
+            self._output.show(
                 f"chorosrun: sent {self._stages[0].signal.name} to the {self._job_end.roles.kind(2)}; they have "
                 f"{self._limits.grace:g} s to end. A second signal kills them."
             )
@@ -337,9 +350,7 @@ class _Supervisor:
         elif number == signal.SIGKILL:
             self._mpirun.send(signal.SIGTERM)
         else:
-            self._output.screen.show(
-                f"chorosrun: this mpirun cannot forward {number.name}; the ranks did not receive it."
-            )
+            self._output.show(f"chorosrun: this mpirun cannot forward {number.name}; the ranks did not receive it.")
 
     def _end_lost_ranks(self) -> None:
         """Kills the processes on this host of ranks whose wrapper was killed before it could report their end."""
@@ -352,7 +363,7 @@ class _Supervisor:
 
     def _show_starting(self) -> None:
         size, roles = self._job_end.size, self._job_end.roles
-        self._output.screen.show(f"chorosrun: starting {size} {roles.kind(size)} …")
+        self._output.show(f"chorosrun: starting {size} {roles.kind(size)} …")
 
 
 def _publish(kind: Kind, rank: int, name: str = "", **details: Detail) -> None:

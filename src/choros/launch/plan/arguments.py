@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from choros.config import MERGE_OUTPUT
 from choros.errors import ConfigError
 from choros.launch.plan.environment import allocated_slots
 from choros.launch.plan.flags import FlagValue, Seconds, WholeNumber, flag, flag_of
@@ -93,6 +94,10 @@ class Arguments:
     prefix_output: bool | None = flag(
         "Output", "--prefix-output/--no-prefix-output", value=FlagValue.SWITCH,
         help="Prefix every line with [rank], or [role] with --ps. Default: with more than one rank.")
+    merge_output: bool | None = flag(
+        "Output", "--merge-output/--no-merge-output", value=FlagValue.SWITCH,
+        help="Show equal lines that several ranks write on standard error within a moment as one line with the prefix "
+        "[0-3]. Default: with a prefix, unless CHOROS_MERGE_OUTPUT=0.")
     output_dir: str | os.PathLike[str] | None = flag(
         "Output", "--output-dir", "--output-filename", metavar="DIR",
         help="Also write each rank's output to DIR/rank.N/stdout and stderr on this machine; with --ps, to "
@@ -131,6 +136,8 @@ class Arguments:
         if self.hosts is not None and self.hostfile is not None:
             both = f"{self._spelled('hosts')} and {self._spelled('hostfile')}"
             raise ConfigError(f"{both} both name hosts: give only one of them.")
+        if self.merge_output and self.prefix_output is False:
+            raise self._invalid("merge_output", "lines are merged only if a prefix says which ranks wrote them.")
         if self.max_restarts is not None and not self.ps:
             raise ConfigError(
                 "--max-restarts applies only to the workers of a job with parameter servers: add --ps, or leave it out."
@@ -195,6 +202,11 @@ class Arguments:
     def prefix(self, size: int) -> bool:
         """Returns whether output lines are prefixed with the rank in a job of ``size`` ranks."""
         return size > 1 if self.prefix_output is None else self.prefix_output
+
+    def merge(self, size: int, environ: Mapping[str, str]) -> bool:
+        """Returns whether equal lines of the ``size`` ranks are merged."""
+        wanted = MERGE_OUTPUT.read(environ) == "1" if self.merge_output is None else self.merge_output
+        return wanted and size > 1 and self.prefix(size)
 
     def _size(
         self, hosts: Sequence[Host], servers: int, environ: Mapping[str, str], count_accelerators: Callable[[], int]

@@ -11,8 +11,9 @@ processes have no roles, and messages name them by their ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 __all__ = ["CHIEF", "NO_ROLES", "PS", "WORKER", "Role", "Roles"]
 
@@ -60,9 +61,20 @@ class Roles:
         server = rank - 1
         return Role(PS, server) if server < self.servers else Role(WORKER, server - self.servers)
 
-    def label(self, rank: int) -> str:
-        """Returns the prefix of the output lines of ``rank``."""
-        return str(self.of(rank) or rank)
+    def label(self, *ranks: int) -> str:
+        """Returns the prefix of the output lines that ``ranks``, in increasing order, have written.
+
+        Example:
+            >>> Roles().label(1), Roles().label(0, 2, 3, 4), Roles(servers=1, workers=3).label(0, 2, 3, 4)
+            ('1', '0,2-4', 'chief, worker 0-2')
+        """
+        roles = [role for rank in ranks if (role := self.of(rank)) is not None]
+        if not roles:
+            return _ranges(ranks)
+        return ", ".join(
+            name if name == CHIEF else f"{name} {_ranges(role.index for role in same)}"
+            for name, same in groupby(roles, key=lambda role: role.name)
+        )
 
     def name(self, rank: int) -> str:
         """Returns the name of ``rank`` in a message."""
@@ -98,6 +110,17 @@ class Roles:
             ('rank.1', 'ps.0', 'chief')
         """
         return f"{'' if self else 'rank.'}{self.label(rank)}".replace(" ", ".")
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Returns increasing numbers as text, successive ones as ranges: ``0,2-4``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 #: The roles of a job without parameter servers.
