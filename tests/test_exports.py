@@ -20,10 +20,10 @@ nn rank remove_process_set run shard_range shutdown size
 
 CHOROS_KERAS = """
 Average Compression DiLoCoCallback DistributedOptimizer LocalSGDCallback Max Min ProcessSet Product Sum
-add_process_set allgather allgather_object allreduce alltoall barrier broadcast broadcast_global_variables
-broadcast_object broadcast_variables callbacks cross_rank cross_size global_process_set init is_homogeneous
-is_initialized load_model local_rank local_size pin_device rank reducescatter remove_process_set shard shard_range
-shutdown size
+SyncBatchNormalization add_process_set allgather allgather_object allreduce alltoall barrier broadcast
+broadcast_global_variables broadcast_object broadcast_variables callbacks cross_rank cross_size global_process_set
+init is_homogeneous is_initialized load_model local_rank local_size pin_device rank reducescatter remove_process_set
+shard shard_range shutdown size
 """
 
 CHOROS_TORCH = """

@@ -428,6 +428,31 @@ def case_gradients_flow_through_collectives():
     assert_close(values(strategy().run(step, args=(numbers(),))), (2 * (N - 1) * total, total))
 
 
+def case_synchronized_batch_normalization_in_a_step():
+    """Outputs, statistics and gradients are those of one device with the rows of all replicas."""
+    x = np.random.default_rng(0).normal(size=(4 * N, FEATURES)).astype("float32") + 2
+    with strategy().scope():
+        ours = keras.layers.BatchNormalization(momentum=0.5, synchronized=True)
+    theirs = keras.layers.BatchNormalization(momentum=0.5)
+
+    def step(layer, rows):
+        def loss(rows):
+            own = [[variable.value for variable in each] for each in (layer.trainable_variables, statistics)]
+            outputs, updated = layer.stateless_call(*own, rows, training=True)
+            return jnp.sum(jnp.sin(3 * outputs)), (outputs, updated)
+
+        statistics = layer.non_trainable_variables
+        (_, (outputs, updated)), gradient = jax.value_and_grad(loss, has_aux=True)(rows)
+        return outputs, updated, gradient
+
+    for layer in (ours, theirs):
+        layer.build(x.shape)
+    outputs, updated, gradient = strategy().run(functools.partial(step, ours), args=(shard(x),))
+    expected = step(theirs, jnp.asarray(x))
+    assert_close((strategy().gather(outputs, axis=0), strategy().gather(gradient, axis=0)), (expected[0], expected[2]))
+    assert_close(values(updated), expected[1])
+
+
 def case_merge_call_runs_in_cross_replica_context():
     def merged(on, x, *, factor):
         assert on is strategy()

@@ -62,6 +62,10 @@ class ArrayAdapter(ABC):
         """Returns the sum of all elements; differentiable."""
 
     @abstractmethod
+    def stop_gradient(self, array: Any) -> Any:
+        """Returns the array as a constant, through which no gradient flows."""
+
+    @abstractmethod
     def extent(self, array: Any, axis: int) -> Any:
         """Returns the length of a dimension as an integer array, which compiled functions may compute at run time."""
 

@@ -63,6 +63,10 @@ class JaxArrays(ArrayAdapter):
         """``jax.numpy.sum``."""
         return jnp.sum(array)
 
+    def stop_gradient(self, array: Any) -> Any:
+        """``jax.lax.stop_gradient``."""
+        return jax.lax.stop_gradient(array)
+
     def extent(self, array: Any, axis: int) -> Any:
         """Returns a constant: shapes are static inside ``jax.jit``."""
         return jnp.asarray(array.shape[axis])

@@ -36,6 +36,10 @@ class NumpyArrays(ArrayAdapter):
         """``numpy.sum``."""
         return np.sum(array)
 
+    def stop_gradient(self, array: Any) -> Any:
+        """Returns ``array``."""
+        return array
+
     def extent(self, array: Any, axis: int) -> Any:
         """From ``ndarray.shape``."""
         return np.asarray(np.shape(array)[axis])

@@ -80,6 +80,10 @@ class TensorflowArrays(ArrayAdapter):
         """``tf.reduce_sum``."""
         return tf.reduce_sum(array)
 
+    def stop_gradient(self, array: Any) -> Any:
+        """``tf.stop_gradient``."""
+        return tf.stop_gradient(array)
+
     def extent(self, array: Any, axis: int) -> Any:
         """From ``tf.shape``."""
         return tf.shape(array)[axis]

@@ -50,6 +50,10 @@ class TorchArrays(ArrayAdapter):
         """``torch.sum``."""
         return torch.sum(array)
 
+    def stop_gradient(self, array: Any) -> Any:
+        """``Tensor.detach``."""
+        return array.detach()
+
     def extent(self, array: Any, axis: int) -> Any:
         """From ``Tensor.shape``."""
         return torch.tensor(array.shape[axis], device=array.device)

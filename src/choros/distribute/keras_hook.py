@@ -8,6 +8,7 @@ checks the model; on leaving the last scope the classes are restored::
         Adam()                ──► Optimizer.__init__ ─► strategy.training.optimizer_created
         Accuracy()            ──► Metric.__init__ ────► strategy.training.metric_created
         Dropout(…)            ──► SeedGenerator.__init__ ─► strategy.training.seed_generator_created
+        BatchNormalization(synchronized=True) ──► Keras' own, then synchronised over strategy.training.combine_moments
         (a layer's weights)   ──► Layer.add_weight ─────► strategy.training.weight_added
         (their variables)     ──► Variable.__init__ ──► strategy.training.variable_created
         other.compile()       ──► Trainer.compile ────► an error, if other was not created in the scope
@@ -23,6 +24,7 @@ callbacks it is called.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -124,6 +126,7 @@ def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (keras.Metric, "__init__", _notifying(lambda training: training.metric_created)),
         (keras.random.SeedGenerator, "__init__", _notifying(lambda training: training.seed_generator_created)),
         (keras.Layer, "add_weight", _notifying_of_weights),
+        (keras.layers.BatchNormalization, "__init__", _synchronizing),
         (Trainer, "compile", _checking_scope),
         *((kind, "__init__", _as_one_replica) for kind in strategy_aware_classes()),
         (BaseOptimizer, "apply", _distributing),
@@ -175,6 +178,24 @@ def _notifying_of_weights(own: Any) -> Any:
         return weight
 
     return add_weight
+
+
+def _synchronizing(own: Any) -> Any:
+    """Wraps the ``__init__`` of batch normalisation; Keras refuses ``synchronized=True`` but on TensorFlow."""
+    from choros.training.normalization import synchronize
+
+    @functools.wraps(own)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        strategy = current_strategy()
+        if strategy is None or strategy.training is None or not kwargs.get("synchronized"):
+            own(self, *args, **kwargs)
+            return
+        own(self, *args, **{**kwargs, "synchronized": False})
+        self.synchronized = True
+        synchronize(self, strategy.training.combine_moments)
+
+    init.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # Keras reads the names of its arguments
+    return init
 
 
 def _as_one_replica(own: Any) -> Any:

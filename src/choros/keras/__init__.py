@@ -42,6 +42,7 @@ from choros.keras import callbacks
 from choros.keras.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
 from choros.keras.data import shard
 from choros.keras.local_sgd import DiLoCoCallback, LocalSGDCallback
+from choros.keras.normalization import SyncBatchNormalization
 from choros.keras.optimizer import DistributedOptimizer
 from choros.keras.saving import load_model
 from choros.parallel.compression import Compression
@@ -74,6 +75,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_object",

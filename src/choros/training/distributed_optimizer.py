@@ -204,15 +204,22 @@ def participation(optimizer: Any) -> Participation:
     return reducer.participation(variables, update)
 
 
-def receive_weights(optimizer: Any) -> None:
+def receive_weights(optimizer: Any) -> int | None:
     """Ends an epoch, once all ranks have joined.
 
     Ranks that had no batches in the last step receive the weights and the optimizer's state of a rank that had one, so
     that all ranks end the epoch with identical values, the learning rate included.
+
+    Returns:
+        The global rank that had a batch, if another one had none.
     """
     reducer = reducer_of(optimizer)
-    if reducer is None or (last := reducer.reducer.last_active()) is None or reducer.state_owner is not None:
-        return
+    if reducer is None or (last := reducer.reducer.last_active()) is None:
+        return None
+    root = reducer.reducer.config.process_set.ranks[last]
+    if reducer.state_owner is not None:
+        return root
     shared = [variable for variable in trained_variables(optimizer) if not reducer.is_local(variable)]
     process_set = reducer.reducer.config.process_set
-    broadcast_variables([*shared, *optimizer.variables], process_set.ranks[last], process_set)
+    broadcast_variables([*shared, *optimizer.variables], root, process_set)
+    return root

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 from keras.src import api_export, tree
 from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import Variable as AnyVariable
 from keras.src.layers.layer import Layer
 from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
@@ -57,6 +58,7 @@ __all__ = [
     "flatten_metrics",
     "global_seed_generator",
     "has_value",
+    "in_symbolic_scope",
     "initial_epoch",
     "inner_optimizers",
     "innermost",
@@ -71,6 +73,7 @@ __all__ = [
     "make_backups_atomic",
     "metrics_of",
     "no_automatic_dependency_tracking",
+    "normalize_by",
     "note_trained_variables",
     "optimizers_of",
     "order_tracked",
@@ -104,6 +107,7 @@ _LATE_ATTRIBUTES = frozenset(
 #                                         framework's subclass, and Trainer has no public name.
 #   MultiOptimizer                        has no public name.
 #   apply_mask                            how losses merge a mask with sample weights.
+#   in_symbolic_scope                     whether Keras only computes shapes.
 #   load_optimizer_weights_from_hdf5_group, train_validation_split, pythonify_logs
 #                                         how load_model and fit handle .h5 files, validation_split and logs.
 #   no_automatic_dependency_tracking      for methods that set lists on an optimizer, as for Keras' own ``build``.
@@ -257,6 +261,28 @@ def own_statistics(layer: Any) -> list[Any]:
     """A layer's own statistics, such as a moving mean; the public name includes seeds and the inner layers."""
     statistics: list[Any] = layer._non_trainable_variables
     return statistics
+
+
+def normalize_by(layer: Any, moments: Callable[[Any, Any, Sequence[int], Callable[[], Any]], Any]) -> None:
+    """Makes a ``BatchNormalization`` normalise by other moments in training; they have no public method.
+
+    Args:
+        layer: the layer.
+        moments: receives the inputs, their mask or ``None``, the axes of the rows, and a function that returns Keras'
+            own moments of these inputs, not synchronised; returns the mean and the variance, flat.
+    """
+    given = layer._moments
+
+    def replaced(inputs: Any, mask: Any) -> Any:
+        axes = layer._reduction_axes
+
+        def own() -> Any:
+            return keras.ops.moments(inputs, axes=axes) if mask is None else given(inputs, mask)
+
+        return moments(inputs, mask, axes, own)
+
+    # Bypasses Keras' attribute tracking: the function is not part of the layer.
+    object.__setattr__(layer, "_moments", replaced)
 
 
 def has_value(variable: Any) -> bool:

@@ -8,7 +8,8 @@ object; nothing of it is saved with the model:
 2. on TensorFlow, XLA is switched off: a compiled function cannot call the host;
 3. a ``LossScaleOptimizer`` that ``compile`` put around the distributed optimizer becomes the distributed one, so that
    ranks reduce gradients *before* it checks whether they are finite, with the same result on all ranks;
-4. with the xla engine, on JAX, its steps run on the devices of all ranks (``spmd_trainer.py``). They then compute the
+4. a ``BatchNormalization(synchronized=True)`` normalises by the moments of all ranks (``normalization.py``);
+5. with the xla engine, on JAX, its steps run on the devices of all ranks (``spmd_trainer.py``). They then compute the
    gradients, the metrics and the random numbers of the global batch, and no gradient is reduced on the host. An
    optimizer that does not reduce all gradients over all ranks (a process set, local variables) reduces them through
    the host, as with other engines.
@@ -22,15 +23,17 @@ from typing import Any, final
 
 import keras
 
-from choros.comm import ProcessSet, global_process_set
+from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError
+from choros.parallel import moments
 from choros.parallel.reduce import joining
 from choros.training import distributed_optimizer, weighting
 from choros.training.distributed_optimizer import move_outwards, receive_weights, reducer_of
-from choros.training.keras_internals import metrics_of, optimizers_of
+from choros.training.keras_internals import layers_of, metrics_of, optimizers_of, own_statistics
 from choros.training.metric_states import watch
 from choros.training.metrics import global_metrics
 from choros.training.model_variables import model_variables
+from choros.training.normalization import is_synchronized, synchronize
 from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.variables import broadcast_variables
 from choros.training.weighting import ModelStep, current_step, run_step
@@ -106,6 +109,9 @@ class Steps:
             reducer.name = f"optimizer {number}" if number > 1 else ""
         for metric in metrics_of(model):
             watch(metric)
+        for layer in layers_of(model):
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+                synchronize(layer)
         if self.train_together:
             if keras.backend.backend() == "tensorflow" and model.jit_compile:
                 model.jit_compile = False
@@ -124,11 +130,14 @@ class Steps:
                 broadcast_variables(model_variables(self._model, seeds=True), last)
         elif self.train_together:
             participation = dict(weighting.participation(self.process_set))
+            participation.update(moments.participation(self.process_set))
             for optimizer in self.optimizers:
                 participation.update(distributed_optimizer.participation(optimizer))
             joining.join(self.process_set.communicator, participation)
-            for optimizer in self.optimizers:
-                receive_weights(optimizer)
+            last = [receive_weights(optimizer) for optimizer in self.optimizers]
+            if (rank := next((rank for rank in last if rank is not None), None)) is not None:
+                statistics = [each for layer in self._synchronized for each in own_statistics(layer)]
+                broadcast_variables(statistics, rank, self.process_set)
 
     # tests ------------------------------------------------------------------------------------------
 
@@ -147,7 +156,9 @@ class Steps:
         self._model.__dict__.pop("get_metrics_result", None)
         if self._in_test:
             self._in_test = False
-            joining.join(global_process_set.communicator, weighting.participation(global_process_set))
+            everyone = global_process_set
+            participation = {**weighting.participation(everyone), **moments.participation(everyone)}
+            joining.join(everyone.communicator, participation)
         if self.test_results is None:
             self.test_results = global_metrics(self._model)
         return self.test_results
@@ -156,6 +167,10 @@ class Steps:
         return self.end_test() if current_step() is None else type(self._model).get_metrics_result(self._model)
 
     # steps ------------------------------------------------------------------------------------------
+
+    @property
+    def _synchronized(self) -> list[Any]:
+        return [layer for layer in layers_of(self._model) if is_synchronized(layer)]
 
     @property
     def _reducers(self) -> list[OptimizerReducer]:
@@ -169,7 +184,8 @@ class Steps:
             )
 
     def _train_step(self, examples: Any) -> ModelStep:
-        return ModelStep(examples, self.process_set, of_all_ranks=is_spmd(self._model))
+        weighted = all(reducer.reducer.config.op is Reduction.AVERAGE for reducer in self._reducers)
+        return ModelStep(examples, self.process_set, weighted, of_all_ranks=is_spmd(self._model))
 
     def _test_step(self, examples: Any) -> ModelStep:
         # A compiled function on several devices cannot call the host.

@@ -36,7 +36,7 @@ from choros.comm import ProcessSet, Reduction, Request
 from choros.parallel.reduce.joining import Participation
 from choros.training.keras_internals import apply_mask, patched_reductions
 
-__all__ = ["ModelStep", "current_step", "participation", "run_step"]
+__all__ = ["ModelStep", "current_step", "participation", "run_step", "step_of_this_thread"]
 
 _SHARE = Request("examples of a batch")
 _DIVISOR = Request("divisor of a loss")
@@ -51,12 +51,14 @@ class ModelStep:
     Attributes:
         examples: the number of examples in its batch: a number, or a tensor in a compiled function.
         process_set: the ranks that train together.
+        weighted: whether the loss of a rank counts by its examples; otherwise the ranks' losses are added.
         of_all_ranks: whether the batch is the global one, so that nothing has to be weighted.
         exchanges: returns whether the other ranks make this step too; asked whenever the step runs.
     """
 
     examples: Any
     process_set: ProcessSet
+    weighted: bool = True
     of_all_ranks: bool = False
     exchanges: Callable[[], bool] = lambda: True
     thread: int = field(default_factory=threading.get_ident)
@@ -103,7 +105,7 @@ def _reduce_loss(
     dtype: Any = None,
 ) -> Any:
     """``reduce_weighted_values`` of Keras' losses, called as ``own``, times the factor of this rank."""
-    step = _step_of_this_thread()
+    step = step_of_this_thread()
     weighted = sample_weight is not None or mask is not None
     is_scalar = len(getattr(values, "shape", ())) == 0 and not weighted
     weights = None  # those by whose sum the loss is divided
@@ -123,14 +125,15 @@ def _reduce_loss(
 def _reduce_samples(own: Callable[..., Any], values: Any, sample_weight: Any, reduce_fn: Any, dtype: Any) -> Any:
     """``reduce_to_samplewise_values`` of Keras' ``Mean`` and ``Sum``, called as ``own``, for numbers of a batch."""
     values, sample_weight = own(values, sample_weight, reduce_fn, dtype)
-    step = _step_of_this_thread()
+    step = step_of_this_thread()
     if step is None or reduce_fn is not keras.ops.mean or sample_weight is not None or len(values.shape) > 0:
         return values, sample_weight
     share = keras.ops.cast(_share_of_examples(step, values), values.dtype)
     return values * share, share
 
 
-def _step_of_this_thread() -> ModelStep | None:
+def step_of_this_thread() -> ModelStep | None:
+    """The step that this thread runs or compiles; ``None`` outside of all steps, and in other threads."""
     return _current if _current is not None and _current.thread == threading.get_ident() else None
 
 

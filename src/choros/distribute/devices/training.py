@@ -20,8 +20,9 @@ from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.gradients import distribute_optimizer
 from choros.distribute.fit.random_numbers import follow_seeds
 from choros.distribute.fit.training import Training
+from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replicas import Replicas
-from choros.distribute.scope import enter_fit
+from choros.distribute.scope import enter_fit, in_replica
 from choros.errors import ConfigError
 from choros.parallel.data import are_arrays, check_global_batch, count_rows, kind_of
 from choros.training.spmd_trainer import Peers, SpmdTrainer
@@ -71,6 +72,10 @@ class DeviceTraining(Training):
         distribute_optimizer(optimizer, self._replicas)
         share_variables_of(optimizer)
 
+    def combine_moments(self) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+        """Returns what combines the replicas' moments in their compiled step."""
+        return self._combine_moments if in_replica() else None
+
     def compile(self, model: Any, call: KerasCall) -> None:
         """Compiles the model; patches it, the first time, to run its steps on all devices."""
         call.run()
@@ -106,6 +111,11 @@ class DeviceTraining(Training):
     def save(self, write: Callable[[], Any], path: str) -> Any:
         """Writes."""
         return write()
+
+    def _combine_moments(self, count: Any, mean: Any, squares: Any) -> tuple[Any, Any]:
+        total, summed = self._replicas.all_reduce(ReduceOp.SUM, [count, count * mean])
+        center = summed / total
+        return center, self._replicas.all_reduce(ReduceOp.SUM, squares + count * (mean - center) ** 2) / total
 
     def _run(self, call: KerasCall, *data: str) -> Any:
         """Runs ``call`` with global batches in its arguments ``data``, some of which may be distributed data sets."""

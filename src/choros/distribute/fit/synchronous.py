@@ -37,6 +37,7 @@ from choros.distribute.writing import is_writing, write_once
 from choros.errors import ConfigError
 from choros.parallel.data import Part, Sharding, are_arrays, check_global_batch, count_rows, cut, kind_of
 from choros.parallel.identical import are_identical
+from choros.parallel.moments import RankMoments
 from choros.parallel.objects import broadcast_object
 from choros.parallel.structure import map_structure
 from choros.topology import shard_range
@@ -123,6 +124,10 @@ class SynchronousTraining(Training):
     def seed_generators_used(self) -> None:
         """Makes Keras' own generator draw other numbers on each replica."""
         follow_seeds(None, self._replicas)
+
+    def combine_moments(self) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+        """Returns what combines the moments of all processes, whose gradients ``run`` adds."""
+        return RankMoments().combine if self._replicas.count > 1 and in_replica() else None
 
     def compile(self, model: Any, call: KerasCall) -> None:
         """Compiles the model, and patches its optimizer if it was created outside of the scope."""

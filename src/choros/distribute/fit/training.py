@@ -49,6 +49,13 @@ class Training(ABC):
     def seed_generators_used(self) -> None:  # noqa: B027
         """Called when a scope is entered and before a replica runs: Keras' own generator may be new."""
 
+    def combine_moments(self) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+        """Returns what combines the replicas' moments here, for a ``BatchNormalization(synchronized=True)``.
+
+        ``None``: there are no other replicas, or the program is not in one.
+        """
+        return None
+
     @abstractmethod
     def compile(self, model: Any, call: KerasCall) -> None:
         """``model.compile``."""

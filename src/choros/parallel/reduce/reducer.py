@@ -332,6 +332,8 @@ class GradientReducer:
             gradients: the gradients at the indices that the plan lists for it.
         """
         with self.config.process_set.communicator.exclusive():
+            if bucket > 0:
+                self._agree_on_bucket(bucket)
             return self._sum(bucket, gradients if self._contributes else None)
 
     def join(
@@ -364,17 +366,40 @@ class GradientReducer:
             for each in (*alternatives, layout):
                 self.plan(each)
 
-        def participate(counts: Sequence[int], layout: GradientLayout, *, exchange: bool) -> None:
-            self.plan(layout)
-            self._begin(counts, 0, exchange=exchange, joined=True)
-            reduced = self._exchange(None) if exchange else zeros_of(layout)
+        received: dict[int, Gradient] = {}
+
+        def update(reduced: list[Gradient]) -> None:
             if on_update is not None:
                 on_update(reduced)
 
-        parts = {}
+        def accumulate(counts: Sequence[int], layout: GradientLayout) -> None:
+            self.plan(layout)
+            self._begin(counts, 0, exchange=False, joined=True)
+            update(zeros_of(layout))
+
+        def exchange(counts: Sequence[int], layout: GradientLayout) -> None:
+            self.plan(layout)
+            self._begin(counts, 0, exchange=True, joined=True)
+            if len(self._current.buckets) == 1:
+                update(self._exchange(None))
+            else:
+                sum_bucket(counts, 0)
+
+        def sum_bucket(_: Sequence[int], bucket: int) -> None:
+            buckets = self._current.buckets
+            received.update(zip(buckets[bucket].indices, self._sum(bucket, None), strict=True))
+            if bucket == len(buckets) - 1:
+                update([received.pop(index) for index in sorted(received)])
+
+        parts: dict[Request, Callable[[Sequence[int]], None]] = {}
         for plan in self._plans.values():
-            parts[plan.request] = functools.partial(participate, layout=plan.layout, exchange=True)
-            parts[plan.micro_batch] = functools.partial(participate, layout=plan.layout, exchange=False)
+            parts[plan.request] = functools.partial(exchange, layout=plan.layout)
+            parts[plan.micro_batch] = functools.partial(accumulate, layout=plan.layout)
+            # Between buckets, the backward pass of the others may call other collectives.
+            parts |= {
+                _bucket_request(bucket, self._name): functools.partial(sum_bucket, bucket=bucket)
+                for bucket in range(1, len(plan.buckets))
+            }
         return parts
 
     def last_active(self) -> int | None:
@@ -452,6 +477,8 @@ class GradientReducer:
             self._scale(1.0, same=False)
         results: dict[int, Gradient] = {}
         for number, bucket in enumerate(self._current.buckets):
+            if number > 0:
+                self._agree_on_bucket(number)
             own = None if gradients is None else [gradients[index] for index in bucket.indices]
             results.update(zip(bucket.indices, self._sum(number, own), strict=True))
         return [results[index] for index in range(len(results))]
@@ -494,10 +521,11 @@ class GradientReducer:
         # A factor that is the same on all ranks is applied while unpacking, where it costs nothing.
         self._scales = (1.0, before * after) if same and self._current.scales_late else (before, after)
 
+    def _agree_on_bucket(self, bucket: int) -> None:
+        """Between buckets the user's program runs: another collective of one rank must not be matched with this one."""
+        self.config.process_set.communicator.agree(_bucket_request(bucket, self._name))
+
     def _sum(self, bucket: int, gradients: Sequence[Gradient] | None) -> list[Gradient]:
-        if bucket > 0:
-            # Between buckets the user's program runs: another collective of one rank must not be matched with this one.
-            self.config.process_set.communicator.agree(_bucket_request(bucket))
         buckets = self._current.buckets
         # Infinities are detected by the loss scale: NumPy must not warn of them.
         with np.errstate(over="ignore", invalid="ignore"):
@@ -508,5 +536,5 @@ class GradientReducer:
 
 
 @functools.lru_cache(maxsize=256)
-def _bucket_request(bucket: int) -> Request:
-    return Request("gradients", f"bucket {bucket}")
+def _bucket_request(bucket: int, name: str) -> Request:
+    return Request("gradients", f"bucket {bucket}", name)

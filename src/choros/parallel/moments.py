@@ -1,0 +1,144 @@
+"""The mean and the variance of all ranks' rows, from those of each: what synchronised batch normalisation computes.
+
+One message a layer in the forward pass, and one in the backward pass::
+
+    rank 0, 31 rows              rank 1, 17 rows              rank 2, without rows
+    count, mean, squares         count, mean, squares         joined
+            └──────── allreduce of n, n·mean, squares + n·mean² ────────┘      forward, in float64
+    mean and variance of 48      the same
+            ┊                            ┊
+    their gradients, times w0    times w1                     joined
+            └───────────────── allreduce, sum ──────────────────┘              backward
+    divided by w0                by w1
+
+The ranks minimise one loss together, in which the loss of a rank has the weight w: its number of examples where the
+reducer averages gradients over examples. Every rank's loss depends on the moments, and the reducer weights its
+gradients once more; hence the factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.arrays import adapter_of
+from choros.comm import ProcessSet, Reduction, Request, global_process_set
+from choros.errors import MismatchError
+from choros.parallel.reduce.joining import Participation
+
+__all__ = ["RankMoments", "participation"]
+
+Array = NDArray[Any]
+_MOMENTS = Request("moments of a layer's inputs")
+_GRADIENT = Request("gradient of the moments")
+
+
+@final
+@dataclass(frozen=True)
+class RankMoments:
+    """Combines the moments of the ranks' rows.
+
+    Attributes:
+        process_set: the ranks.
+        weight: that of this rank's loss, a number or an integer array; 1 where the ranks' gradients are summed.
+        exchanges: returns whether the other ranks call it, too; asked whenever it runs. Otherwise this rank's own
+            moments are returned.
+
+    Example:
+        >>> import choros
+        >>> choros.init()
+        >>> RankMoments().combine(np.array(4.0), np.array([1.5]), np.array([8.0]))
+        (array([1.5]), array([2.]))
+    """
+
+    process_set: ProcessSet = global_process_set
+    weight: Any = 1
+    exchanges: Callable[[], bool] = lambda: True
+
+    def combine(self, count: Any, mean: Any, squares: Any) -> tuple[Any, Any]:
+        """Returns the mean and the variance over the rows of all ranks; differentiable, also repeatedly.
+
+        Args:
+            count: the number of this rank's rows, a floating-point scalar or one for each channel; may be 0.
+            mean: their mean, an array of any framework with one number for each channel.
+            squares: the sums of their squared deviations from ``mean``, likewise.
+
+        Raises:
+            MismatchError: ranks have different numbers of channels.
+        """
+        adapter = adapter_of(mean)
+        spec = adapter.spec(mean)
+        hold = adapter.stop_gradient
+        divisor, center, variance = adapter.host_call(
+            self._combine, list(map(hold, (count, mean, squares))), [spec] * 3
+        )
+        # These are exact, but constants. The terms that carry the gradient are zero: the mean is the sum of the ranks'
+        # first terms, and the variance that of the second ones, minus (mean - center)².
+        terms = [mean * count / divisor, (squares + count * (mean - center) ** 2) / divisor]
+        first, second = adapter.with_gradient(list, self._sum_weighted, terms)
+        deviation = first - hold(first)
+        return center + deviation, variance + (second - hold(second)) - deviation * deviation
+
+    def _combine(self, hosts: Sequence[Array]) -> Sequence[Array]:
+        dtype = hosts[1].dtype
+        count, mean, squares = (host.astype(np.float64) for host in hosts)
+        sums = np.stack([np.broadcast_to(count, mean.shape), count * mean, squares + count * mean**2])
+        self._allreduce(_MOMENTS, sums)
+        divisor = np.maximum(sums[0], 1.0)
+        center = sums[1] / divisor
+        variance = np.maximum(sums[2] / divisor - center**2, 0.0)
+        return [each.astype(dtype) for each in (divisor, center, variance)]
+
+    def _sum_weighted(self, gradients: Sequence[Any]) -> list[Any]:
+        return self._sum(gradients, weighted=True)
+
+    def _sum(self, arrays: Sequence[Any], *, weighted: bool) -> list[Any]:
+        """The sum over the ranks, with the factors drawn above if ``weighted``; each is the other's adjoint."""
+        adapter = adapter_of(arrays[0])
+        known = not weighted or isinstance(self.weight, int)
+
+        def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
+            weight = float(hosts[-1]) if not known else self.weight if weighted else 1
+            values = hosts[: len(arrays)]
+            sums = np.stack([host.astype(np.float64) for host in values]) * weight
+            self._allreduce(_GRADIENT, sums)
+            return [(each / weight).astype(host.dtype) for each, host in zip(sums, values, strict=True)]
+
+        def forward(given: Sequence[Any]) -> list[Any]:
+            return adapter.host_call(on_host, given, [adapter.spec(each) for each in arrays])
+
+        def backward(gradients: Sequence[Any]) -> list[Any]:
+            return [*self._sum(gradients, weighted=not weighted), *([] if known else [None])]
+
+        return adapter.with_gradient(forward, backward, [*arrays] if known else [*arrays, self.weight])
+
+    def _allreduce(self, request: Request, sums: Array) -> None:
+        if not self.exchanges():
+            return
+        communicator = self.process_set.communicator
+        with communicator.exclusive():
+            _check_sizes(communicator.agree(request, value=sums.size))
+            communicator.reduce_in_place(sums.reshape(-1), Reduction.SUM)
+
+
+def participation(process_set: ProcessSet) -> Participation:
+    """How a rank without rows participates in both messages."""
+
+    def add_nothing(sizes: Sequence[int]) -> None:
+        _check_sizes(sizes)
+        process_set.communicator.reduce_in_place(np.zeros(max(sizes)), Reduction.SUM)
+
+    return {_MOMENTS: add_nothing, _GRADIENT: add_nothing}
+
+
+def _check_sizes(sizes: Sequence[int]) -> None:
+    """Every rank sees the same sizes: 0 for ranks without rows."""
+    if len(set(sizes) - {0}) > 1:
+        raise MismatchError(
+            f"the ranks' layers normalise different numbers of channels together; they sent {list(sizes)} numbers: all "
+            "ranks must have the same model, and call its layers in the same order."
+        )
