@@ -210,14 +210,20 @@ class SynchronousTraining(Training):
         if self._replicas.count == 1:
             return _run_locally(call)
         rows = count_rows(call["x"])
-        check_global_batch(rows, self._replicas.count)
+        steps = attach(model)
+        if (model.test_function if is_test else model.train_function) is None:
+            check_global_batch(rows, self._replicas.count)  # its first step builds the model and the metrics
         start, end = shard_range(rows, self._replicas.first, self._replicas.count)
         own = {name: cut(call[name], start, end) for name in ("x", "y", "sample_weight")}
-        steps = attach(model)
         if is_test:
             steps.begin_test()
         with enter_fit():
-            call.replaced(**own, return_dict=True).run()
+            if start < end:
+                call.replaced(**own, return_dict=True).run()
+            else:
+                model.reset_metrics()
+            if rows < self._replicas.count and not is_test:
+                steps.join()
             results = flat_results(steps.end_test()) if is_test else global_results(model)
         return results if call["return_dict"] else flatten_metrics(model, results)
 
