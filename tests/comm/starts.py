@@ -18,6 +18,20 @@ def by_hand(ranks: int) -> list[Environ]:
     return [{**common, "RANK": str(rank)} for rank in range(ranks)]
 
 
+def step_of_slurm(ranks: int) -> list[Environ]:
+    """The environment of each task of a SLURM job step on one host, as srun sets it without an interface for MPI."""
+    common = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_TASKS": str(ranks),
+        "SLURM_STEP_TASKS_PER_NODE": str(ranks),
+        "SLURM_NODEID": "0",
+        "MASTER_PORT": str(free_port()),
+    }
+    return [{**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(ranks)]
+
+
 def together(command: Sequence[str], environs: Sequence[Environ], timeout: float = 300) -> list[tuple[int, str]]:
     """Runs ``command`` once in each environment, all at once; returns the exit codes and outputs."""
     processes = [

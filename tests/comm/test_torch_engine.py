@@ -16,7 +16,7 @@ import choros
 from choros.errors import ConfigError, EngineUnavailable
 from choros.topology import ENVIRONMENTS
 from comm.engines import ON_TORCH
-from comm.starts import by_hand, together
+from comm.starts import by_hand, step_of_slurm, together
 from harness import Job, case_names, check_case, free_port, needs, on
 
 pytestmark = needs("torch")
@@ -71,6 +71,26 @@ def test_rank_whose_peer_has_died_gets_an_error_and_the_log_names_the_engine() -
     assert "EngineError Gloo failed in the check of a collective" in output
     assert "Another rank has ended, or cannot be reached any more" in output
     assert "engine" not in other_output
+
+
+JOINS = """
+import choros
+from choros.parallel import objects
+choros.init()
+print(choros.rank(), choros.size(), choros.local_rank(), choros.cross_size(), objects.allgather_object(choros.rank()))
+"""
+
+
+@pytest.mark.slow
+def test_tasks_of_a_slurm_step_are_ranks() -> None:
+    environs = [{**environ, "CHOROS_LOG_LEVEL": "INFO"} for environ in step_of_slurm(2)]
+    outcomes = together([sys.executable, "-c", JOINS], environs)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    (_, first), (_, second) = outcomes
+    assert "choros: engine torch: srun started 2 ranks without MPI" in first
+    assert "0 2 0 1 [0, 1]" in first
+    assert "1 2 1 1 [0, 1]" in second
+    assert "CHOROS_SECRET" not in first  # on one host, they prove that they run as the same user
 
 
 DIES_AT_START = """

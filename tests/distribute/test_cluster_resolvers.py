@@ -16,9 +16,8 @@ from choros.distribute.cluster_resolver import (
     TFConfigClusterResolver,
     tf_config_of,
 )
-from choros.distribute.cluster_resolver.slurm import expand_hosts
 from choros.errors import ConfigError, LaunchError
-from choros.topology import Master, Topology, detect, find_master
+from choros.topology import Master, Topology, detect, expand_hosts, find_master
 
 CLUSTER = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["p:1"]}
 #: Four tasks: one on x, two on b, one on a.

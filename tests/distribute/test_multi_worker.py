@@ -16,7 +16,7 @@ import choros
 from choros import distribute
 from choros.errors import ConfigError, EngineUnavailable
 from choros.topology import ENVIRONMENTS
-from comm.starts import together
+from comm.starts import step_of_slurm, together
 from harness import FRAMEWORKS, free_port, needs
 from launch.namespaces import Network, two_hosts
 
@@ -57,6 +57,22 @@ def test_two_hosts_train_as_one_process(network: Network, framework: str) -> Non
         assert re.search("rejected: MirroredStrategy is for .* one host, .* runs on 2: use MultiWorkerMirrored", output)
         warned = "CHOROS_SECRET is not set, and the ranks are on 2 hosts" in output
         assert warned == (rank == 0 and not secret), output
+
+
+@pytest.mark.slow
+def test_tasks_of_a_slurm_step_on_two_hosts_connect(network: Network) -> None:
+    nodes = {"SLURM_STEP_NODELIST": ",".join(network.hosts), "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    environs = [
+        {**environ, **nodes, "HOST": namespace, "SLURM_NODEID": str(index), "SLURM_LOCALID": "0"}
+        for index, (environ, namespace) in enumerate(zip(step_of_slurm(2), network.namespaces, strict=True))
+    ]
+    code = "import choros; choros.init(); print('host', choros.cross_rank(), 'of', choros.cross_size())"
+    outcomes = together([*ON_ITS_HOST, sys.executable, "-c", code], environs)
+    for rank, (code_of_rank, output) in enumerate(outcomes):
+        assert code_of_rank == 0, output
+        assert f"host {rank} of 2" in output
+        warned = "CHOROS_SECRET is not set, and the ranks are on 2 hosts" in output
+        assert warned == (rank == 0), output
 
 
 @pytest.mark.slow

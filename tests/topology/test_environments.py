@@ -67,6 +67,10 @@ TOPOLOGIES = {
         Topology(1, 4, 0, 2, 1, 2, True, "srun"),
     ),
     "srun, cyclic, same host as block-wise": (slurm(2, 8, 1, 0, "4(x2)"), Topology(2, 8, 1, 4, 0, 2, True, "srun")),
+    "srun with Open MPI's interface": (
+        {**slurm(1, 2, 1, 0, "2"), "PMIX_RANK": "1"},
+        Topology(1, 2, 1, 2, 0, 1, True, "srun --mpi=pmix"),
+    ),
     "sbatch script without srun": (SBATCH, Topology()),
     "mpirun inside SLURM": ({**SBATCH, **open_mpi(1, 2, 1, 2)}, Topology(1, 2, 1, 2, 0, 1, True, "Open MPI's mpirun")),
     "torchrun inside srun": (

@@ -9,7 +9,7 @@ from typing import Any
 
 from choros.config import ENGINE, Config
 from choros.errors import ChorosError, ConfigError, EngineUnavailable
-from choros.topology import WITHOUT_MPI, Topology
+from choros.topology import NEVER_MPI, WITHOUT_MPI, Topology
 
 __all__ = [
     "CHOICES",
@@ -62,7 +62,7 @@ class Situation:
 
     @property
     def is_without_mpi(self) -> bool:
-        """Whether there are other ranks, which MPI did not start."""
+        """Whether there are other ranks, which are not expected to have MPI."""
         return self.topology.launcher in WITHOUT_MPI and self.topology.size > 1
 
     @property
@@ -115,13 +115,14 @@ REFUSALS: tuple[Refusal, ...] = (
         EngineUnavailable,
         "{launcher} started {size} ranks, and the mpi engine cannot join ranks that MPI's own launchers did not start. "
         "Start the script with chorosrun -np {size} in place of it, or unset CHOROS_ENGINE: the torch engine can.",
-        lambda situation: situation.is_without_mpi,
+        lambda situation: situation.topology.launcher in NEVER_MPI and situation.topology.size > 1,
     ),
     Refusal(
         "torch",
         EngineUnavailable,
         "{launcher} started {size} ranks, and the torch engine, which moves their bytes, needs PyTorch: pip install "
-        "torch. Without it, start the script with chorosrun -np {size}.",
+        "torch. Without it, start the script with chorosrun -np {size}, or, if Open MPI was built for SLURM, with srun "
+        "--mpi=pmix.",
         lambda situation: not situation.installed("torch"),
     ),
     Refusal(

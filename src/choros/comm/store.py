@@ -320,8 +320,8 @@ def _listening(master: Master) -> socket.socket:
         return socket.create_server(("", master.port), family=family)
     except OSError as error:
         raise EngineUnavailable(
-            f"rank 0 cannot listen at {master}, where the ranks connect: {error}. Give it a free port, and rank 0 "
-            "the host of that name."
+            f"rank 0 cannot listen at {master}, where the ranks connect: {error}. Give it a free port, by MASTER_PORT "
+            "or in TF_CONFIG, and rank 0 the host of that name."
         ) from error
 
 

@@ -1,13 +1,15 @@
 """The rank and size of this process, from its environment, and its share of data. Pure functions."""
 
-from choros.topology.environments import ENVIRONMENTS, WITHOUT_MPI, Environment, detect, expand_counts
+from choros.topology.environments import ENVIRONMENTS, NEVER_MPI, WITHOUT_MPI, Environment, detect
 from choros.topology.master import Master, find_master
 from choros.topology.shard import shard_range
+from choros.topology.slurm import expand_counts, expand_hosts
 from choros.topology.tf_config import TF_CONFIG, TFConfig, read_tf_config, split_address
 from choros.topology.topology import Topology
 
 __all__ = [
     "ENVIRONMENTS",
+    "NEVER_MPI",
     "TF_CONFIG",
     "WITHOUT_MPI",
     "Environment",
@@ -16,6 +18,7 @@ __all__ = [
     "Topology",
     "detect",
     "expand_counts",
+    "expand_hosts",
     "find_master",
     "read_tf_config",
     "shard_range",

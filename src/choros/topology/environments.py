@@ -7,15 +7,15 @@ both are set, they must agree.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from choros.errors import ConfigError
+from choros.topology.slurm import expand_counts
 from choros.topology.tf_config import TF_CONFIG, read_tf_config, split_address
 from choros.topology.topology import Topology
 
-__all__ = ["ENVIRONMENTS", "WITHOUT_MPI", "Environment", "detect", "expand_counts"]
+__all__ = ["ENVIRONMENTS", "NEVER_MPI", "SLURM", "WITHOUT_MPI", "Environment", "detect"]
 
 Environ = Mapping[str, str]
 
@@ -25,7 +25,8 @@ class Environment:
     """The variables in which one launcher sets a process's rank and size.
 
     ``rank`` and ``size`` are always set by the launcher; the others may be missing. ``tasks_per_host`` is
-    SLURM's list of ranks on each host (``2(x3),1``), ``host_rank`` and ``host_count`` count hosts. Without
+    SLURM's list of ranks on each host (``2(x3),1``), ``host_rank`` and ``host_count`` count hosts. ``also`` is a
+    variable that must be set, too, because the launcher sets it only with an option. Without
     ``reliable_local_size`` the launcher's number of ranks per host may be wrong; the engine determines it.
     """
 
@@ -37,11 +38,12 @@ class Environment:
     host_rank: str = ""
     host_count: str = ""
     tasks_per_host: str = ""
+    also: str = ""
     reliable_local_size: bool = True
 
     def read(self, environ: Environ) -> Topology | None:
         """Returns the topology in ``environ``, ``None`` if this launcher did not start the process."""
-        if self.rank not in environ or self.size not in environ:
+        if not {self.rank, self.size, self.also or self.rank} <= environ.keys():
             return None
         rank, size = _integer(environ, self.rank), _integer(environ, self.size)
         if not 0 <= rank < size:
@@ -129,14 +131,18 @@ SLURM = Environment(
     host_count="SLURM_STEP_NUM_NODES",
     tasks_per_host="SLURM_STEP_TASKS_PER_NODE",
 )
+#: srun as Open MPI needs it.
+SLURM_PMIX = replace(SLURM, launcher="srun --mpi=pmix", also="PMIX_RANK")
 
 #: Launchers that start one process per rank, read first; their variables must agree.
 RANK_LAUNCHERS = (OPEN_MPI, MPICH, TORCHRUN)
 #: All launchers whose variables are read, in order of precedence. ``TF_CONFIG`` precedes SLURM.
-ENVIRONMENTS = (*RANK_LAUNCHERS, SLURM)
+ENVIRONMENTS = (*RANK_LAUNCHERS, SLURM_PMIX, SLURM)
 
 #: Launchers without MPI: in a rank that they start, MPI sees only that rank.
-WITHOUT_MPI = (TORCHRUN.launcher, TF_CONFIG)
+NEVER_MPI = (TORCHRUN.launcher, TF_CONFIG)
+#: Launchers whose ranks are not expected to have MPI. One that was built for SLURM may know srun's ranks all the same.
+WITHOUT_MPI = (*NEVER_MPI, SLURM.launcher)
 
 
 def detect(environ: Environ) -> Topology:
@@ -167,7 +173,7 @@ def detect(environ: Environ) -> Topology:
     if from_tf_config is not None:
         found.append((f"{TF_CONFIG} (rank {from_tf_config.rank} of {from_tf_config.size})", from_tf_config))
     if not found:
-        return SLURM.read(environ) or Topology()
+        return SLURM_PMIX.read(environ) or SLURM.read(environ) or Topology()
     variables, first = found[0]
     for other_variables, other in found[1:]:
         if (other.rank, other.size) != (first.rank, first.size):
@@ -186,22 +192,6 @@ def _integer(environ: Environ, name: str, default: int | None = None) -> int:
         return int(text or "")
     except ValueError:
         raise ConfigError(f"{name}={text!r} is not a whole number.") from None
-
-
-def expand_counts(text: str, name: str) -> list[int]:
-    """Parses SLURM's list of ranks per host, ``text``, which is the value of the variable ``name``.
-
-    Example:
-        >>> expand_counts("2(x3),1", "SLURM_STEP_TASKS_PER_NODE")
-        [2, 2, 2, 1]
-    """
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ConfigError(f"{name}={text!r} is not a list of counts such as 2(x3),1.")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
 
 
 def _from_tf_config(environ: Environ) -> Topology | None:

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from choros.errors import ConfigError
+from choros.topology.environments import SLURM
+from choros.topology.slurm import expand_hosts
 from choros.topology.tf_config import TF_CONFIG, parse_port, read_tf_config, split_address
 
 __all__ = ["Master", "find_master"]
+
+#: The ports of SLURM's job steps: 100 jobs and 100 steps in each have different ones.
+_FIRST_PORT, _STEPS, _JOBS = 20_000, 100, 100
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ def find_master(environ: Mapping[str, str], launcher: str) -> Master | None:
     Args:
         environ: the environment, usually ``os.environ``.
         launcher: the name of ``detect``'s result. For ``TF_CONFIG`` the address is that of the first task, for all
-            others ``MASTER_ADDR`` and ``MASTER_PORT``.
+            others ``MASTER_ADDR`` and ``MASTER_PORT``. For srun, if these are not set, the host is the first of the
+            job step, and the port depends on the numbers of the job and the step.
 
     Raises:
         ConfigError: the variables are not a valid address.
@@ -47,13 +53,31 @@ def find_master(environ: Mapping[str, str], launcher: str) -> Master | None:
     if launcher == TF_CONFIG:
         config = read_tf_config(environ)
         return Master(*split_address(config.ranks[0])) if config is not None and config.ranks else None
-    host = environ.get("MASTER_ADDR", "")
+    host, text = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if not host:
-        return None
-    text = environ.get("MASTER_PORT", "")
+        return _of_slurm(environ, text) if launcher == SLURM.launcher else None
     port = parse_port(text)
     if port is None:
         raise ConfigError(
             f"MASTER_ADDR={host!r} and MASTER_PORT={text!r} are not a valid address: expected a port of 1 … 65535."
         )
     return Master(host, port, listens=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+
+
+def _of_slurm(environ: Mapping[str, str], port: str) -> Master | None:
+    """The address of rank 0 in a job step of SLURM; ``None`` if the step is not described."""
+    names = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    given = environ.get("SLURM_STEP_NODELIST", "")
+    if not given or not all(name.isdecimal() for name in names):
+        return None
+    hosts = expand_hosts(given)
+    if environ.get("SLURM_PROCID") == "0" and environ.get("SLURM_NODEID", "0") != "0":
+        raise ConfigError(
+            f"rank 0 is not on {hosts[0]}, the first host of SLURM_STEP_NODELIST={given!r}, where the ranks would "
+            "connect. Set MASTER_ADDR and MASTER_PORT on every rank: an address of rank 0's host, and a free port."
+        )
+    job, step = map(int, names)
+    chosen = parse_port(port) if port else _FIRST_PORT + job % _JOBS * _STEPS + step % _STEPS
+    if chosen is None:
+        raise ConfigError(f"MASTER_PORT={port!r} is not a port of 1 … 65535.")
+    return Master(hosts[0] if len(hosts) > 1 else "127.0.0.1", chosen)

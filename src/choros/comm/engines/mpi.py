@@ -243,8 +243,8 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     if world is not comm and world.Get_size() != topology.size:
         raise ConfigError(
             f"{topology.launcher} started {topology.size} ranks, but MPI has {world.Get_size()}: this launcher "
-            "and this MPI are incompatible. Start the script with chorosrun, with mpirun, or with "
-            "srun --mpi=pmix."
+            "and this MPI are incompatible. Start the script with chorosrun, with mpirun, or with srun: --mpi=pmix if "
+            "this MPI was built for SLURM, else --mpi=none, which needs PyTorch, and CHOROS_ENGINE unset."
         )
     # Polls first: the next collective spins, which would cost a core per rank while another one still imports.
     gone = _meet(world, leaves=False)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 from choros.distribute.cluster_resolver.cluster_spec import ClusterSpec
 from choros.distribute.cluster_resolver.resolver import ClusterResolver, url
 from choros.errors import ConfigError
-from choros.topology import expand_counts
+from choros.topology import expand_counts, expand_hosts
 
-__all__ = ["SlurmClusterResolver", "expand_hosts"]
+__all__ = ["SlurmClusterResolver"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -124,41 +122,6 @@ class SlurmClusterResolver(ClusterResolver):
         """See ``ClusterResolver``."""
         del task_type, task_id, config_proto
         return {"GPU": self._gpus_per_task}
-
-
-def expand_hosts(text: str) -> list[str]:
-    """Parses SLURM's list of hosts; keeps its order.
-
-    Raises:
-        ConfigError: ``text`` is not such a list.
-
-    Example:
-        >>> expand_hosts("n[08-10,12]x,login,r[1-2]c[1-2]")
-        ['n08x', 'n09x', 'n10x', 'n12x', 'login', 'r1c1', 'r1c2', 'r2c1', 'r2c2']
-    """
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
-    hosts = [host for part in parts for host in _expand(part)]
-    if ",".join(parts) != text or not hosts or not all(re.fullmatch(r"[\w.-]+", host) for host in hosts):
-        raise ConfigError(f"SLURM_STEP_NODELIST={text!r} is not a list of hosts such as n[01-03,7],login.")
-    return hosts
-
-
-def _expand(part: str) -> Iterator[str]:
-    """``"n[1-2]x"`` → ``n1x n2x``."""
-    segments = re.findall(r"\[.*?\]|[^\[]+", part)
-    choices = [list(_numbers(segment[1:-1])) if segment.startswith("[") else [segment] for segment in segments]
-    return map("".join, itertools.product(*choices))
-
-
-def _numbers(text: str) -> Iterator[str]:
-    """``"08-10,12"`` → ``08 09 10 12``."""
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
-            yield f"[{part}]"  # invalid in a host name: the caller rejects the list
-            continue
-        first, last = match[1], match[2] or match[1]
-        yield from (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
 
 
 def _tasks_of_hosts(given: int | Mapping[str, int] | None) -> dict[str, int]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from choros.errors import ConfigError
 from choros.launch.plan.hosts import parse_hostfile, total_slots
-from choros.topology import ENVIRONMENTS, TF_CONFIG
-from choros.topology.environments import expand_counts
+from choros.topology import ENVIRONMENTS, TF_CONFIG, expand_counts
 
 __all__ = ["allocated_slots", "forwarded", "in_allocation", "parse_variables", "without_launchers"]
 
