@@ -9,13 +9,14 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from choros.errors import EngineError
 from choros.transport.channel import ChannelClosed, connect
 from choros.transport.endpoint import connect_within
-from choros.transport.handshake import Seal, accept_proof
+from choros.transport.handshake import Cut, Seal, accept_proof, offer_proof
 from choros.transport.listener import Listener
 from choros.transport.secret import Key
 from ranks.job import free_port
@@ -129,7 +130,34 @@ def test_a_process_with_another_key_is_refused(address, key, message):
     with pytest.raises(EngineError, match=message):
         connect(address, Key(b"another key 0000", within_host=key.within_host), "worker 0", "ps 0", 5)
     connect(address, key, "worker 0", "ps 0", 5).close()
+    end = time.monotonic() + 10
+    while not listener.refusal and time.monotonic() < end:
+        time.sleep(0.01)
+    assert "could not authenticate each other" in listener.refusal
+    assert message in listener.refusal
     listener.close()
+
+
+def test_a_process_that_ends_during_the_handshake_is_not_refused():
+    """It may have failed: nothing is known about its key."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+
+        def connect_to_ours():
+            with pytest.raises(Cut):
+                offer_proof(theirs, Key(SECRET), "worker 0", "ps 0", 10)
+
+        thread = threading.Thread(target=connect_to_ours)
+        thread.start()
+        greeting = ours.recv(4096)
+        ours.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(greeting)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(Cut, match="the connection was closed during the handshake"):
+            accept_proof(ours, Key(SECRET), "ps 0", 10)
 
 
 def test_nothing_is_read_before_the_proof(address, served):

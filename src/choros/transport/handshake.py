@@ -9,6 +9,8 @@
       proof: HMAC(key, "connects" + transcript) ─────────►
       ◄───────────────────────────────────────────────────────────────── welcome
 
+A process that receives a wrong proof answers with zeros: so the other one knows, too, that their keys differ.
+
 The transcript is the SHA-256 of both greetings, so a proof is valid for these roles, in this direction, on this
 connection only. A process that hands on the messages of two others cannot produce one of its own, nor speak in their
 name afterwards:
@@ -24,6 +26,7 @@ After SIGMA and TLS 1.3's PSK handshake in their simplest form; see RFC 8446, se
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -154,6 +157,8 @@ class _Ends:
         transcript = _digest(mine.encode() + theirs.encode())
         proof = self._receive(_DIGEST)
         if not hmac.compare_digest(proof, self._mac(b"listens", transcript)):
+            with contextlib.suppress(EngineError):
+                self._send(bytes(_DIGEST))
             raise self._refused()
         if theirs.name != peer:
             raise EngineError(
@@ -169,11 +174,7 @@ class _Ends:
         mine = self._greeting(theirs.name)
         transcript = _digest(theirs.encode() + mine.encode())
         self._send(mine.encode() + self._mac(b"listens", transcript))
-        try:
-            proof = self._receive(_DIGEST)
-        except Cut as error:
-            raise self._refused() from error
-        if not hmac.compare_digest(proof, self._mac(b"connects", transcript)):
+        if not hmac.compare_digest(self._receive(_DIGEST), self._mac(b"connects", transcript)):
             raise self._refused()
         if theirs.peer != self._name:
             raise EngineError(f"{theirs.name} expected {theirs.peer} here, and this is {self._name}: {_SAME_ADDRESSES}")

@@ -41,6 +41,9 @@ class Listener:
         name: the name of this process, which those that connect must expect.
         serve: called in the new thread with the channel and the first message.
 
+    Attributes:
+        refusal: why the last process that could not prove that it belongs to the job was refused; empty if none was.
+
     Raises:
         EngineError: listening there is not possible.
     """
@@ -51,6 +54,7 @@ class Listener:
         self._key = key
         self._name = name
         self._serve = serve
+        self.refusal = ""
         self._closed = False
         self._lock = threading.Lock()
         self._unproven: list[socket.socket] = []
@@ -97,7 +101,12 @@ class Listener:
             handshake = accept_proof(end, self._key, self._name, PROOF_SECONDS)
         except EngineError as error:
             end.close()
-            _log.log(logging.INFO if isinstance(error, Cut) else logging.WARNING, "%s", not_authenticated(peer, error))
+            refusal = str(not_authenticated(peer, error))
+            if isinstance(error, Cut):  # it has ended, or will connect again
+                _log.info("%s", refusal)
+            else:
+                _log.warning("%s", refusal)
+                self.refusal = refusal
             return
         finally:
             with self._lock, contextlib.suppress(ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, Queue
 from typing import Any, NoReturn, final
 
@@ -15,6 +15,7 @@ from choros.distribute.coordinator.metrics import count_metrics, reset_metrics
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, RemoteValue
 from choros.distribute.coordinator.role import CoordinatorRole
 from choros.distribute.parameter_server.cluster import Cluster
+from choros.distribute.parameter_server.jobs import wait_for_chief
 from choros.distribute.parameter_server.messages import Shutdown
 from choros.distribute.parameter_server.optimizer import add_remote_optimizer, remote_optimizers
 from choros.distribute.parameter_server.recipes import ModelRecipe
@@ -104,14 +105,13 @@ class Worker(CoordinatorRole):
         listener = Listener(
             self._cluster.address, self._cluster.key, self._cluster.name, lambda *arrival: arrivals.put(arrival)
         )
-        try:
-            chief, start = arrivals.get(timeout=self._cluster.start_seconds)
-        except Empty:
-            raise EngineError(
-                f"the chief did not connect to this worker, at {self._cluster.address}, within "
-                f"{self._cluster.start_seconds:g} s: it has not been started, has failed, or cannot reach this "
-                "address. See its output. CHOROS_START_TIMEOUT sets the time limit."
-            ) from None
+
+        def arrival(seconds: float) -> tuple[Channel, StartJob] | None:
+            with suppress(Empty):
+                return arrivals.get(timeout=seconds)
+            return None
+
+        chief, start = wait_for_chief(arrival, self._cluster, listener)
         listener.close()
         self.run(chief, start)
         raise SystemExit(0)

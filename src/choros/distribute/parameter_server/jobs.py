@@ -1,15 +1,49 @@
-"""The jobs of a worker or a parameter server that serves one chief after another."""
+"""The jobs of a worker or a parameter server that serves one chief after another, and its wait for the first one."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import TypeVar, final
 
+from choros.distribute.parameter_server.cluster import Cluster
 from choros.errors import EngineError
+from choros.transport.listener import Listener
 
-__all__ = ["Jobs", "ServedJob"]
+__all__ = ["Jobs", "ServedJob", "wait_for_chief"]
+
+#: After this time, a process says for whom it waits.
+_SILENT_SECONDS = 10.0
+
+_log = logging.getLogger("choros")
+Arrival = TypeVar("Arrival")
+
+
+def wait_for_chief(arrival: Callable[[float], Arrival | None], cluster: Cluster, listener: Listener) -> Arrival:
+    """Returns ``arrival(seconds)``, which waits for the chief, and returns nothing if that does not connect.
+
+    Raises:
+        EngineError: the chief has not connected within the cluster's ``start_seconds``.
+    """
+    silent = min(_SILENT_SECONDS, cluster.start_seconds)
+    arrived = arrival(silent)
+    if not arrived and silent < cluster.start_seconds:
+        _log.warning(
+            "%s waits at %s for the chief to connect, for %g s at most.",
+            cluster.name,
+            cluster.address,
+            cluster.start_seconds,
+        )
+        arrived = arrival(cluster.start_seconds - silent)
+    if arrived:
+        return arrived
+    raise EngineError(
+        f"the chief did not connect to {cluster.name} at {cluster.address} within {cluster.start_seconds:g} s. "
+        + (listener.refusal or "It has not been started, has failed, or cannot reach this address: see its output.")
+        + " CHOROS_START_TIMEOUT sets the time limit."
+    )
 
 
 @final
@@ -26,14 +60,9 @@ class ServedJob:
 
 @final
 class Jobs:
-    """Waits until the first job has ended.
+    """Waits until the first job has ended."""
 
-    Args:
-        task: what this process is, for errors.
-    """
-
-    def __init__(self, task: str) -> None:
-        self._task = task
+    def __init__(self) -> None:
         self._begun = threading.Event()
         self._ended = threading.Event()
         self._in_order = False
@@ -50,17 +79,13 @@ class Jobs:
                 self._in_order = job.in_order
             self._ended.set()
 
-    def wait(self, start_seconds: float) -> None:
+    def wait(self, cluster: Cluster, listener: Listener) -> None:
         """Waits until the first job has ended.
 
         Raises:
-            EngineError: no chief connected within ``start_seconds``, or its connection closed before it ended the job.
+            EngineError: the chief did not connect in time, or its connection closed before it ended the job.
         """
-        if not self._begun.wait(start_seconds):
-            raise EngineError(
-                f"the chief did not connect to this {self._task} within {start_seconds:g} s: it has not been started, "
-                "has failed, or cannot reach this address. See its output. CHOROS_START_TIMEOUT sets the time limit."
-            )
+        wait_for_chief(self._begun.wait, cluster, listener)
         self._ended.wait()
         if not self._in_order:
             raise EngineError("the connection to the chief closed before the job ended: see the chief's output.")

@@ -39,7 +39,7 @@ def take_role(
         case "ps":
             leave_signals_to_the_chief()
             server = ParameterServer(cluster)
-            server.run(cluster.start_seconds)
+            server.run()
             server.close()
             raise SystemExit(0)
         case "chief":

@@ -31,17 +31,18 @@ class ParameterServer:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self._waiting = Jobs("parameter server")
+        self._cluster = cluster
+        self._waiting = Jobs()
         self._jobs: dict[str, Shards] = {}
         self._listener = Listener(cluster.address, cluster.key, cluster.name, self._serve)
 
-    def run(self, start_seconds: float) -> None:
+    def run(self) -> None:
         """Waits until the first chief has ended its job.
 
         Raises:
             EngineError: the chief did not connect in time, or its connection closed before it ended the job.
         """
-        self._waiting.wait(start_seconds)
+        self._waiting.wait(self._cluster, self._listener)
 
     def close(self) -> None:
         """Accepts no more connections."""

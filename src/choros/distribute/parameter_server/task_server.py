@@ -89,7 +89,7 @@ class Server:
         Raises:
             EngineError: no chief connected within ``CHOROS_START_TIMEOUT``, or it failed.
         """
-        self._started().run(self._cluster.start_seconds)
+        self._started().run()
 
     def _started(self) -> _WorkerTask | ParameterServer:
         from choros.distribute.parameter_server.server import ParameterServer
@@ -106,11 +106,11 @@ class _WorkerTask:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._jobs = Jobs("worker")
+        self._jobs = Jobs()
         self._listener = Listener(cluster.address, cluster.key, cluster.name, self._serve)
 
-    def run(self, start_seconds: float) -> None:
-        self._jobs.wait(start_seconds)
+    def run(self) -> None:
+        self._jobs.wait(self._cluster, self._listener)
 
     def _serve(self, chief: Channel, start: StartJob) -> None:
         import keras
