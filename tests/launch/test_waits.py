@@ -113,6 +113,41 @@ def test_a_long_wait_is_shown_once():
     assert waits.lines(102.0) == []
 
 
+def test_a_rank_that_does_not_end_after_its_script():
+    waits = joined(3)
+    waits.note(1, Event(Kind.SCRIPT_ENDED), 10.0)
+    waits.note(0, waiting(SHUTDOWN), 11.0)
+    assert waits.next_stall(70.0) == 1.0  # that of rank 0: rank 2 still computes
+    waits.note(2, Event(Kind.SCRIPT_ENDED), 20.0)
+    waits.note(2, waiting(SHUTDOWN), 21.0)
+    assert waits.stalls(69.0) == []
+    assert waits.next_stall(69.0) == 1.0
+    lines = waits.stalls(90.0)
+    assert lines[0] == "ranks 0, 2 have waited 79 s for rank 1 in shutdown()"
+    assert lines[1].startswith("rank 1 has not ended, 80 s after its script: a handler at exit, a thread that is")
+    assert (waits.stalls(309.0), waits.lingers(309.0), waits.next_stall(309.0)) == ([], "", 1.0)
+    assert waits.lingers(310.0).startswith("rank 1 did not end within --exit-timeout 300 s after the script: a handler")
+
+
+def test_a_rank_that_does_not_end_when_all_others_have():
+    waits = Waits(2, exit_seconds=5)
+    waits.note(0, Event(Kind.SCRIPT_ENDED), 1.0)
+    assert waits.next_stall(2.0) is None
+    waits.ended(1, 2.0)
+    assert waits.next_stall(2.0) == 4.0
+    assert "rank 0 did not end" in waits.lingers(6.0)
+
+
+def test_ranks_that_may_take_their_time_at_the_end():
+    alone = Waits(1)
+    alone.note(0, Event(Kind.SCRIPT_ENDED), 1.0)
+    together = joined(2)
+    for rank in range(2):
+        together.note(rank, Event(Kind.SCRIPT_ENDED), 1.0)
+    for waits in (alone, together):
+        assert (waits.lingers(999.0), waits.stalls(999.0), waits.next_stall(999.0)) == ("", [], None)
+
+
 SCRIPTS = {
     "ends in the job": (
         2,
@@ -143,6 +178,28 @@ def test_ranks_that_can_never_continue_are_stopped(tmp_path, size, body, who, wh
     assert ended.code == 70, ended.err
     assert who in ended.err
     assert whom in ended.err
+
+
+#: Rank 1 does not end, before or after it has left the job.
+LINGERING = {
+    "handler": INITIALISED + "import atexit\nif rank == 1: atexit.register(time.sleep, 600)",
+    "handler that runs when it has left": "import atexit\nif rank == 1: atexit.register(time.sleep, 600)\n"
+    + INITIALISED,
+    "destructor": INITIALISED
+    + "import ctypes\nlibc = ctypes.CDLL(None)\nif rank == 1: libc.__cxa_atexit(libc.pause, None, None)",
+    "thread, and an exception": INITIALISED
+    + "import threading\nif rank == 1: threading.Thread(target=time.sleep, args=(600,)).start()\n"
+    + "if rank == 1: raise ValueError('cause')",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", LINGERING.values(), ids=LINGERING)
+def test_a_rank_that_does_not_end_is_stopped(tmp_path, body):
+    ended = run("-np", 2, "--exit-timeout", 0.5, sys.executable, rank_script(tmp_path / "script.py", body))
+    assert ended.code == 70, ended.err
+    assert "chorosrun: rank 1 did not end within --exit-timeout 0.5 s after the script: a handler at exit" in ended.err
+    assert ("ValueError: cause" in ended.err) == ("cause" in body)
 
 
 @pytest.mark.slow

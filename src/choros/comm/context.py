@@ -7,9 +7,10 @@ import importlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import Any
 
@@ -52,6 +53,7 @@ class _Listeners:
     def __init__(self) -> None:
         self._start: Callable[[], list[Callable[[], None]]] = list
         self._stops: list[Callable[[], None]] | None = None
+        self._lock = threading.Lock()
 
     def configure(self, config: Config, rank: int) -> None:
         """Sets what ``start`` starts, and the rank in this process's events."""
@@ -60,14 +62,16 @@ class _Listeners:
 
     def start(self) -> None:
         """Starts the configured listeners, if they are not running."""
-        if self._stops is None:
-            self._stops = self._start()
+        with self._lock:
+            if self._stops is None:
+                self._stops = self._start()
 
     def stop(self) -> None:
         """Stops them."""
-        for stop in self._stops or ():
-            stop()
-        self._stops = None
+        with self._lock:
+            for stop in self._stops or ():
+                stop()
+            self._stops = None
 
 
 #: All ranks (Horovod's ``global_process_set``); usable after ``init()``.
@@ -116,6 +120,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
     launched = detect(os.environ)
     _listeners.configure(config, launched.rank)
     _listeners.start()
+    if launched.size > 1:
+        _watch_script()
     try:
         communicator, position, finalize = _start_engine(os.environ, launched, comm)
     except BaseException:
@@ -293,6 +299,18 @@ def _install_hooks() -> None:
 
     sys.excepthook = note_crash
     atexit.register(_leave)
+
+
+@cache
+def _watch_script() -> None:
+    """Reports the end of the script, from a thread: after it, handlers and other threads may keep this rank alive."""
+
+    def watch() -> None:
+        threading.main_thread().join()
+        _listeners.start()
+        events.emit(events.Kind.SCRIPT_ENDED)
+
+    threading.Thread(target=watch, name="choros: end of the script", daemon=True).start()
 
 
 def _leave() -> None:

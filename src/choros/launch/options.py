@@ -25,7 +25,10 @@ _EXIT_CODES = (
     ("N", "the exit code of the rank that failed first; 128 + n if signal n ended it"),
     ("2", "invalid arguments"),
     ("68", "a host cannot be reached"),
-    ("70", "the job could not be started, a host was lost, or a rank waited for one that had ended"),
+    (
+        "70",
+        "the job could not be started, a host was lost, a rank waited for one that had ended, or did not end",
+    ),
     ("124", "the job ran longer than --timeout"),
     ("127", "COMMAND was not found"),
     ("130, 143", "ended by Ctrl-C, by SIGTERM"),

@@ -52,14 +52,16 @@ class Kind(enum.StrEnum):
     WAITED = "waited"
     RANK_STARTED = "rank started"
     RANK_CRASHED = "rank crashed"
+    SCRIPT_ENDED = "script ended"
     RANK_STOPPED = "rank stopped"
     RANK_ENDED = "rank ended"
     COMMIT = "commit"
     CHECKPOINT = "checkpoint"
 
 
-#: The kinds that chorosrun needs from every rank: whom it waits for, and that an exception ends it.
-REPORTS = frozenset({Kind.WAITING, Kind.WAITED, Kind.RANK_CRASHED})
+#: The kinds that chorosrun needs from every rank: whom it waits for, that an exception ends it, and that its script has
+#: ended, but not yet its process.
+REPORTS = frozenset({Kind.WAITING, Kind.WAITED, Kind.RANK_CRASHED, Kind.SCRIPT_ENDED})
 #: The calls in which a rank joins the job, leaves it, and ends.
 INIT, SHUTDOWN, LEAVING = "init()", "shutdown()", "MPI_Finalize()"
 

@@ -60,7 +60,8 @@ def outcome_of(job_end: JobEnd, limits: Limits) -> Outcome:
     if job_end.reason in _CODES:
         return Outcome(_CODES[job_end.reason], _stopped_lines(job_end, limits))
     if job_end.reason is Reason.STUCK:
-        return Outcome(LaunchError.exit_code, (f"chorosrun: {job_end.stuck}; the job was stopped.",))
+        tracebacks = [end.traceback for end in ends if end.traceback]
+        return Outcome(LaunchError.exit_code, (f"chorosrun: {job_end.stuck}; the job was stopped.", *tracebacks))
     if job_end.chief_is_done:
         return Outcome(0, _done_lines(job_end, limits))
     if not failures:  # MPI_Abort stops the other ranks so fast that the rank that called it may count as stopped, too

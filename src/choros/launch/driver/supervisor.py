@@ -134,7 +134,7 @@ class _Supervisor:
         self._stages: tuple[Stage, ...] = ()
         self._held_signals: list[signal.Signals] = []
         self._releasing = False
-        self._waits = Waits(size)
+        self._waits = Waits(size, limits.exit)
         self._listens_in_vain = command.listens_in_vain
         self._mpirun = MpirunProcess(command, stdin=payload is not None)
         self._loop = Loop()
@@ -227,8 +227,10 @@ class _Supervisor:
             self._loop.set_deadline("stall", seconds, self._show_stalls)
 
     def _show_stalls(self) -> None:
-        for line in self._waits.stalls(time.time()):
+        now = time.time()
+        for line in self._waits.stalls(now):
             self._output.show(f"chorosrun: {line}.")
+        self._check_stuck(self._waits.lingers(now))
         self._plan_stalls()
 
     def _on_start(self, frame: Start) -> None:
@@ -271,6 +273,7 @@ class _Supervisor:
             self._stop(Reason.FAILURE)
         else:
             self._check_stuck(self._waits.ended(frame.rank, time.time()))
+            self._plan_stalls()
 
     def _feed(self) -> None:
         """Writes rank 0's standard input. It stays open: at end of file, mpirun may drop buffered bytes."""

@@ -14,6 +14,9 @@ A wait can end if each of its ranks makes a call of the same set, or may still d
 its own wait can end. (Different calls of one set end, too, by a ``MismatchError``.) A rank is stuck if its wait cannot
 end, which is believed only if the rank reports it once more a moment later: messages of different ranks may arrive in
 any order.
+
+A rank lingers if its script has ended, but not its process, and it does not wait itself: a handler at exit, a thread
+that is no daemon or a destructor does not return. While another rank computes, it may take its time.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ _CONFIRM_SECONDS = 1.0
 _STALL_SECONDS = 60.0
 _LONGEST_CALL = 200
 _ENDED = "ended with exit code 0"
+_LINGERS = "a handler at exit, a thread that is no daemon or a library's destructor does not return"
 
 
 @dataclass
@@ -63,6 +67,7 @@ class Waits:
 
     Attributes:
         size: the number of ranks.
+        exit_seconds: how long a rank may linger.
 
     Example:
         >>> waits = Waits(2)
@@ -73,10 +78,14 @@ class Waits:
     """
 
     size: int
+    exit_seconds: float = 300.0
     _waits: dict[int, dict[str, Wait]] = field(default_factory=dict)
     _ended: dict[int, float] = field(default_factory=dict)
     _joined: set[int] = field(default_factory=set)
     _left: set[int] = field(default_factory=set)
+    #: When the scripts of ranks ended, and those of which that was shown.
+    _scripts: dict[int, float] = field(default_factory=dict)
+    _shown: set[int] = field(default_factory=set)
 
     def note(self, rank: int, event: Event, now: float) -> str:
         """Records an event of ``rank``; returns why it is stuck, if it is."""
@@ -85,6 +94,8 @@ class Waits:
             waits.pop(event.name, None)
             if event.name == LEAVING:
                 self._left.add(rank)
+        if event.kind is Kind.SCRIPT_ENDED:
+            self._scripts.setdefault(rank, now)
         if event.kind is not Kind.WAITING:
             return ""
         if event.name == INIT:
@@ -107,12 +118,35 @@ class Waits:
         new = [wait for wait in due.values() if not wait.shown]
         for wait in new:
             wait.shown = True
-        return self._lines({rank: wait for rank, wait in due.items() if wait.call in {each.call for each in new}}, now)
+        lines = self._lines({rank: wait for rank, wait in due.items() if wait.call in {each.call for each in new}}, now)
+        lingering = [rank for rank in self._lingering(now - _STALL_SECONDS) if rank not in self._shown]
+        self._shown.update(lingering)
+        lines += [
+            f"{_ranks([rank])} has not ended, {now - self._scripts[rank]:.0f} s after its script: {_LINGERS}"
+            for rank in lingering
+        ]
+        return lines
+
+    def lingers(self, now: float) -> str:
+        """Returns which ranks have lingered for too long, if there are such."""
+        ranks = self._lingering(now - self.exit_seconds)
+        if not ranks:
+            return ""
+        return f"{_ranks(ranks)} did not end within --exit-timeout {self.exit_seconds:g} s after the script: {_LINGERS}"
 
     def next_stall(self, now: float) -> float | None:
-        """Returns the seconds until ``stalls`` may have something to show; ``None`` if no rank waits."""
-        ends = (wait.since + _STALL_SECONDS - now for wait in self._current().values() if not wait.shown)
-        return min((max(0.0, end) for end in ends), default=None)
+        """Returns the seconds until ``stalls`` or ``lingers`` may return something; ``None`` if nothing stalls."""
+        ends = [wait.since + _STALL_SECONDS for wait in self._current().values() if not wait.shown]
+        lingering = self._lingering(now)
+        ends += [self._scripts[rank] + _STALL_SECONDS for rank in lingering if rank not in self._shown]
+        ends += [self._scripts[rank] + self.exit_seconds for rank in lingering]
+        return min((max(0.0, end - now) for end in ends), default=None)
+
+    def _lingering(self, ended_before: float) -> list[int]:
+        """Returns the ranks that linger and whose scripts ended before; none while another rank computes."""
+        resting = self._current().keys() | self._ended.keys()
+        lingering = {rank for rank in self._scripts.keys() - resting if self._scripts[rank] <= ended_before}
+        return sorted(lingering) if resting and lingering | resting == set(range(self.size)) else []
 
     def lines(self, now: float) -> list[str]:
         """Returns lines about all waits."""

@@ -115,6 +115,9 @@ class Arguments:
     grace_period: float = flag(
         "Time", "--grace-period", default=_LIMITS.grace, metavar="SECONDS", bounds=Seconds(or_zero=True),
         help="How long ranks may take to end after SIGINT or SIGTERM.")
+    exit_timeout: float = flag(
+        "Time", "--exit-timeout", default=_LIMITS.exit, metavar="SECONDS", bounds=Seconds(),
+        help="How long a rank may take to end after its script, while all others wait for it or have ended.")
     mpirun: str | None = flag(
         "MPI", "--mpirun", metavar="PATH", help="The mpirun to use. Default: the one installed with choros.")
     mpi_args: str = flag(
@@ -197,7 +200,7 @@ class Arguments:
     @property
     def limits(self) -> Limits:
         """The time limits."""
-        return Limits(self.start_timeout, self.timeout, self.grace_period)
+        return Limits(self.start_timeout, self.timeout, self.grace_period, self.exit_timeout)
 
     def prefix(self, size: int) -> bool:
         """Returns whether output lines are prefixed with the rank in a job of ``size`` ranks."""

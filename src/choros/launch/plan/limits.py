@@ -14,9 +14,11 @@ class Limits:
     Attributes:
         start: until every rank has started.
         run: until the job has ended; ``None``: no limit.
+        exit: from the end of a rank's script to the end of its process, while all others wait or have ended.
         grace: from SIGINT or SIGTERM to SIGKILL; also from the chief's end to the first signal to the other processes.
     """
 
     start: float = 30.0
     run: float | None = None
     grace: float = 20.0
+    exit: float = 300.0
