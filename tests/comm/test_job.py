@@ -125,6 +125,19 @@ def test_on_init_is_called_with_the_position_at_each_init(monkeypatch: pytest.Mo
     assert positions == [Topology(), Topology()]
 
 
+def test_messages_are_shown_once_when_a_library_has_added_a_handler() -> None:
+    code = (
+        "import choros, logging\n"
+        "choros.init()\n"
+        "log = logging.getLogger('choros')\n"
+        "log.warning('first')\n"
+        "logging.basicConfig()\n"
+        "log.warning('second')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stderr == "choros: first\nWARNING:choros:second\n"
+
+
 def test_set_of_the_only_rank_exists_already() -> None:
     choros.init()
     with pytest.raises(ConfigError, match="has the same ranks already"):

@@ -119,6 +119,54 @@ def case_a_file_is_complete_while_it_is_written_again(monkeypatch):
     assert sorted(file.name for file in path.iterdir()) == ["model.h5", "model.keras", "model.weights.h5"]
 
 
+def tree(path: Path) -> dict[str, bytes]:
+    """Returns the files below ``path``."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def case_weights_in_several_files_are_complete_while_they_are_written_again(monkeypatch):
+    path = directory()
+    with strategy().scope():
+        model = build_observed()
+    for name in ("a.weights.json", "b.weights.json"):  # the second is not there yet
+        if name[0] == "a":
+            model.save_weights(path / name, max_shard_size=2.5e-8)
+        first, seen = tree(path), []
+        monkeypatch.setattr(Observed, "observe", staticmethod(lambda seen=seen: seen.append(tree_of_finished(path))))
+        model.layers[0].kernel.assign(model.layers[0].kernel + 1.0)
+        model.save_weights(path / name, max_shard_size=2.5e-8)
+        assert seen == ([first] if choros.rank() == 0 else [])
+        monkeypatch.setattr(Observed, "observe", staticmethod(lambda: None))
+    kernel = keras.ops.convert_to_numpy(model.layers[0].kernel)
+    model.load_weights(path / "a.weights.json")
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(model.layers[0].kernel), kernel - 1.0, rtol=1e-6)
+    model.load_weights(path / "b.weights.json")
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(model.layers[0].kernel), kernel, rtol=1e-6)
+    assert len(list(path.glob("[ab]_0*.weights.h5"))) >= 4
+    assert not list(path.glob(".unfinished*"))
+
+
+def tree_of_finished(path: Path) -> dict[str, bytes]:
+    return {name: data for name, data in tree(path).items() if not name.startswith(".unfinished")}
+
+
+def case_directories_are_complete_while_they_are_written_again(monkeypatch):
+    path = directory() / "model"
+    with strategy().scope():
+        model = build_observed()
+    keras.saving.save_model(model, path, zipped=False)
+    first, seen = tree(path), []
+    monkeypatch.setattr(Observed, "observe", staticmethod(lambda: seen.append(tree(path))))
+    model.layers[0].kernel.assign(model.layers[0].kernel + 1.0)
+    keras.saving.save_model(model, path, zipped=False)
+    assert all(each == first for each in seen)
+    assert bool(seen) == (choros.rank() == 0)
+    monkeypatch.setattr(Observed, "observe", staticmethod(lambda: None))
+    assert tree(path).keys() == first.keys()
+    assert tree(path) != first
+    assert not list(path.parent.glob(".unfinished*"))
+
+
 def case_callbacks_leave_complete_files(monkeypatch):
     path = directory()
     with strategy().scope():
@@ -224,6 +272,38 @@ def case_saved_models_of_tensorflow():
         np.testing.assert_allclose(
             next(iter(loaded.signatures["serving_default"](tf.constant(X)).values())), expected, rtol=1e-5
         )
+
+
+def case_saved_models_are_complete_while_they_are_written_again(monkeypatch):
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+    from tensorflow.python.saved_model import builder_impl
+
+    path = directory() / "model"
+    with strategy().scope():
+        model = build()
+    own, seen = builder_impl.copy_assets_to_destination_dir, []
+
+    def observe(*args, **kwargs):  # the variables are written, the graph is not
+        seen.append(tree(path))
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(builder_impl, "copy_assets_to_destination_dir", observe)
+    for save in (lambda: tf.saved_model.save(model, str(path)), lambda: model.export(path, verbose=False)):
+        save()
+        first = tree(path)
+        seen.clear()
+        model.layers[0].kernel.assign(model.layers[0].kernel + 1.0)
+        save()
+        assert seen == ([first] if choros.rank() == 0 else [])
+        assert tree(path) != first
+    if choros.rank() == 0:
+        (path / "mine.txt").write_text("mine")
+    allgather_object("a file of the user's is there")
+    tf.saved_model.save(model, str(path))  # in place
+    assert (path / "mine.txt").read_text() == "mine"
+    assert not list(path.parent.glob(".unfinished*"))
 
 
 def case_checkpoints_made_outside_of_the_scope():

@@ -138,6 +138,24 @@ def test_a_rank_that_does_not_end_when_all_others_have():
     assert "rank 0 did not end" in waits.lingers(6.0)
 
 
+def test_several_ranks_that_do_not_end_are_stopped_when_the_last_one_is_late():
+    waits = Waits(3, exit_seconds=5)
+    waits.ended(2, 0.0)
+    waits.note(0, Event(Kind.SCRIPT_ENDED), 1.0)
+    waits.note(1, Event(Kind.SCRIPT_ENDED), 4.0)
+    assert (waits.lingers(6.0), waits.next_stall(6.0)) == ("", 3.0)
+    assert waits.lingers(9.0).startswith("ranks 0, 1 did not end within")
+
+
+def test_a_rank_whose_other_threads_train_is_not_one_that_does_not_end():
+    waits = Waits(2)
+    waits.ended(1, 0.0)
+    waits.note(0, Event(Kind.SCRIPT_ENDED), 1.0)
+    waits.note(0, waiting("allreduce()", (0,), time=2.0), 2.0)
+    waits.note(0, Event(Kind.WAITED, "allreduce()"), 3.0)
+    assert (waits.lingers(999.0), waits.next_stall(999.0)) == ("", None)
+
+
 def test_ranks_that_may_take_their_time_at_the_end():
     alone = Waits(1)
     alone.note(0, Event(Kind.SCRIPT_ENDED), 1.0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import TracebackType
-from typing import Any
+from typing import Any, final
 
 from choros.comm.communicator import SHUTDOWN, Communicator
 from choros.comm.process_set import ProcessSet
@@ -272,12 +272,22 @@ def _start_engine(
         wait.end()
 
 
+@final
+class _OnlyHandler(logging.StreamHandler[Any]):
+    """Shows records on standard error as long as no other handler does: Keras and TensorFlow add one when they log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See ``logging.Handler``."""
+        if {*_log.handlers, *logging.getLogger().handlers} == {self}:
+            super().emit(record)
+
+
 def _show_log(level: str) -> None:
     """Shows what choros logs on standard error, unless the program has set a level and handlers."""
     if _log.level == logging.NOTSET:
         _log.setLevel(level)
     if not _log.hasHandlers():
-        handler = logging.StreamHandler()
+        handler = _OnlyHandler()
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         _log.addHandler(handler)
 

@@ -8,8 +8,8 @@
         otherwise                                         ──► the function itself
 
 A file is usually written after the last scope has been left, and by a function, not by a method of an object of the
-scope. So these functions stay replaced once a scope has been entered. From then on every file of Keras is complete at
-any time: it is written under a temporary name, and then renamed (``training/files.py``).
+scope. So these functions stay replaced once a scope has been entered. From then on every file of Keras, and every
+SavedModel, is complete at any time: it is written under a temporary name, and then renamed (``training/files.py``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any
 
 from choros.comm import is_initialized, topology
 from choros.distribute.keras_hook import TrainingStrategy, strategy_of
-from choros.training.files import unfinished
+from choros.training.files import unfinished, unfinished_group
 
 __all__ = ["guard_saving"]
 
@@ -31,6 +33,11 @@ __all__ = ["guard_saving"]
 _DEPTH = 2
 #: The names of files that Keras writes one at a time.
 _ONE_FILE = (".keras", ".h5", ".hdf5")
+#: What is in the directories that TensorFlow and Keras write. One with other files, too, is not replaced.
+_OWN_FILES = frozenset(
+    {"saved_model.pb", "fingerprint.pb", "keras_metadata.pb", "variables", "assets", "assets.extra", "debug"}
+    | {"config.json", "metadata.json", "model.weights.h5"}
+)
 
 
 def guard_saving() -> None:
@@ -140,16 +147,31 @@ def _replace(owner: Any, name: str, path: str | None, kind: type[_Saved] = _Save
 
 
 def _written(own: Callable[..., Any], call: inspect.BoundArguments, path: str | None) -> Any:
-    """Calls ``own``; a single file of Keras gets its name when it is complete."""
-    name = "" if path is None else os.fspath(call.arguments[path])
-    is_one_file = name.endswith(_ONE_FILE) and call.arguments.get("max_shard_size") is None
-    if path is None or not is_one_file or "://" in name or not os.path.isdir(os.path.dirname(os.path.realpath(name))):
+    """Calls ``own``; what it writes gets its name when it is complete."""
+    if own.__name__ == "export" and call.arguments.get("format", "tf_saved_model") == "tf_saved_model":
+        with suppress(ImportError):
+            _guard_tensorflow()  # Keras may load it only now, and it writes the files
+    block = None if path is None else _unfinished(os.fspath(call.arguments[path]), call.arguments)
+    if block is None:
         return own(*call.args, **call.kwargs)
+    with block as partial:
+        call.arguments[str(path)] = str(partial)
+        return own(*call.args, **call.kwargs)
+
+
+def _unfinished(name: str, arguments: dict[str, Any]) -> AbstractContextManager[Path] | None:
+    """Returns the block in which a function with these arguments writes ``name``; ``None`` if it writes in place."""
+    final = os.path.realpath(name)
+    if "://" in name or not os.path.isdir(os.path.dirname(final)):
+        return None
     # Processes that write files of their own may all give them one name.
     writer = f"{topology().rank}." if is_initialized() else ""
-    with unfinished(name, writer) as partial:
-        call.arguments[path] = str(partial)
-        return own(*call.args, **call.kwargs)
+    if arguments.get("max_shard_size") is not None:
+        return unfinished_group(name, ".json", writer)
+    is_directory = "export_dir" in arguments or arguments.get("zipped") is False
+    if is_directory and os.path.isdir(final):
+        is_directory = not os.path.ismount(final) and _OWN_FILES.issuperset(os.listdir(final))
+    return unfinished(name, writer) if is_directory or name.endswith(_ONE_FILE) else None
 
 
 def _strategy_in(saved: Any, depth: int) -> TrainingStrategy | None:

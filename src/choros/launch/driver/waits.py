@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from choros.launch.plan.roles import NO_ROLES
-from choros.observe.events import INIT, LEAVING, Event, Kind
+from choros.observe.events import INIT, LEAVING, SHUTDOWN, Event, Kind
 
 __all__ = ["Wait", "Waits"]
 
@@ -95,7 +95,9 @@ class Waits:
             if event.name == LEAVING:
                 self._left.add(rank)
         if event.kind is Kind.SCRIPT_ENDED:
-            self._scripts.setdefault(rank, now)
+            self._scripts[rank] = now
+        elif event.name not in (SHUTDOWN, LEAVING):
+            self._scripts.pop(rank, None)  # it goes on in another thread
         if event.kind is not Kind.WAITING:
             return ""
         if event.name == INIT:
@@ -138,8 +140,9 @@ class Waits:
         """Returns the seconds until ``stalls`` or ``lingers`` may return something; ``None`` if nothing stalls."""
         ends = [wait.since + _STALL_SECONDS for wait in self._current().values() if not wait.shown]
         lingering = self._lingering(now)
-        ends += [self._scripts[rank] + _STALL_SECONDS for rank in lingering if rank not in self._shown]
-        ends += [self._scripts[rank] + self.exit_seconds for rank in lingering]
+        if lingering:
+            last = max(self._scripts[rank] for rank in lingering)
+            ends += [last + self.exit_seconds, *([] if self._shown.issuperset(lingering) else [last + _STALL_SECONDS])]
         return min((max(0.0, end - now) for end in ends), default=None)
 
     def _lingering(self, ended_before: float) -> list[int]:
