@@ -1,7 +1,10 @@
 """Training on GPUs: images/s of a CNN at a global batch of 4096, plain Keras against choros, on each framework.
 
     python benchmarks/gpu/main.py                                    all installed frameworks, a rank for each GPU
-    python benchmarks/gpu/main.py --ranks 2 --frameworks torch jax   two ranks, which share a card if there is one
+    python benchmarks/gpu/main.py --ranks 4 --frameworks torch jax   four ranks, which may share cards
+
+With one GPU, one rank trains, and two that share the card. Gradients of TensorFlow and PyTorch move by nccl4py and by
+torch.distributed, each where it can be used; TensorFlow's by nccl4py in processes that cannot import PyTorch.
 
 The model is the CNN of Horovod's and tf.distribute's MNIST scripts, on 60,000 random images of 28 × 28 in mixed
 precision. MirroredStrategy made 222,244 images/s with it on 8 V100 (a DGX-1). The rounds of all contenders are
@@ -25,6 +28,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from choros.comm.selection import nccl4py_problem
 from choros.launch.driver.accelerators import count_accelerators
 
 CHOROSRUN = str(Path(sys.executable).with_name("chorosrun"))
@@ -33,31 +37,53 @@ FRAMEWORKS = ("tensorflow", "torch", "jax")
 EIGHT_V100 = 222_244
 
 
+#: Ranks that share a card share its memory.
+SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}
+
+
 @dataclass(frozen=True)
 class Contender:
-    """A framework, with plain Keras in one process (no ranks), or with choros on some ranks."""
+    """A framework, with plain Keras in one process (no ranks), or with choros on some ranks.
+
+    Attributes:
+        framework: its name.
+        ranks: their number.
+        devices: what moves gradients between them: a value of ``CHOROS_DEVICES``, or ``xla``.
+    """
 
     framework: str
     ranks: int = 0
+    devices: str = "auto"
 
     def __str__(self) -> str:
-        plural = "s" * (self.ranks > 1)
-        return f"{self.framework}, " + (f"choros on {self.ranks} rank{plural}" if self.ranks else "Keras")
+        if not self.ranks:
+            return f"{self.framework}, Keras"
+        by = f", {self.devices}" + ", without PyTorch" * self.without_torch if self.ranks > 1 else ""
+        return f"{self.framework}, choros on {self.ranks} rank{'s' * (self.ranks > 1)}{by}"
+
+    @property
+    def without_torch(self) -> bool:
+        return self.framework == "tensorflow" and self.devices == "nccl4py"
 
     def epochs(self, arguments: list[str]) -> list[float]:
         """Runs the training in processes of their own; returns images/s of each epoch after the first."""
         command = [sys.executable, __file__, "--train", *arguments]
         if self.ranks:
             command = [CHOROSRUN, "-np", str(self.ranks), "--no-prefix-output", *command, "--distributed"]
+        if self.without_torch:
+            command.append("--without-torch")
         # On JAX, ranks reduce gradients inside their compiled step.
-        engine = {"CHOROS_ENGINE": "xla"} if self.framework == "jax" and self.ranks else {}
-        environ = {**os.environ, **engine, "KERAS_BACKEND": self.framework, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        how = {"CHOROS_ENGINE": "xla"} if self.devices == "xla" else {"CHOROS_DEVICES": self.devices}
+        shared = SHARED if self.ranks > count_accelerators() else {}
+        environ = {**shared, **os.environ, **how, "KERAS_BACKEND": self.framework, "TF_CPP_MIN_LOG_LEVEL": "3"}
         done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True, timeout=1800)
         return list(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
 def train(args: argparse.Namespace) -> None:
     """Trains in this process, or as one of the ranks; the first one prints images/s of the epochs after the first."""
+    if args.without_torch:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # it cannot be imported
     import keras
     import numpy as np
 
@@ -65,7 +91,7 @@ def train(args: argparse.Namespace) -> None:
 
     if args.mixed_precision:
         keras.config.set_dtype_policy("mixed_bfloat16")
-        generator = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     x = generator.random((args.images, 28, 28, 1), np.float32)
     y = generator.integers(0, 10, args.images)
     layers = keras.layers
@@ -86,11 +112,24 @@ def train(args: argparse.Namespace) -> None:
         print(json.dumps([args.images / (end - begun) for begun, end in pairwise(marks[1:])]), flush=True)
 
 
+def contenders_of(framework: str, ranks: int | None) -> list[Contender]:
+    """Returns those of a framework: plain Keras, and choros with each library that can move gradients here."""
+    cards = count_accelerators()
+    counts = [ranks] if ranks else sorted({max(1, cards), max(2, cards)})
+    libraries = ["xla"] if framework == "jax" else []
+    if framework != "jax":
+        usable = {"nccl4py": not nccl4py_problem(), "torch": importlib.util.find_spec("torch") is not None}
+        libraries = [library for library, is_usable in usable.items() if is_usable] or ["host"]
+    of = [
+        Contender(framework, count, library) for count in counts for library in libraries[: 1 if count == 1 else None]
+    ]
+    return [Contender(framework), *of]
+
+
 def compare(args: argparse.Namespace, arguments: list[str]) -> None:
     """Runs all contenders in turn, and prints the table."""
-    ranks = args.ranks or max(1, count_accelerators())
     installed = [name for name in args.frameworks if importlib.util.find_spec(name) is not None]
-    contenders = [Contender(name, count) for name in installed for count in (0, ranks)]
+    contenders = [each for name in installed for each in contenders_of(name, args.ranks)]
     rates: dict[Contender, list[float]] = {contender: [] for contender in contenders}
     for number in range(args.rounds):
         for contender in contenders:
@@ -107,7 +146,7 @@ def main() -> None:
     """Reads the arguments; runs the contenders, or is one of their processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frameworks", nargs="+", default=FRAMEWORKS, choices=FRAMEWORKS)
-    parser.add_argument("--ranks", type=int, help="default: the number of GPUs")
+    parser.add_argument("--ranks", type=int, help="default: the number of GPUs, and two if there is one")
     parser.add_argument("--rounds", type=int, default=3)
     training = parser.add_argument_group("training")
     training.add_argument("--images", type=int, default=60_000)
@@ -116,6 +155,7 @@ def main() -> None:
     training.add_argument("--mixed-precision", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--distributed", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--without-torch", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
         train(args)

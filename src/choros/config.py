@@ -41,7 +41,13 @@ ENGINE = Variable(
     ("auto", "local", "mpi", "torch", "xla"),
     "the engine of the collectives: auto selects local for one rank, mpi for ranks that MPI knows, torch for others.",
 )
-
+DEVICES = Variable(
+    "CHOROS_DEVICES",
+    "auto",
+    ("auto", "nccl4py", "torch", "host"),
+    "what moves tensors on GPUs: nccl4py or torch.distributed, both without host staging, or the engine, through host "
+    "memory; auto selects the first that can.",
+)
 AUTOTUNE = Variable(
     "CHOROS_AUTOTUNE",
     "0",
@@ -85,7 +91,17 @@ SECRET = Variable(
     "the key, in hex, with which processes that MPI did not start authenticate each other. chorosrun generates one.",
 )
 
-VARIABLES: tuple[Variable, ...] = (ENGINE, AUTOTUNE, OVERLAP, ALLOCATOR, LOG_LEVEL, MERGE_OUTPUT, START_TIMEOUT, SECRET)
+VARIABLES: tuple[Variable, ...] = (
+    ENGINE,
+    DEVICES,
+    AUTOTUNE,
+    OVERLAP,
+    ALLOCATOR,
+    LOG_LEVEL,
+    MERGE_OUTPUT,
+    START_TIMEOUT,
+    SECRET,
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,7 @@ class Config:
     """
 
     engine: str
+    devices: str
     autotune: bool
     overlap: bool | None
     log_level: str
@@ -109,6 +126,7 @@ class Config:
         overlap = OVERLAP.read(environ)
         return cls(
             engine=ENGINE.read(environ),
+            devices=DEVICES.read(environ),
             autotune=AUTOTUNE.read(environ) == "1",
             overlap=None if overlap == "auto" else overlap == "1",
             log_level=LOG_LEVEL.read(environ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -9,25 +10,38 @@ import pytest
 import torch
 
 import choros
-from choros.comm import Reduction, global_process_set
-from choros.comm.engines.torch_devices import DeviceGroup, TorchDevices
+from choros.comm import Communicator, Reduction, global_process_set
+from choros.comm.devices import Device
+from choros.comm.engines import torch_devices
+from choros.comm.engines.device_collectives import LinkedDevices
+from choros.comm.engines.device_group import DeviceGroup
+from choros.comm.selection import nccl4py_problem
 from choros.errors import ConfigError, EngineUnavailable, MismatchError
 from choros.topology import shard_range
 
-CPU = torch.device("cpu")
+CPU = Device("cpu")
+
+
+def cpu_group(communicator: Communicator) -> DeviceGroup:
+    return DeviceGroup(communicator, torch_devices.connect(communicator, CPU), CPU)
 
 
 def device_groups() -> Iterator[DeviceGroup]:
-    """Groups of all ranks: of the CPU, and of GPUs if there are enough, or if NCCL lets ranks share them."""
-    devices = [CPU]
+    """Groups of all ranks: of the CPU, and by both libraries of GPUs if there are enough, or if NCCL shares them."""
+    ways = [("torch_devices", CPU)]
     cards = torch.cuda.device_count()
     if cards and (
         cards >= choros.local_size() or torch.distributed.ProcessGroupNCCL.get_runtime_nccl_version() >= (2, 30)
     ):
-        devices.append(torch.device("cuda", choros.local_rank() % cards))
-    for device in devices:
-        group = DeviceGroup(global_process_set.communicator, device)
-        assert group.device == device
+        device = Device("cuda", choros.local_rank() % cards)
+        ways.append(("torch_devices", device))
+        if not nccl4py_problem():
+            ways.append(("nccl4py_devices", device))
+    communicator = global_process_set.communicator
+    for module, device in ways:
+        connect = importlib.import_module(f"choros.comm.engines.{module}").connect
+        group = DeviceGroup(communicator, connect(communicator, device), device)
+        assert group.device.type == device.type
         yield group
         group.close()
 
@@ -42,10 +56,10 @@ def on_each_device(body: Callable[[DeviceGroup], None]) -> Callable[[], None]:
 
 def case_unsupported_device_is_an_error_on_all_ranks() -> None:
     with pytest.raises(EngineUnavailable, match="tensors on meta cannot be communicated without a copy"):
-        DeviceGroup(global_process_set.communicator, torch.device("meta"))
-    mine = torch.device("meta") if choros.rank() == 0 else CPU
+        torch_devices.connect(global_process_set.communicator, Device("meta"))
+    mine = Device("meta") if choros.rank() == 0 else CPU
     with pytest.raises(EngineUnavailable if choros.rank() == 0 else MismatchError, match="tensors on meta"):
-        DeviceGroup(global_process_set.communicator, mine)
+        torch_devices.connect(global_process_set.communicator, mine)
 
 
 @on_each_device
@@ -156,14 +170,19 @@ def case_device_group_sends_rows_to_every_rank(group: DeviceGroup) -> None:
 def case_devices_belong_to_the_communicator() -> None:
     communicator = global_process_set.communicator
     devices = communicator.devices
-    assert isinstance(devices, TorchDevices)
+    assert isinstance(devices, LinkedDevices)
     assert communicator.devices is devices
     assert devices.moves("cuda")
     assert devices.moves("cpu") == (communicator.engine == "torch")
-    tensor = torch.full((2,), float(choros.rank()))
+    by_nccl4py = communicator.engine == "mpi" and not nccl4py_problem()
+    tensor = torch.full((2,), float(choros.rank()), device="cuda" if by_nccl4py else "cpu")
     devices.allreduce(tensor, Reduction.MAX)
     assert tensor.tolist() == [choros.size() - 1.0] * 2
     devices.broadcast(tensor, 0)
+    if by_nccl4py:
+        with pytest.raises(EngineUnavailable, match="tensors on cpu cannot be communicated by nccl4py"):
+            devices.allgather(np.ones(1))
+        return
     rows = np.full((1, 2), choros.rank(), np.float32)  # not torch's, but with DLPack's protocol
     assert devices.allgather(rows)[:, 0].tolist() == list(range(choros.size()))
     assert devices.reducescatter(np.ones(choros.size(), np.float32), Reduction.SUM).tolist() == [choros.size()]

@@ -70,27 +70,55 @@ def test_invalid_choice(
         select({ENGINE.name: requested}, topology, comm, installed=lambda module: module != missing)
 
 
-#: The engine, the number of ranks, the module that is not installed; the chosen module, its devices, and the reason.
+NO_DRIVER = "this machine has no driver of NVIDIA's"
+#: CHOROS_DEVICES, the engine, the number of ranks, why nccl4py cannot be used, whether PyTorch is installed; the chosen
+#: module, its devices, and the reason.
 DEVICES = {
-    "alone": ("mpi", 1, "", None, (), "one rank"),
-    "mpi": ("mpi", 2, "", "torch_devices", ("cuda",), "NCCL moves those on GPUs; MPI"),
-    "torch": ("torch", 3, "", "torch_devices", ("cpu", "cuda"), "Gloo those in host memory"),
-    "no torch": ("mpi", 2, "torch", None, (), "as PyTorch is not installed"),
-    "threads": ("threads", 2, "", None, (), "which threads share"),
+    "alone": ("", "mpi", 1, "", True, None, (), "one rank"),
+    "nccl4py": ("", "mpi", 2, "", True, "nccl4py_devices", ("cuda",), "by nccl4py, of TensorFlow and PyTorch alike"),
+    "nccl4py alone": ("", "mpi", 2, "", False, "nccl4py_devices", ("cuda",), "NCCL moves those on GPUs"),
+    "no GPU of NVIDIA": ("", "mpi", 2, NO_DRIVER, True, "torch_devices", ("cuda",), f"RCCL), because {NO_DRIVER}"),
+    "neither": ("", "mpi", 2, "x is missing", False, None, (), "because x is missing, and PyTorch is not installed"),
+    "torchrun": ("", "torch", 3, "", True, "torch_devices", ("cpu", "cuda"), "which connects these ranks"),
+    "torchrun, requested": ("nccl4py", "torch", 3, "", True, "nccl4py_devices", ("cuda",), "by nccl4py"),
+    "torch requested": ("torch", "mpi", 2, "", True, "torch_devices", ("cuda",), "CHOROS_DEVICES=torch"),
+    "host requested": ("host", "torch", 2, "", True, None, (), "CHOROS_DEVICES=host"),
+    "threads": ("", "threads", 2, "", True, None, (), "which threads share"),
+    "xla": ("", "xla", 2, "", True, None, (), "this engine has no collectives on devices"),
 }
 
 
-@pytest.mark.parametrize(("engine", "size", "missing", "module", "kinds", "reason"), DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize(
+    ("requested", "engine", "size", "problem", "torch", "module", "kinds", "reason"), DEVICES.values(), ids=DEVICES
+)
 def test_choice_of_device_collectives(
-    engine: str, size: int, missing: str, module: str | None, kinds: tuple[str, ...], reason: str
+    requested: str,
+    engine: str,
+    size: int,
+    problem: str,
+    torch: bool,
+    module: str | None,
+    kinds: tuple[str, ...],
+    reason: str,
 ) -> None:
-    choice = select_devices(engine, size, installed=lambda name: name != missing)
+    environ = {"CHOROS_DEVICES": requested}
+    choice = select_devices(engine, size, environ, lambda name: torch or name != "torch", lambda: problem)
     assert (choice.module, choice.kinds) == (module, kinds)
     assert reason in choice.reason
 
 
-def test_verbose_shows_the_engine_once() -> None:
-    command = [CHOROSRUN, "-np", "2", "--verbose", sys.executable, "-c", "import choros; choros.init()"]
+def test_device_collectives_that_cannot_be_used_are_an_error_if_they_are_requested() -> None:
+    for requested, text in {"nccl4py": NO_DRIVER, "torch": "PyTorch is not installed"}.items():
+        with pytest.raises(EngineUnavailable, match=f"CHOROS_DEVICES={requested} cannot be used, because {text}"):
+            select_devices("mpi", 2, {"CHOROS_DEVICES": requested}, lambda name: False, lambda: NO_DRIVER)
+    with pytest.raises(ConfigError, match="CHOROS_DEVICES='nccl' is not one of auto, nccl4py, torch, host"):
+        select_devices("mpi", 2, {"CHOROS_DEVICES": "nccl"})
+
+
+def test_verbose_shows_the_engine_and_what_moves_tensors_on_devices_once() -> None:
+    script = "import choros; choros.init(); choros.global_process_set.communicator.devices"
+    command = [CHOROSRUN, "-np", "2", "--verbose", sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
     assert done.stderr.count("choros: engine mpi: Open MPI's mpirun started 2 ranks") == 1
+    assert done.stderr.count("choros: tensors on devices: ") == 1

@@ -12,12 +12,11 @@ import torch.distributed as dist
 import choros
 from choros.comm import Reduction, global_process_set, topology
 from choros.comm.engines.torch import TorchCommunicator
-from choros.comm.engines.torch_devices import DeviceGroup
 from choros.comm.signature import Signatures
 from choros.errors import ConfigError, EngineError
 from choros.parallel.objects import allgather_object, broadcast_object
 from choros.topology import Topology
-from comm.device_cases import CPU
+from comm.device_cases import cpu_group
 
 
 def total() -> int:
@@ -64,7 +63,7 @@ def case_init_of_some_ranks_renumbers_them() -> None:
 def case_device_group_of_a_process_set() -> None:
     pair = choros.add_process_set([0, 1])
     if pair.included():
-        group = DeviceGroup(pair.communicator, CPU)
+        group = cpu_group(pair.communicator)
         tensor = torch.tensor([choros.rank()])
         group.allreduce(tensor, Reduction.SUM)
         assert tensor == 1

@@ -1,11 +1,14 @@
-"""What must be on the GPU: the model, and the reduction of its gradients."""
+"""What must be on the GPU: the model, and the reduction of its gradients, by the library that the job requests."""
 
 from __future__ import annotations
+
+import os
 
 import keras
 import numpy as np
 
 import choros.keras as hvd
+from choros.comm.selection import select_devices
 from choros.training.device import accelerated
 from choros.training.distributed_optimizer import reducer_of
 
@@ -26,5 +29,7 @@ def case_gradients_are_reduced_on_the_gpu() -> None:
     )
     weights = keras.ops.convert_to_numpy(model.weights[0].value)
     np.testing.assert_array_equal(weights, hvd.broadcast(weights, 0))
-    if keras.backend.backend() == "torch":
+    if keras.backend.backend() != "jax":
         assert reducer_of(optimizer).reducer.config.device.type == "cuda"
+        library = {"nccl4py": "nccl4py_devices", "torch": "torch_devices"}[os.environ["CHOROS_DEVICES"]]
+        assert select_devices("mpi", hvd.size(), os.environ).module == library

@@ -1,7 +1,8 @@
 """Training on GPUs, by ``make test-gpu``: two ranks, which share a card if there is only one.
 
-Only the frameworks that are installed with support for GPUs are tested. The cases are those of the whole suite, which
-run on GPUs wherever there are some; ``gpu_cases.py`` checks that they do.
+Only the frameworks that are installed with support for GPUs are tested, and on TensorFlow and PyTorch both libraries
+that move gradients between GPUs: nccl4py, with which TensorFlow needs no PyTorch, and torch.distributed. The cases are
+those of the whole suite, which run on GPUs wherever there are some; ``gpu_cases.py`` checks that they do.
 """
 
 import subprocess
@@ -10,8 +11,9 @@ from functools import cache
 
 import pytest
 
+from choros.comm.selection import nccl4py_problem
 from choros.launch.driver.accelerators import count_accelerators
-from harness import FRAMEWORKS, Job, case_names, check_case, on
+from harness import Job, case_names, check_case, on
 
 pytestmark = [
     pytest.mark.skipif(not count_accelerators(), reason="this machine has no GPU"),
@@ -30,7 +32,14 @@ ENVIRON = (
     ("TF_FORCE_GPU_ALLOW_GROWTH", "true"),
     ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3"),
 )
-JOBS = [Job(2, framework, ENVIRON, name="gpu") for framework in FRAMEWORKS]
+NCCL4PY, TORCH = ((*ENVIRON, ("CHOROS_DEVICES", library)) for library in ("nccl4py", "torch"))
+JOBS = (
+    Job(2, "tensorflow", NCCL4PY, hidden=("torch",), name="gpu-nccl4py"),
+    Job(2, "tensorflow", TORCH, name="gpu-torch"),
+    Job(2, "torch", NCCL4PY, name="gpu-nccl4py"),
+    Job(2, "torch", TORCH, name="gpu-torch"),
+    Job(2, "jax", ENVIRON, name="gpu"),
+)
 TRANSPARENT = (
     "case_sgd_with_momentum_on_uneven_batches",
     "case_adam_with_global_clipnorm_on_uneven_batches",
@@ -45,8 +54,12 @@ def sees_a_gpu(framework: str) -> bool:
 
 
 def check(module: str, case: str, job: Job) -> None:
-    if not sees_a_gpu(job.framework):
-        pytest.skip(f"{job.framework} is not installed with support for this machine's GPUs")
+    library = dict(job.environ).get("CHOROS_DEVICES")
+    if library == "nccl4py" and (problem := nccl4py_problem()):
+        pytest.skip(problem)
+    for framework in {job.framework, "torch"} if library == "torch" else {job.framework}:
+        if not sees_a_gpu(framework):
+            pytest.skip(f"{framework} is not installed with support for this machine's GPUs")
     check_case(module, case, job)
 
 

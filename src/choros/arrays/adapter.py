@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ArrayAdapter", "ArrayFunction", "ArraySpec", "HostFunction"]
+__all__ = ["ArrayAdapter", "ArrayFunction", "ArrayLayout", "ArraySpec", "HostFunction"]
 
 HostArray = NDArray[Any]
 #: From host arrays to host arrays.
 HostFunction = Callable[[Sequence[HostArray]], Sequence[HostArray]]
+#: A shape and a dtype.
+ArrayLayout = tuple[tuple[int, ...], np.dtype[np.generic]]
 #: From arrays of the framework to arrays of the framework.
 ArrayFunction = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -112,18 +114,49 @@ class ArrayAdapter(ABC):
         like = next(iter(arrays), None)
         return [self.from_host(np.asarray(result), like) for result in results]
 
-    def from_torch(self, tensor: Any) -> Any:
-        """Returns a tensor of torch, of any device, as an array of this framework that shares its memory."""
-        raise NotImplementedError
+    # ── arrays on their device ───────────────────────────────────────────────────────────────────
 
     def device_call(self, function: ArrayFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
-        """``host_call`` of a function of torch's tensors, which share the arrays' memory on their device.
+        """``host_call`` of a function of this framework's own arrays, computed and on their device.
 
         Args:
-            function: takes torch's tensors, which it must not write to; returns such, or host arrays.
+            function: takes arrays, which it must not write to; returns such, or host arrays.
             arrays: as for ``host_call``.
             outputs: likewise.
         """
+        raise NotImplementedError
+
+    def zeros_like(self, array: Any) -> Any:
+        """Returns zeros of the same shape and dtype, on the same device."""
+        raise NotImplementedError
+
+    def pack(
+        self,
+        arrays: Sequence[Any] | None,
+        sizes: Sequence[int],
+        dtype: np.dtype[np.generic],
+        factor: float,
+        device: Any,
+    ) -> Any:
+        """Returns a new vector that has ``arrays`` times ``factor`` one after the other; nothing else has its memory.
+
+        They are scaled before they become narrower: a sum that is not scaled may overflow.
+
+        Args:
+            arrays: with gradients or without; ``None`` for zeros.
+            sizes: their numbers of elements.
+            dtype: that of the vector.
+            factor: multiplies them in float32 at least.
+            device: where they are: a ``type`` and an ``index``.
+        """
+        raise NotImplementedError
+
+    def unpack(self, vector: Any, layout: Sequence[ArrayLayout], factor: float) -> list[Any]:
+        """Returns the arrays of ``layout`` in ``vector``, which is not used again, times ``factor``."""
+        raise NotImplementedError
+
+    def buffer(self, vector: Any, device: Any) -> Any:
+        """Returns a vector from ``pack`` as collectives on devices take it (``DeviceLink``), which overwrite it."""
         raise NotImplementedError
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:

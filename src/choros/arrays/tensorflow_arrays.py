@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager.record import could_possibly_record
+from tensorflow.python.eager.record import could_possibly_record, stop_recording
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray, HostFunction
+from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArrayLayout, ArraySpec, HostArray, HostFunction
 from choros.errors import ConfigError
 
 __all__ = ["TensorflowArrays"]
 
-#: In bytes, of every tensor.
-_ALIGNMENT = 64
+_FLOAT32 = np.dtype(np.float32)
+#: DLPack's number of NVIDIA's GPUs.
+_DLPACK_CUDA = 2
 
 
 @final
@@ -88,43 +90,54 @@ class TensorflowArrays(ArrayAdapter):
         """From ``tf.shape``."""
         return tf.shape(array)[axis]
 
-    def from_torch(self, tensor: Any) -> Any:
-        """Through DLPack; copies a part of a larger tensor that is not aligned, as TensorFlow would abort."""
-        import torch
-        from torch.utils.dlpack import to_dlpack
-
-        if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        return tf.experimental.dlpack.from_dlpack(to_dlpack(tensor))
-
     def device_call(self, function: ArrayFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
-        """Uses a ``tf.py_function``, whose tensors stay on their device, and DLPack.
+        """Uses a ``tf.py_function``, whose tensors stay on their device; in there operations are eager."""
 
-        ::
-
-            TensorFlow's stream ── synchronize ──► torch's, NCCL's ── synchronize ──► TensorFlow's
-        """
-        import torch
-
-        def with_tensors_of_torch(*tensors: Any) -> list[Any]:
-            on_gpu = torch.cuda.is_available()
-            if on_gpu:
-                tf.test.experimental.sync_devices()
-            results = function([torch.from_dlpack(tensor) for tensor in tensors])
-            if on_gpu:
-                torch.cuda.synchronize()
-            return [self.from_torch(each) if isinstance(each, torch.Tensor) else each for each in results]
+        def eagerly(*tensors: Any) -> list[Any]:
+            with stop_recording():  # a tape of tf.py_function's would keep every tensor until the next step
+                return [tf.convert_to_tensor(each) for each in function(tensors)]
 
         dense = [tf.convert_to_tensor(array) for array in arrays]
         if tf.executing_eagerly():
-            return [tf.convert_to_tensor(each) for each in with_tensors_of_torch(*dense)]
+            return eagerly(*dense)
         _refuse_xla()
         gpus = tf.config.list_logical_devices("GPU")
         with tf.device(gpus[0].name if gpus else None):
-            results = tf.py_function(with_tensors_of_torch, dense, [tf.as_dtype(output.dtype) for output in outputs])
+            results = tf.py_function(eagerly, dense, [tf.as_dtype(output.dtype) for output in outputs])
         for result, output in zip(results, outputs, strict=True):
             result.set_shape(output.shape)
         return list(results)
+
+    def zeros_like(self, array: Any) -> Any:
+        """``tf.zeros_like``."""
+        return tf.zeros_like(array)
+
+    def pack(
+        self,
+        arrays: Sequence[Any] | None,
+        sizes: Sequence[int],
+        dtype: np.dtype[np.generic],
+        factor: float,
+        device: Any,
+    ) -> Any:
+        """Ends with an operation that shares no memory: a product, and maybe a cast; ``tf.concat`` of one may."""
+        del device
+        if arrays is None:
+            return tf.fill([sum(sizes)], tf.zeros([], dtype))
+        work = tf.as_dtype(max([dtype, _FLOAT32, *(array.dtype.as_numpy_dtype for array in arrays)], key=_itemsize))
+        return tf.cast(tf.concat([tf.cast(tf.reshape(array, [-1]), work) for array in arrays], 0) * factor, dtype)
+
+    def unpack(self, vector: Any, layout: Sequence[ArrayLayout], factor: float) -> list[Any]:
+        """Parts of one dtype are scaled together."""
+        if factor != 1.0:
+            work = tf.as_dtype(max([*(dtype for _, dtype in layout), _FLOAT32], key=_itemsize))
+            vector = tf.cast(vector, work) * factor
+        parts = tf.split(vector, [math.prod(shape) for shape, _ in layout])
+        return [tf.cast(tf.reshape(part, shape), dtype) for part, (shape, dtype) in zip(parts, layout, strict=True)]
+
+    def buffer(self, vector: Any, device: Any) -> Any:
+        """Through DLPack."""
+        return _Buffer(vector, device.index)
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
         """Uses ``tf.custom_gradient``, in a ``tf.function`` or while a tape records."""
@@ -150,3 +163,32 @@ def _refuse_xla() -> None:
             "choros communicates through the host, which is not possible in functions compiled by XLA: pass "
             "jit_compile=False to model.compile() or tf.function(). (choros' callbacks do so in model.fit.)"
         )
+
+
+def _itemsize(dtype: Any) -> int:
+    return int(np.dtype(dtype).itemsize)
+
+
+@final
+class _Buffer:
+    """The memory of a tensor, under DLPack's protocol as others understand it.
+
+    TensorFlow's own refuses the consumer's stream, but waits until the device has computed the tensor, so that any
+    stream may use it; and it numbers the GPUs that TensorFlow sees, as others number those of the process.
+
+    Args:
+        tensor: one that nothing else refers to.
+        index: the number of its GPU.
+    """
+
+    def __init__(self, tensor: Any, index: int) -> None:
+        self._tensor = tensor
+        self._index = index
+
+    def __dlpack__(self, **consumer: Any) -> Any:
+        del consumer
+        return self._tensor.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        number, index = self._tensor.__dlpack_device__()
+        return (number, self._index) if number == _DLPACK_CUDA else (number, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -9,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray
+from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArrayLayout, ArraySpec, HostArray
 
 __all__ = ["TorchArrays"]
 
@@ -58,14 +59,52 @@ class TorchArrays(ArrayAdapter):
         """From ``Tensor.shape``."""
         return torch.tensor(array.shape[axis], device=array.device)
 
-    def from_torch(self, tensor: Any) -> Any:
-        """Returns ``tensor``."""
-        return tensor
-
     def device_call(self, function: ArrayFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
         """Calls ``function``."""
         del outputs
         return list(function(arrays))
+
+    def zeros_like(self, array: Any) -> Any:
+        """Without a gradient."""
+        return array.new_zeros(array.shape)
+
+    def pack(
+        self,
+        arrays: Sequence[Any] | None,
+        sizes: Sequence[int],
+        dtype: np.dtype[np.generic],
+        factor: float,
+        device: Any,
+    ) -> Any:
+        """Copies all of them at once. torch's kernels multiply in float32 at least."""
+        on = torch.device(device.type, device.index) if device.type != "cpu" else torch.device("cpu")
+        # New in every step: results are views of it, and torch has the memory of the step before at hand.
+        vector = torch.zeros(sum(sizes), dtype=getattr(torch, dtype.name), device=on)
+        if arrays is not None:
+            sources = [array.detach() for array in arrays]
+            slots = [
+                slot.view(each.shape) for slot, each in zip(torch.split(vector, list(sizes)), sources, strict=True)
+            ]
+            narrower = any(source.element_size() > vector.element_size() for source in sources)
+            torch._foreach_copy_(slots, torch._foreach_mul(sources, factor) if narrower else sources)
+            if not narrower:
+                vector.mul_(factor)
+        return vector
+
+    def unpack(self, vector: Any, layout: Sequence[ArrayLayout], factor: float) -> list[Any]:
+        """Views, if the dtype is that of ``vector``."""
+        parts = torch.split(vector, [math.prod(shape) for shape, _ in layout])
+        results = [
+            part.view(shape).to(getattr(torch, dtype.name)) for part, (shape, dtype) in zip(parts, layout, strict=True)
+        ]
+        if factor != 1.0:
+            torch._foreach_mul_(results, factor)
+        return results
+
+    def buffer(self, vector: Any, device: Any) -> Any:
+        """Returns ``vector``."""
+        del device
+        return vector
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
         """Uses a ``torch.autograd.Function``, where autograd records."""

@@ -11,6 +11,7 @@ import functools
 import importlib
 import logging
 import math
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ Kind = tuple[np.dtype[np.generic], tuple[int, ...]]
 
 _log = logging.getLogger("choros")
 
+#: The module of collectives on devices, imported if a rank may use them.
+_DEVICES = "choros.comm.engines.device_collectives"
 #: The request of a rank that ends: it matches no other, so ranks that still call a collective are notified.
 SHUTDOWN = Request(events.SHUTDOWN.removesuffix("()"))
 #: The request of a rank that has joined: it matches every request that this rank can participate in.
@@ -310,13 +313,12 @@ class Communicator(ABC):
 
         The connections are made by the first collective, which all members call.
         """
-        choice = select_devices(self.engine, self.size)
+        choice = select_devices(self.engine, self.size, os.environ)
         if self.rank == 0:
             _log.info("tensors on devices: %s.", choice.reason)
         if choice.module is None:
             return None
-        module = importlib.import_module(f"choros.comm.engines.{choice.module}")
-        collectives: DeviceCollectives = module.connect(self, choice.kinds)
+        collectives: DeviceCollectives = importlib.import_module(_DEVICES).chosen(self, choice)
         return collectives
 
     @final

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from choros.config import ENGINE, Config
+from choros.config import DEVICES, ENGINE, Config
 from choros.errors import ChorosError, ConfigError, EngineUnavailable
 from choros.topology import NEVER_MPI, WITHOUT_MPI, Topology
 
@@ -23,6 +24,7 @@ __all__ = [
     "Refusal",
     "Situation",
     "is_installed",
+    "nccl4py_problem",
     "select",
     "select_devices",
 ]
@@ -178,12 +180,30 @@ def select(
 # ── tensors on devices ───────────────────────────────────────────────────────────────────────────
 
 
+def nccl4py_problem() -> str:
+    """Returns why nccl4py cannot be used here, as a clause; nothing if it can.
+
+    NCCL's library and the driver are loaded, but CUDA is not initialised: the script may yet choose its devices.
+    """
+    if importlib.util.find_spec("nccl") is None:
+        return "nccl4py is not installed"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "this machine has no driver of NVIDIA's"
+    try:
+        from nccl import core
+    except ImportError as error:
+        return f"nccl4py cannot be imported ({error})"
+    return "" if core.get_version().libnccl is not None else "nccl4py does not find NCCL's library, libnccl.so.2"
+
+
 @dataclass(frozen=True)
 class DeviceChoice:
     """The collectives on devices, and why they were selected.
 
     Attributes:
-        module: their module in ``comm/engines``; ``None`` if tensors are copied to the host.
+        module: the module in ``comm/engines`` that connects devices; ``None`` if tensors are copied to the host.
         kinds: the kinds of devices whose tensors are not copied to the host.
         reason: why.
     """
@@ -198,19 +218,27 @@ class DeviceSituation:
     """The inputs of that choice.
 
     Attributes:
+        requested: the value of ``CHOROS_DEVICES``.
         engine: the engine of host arrays.
         size: the number of ranks.
         installed: returns whether a module can be imported.
+        nccl4py_problem: returns why nccl4py cannot be used, as a clause; nothing if it can.
     """
 
+    requested: str
     engine: str
     size: int
     installed: Callable[[str], bool]
+    nccl4py_problem: Callable[[], str]
+
+    def allows(self, library: str) -> bool:
+        """Whether ``CHOROS_DEVICES`` names ``library``, or none."""
+        return self.requested in ("auto", library)
 
 
 @dataclass(frozen=True)
 class DeviceRule:
-    """A choice, and when it is selected."""
+    """A choice, and when it is selected; its reason may contain ``{problem}``, that of nccl4py."""
 
     choice: DeviceChoice
     holds: Callable[[DeviceSituation], bool]
@@ -219,38 +247,81 @@ class DeviceRule:
 DEVICE_CHOICES: tuple[DeviceRule, ...] = (
     DeviceRule(DeviceChoice(None, (), "one rank: nothing to move"), lambda situation: situation.size == 1),
     DeviceRule(
-        DeviceChoice(None, (), "copied through host memory, as PyTorch is not installed"),
-        lambda situation: not situation.installed("torch"),
-    ),
-    DeviceRule(
-        DeviceChoice("torch_devices", ("cpu", "cuda"), "NCCL moves those on GPUs, Gloo those in host memory"),
-        lambda situation: situation.engine == "torch",
-    ),
-    DeviceRule(
-        DeviceChoice("torch_devices", ("cuda",), "NCCL moves those on GPUs; MPI, the control plane, host memory"),
-        lambda situation: situation.engine == "mpi",
+        DeviceChoice(None, (), f"copied through host memory: {DEVICES.name}=host"),
+        lambda situation: situation.requested == "host",
     ),
     DeviceRule(
         DeviceChoice(None, (), "copied through host memory, which threads share"),
         lambda situation: situation.engine == "threads",
     ),
     DeviceRule(
-        DeviceChoice(None, (), "copied through host memory: this engine has no collectives on devices"), lambda _: True
+        DeviceChoice(None, (), "copied through host memory: this engine has no collectives on devices"),
+        lambda situation: situation.engine not in ("mpi", "torch"),
+    ),
+    DeviceRule(
+        DeviceChoice(
+            "torch_devices",
+            ("cpu", "cuda"),
+            "torch.distributed, which connects these ranks, moves those on GPUs (NCCL, RCCL) and in host memory (Gloo)",
+        ),
+        lambda situation: situation.engine == "torch" and situation.allows("torch"),
+    ),
+    DeviceRule(
+        DeviceChoice(
+            "nccl4py_devices",
+            ("cuda",),
+            "NCCL moves those on GPUs, by nccl4py, of TensorFlow and PyTorch alike; the engine moves host memory",
+        ),
+        lambda situation: situation.allows("nccl4py") and not situation.nccl4py_problem(),
+    ),
+    DeviceRule(
+        DeviceChoice("torch_devices", ("cuda",), f"torch.distributed moves those on GPUs: {DEVICES.name}=torch"),
+        lambda situation: situation.requested == "torch" and situation.installed("torch"),
+    ),
+    DeviceRule(
+        DeviceChoice(
+            "torch_devices", ("cuda",), "torch.distributed moves those on GPUs (NCCL, RCCL), because {problem}"
+        ),
+        lambda situation: situation.allows("torch") and situation.installed("torch"),
+    ),
+    DeviceRule(
+        DeviceChoice(None, (), "copied through host memory, because {problem}, and PyTorch is not installed either"),
+        lambda situation: situation.requested == "auto",
     ),
 )
 
 
-def select_devices(engine: str, size: int, installed: Callable[[str], bool] = is_installed) -> DeviceChoice:
+def select_devices(
+    engine: str,
+    size: int,
+    environ: Mapping[str, str],
+    installed: Callable[[str], bool] = is_installed,
+    nccl4py_problem: Callable[[], str] = nccl4py_problem,
+) -> DeviceChoice:
     """Selects the collectives on devices between ``size`` ranks whose host arrays ``engine`` moves.
 
     Args:
         engine: the engine of a communicator.
         size: the number of its ranks.
+        environ: the environment, usually ``os.environ``.
         installed: returns whether a module can be imported.
+        nccl4py_problem: returns why nccl4py cannot be used, as a clause; nothing if it can.
+
+    Raises:
+        EngineUnavailable: what ``CHOROS_DEVICES`` names cannot be used here.
 
     Example:
-        >>> select_devices("mpi", 1).reason
+        >>> select_devices("mpi", 1, {}).reason
         'one rank: nothing to move'
     """
-    situation = DeviceSituation(engine, size, installed)
-    return next(rule.choice for rule in DEVICE_CHOICES if rule.holds(situation))
+    situation = DeviceSituation(Config.from_environ(environ).devices, engine, size, installed, nccl4py_problem)
+    choice = next((rule.choice for rule in DEVICE_CHOICES if rule.holds(situation)), None)
+    if choice is not None:
+        return (
+            replace(choice, reason=choice.reason.format(problem=nccl4py_problem())) if "{" in choice.reason else choice
+        )
+    problem = nccl4py_problem() if situation.requested == "nccl4py" else "PyTorch is not installed"
+    raise EngineUnavailable(
+        f"{DEVICES.name}={situation.requested} cannot be used, because {problem}. Install what is missing "
+        "(pip install 'choros[cuda]', or torch), or unset it: choros then selects what can be used."
+    )

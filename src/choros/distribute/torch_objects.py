@@ -97,7 +97,8 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     parameters = _trained(optimizer)
     if optimizer not in _reducers:
         communicator = global_process_set.communicator
-        device = device_to_reduce_on(communicator, Compression.none, [parameter.device for parameter in parameters])
+        devices = [parameter.device for parameter in parameters]
+        device = device_to_reduce_on(communicator, Compression.none, "torch", devices)
         _reducers[optimizer] = GradientReducer(ReduceConfig(op=Reduction.SUM, device=device, compared_step=1))
     reducer = _reducers[optimizer]
     on_device = reducer.config.device is not None

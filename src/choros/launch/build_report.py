@@ -37,7 +37,9 @@ def build_text(mpirun: Mpirun | str, installed: Callable[[str], bool] | None = N
     lines += [_row(found(module), _label(name, module)) for name, module in _FRAMEWORKS.items()]
     lines += ["", "Available interfaces:", _row(found("keras"), _label("Keras", "keras"))]
     lines += ["", "Available engines:", _row(True, "local (one process)"), _row(mpi, "mpi")]
-    lines += [_row(found("torch"), "torch (Gloo, NCCL)"), _row(found("jax"), "xla (JAX)")]
+    lines += [_row(found("torch"), "torch (Gloo)"), _row(found("jax"), "xla (JAX)")]
+    lines += ["", "Available collectives on GPUs:", _row(found("nccl"), "nccl4py (NCCL)")]
+    lines += [_row(found("torch"), "torch.distributed (NCCL, RCCL)")]
     lines += ["", f"Accelerators on this host: {count_accelerators()}"]
     lines += ["mpirun: " + (mpirun if isinstance(mpirun, str) else f"{mpirun.version} ({mpirun.path})")]
     return "\n".join(lines)

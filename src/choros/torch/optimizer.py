@@ -216,7 +216,7 @@ def DistributedOptimizer(
     device = None
     if process_set.included():
         devices = [parameter.device for parameter in parameters]
-        device = device_to_reduce_on(process_set.communicator, compression, devices)
+        device = device_to_reduce_on(process_set.communicator, compression, "torch", devices)
     buckets = bucket_bytes(accelerated=any(p.device.type != "cpu" for p in parameters), device=device)
     config = ReduceConfig(
         op=op,

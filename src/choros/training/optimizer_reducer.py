@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 
 from choros.arrays import ArrayAdapter, ArraySpec, framework_adapter
 from choros.comm import ProcessSet, Reduction, global_process_set
+from choros.comm.devices import Device
 from choros.errors import ConfigError
 from choros.parallel.compression import Compressor
 from choros.parallel.identical import check_identical
-from choros.parallel.reduce.device import device_to_reduce_on
+from choros.parallel.reduce.device import TensorDevice, device_to_reduce_on
 from choros.parallel.reduce.gradients import Gradient, GradientLayout
 from choros.parallel.reduce.joining import Participation
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket_bytes
@@ -279,7 +280,7 @@ def tensor_of(gradient: Gradient) -> Any:
     if isinstance(gradient, np.ndarray):
         return keras.ops.convert_to_tensor(gradient)
     if not isinstance(gradient, SparseRows):
-        return _adapter().from_torch(gradient)
+        return gradient
     indices, values = map(keras.ops.convert_to_tensor, (gradient.indices, gradient.values))
     return _adapter().from_rows(indices, values, gradient.shape)
 
@@ -295,7 +296,7 @@ def _host_call(
     """Calls ``function(numbers, gradients)`` on the host, from any step; it returns gradients of ``layout``.
 
     A sparse gradient is passed as two arrays, its indices and its values, whose numbers of rows vary. If gradients are
-    reduced on a ``device``, dense ones are passed as torch's tensors, which stay there.
+    reduced on a ``device``, all are passed as tensors, and dense ones stay there.
 
     Returns:
         The gradients, and the number that ``flag()`` has on the host after the call.
@@ -325,7 +326,7 @@ def _host_call(
 
 def _rows_on_host(indices: Any, values: Any, shape: tuple[int, ...]) -> SparseRows:
     if not isinstance(values, np.ndarray):
-        indices, values = indices.cpu().numpy(), values.cpu().numpy()
+        indices, values = map(_adapter().to_host, (indices, values))
     return SparseRows(indices, values, shape)
 
 
@@ -364,19 +365,19 @@ def placed(config: ReduceConfig) -> ReduceConfig:
     return dataclasses.replace(config, device=device, bucket_bytes=buckets)
 
 
-def _device_to_reduce_on(process_set: ProcessSet, compression: Compressor) -> Any:
-    """The device on which gradients are reduced without host staging; ``None`` on JAX, and without torch."""
+def _device_to_reduce_on(process_set: ProcessSet, compression: Compressor) -> TensorDevice | None:
+    """The device on which gradients are reduced without host staging; ``None`` on JAX."""
     backend = keras.backend.backend()
-    if backend == "jax" or not process_set.included() or process_set.communicator.devices is None:
+    if backend == "jax" or not process_set.included():
         return None
-    import torch
-
     if backend == "torch":
-        device = torch.empty(0, device=torch_device()).device
+        import torch
+
+        device: Any = torch.empty(0, device=torch_device()).device
     else:
-        gpu = tensorflow_gpu()  # torch, which receives TensorFlow's tensors, numbers GPUs as TensorFlow does
-        device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-    return device_to_reduce_on(process_set.communicator, compression, [device])
+        gpu = tensorflow_gpu()
+        device = Device("cpu") if gpu is None else Device("cuda", gpu)
+    return device_to_reduce_on(process_set.communicator, compression, backend, [device])
 
 
 def accumulation_steps(optimizer: Any, backward_passes: int) -> int:

@@ -1,60 +1,86 @@
-"""NCCL's connection of the members' GPUs, with or without a card for each rank."""
+"""NCCL without its bindings: whether ranks may share a card, and the id by which they find each other."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch  # noqa: TID253  (imported where tensors of torch are at hand)
-import torch.distributed as dist  # noqa: TID253
 
-from choros.comm.communicator import Communicator
-from choros.comm.engines.process_groups import FOREVER
+from choros.comm.request import Request
 from choros.errors import EngineError
 
-__all__ = ["nccl_group"]
+if TYPE_CHECKING:
+    from choros.comm.communicator import Communicator
+
+__all__ = ["SharedCards", "exchange_id", "share_cards"]
 
 #: The first version of NCCL in which ranks can share a card, if it is configured to.
-_NCCL_SHARES_CARDS = (2, 30)
+_SHARES_CARDS = (2, 30)
 _SHARE_CARDS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
-def nccl_group(store: dist.Store, control: Communicator, device: torch.device) -> Any:
-    """A group of the members' GPUs, of which ``device`` is this rank's; all members must call it.
+@dataclass(frozen=True)
+class SharedCards:
+    """Whether NCCL lets ranks share a card.
+
+    Attributes:
+        version: that of the loaded library.
+
+    Example:
+        >>> SharedCards((2, 27, 3)).allowed
+        False
+    """
+
+    version: tuple[int, ...]
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the library can, if ``NCCL_MULTI_RANK_GPU_ENABLE`` is 1."""
+        return self.version[:2] >= _SHARES_CARDS
+
+    def error(self, error: Exception | None = None) -> EngineError:
+        """The error of ranks that cannot connect: because they share a card, or for NCCL's reason ``error``."""
+        if error is not None and "Duplicate GPU" not in str(error):
+            return EngineError(f"NCCL cannot connect: {error}")
+        needed, found = (".".join(map(str, version)) for version in (_SHARES_CARDS, self.version))
+        setting = os.environ.get(_SHARE_CARDS, "not set")
+        return EngineError(
+            f"several ranks have the same GPU, which NCCL lets them from version {needed} on (this is {found}) with "
+            f"{_SHARE_CARDS}=1 (here {setting}). Start one rank for each GPU, as chorosrun without -np does, or "
+            "install a newer NCCL."
+        )
+
+
+def share_cards(control: Communicator, card: str, cards: SharedCards) -> None:
+    """Configures NCCL if ranks share a card; all members must call it, before NCCL connects them.
+
+    Args:
+        control: the members.
+        card: the unique name of this rank's card, equally long on all ranks.
+        cards: what NCCL can.
 
     Raises:
-        EngineError: NCCL cannot connect them.
+        EngineError: NCCL cannot do that.
     """
-    card = str(torch.cuda.get_device_properties(device).uuid).encode()
-    cards = control.allgather(np.frombuffer(card, np.uint8)[None], name="cards")
-    if len(np.unique(cards, axis=0)) < control.size:
+    every = control.allgather(np.frombuffer(card.encode(), np.uint8)[None], name="cards")
+    if len(np.unique(every, axis=0)) < control.size:
         os.environ.setdefault(_SHARE_CARDS, "1")  # read when NCCL connects its first ranks
-        if _nccl_version()[:2] < _NCCL_SHARES_CARDS:
-            raise EngineError(_shared_card())
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = FOREVER
-    try:
-        group = dist.ProcessGroupNCCL(store, control.rank, control.size, options)
-        # NCCL connects ranks in their first collective: run one here, to raise its errors here.
-        group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        text = str(error)
-        raise EngineError(_shared_card() if "Duplicate GPU" in text else f"NCCL cannot connect: {text}") from error
-    return group
+        if not cards.allowed:
+            raise cards.error()
 
 
-def _nccl_version() -> tuple[int, ...]:
-    """The version of the loaded library; ``torch.cuda.nccl.version()`` is the one PyTorch was built with."""
-    return tuple(dist.ProcessGroupNCCL.get_runtime_nccl_version())
-
-
-def _shared_card() -> str:
-    needed, found = (".".join(map(str, version)) for version in (_NCCL_SHARES_CARDS, _nccl_version()))
-    setting = os.environ.get(_SHARE_CARDS, "not set")
-    return (
-        f"several ranks have the same GPU, which NCCL lets them from version {needed} on (this is {found}) with "
-        f"{_SHARE_CARDS}=1 (here {setting}). Start one rank for each GPU, as chorosrun without -np does, or install a "
-        "newer NCCL."
-    )
+def exchange_id(control: Communicator, make: Callable[[], bytes]) -> bytes:
+    """Returns, on all members, the id that ``make`` makes on rank 0; raises an error on all of them if it cannot."""
+    made, problem = b"", None
+    if control.rank == 0:
+        try:
+            made = make()
+        except Exception as error:  # noqa: BLE001  (NCCL's, its bindings' and the loader's have nothing in common)
+            problem = EngineError(f"NCCL cannot start: {error}")
+    with control.exclusive():
+        (length, *_) = control.agree(Request("id of NCCL"), value=len(made), problem=problem)
+    sent = np.frombuffer(made, np.uint8) if made else np.zeros(length, np.uint8)
+    return control.broadcast(sent, 0, name="id of NCCL").tobytes()

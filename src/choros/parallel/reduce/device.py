@@ -1,34 +1,52 @@
-"""Reduction of PyTorch's gradients on their device: on a GPU through NCCL, without host staging."""
+"""Reduction of gradients on their device: on a GPU through NCCL, without host staging."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from dataclasses import dataclass
+from typing import Any, final
 
 import numpy as np
 
+from choros.arrays import framework_adapter
 from choros.comm import Communicator, Reduction
+from choros.comm.devices import Device
 from choros.comm.fusion import WireDtype
 from choros.errors import EngineError
 from choros.parallel.compression import Compressor
 from choros.parallel.compression.casts import Float16, NoCompression
 from choros.parallel.reduce.exchange import Array, Exchange, Layout
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["DeviceExchange", "TensorDevice", "device_to_reduce_on"]
 
-__all__ = ["DeviceExchange", "device_to_reduce_on"]
+
+@final
+@dataclass(frozen=True)
+class TensorDevice(Device):
+    """Where gradients are reduced without host staging.
+
+    Attributes:
+        framework: ``torch`` or ``tensorflow``, whose tensors they are.
+    """
+
+    framework: str = "torch"
 
 
 def device_to_reduce_on(
-    communicator: Communicator, compressor: Compressor, devices: Iterable[torch.device]
-) -> torch.device | None:
-    """Where tensors on ``devices`` are summed; ``None``: on the host.
+    communicator: Communicator, compressor: Compressor, framework: str, devices: Iterable[Any]
+) -> TensorDevice | None:
+    """Where ``framework``'s tensors on ``devices`` are summed; ``None``: on the host.
 
     That is asked of the communicator's ``devices``. Compressions that keep an error work on the host.
+
+    Args:
+        communicator: the ranks.
+        compressor: the compression.
+        framework: ``torch`` or ``tensorflow``.
+        devices: those of all tensors, each with a ``type`` and an ``index``.
     """
-    different = set(devices)
+    different = {TensorDevice(device.type, device.index or 0, framework) for device in devices}
     if len(different) != 1 or not isinstance(compressor, NoCompression | Float16):
         return None
     (device,) = different
@@ -38,7 +56,7 @@ def device_to_reduce_on(
 
 @final
 class DeviceExchange(Exchange):
-    """An allreduce of tensors on their device, many to a message."""
+    """An allreduce of tensors on their device, many to a message, which the framework itself packs and unpacks."""
 
     def __init__(
         self,
@@ -46,52 +64,35 @@ class DeviceExchange(Exchange):
         layout: Layout,
         groups: Sequence[Sequence[int]],
         wire_dtype: WireDtype,
-        device: torch.device,
+        device: TensorDevice,
     ) -> None:
         if communicator.devices is None:
-            raise EngineError(f"the {communicator.engine} engine cannot reduce tensors on {device} in place.")
+            raise EngineError(f"the {communicator.engine} engine cannot reduce tensors on {device.type} in place.")
         self._communicator = communicator
         self._collectives = communicator.devices
         self._device = device
-        self._shapes = [shape for shape, _ in layout]
-        self._dtypes = [_torch_dtype(dtype) for _, dtype in layout]
-        self._messages = [
-            (_torch_dtype(wire), [index for index in group if wire_dtype(layout[index][1]) == wire])
+        self._arrays = framework_adapter(device.framework)
+        self._layout = layout
+        self._sizes = [math.prod(shape) for shape, _ in layout]
+        self._messages: list[tuple[np.dtype[np.generic], list[int]]] = [
+            (wire, [index for index in group if wire_dtype(layout[index][1]) == wire])
             for group in groups
             for wire in dict.fromkeys(wire_dtype(layout[index][1]) for index in group)
         ]
-        sizes = [f"{wire}{[math.prod(self._shapes[index]) for index in part]}" for wire, part in self._messages]
-        self.description = f"on {device.type}: " + ", ".join(sizes)
+        sent = [f"{wire}{[self._sizes[index] for index in part]}" for wire, part in self._messages]
+        self.description = f"on {device.type}: " + ", ".join(sent)
 
     def sum(self, arrays: Sequence[Any] | None, before: float, after: float) -> list[Array]:
         """See ``Exchange``; takes and gives tensors."""
-        import torch
-
-        results: list[Any] = [None] * len(self._shapes)
+        results: list[Any] = [None] * len(self._layout)
         for wire, part in self._messages:
-            sizes = [math.prod(self._shapes[index]) for index in part]
-            # New in every step: results are views of it, and torch has the memory of the step before at hand.
-            message = torch.zeros(sum(sizes), dtype=wire, device=self._device)
-            slots = [
-                slot.view(self._shapes[index]) for slot, index in zip(torch.split(message, sizes), part, strict=True)
-            ]
-            if arrays is not None:
-                sources = [arrays[index] for index in part]
-                # Scaled before the cast: the unscaled sum may overflow the narrower dtype that is sent.
-                narrower = any(source.element_size() > message.element_size() for source in sources)
-                torch._foreach_copy_(slots, torch._foreach_mul(sources, before) if narrower else sources)
-                if not narrower:
-                    message.mul_(before)
-            self._communicator.bytes_sent += message.nbytes
-            self._collectives.reduce_in_place(message, Reduction.SUM)
-            for slot, index in zip(slots, part, strict=True):
-                results[index] = slot.to(self._dtypes[index])
-            if after != 1.0:
-                torch._foreach_mul_([results[index] for index in part], after)
+            own = None if arrays is None else [arrays[index] for index in part]
+            sizes = [self._sizes[index] for index in part]
+            message = self._arrays.pack(own, sizes, wire, before, self._device)
+            self._communicator.bytes_sent += sum(sizes) * wire.itemsize
+            if sum(sizes):
+                self._collectives.reduce_in_place(self._arrays.buffer(message, self._device), Reduction.SUM)
+            parts = self._arrays.unpack(message, [self._layout[index] for index in part], after)
+            for index, result in zip(part, parts, strict=True):
+                results[index] = result
         return results
-
-
-def _torch_dtype(dtype: np.dtype[np.generic]) -> Any:
-    import torch
-
-    return getattr(torch, dtype.name)

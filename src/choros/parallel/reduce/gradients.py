@@ -1,4 +1,4 @@
-"""The gradients that the reducer takes: host arrays, torch's tensors and sparse rows, and their layout."""
+"""The gradients that the reducer takes: host arrays, tensors on a device and sparse rows, and their layout."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from choros.arrays import adapter_of
 from choros.comm.fusion import Layout
 from choros.parallel.reduce.sparse import RowsLayout, SparseRows
 
 __all__ = ["Gradient", "GradientLayout", "dense_layout", "describe", "layout_of", "zeros_like", "zeros_of"]
 
-#: A host array, a torch tensor or ``SparseRows``.
+#: A host array, a tensor on a device or ``SparseRows``.
 Gradient: TypeAlias = Any
 #: For each gradient its shape and dtype, and for a sparse one the dtype of its indices.
 GradientLayout = tuple[tuple[tuple[int, ...], np.dtype[np.generic]] | RowsLayout, ...]
@@ -44,7 +45,7 @@ def zeros_like(gradient: Any) -> Any:
     """Returns zeros of the same layout, on the device of ``gradient``."""
     if isinstance(gradient, SparseRows):
         return gradient.zeros()
-    return np.zeros_like(gradient) if isinstance(gradient, np.ndarray) else gradient.new_zeros(gradient.shape)
+    return np.zeros_like(gradient) if isinstance(gradient, np.ndarray) else adapter_of(gradient).zeros_like(gradient)
 
 
 def zeros_of(layout: GradientLayout) -> list[Gradient]:

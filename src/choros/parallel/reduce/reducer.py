@@ -41,7 +41,7 @@ from choros.observe import events
 from choros.observe.events import Kind
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.compression.casts import NoCompression
-from choros.parallel.reduce.device import DeviceExchange
+from choros.parallel.reduce.device import DeviceExchange, TensorDevice
 from choros.parallel.reduce.exchange import Exchange
 from choros.parallel.reduce.gradients import (
     Gradient,
@@ -65,7 +65,7 @@ _BUCKET_BYTES = 8 << 20
 _PLANS = 8
 
 
-def bucket_bytes(*, accelerated: bool, device: Any) -> int | None:
+def bucket_bytes(*, accelerated: bool, device: TensorDevice | None) -> int | None:
     """Returns the size of buckets that are sent during the backward pass; ``None`` if gradients are sent after it.
 
     ``CHOROS_OVERLAP`` decides; by default only gradients of accelerators are sent during the backward pass, because on
@@ -119,7 +119,7 @@ class ReduceConfig:
         average_micro_batches: whether their gradients are averaged or summed; each of them has the same weight.
         bucket_bytes: the approximate size of buckets, which are reduced in the order of the backward pass: the last
             layers' first; ``None``: all gradients are reduced at once.
-        device: where torch's tensors are summed without host staging; ``None``: gradients are host arrays.
+        device: where tensors are summed without host staging; ``None``: gradients are host arrays.
         compared_step: the step, from 1, after which ranks compare the values of what they train; only steps for which
             all ranks have a batch count.
         process_set: the ranks that share gradients.
@@ -132,7 +132,7 @@ class ReduceConfig:
     micro_batches: int = 1
     average_micro_batches: bool = True
     bucket_bytes: int | None = None
-    device: Any = None
+    device: TensorDevice | None = None
     compared_step: int = 2
     process_set: ProcessSet = field(default=global_process_set)
 
