@@ -57,7 +57,3 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)  # an exception, so that every ``with`` block ends its processes
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from harness import FRAMEWORKS
 
 pytestmark = pytest.mark.slow
 
-CHOROS = [sys.executable, "-m", "choros.cli"]
+CHOROS = [sys.executable, "-m", "choros"]
 BENCH = [*CHOROS, "bench"]
 ONCE = ["--rounds", "1", "--burst", "0.001"]
 

@@ -393,14 +393,28 @@ def case_evaluate_and_predict_equal_one_device():
 
 def case_predictions_of_a_distributed_data_set_are_those_of_all_rows():
     ours, theirs = both()
-    x, _ = data()
-    batches = [x[i : i + BATCH] for i in range(0, N, BATCH)]
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
+    for n in (N, 1):  # with one row, one replica has none
+        x, _ = data(n)
+        batches = [x[i : i + BATCH] for i in range(0, n, BATCH)]
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
 
-        batches = tf.data.Dataset.from_tensor_slices(x).batch(BATCH)
-    predicted = ours.predict(strategy().experimental_distribute_dataset(batches), verbose=0)
-    np.testing.assert_allclose(predicted, theirs.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+            batches = tf.data.Dataset.from_tensor_slices(x).batch(BATCH)
+        predicted = ours.predict(strategy().experimental_distribute_dataset(batches), verbose=0)
+        np.testing.assert_allclose(predicted, theirs.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+
+
+def case_predictions_of_batches_of_one_row():
+    class Rows(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return (data(3)[0][index : index + 1],)
+
+    ours, theirs = both()
+    predicted = ours.predict(Rows(), verbose=0)
+    np.testing.assert_allclose(predicted, theirs.predict(data(3)[0], verbose=0), rtol=1e-5, atol=1e-6)
 
 
 def case_single_batches_equal_one_device():

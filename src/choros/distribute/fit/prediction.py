@@ -52,8 +52,8 @@ def predict_rows(call: KerasCall, rank: int, size: int, *, distributed: bool = F
         return call.run()
     batches = itertools.chain([first], batches)
     if not distributed and count_rows(_inputs(first)) < size:
-        return call.replaced(x=(_inputs(batch) for batch in batches), steps=None).run()
-    counts = []
+        return call.replaced(x=((_inputs(batch),) for batch in batches), steps=None).run()
+    counts: list[int] = []
 
     def own_batches() -> Iterator[Any]:
         for batch in batches:
@@ -63,6 +63,8 @@ def predict_rows(call: KerasCall, rank: int, size: int, *, distributed: bool = F
             counts.append(end - start)
             if end > start:
                 yield (cut(inputs, start, end),)
+        if not any(counts):  # no rows, of the outputs' shapes
+            yield (cut(inputs, 0, 0),)
 
     return _gather_outputs(call.replaced(x=own_batches(), steps=None).run(), counts)
 

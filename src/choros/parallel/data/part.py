@@ -14,6 +14,11 @@ __all__ = ["Part", "check_global_batch", "checked", "count_rows", "cut"]
 
 T = TypeVar("T")
 
+_ONLY_THE_LAST = (
+    "; only the last batch of a data set may have fewer. Repeat examples before they are batched, not batches, or "
+    "leave out the remainder"
+)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -67,12 +72,12 @@ def cut(batch: Any, start: int, end: int) -> Any:
     return map_structure(lambda leaf: leaf[start:end], batch)
 
 
-def check_global_batch(rows: int, replicas: int) -> None:
+def check_global_batch(rows: int, replicas: int, advice: str = "") -> None:
     """Raises a ``ConfigError`` if a batch of ``rows`` examples has none for some replica; not for the last batch."""
     if rows < replicas:
         raise ConfigError(
             f"a global batch of {rows} examples is smaller than the {replicas} replicas over which it is sharded: the "
-            f"batch size is that of all replicas together. Choose a batch size of {replicas} or more."
+            f"batch size is that of all replicas together. Choose a batch size of {replicas} or more{advice}."
         )
 
 
@@ -81,6 +86,6 @@ def checked(batches: Iterable[T], replicas: int, count: Callable[[T], int]) -> I
     last: int | None = None
     for batch in batches:
         if last is not None:
-            check_global_batch(last, replicas)
+            check_global_batch(last, replicas, _ONLY_THE_LAST)
         last = count(batch)
         yield batch
