@@ -14,7 +14,7 @@ else
 TENSORFLOW ?= tensorflow
 endif
 
-.PHONY: help train test test-quick test-gpu coverage install check clean
+.PHONY: help train test test-quick test-gpu matrix coverage install check clean
 
 help:  ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -33,6 +33,9 @@ test-quick: install  ## Run the tests of one framework on two ranks, and those t
 
 test-gpu:  ## Train on this machine's GPUs, with the frameworks of this Python that support them: make test-gpu BIN=/usr/bin
 	$(BIN)/python -m pytest tests/gpu
+
+matrix: install  ## Compare all of the transparency matrix that docs/transparency/ lacks, and write docs/transparency.md
+	cd tests && ../$(BIN)/python -m training.matrix_run
 
 # What coverage measures: make coverage PART= takes the whole suite, in about half an hour.
 PART ?= --part quick
