@@ -10,6 +10,7 @@ import tensorflow as tf
 import choros
 from choros import distribute
 from choros.errors import StrategyError
+from choros.parallel.objects import allgather_object
 
 
 def strategy() -> distribute.Strategy:
@@ -137,12 +138,65 @@ def case_batch_normalization_that_asks_for_all_replicas_in_a_custom_loop():
     np.testing.assert_allclose(layer.moving_mean.numpy(), expected, rtol=1e-4)
 
 
-def case_a_random_generator_of_the_scope():
+def differ(draw) -> bool:
+    """Whether the ranks draw other numbers."""
+    first, *others = allgather_object(np.array(draw()).tolist())
+    return all(other != first for other in others)
+
+
+def case_random_numbers_differ_between_replicas_of_a_loop():
     here = strategy()
     with here.scope():
         generator = tf.random.Generator.from_seed(1)
-    draw = tf.function(lambda: here.run(lambda: generator.uniform([2])))
-    assert draw().shape == (2,)
+    for wrap in (lambda function: function, tf.function):
+        for draw, expected in (
+            (lambda: tf.random.uniform([2]), True),
+            (lambda: tf.random.uniform([2], seed=4), True),
+            (lambda: tf.nn.dropout(tf.ones([40]), 0.5), True),
+            (lambda: generator.uniform([2]), True),
+            (lambda: keras.random.uniform([2]), True),
+            (lambda: tf.random.stateless_uniform([2], [1, 2]), False),
+            (lambda: keras.random.uniform([2], seed=7), False),
+        ):
+            assert differ(wrap(lambda draw=draw: here.run(draw))) == expected
+        assert not differ(wrap(lambda: generator.uniform([2])))
+        assert not differ(generator.state.numpy)
+    first, again = [], []
+    for drawn in (first, again):
+        tf.random.set_seed(5)
+        drawn += [here.run(lambda: tf.random.uniform([2])).numpy().tolist() for _ in range(2)]
+    assert first == again
+    assert first[0] != first[1]
+    assert not differ(lambda: tf.random.uniform([2]))
+    tf.random.set_seed(None)
+
+
+class Drawing(tf.keras.layers.Layer):
+    """Keeps the numbers that its last training step has drawn."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+        self.drawn = tf.Variable(tf.zeros([2]), trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.drawn.assign(self.draw([2]))
+        return x
+
+
+def case_random_numbers_differ_between_replicas_of_fit():
+    here = strategy()
+    with here.scope():
+        generator = tf.random.Generator.from_seed(1)
+    for draw in (tf.random.uniform, generator.uniform):
+        with here.scope():
+            layer = Drawing(draw)
+            model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(np.ones((4, 1)), np.ones((4, 1)), batch_size=4, verbose=0)
+        assert differ(layer.drawn.numpy)
+    assert not differ(generator.state.numpy)
 
 
 def case_one_scope_object_is_entered_repeatedly():

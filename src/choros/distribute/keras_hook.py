@@ -124,6 +124,7 @@ def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (Trainer, "__init__", _notifying(lambda training: training.model_created)),
         (BaseOptimizer, "__init__", _notifying(lambda training: training.optimizer_created)),
         (keras.Metric, "__init__", _notifying(lambda training: training.metric_created)),
+        (keras.Metric, "add_variable", _of_metrics),
         (keras.random.SeedGenerator, "__init__", _notifying(lambda training: training.seed_generator_created)),
         (keras.Layer, "add_weight", _notifying_of_weights),
         (keras.layers.BatchNormalization, "__init__", _synchronizing),
@@ -178,6 +179,17 @@ def _notifying_of_weights(own: Any) -> Any:
         return weight
 
     return add_weight
+
+
+def _of_metrics(own: Any) -> Any:
+    from choros.distribute.fit.variables import variables_of_metrics
+
+    @functools.wraps(own)
+    def add_variable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with variables_of_metrics():
+            return own(self, *args, **kwargs)
+
+    return add_variable
 
 
 def _synchronizing(own: Any) -> Any:

@@ -31,6 +31,7 @@ from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.objects import allgather_object
 from choros.parallel.structure import map_structure
+from choros.parallel.tf_random import tensorflow_numbers_of
 
 __all__ = ["ProcessReplicas"]
 
@@ -53,7 +54,8 @@ class ProcessReplicas(Replicas):
     def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls ``function`` on this process's replica."""
         synchronized = synchronized_torch_objects(self.first) if self.count > 1 else nullcontext()
-        with enter_scope(strategy, ReplicaContext(strategy, self.first)), synchronized:
+        context = ReplicaContext(strategy, self.first)
+        with enter_scope(strategy, context), synchronized, tensorflow_numbers_of(self.first):
             return function(*select(0, tuple(args)), **select(0, dict(kwargs)))
 
     def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:

@@ -27,16 +27,15 @@ from typing import Any
 
 import numpy as np
 
-from choros.comm import Reduction, global_process_set
+from choros.comm import global_process_set
 from choros.distribute.scope import in_fit, in_replica
 from choros.distribute.writing import is_writing
 from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.identical import are_identical
+from choros.training.aggregation import aggregate
 
 __all__ = ["follow_variables", "settle_variables", "variables_of_keras"]
-
-_REDUCTIONS = {"SUM": Reduction.SUM, "MEAN": Reduction.AVERAGE}
 
 
 class _CreatorOfThread(threading.local):
@@ -206,6 +205,4 @@ def _aggregated(variable: Any, value: Any) -> Any:
 
     kind = variable.aggregation.name
     value = tf.convert_to_tensor(value, variable.dtype)
-    if kind in _REDUCTIONS:
-        return ops.allreduce(value, _REDUCTIONS[kind], name="variable")
-    return None if kind == "NONE" else ops.broadcast(value, 0, name="variable")
+    return None if kind == "NONE" else aggregate(kind.lower(), value)

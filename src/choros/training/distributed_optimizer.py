@@ -11,6 +11,7 @@ name and the fast paths that Keras chooses by class do not change.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from choros.training.variables import broadcast_variables
 
 __all__ = [
     "derive",
+    "in_apply",
     "move_outwards",
     "own_class",
     "participation",
@@ -41,6 +43,18 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_choros_reducer"
+
+
+class _ApplyingThread(threading.local):
+    inside = False
+
+
+_thread = _ApplyingThread()
+
+
+def in_apply() -> bool:
+    """Whether a distributed optimizer applies reduced gradients, in this thread: all ranks make the same updates."""
+    return _thread.inside
 
 
 class _DistributedMixin:
@@ -111,10 +125,14 @@ class _DistributedMixin:
 def _apply_reduced(optimizer: Any, reduced: Sequence[Any], variables: Sequence[Any] | None) -> None:
     """Keras' own ``apply``, on ranks that keep the optimizer's state; ``None`` for all variables of the optimizer."""
     reducer: Any = reducer_of(optimizer)
-    if reducer.has_state:
-        with as_one_replica():
-            own_class(optimizer).apply(optimizer, reduced, variables)
-    _after_update(optimizer, reducer, trained_variables(optimizer) if variables is None else variables)
+    _thread.inside = True
+    try:
+        if reducer.has_state:
+            with as_one_replica():
+                own_class(optimizer).apply(optimizer, reduced, variables)
+        _after_update(optimizer, reducer, trained_variables(optimizer) if variables is None else variables)
+    finally:
+        _thread.inside = False
 
 
 def _after_update(optimizer: Any, reducer: OptimizerReducer, variables: Sequence[Any]) -> None:

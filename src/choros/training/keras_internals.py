@@ -15,6 +15,7 @@ from typing import Any
 import keras
 from keras.src import api_export, tree
 from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import Variable as AnyVariable
 from keras.src.layers.layer import Layer
@@ -58,6 +59,7 @@ __all__ = [
     "flatten_metrics",
     "global_seed_generator",
     "has_value",
+    "in_stateless_scope",
     "in_symbolic_scope",
     "initial_epoch",
     "inner_optimizers",
@@ -107,6 +109,7 @@ _LATE_ATTRIBUTES = frozenset(
 #                                         framework's subclass, and Trainer has no public name.
 #   MultiOptimizer                        has no public name.
 #   apply_mask                            how losses merge a mask with sample weights.
+#   in_stateless_scope                    whether variables have the values of a function's arguments.
 #   in_symbolic_scope                     whether Keras only computes shapes.
 #   load_optimizer_weights_from_hdf5_group, train_validation_split, pythonify_logs
 #                                         how load_model and fit handle .h5 files, validation_split and logs.

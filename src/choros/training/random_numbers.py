@@ -8,19 +8,21 @@
                   replica 2      [seed + 2 · spacing, 7]
 
 So dropout drops other units on each replica, reproducibly: the numbers depend on the seed and the replica's index.
-Random functions that Keras leaves to PyTorch's own generator are varied by ``parallel/torch_random.py``.
+Random functions of PyTorch and TensorFlow themselves are varied by ``parallel/torch_random.py`` and ``tf_random.py``.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import numpy as np
 
 from choros.comm import global_process_set
+from choros.parallel.tf_random import tensorflow_numbers_of
 from choros.parallel.torch_random import SPACING, torch_numbers_of
 from choros.training.distributed_optimizer import derive
 from choros.training.keras_internals import global_seed_generator, seed_generators_of
@@ -75,15 +77,16 @@ def draw_by_rank(model: Any) -> None:
     rank = communicator.rank
     for generator in seed_generators(model):
         draw_by_replica(generator, lambda: rank)
-    if keras.backend.backend() == "torch" and not hasattr(model, _ATTRIBUTE):
+    numbers_of = {"torch": torch_numbers_of, "tensorflow": tensorflow_numbers_of}.get(keras.backend.backend())
+    if numbers_of is not None and not hasattr(model, _ATTRIBUTE):
         object.__setattr__(model, _ATTRIBUTE, rank)
-        model.train_step = _with_numbers_of(rank, model.train_step)
+        model.train_step = _within(lambda: numbers_of(rank), model.train_step)
 
 
-def _with_numbers_of(rank: int, train_step: Any) -> Any:
+def _within(block: Callable[[], AbstractContextManager[None]], train_step: Any) -> Any:
     @functools.wraps(train_step)
     def step(*args: Any) -> Any:
-        with torch_numbers_of(rank):
+        with block():
             return train_step(*args)
 
     return step

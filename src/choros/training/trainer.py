@@ -18,16 +18,17 @@ object; nothing of it is saved with the model:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import keras
 
-from choros.comm import ProcessSet, Reduction, global_process_set
+from choros.comm import ProcessSet, Reduction, Request, global_process_set
 from choros.errors import ConfigError
 from choros.parallel import moments
 from choros.parallel.reduce import joining
-from choros.training import distributed_optimizer, weighting
+from choros.training import aggregation, distributed_optimizer, weighting
+from choros.training.aggregation import is_aggregated_on_write
 from choros.training.distributed_optimizer import move_outwards, receive_weights, reducer_of
 from choros.training.keras_internals import layers_of, metrics_of, optimizers_of, own_statistics
 from choros.training.metric_states import watch
@@ -129,15 +130,13 @@ class Steps:
             if last is not None:
                 broadcast_variables(model_variables(self._model, seeds=True), last)
         elif self.train_together:
-            participation = dict(weighting.participation(self.process_set))
-            participation.update(moments.participation(self.process_set))
+            participation = _participation(self.process_set)
             for optimizer in self.optimizers:
                 participation.update(distributed_optimizer.participation(optimizer))
             joining.join(self.process_set.communicator, participation)
             last = [receive_weights(optimizer) for optimizer in self.optimizers]
             if (rank := next((rank for rank in last if rank is not None), None)) is not None:
-                statistics = [each for layer in self._synchronized for each in own_statistics(layer)]
-                broadcast_variables(statistics, rank, self.process_set)
+                broadcast_variables(self._assigned_together, rank, self.process_set)
 
     # tests ------------------------------------------------------------------------------------------
 
@@ -157,8 +156,7 @@ class Steps:
         if self._in_test:
             self._in_test = False
             everyone = global_process_set
-            participation = {**weighting.participation(everyone), **moments.participation(everyone)}
-            joining.join(everyone.communicator, participation)
+            joining.join(everyone.communicator, _participation(everyone))
         if self.test_results is None:
             self.test_results = global_metrics(self._model)
         return self.test_results
@@ -169,8 +167,13 @@ class Steps:
     # steps ------------------------------------------------------------------------------------------
 
     @property
-    def _synchronized(self) -> list[Any]:
-        return [layer for layer in layers_of(self._model) if is_synchronized(layer)]
+    def _assigned_together(self) -> list[Any]:
+        """The variables to which the training steps of all ranks assign the same values, besides the weights."""
+        statistics = [
+            each for layer in layers_of(self._model) if is_synchronized(layer) for each in own_statistics(layer)
+        ]
+        others = [each for each in self._model.non_trainable_variables if is_aggregated_on_write(each)]
+        return [*statistics, *others]
 
     @property
     def _reducers(self) -> list[OptimizerReducer]:
@@ -209,6 +212,12 @@ class Steps:
         self._wrapped[kind] = step
         setattr(model, name, step)
         setattr(model, f"{kind}_function", None)
+
+
+def _participation(process_set: ProcessSet) -> dict[Request, Callable[[Sequence[int]], None]]:
+    """How a rank without rows participates in what the steps of the others exchange, besides gradients."""
+    parts = (module.participation(process_set) for module in (weighting, moments, aggregation))
+    return {request: part for each in parts for request, part in each.items()}
 
 
 def _active(process_set: ProcessSet) -> bool:

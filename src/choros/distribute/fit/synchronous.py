@@ -30,11 +30,20 @@ from choros.distribute.fit.prediction import predict_rows
 from choros.distribute.fit.random_numbers import follow_seeds
 from choros.distribute.fit.statistics import Statistics, average_variables
 from choros.distribute.fit.training import Training
+from choros.distribute.fit.variables import (
+    aggregates,
+    assign_initial,
+    follow_aggregation,
+    release,
+    settle_aggregated,
+    share_equally,
+)
 from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_fit, in_fit, in_replica
 from choros.distribute.tf_variables import settle_variables
 from choros.distribute.writing import is_writing, write_once
 from choros.errors import ConfigError
+from choros.parallel import ops
 from choros.parallel.data import Part, Sharding, are_arrays, check_global_batch, count_rows, cut, kind_of
 from choros.parallel.identical import are_identical
 from choros.parallel.moments import RankMoments
@@ -47,6 +56,8 @@ from choros.training.keras_internals import (
     flatten_metrics,
     has_value,
     initial_epoch,
+    local_value,
+    own_variables,
     set_initial_epoch,
     train_validation_split,
 )
@@ -54,7 +65,6 @@ from choros.training.metric_states import watch
 from choros.training.metrics import flat_results, global_result, global_results
 from choros.training.random_numbers import draw_by_rank
 from choros.training.trainer import attach
-from choros.training.variables import broadcast_variables
 
 __all__ = ["SynchronousTraining"]
 
@@ -85,23 +95,32 @@ class SynchronousTraining(Training):
         Variables created in ``fit`` are broadcast there, once all of them exist. Metrics start from zero. Where one
         process keeps the optimizer's state, only that one creates it.
         """
-        if self._replicas.count == 1 or in_fit() or not has_value(variable) or variable.synchronization == "on_read":
+        if self._replicas.count == 1:
             return
-        adapter = adapter_of(variable.value)
-        if adapter.is_symbolic([variable.value]) or not (variable.trainable or self._state_owner is None):
+        follow_aggregation(variable)
+        by_metric = variable.synchronization == "on_read" and not aggregates(variable)
+        if in_fit() or by_metric or not has_value(variable):
+            return
+        value = local_value(variable)
+        adapter = adapter_of(value)
+        if adapter.is_symbolic([value]) or not (variable.trainable or self._state_owner is None):
             return
         with _outside_of_graphs():
-            if not are_identical([adapter.to_host(variable.value)]):
-                broadcast_variables([variable], 0)
+            host = adapter.to_host(value)
+            received = host if are_identical([host]) else ops.broadcast(host, 0, name="initial value")
+            if received is not host or aggregates(variable):
+                assign_initial(variable, adapter.from_host(np.array(received), value))
 
     def weight_added(self, weight: Any) -> None:
         """Makes a layer's statistics those of all replicas, outside of ``run`` and ``fit``."""
-        if self._replicas.count > 1 and not weight.trainable and "float" in weight.dtype:
+        if self._replicas.count > 1 and not weight.trainable and "float" in weight.dtype and not aggregates(weight):
             self._statistics.add(weight)
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Patches the optimizer to reduce the replicas' gradients."""
         distribute_optimizer(optimizer, self._replicas, self._state_owner)
+        for variable in own_variables(optimizer):
+            release(variable)
 
     def model_created(self, model: Any) -> None:
         """Does nothing: the model is prepared when it is compiled."""
@@ -141,6 +160,7 @@ class SynchronousTraining(Training):
         self._statistics.average(model)
         if self._replicas.count == 1:
             return _run_locally(call)
+        share_equally(model)
         x, y, weights, validation = _split_validation(call)
         batch_size = call["batch_size"]
         data = self._training_data(x, y, weights, batch_size, shuffle=call["shuffle"], epoch=call["initial_epoch"])
@@ -204,6 +224,7 @@ class SynchronousTraining(Training):
         if not in_fit() and not is_writing() and self._replicas.count > 1:
             self._statistics.average()
             settle_variables()
+            settle_aggregated()
         return write_once(write, path)
 
     def _on_batch(self, model: Any, call: KerasCall, *, is_test: bool) -> Any:
@@ -307,7 +328,8 @@ class _AverageStatistics(keras.callbacks.Callback):
         self._average()
 
     def _average(self) -> None:
-        average_variables([each for each in self.model.non_trainable_variables if "float" in each.dtype])
+        others = self.model.non_trainable_variables
+        average_variables([each for each in others if "float" in each.dtype and not aggregates(each)])
 
 
 def _run_locally(call: KerasCall) -> Any:
