@@ -18,6 +18,7 @@ import choros
 from choros import distribute, nn
 from choros.errors import ConfigError, StrategyError
 from choros.parallel.objects import allgather_object, broadcast_object
+from ranks.reference import of_one_rank
 
 BACKEND = keras.backend.backend()
 FEATURES, CLASSES, BATCH = 6, 3, 16
@@ -88,9 +89,13 @@ def assert_same_history(ours: dict[str, list[float]], theirs: dict[str, list[flo
 @functools.cache
 def plain_run() -> tuple[list[list[np.ndarray]], dict[str, list[float]]]:
     """Plain Keras trains the model of ``build``: its weights after each epoch, and its history."""
-    model, after = build(), []
-    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: after.append(weights(model)))
-    return after, fit(model, *data(), batch_size=BATCH, validation_data=held_out(), callbacks=[note])
+
+    def trained():
+        model, after = build(), []
+        note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: after.append(weights(model)))
+        return after, fit(model, *data(), batch_size=BATCH, validation_data=held_out(), callbacks=[note])
+
+    return of_one_rank(trained)
 
 
 def check_equals_plain_run(model: keras.Model, history: dict[str, list[float]], last: int = 4) -> None:

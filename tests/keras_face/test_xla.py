@@ -29,8 +29,8 @@ def test_two_processes_with_two_devices(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 
 
-@on(xla(1, 4), xla(2, 1))
-def test_other_layouts(job: Job) -> None:
+@on(xla(2, 1))
+def test_one_device_each(job: Job) -> None:
     check_case(MODULE, TRANSPARENCY, job)
 
 

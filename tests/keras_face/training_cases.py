@@ -22,6 +22,7 @@ import pytest
 import choros.keras as hvd
 from choros.errors import ConfigError
 from choros.training.distributed_optimizer import reducer_of
+from ranks.reference import of_one_rank
 
 BACKEND = keras.backend.backend()
 FEATURES, CLASSES, BATCH = 8, 3, 16
@@ -57,16 +58,23 @@ def fit(model: keras.Model, *args: object, epochs: int = 4, **kwargs: object) ->
 
 @functools.cache
 def reference(optimizer: str, n: int = UNEVEN, epochs: int = 4, batch_size: int = BATCH):
-    """Returns the model and history of plain Keras on the whole data; cached for several cases."""
-    model = build(optimizer=OPTIMIZERS[optimizer]())
-    return model, fit(model, *data(n), batch_size=batch_size, epochs=epochs, callbacks=[])
+    """Returns the weights and history of plain Keras on the whole data; cached for several cases."""
+
+    def trained():
+        model = build(optimizer=OPTIMIZERS[optimizer]())
+        history = fit(model, *data(n), batch_size=batch_size, epochs=epochs, callbacks=[])
+        return weights(model), history
+
+    return of_one_rank(trained)
 
 
-def weights(model: keras.Model) -> list[np.ndarray]:
+def weights(model: keras.Model | list[np.ndarray]) -> list[np.ndarray]:
+    if isinstance(model, list):
+        return model
     return [np.array(keras.ops.convert_to_numpy(weight.value)) for weight in model.weights]
 
 
-def assert_same_weights(model: keras.Model, expected: keras.Model, rtol: float = 1e-4) -> None:
+def assert_same_weights(model: keras.Model, expected: keras.Model | list[np.ndarray], rtol: float = 1e-4) -> None:
     for ours, theirs in zip(weights(model), weights(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=rtol / 10)
 

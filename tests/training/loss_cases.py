@@ -1,6 +1,6 @@
 """Losses and metrics that do not simply divide by the number of rows, on several ranks and on one.
 
-Run by ``test_losses.py`` on two ranks of each framework, and on three. Every rank trains a model under a strategy, and
+Run by ``test_losses.py`` on two ranks of each framework, and on three. All train a model under a strategy, one rank
 a plain one on the whole data as the reference. The last of four batches has one row, of which one replica gets none.
 """
 
@@ -18,6 +18,7 @@ import choros
 import choros.keras as hvd
 from choros import distribute
 from choros.parallel.objects import broadcast_object
+from ranks.reference import of_one_rank
 
 BACKEND = keras.backend.backend()
 JIT = False if BACKEND == "tensorflow" else "auto"
@@ -70,9 +71,12 @@ def fit(model: keras.Model, *args: Any, **kwargs: Any) -> History:
     return model.fit(*args, **{"epochs": 3, "batch_size": BATCH, "shuffle": False, "verbose": 0, **kwargs}).history
 
 
-def assert_same(ours: keras.Model, theirs: keras.Model, histories: tuple[History, History]) -> None:
-    for mine, expected in zip(ours.weights, theirs.weights, strict=True):
-        mine, expected = (keras.ops.convert_to_numpy(weight.value) for weight in (mine, expected))
+def weights(model: keras.Model) -> list[np.ndarray]:
+    return [np.array(keras.ops.convert_to_numpy(weight.value)) for weight in model.weights]
+
+
+def assert_same(ours: keras.Model, expected_weights: list[np.ndarray], histories: tuple[History, History]) -> None:
+    for mine, expected in zip(weights(ours), expected_weights, strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(mine, broadcast_object(mine), err_msg="processes have different weights")
     assert_same_results(*histories)
@@ -85,18 +89,21 @@ def assert_same_results(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def check(make: Make, *args: Any, evaluate: bool = True, **fit_args: Any) -> None:
-    """Trains and evaluates under a strategy and in plain Keras."""
+    """Trains and evaluates under a strategy on all ranks, and in plain Keras on one."""
+
+    def trained(model: keras.Model) -> tuple[list[np.ndarray], History, dict[str, Any]]:
+        history, results = fit(model, *args, **fit_args), {}
+        if evaluate:
+            sample_weight = fit_args.get("sample_weight")
+            results = model.evaluate(*args, sample_weight=sample_weight, batch_size=BATCH, verbose=0, return_dict=True)
+        return weights(model), history, results
+
+    expected, history, results = of_one_rank(lambda: trained(make()))
     with strategy().scope():
         ours = make()
-    theirs = make()
-    assert_same(ours, theirs, (fit(ours, *args, **fit_args), fit(theirs, *args, **fit_args)))
-    if evaluate:
-        weights = fit_args.get("sample_weight")
-        results = [
-            model.evaluate(*args, sample_weight=weights, batch_size=BATCH, verbose=0, return_dict=True)
-            for model in (ours, theirs)
-        ]
-        assert_same_results(*results)
+    _, own_history, own_results = trained(ours)
+    assert_same(ours, expected, (own_history, history))
+    assert_same_results(own_results, results)
 
 
 MSE = keras.losses.MeanSquaredError
@@ -330,20 +337,17 @@ def adversaries(wrap: Callable[[Any], Any] = lambda optimizer: optimizer, reduct
 
 
 def case_two_optimizers():
-    if BACKEND == "jax":
-        return  # Keras' trainer on JAX has the state of one optimizer
     for reduction in ("mean", "sum"):
         check(lambda: adversaries(reduction=reduction), numbers(N, FEATURES), evaluate=False)  # noqa: B023
 
 
 def case_two_optimizers_in_horovods_face():
-    if BACKEND == "jax":
-        return
     ours, theirs = adversaries(hvd.DistributedOptimizer), adversaries()
     x = numbers(N, FEATURES)
+    history = fit(theirs, x)
     start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
-    histories = fit(ours, hvd.shard((x,), batch_size=BATCH), batch_size=None, callbacks=start), fit(theirs, x)
-    assert_same(ours, theirs, histories)
+    own_history = fit(ours, hvd.shard((x,), batch_size=BATCH), batch_size=None, callbacks=start)
+    assert_same(ours, weights(theirs), (own_history, history))
 
 
 def case_optimizers_of_different_process_sets_are_an_error():
