@@ -88,8 +88,8 @@ def assert_same_results(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         np.testing.assert_allclose(ours[name], values, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def check(make: Make, *args: Any, evaluate: bool = True, **fit_args: Any) -> None:
-    """Trains and evaluates under a strategy on all ranks, and in plain Keras on one."""
+def check(make: Make, *args: Any, evaluate: bool = True, plain: Make | None = None, **fit_args: Any) -> None:
+    """Trains and evaluates under a strategy on all ranks, and in plain Keras, by default the same model, on one."""
 
     def trained(model: keras.Model) -> tuple[list[np.ndarray], History, dict[str, Any]]:
         history, results = fit(model, *args, **fit_args), {}
@@ -98,7 +98,7 @@ def check(make: Make, *args: Any, evaluate: bool = True, **fit_args: Any) -> Non
             results = model.evaluate(*args, sample_weight=sample_weight, batch_size=BATCH, verbose=0, return_dict=True)
         return weights(model), history, results
 
-    expected, history, results = of_one_rank(lambda: trained(make()))
+    expected, history, results = of_one_rank(lambda: trained((plain or make)()))
     with strategy().scope():
         ours = make()
     _, own_history, own_results = trained(ours)
