@@ -191,6 +191,20 @@ def case_callbacks_leave_complete_files(monkeypatch):
     assert not list(path.rglob(".unfinished*"))
 
 
+def case_callbacks_of_all_processes_create_one_directory(monkeypatch):
+    from keras.src.utils import file_utils
+
+    folder, own = directory() / "new", file_utils.exists
+    # Each process looks before another one has created it.
+    monkeypatch.setattr(file_utils, "exists", lambda path: str(path) != str(folder) and own(path))
+    with strategy().scope():
+        model = build()
+    checkpoint = keras.callbacks.ModelCheckpoint(folder / "model.keras")
+    model.fit(X, X[:, :2], batch_size=4, verbose=0, callbacks=[checkpoint])
+    choros.global_process_set.communicator.barrier()
+    assert (folder / "model.keras").exists()
+
+
 def case_functions_of_keras_write_on_one_process():
     path = directory()
     with strategy().scope():

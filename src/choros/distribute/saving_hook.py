@@ -50,10 +50,11 @@ def guard_saving() -> None:
 
 @functools.cache
 def _guard_keras() -> None:
-    from choros.training.keras_internals import file_writers, make_backups_atomic
+    from choros.training.keras_internals import file_writers, make_backups_atomic, share_directories
 
     for owner, name in file_writers():
         _replace(owner, name, "filepath")
+    share_directories()
     make_backups_atomic()
 
 

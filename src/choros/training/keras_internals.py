@@ -7,6 +7,7 @@ these, only this module needs to change (``tests/test_keras_internals.py`` enfor
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -87,6 +88,7 @@ __all__ = [
     "seed_generators_of",
     "serialize_sharing",
     "set_initial_epoch",
+    "share_directories",
     "single_metrics",
     "strategy_aware_classes",
     "torch_device",
@@ -358,6 +360,22 @@ def file_writers() -> list[tuple[Any, str]]:
         (legacy_h5_format, "save_model_to_hdf5"),
         (keras.Model, "export"),
     ]
+
+
+def share_directories() -> None:
+    """Makes callbacks, which all processes have, accept a directory that another process creates at the same time."""
+    from keras.src.utils import file_utils
+
+    create = file_utils.makedirs
+
+    def makedirs(path: str) -> None:
+        try:
+            create(path)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
+
+    file_utils.makedirs = makedirs
 
 
 def make_backups_atomic() -> None:
