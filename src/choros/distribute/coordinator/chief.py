@@ -21,6 +21,7 @@ from choros.distribute.coordinator.queue import Closure, ClosureQueue
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue
 from choros.distribute.coordinator.role import CoordinatorRole
 from choros.distribute.parameter_server.cluster import Cluster
+from choros.distribute.parameter_server.jobs import wait_for_jobs_at_exit
 from choros.distribute.parameter_server.messages import Shutdown
 from choros.distribute.parameter_server.optimizer import remote_optimizers
 from choros.distribute.parameter_server.session import ServerSession
@@ -78,6 +79,7 @@ class Chief(CoordinatorRole):
         ]
         for thread in self._threads:
             thread.start()
+        wait_for_jobs_at_exit()
         atexit.register(self.close)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -12,13 +14,18 @@ from choros.distribute.parameter_server.cluster import Cluster
 from choros.errors import EngineError
 from choros.transport.listener import Listener
 
-__all__ = ["Jobs", "ServedJob", "wait_for_chief"]
+__all__ = ["Jobs", "ServedJob", "wait_for_chief", "wait_for_jobs_at_exit"]
 
 #: After this time, a process says for whom it waits.
 _SILENT_SECONDS = 10.0
+_END_SECONDS = 5.0
 
 _log = logging.getLogger("choros")
 Arrival = TypeVar("Arrival")
+
+#: The jobs that tasks in this process serve now; notified when one ends.
+_served: set[ServedJob] = set()
+_changed = threading.Condition()
 
 
 def wait_for_chief(arrival: Callable[[float], Arrival | None], cluster: Cluster, listener: Listener) -> Arrival:
@@ -44,6 +51,21 @@ def wait_for_chief(arrival: Callable[[float], Arrival | None], cluster: Cluster,
         + (listener.refusal or "It has not been started, has failed, or cannot reach this address: see its output.")
         + " CHOROS_START_TIMEOUT sets the time limit."
     )
+
+
+@functools.cache
+def wait_for_jobs_at_exit() -> None:
+    """Makes the end of Python wait until no task in this process serves a job, for a few seconds at most.
+
+    A thread that computes while Python ends would abort the process. Chiefs call this before they register what ends
+    their jobs at exit, which therefore happens first.
+    """
+    atexit.register(_wait_for_jobs)
+
+
+def _wait_for_jobs() -> None:
+    with _changed:
+        _changed.wait_for(lambda: not _served, _END_SECONDS)
 
 
 @final
@@ -72,9 +94,14 @@ class Jobs:
         """The block in which a chief is connected."""
         self._begun.set()
         job = ServedJob()
+        with _changed:
+            _served.add(job)
         try:
             yield job
         finally:
+            with _changed:
+                _served.remove(job)
+                _changed.notify_all()
             if not self._ended.is_set():
                 self._in_order = job.in_order
             self._ended.set()
