@@ -21,7 +21,13 @@ __all__ = ["LinkedDevices", "agree_to_connect", "chosen"]
 
 def chosen(control: Communicator, choice: DeviceChoice) -> LinkedDevices:
     """Returns the collectives of the members of ``control`` that were selected."""
-    return LinkedDevices(control, choice, importlib.import_module(f"choros.comm.engines.{choice.module}").connect)
+
+    def connect(control: Communicator, device: Device) -> DeviceLink:
+        # Imported by the first connection: without one, no rank waits for PyTorch's import.
+        link: DeviceLink = importlib.import_module(f"choros.comm.engines.{choice.module}").connect(control, device)
+        return link
+
+    return LinkedDevices(control, choice, connect)
 
 
 def agree_to_connect(control: Communicator, device: Device, library: str, problem: ChorosError | None) -> None:
