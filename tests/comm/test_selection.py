@@ -75,7 +75,7 @@ NO_DRIVER = "this machine has no driver of NVIDIA's"
 #: module, its devices, and the reason.
 DEVICES = {
     "alone": ("", "mpi", 1, "", True, None, (), "one rank"),
-    "nccl4py": ("", "mpi", 2, "", True, "nccl4py_devices", ("cuda",), "by nccl4py, of TensorFlow and PyTorch alike"),
+    "nccl4py": ("", "mpi", 2, "", True, "nccl4py_devices", ("cuda",), "by nccl4py, of TensorFlow and of PyTorch"),
     "nccl4py alone": ("", "mpi", 2, "", False, "nccl4py_devices", ("cuda",), "NCCL moves those on GPUs"),
     "no GPU of NVIDIA": ("", "mpi", 2, NO_DRIVER, True, "torch_devices", ("cuda",), f"RCCL), because {NO_DRIVER}"),
     "neither": ("", "mpi", 2, "x is missing", False, None, (), "because x is missing, and PyTorch is not installed"),

@@ -133,7 +133,7 @@ def case_fit_counts_the_rows_of_all_replicas():
 
 
 def case_optimizers_and_metrics_are_as_before():
-    """Optimizers count alike on all replicas, and update variables that are to be summed alike."""
+    """Optimizers have identical counts on all replicas, and identical updates of variables that are to be summed."""
     with strategy().scope():
         variable = keras.Variable(1.0, aggregation="sum")
         optimizer = keras.optimizers.SGD(1.0)

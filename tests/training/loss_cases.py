@@ -19,6 +19,7 @@ import choros.keras as hvd
 from choros import distribute
 from choros.parallel.objects import broadcast_object
 from ranks.reference import of_one_rank
+from training.matrix_cases import apply_gradients
 
 BACKEND = keras.backend.backend()
 JIT = False if BACKEND == "tensorflow" else "auto"
@@ -306,26 +307,6 @@ class Adversaries(keras.Model):
         ):
             metric.update_state(apply_gradients(lambda: loss_on(real), network, optimizer))  # noqa: B023
         return {metric.name: metric.result() for metric in self.metrics}
-
-
-def apply_gradients(loss_on: Callable[[], Any], network: keras.Model, optimizer: Any) -> Any:
-    """Makes one update of ``network``; returns the loss."""
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            loss = loss_on()
-        weights = network.trainable_weights
-        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-        return loss
-    import torch
-
-    network.zero_grad()
-    loss = loss_on()
-    loss.backward()
-    with torch.no_grad():
-        optimizer.apply([weight.value.grad for weight in network.trainable_weights], network.trainable_weights)
-    return loss.detach()
 
 
 def adversaries(wrap: Callable[[Any], Any] = lambda optimizer: optimizer, reduction: str = "mean") -> Adversaries:

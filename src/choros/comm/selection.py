@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -270,7 +271,7 @@ DEVICE_CHOICES: tuple[DeviceRule, ...] = (
         DeviceChoice(
             "nccl4py_devices",
             ("cuda",),
-            "NCCL moves those on GPUs, by nccl4py, of TensorFlow and PyTorch alike; the engine moves host memory",
+            "NCCL moves those on GPUs, by nccl4py, of TensorFlow and of PyTorch; the engine moves host memory",
         ),
         lambda situation: situation.allows("nccl4py") and not situation.nccl4py_problem(),
     ),
@@ -314,13 +315,12 @@ def select_devices(
         >>> select_devices("mpi", 1, {}).reason
         'one rank: nothing to move'
     """
-    situation = DeviceSituation(Config.from_environ(environ).devices, engine, size, installed, nccl4py_problem)
+    problem_once = functools.cache(nccl4py_problem)  # loads libraries, and several rules ask
+    situation = DeviceSituation(Config.from_environ(environ).devices, engine, size, installed, problem_once)
     choice = next((rule.choice for rule in DEVICE_CHOICES if rule.holds(situation)), None)
     if choice is not None:
-        return (
-            replace(choice, reason=choice.reason.format(problem=nccl4py_problem())) if "{" in choice.reason else choice
-        )
-    problem = nccl4py_problem() if situation.requested == "nccl4py" else "PyTorch is not installed"
+        return replace(choice, reason=choice.reason.format(problem=problem_once())) if "{" in choice.reason else choice
+    problem = problem_once() if situation.requested == "nccl4py" else "PyTorch is not installed"
     raise EngineUnavailable(
         f"{DEVICES.name}={situation.requested} cannot be used, because {problem}. Install what is missing "
         "(pip install 'choros[cuda]', or torch), or unset it: choros then selects what can be used."

@@ -87,7 +87,7 @@ def merged(metrics: Sequence[Any]) -> tuple[list[Any], list[Array], list[Array]]
 def _rules_of(metrics: Sequence[Any]) -> list[Rule]:
     unknown = [metric for metric in metrics if not _is_keras_own(metric) and metric not in _rules]
     if unknown:
-        # A rank that has had no batches yet cannot try, and all must merge alike.
+        # A rank that has had no batches yet cannot try, and all ranks must merge identically.
         tried = allgather_object([_try(metric) for metric in unknown], name="rules of metrics")
         for metric, *found in zip(unknown, *tried, strict=True):
             rules = next((rules for rules in found if rules is not None), None)
