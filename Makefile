@@ -22,11 +22,11 @@ help:  ## Say what there is to make
 train: $(VENV)/trains  ## Train the digits CNN on two processes with TensorFlow
 	KERAS_BACKEND=tensorflow TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/chorosrun -np 2 --no-prefix-output $(BIN)/python examples/mnist_horovod.py
 
-# Two at a time: tests on ranks, and tests that start processes and wait for them.
-PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# Three at a time, on two cores: tests on ranks, and tests that start processes and wait for them.
+PYTEST := -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 
 test: install  ## Run the whole suite
-	$(BIN)/python $(PYTEST)
+	$(BIN)/python $(PYTEST) $(PART)
 
 test-quick: install  ## Run the tests of one framework on two ranks, and those that need none
 	$(BIN)/python $(PYTEST) --part quick
@@ -37,9 +37,8 @@ test-gpu:  ## Train on this machine's GPUs, with the frameworks of this Python t
 matrix: install  ## Compare all of the transparency matrix that docs/transparency/ lacks, and write docs/transparency.md
 	cd tests && ../$(BIN)/python -m training.matrix_run
 
-# What coverage measures: make coverage PART= takes the whole suite, in about half an hour.
-PART ?= --part quick
-
+# make coverage PART= takes the whole suite, in about half an hour.
+coverage: PART ?= --part quick
 coverage: install  ## Run the quick part, and say which lines and branches of choros it runs, ranks included
 	$(BIN)/coverage erase
 	$(BIN)/coverage run $(PYTEST) $(PART)

@@ -14,9 +14,9 @@ With CIFAR-10 itself, on two machines with four GPUs each::
 
 The data directory holds ``train/train.tfrecords``, ``validation/validation.tfrecords`` and
 ``eval/eval.tfrecords``; a record has ``image``, 3×32×32 bytes channels first, and ``label``, an
-int64. Without ``--data-dir`` nothing is downloaded: the 1797 handwritten digits that come with scikit-learn
-(real ones, 8×8 pixels; ``pip install 'choros[examples]'``) are enlarged to 32×32 and written, once, as such
-files into ``~/.cache/choros`` (``$XDG_CACHE_HOME/choros``).
+int64. Without ``--data-dir`` nothing is downloaded: the 1797 real handwritten digits of 8×8 pixels in
+``digits.npz`` are enlarged to 32×32 and written, once, as such files into ``~/.cache/choros``
+(``$XDG_CACHE_HOME/choros``).
 
 TensorFlow reads the records, whichever framework trains: ``pip install tensorflow-cpu``.
 """
@@ -225,7 +225,7 @@ class EpochTable(keras.callbacks.Callback):
 
 
 def bundled_data() -> Path:
-    """Returns the directory of scikit-learn's digits as TFRecords; the first job on a machine writes them."""
+    """Returns the directory of the digits as TFRecords; the first job on a machine writes them."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "choros"
     directory = cache / "digits-tfrecords"
     if hvd.local_rank() == 0 and not directory.exists():
@@ -243,16 +243,14 @@ def bundled_data() -> Path:
 
 def write_digits(directory: Path) -> None:
     """Writes the digits: of every six, four for training, one for validation, one for evaluation, as in CIFAR-10."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    grey = np.kron(digits.images / 16 * 255, np.ones((1, 4, 4))).astype(np.uint8)
+    digits = np.load(Path(__file__).with_name("digits.npz"))
+    grey = np.kron(digits["images"] / 16 * 255, np.ones((1, 4, 4))).astype(np.uint8)
     images = np.repeat(grey[:, np.newaxis], DEPTH, axis=1)
     remainder = np.arange(len(images)) % 6
     for name, part in (("train", remainder > 1), ("validation", remainder == 1), ("eval", remainder == 0)):
         path = directory / name / f"{name}.tfrecords"
         path.parent.mkdir(parents=True)
-        write_records(path, zip(images[part], digits.target[part], strict=True))
+        write_records(path, zip(images[part], digits["labels"][part], strict=True))
 
 
 def write_records(path: Path, examples: Iterable[tuple[np.ndarray, int]]) -> None:

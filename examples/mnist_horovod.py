@@ -11,9 +11,8 @@ On two machines with four GPUs each, with MNIST's own four files::
     chorosrun -np 8 -H server1:4,server2:4 \\
         python examples/mnist_horovod.py --data-dir ~/mnist --batch-size 1024
 
-Without ``--data-dir`` nothing is downloaded: the 1797 handwritten digits that come with scikit-learn (real
-ones, 8×8 pixels; ``pip install 'choros[examples]'``) are enlarged to 28×28 and written, once, as MNIST files
-into ``~/.cache/choros`` (``$XDG_CACHE_HOME/choros``).
+Without ``--data-dir`` nothing is downloaded: the 1797 real handwritten digits of 8×8 pixels in ``digits.npz``
+are enlarged to 28×28 and written, once, as MNIST files into ``~/.cache/choros`` (``$XDG_CACHE_HOME/choros``).
 
 Six steps, numbered in ``main``, turn a script for one process into one for many.
 """
@@ -196,7 +195,7 @@ def write_idx(path: Path, array: Bytes) -> None:
 
 
 def bundled_data() -> Path:
-    """Returns the directory of scikit-learn's digits as MNIST files; the first job on a machine writes them."""
+    """Returns the directory of the digits as MNIST files; the first job on a machine writes them."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "choros"
     directory = cache / "digits-idx"
     if hvd.local_rank() == 0 and not directory.exists():
@@ -214,12 +213,10 @@ def bundled_data() -> Path:
 
 def write_digits(directory: Path) -> None:
     """Writes the digits as MNIST files. Every sixth one is held out, as in MNIST every seventh."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    enlarged = np.kron(digits.images / 16 * 255, np.ones((1, 3, 3)))
+    digits = np.load(Path(__file__).with_name("digits.npz"))
+    enlarged = np.kron(digits["images"] / 16 * 255, np.ones((1, 3, 3)))
     images = np.pad(enlarged, ((0, 0), (2, 2), (2, 2))).astype(np.uint8)
-    labels = digits.target.astype(np.uint8)
+    labels = digits["labels"].astype(np.uint8)
     held_out = np.arange(len(labels)) % 6 == 0
     directory.mkdir()
     for (image_file, label_file), part in ((TRAIN_FILES, ~held_out), (TEST_FILES, held_out)):

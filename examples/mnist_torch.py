@@ -5,8 +5,7 @@ On one process, and on two::
     python examples/mnist_torch.py
     chorosrun -np 2 python examples/mnist_torch.py --json figures.json
 
-Nothing is downloaded: the data are the 1797 real handwritten digits of 8×8 pixels that come with scikit-learn
-(``pip install 'choros[torch,examples]'``).
+Nothing is downloaded: the data are the 1797 real handwritten digits of 8×8 pixels in ``digits.npz``.
 
 Five steps, numbered in ``main``, turn a loop for one process into one for many.
 """
@@ -24,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -109,9 +107,9 @@ def build_model() -> torch.nn.Module:
 
 def read_digits(limit: int | None) -> tuple[TensorDataset, TensorDataset]:
     """Returns the training and the held-out examples; every sixth digit is held out."""
-    digits = load_digits()
-    images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32)
-    labels = torch.tensor(digits.target)
+    digits = np.load(Path(__file__).with_name("digits.npz"))
+    images = torch.tensor(digits["images"][:, None] / 16, dtype=torch.float32)
+    labels = torch.tensor(digits["labels"])
     held_out = np.arange(len(labels)) % 6 == 0
     train, test = (TensorDataset(images[part][:limit], labels[part][:limit]) for part in (~held_out, held_out))
     return train, test

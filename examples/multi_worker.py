@@ -45,7 +45,6 @@ from typing import Any, TypeAlias
 import keras
 import numpy as np
 import numpy.typing as npt
-from sklearn.datasets import load_digits
 
 import choros
 from choros import distribute
@@ -120,9 +119,9 @@ def build_model() -> keras.Model:
 
 def read_digits(limit: int | None) -> tuple[Examples, Examples]:
     """Returns the training and the held-out examples; every sixth digit is held out."""
-    digits = load_digits()
-    images = (digits.images[..., np.newaxis] / 16).astype(np.float32)
-    labels = digits.target.astype(np.int32)
+    digits = np.load(Path(__file__).with_name("digits.npz"))
+    images = (digits["images"][..., np.newaxis] / 16).astype(np.float32)
+    labels = digits["labels"].astype(np.int32)
     held_out = np.arange(len(labels)) % 6 == 0
     return (images[~held_out][:limit], labels[~held_out][:limit]), (images[held_out][:limit], labels[held_out][:limit])
 

@@ -34,7 +34,6 @@ from typing import Any, TypeAlias
 import keras
 import numpy as np
 import numpy.typing as npt
-from sklearn.datasets import load_digits
 
 from choros import distribute
 
@@ -146,8 +145,8 @@ def build_model() -> keras.Model:
 
 def read_digits(limit: int | None) -> tuple[Examples, Examples]:
     """Returns the training and the held-out examples; every sixth digit is held out."""
-    digits = load_digits()
-    images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
+    digits = np.load(Path(__file__).with_name("digits.npz"))
+    images, labels = (digits["images"] / 16).reshape(-1, 64).astype(np.float32), digits["labels"].astype(np.int32)
     held_out = np.arange(len(labels)) % 6 == 0
     return (images[~held_out][:limit], labels[~held_out][:limit]), (images[held_out][:limit], labels[held_out][:limit])
 

@@ -14,9 +14,8 @@ from the latest one, with the same losses as an uninterrupted run. Or choose the
 
 The data directory holds two NumPy arrays of unsigned bytes, ``imgs_train.npy`` and ``imgs_mask_train.npy``,
 each images × height × width; a mask is not 0 where the object is. Without ``--data-dir`` nothing is
-downloaded: the 1797 handwritten digits that come with scikit-learn (real ones, 8×8 pixels;
-``pip install 'choros[examples]'``) are enlarged, put at random positions on a noisy canvas and written, once, as such
-arrays into ``~/.cache/choros`` (``$XDG_CACHE_HOME/choros``).
+downloaded: the 1797 real handwritten digits of 8×8 pixels in ``digits.npz`` are enlarged, put at random positions
+on a noisy canvas and written, once, as such arrays into ``~/.cache/choros`` (``$XDG_CACHE_HOME/choros``).
 """
 
 from __future__ import annotations
@@ -261,7 +260,7 @@ def open_arrays(directory: Path, limit: int | None) -> list[npt.NDArray[np.uint8
 
 
 def bundled_data() -> Path:
-    """Returns the directory of scikit-learn's digits as images and masks; the first job on a machine writes them."""
+    """Returns the directory of the digits as images and masks; the first job on a machine writes them."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "choros"
     directory = cache / "digits-masks"
     if hvd.local_rank() == 0 and not directory.exists():
@@ -279,9 +278,7 @@ def bundled_data() -> Path:
 
 def write_digits(directory: Path) -> None:
     """Writes each digit, 24×24 pixels, at a random position on a 48×48 canvas, with noise of the same strength."""
-    from sklearn.datasets import load_digits
-
-    digits = np.kron(load_digits().images / 16, np.ones((1, 3, 3)))
+    digits = np.kron(np.load(Path(__file__).with_name("digits.npz"))["images"] / 16, np.ones((1, 3, 3)))
     random = np.random.default_rng(0)
     canvas = np.zeros((len(digits), 48, 48))
     for picture, digit, (top, left) in zip(canvas, digits, random.integers(0, 25, (len(digits), 2)), strict=True):

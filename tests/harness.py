@@ -39,7 +39,7 @@ __all__ = [
     "on_frameworks",
 ]
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 FRAMEWORKS = os.environ.get("CHOROS_TEST_FRAMEWORKS", "tensorflow torch jax").split()
 

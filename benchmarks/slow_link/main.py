@@ -45,7 +45,6 @@ def on_a_rank(rounds: int, chosen: Sequence[str], result: Path | None) -> None:
     """Trains all contenders in interleaved rounds; rank 0 reports."""
     import keras
     import numpy as np
-    from sklearn.datasets import load_digits
 
     import choros.keras as hvd
 
@@ -94,9 +93,9 @@ def on_a_rank(rounds: int, chosen: Sequence[str], result: Path | None) -> None:
         model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=keras.backend.backend() == "jax")
         return model, more
 
-    digits = load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.target))
-    x, y = (digits.images[order, :, :, np.newaxis] / 16).astype("float32"), digits.target[order]
+    digits = np.load(Path(__file__).parents[2] / "examples" / "digits.npz")
+    order = np.random.default_rng(0).permutation(len(digits["labels"]))
+    x, y = (digits["images"][order, :, :, np.newaxis] / 16).astype("float32"), digits["labels"][order]
     mine = slice(communicator.rank, TRAINING, communicator.size)
     steps = TRAINING // BATCH
 

@@ -1,5 +1,6 @@
 """``choros bench start``: its commands, its trials, its table."""
 
+import os
 import sys
 
 import pytest
@@ -27,9 +28,18 @@ def test_every_case_has_choros_first() -> None:
 
 
 def test_a_trial_lasts_until_the_end() -> None:
-    trial = measure(python("import time; time.sleep(0.2)"))
-    assert trial.seconds > 0.2
-    assert trial.cpu_s < 0.2
+    assert measure(python("import time; time.sleep(0.2)")).seconds > 0.2
+
+
+def test_a_trial_has_the_cpu_time_of_its_command_alone() -> None:
+    def cpu_seconds() -> float:
+        return os.times().children_user + os.times().children_system
+
+    earlier = cpu_seconds()
+    trials = [measure(python(f"import time\nwhile time.process_time() < {seconds}: pass")) for seconds in (0.2, 0.1)]
+    assert trials[0].cpu_s >= 0.18  # in ticks of 10 ms
+    assert trials[1].cpu_s >= 0.08
+    assert sum(trial.cpu_s for trial in trials) == pytest.approx(cpu_seconds() - earlier)
 
 
 def test_a_failure_has_a_reason() -> None:

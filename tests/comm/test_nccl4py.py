@@ -230,6 +230,7 @@ def test_the_installed_nccl4py_has_what_is_called() -> None:
     assert isinstance(cuda.Device.uuid, property) or inspect.isdatadescriptor(cuda.Device.uuid)
 
 
+@pytest.mark.slow
 def test_nccl4py_reads_our_buffers_of_tensorflow() -> None:
     buffers = pytest.importorskip("nccl.core.buffer", reason="nccl4py is not installed")
     pytest.importorskip("tensorflow")

@@ -187,9 +187,9 @@ def case_the_tutorial_of_tensorflow():
     assert len(results["fit"]) == 5
     assert results["fit"][-1] < results["fit"][0]
     assert results["files"] == ["ckpt.keras", "log"]  # the backup of a training that has ended is deleted
-    assert len(results["accuracy"]) == 4
+    assert len(results["accuracy"]) == 12
     assert results["accuracy"][-1] == results["evaluation"] == results["distributed evaluation"] == 1.0
     assert results["evaluated"] == 16
     assert results["loss"] < 0.01
-    assert results["global steps"] == 4 * 5 + 1 + 5
+    assert results["global steps"] == 12 * 5 + 1 + 5
     assert results["restored global steps"] == results["global steps"] + 1

@@ -86,13 +86,11 @@ def run_jobs(framework: str, *jobs: Job) -> Outcome:
         framework: Keras' backend.
         jobs: the jobs, each with a different script.
     """
-    from sklearn.datasets import load_digits
-
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        x, y = load_digits(return_X_y=True)
-        np.save(directory / "x.npy", (x / 16).astype("float32"))
-        np.save(directory / "y.npy", y.astype("int32"))
+        digits = np.load(TESTS.parent / "examples" / "digits.npz")
+        np.save(directory / "x.npy", (digits["images"].reshape(-1, 64) / 16).astype("float32"))
+        np.save(directory / "y.npy", digits["labels"].astype("int32"))
         environ = {
             **os.environ,
             **QUICK,

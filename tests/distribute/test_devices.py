@@ -10,36 +10,18 @@ from harness import FRAMEWORKS, Job, case_names, check_case, on, on_frameworks
 
 MODULE = "distribute.device_cases"
 ONE = "distribute.one_device_cases"
-ON_TWO = (
-    "case_a_loop_is_compiled_once_per_kind_of_state",
-    "case_collectives_in_replicas",
-    "case_gradients_flow_through_collectives",
-    "case_replicas_with_batches_of_different_shapes",
-)
 
 needs_jax = pytest.mark.skipif("jax" not in FRAMEWORKS, reason="needs JAX")
 
 
-def flags(devices: int) -> str:
-    return f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-
-
-def on_devices(count: int) -> Job:
-    """A process with so many. Keras would look for TensorFlow as soon as it sees data, which takes seconds."""
-    return Job(1, "jax", (("XLA_FLAGS", flags(count)),), hidden=("tensorflow",), name=f"devices-{count}")
+FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 
 
 @needs_jax
-@on(on_devices(4))
+# Keras would look for TensorFlow as soon as it sees data, which takes seconds.
+@on(Job(1, "jax", (("XLA_FLAGS", FLAGS),), hidden=("tensorflow",), name="devices-4"))
 @pytest.mark.parametrize("case", case_names(MODULE))
 def test_four_devices(case: str, job: Job) -> None:
-    check_case(MODULE, case, job)
-
-
-@needs_jax
-@on(on_devices(2))
-@pytest.mark.parametrize("case", ON_TWO)
-def test_two_devices(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 
 
@@ -60,7 +42,7 @@ assert "keras" not in sys.modules and "tensorflow" not in sys.modules
 @pytest.mark.slow
 @needs_jax
 def test_a_script_without_a_launcher_uses_all_devices_without_keras() -> None:
-    environ = {**os.environ, "XLA_FLAGS": flags(4)}
+    environ = {**os.environ, "XLA_FLAGS": FLAGS}
     done = subprocess.run([sys.executable, "-c", NOTEBOOK], env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 

@@ -180,7 +180,7 @@ per_worker_dataset = coordinator.create_per_worker_dataset(per_worker_dataset_fn
 per_worker_iterator = iter(per_worker_dataset)
 
 RESULTS["accuracy"] = []
-num_epoches = 4
+num_epoches = 12  # of asynchronous steps, and in the tutorial 4
 steps_per_epoch = 5
 for _ in range(num_epoches):
     accuracy.reset_state()  # Keras 3 has no reset_states

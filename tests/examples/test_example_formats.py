@@ -12,8 +12,7 @@ import pytest
 
 from harness import needs
 
-#: The examples are Keras scripts, and the bundled digits are scikit-learn's.
-pytestmark = [pytest.mark.slow, needs("keras"), needs("sklearn")]
+pytestmark = [pytest.mark.slow, needs("keras")]
 
 Opener = Callable[[str], ModuleType]
 

@@ -30,7 +30,7 @@ def losses(path: Path) -> dict[int, tuple[float, float]]:
 
 def test_losses_equal_those_of_an_uninterrupted_run(start: Callable[..., Job], tmp_path: Path) -> None:
     whole, broken, explicit = (tmp_path / name for name in ("whole", "broken", "explicit"))
-    job = start(*JOB, "--save-dir", broken, framework="torch")
+    job = start("several", *JOB, "--save-dir", broken, framework="torch")
     wait_for(broken / "checkpoint-1.keras", job)
     job.kill()
     assert not (broken / "checkpoint-3.keras").exists(), "the job was killed too late to prove anything"

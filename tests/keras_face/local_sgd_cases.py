@@ -7,10 +7,10 @@ import functools
 import keras
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 import choros.keras as hvd
 from choros.errors import ConfigError, NotInitializedError
+from harness import ROOT
 from keras_face.training_cases import (
     BATCH,
     EVEN,
@@ -120,7 +120,7 @@ def case_invalid_arguments_are_errors():
 
 @functools.cache
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    images, labels = load_digits().images, load_digits().target
+    images, labels = np.load(ROOT / "examples" / "digits.npz").values()
     order = np.random.default_rng(0).permutation(len(labels))
     return (images[order, :, :, np.newaxis] / 16).astype("float32"), labels[order]
 

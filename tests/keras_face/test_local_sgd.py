@@ -11,7 +11,10 @@ CORE = (
 )
 #: What has the worse accuracy by chance depends on the framework's random numbers.
 ACCURACY = "case_digits_are_learned_as_well_as_with_synchronous_training"
-ON_SOME = {case: "torch" for case in case_names(MODULE) if case not in CORE} | {ACCURACY: "jax"}
+ON_SOME = {case: "torch" for case in case_names(MODULE) if case not in CORE} | {
+    ACCURACY: "jax",
+    "case_ranks_with_different_numbers_of_batches": "torch jax",
+}
 
 
 @on_frameworks(MODULE, ON_SOME)

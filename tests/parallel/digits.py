@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
+
+from harness import ROOT
 
 HIDDEN, BATCH, TRAINING = 128, 64, 1280
 
@@ -17,9 +18,9 @@ Arrays = list[NDArray]
 
 @functools.cache
 def data() -> tuple[NDArray, NDArray]:
-    digits = load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.target))
-    return (digits.data[order] / 16).astype(np.float32), digits.target[order]
+    digits = np.load(ROOT / "examples" / "digits.npz")
+    order = np.random.default_rng(0).permutation(len(digits["labels"]))
+    return (digits["images"][order] / 16).reshape(-1, 64).astype(np.float32), digits["labels"][order]
 
 
 def batches(rank: int, size: int, epochs: int, seed: int = 0) -> Iterator[NDArray]:

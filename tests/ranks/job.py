@@ -81,11 +81,11 @@ class Job:
 
 
 def unwanted(framework: str) -> tuple[str, ...]:
-    """Modules that Keras would import as soon as it is given data, which takes seconds.
+    """Modules that Keras would import at once, or as soon as it is given data, which takes seconds.
 
     With JAX, some cases have data sets of TensorFlow.
     """
-    return ("tensorflow",) if framework == "torch" else ()
+    return ("tensorflow", "jax") if framework == "torch" else ()
 
 
 def free_port() -> int:

@@ -91,7 +91,6 @@ class Rank:
         seed_all(f"{choros.rank()} {request.node.name}")
         environ = dict(os.environ)
         yield
-        gc.collect()
         os.environ.clear()
         os.environ.update(environ)
         assert choros.is_initialized(), "the case has left the job"
@@ -100,7 +99,9 @@ class Rank:
         if "keras" in sys.modules:
             keras = sys.modules["keras"]
             assert keras.config.dtype_policy().name == "float32", "the case has left another policy"
-            keras.utils.clear_session()
+            keras.utils.clear_session()  # collects garbage
+        else:
+            gc.collect()
 
 
 def seed_all(seed: str) -> None:

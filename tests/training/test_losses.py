@@ -10,13 +10,16 @@ MODULE = "training.loss_cases"
 ON_SOME = {
     "case_mean_with_sample_weight": "torch",
     "case_class_weights": "torch",
-    "case_plain_function_and_confusion_matrices": "torch tensorflow",
+    "case_plain_function_and_confusion_matrices": "torch",
     "case_masked_sequences": "torch jax",
     "case_masked_sequences_with_sample_weights": "torch tensorflow",
+    "case_masked_sequences_of_other_reductions": "torch",
+    "case_outputs_with_different_reductions": "torch jax",
     "case_accumulation_of_a_sum": "torch tensorflow",
     "case_metric_that_keeps_a_maximum_and_a_minimum": "torch jax",
     # Keras' trainer on JAX has the state of one optimizer.
     "case_two_optimizers": "torch tensorflow",
+    "case_two_optimizers_and_a_sum": "torch",
     "case_two_optimizers_in_horovods_face": "torch",
 }
 #: The cases of three ranks, on one framework.

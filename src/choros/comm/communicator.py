@@ -328,6 +328,9 @@ class Communicator(ABC):
             self.devices.close()
         self._close()
 
+    def abandon(self) -> None:  # noqa: B027  (most engines' connections end with the process)
+        """Releases what a rank can release alone, once another has ended; no method may be called after it."""
+
     @final
     def only(self, ranks: Sequence[int]) -> Self:
         """``split`` in place of this communicator, which is closed; its members become all ranks of the job.

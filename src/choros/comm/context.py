@@ -152,9 +152,12 @@ def shutdown() -> None:
     try:
         with job.communicator.exclusive():
             job.communicator.agree(SHUTDOWN)
-    except (MismatchError, EngineError):
-        # Another rank continues and has received the shutdown. Collective resources can no longer be freed.
+    except (MismatchError, EngineError) as error:
+        # Another rank has ended, or has received the shutdown and continues. What is collective can no longer be freed.
         job.finalize = _nothing
+        if isinstance(error, EngineError):
+            for members in (*(each.communicator for each in job.process_sets.values()), job.communicator):
+                members.abandon()
     else:
         for process_set in (*job.process_sets.values(), global_process_set):
             process_set.unregister()

@@ -163,6 +163,10 @@ class TorchCommunicator(Communicator):
     def _close(self) -> None:
         del self._group
 
+    def abandon(self) -> None:
+        """Joins Gloo's threads: one that still frees an array after the interpreter's end would abort the process."""
+        self._close()
+
 
 def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchCommunicator, Topology]:
     """Connects all ranks; returns their communicator, and this rank's position, derived from the ranks' hosts.
