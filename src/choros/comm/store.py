@@ -41,7 +41,7 @@ from choros.comm.signature import Signatures
 from choros.errors import EngineError, EngineUnavailable
 from choros.topology import Master, Topology
 from choros.transport.address import LOOPBACK, Location, address_towards, is_loopback, outward_address, this_host
-from choros.transport.channel import Channel, ChannelClosed, connect
+from choros.transport.channel import Channel, ChannelClosed, Unreachable, connect
 from choros.transport.endpoint import connect_within
 from choros.transport.listener import Listener
 from choros.transport.secret import Key, rank_key, secret_in
@@ -235,11 +235,14 @@ def store_at(master: Master, topology: Topology, seconds: float) -> tuple[Rendez
     occupied = master.listens or dist.is_initialized()  # the latter by all ranks or by none
     if master not in _stores and rank == 0 and not occupied:
         _Values(topology.size).listen(_listening(master), key)
-    address = _reach(master, rank, seconds) if master not in _stores else address_towards(master.host)
-    if master not in _stores:
-        where = _published(master, topology, address, key, seconds) if occupied else str(master)
-        _stores[master] = RendezvousStore(connect(where, key, _name(rank), _name(0), seconds))
-    store = _stores[master]
+    if master in _stores:
+        store, address = _stores[master], address_towards(master.host)
+    elif occupied:
+        address = _reach(master, rank, seconds)
+        store, _ = _connected(_published(master, topology, address, key, seconds), key, rank, seconds)
+    else:
+        store, address = _connected(str(master), key, rank, seconds)
+    _stores[master] = store
     return store, _signatures(store), address
 
 
@@ -258,10 +261,8 @@ def store_over(control: Communicator, seconds: float) -> tuple[dist.Store, Signa
         text[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     sent = control.broadcast(text, 0, name="address of the store").tobytes().rstrip(b"\0")
     host, port, hexadecimal = json.loads(sent)
-    master = Master(host, port)
     key = Key(bytes.fromhex(hexadecimal))
-    address = _reach(master, control.rank, seconds)
-    store = RendezvousStore(connect(str(master), key, _name(control.rank), _name(0), seconds))
+    store, address = _connected(str(Master(host, port)), key, control.rank, seconds)
     return store, _signatures(store), address
 
 
@@ -346,14 +347,26 @@ def _published(master: Master, topology: Topology, address: str, key: Key, secon
         return str(board.get(name).decode())
 
 
+def _connected(address: str, key: Key, rank: int, seconds: float) -> tuple[RendezvousStore, str]:
+    """Waits until rank 0 listens at ``address``; returns its store, and the address from which this host reaches it."""
+    try:
+        channel = connect(address, key, _name(rank), _name(0), seconds)
+    except Unreachable as error:
+        raise _silent(address, rank, seconds, error.__cause__) from error
+    return RendezvousStore(channel), channel.own_address
+
+
 def _reach(master: Master, rank: int, seconds: float) -> str:
-    """Waits until a process listens at ``master``; returns the address from which this host reaches it."""
+    """Waits until torch's store listens at ``master``; returns the address from which this host reaches it."""
     try:
         with connect_within(str(master), seconds) as connection:
             return str(connection.getsockname()[0])
     except OSError as error:
-        raise EngineUnavailable(
-            f"rank {rank}: nothing answers at {master}, where the ranks connect, within {seconds:g} s "
-            f"({error}). Is rank 0 started, on that host? Is the port open? CHOROS_START_TIMEOUT=SECONDS makes "
-            "ranks wait longer."
-        ) from error
+        raise _silent(str(master), rank, seconds, error) from error
+
+
+def _silent(address: str, rank: int, seconds: float, error: BaseException | None) -> EngineUnavailable:
+    return EngineUnavailable(
+        f"rank {rank}: nothing answers at {address}, where the ranks connect, within {seconds:g} s ({error}). Is rank "
+        "0 started, on that host? Is the port open? CHOROS_START_TIMEOUT=SECONDS makes ranks wait longer."
+    )

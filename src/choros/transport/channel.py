@@ -33,7 +33,7 @@ from choros.transport.endpoint import connect_within
 from choros.transport.handshake import Cut, Handshake, Seal, offer_proof
 from choros.transport.secret import Key
 
-__all__ = ["PROOF_SECONDS", "Channel", "ChannelClosed", "connect"]
+__all__ = ["PROOF_SECONDS", "Channel", "ChannelClosed", "Unreachable", "connect"]
 
 #: How long the peer may take to prove that it has the job's key.
 PROOF_SECONDS = 20.0
@@ -72,6 +72,11 @@ class Channel:
         weakref.finalize(self, end.close)
         end.settimeout(None)
         _tune(end)
+
+    @property
+    def own_address(self) -> str:
+        """The IP address of this end."""
+        return str(self._end.getsockname()[0])
 
     def fileno(self) -> int:
         """The descriptor: readable when at least a part of a message has arrived, or when the peer is gone."""
@@ -158,6 +163,10 @@ class Channel:
         return ChannelClosed(f"the connection to {self.peer} is closed: it has ended or cannot be reached any more.")
 
 
+class Unreachable(EngineError):
+    """No process listens at an address."""
+
+
 def connect(address: str, key: Key, name: str, peer: str, seconds: float) -> Channel:
     """Waits for the process that listens at ``address`` and returns a channel to it.
 
@@ -169,14 +178,15 @@ def connect(address: str, key: Key, name: str, peer: str, seconds: float) -> Cha
         seconds: how long to wait.
 
     Raises:
-        EngineError: no process listens there in time, or the peer has another key or another name.
+        Unreachable: no process listens there in time.
+        EngineError: the peer has another key or another name.
     """
     deadline = time.monotonic() + seconds
     while True:
         try:
             end = connect_within(address, max(0.0, deadline - time.monotonic()))
         except OSError as error:
-            raise EngineError(
+            raise Unreachable(
                 f"{peer} could not be reached at {address} within {seconds:g} s ({error}): check that it was "
                 "started, that the address is valid on every host, and that no firewall blocks it. "
                 "CHOROS_START_TIMEOUT sets the time limit."
