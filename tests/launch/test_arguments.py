@@ -92,7 +92,8 @@ def test_whether_equal_lines_are_merged(given, value, merges):
 
 def test_limits():
     assert Arguments().limits == Limits()
-    assert Arguments(timeout=5, start_timeout=2, grace_period=0, exit_timeout=9).limits == Limits(2, 5, 0, 9)
+    assert Arguments(timeout=5, start_timeout=2, grace_period=0, exit_timeout=9).limits == Limits(2, 5, 0, 9, 9)
+    assert (Arguments().limits.exit, Arguments().limits.exit_of_all) == (300, None)
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,8 @@ def test_a_rank_that_does_not_end_when_all_others_have():
     waits.note(0, Event(Kind.SCRIPT_ENDED), 1.0)
     assert waits.next_stall(2.0) is None
     waits.ended(1, 2.0)
-    assert waits.next_stall(2.0) == 4.0
-    assert "rank 0 did not end" in waits.lingers(6.0)
+    assert (waits.next_stall(2.0), waits.lingers(6.9)) == (5.0, "")
+    assert "rank 0 did not end" in waits.lingers(7.0)
 
 
 def test_several_ranks_that_do_not_end_are_stopped_when_the_last_one_is_late():
@@ -156,14 +156,45 @@ def test_a_rank_whose_other_threads_train_is_not_one_that_does_not_end():
     assert (waits.lingers(999.0), waits.next_stall(999.0)) == ("", None)
 
 
-def test_ranks_that_may_take_their_time_at_the_end():
-    alone = Waits(1)
-    alone.note(0, Event(Kind.SCRIPT_ENDED), 1.0)
-    together = joined(2)
+@pytest.mark.parametrize("size", [1, 2])
+def test_when_no_rank_ends_they_may_take_their_time(size):
+    waits = Waits(size)
+    for rank in range(size):
+        assert waits.next_stall(0.0) is None
+        waits.note(rank, Event(Kind.SCRIPT_ENDED), 1.0)
+    assert (waits.lingers(999.0), waits.stalls(60.0), waits.next_stall(60.0)) == ("", [], 1.0)
+    lines = waits.stalls(61.0)
+    assert [line.split(",")[0] for line in lines] == [f"rank {rank} has not ended" for rank in range(size)]
+    assert lines[0].endswith("does not return. Ctrl-C ends the job, as does --exit-timeout after its time")
+    assert (waits.stalls(999.0), waits.next_stall(999.0)) == ([], None)
+
+
+def test_when_the_first_of_them_ends_the_others_have_time():
+    waits = Waits(2)
     for rank in range(2):
-        together.note(rank, Event(Kind.SCRIPT_ENDED), 1.0)
-    for waits in (alone, together):
-        assert (waits.lingers(999.0), waits.stalls(999.0), waits.next_stall(999.0)) == ("", [], None)
+        waits.note(rank, Event(Kind.SCRIPT_ENDED), 1.0)
+    waits.stalls(61.0)
+    waits.ended(0, 900.0)
+    assert (waits.lingers(1199.0), waits.next_stall(1199.0)) == ("", 1.0)
+    assert waits.lingers(1200.0).startswith("rank 1 did not end within --exit-timeout 300 s after the script: a")
+
+
+def test_when_no_rank_ends_they_are_stopped_on_request():
+    waits = Waits(2, exit_seconds_of_all=100)
+    for rank in range(2):
+        waits.note(rank, Event(Kind.SCRIPT_ENDED), 1.0 + rank)
+    waits.stalls(62.0)
+    assert (waits.lingers(101.9), waits.next_stall(101.0)) == ("", 1.0)
+    assert waits.lingers(102.0).startswith("ranks 0, 1 did not end within --exit-timeout 100 s after the script: a")
+
+
+def test_a_rank_that_has_not_yet_reported_its_wait_is_not_one_that_does_not_end():
+    waits = Waits(2, exit_seconds=0.5, exit_seconds_of_all=0.5)
+    for rank in range(2):
+        waits.note(rank, Event(Kind.SCRIPT_ENDED), 1.0)
+    assert waits.lingers(1.6) == ""
+    waits.note(0, waiting(SHUTDOWN), 2.1)
+    assert waits.lingers(2.1).startswith("rank 1 did not end within --exit-timeout 0.5 s")
 
 
 SCRIPTS = {
@@ -218,6 +249,14 @@ def test_a_rank_that_does_not_end_is_stopped(tmp_path, body):
     assert ended.code == 70, ended.err
     assert "chorosrun: rank 1 did not end within --exit-timeout 0.5 s after the script: a handler at exit" in ended.err
     assert ("ValueError: cause" in ended.err) == ("cause" in body)
+
+
+@pytest.mark.slow
+def test_a_job_none_of_whose_ranks_ends_is_stopped(tmp_path):
+    body = INITIALISED + "import atexit\natexit.register(time.sleep, 600)"
+    ended = run("-np", 1, "--exit-timeout", 5, sys.executable, rank_script(tmp_path / "script.py", body))
+    assert ended.code == 70, ended.err
+    assert "chorosrun: rank 0 did not end within --exit-timeout 5 s after the script" in ended.err
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
     launched = detect(os.environ)
     _listeners.configure(config, launched.rank)
     _listeners.start()
-    if launched.size > 1:
+    if events.active(events.Kind.SCRIPT_ENDED):
         _watch_script()
     try:
         communicator, position, finalize = _start_engine(os.environ, launched, comm)

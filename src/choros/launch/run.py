@@ -45,7 +45,7 @@ def run(
     timeout: float | None = None,
     start_timeout: float = Arguments.start_timeout,
     grace_period: float = Arguments.grace_period,
-    exit_timeout: float = Arguments.exit_timeout,
+    exit_timeout: float | None = Arguments.exit_timeout,
     output_dir: str | os.PathLike[str] | None = None,
     prefix_output: bool | None = None,
     merge_output: bool | None = None,
@@ -77,7 +77,8 @@ def run(
         timeout: seconds after which the job is stopped.
         start_timeout: seconds that connecting to the hosts and starting the ranks may take.
         grace_period: seconds that ranks may take to end after SIGINT or SIGTERM.
-        exit_timeout: seconds that a rank may take to end after its script, while all others wait for it or have ended.
+        exit_timeout: seconds that ranks may take to end after their scripts. Default: 300 while all others wait or have
+            ended; no limit while all ranks take their time.
         output_dir: also write each rank's output to ``rank.N/stdout`` and ``stderr`` in this directory.
         prefix_output: prefix every line with ``[rank]``. Default: with more than one rank.
         merge_output: show equal lines that several ranks write on standard error within a moment as one line. Default:

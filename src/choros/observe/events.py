@@ -121,9 +121,9 @@ _heard: frozenset[Kind] = frozenset()
 _rank = -1
 
 
-def active() -> bool:
-    """Returns whether a listener listens to collectives."""
-    return Kind.COLLECTIVE_BEGUN in _heard
+def active(kind: Kind = Kind.COLLECTIVE_BEGUN) -> bool:
+    """Returns whether a listener listens to events of ``kind``, by default to collectives."""
+    return kind in _heard
 
 
 def listen(listener: Listener, kinds: Collection[Kind] = tuple(Kind)) -> Callable[[], None]:

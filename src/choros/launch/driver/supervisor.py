@@ -134,7 +134,7 @@ class _Supervisor:
         self._stages: tuple[Stage, ...] = ()
         self._held_signals: list[signal.Signals] = []
         self._releasing = False
-        self._waits = Waits(size, limits.exit)
+        self._waits = Waits(size, limits.exit, limits.exit_of_all)
         self._listens_in_vain = command.listens_in_vain
         self._mpirun = MpirunProcess(command, stdin=payload is not None)
         self._loop = Loop()

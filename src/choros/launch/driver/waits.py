@@ -16,7 +16,9 @@ end, which is believed only if the rank reports it once more a moment later: mes
 any order.
 
 A rank lingers if its script has ended, but not its process, and it does not wait itself: a handler at exit, a thread
-that is no daemon or a destructor does not return. While another rank computes, it may take its time.
+that is no daemon or a destructor does not return. While another rank computes, it may take its time. If all ranks
+linger, they may work: files are uploaded, threads train. That is shown, but the job is stopped only on request. When
+the first of them ends, the others have as much time as if their scripts had ended then.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ __all__ = ["Wait", "Waits"]
 _CONFIRM_SECONDS = 1.0
 #: A longer wait is shown.
 _STALL_SECONDS = 60.0
+#: A rank that waits has reported it by then; until it does, it seems to linger.
+_REPORT_SECONDS = 5.0
 _LONGEST_CALL = 200
 _ENDED = "ended with exit code 0"
 _LINGERS = "a handler at exit, a thread that is no daemon or a library's destructor does not return"
@@ -67,7 +71,8 @@ class Waits:
 
     Attributes:
         size: the number of ranks.
-        exit_seconds: how long a rank may linger.
+        exit_seconds: how long a rank may linger while others wait or have ended.
+        exit_seconds_of_all: how long all ranks may linger; ``None``: without a limit.
 
     Example:
         >>> waits = Waits(2)
@@ -79,6 +84,7 @@ class Waits:
 
     size: int
     exit_seconds: float = 300.0
+    exit_seconds_of_all: float | None = None
     _waits: dict[int, dict[str, Wait]] = field(default_factory=dict)
     _ended: dict[int, float] = field(default_factory=dict)
     _joined: set[int] = field(default_factory=set)
@@ -123,33 +129,49 @@ class Waits:
         lines = self._lines({rank: wait for rank, wait in due.items() if wait.call in {each.call for each in new}}, now)
         lingering = [rank for rank in self._lingering(now - _STALL_SECONDS) if rank not in self._shown]
         self._shown.update(lingering)
-        lines += [
-            f"{_ranks([rank])} has not ended, {now - self._scripts[rank]:.0f} s after its script: {_LINGERS}"
+        advice = "" if self._resting() else ". Ctrl-C ends the job, as does --exit-timeout after its time"
+        return lines + [
+            f"{_ranks([rank])} has not ended, {now - self._scripts[rank]:.0f} s after its script: {_LINGERS}{advice}"
             for rank in lingering
         ]
-        return lines
 
     def lingers(self, now: float) -> str:
         """Returns which ranks have lingered for too long, if there are such."""
-        ranks = self._lingering(now - self.exit_seconds)
+        limit = self._exit_limit()
+        ranks = [] if limit is None else self._lingering(now - limit)
         if not ranks:
             return ""
-        return f"{_ranks(ranks)} did not end within --exit-timeout {self.exit_seconds:g} s after the script: {_LINGERS}"
+        return f"{_ranks(ranks)} did not end within --exit-timeout {limit:g} s after the script: {_LINGERS}"
 
     def next_stall(self, now: float) -> float | None:
         """Returns the seconds until ``stalls`` or ``lingers`` may return something; ``None`` if nothing stalls."""
         ends = [wait.since + _STALL_SECONDS for wait in self._current().values() if not wait.shown]
         lingering = self._lingering(now)
         if lingering:
-            last = max(self._scripts[rank] for rank in lingering)
-            ends += [last + self.exit_seconds, *([] if self._shown.issuperset(lingering) else [last + _STALL_SECONDS])]
+            last, limit = max(map(self._began_to_linger, lingering)), self._exit_limit()
+            ends += [last + limit] if limit is not None else []
+            ends += [] if self._shown.issuperset(lingering) else [last + _STALL_SECONDS]
         return min((max(0.0, end - now) for end in ends), default=None)
 
     def _lingering(self, ended_before: float) -> list[int]:
         """Returns the ranks that linger and whose scripts ended before; none while another rank computes."""
-        resting = self._current().keys() | self._ended.keys()
-        lingering = {rank for rank in self._scripts.keys() - resting if self._scripts[rank] <= ended_before}
-        return sorted(lingering) if resting and lingering | resting == set(range(self.size)) else []
+        resting = self._resting()
+        lingering = {rank for rank in self._scripts.keys() - resting if self._began_to_linger(rank) <= ended_before}
+        return sorted(lingering) if lingering | resting == set(range(self.size)) else []
+
+    def _began_to_linger(self, rank: int) -> float:
+        """Returns when the script of ``rank`` ended, or, if that was later, the last of the other ranks."""
+        return max([self._scripts[rank], *self._ended.values()])
+
+    def _resting(self) -> set[int]:
+        """Returns the ranks that wait or have ended."""
+        return self._current().keys() | self._ended.keys()
+
+    def _exit_limit(self) -> float | None:
+        """Returns how long ranks may linger; ``None`` if there is no limit."""
+        if self._resting():
+            return self.exit_seconds
+        return None if self.exit_seconds_of_all is None else max(self.exit_seconds_of_all, _REPORT_SECONDS)
 
     def lines(self, now: float) -> list[str]:
         """Returns lines about all waits."""

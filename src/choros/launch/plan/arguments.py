@@ -115,9 +115,10 @@ class Arguments:
     grace_period: float = flag(
         "Time", "--grace-period", default=_LIMITS.grace, metavar="SECONDS", bounds=Seconds(or_zero=True),
         help="How long ranks may take to end after SIGINT or SIGTERM.")
-    exit_timeout: float = flag(
-        "Time", "--exit-timeout", default=_LIMITS.exit, metavar="SECONDS", bounds=Seconds(),
-        help="How long a rank may take to end after its script, while all others wait for it or have ended.")
+    exit_timeout: float | None = flag(
+        "Time", "--exit-timeout", default=_LIMITS.exit_of_all, metavar="SECONDS", bounds=Seconds(),
+        help=f"How long ranks may take to end after their scripts. Default: {_LIMITS.exit:g} while all others wait or "
+        "have ended; no limit while all ranks take their time.")
     mpirun: str | None = flag(
         "MPI", "--mpirun", metavar="PATH", help="The mpirun to use. Default: the one installed with choros.")
     mpi_args: str = flag(
@@ -200,7 +201,8 @@ class Arguments:
     @property
     def limits(self) -> Limits:
         """The time limits."""
-        return Limits(self.start_timeout, self.timeout, self.grace_period, self.exit_timeout)
+        exit_timeout = _LIMITS.exit if self.exit_timeout is None else self.exit_timeout
+        return Limits(self.start_timeout, self.timeout, self.grace_period, exit_timeout, self.exit_timeout)
 
     def prefix(self, size: int) -> bool:
         """Returns whether output lines are prefixed with the rank in a job of ``size`` ranks."""

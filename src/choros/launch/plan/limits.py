@@ -15,6 +15,7 @@ class Limits:
         start: until every rank has started.
         run: until the job has ended; ``None``: no limit.
         exit: from the end of a rank's script to the end of its process, while all others wait or have ended.
+        exit_of_all: the same, while no rank waits or has ended; ``None``: no limit.
         grace: from SIGINT or SIGTERM to SIGKILL; also from the chief's end to the first signal to the other processes.
     """
 
@@ -22,3 +23,4 @@ class Limits:
     run: float | None = None
     grace: float = 20.0
     exit: float = 300.0
+    exit_of_all: float | None = None
