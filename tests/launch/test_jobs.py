@@ -66,6 +66,17 @@ def test_the_output_of_one_rank_is_that_of_the_command():
     assert (ended.code, ended.out, ended.err) == (0, "a\n", "b\n")
 
 
+def test_output_passes_mpirun_by_where_wrappers_find_chorosruns_pipes(tmp_path):
+    mpirun = os.path.join(os.path.dirname(PYTHON), "mpirun")
+    silent = tmp_path / "mpirun"
+    silent.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {mpirun} "$@"\nexec {mpirun} "$@" > /dev/null\n')
+    silent.chmod(0o700)
+    code = "print('a' * 300_000); print('b')"
+    for how in (("--mpirun", silent), ("--env", f"TMPDIR={tmp_path}")):  # the second: mpirun forwards the output
+        ended = run(*how, PYTHON, "-c", code)
+        assert (ended.code, ended.out, ended.err) == (0, "a" * 300_000 + "\nb\n", "")
+
+
 def test_no_prefix_and_more_ranks_than_cores():
     size = os.cpu_count() + 1
     code = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['OMPI_MCA_mpi_yield_when_idle'])"

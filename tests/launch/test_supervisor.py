@@ -15,6 +15,9 @@ from choros.launch.driver.supervisor import supervise
 from choros.launch.plan.command import Command
 from choros.launch.plan.limits import Limits
 from choros.launch.plan.mpi_implementations import OpenMpi5
+from choros.launch.processes.directories import SESSION
+from choros.launch.processes.pipes import frame_pipes
+from choros.launch.protocol.wrapper_options import JOB
 
 pytestmark = pytest.mark.slow
 
@@ -29,12 +32,12 @@ ENVIRON = {
 HEAD = f"import os, signal, sys, time\ndef to_chorosrun(number): os.kill({os.getpid()}, number)\n"
 
 
-def job(code, *options, limits=None, **how):
+def job(code, *options, limits=None, environ=ENVIRON, wrapper=WRAPPER, **how):
     """The end of a job whose rank runs ``code``, and its output."""
-    argv = (*WRAPPER, "--no-bind", *options, "--", sys.executable, "-c", HEAD + code)
+    argv = (*wrapper, "--no-bind", *options, "--", sys.executable, "-c", HEAD + code)
     out, err = io.BytesIO(), io.BytesIO()
     screen = Screen(out, err, prefix=False, colour=False)
-    command = Command(argv, {**os.environ, **ENVIRON})
+    command = Command(argv, {**os.environ, **environ})
     job_end = supervise(command, 1, Output(screen), signal_map=OpenMpi5.signal_map, limits=limits or Limits(), **how)
     return job_end, out.getvalue(), err.getvalue()
 
@@ -47,6 +50,23 @@ def end_of(job_end):
 def test_a_rank_ends():
     job_end, out, err = job("print('a'); print('b'); sys.exit(3)")
     assert (end_of(job_end), job_end.reason, out, err) == ((3, False), None, b"a\nb\n", b"")
+
+
+def test_frames_pass_mpirun_by(tmp_path):
+    """The wrapper's standard output is closed; all that the rank writes at its end is read."""
+    session = tmp_path / f"{SESSION}name"
+    session.mkdir()
+    environ = {**ENVIRON, JOB: "name", "TMPDIR": str(tmp_path)}
+    before = "import os, sys; os.dup2(os.open(os.devnull, os.O_WRONLY), 1); os.execv(sys.argv[1], sys.argv[1:])"
+    with frame_pipes(session, 1) as pipes:
+        job_end, out, _ = job(
+            "os.write(1, b'a' * 3_000_000)",
+            environ=environ,
+            frame_pipes=pipes,
+            wrapper=(sys.executable, "-c", before, *WRAPPER),
+        )
+    assert (end_of(job_end), job_end.reason) == ((0, False), None)
+    assert out == b"a" * 3_000_000 + b"\n"
 
 
 def test_a_rank_raises():

@@ -29,6 +29,7 @@ from choros.launch.processes.directories import (
     session_directory,
     temporary,
 )
+from choros.launch.processes.pipes import frame_pipes
 from choros.observe import events
 
 __all__ = ["dry_run_command", "launch"]
@@ -95,16 +96,18 @@ def launch(
             for line in rank_lines(job, environ):
                 output.show(f"chorosrun: {line}")
             output.show(f"chorosrun: hosts checked and command planned in {time.monotonic() - began:.2f} s")
-        return supervise(
-            command,
-            job.size,
-            output,
-            roles=job.roles,
-            signal_map=mpirun.implementation.signal_map,
-            limits=limits,
-            payload=payload,
-            verbose=verbose,
-        )
+        with frame_pipes(session.path, job.size if command.one_host else 0) as pipes:
+            return supervise(
+                command,
+                job.size,
+                output,
+                roles=job.roles,
+                signal_map=mpirun.implementation.signal_map,
+                limits=limits,
+                frame_pipes=pipes,
+                payload=payload,
+                verbose=verbose,
+            )
     finally:
         if stop_listening is not None:
             stop_listening()

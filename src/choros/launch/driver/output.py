@@ -77,7 +77,8 @@ class Screen:
             self._open = None if data.endswith(b"\n") else writer
             return
         label = self._label(lines.ranks)
-        data = data.replace(b"\r\n", b"\n").replace(b"\n\r", b"\n")
+        if b"\r" in data:  # searching for two bytes takes many times as long as for one
+            data = data.replace(b"\r\n", b"\n").replace(b"\n\r", b"\n")
         if self._open != writer:
             data = data.lstrip(b"\r")  # these ranks have written nothing to the line
             if not data:

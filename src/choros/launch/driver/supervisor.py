@@ -18,7 +18,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +40,7 @@ from choros.transport.signal_pipe import SignalPipe, wake_only
 __all__ = ["JobEnd", "supervise"]
 
 _MESSAGES = 400
-_PIPE_READ = 1 << 16
+_PIPE_READ = 1 << 18
 _SILENT_SECONDS = 2.0
 #: A rank that has called ``shutdown`` may still need time to tear down its framework.
 _SHUTDOWN_SECONDS = 1.0
@@ -92,6 +92,7 @@ def supervise(
     signal_map: Mapping[signal.Signals, signal.Signals],
     roles: Roles = NO_ROLES,
     limits: Limits,
+    frame_pipes: Sequence[int] = (),
     payload: bytes | None = None,
     verbose: bool = False,
 ) -> JobEnd:
@@ -104,12 +105,14 @@ def supervise(
         signal_map: signal for the ranks → signal to send to mpirun.
         roles: the roles of the processes.
         limits: the time limits.
+        frame_pipes: the pipes through which wrappers on this host send frames.
         payload: bytes for rank 0's standard input.
         verbose: show mpirun's messages.
     """
     caught = [number for number in _CAUGHT if signal.getsignal(number) != signal.SIG_IGN]  # nohup
     with SignalPipe(dict.fromkeys(caught, wake_only)) as signals:
-        return _Supervisor(command, size, output, signal_map, roles, limits, payload, verbose, signals).run()
+        job = _Supervisor(command, size, output, signal_map, roles, limits, frame_pipes, payload, verbose, signals)
+        return job.run()
 
 
 class _Supervisor:
@@ -121,6 +124,7 @@ class _Supervisor:
         signal_map: Mapping[signal.Signals, signal.Signals],
         roles: Roles,
         limits: Limits,
+        frame_pipes: Sequence[int],
         payload: bytes | None,
         verbose: bool,
         signals: SignalPipe,
@@ -139,8 +143,10 @@ class _Supervisor:
         self._mpirun = MpirunProcess(command, stdin=payload is not None)
         self._loop = Loop()
         self._pipes = {self._mpirun.stdout, self._mpirun.stderr}
-        for pipe in self._pipes:
-            self._loop.on_readable(pipe, partial(self._read, pipe, FrameReader()))
+        self._frame_pipes = frame_pipes
+        self._readers = {pipe: FrameReader() for pipe in (*self._pipes, *frame_pipes)}
+        for pipe in self._readers:
+            self._loop.on_readable(pipe, partial(self._read, pipe))
         self._loop.on_readable(signals, partial(self._on_signals, signals))
 
     def run(self) -> JobEnd:
@@ -153,6 +159,7 @@ class _Supervisor:
             # mpirun has ended; its last output is in its pipes, which an ssh client may hold open for minutes.
             self._loop.cancel_all()
             self._loop.run(until=lambda: not self._pipes, seconds=_DRAIN_SECONDS)
+            self._drain()
         finally:
             self._loop.close()
             self._job_end.mpirun_code = self._mpirun.finish()
@@ -164,8 +171,8 @@ class _Supervisor:
 
     # mpirun's output ------------------------------------------------------------------------------
 
-    def _read(self, pipe: int, reader: FrameReader) -> None:
-        data = os.read(pipe, _PIPE_READ)
+    def _read(self, pipe: int) -> None:
+        reader, data = self._readers[pipe], os.read(pipe, _PIPE_READ)
         if not data:
             self._loop.forget(pipe)
             self._pipes.discard(pipe)
@@ -174,6 +181,13 @@ class _Supervisor:
                 self._on_message(item)
             else:
                 self._on_frame(item)
+
+    def _drain(self) -> None:
+        """Reads what is left in the frame pipes, which do not end."""
+        for pipe in self._frame_pipes:
+            with suppress(BlockingIOError):
+                while True:
+                    self._read(pipe)
 
     def _on_message(self, line: str) -> None:
         self._job_end.messages.append(line)

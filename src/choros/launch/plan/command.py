@@ -29,11 +29,13 @@ class Command:
     Attributes:
         argv: its arguments, the program first.
         environ: its complete environment.
+        one_host: all ranks run on this host.
         listens_in_vain: it listens for other hosts, of which the job has none.
     """
 
     argv: tuple[str, ...]
     environ: Mapping[str, str]
+    one_host: bool = False
     listens_in_vain: bool = False
 
     def __str__(self) -> str:
@@ -55,11 +57,11 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
     interfaces = ",".join(job.network_interfaces)
     for variable in _INTERFACE_VARIABLES if interfaces and "/" not in interfaces else ():
         full.setdefault(variable, interfaces)
-    elsewhere = bool(job.remote) or (not job.hosts and in_allocation(environ))
-    forward = forwarded(full) if elsewhere else []
+    one_host = not job.remote and (bool(job.hosts) or not in_allocation(environ))
+    forward = [] if one_host else forwarded(full)
     argv = [mpirun.path, *mpirun.implementation.arguments(job, session, root, forward)]
     argv += [sys.executable, *_WRAPPER, *_options(job).arguments(), "--", *job.command]
-    return Command(tuple(argv), full, listens_in_vain=mpirun.implementation.listens and not elsewhere)
+    return Command(tuple(argv), full, one_host, listens_in_vain=mpirun.implementation.listens and one_host)
 
 
 def _options(job: Job) -> WrapperOptions:

@@ -4,7 +4,8 @@
 
     chorosrun ──1──► mpirun ──2──► wrapper ──3──► COMMAND, the rank ──► its own children
         ▲               │             │      ▲                │
-        └── frames ◄────┴── stdout ◄──┘      └── its stdout and stderr, through pipes
+        ├── frames ◄────┴── stdout ◄──┤      └── its stdout and stderr, through pipes
+        └── on one host, past mpirun ◄┘
 
     for the ranks  chorosrun sends mpirun   mpirun sends every wrapper   the wrapper sends the rank's group
                    SIGUSR1, SIGUSR2         the same                     the same
@@ -47,6 +48,7 @@ from choros.launch.plan.roles import WORKER
 from choros.launch.plan.settings import rank_settings
 from choros.launch.processes.directories import SESSION, VARIABLE, Directory, remove_stale, shared_memory
 from choros.launch.processes.parent_death_guard import become_subreaper, die_with_parent, signal_at_parent_death
+from choros.launch.processes.pipes import enlarge, open_frame_pipe
 from choros.launch.processes.process_tree import end_children, group_exists, signal_group
 from choros.launch.protocol.frames import Exit, Frame, Start, encode
 from choros.launch.protocol.wrapper_options import RESULT_FD, SIGNAL_MEANINGS, WrapperOptions
@@ -99,6 +101,7 @@ class Wrapper:
         self._released = False
         self._early: list[int] = []
         self._transcript = Transcript(topology.rank)
+        self._frames = open_frame_pipe(os.environ, topology.rank) or 1  # standard output
         self._loop = Loop(None)  # idle while the rank computes
         self._pipes: set[HasFileno | int] = set()
         self._memory: Directory | None = None
@@ -234,6 +237,8 @@ class Wrapper:
                 os.close(writer)
         for name, pipe in ((OUT, process.stdout), (ERR, process.stderr), *readers.items()):
             if pipe is not None:
+                if name in (OUT, ERR):
+                    enlarge(pipe, self._topology.local_size)
                 self._pipes.add(pipe)
                 self._loop.on_readable(pipe, partial(self._read, name, pipe))
         early, self._early = self._early, []
@@ -334,11 +339,11 @@ class Wrapper:
             self._send(frame)
 
     def _send(self, frame: Frame) -> None:
-        """Writes a frame to mpirun; if mpirun no longer reads, the job is over."""
+        """Writes a frame to chorosrun or mpirun; if that no longer reads, the job is over."""
         data = memoryview(encode(frame))
         try:
             while data:
-                data = data[os.write(1, data) :]
+                data = data[os.write(self._frames, data) :]
         except OSError:
             self._released = True
             self._stop_now()
