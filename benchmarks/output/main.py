@@ -42,7 +42,8 @@ def write(stream: str, data: bytes, count: int, at: float) -> None:
     if time.monotonic() > at:
         sys.exit("A rank started too late: other processes use the machine.")
     file = sys.stdout if stream == "out" else sys.stderr
-    text = data.decode()
+    # Equal lines of two ranks on standard error would be merged.
+    text = data.decode().replace("x", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     end = "\n" if text.endswith("\n") else ""
     time.sleep(at - time.monotonic())
     for _ in range(count):
