@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from choros.arrays import adapter_of, framework_adapter
+from choros.arrays import adapter_of, device_adapter, framework_adapter
 from choros.errors import ConfigError
 from harness import FRAMEWORKS, Job, case_names, check_case, on
 
@@ -32,3 +32,8 @@ def test_numbers_become_numbers_and_arrays_become_arrays() -> None:
 def test_unknown_framework_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'mxnet' .* expected one of torch, tensorflow, jax"):
         framework_adapter("mxnet")
+
+
+def test_arrays_in_host_memory_are_not_reduced_on_a_device() -> None:
+    with pytest.raises(ConfigError, match="numpy are reduced through host memory"):
+        device_adapter("numpy")

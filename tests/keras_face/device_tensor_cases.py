@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import choros.keras as hvd
-from choros.arrays import ArraySpec, framework_adapter
+from choros.arrays import ArraySpec, device_adapter
 from choros.comm import Communicator, Reduction
 from choros.comm.devices import Device, DeviceLink
 from choros.comm.engines.device_collectives import LinkedDevices, agree_to_connect
@@ -26,7 +26,7 @@ from choros.training.distributed_optimizer import reducer_of
 from keras_face import training_cases
 from keras_face.training_cases import OPTIMIZERS
 
-ADAPTER = framework_adapter("tensorflow")
+ADAPTER = device_adapter("tensorflow")
 CPU = TensorDevice("cpu", framework="tensorflow")
 
 

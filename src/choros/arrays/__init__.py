@@ -9,11 +9,20 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostFunction
+from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, DeviceArrayAdapter, HostFunction
 from choros.arrays.numpy_arrays import NumpyArrays
 from choros.errors import ConfigError
 
-__all__ = ["ArrayAdapter", "ArrayFunction", "ArraySpec", "HostFunction", "adapter_of", "framework_adapter"]
+__all__ = [
+    "ArrayAdapter",
+    "ArrayFunction",
+    "ArraySpec",
+    "DeviceArrayAdapter",
+    "HostFunction",
+    "adapter_of",
+    "device_adapter",
+    "framework_adapter",
+]
 
 #: The package of an array's class → the framework.
 _PACKAGES = {"torch": "torch", "tensorflow": "tensorflow", "jax": "jax", "jaxlib": "jax"}
@@ -34,6 +43,18 @@ def framework_adapter(framework: str) -> ArrayAdapter:
         raise ConfigError(f"{framework!r} is not a supported framework: expected one of {', '.join(_ADAPTERS)}.")
     module = import_module(f"choros.arrays.{framework}_arrays")
     adapter: ArrayAdapter = getattr(module, _ADAPTERS[framework])()
+    return adapter
+
+
+def device_adapter(framework: str) -> DeviceArrayAdapter:
+    """Returns the adapter of a framework whose arrays are reduced on their device: ``tensorflow`` or ``torch``.
+
+    Raises:
+        ConfigError: those of the framework are reduced through host memory only.
+    """
+    adapter = framework_adapter(framework)
+    if not isinstance(adapter, DeviceArrayAdapter):
+        raise ConfigError(f"arrays of {framework} are reduced through host memory, not on their device.")
     return adapter
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ArrayAdapter", "ArrayFunction", "ArrayLayout", "ArraySpec", "HostFunction"]
+__all__ = ["ArrayAdapter", "ArrayFunction", "ArrayLayout", "ArraySpec", "DeviceArrayAdapter", "HostFunction"]
 
 HostArray = NDArray[Any]
 #: From host arrays to host arrays.
@@ -64,6 +64,10 @@ class ArrayAdapter(ABC):
         """Returns the sum of all elements; differentiable."""
 
     @abstractmethod
+    def zeros_like(self, array: Any) -> Any:
+        """Returns zeros of the same shape and dtype, on the same device."""
+
+    @abstractmethod
     def stop_gradient(self, array: Any) -> Any:
         """Returns the array as a constant, through which no gradient flows."""
 
@@ -96,10 +100,6 @@ class ArrayAdapter(ABC):
         del arrays
         return False
 
-    def symbolic_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
-        """Implements ``host_call`` inside a function that is being compiled, for frameworks that compile functions."""
-        raise NotImplementedError
-
     def host_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
         """Calls ``function`` on the host: now, or in each run of the function that is being compiled.
 
@@ -108,14 +108,30 @@ class ArrayAdapter(ABC):
             arrays: its arguments.
             outputs: the shapes and dtypes of its results.
         """
-        if self.is_symbolic(arrays):
-            return self.symbolic_call(function, arrays, outputs)
+        del outputs
         results = function([self.to_host(array) for array in arrays])
         like = next(iter(arrays), None)
         return [self.from_host(np.asarray(result), like) for result in results]
 
-    # ── arrays on their device ───────────────────────────────────────────────────────────────────
+    def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
+        """Returns ``forward(arrays)`` with the gradient rule ``backward``.
 
+        The rule is ignored where no gradient can be computed, such as in frameworks without gradients.
+
+        Args:
+            forward: from arrays to results.
+            backward: from the gradients with respect to the results to those with respect to ``arrays``. Integers have
+                none: ``backward`` receives such a result itself, and returns ``None`` for such an array.
+            arrays: the arguments of ``forward``.
+        """
+        del backward
+        return list(forward(arrays))
+
+
+class DeviceArrayAdapter(ArrayAdapter):
+    """The primitives of a framework whose arrays are reduced on their device, without host staging."""
+
+    @abstractmethod
     def device_call(self, function: ArrayFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
         """``host_call`` of a function of this framework's own arrays, computed and on their device.
 
@@ -124,12 +140,8 @@ class ArrayAdapter(ABC):
             arrays: as for ``host_call``.
             outputs: likewise.
         """
-        raise NotImplementedError
 
-    def zeros_like(self, array: Any) -> Any:
-        """Returns zeros of the same shape and dtype, on the same device."""
-        raise NotImplementedError
-
+    @abstractmethod
     def pack(
         self,
         arrays: Sequence[Any] | None,
@@ -149,26 +161,11 @@ class ArrayAdapter(ABC):
             factor: multiplies them in float32 at least.
             device: where they are: a ``type`` and an ``index``.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def unpack(self, vector: Any, layout: Sequence[ArrayLayout], factor: float) -> list[Any]:
         """Returns the arrays of ``layout`` in ``vector``, which is not used again, times ``factor``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def buffer(self, vector: Any, device: Any) -> Any:
         """Returns a vector from ``pack`` as collectives on devices take it (``DeviceLink``), which overwrite it."""
-        raise NotImplementedError
-
-    def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
-        """Returns ``forward(arrays)`` with the gradient rule ``backward``.
-
-        The rule is ignored where no gradient can be computed, such as in frameworks without gradients.
-
-        Args:
-            forward: from arrays to results.
-            backward: from the gradients with respect to the results to those with respect to ``arrays``. Integers have
-                none: ``backward`` receives such a result itself, and returns ``None`` for such an array.
-            arrays: the arguments of ``forward``.
-        """
-        del backward
-        return list(forward(arrays))

@@ -40,8 +40,10 @@ class JaxArrays(ArrayAdapter):
         """Returns whether this is inside a JAX transformation."""
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
-    def symbolic_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
-        """An ordered ``io_callback``: XLA keeps the calls in the order of the program."""
+    def host_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
+        """Inside a transformation, an ordered ``io_callback``: XLA keeps the calls in the order of the program."""
+        if not self.is_symbolic(arrays):
+            return super().host_call(function, arrays, outputs)
         for output in outputs:
             if None in output.shape:
                 raise ConfigError(
@@ -62,6 +64,10 @@ class JaxArrays(ArrayAdapter):
     def sum(self, array: Any) -> Any:
         """``jax.numpy.sum``."""
         return jnp.sum(array)
+
+    def zeros_like(self, array: Any) -> Any:
+        """``jax.numpy.zeros_like``."""
+        return jnp.zeros_like(array)
 
     def stop_gradient(self, array: Any) -> Any:
         """``jax.lax.stop_gradient``."""

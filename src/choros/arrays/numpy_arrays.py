@@ -36,6 +36,10 @@ class NumpyArrays(ArrayAdapter):
         """``numpy.sum``."""
         return np.sum(array)
 
+    def zeros_like(self, array: Any) -> Any:
+        """``numpy.zeros_like``."""
+        return np.zeros_like(array)
+
     def stop_gradient(self, array: Any) -> Any:
         """Returns ``array``."""
         return array

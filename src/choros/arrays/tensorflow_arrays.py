@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python.eager.record import could_possibly_record, stop_recording
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArrayLayout, ArraySpec, HostArray, HostFunction
+from choros.arrays.adapter import ArrayFunction, ArrayLayout, ArraySpec, DeviceArrayAdapter, HostArray, HostFunction
 from choros.errors import ConfigError
 
 __all__ = ["TensorflowArrays"]
@@ -22,7 +22,7 @@ _DLPACK_CUDA = 2
 
 
 @final
-class TensorflowArrays(ArrayAdapter):
+class TensorflowArrays(DeviceArrayAdapter):
     """Tensors and sparse gradients (``IndexedSlices``); the methods that take tensors make the latter dense."""
 
     def to_host(self, array: Any) -> HostArray:
@@ -63,8 +63,10 @@ class TensorflowArrays(ArrayAdapter):
         del arrays
         return not tf.executing_eagerly()
 
-    def symbolic_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
-        """Uses a ``tf.numpy_function``, which XLA cannot compile."""
+    def host_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
+        """In a ``tf.function``, uses a ``tf.numpy_function``, which XLA cannot compile."""
+        if not self.is_symbolic(arrays):
+            return super().host_call(function, arrays, outputs)
         _refuse_xla()
         dense = [tf.convert_to_tensor(array) for array in arrays]
         results = tf.numpy_function(

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArrayLayout, ArraySpec, HostArray
+from choros.arrays.adapter import ArrayFunction, ArrayLayout, ArraySpec, DeviceArrayAdapter, HostArray
 
 __all__ = ["TorchArrays"]
 
@@ -18,7 +18,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @final
-class TorchArrays(ArrayAdapter):
+class TorchArrays(DeviceArrayAdapter):
     """Tensors, with or without gradient, on any device."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]

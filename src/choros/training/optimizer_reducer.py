@@ -19,7 +19,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.arrays import ArrayAdapter, ArraySpec, framework_adapter
+from choros.arrays import ArrayAdapter, ArraySpec, device_adapter, framework_adapter
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.comm.devices import Device
 from choros.errors import ConfigError
@@ -319,7 +319,7 @@ def _host_call(
             outputs += ArraySpec((None,), each.index_dtype), ArraySpec((None, *each.shape[1:]), each.dtype)
         else:
             outputs.append(ArraySpec(*each))
-    call = adapter.host_call if device is None else adapter.device_call
+    call = adapter.host_call if device is None else device_adapter(device.framework).device_call
     *results, flagged = call(on_host, inputs, [*outputs, _FLAG])
     return _joined(results, layout, adapter.from_rows), flagged
 

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
-from choros.arrays import framework_adapter
+from choros.arrays import device_adapter
 from choros.comm import Communicator, Reduction
 from choros.comm.devices import Device
 from choros.comm.fusion import WireDtype
@@ -71,7 +71,7 @@ class DeviceExchange(Exchange):
         self._communicator = communicator
         self._collectives = communicator.devices
         self._device = device
-        self._arrays = framework_adapter(device.framework)
+        self._arrays = device_adapter(device.framework)
         self._layout = layout
         self._sizes = [math.prod(shape) for shape, _ in layout]
         self._messages: list[tuple[np.dtype[np.generic], list[int]]] = [

@@ -43,9 +43,7 @@ def describe(layout: GradientLayout) -> str:
 
 def zeros_like(gradient: Any) -> Any:
     """Returns zeros of the same layout, on the device of ``gradient``."""
-    if isinstance(gradient, SparseRows):
-        return gradient.zeros()
-    return np.zeros_like(gradient) if isinstance(gradient, np.ndarray) else adapter_of(gradient).zeros_like(gradient)
+    return gradient.zeros() if isinstance(gradient, SparseRows) else adapter_of(gradient).zeros_like(gradient)
 
 
 def zeros_of(layout: GradientLayout) -> list[Gradient]:
