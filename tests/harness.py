@@ -14,7 +14,7 @@ Jobs keep running from test to test; see ``ranks/pool.py``.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -60,18 +60,23 @@ def on(*jobs: Job) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("job", jobs, ids=str)
 
 
-def on_frameworks(module: str, on_some: Mapping[str, str] = MappingProxyType({})) -> pytest.MarkDecorator:
+def on_frameworks(
+    module: str, on_some: Mapping[str, str] = MappingProxyType({}), on_three: Collection[str] = ()
+) -> pytest.MarkDecorator:
     """Runs a test, with parameters ``case`` and ``job``, for each case of ``module`` on two ranks of each framework.
 
     Args:
         module: below ``tests``, such as ``"keras_face.training_cases"``.
         on_some: the frameworks of each case that does not run on all, separated by spaces.
+        on_three: the cases that run on three ranks, too, of one framework.
     """
     cases = case_names(module)
-    assert on_some.keys() <= set(cases), on_some.keys() - set(cases)
+    named = {*on_some, *on_three}
+    assert named <= set(cases), named - set(cases)
     pairs = [
         (case, Job(2, each)) for case in cases for each in (on_some[case].split() if case in on_some else FRAMEWORKS)
     ]
+    pairs += [(case, Job(3, "torch")) for case in on_three]
     return pytest.mark.parametrize(("case", "job"), pairs, ids=str)
 
 

@@ -26,10 +26,8 @@ from choros.distribute.devices import replicas as device_replicas
 from choros.distribute.tpu import TPUStrategy
 from choros.distribute.values import PerReplica
 from choros.errors import ConfigError, EngineUnavailable, StrategyError
+from keras_face.training_cases import BATCH, CLASSES, EVEN, FEATURES, UNEVEN, order_dependent
 
-FEATURES, CLASSES, BATCH = 8, 3, 16
-#: Five batches an epoch, the last with 11 examples; four epochs are 20 steps.
-UNEVEN, EVEN = 75, 64
 N = jax.local_device_count()
 LOSS = functools.partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True)
 
@@ -46,21 +44,6 @@ def context() -> distribute.ReplicaContext:
 def data(n: int = UNEVEN) -> tuple[np.ndarray, np.ndarray]:
     generator = np.random.default_rng(0)
     return generator.normal(size=(n, FEATURES)).astype("float32"), generator.integers(0, CLASSES, n)
-
-
-def order_dependent(optimizer: Any, **compile_args: Any) -> keras.Model:
-    """A model whose result depends on the examples of each batch, and on their order."""
-    keras.utils.set_random_seed(1)
-    layers = [
-        keras.Input((FEATURES,)),
-        keras.layers.Dense(16, activation="relu"),
-        keras.layers.BatchNormalization(),
-        keras.layers.Dropout(0.3, seed=3),
-        keras.layers.Dense(CLASSES),
-    ]
-    model = keras.Sequential(layers)
-    model.compile(optimizer=optimizer, loss=LOSS(), metrics=["accuracy"], **compile_args)
-    return model
 
 
 def plain(optimizer: Any, **compile_args: Any) -> keras.Model:

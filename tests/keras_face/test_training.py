@@ -1,8 +1,6 @@
 """The Keras face on two real ranks of each framework, and on three; the cases are in ``training_cases.py``."""
 
-import pytest
-
-from harness import Job, check_case, on, on_frameworks
+from harness import Job, check_case, on_frameworks
 
 MODULE = "keras_face.training_cases"
 #: Cases that do not depend on the framework, or need one library, with the frameworks that run them.
@@ -61,12 +59,6 @@ CORE = (
 )
 
 
-@on_frameworks(MODULE, ON_SOME)
-def test_two_ranks(case: str, job: Job) -> None:
-    check_case(MODULE, case, job)
-
-
-@on(Job(3, "torch"))
-@pytest.mark.parametrize("case", CORE)
-def test_three_ranks(case: str, job: Job) -> None:
+@on_frameworks(MODULE, ON_SOME, CORE)
+def test_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)

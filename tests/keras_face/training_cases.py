@@ -47,6 +47,22 @@ def build(*, same_start: bool = True, **compile_args: object) -> keras.Model:
     return model
 
 
+def order_dependent(optimizer: object, **compile_args: object) -> keras.Model:
+    """A model whose result depends on which examples are in a batch, and on their order."""
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.Input((FEATURES,)),
+        keras.layers.Dense(16, activation="relu"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.3, seed=3),
+        keras.layers.Dense(CLASSES),
+    ]
+    model = keras.Sequential(layers)
+    compile_args.setdefault("loss", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile(optimizer=optimizer, metrics=["accuracy"], **compile_args)
+    return model
+
+
 def callbacks(*more: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
     return [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(), *more]
 

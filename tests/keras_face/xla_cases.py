@@ -29,6 +29,7 @@ from keras_face.training_cases import (
     callbacks,
     data,
     fit,
+    order_dependent,
     shared_directory,
 )
 
@@ -39,25 +40,20 @@ def momentum() -> keras.optimizers.Optimizer:
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-def rich(optimizer: object, loss: object = None) -> keras.Model:
-    """A model whose result depends on which examples are in a batch, and on their order."""
-    keras.utils.set_random_seed(1)
-    layers = [
-        keras.Input((FEATURES,)),
-        keras.layers.Dense(16, activation="relu"),
-        keras.layers.BatchNormalization(),
-        keras.layers.Dropout(0.3, seed=3),
-        keras.layers.Dense(CLASSES),
-    ]
-    model = keras.Sequential(layers)
-    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
-    return model
-
-
 def on_rank_0(train: Callable[[], object]) -> object:
     """Runs ``train`` on rank 0, and returns its result on all ranks."""
     return hvd.broadcast_object(train() if hvd.rank() == 0 else None)
+
+
+def trained_plainly(optimizer: Callable[[], object], arrays: Arrays, epochs: int) -> list[np.ndarray]:
+    """Returns the weights of a plain model that rank 0 trains on the whole data, on all ranks."""
+
+    def plainly() -> list[np.ndarray]:
+        plain = build(optimizer=optimizer())
+        fit(plain, *arrays, batch_size=BATCH, epochs=epochs, callbacks=[])
+        return plain.get_weights()
+
+    return on_rank_0(plainly)
 
 
 def part(arrays: Arrays, batch_size: int = BATCH) -> keras.utils.PyDataset:
@@ -91,11 +87,11 @@ def assert_close(model: keras.Model, expected: list[np.ndarray]) -> None:
 def case_twenty_steps_are_those_of_one_device():
     """Five batches an epoch, of which the last has 11 examples for all devices."""
     assert xla.mesh().size == hvd.size() * jax.local_device_count()
-    check_transparent(rich, momentum, data(), epochs=4)
+    check_transparent(order_dependent, momentum, data(), epochs=4)
 
 
 def case_a_batch_smaller_than_the_devices():
-    check_transparent(rich, momentum, data(3), epochs=2)
+    check_transparent(order_dependent, momentum, data(3), epochs=2)
 
 
 def case_a_loss_of_the_whole_batch_with_weighted_examples():
@@ -107,7 +103,7 @@ def case_a_loss_of_the_whole_batch_with_weighted_examples():
 
     x, y = data(11)
     arrays = (x, np.eye(CLASSES, dtype="float32")[y], np.linspace(0.5, 2, len(x), dtype="float32"))
-    check_transparent(lambda optimizer: rich(optimizer, dice), momentum, arrays, epochs=3)
+    check_transparent(lambda optimizer: order_dependent(optimizer, loss=dice), momentum, arrays, epochs=3)
 
 
 def case_accumulation_with_clipping():
@@ -166,7 +162,7 @@ def case_ranks_with_different_numbers_of_batches():
 def case_evaluate_and_predict_are_local():
     """In the order of the data; one rank may call them alone."""
     x, y = data(11)
-    plain, model = rich("sgd"), rich(hvd.DistributedOptimizer(momentum()))
+    plain, model = order_dependent("sgd"), order_dependent(hvd.DistributedOptimizer(momentum()))
     for each in (plain, model):
         each.set_weights([np.random.default_rng(2).uniform(0.5, 1.5, weight.shape) for weight in each.weights])
     expected = plain.predict(x, verbose=0)
@@ -185,12 +181,7 @@ def case_training_continues_from_the_checkpoint_of_one_rank():
     path = shared_directory() / "xla.keras"
     arrays = data(BATCH)
 
-    def plainly():
-        plain = build(optimizer=momentum())
-        fit(plain, *arrays, batch_size=BATCH, epochs=2, callbacks=[])
-        return plain.get_weights()
-
-    expected = on_rank_0(plainly)
+    expected = trained_plainly(momentum, arrays, epochs=2)
     model = build(optimizer=hvd.DistributedOptimizer(momentum()))
     saves = [keras.callbacks.ModelCheckpoint(path)] if hvd.rank() == 0 else []
     fit(model, part(arrays), epochs=1, callbacks=callbacks(*saves))
@@ -202,12 +193,8 @@ def case_training_continues_from_the_checkpoint_of_one_rank():
 
 
 def case_backward_passes_and_sum():
-    def plainly():
-        plain = build(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
-        fit(plain, *data(2 * BATCH), batch_size=BATCH, epochs=1, callbacks=[])
-        return plain.get_weights()
-
-    expected = on_rank_0(plainly)
+    accumulating = lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)  # noqa: E731
+    expected = trained_plainly(accumulating, data(2 * BATCH), epochs=1)
     rate = 0.1 / hvd.size() / 2
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate), op=hvd.Sum, backward_passes_per_step=2)
     model = build(optimizer=optimizer)
@@ -246,12 +233,7 @@ def case_compiled_again():
     """In eager mode gradients are reduced through the host; with a plain optimizer a rank trains alone."""
     arrays = data(BATCH)
 
-    def plainly():
-        plain = build(optimizer=momentum())
-        fit(plain, *arrays, batch_size=BATCH, epochs=2, callbacks=[])
-        return plain.get_weights()
-
-    expected = on_rank_0(plainly)
+    expected = trained_plainly(momentum, arrays, epochs=2)
     model = build(optimizer=hvd.DistributedOptimizer(momentum()))
     fit(model, part(arrays), epochs=1)
     model.compile(optimizer=model.optimizer, loss=model.loss, run_eagerly=True)

@@ -1,8 +1,6 @@
 """Losses and metrics on two real ranks of each framework, and on three; the cases are in ``loss_cases.py``."""
 
-import pytest
-
-from harness import Job, check_case, on, on_frameworks
+from harness import Job, check_case, on_frameworks
 
 MODULE = "training.loss_cases"
 #: Cases that not every framework runs. A loss tells what it divided by in few ways, which sums, masks and several
@@ -26,12 +24,6 @@ ON_SOME = {
 CORE = ("case_sum", "case_masked_sequences", "case_plain_function_and_confusion_matrices", "case_two_optimizers")
 
 
-@on_frameworks(MODULE, ON_SOME)
-def test_two_ranks(case: str, job: Job) -> None:
-    check_case(MODULE, case, job)
-
-
-@on(Job(3, "torch"))
-@pytest.mark.parametrize("case", CORE)
-def test_three_ranks(case: str, job: Job) -> None:
+@on_frameworks(MODULE, ON_SOME, CORE)
+def test_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)

@@ -1,8 +1,6 @@
 """Synchronised batch normalisation on two real ranks of each framework, and on three."""
 
-import pytest
-
-from harness import Job, check_case, on, on_frameworks
+from harness import Job, check_case, on_frameworks
 
 MODULE = "training.normalization_cases"
 #: Cases that not every framework runs: their mathematics is that of fit and of custom loops, which do.
@@ -20,12 +18,6 @@ ON_SOME = {
 CORE = ("case_fit", "case_masked_sequences_and_renormalization", "case_custom_loop", "case_horovods_face")
 
 
-@on_frameworks(MODULE, ON_SOME)
-def test_two_ranks(case: str, job: Job) -> None:
-    check_case(MODULE, case, job)
-
-
-@on(Job(3, "torch"))
-@pytest.mark.parametrize("case", CORE)
-def test_three_ranks(case: str, job: Job) -> None:
+@on_frameworks(MODULE, ON_SOME, CORE)
+def test_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
