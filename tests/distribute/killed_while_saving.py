@@ -4,10 +4,13 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import keras
+import numpy as np
 
+import choros.keras as hvd
 from choros import distribute
 
 kind, directory = sys.argv[1], Path(sys.argv[2])
@@ -25,18 +28,26 @@ class Killer(keras.layers.Dense):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-with distribute.MirroredStrategy().scope():
+horovods = "Horovod" in kind
+with nullcontext() if horovods else distribute.MirroredStrategy().scope():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), Killer(2)])
 
 
 def save():
     if kind == "sharded weights":
         model.save_weights(directory / "model" / "model.weights.json", max_shard_size=5e-8)
+    elif horovods:
+        checkpoint = keras.callbacks.ModelCheckpoint(directory / "model" / "model.keras")
+        start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0, callbacks=[start, checkpoint])
     else:
         model.export(directory / "model", verbose=False)
 
 
-if kind == "sharded weights":
+if horovods:
+    hvd.init()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+if kind != "SavedModel":
     (directory / "model").mkdir()
 save()
 shutil.copytree(directory / "model", directory / "first")

@@ -167,6 +167,34 @@ def case_directories_are_complete_while_they_are_written_again(monkeypatch):
     assert not list(path.parent.glob(".unfinished*"))
 
 
+def case_other_formats_are_complete_while_they_are_exported_again(monkeypatch):
+    """ONNX may put weights in a file beside its own, and refers to it by its name."""
+    from keras.src import export
+    from keras.src.utils import io_utils
+
+    path, messages, seen = directory() / "model.onnx", [], []
+
+    def export_onnx(model, filepath, verbose=None, **_):
+        seen.append(tree_of_finished(path.parent))
+        Path(f"{filepath}.data").write_text(f"weights {len(seen)}")
+        Path(filepath).write_text(f"graph {len(seen)}, weights in {Path(filepath).name}.data")
+        io_utils.print_msg(f"Saved artifact at '{filepath}'.")
+
+    monkeypatch.setattr(export, "export_onnx", export_onnx)
+    monkeypatch.setattr(io_utils, "print_msg", messages.append)
+    with strategy().scope():
+        model = build()
+    for number in (1, 2):
+        before = tree_of_finished(path.parent)
+        allgather_object("read")
+        model.export(path, format="onnx")
+        assert seen[number - 1 :] == ([before] if choros.rank() == 0 else [])
+        assert path.read_text() == f"graph {number}, weights in model.onnx.data"
+    assert (path.parent / "model.onnx.data").read_text() == "weights 2"
+    assert messages == ([f"Saved artifact at '{path}'."] * 2 if choros.rank() == 0 else [])
+    assert len(list(path.parent.iterdir())) == 2
+
+
 def case_callbacks_leave_complete_files(monkeypatch):
     path = directory()
     with strategy().scope():

@@ -26,6 +26,7 @@ def test_two_ranks(case: str, job: Job) -> None:
     ("kind", "framework"),
     [
         pytest.param("sharded weights", "torch", marks=needs("torch")),
+        pytest.param("checkpoint of Horovod's face", "torch", marks=needs("torch")),
         pytest.param("SavedModel", "tensorflow", marks=needs("tensorflow")),
     ],
 )
@@ -39,5 +40,5 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_last_complete_model
         for root in (tmp_path / "first", tmp_path / "model")
     ]
     finished = {name: data for name, data in trees[1].items() if not name.parts[0].startswith(".unfinished")}
-    assert len(trees[0]) > 1
+    assert len(trees[0]) >= (1 if "checkpoint" in kind else 2)
     assert finished == trees[0]

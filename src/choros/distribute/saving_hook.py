@@ -19,25 +19,15 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from pathlib import Path
 from typing import Any
 
-from choros.comm import is_initialized, topology
 from choros.distribute.keras_hook import TrainingStrategy, strategy_of
-from choros.training.files import unfinished, unfinished_group
+from choros.training.files import call_unfinished, note_all_complete
 
 __all__ = ["guard_saving"]
 
 #: How many objects deep the model of a checkpoint is searched: CheckpointManager → Checkpoint → model.
 _DEPTH = 2
-#: The names of files that Keras writes one at a time.
-_ONE_FILE = (".keras", ".h5", ".hdf5")
-#: What is in the directories that TensorFlow and Keras write. One with other files, too, is not replaced.
-_OWN_FILES = frozenset(
-    {"saved_model.pb", "fingerprint.pb", "keras_metadata.pb", "variables", "assets", "assets.extra", "debug"}
-    | {"config.json", "metadata.json", "model.weights.h5"}
-)
 
 
 def guard_saving() -> None:
@@ -56,6 +46,7 @@ def _guard_keras() -> None:
         _replace(owner, name, "filepath")
     share_directories()
     make_backups_atomic()
+    note_all_complete()
 
 
 @functools.cache
@@ -128,51 +119,28 @@ def _replace(owner: Any, name: str, path: str | None, kind: type[_Saved] = _Save
     @functools.wraps(own)
     def save(saved: Any, *args: Any, **kwargs: Any) -> Any:
         call = signature.bind(saved, *args, **kwargs)
+        call.apply_defaults()
         files = saved.directory if path is None else call.arguments.get(path)
         if not isinstance(files, (str, os.PathLike)):
             return own(saved, *args, **kwargs)
+
+        def written() -> Any:
+            return own(saved, *args, **kwargs) if path is None else call_unfinished(own, call, path)
+
         strategy = _strategy_in(saved, _DEPTH)
         if strategy is None or strategy.training is None:
-            return _written(own, call, path)
+            return written()
         saving = kind(saved, name)
         results: list[Any] = []
 
         def write() -> Any:
-            results.append(_written(own, call, path))
+            results.append(written())
             return saving.report(results[0])
 
         report = strategy.training.save(write, os.fspath(files))
         return results[0] if results else saving.adopt(report)
 
     setattr(owner, name, save)
-
-
-def _written(own: Callable[..., Any], call: inspect.BoundArguments, path: str | None) -> Any:
-    """Calls ``own``; what it writes gets its name when it is complete."""
-    if own.__name__ == "export" and call.arguments.get("format", "tf_saved_model") == "tf_saved_model":
-        with suppress(ImportError):
-            _guard_tensorflow()  # Keras may load it only now, and it writes the files
-    block = None if path is None else _unfinished(os.fspath(call.arguments[path]), call.arguments)
-    if block is None:
-        return own(*call.args, **call.kwargs)
-    with block as partial:
-        call.arguments[str(path)] = str(partial)
-        return own(*call.args, **call.kwargs)
-
-
-def _unfinished(name: str, arguments: dict[str, Any]) -> AbstractContextManager[Path] | None:
-    """Returns the block in which a function with these arguments writes ``name``; ``None`` if it writes in place."""
-    final = os.path.realpath(name)
-    if "://" in name or not os.path.isdir(os.path.dirname(final)):
-        return None
-    # Processes that write files of their own may all give them one name.
-    writer = f"{topology().rank}." if is_initialized() else ""
-    if arguments.get("max_shard_size") is not None:
-        return unfinished_group(name, ".json", writer)
-    is_directory = "export_dir" in arguments or arguments.get("zipped") is False
-    if is_directory and os.path.isdir(final):
-        is_directory = not os.path.ismount(final) and _OWN_FILES.issuperset(os.listdir(final))
-    return unfinished(name, writer) if is_directory or name.endswith(_ONE_FILE) else None
 
 
 def _strategy_in(saved: Any, depth: int) -> TrainingStrategy | None:

@@ -17,7 +17,6 @@ from choros.errors import ConfigError
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.training.callbacks import BroadcastGlobalVariablesCallback, EpochCallback, MetricAverageCallback
-from choros.training.files import unfinished
 from choros.training.keras_internals import innermost, learning_rate_of
 from choros.training.metrics import count_examples
 from choros.training.tensorboard import TensorBoard
@@ -253,11 +252,10 @@ class BestModelCheckpoint(EpochCallback):
 
     def _save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished(path) as name:
-            if self.save_weights_only:
-                self.model.save_weights(name, overwrite=True)
-            else:
-                self.model.save(name, overwrite=True)
+        if self.save_weights_only:
+            self.model.save_weights(path, overwrite=True)
+        else:
+            self.model.save(path, overwrite=True)
         events.emit(Kind.CHECKPOINT, str(path))
 
 

@@ -74,6 +74,7 @@ __all__ = [
     "load_optimizer_weights_from_hdf5_group",
     "local_value",
     "make_backups_atomic",
+    "messages_about",
     "metrics_of",
     "no_automatic_dependency_tracking",
     "normalize_by",
@@ -360,6 +361,19 @@ def file_writers() -> list[tuple[Any, str]]:
         (legacy_h5_format, "save_model_to_hdf5"),
         (keras.Model, "export"),
     ]
+
+
+@contextmanager
+def messages_about(name: str, final: str) -> Iterator[None]:
+    """A context in which Keras prints ``final`` in place of ``name``, under which it writes a file."""
+    from keras.src.utils import io_utils
+
+    own = io_utils.print_msg
+    io_utils.print_msg = lambda message, *args, **kwargs: own(message.replace(name, final), *args, **kwargs)
+    try:
+        yield
+    finally:
+        io_utils.print_msg = own
 
 
 def share_directories() -> None:

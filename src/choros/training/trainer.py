@@ -12,7 +12,8 @@ object; nothing of it is saved with the model:
 5. with the xla engine, on JAX, its steps run on the devices of all ranks (``spmd_trainer.py``). They then compute the
    gradients, the metrics and the random numbers of the global batch, and no gradient is reduced on the host. An
    optimizer that does not reduce all gradients over all ranks (a process set, local variables) reduces them through
-   the host, as with other engines.
+   the host, as with other engines;
+6. what it saves is complete at any time (``files.py``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from choros.parallel.reduce import joining
 from choros.training import aggregation, distributed_optimizer, weighting
 from choros.training.aggregation import is_aggregated_on_write
 from choros.training.distributed_optimizer import move_outwards, receive_weights, reducer_of
+from choros.training.files import complete_files
 from choros.training.keras_internals import layers_of, metrics_of, optimizers_of, own_statistics
 from choros.training.metric_states import watch
 from choros.training.metrics import global_metrics
@@ -80,6 +82,7 @@ class Steps:
         self._in_test = False
         #: By kind of step, the wrapper, which may be wrapped once more by the SPMD trainer.
         self._wrapped: dict[str, Any] = {}
+        complete_files(model)
 
     @property
     def process_set(self) -> ProcessSet:
