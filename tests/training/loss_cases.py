@@ -155,6 +155,30 @@ def _check_masked(reduction: str, *, weighted: bool) -> None:
     check(make, tokens(), numbers(N, STEPS, 1), sample_weight=weight, epochs=1)
 
 
+class Twice(keras.utils.PyDataset):
+    """Has a batch of one row in the middle."""
+
+    def __init__(self, *arrays: np.ndarray) -> None:
+        super().__init__()
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return 2 * -(-N // BATCH)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
+        start = index % (len(self) // 2) * BATCH
+        return tuple(array[start : start + BATCH] for array in self.arrays)
+
+
+def case_masks_and_weights_of_a_batch_of_one_row_in_the_middle():
+    weight = np.repeat(np.linspace(0.1, 3.0, N).astype("float32")[:, None], STEPS, axis=1)
+    check(
+        lambda: masked(MSE(reduction="mean_with_sample_weight"), metrics=["mae", Extremes()], weighted_metrics=["mse"]),
+        Twice(tokens(), numbers(N, STEPS, 1), weight),
+        batch_size=None,
+    )
+
+
 def case_outputs_with_different_reductions():
     def make():
         keras.utils.set_random_seed(1)

@@ -20,8 +20,23 @@ from choros import distribute
 from choros.arrays import adapter_of
 from choros.errors import ConfigError, MismatchError
 from choros.parallel.moments import RankMoments
+from ranks.reference import of_one_rank
 from training import loss_cases
-from training.loss_cases import BACKEND, BATCH, JIT, MSE, STEPS, N, assert_same, fit, numbers, strategy, tokens, weights
+from training.loss_cases import (
+    BACKEND,
+    BATCH,
+    JIT,
+    MSE,
+    STEPS,
+    N,
+    assert_same,
+    assert_same_results,
+    fit,
+    numbers,
+    strategy,
+    tokens,
+    weights,
+)
 from training.matrix_cases import apply_gradients
 
 SHAPE = (3, 3, 2)
@@ -39,12 +54,13 @@ def horovods(**kwargs: Any) -> keras.layers.Layer:
     return hvd.SyncBatchNormalization(momentum=0.8, **kwargs)
 
 
-def images(normalize: Any, kind: type = keras.Model, optimizer: Any = None, first: Any = None) -> keras.Model:
-    """Convolutions with two normalisations, whose messages must keep their order."""
+def images(normalize: Any, kind: type = keras.Model, optimizer: Any = None) -> keras.Model:
+    """Convolutions and pooling with two normalisations, whose messages must keep their order."""
     keras.utils.set_random_seed(1)
     x = keras.Input(SHAPE)
-    hidden = (keras.layers.Conv2D(4, 2, use_bias=False) if first is None else first())(x)
+    hidden = keras.layers.Conv2D(4, 2, use_bias=False)(x)
     hidden = keras.layers.Activation("tanh")(normalize()(hidden))
+    hidden = keras.layers.MaxPooling2D(2, strides=1, padding="same")(hidden)
     hidden = keras.layers.Dense(3)(hidden)
     outputs = keras.layers.Dense(2)(keras.layers.Flatten()(normalize(center=False)(hidden)))
     model = kind(x, outputs)
@@ -59,6 +75,39 @@ def check(make: Any, *args: Any, **fit_args: Any) -> None:
 def case_fit():
     x, y = numbers(N, *SHAPE) * 2 + 3, numbers(N, 2, seed=1)
     check(images, x, y, validation_data=(x[:21], y[:21]))
+
+
+def case_batches_of_one_row_in_a_stream():
+    """One rank has no rows of them, in convolutions neither, and goes on."""
+    x, y = numbers(N, *SHAPE) * 2 + 3, numbers(N, 2, seed=1)
+
+    def stream():
+        while True:
+            yield from ((x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, N, BATCH))
+
+    def twice():
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat(2)
+
+    def make(normalize):
+        model = images(normalize)
+        model.compile(model.optimizer, MSE(reduction="sum"), metrics=["mae"], jit_compile=JIT)
+        model.optimizer.learning_rate.assign(0.002)
+        return model
+
+    def trained(model, data, steps):
+        history = fit(model, data(), batch_size=None, steps_per_epoch=steps, epochs=2 if steps else 1)
+        results = model.evaluate(data(), steps=steps, verbose=0, return_dict=True)
+        return weights(model), history, results
+
+    for data, steps in [(stream, 6), *([(twice, None)] if BACKEND == "tensorflow" else [])]:
+        expected, history, results = of_one_rank(lambda data=data, steps=steps: trained(make(plain), data, steps))
+        with strategy().scope():
+            ours = make(synchronized)
+        _, own_history, own_results = trained(ours, data, steps)
+        assert_same(ours, expected, (own_history, history))
+        assert_same_results(own_results, results)
 
 
 def case_fit_with_accumulation_and_a_sum():
@@ -108,6 +157,39 @@ def case_horovods_face():
         start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
         history = fit(ours, hvd.shard((x, y), batch_size=BATCH), batch_size=None, callbacks=start)
         assert_same(ours, weights(theirs), (history, expected))
+
+
+class _Normalized(keras.layers.Layer):
+    """Creates its layers when it is built: in the first step, on TensorFlow."""
+
+    def __init__(self, normalize: Any) -> None:
+        super().__init__()
+        self.normalize = normalize
+
+    def build(self, input_shape):
+        self.inner = self.normalize()
+        self.inner.build(input_shape)
+
+    def call(self, x, training=None):
+        return self.inner(x, training=training)
+
+
+def case_a_layer_that_the_first_batch_creates():
+    """Of a model without ``Input``, in Horovod's face."""
+
+    def make(normalize, optimizer):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.layers.Dense(3), _Normalized(normalize), keras.layers.Dense(2)])
+        model.compile(optimizer, MSE(), jit_compile=JIT)
+        return model
+
+    x, y = numbers(N, 4) * 2 + 3, numbers(N, 2, seed=1)
+    theirs = make(plain, keras.optimizers.SGD(0.1))
+    expected = fit(theirs, x, y)
+    ours = make(synchronized, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+    history = fit(ours, hvd.shard((x, y), batch_size=BATCH), batch_size=None, callbacks=start)
+    assert_same(ours, weights(theirs), (history, expected))
 
 
 def case_buckets_that_are_sent_during_the_backward_pass():
@@ -167,8 +249,7 @@ def case_custom_loop():
     models = []
     for here, normalize in ((strategy(), synchronized), (None, plain)):
         with contextlib.nullcontext() if here is None else here.scope():
-            # TensorFlow's convolutions of no rows return a wrong shape.
-            model = images(normalize, first=lambda: keras.layers.Dense(4))
+            model = images(normalize)
             model.optimizer.build(model.trainable_variables)
         models.append(model)
         _loop(model, here or distribute.get_strategy(), x, y)

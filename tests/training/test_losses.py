@@ -13,6 +13,7 @@ ON_SOME = {
     "case_masked_sequences_with_sample_weights": "torch tensorflow",
     "case_masked_sequences_of_other_reductions": "torch",
     "case_outputs_with_different_reductions": "torch jax",
+    "case_masks_and_weights_of_a_batch_of_one_row_in_the_middle": "torch",
     "case_accumulation_of_a_sum": "torch tensorflow",
     "case_metric_that_keeps_a_maximum_and_a_minimum": "torch jax",
     # Keras' trainer on JAX has the state of one optimizer.

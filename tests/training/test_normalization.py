@@ -13,6 +13,8 @@ ON_SOME = {
     # The exchange is that of fit; Horovod's face and saved layers differ from a strategy's in Python alone.
     "case_horovods_face": "torch tensorflow",
     "case_layers_outside_of_steps_and_saved_ones": "torch tensorflow",
+    # Keras accepts synchronized=True on TensorFlow only, which alone builds such a model in its first step.
+    "case_a_layer_that_the_first_batch_creates": "tensorflow",
 }
 #: The cases of three ranks, on one framework.
 CORE = ("case_fit", "case_masked_sequences_and_renormalization", "case_custom_loop", "case_horovods_face")

@@ -25,6 +25,7 @@ from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replica_context import ReplicaContext
 from choros.distribute.replicas import Axis, Replicas
 from choros.distribute.scope import enter_scope
+from choros.distribute.tf_windows import windows_of_any_rows
 from choros.distribute.torch_objects import synchronized_torch_objects
 from choros.distribute.values import select
 from choros.errors import ConfigError
@@ -53,9 +54,11 @@ class ProcessReplicas(Replicas):
 
     def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls ``function`` on this process's replica."""
-        synchronized = synchronized_torch_objects(self.first) if self.count > 1 else nullcontext()
+        several = self.count > 1
+        synchronized = synchronized_torch_objects(self.first) if several else nullcontext()
+        windows = windows_of_any_rows() if several else nullcontext()
         context = ReplicaContext(strategy, self.first)
-        with enter_scope(strategy, context), synchronized, tensorflow_numbers_of(self.first):
+        with enter_scope(strategy, context), synchronized, windows, tensorflow_numbers_of(self.first):
             return function(*select(0, tuple(args)), **select(0, dict(kwargs)))
 
     def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from choros.distribute.keras_hook import TrainingStrategy, strategy_of
-from choros.training.files import call_unfinished, note_all_complete
+from choros.training.files import call_unfinished, note_all_complete, unfinished
 
 __all__ = ["guard_saving"]
 
@@ -45,7 +45,7 @@ def _guard_keras() -> None:
     for owner, name in file_writers():
         _replace(owner, name, "filepath")
     share_directories()
-    make_backups_atomic()
+    make_backups_atomic(unfinished)
     note_all_complete()
 
 

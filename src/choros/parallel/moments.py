@@ -44,7 +44,8 @@ class RankMoments:
 
     Attributes:
         process_set: the ranks.
-        weight: that of this rank's loss, a number or an integer array; 1 where the ranks' gradients are summed.
+        weight: that of this rank's loss, a number or an integer array; 1 where the ranks' gradients are summed. 0: the
+            gradient of its rows counts nowhere.
         exchanges: returns whether the other ranks call it, too; asked whenever it runs. Otherwise this rank's own
             moments are returned.
 
@@ -104,9 +105,11 @@ class RankMoments:
         def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
             weight = float(hosts[-1]) if not known else self.weight if weighted else 1
             values = hosts[: len(arrays)]
-            sums = np.stack([host.astype(np.float64) for host in values]) * weight
+            sums = np.stack([host.astype(np.float64) for host in values])
+            sums = sums * weight if weight else np.zeros_like(sums)  # infinities, too
             self._allreduce(_GRADIENT, sums)
-            return [(each / weight).astype(host.dtype) for each, host in zip(sums, values, strict=True)]
+            back = 1 / weight if weight else 0.0
+            return [(each * back).astype(host.dtype) for each, host in zip(sums, values, strict=True)]
 
         def forward(given: Sequence[Any]) -> list[Any]:
             return adapter.host_call(on_host, given, [adapter.spec(each) for each in arrays])

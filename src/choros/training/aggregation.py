@@ -35,6 +35,7 @@ def aggregate(
     *,
     process_set: ProcessSet = global_process_set,
     examples: Any = None,
+    weighted: bool = False,
     exchanges: Callable[[], bool] = lambda: True,
 ) -> Any:
     """Returns the ranks' values as a variable's ``aggregation`` combines them; also inside compiled functions.
@@ -43,7 +44,9 @@ def aggregate(
         kind: ``sum``, ``mean`` or ``only_first_replica``.
         value: this rank's, an array of any framework of numbers.
         process_set: the ranks.
-        examples: the weight of this rank's value in a mean, an integer or an integer array; ``None``: that of all.
+        examples: the number of this rank's rows, an integer or an integer array; with 0 its value does not count.
+            ``None``: it has some.
+        weighted: whether these numbers are the weights of a mean; otherwise the ranks' values have the same weight.
         exchanges: returns whether the other ranks assign, too; asked whenever it runs.
 
     Raises:
@@ -62,17 +65,17 @@ def aggregate(
         host = hosts[0]
         if not exchanges():
             return [host]
-        weight = float(hosts[1]) if not known else 1.0 if examples is None else float(examples)
+        rows = int(hosts[1]) if not known else 1 if examples is None else examples
         communicator = process_set.communicator
         sums = np.zeros(host.size + 1)
         with communicator.exclusive():
-            sizes = communicator.agree(_REQUESTS[kind], value=sums.size)
+            sizes = communicator.agree(_REQUESTS[kind], value=sums.size if rows else 0)
             _check_sizes(sizes)
             first = next(rank for rank, size in enumerate(sizes) if size)
-            if kind != "only_first_replica" or communicator.rank == first:
-                sums[:-1] = host.reshape(-1)
-                sums[-1] = 1.0
-            sums *= weight if kind == "mean" else 1.0
+            if rows and (kind != "only_first_replica" or communicator.rank == first):
+                weight = rows if kind == "mean" and weighted else 1
+                sums[:-1] = host.reshape(-1) * weight
+                sums[-1] = weight
             communicator.reduce_in_place(sums, Reduction.SUM)
         total = sums[:-1] if kind == "sum" else sums[:-1] / sums[-1]
         return [total.reshape(host.shape).astype(host.dtype)]

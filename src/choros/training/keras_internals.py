@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +39,6 @@ from keras.src.trainers.trainer import Trainer
 from keras.src.utils.python_utils import pythonify_logs
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
-from choros.training.files import unfinished
-
 __all__ = [
     "JAX_STATE",
     "AnyVariable",
@@ -51,6 +50,7 @@ __all__ = [
     "apply_mask",
     "build_before_training",
     "build_from_batch",
+    "build_metrics",
     "decays",
     "deserialize_sharing",
     "drop_empty_gradients",
@@ -84,6 +84,7 @@ __all__ = [
     "own_statistics",
     "own_variables",
     "patched_reductions",
+    "patched_windows",
     "put_jax_state",
     "pythonify_logs",
     "seed_generators_of",
@@ -322,6 +323,13 @@ def build_from_batch(model: Any, batch: Any = None, iterator: Any = None) -> Non
     model._symbolic_build(iterator=iterator, data_batch=batch)
 
 
+def build_metrics(model: Any, batch: Any) -> None:
+    """Creates the variables of the metrics given to ``compile``, which TensorFlow would create in the first step."""
+    metrics = model._compile_metrics
+    if model.built and metrics is not None and not metrics.built:
+        build_from_batch(model, batch)
+
+
 def is_built(model: Any) -> bool:
     """Whether a model and all layers that it uses have their variables, when ``fit`` begins.
 
@@ -392,8 +400,12 @@ def share_directories() -> None:
     file_utils.makedirs = makedirs
 
 
-def make_backups_atomic() -> None:
-    """Makes ``BackupAndRestore`` replace its file of the epoch, which it opens itself, by a complete one."""
+def make_backups_atomic(unfinished: Callable[[str], AbstractContextManager[Path]]) -> None:
+    """Makes ``BackupAndRestore`` replace its file of the epoch, which it opens itself, by a complete one.
+
+    Args:
+        unfinished: a block that writes a file under the name it gets; the file gets its own name after the block.
+    """
     from keras.src.callbacks import backup_and_restore
     from keras.src.utils import file_utils
 
@@ -503,6 +515,22 @@ def _replaced(item: Any, name: str, value: Any) -> Iterator[None]:
 
 
 # frameworks -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def patched_windows(replacement: Callable[..., Any]) -> Iterator[None]:
+    """A context in which Keras calls TensorFlow's convolutions and pooling through ``replacement(own, inputs, …)``."""
+    from keras.src.backend.tensorflow import nn
+
+    names = ("average_pool", "conv", "conv_transpose", "depthwise_conv", "max_pool", "separable_conv")
+    kept = {name: getattr(nn, name) for name in names}
+    for name, own in kept.items():
+        setattr(nn, name, functools.partial(replacement, own))
+    try:
+        yield
+    finally:
+        for name, own in kept.items():
+            setattr(nn, name, own)
 
 
 def strategy_aware_classes() -> list[type]:

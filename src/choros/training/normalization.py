@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -22,7 +23,7 @@ from choros.parallel.moments import RankMoments
 from choros.training.keras_internals import in_symbolic_scope, normalize_by
 from choros.training.weighting import step_of_this_thread
 
-__all__ = ["is_synchronized", "synchronize"]
+__all__ = ["is_synchronized", "synchronize", "synchronizing"]
 
 #: From a count, a mean and a sum of squared deviations to the mean and the variance of all.
 Combine = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -37,7 +38,7 @@ def synchronize(layer: Any, elsewhere: Callable[[], Combine | None] = lambda: No
         layer: the layer, which is changed in place.
         elsewhere: returns how moments are combined outside of the training steps of models; ``None``: they are not.
     """
-    if is_synchronized(layer):
+    if hasattr(layer, _ATTRIBUTE):
         return
 
     def moments(inputs: Any, mask: Any, axes: Sequence[int], own: Callable[[], Any]) -> tuple[Any, Any]:
@@ -49,9 +50,31 @@ def synchronize(layer: Any, elsewhere: Callable[[], Combine | None] = lambda: No
     normalize_by(layer, moments)
 
 
+@contextmanager
+def synchronizing() -> Iterator[None]:
+    """A block in which each layer that asks for it is synchronised when it is called.
+
+    A layer may create others in its first call.
+    """
+    kind = keras.layers.BatchNormalization
+    own = kind.call
+
+    @functools.wraps(own)
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_synchronized(layer):
+            synchronize(layer)
+        return own(layer, *args, **kwargs)
+
+    kind.call = call
+    try:
+        yield
+    finally:
+        kind.call = own
+
+
 def is_synchronized(layer: Any) -> bool:
-    """Whether ``synchronize`` has changed the layer."""
-    return hasattr(layer, _ATTRIBUTE)
+    """Whether the layer is a ``BatchNormalization`` that normalises by the moments of all ranks."""
+    return isinstance(layer, keras.layers.BatchNormalization) and bool(layer.synchronized)
 
 
 def _combine_here(elsewhere: Callable[[], Combine | None]) -> Combine | None:
@@ -60,7 +83,13 @@ def _combine_here(elsewhere: Callable[[], Combine | None]) -> Combine | None:
         return elsewhere()
     if step.of_all_ranks:
         return None
-    return RankMoments(step.process_set, step.examples if step.weighted else 1, step.exchanges).combine
+    moments = RankMoments(step.process_set, step.weight, step.exchanges)
+
+    def combine(count: Any, mean: Any, squares: Any) -> tuple[Any, Any]:
+        present = keras.ops.cast(keras.ops.minimum(step.examples, 1), mean.dtype)
+        return moments.combine(count * present, mean, squares * present)
+
+    return combine
 
 
 def _own_moments(inputs: Any, mask: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:

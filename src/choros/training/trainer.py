@@ -29,6 +29,7 @@ from choros.errors import ConfigError
 from choros.parallel import moments
 from choros.parallel.reduce import joining
 from choros.training import aggregation, distributed_optimizer, weighting
+from choros.training.absent_rows import step_without_rows
 from choros.training.aggregation import is_aggregated_on_write
 from choros.training.distributed_optimizer import move_outwards, receive_weights, reducer_of
 from choros.training.files import complete_files
@@ -36,7 +37,7 @@ from choros.training.keras_internals import layers_of, metrics_of, optimizers_of
 from choros.training.metric_states import watch
 from choros.training.metrics import global_metrics
 from choros.training.model_variables import model_variables
-from choros.training.normalization import is_synchronized, synchronize
+from choros.training.normalization import is_synchronized, synchronizing
 from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.variables import broadcast_variables
 from choros.training.weighting import ModelStep, current_step, run_step
@@ -77,6 +78,7 @@ class Steps:
     def __init__(self, model: Any) -> None:
         self.optimizers: list[Any] = []
         self.in_epoch = False
+        self._rows_may_lack = False
         self.test_results: dict[str, Any] | None = None
         self._model = model
         self._in_test = False
@@ -113,9 +115,6 @@ class Steps:
             reducer.name = f"optimizer {number}" if number > 1 else ""
         for metric in metrics_of(model):
             watch(metric)
-        for layer in layers_of(model):
-            if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
-                synchronize(layer)
         if self.train_together:
             if keras.backend.backend() == "tensorflow" and model.jit_compile:
                 model.jit_compile = False
@@ -125,6 +124,15 @@ class Steps:
         if self.optimizers and (mesh := _mesh()) is not None and not hasattr(model, _SPMD):
             _make_spmd(model, mesh)
             self._wrapped = {kind: getattr(model, f"{kind}_step") for kind in self._wrapped}
+
+    def expect_absent_rows(self) -> None:
+        """Prepares for batches in which this rank has no rows, while others follow.
+
+        TensorFlow's compiled steps take them into account only where that is known before; others always do.
+        """
+        if not self._rows_may_lack and keras.backend.backend() == "tensorflow":
+            self._model.train_function = self._model.test_function = None
+        self._rows_may_lack = True
 
     def join(self) -> None:
         """Participates in the training steps of the ranks that still have batches, until no rank has any."""
@@ -179,6 +187,18 @@ class Steps:
         return [*statistics, *others]
 
     @property
+    def _assigned_alone(self) -> list[Any]:
+        """The variables to which the training step of each rank assigns its own values, besides metrics."""
+        together = {id(each) for each in self._assigned_together}
+        return [each for each in self._model.non_trainable_weights if id(each) not in together]
+
+    def _absent(self, examples: Any) -> Any:
+        """Whether a batch has no rows; a tensor where the step is compiled for batches of any number of rows."""
+        if isinstance(examples, int):
+            return examples == 0
+        return examples == 0 if self._rows_may_lack else False
+
+    @property
     def _reducers(self) -> list[OptimizerReducer]:
         return [reducer for optimizer in self.optimizers if (reducer := reducer_of(optimizer)) is not None]
 
@@ -209,8 +229,13 @@ class Steps:
         def step(*args: Any) -> Any:
             if current_step() is not None:  # wrapped again: the program has replaced the method by one that calls it
                 return own(*args)
-            with run_step(make_step(_examples(args[-1]))):
-                return own(*args)
+            examples = _examples(args[-1])
+            this = make_step(examples)
+            with run_step(this), synchronizing():
+                absent = False if this.of_all_ranks else self._absent(examples)
+                if absent is False:
+                    return own(*args)
+                return step_without_rows(model, own, args, absent, lambda: self._assigned_alone)
 
         self._wrapped[kind] = step
         setattr(model, name, step)

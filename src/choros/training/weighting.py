@@ -49,7 +49,8 @@ class ModelStep:
     """A step of a model on this rank.
 
     Attributes:
-        examples: the number of examples in its batch: a number, or a tensor in a compiled function.
+        examples: the number of examples in its batch: a number, or a tensor in a compiled function. With 0 it computes
+            on a row that counts nowhere (``absent_rows.py``).
         process_set: the ranks that train together.
         weighted: whether the loss of a rank counts by its examples; otherwise the ranks' losses are added.
         of_all_ranks: whether the batch is the global one, so that nothing has to be weighted.
@@ -62,6 +63,13 @@ class ModelStep:
     of_all_ranks: bool = False
     exchanges: Callable[[], bool] = lambda: True
     thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def weight(self) -> Any:
+        """The weight of this rank's loss: its examples, or 1 where losses are added; 0 without any rows."""
+        if self.weighted:
+            return self.examples
+        return min(self.examples, 1) if isinstance(self.examples, int) else keras.ops.minimum(self.examples, 1)
 
 
 _current: ModelStep | None = None
@@ -153,11 +161,12 @@ def _factor_of_divisor(step: ModelStep, weights: Any) -> Any:
 
     def on_host(examples: int, divisor: NDArray[Any]) -> float:
         communicator = step.process_set.communicator
+        divisor = divisor if examples else np.zeros_like(divisor)
         total = divisor.astype(np.float64).reshape(1)
         with communicator.exclusive():
             everywhere = sum(communicator.agree(_DIVISOR, value=examples))
             communicator.reduce_in_place(total, Reduction.SUM)
-        return float(divisor / total[0] * everywhere / examples) if total[0] else 0.0
+        return float(divisor / total[0] * everywhere / examples) if divisor else 0.0
 
     return _on_host(on_host, step, keras.ops.sum(weights))
 

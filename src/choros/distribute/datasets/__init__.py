@@ -8,7 +8,7 @@
 
 ``choros.parallel.data`` splits each kind of data set. A ``tf.data.Dataset`` becomes another one, with a mark
 (``marks.py``); all others become a ``DistributedDataset`` (``distributed.py``). ``fit`` supports replicas with fewer
-batches: for it, ``split_batches`` drops the empty ones.
+batches: for it, ``split_batches`` drops empty ones at the end.
 """
 
 from choros.distribute.datasets.distributed import DistributedDataset

@@ -25,11 +25,11 @@ def distribute(dataset: Any, replicas: Replicas) -> Any:
 
     Returns:
         A ``tf.data.Dataset`` for a ``tf.data.Dataset``, else a ``DistributedDataset``. All replicas get the same
-        number of batches; the last one may have no rows.
+        number of batches, of which some may have no rows.
 
     Raises:
-        ConfigError: the kind is unknown, a batch is smaller than the number of replicas, or replicas would not read
-            ``dataset`` in the same order.
+        ConfigError: the kind is unknown, the first batch is smaller than the number of replicas, or replicas would not
+            read ``dataset`` in the same order.
     """
     if replicas.count == 1:
         return dataset
@@ -69,7 +69,7 @@ def is_distributed(dataset: Any) -> bool:
 
 
 def split_batches(data: Any, replicas: Replicas) -> Any:
-    """Returns this process's rows of each batch, for ``fit``, without the batches in which it has no rows.
+    """Returns this process's rows of each batch, for ``fit``, as ``DataKind.split`` does.
 
     Args:
         data: global batches, of any kind that ``distribute`` takes; or a result of ``distribute`` or ``from_function``.

@@ -164,6 +164,8 @@ class SynchronousTraining(Training):
         x, y, weights, validation = _split_validation(call)
         batch_size = call["batch_size"]
         data = self._training_data(x, y, weights, batch_size, shuffle=call["shuffle"], epoch=call["initial_epoch"])
+        if not (are_arrays(x) and (validation is None or are_arrays(validation))):
+            attach(model).expect_absent_rows()
         changes = {"x": data, "y": None, "sample_weight": None, "batch_size": None, "validation_split": 0.0}
         held_out = None
         if validation is not None:
@@ -188,6 +190,8 @@ class SynchronousTraining(Training):
         if data is None:  # fewer examples than replicas: every process evaluates all of them
             return _run_locally(call)
         steps = None if are_arrays(call["x"]) else call["steps"]
+        if not are_arrays(call["x"]):
+            attach(model).expect_absent_rows()
         changes = {"x": data, "y": None, "sample_weight": None, "batch_size": None, "steps": steps}
         with enter_fit():
             return call.replaced(**changes, callbacks=[MetricAverageCallback(), *callbacks]).run()

@@ -206,8 +206,12 @@ def _aggregated(variable: Any, value: Any) -> Any:
     step = step_of_this_thread()
     if step is None or step.of_all_ranks or not in_fit():
         return value
-    examples = step.examples if step.weighted else None
     value = keras.ops.convert_to_tensor(value, variable.dtype)
     return aggregate(
-        variable.aggregation, value, process_set=step.process_set, examples=examples, exchanges=step.exchanges
+        variable.aggregation,
+        value,
+        process_set=step.process_set,
+        examples=step.examples,
+        weighted=step.weighted,
+        exchanges=step.exchanges,
     )

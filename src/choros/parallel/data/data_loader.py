@@ -8,7 +8,7 @@ from typing import Any, final
 
 from choros.errors import ConfigError
 from choros.parallel.data.kind import DataKind, LocalBatches, Sharding
-from choros.parallel.data.part import Part, check_global_batch, checked, count_rows, cut
+from choros.parallel.data.part import Part, check_global_batch, checked, count_rows, cut, without_last_empty
 
 __all__ = ["KIND", "DataLoaderKind"]
 
@@ -133,7 +133,7 @@ def _sampler_part(
 
         def __iter__(self) -> Iterator[list[int]]:
             rows.clear()
-            for indices in checked(sampler, part.count, len) if keep_empty else sampler:
+            for indices in checked(sampler, part.count, len, only_last=not keep_empty):
                 start, end = part.range(len(indices))
                 if end > start or keep_empty:
                     rows.append(end - start)
@@ -155,10 +155,7 @@ def _stream_part(loader: Any, part: Part) -> Any:
 
     class StreamPart(torch_data.IterableDataset):
         def __iter__(self) -> Iterator[Any]:
-            for batch in loader:
-                rows = part.of(batch)
-                if count_rows(rows) > 0:
-                    yield rows
+            return without_last_empty((part.of(batch) for batch in checked(loader, part.count, count_rows)), count_rows)
 
     return StreamPart()
 

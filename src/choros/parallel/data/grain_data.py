@@ -32,7 +32,7 @@ class GrainKind(DataKind):
             return grain.MapDataset.source(_Subset(data, indices)).batch(full_end - full_start)
         if batch_size is None:
             raise ConfigError("a grain.IterDataset is sharded batch by batch: pass shard(…, batch_size=…).")
-        return _split(data.batch(batch_size), part)
+        return _split(data.batch(batch_size), part).filter(lambda rows: count_rows(rows) > 0)
 
     def split(self, data: Any, part: Part) -> Any:
         """Returns a data set of the process's rows."""
@@ -46,13 +46,12 @@ class GrainKind(DataKind):
 
 
 def _split(batches: Any, part: Part) -> Any:
-    """The process's rows of each batch of a ``MapDataset`` or ``IterDataset``; batches without any are skipped."""
+    """The process's rows of each batch; the last batch of a ``MapDataset`` only if it has any."""
     import grain
 
     parts = batches.map(part.of)
     if not isinstance(batches, grain.MapDataset):
-        return parts.filter(lambda rows: count_rows(rows) > 0)
-    # Only the last batch can be too small to have a row for every process.
+        return parts
     number = len(batches)
     return parts[: number - 1] if number and count_rows(parts[number - 1]) == 0 else parts
 

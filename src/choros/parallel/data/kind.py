@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from choros.parallel.data.part import Part, checked, count_rows
+from choros.parallel.data.part import Part, checked, count_rows, without_last_empty
 
 __all__ = ["DataKind", "LocalBatches", "Sharding"]
 
@@ -72,7 +72,9 @@ class DataKind(ABC):
         """
 
     def split(self, data: Any, part: Part) -> Any:
-        """Returns the process's rows of each batch, for ``fit`` under a strategy; batches without any are skipped.
+        """Returns the process's rows of each batch, for ``fit`` under a strategy.
+
+        Batches at the end in which it has none are left out, if that is known in time.
 
         Returns:
             A data set of the same kind; a generator if ``data`` is only iterable. A known length stays known.
@@ -81,7 +83,7 @@ class DataKind(ABC):
             ConfigError: ``data`` has no batches or too small ones, or its order may differ between processes.
         """
         own = self.local_batches(data, part)
-        return (rows for rows in own.start() if count_rows(rows) > 0)
+        return without_last_empty(own.start(), count_rows)
 
     def local_batches(self, data: Any, part: Part) -> LocalBatches:
         """Returns the process's rows of each batch, maybe none, for a custom loop under a strategy.

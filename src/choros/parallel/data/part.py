@@ -10,14 +10,12 @@ from choros.errors import ConfigError
 from choros.parallel.structure import leaves, map_structure
 from choros.topology import shard_range
 
-__all__ = ["Part", "check_global_batch", "checked", "count_rows", "cut"]
+__all__ = ["Part", "check_global_batch", "checked", "count_rows", "cut", "without_last_empty"]
 
 T = TypeVar("T")
 
-_ONLY_THE_LAST = (
-    "; only the last batch of a data set may have fewer. Repeat examples before they are batched, not batches, or "
-    "leave out the remainder"
-)
+_LATER = "; later batches may have fewer"
+_LAST = "; only the last batch of a DataLoader may have fewer"
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,39 @@ def check_global_batch(rows: int, replicas: int, advice: str = "") -> None:
         )
 
 
-def checked(batches: Iterable[T], replicas: int, count: Callable[[T], int]) -> Iterator[T]:
-    """Yields ``batches``; raises a ``ConfigError`` when a batch that was too small is not the last."""
-    last: int | None = None
+def checked(batches: Iterable[T], replicas: int, count: Callable[[T], int], *, only_last: bool = False) -> Iterator[T]:
+    """Yields the ``batches`` that have rows; the first must have some for every replica, unless it is the only one.
+
+    Args:
+        batches: global batches.
+        replicas: the number of replicas.
+        count: returns the number of rows of a batch.
+        only_last: whether all others must, too, except the last. Otherwise they may be smaller, such as the remainder
+            of a data set that is repeated.
+
+    Raises:
+        ConfigError: a batch is too small.
+    """
+    rows: int | None = None
     for batch in batches:
-        if last is not None:
-            check_global_batch(last, replicas, _ONLY_THE_LAST)
-        last = count(batch)
-        yield batch
+        if rows is not None:
+            check_global_batch(rows, replicas, _LAST if only_last else _LATER)
+        own = count(batch)
+        if own:
+            rows = own if rows is None or only_last else replicas
+            yield batch
+
+
+def without_last_empty(parts: Iterable[T], count: Callable[[T], int]) -> Iterator[T]:
+    """Yields ``parts``, of which those without rows only if others follow: a process without any more batches joins.
+
+    Example:
+        >>> list(without_last_empty([[1], [], [2], [], []], len))
+        [[1], [], [2]]
+    """
+    empty: list[T] = []
+    for part in parts:
+        empty.append(part)
+        if count(part):
+            yield from empty
+            empty.clear()

@@ -53,7 +53,7 @@ class PyDatasetKind(DataKind):
 
 @final
 class PyDatasetPart(keras.utils.PyDataset):
-    """The process's rows of each batch of another ``PyDataset``; batches in which it has none are skipped."""
+    """The process's rows of each batch of another ``PyDataset``, without the last one if it has none in it."""
 
     def __init__(self, inner: Any, part: Part) -> None:
         super().__init__(
@@ -62,14 +62,13 @@ class PyDatasetPart(keras.utils.PyDataset):
         self._inner = inner
         self._part = part
         batches: int | None = inner.num_batches
-        # Only the last batch can be too small to have a row for every rank.
         if batches and count_rows(part.of(inner[batches - 1])) == 0:
             batches -= 1
         self._batches = batches
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in which this rank has rows; ``None`` for an infinite data set."""
+        """The number of batches; ``None`` for an infinite data set."""
         return self._batches
 
     def __len__(self) -> int:

@@ -58,7 +58,8 @@ def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool) -> Any:
     Args:
         dataset: a data set of global batches.
         part: the process's part of each.
-        keep_empty: whether all processes must have the same number of batches.
+        keep_empty: whether all processes must have the same number of batches. Otherwise a process leaves out the last
+            ones if it has no rows of them, where that is known before they are read.
 
     Raises:
         ConfigError: ``dataset`` has no batches or too small ones, or its order may differ between processes.
@@ -81,6 +82,7 @@ def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool) -> Any:
             check_order(dataset)
         options = tf.data.Options()
         options.deterministic = True
+        keep_empty = keep_empty or count_examples(dataset) is None
         return split_rows(dataset, part, keep_empty=keep_empty).with_options(options)
     own = own_files(dataset, policy, pipeline, global_batch)
     return padded(own) if keep_empty else own
