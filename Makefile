@@ -1,6 +1,6 @@
 # Two commands do all the set-up on a machine that has Python and nothing else:
 #   make train   train the digits CNN on two processes
-#   make test    run the whole suite, on all three frameworks
+#   make test    run the suite, on all three frameworks
 #   make test-quick   run what three minutes allow
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +14,7 @@ else
 TENSORFLOW ?= tensorflow
 endif
 
-.PHONY: help train test test-quick test-gpu matrix coverage install check clean
+.PHONY: help train test test-all test-quick test-gpu matrix coverage install check clean
 
 help:  ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -22,10 +22,13 @@ help:  ## Say what there is to make
 train: $(VENV)/trains  ## Train the digits CNN on two processes with TensorFlow
 	KERAS_BACKEND=tensorflow TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/chorosrun -np 2 --no-prefix-output $(BIN)/python examples/mnist_horovod.py
 
-# Three at a time, on two cores: tests on ranks, and tests that start processes and wait for them.
-PYTEST := -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+# Two at a time: tests on ranks, and tests that start processes and wait for them.
+PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-test: install  ## Run the whole suite
+test: install  ## Run the suite, each case that several frameworks share on one of them
+	$(BIN)/python $(PYTEST) --part once
+
+test-all: install  ## Run the whole suite, each case on all of its frameworks
 	$(BIN)/python $(PYTEST) $(PART)
 
 test-quick: install  ## Run the tests of one framework on two ranks, and those that need none

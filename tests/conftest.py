@@ -1,6 +1,7 @@
 """Tests of one job are run one after the other, so that each job is started once.
 
-With pytest-xdist, one worker runs all tests that need ranks, job by job, and the others run the remaining files.
+With pytest-xdist, one worker runs all tests that need ranks of TensorFlow, job by job, and another those of all other
+ranks; then they share the remaining files.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from harness import Job
+from parts import PARTS, job_of
 from ranks import pool
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -26,45 +28,28 @@ if HIDDEN_MODULES in sys.path:  # a worker of pytest-xdist is itself started by 
 else:
     os.environ["PYTHONPATH"] = os.pathsep.join([HIDDEN_MODULES, *filter(None, [os.environ.get("PYTHONPATH")])])
 
-#: The jobs of parts of the suite: two ranks without a framework, and with the one that is imported fastest.
-PARTS = {"quick": (None, Job(2), Job(2, "torch")), "pure": (None,)}
-#: The part that has all that the quick one leaves out.
-REST = "rest"
 
-
-def job_of(item: pytest.Item | None) -> Job | None:
-    """The job that a test requests, if any."""
-    callspec = getattr(item, "callspec", None)
-    job = callspec.params.get("job") if callspec else None
-    return job if isinstance(job, Job) else None
+def group_of(job: Job) -> str:
+    """The tests that one worker of pytest-xdist runs: those of TensorFlow take about as long as all others."""
+    return f"{job.framework} ranks" if job.framework == "tensorflow" else "ranks"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = (
-        "quick: tests of at most two ranks and one framework; pure: tests without ranks; neither runs slow tests; "
-        "rest: all that quick leaves out"
-    )
-    parser.addoption("--part", choices=(*PARTS, REST), help=text)
-
-
-def is_in(item: pytest.Item, part: str) -> bool:
-    """Whether a test belongs to a part of the suite."""
-    if part == REST:
-        return not is_in(item, "quick")
-    return job_of(item) in PARTS[part] and not item.get_closest_marker("slow")
+    text = "; ".join(f"{name}: {' '.join(str(choose.__doc__).split())}" for name, choose in PARTS.items())
+    parser.addoption("--part", choices=tuple(PARTS), help=text)
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if part := config.getoption("part"):
-        chosen = [item for item in items if is_in(item, part)]
+        chosen = PARTS[part](items)
         config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
         items[:] = chosen
     order: dict[Job | None, float] = {None: math.inf}
     for item in items:
         job = job_of(item)
         order.setdefault(job, len(order))
-        item.add_marker(pytest.mark.xdist_group("ranks" if job else item.path.stem))
+        item.add_marker(pytest.mark.xdist_group(group_of(job) if job else item.path.stem))
     items.sort(key=lambda item: order[job_of(item)])
 
 

@@ -8,6 +8,7 @@ from harness import FRAMEWORKS, Job, case_names, check_case, on
 ADAPTERS = "arrays.adapter_cases"
 
 
+@pytest.mark.each_framework
 @on(Job(2), *(Job(2, framework) for framework in FRAMEWORKS))
 @pytest.mark.parametrize("case", case_names(ADAPTERS))
 def test_adapter(case: str, job: Job) -> None:
