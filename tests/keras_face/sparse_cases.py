@@ -117,7 +117,7 @@ def case_compiled_steps_gather_rows():
         model.train_on_batch(*batch[0])
         gathered += gather.call_args_list
     rows = BATCH // hvd.size()
-    assert len(gathered) == 2  # the numbers of rows, and the rows
+    assert len(gathered) == 3  # the numbers of rows, their indices, and their values
     sparse = rows * (LENGTH + 1) * (4 + 4 * 4) + rows * (4 + 2 * 4)
     dense = 4 * (4 + 4 + 2 + 1)
     assert communicator().bytes_sent - sent == sparse + 2 * 16 + dense

@@ -76,6 +76,20 @@ class TensorflowArrays(DeviceArrayAdapter):
             result.set_shape(output.shape)
         return list(results)
 
+    def values_if(self, condition: Any, variables: Sequence[Any]) -> list[Any]:
+        """Reads the variables, or returns empty tensors if the condition is false.
+
+        Not in the branch with the call: TensorFlow keeps the order of calls of the host only if they have no variables
+        among their inputs. Not always: to read a variable that is updated by rows copies all of it.
+        """
+        return list(
+            tf.cond(
+                condition,
+                lambda: [tf.identity(variable) for variable in variables],
+                lambda: [tf.zeros([0] * len(variable.shape), variable.dtype) for variable in variables],
+            )
+        )
+
     def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
         """``tf.cast``."""
         return tf.cast(array, dtype)

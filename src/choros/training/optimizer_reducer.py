@@ -185,18 +185,14 @@ class OptimizerReducer:
             return [np.asarray(0, np.int32)]
 
         adapter = _adapter()
-        # TensorFlow keeps the order of calls of the host only if they have no variables among their inputs. This reads
-        # them here; convert_to_tensor and cast return them as they are.
-        tensors = [keras.ops.stop_gradient(values[index]) for index in shared]
-
-        def check() -> Any:
-            return adapter.host_call(on_host, tensors, [_FLAG])[0]
-
         if isinstance(due, bool) or not adapter.is_symbolic([due]):
             if due:
-                check()
-        else:
-            keras.ops.cond(due > 0, check, lambda: keras.ops.zeros((), "int32"))
+                adapter.host_call(on_host, [values[index] for index in shared], [_FLAG])
+            return
+        tensors = adapter.values_if(due > 0, [values[index] for index in shared])
+        keras.ops.cond(
+            due > 0, lambda: adapter.host_call(on_host, tensors, [_FLAG])[0], lambda: keras.ops.zeros((), "int32")
+        )
 
     def _reduce(
         self, reducer: GradientReducer, gradients: list[Any], variables: list[Any], micro_batches: Any

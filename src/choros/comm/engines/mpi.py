@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from choros.comm.algorithms.algorithm import Tuning
 from choros.comm.communicator import Array, Communicator
 from choros.comm.engines.mpi_yielding import idle_yield
+from choros.comm.memory import aligned_empty
 from choros.comm.reduction import Reduction
 from choros.comm.waiting import LongWait, wait_until
 from choros.comm.work import WorkQueue
@@ -171,7 +172,7 @@ class MpiCommunicator(Communicator):
         return self._window is not None and self._window.holds(buffer)
 
     def _allgather(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
-        received = np.empty(sum(counts), np.uint8)
+        received = aligned_empty((sum(counts),), np.dtype(np.uint8))
         with _translated("allgather"):
             self._comm.Allgatherv(send, (received, counts))
         return received

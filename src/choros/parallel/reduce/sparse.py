@@ -4,8 +4,8 @@ A step with the gradients of two embeddings, a and b, of different numbers of ro
 
              rank 0                 rank 1
     (1)  3 rows of a, 2 of b    1 row of a, 4 of b      allgather: the numbers of rows, and whether they are distinct
-    (2)  [a a a│b b]            [a│b b b b]             pack: indices, then values, scaled and cast
-    (3)  ──────────────── allgather ────────────────    one message for all embeddings
+    (2)  [a a a│b b]            [a│b b b b]             pack: indices; then values, scaled and cast
+    (3)  ──────────────── allgather ────────────────    one message each for all embeddings; of one, without packing
     (4)  a: [a a a│a]           b: [b b│b b b b]        unpack, on both ranks
 
 A row that occurs twice stays twice, as in one process on the whole batch: optimizers such as Adam, and clipping by
@@ -138,49 +138,64 @@ class RowsExchange(Exchange):
         table = gathered.view(np.int64).reshape(size, 2, number)
         counts: list[list[int]] = table[:, 0].tolist()
 
-        message = np.empty(self._nbytes(own), np.uint8)
-        for (indices, values), rows in zip(self._views(message, own), given, strict=True):
-            np.copyto(indices, rows.indices)
-            _scale_into(values, rows.values.reshape(-1), before)
-        received = self._communicator.gather_bytes(message, [self._nbytes(each) for each in counts])
-
-        totals = [sum(each) for each in zip(*counts, strict=True)]
-        results = [each.rows(total) for each, total in zip(self._layout, totals, strict=True)]
-        starts = [0] * number
-        for part, counts_of_rank in zip(self._split(received, counts), counts, strict=True):
-            for index, (indices, values) in enumerate(self._views(part, counts_of_rank)):
-                start, stop = starts[index], starts[index] + counts_of_rank[index]
-                np.copyto(results[index].indices[start:stop], indices)
-                _scale_into(results[index].values[start:stop].reshape(-1), values, after)
-                starts[index] = stop
+        # Factors that fit into the dtype of values are applied once, to the rows of this rank.
+        early = [
+            before * after if wire == each.dtype else before
+            for wire, each in zip(self._wires, self._layout, strict=True)
+        ]
+        indices = self._gather([rows.indices for rows in given], [each.index_dtype for each in self._layout], counts)
+        sizes = [math.prod(each.shape[1:]) for each in self._layout]
+        elements = [[count * size for count, size in zip(each, sizes, strict=True)] for each in counts]
+        values = self._gather([rows.values.reshape(-1) for rows in given], self._wires, elements, early)
+        results = []
+        for each, wire, rows, part in zip(self._layout, self._wires, indices, values, strict=True):
+            if wire != each.dtype:
+                wide = aligned_empty(part.shape, each.dtype)
+                _scale_into(wide, part, after)
+                part = wide
+            results.append(SparseRows(rows, part.reshape(-1, *each.shape[1:]), each.shape))
         merge = [all(flags) for flags in zip(*table[:, 1].tolist(), strict=True)]
         return [rows.merged() if each else rows for rows, each in zip(results, merge, strict=True)]
 
-    def _nbytes(self, counts: Sequence[int]) -> int:
-        """The bytes of a message with these numbers of rows."""
-        return sum(
-            count * (each.index_dtype.itemsize + math.prod(each.shape[1:]) * wire.itemsize)
-            for count, each, wire in zip(counts, self._layout, self._wires, strict=True)
-        )
+    def _gather(
+        self, parts: Sequence[Array], dtypes: Sequence[DType], counts: Sequence[list[int]], scales: Sequence[float] = ()
+    ) -> list[Array]:
+        """Concatenates each of the ranks' flat ``parts`` in rank order, sent in one message as these ``dtypes``.
 
-    def _views(self, message: NDArray[np.uint8], counts: Sequence[int]) -> list[tuple[Array, Array]]:
-        """The flat indices and values of each gradient in a message with these numbers of rows."""
-        start = 0
+        Args:
+            parts: this rank's.
+            dtypes: in which they are sent, and returned.
+            counts: of each rank, the number of elements of each part.
+            scales: the factors of the parts; 1 if there are none.
+        """
+        own, scales = counts[self._communicator.rank], scales or [1.0] * len(parts)
+        nbytes = [sum(n * dtype.itemsize for n, dtype in zip(each, dtypes, strict=True)) for each in counts]
+        if len(parts) == 1 and scales[0] == 1.0 and parts[0].dtype == dtypes[0]:
+            message = np.ascontiguousarray(parts[0]).view(np.uint8)
+        else:
+            message = np.empty(nbytes[self._communicator.rank], np.uint8)
+            for view, part, scale in zip(_views(message, own, dtypes), parts, scales, strict=True):
+                _scale_into(view, part, scale)
+        received = self._communicator.gather_bytes(message, nbytes)
+        if len(parts) == 1:  # they are in rank order as they are
+            return [received.view(dtypes[0])]
+        of_ranks = np.split(received, np.cumsum(nbytes)[:-1])
+        columns = zip(*(_views(part, each, dtypes) for part, each in zip(of_ranks, counts, strict=True)), strict=True)
+        totals = [sum(each) for each in zip(*counts, strict=True)]
+        results = [aligned_empty((total,), dtype) for total, dtype in zip(totals, dtypes, strict=True)]
+        for result, column in zip(results, columns, strict=True):
+            np.concatenate(column, out=result)
+        return results
 
-        def view(count: int, dtype: DType) -> Array:
-            nonlocal start
-            stop = start + count * dtype.itemsize
-            part: Array = message[start:stop].view(dtype)
-            start = stop
-            return part
 
-        indices = [view(count, each.index_dtype) for count, each in zip(counts, self._layout, strict=True)]
-        sizes = [count * math.prod(each.shape[1:]) for count, each in zip(counts, self._layout, strict=True)]
-        return list(zip(indices, [view(*pair) for pair in zip(sizes, self._wires, strict=True)], strict=True))
-
-    def _split(self, received: NDArray[np.uint8], counts: Sequence[Sequence[int]]) -> list[NDArray[np.uint8]]:
-        ends = np.cumsum([self._nbytes(each) for each in counts])
-        return np.split(received, ends[:-1])
+def _views(message: NDArray[np.uint8], counts: Sequence[int], dtypes: Sequence[DType]) -> list[Array]:
+    """The parts of a message, with these numbers of elements."""
+    views, start = [], 0
+    for count, dtype in zip(counts, dtypes, strict=True):
+        stop = start + count * dtype.itemsize
+        views.append(message[start:stop].view(dtype))
+        start = stop
+    return views
 
 
 def _scale_into(target: Array, source: Array, scale: float) -> None:
