@@ -123,6 +123,25 @@ def case_compiled_steps_gather_rows():
     assert communicator().bytes_sent - sent == sparse + 2 * 16 + dense
 
 
+def case_steps_read_embeddings_no_more_often_than_plain_ones():
+    """TensorFlow copies a variable that is updated by rows whenever all of it is read."""
+
+    def reads(optimizer) -> int:
+        model = build()
+        optimizer.build(model.trainable_variables)
+
+        @tf.function
+        def step(inputs):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(inputs))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        operations = step.get_concrete_function(data(BATCH)[0]).graph.get_operations()
+        return sum(each.type == "ReadVariableOp" and each.outputs[0].shape[:1] == [WORDS] for each in operations)
+
+    assert reads(hvd.DistributedOptimizer(OPTIMIZERS["sgd"]())) == reads(OPTIMIZERS["sgd"]()) > 0
+
+
 def case_micro_batches():
     make = lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)  # noqa: E731
     expected, _ = plain(make, 64)
