@@ -137,8 +137,14 @@ def case_calls_of_the_host_are_ordered_in_a_compiled_step():
     def distributed_step():
         return here.reduce("SUM", here.run(step), axis=None)
 
-    operations = distributed_step.get_concrete_function().graph.get_operations()
-    calls = [each for each in operations if each.type in ("PyFunc", "If")]
+    graph = distributed_step.get_concrete_function().graph
+    types = {each.signature.name: {node.op for node in each.node_def} for each in graph.as_graph_def().library.function}
+
+    def calls_the_host(operation) -> bool:
+        branch = operation.type == "If" and operation.get_attr("then_branch").name
+        return operation.type == "PyFunc" or "PyFunc" in types.get(branch, ())
+
+    calls = [each for each in graph.get_operations() if calls_the_host(each)]
     assert [each.type for each in calls] == ["PyFunc", "If", "PyFunc"]  # gradients, the comparison, the loss
     assert not [tensor for each in calls for tensor in each.inputs if tensor.dtype == tf.resource]
     for earlier, later in pairwise(calls):
