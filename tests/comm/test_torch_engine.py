@@ -56,6 +56,7 @@ import os, choros
 choros.init()
 total = lambda: choros.global_process_set.communicator.allreduce(1)
 total()
+choros.add_process_set([1])
 if choros.rank() == 1: os._exit(7)
 try: total()
 except choros.EngineError as error: print(type(error).__name__, error)
@@ -71,6 +72,7 @@ def test_rank_whose_peer_has_died_gets_an_error_and_the_log_names_the_engine() -
     assert "EngineError Gloo failed in the check of a collective" in output
     assert "Another rank has ended, or cannot be reached any more" in output
     assert "engine" not in other_output
+    assert "Traceback" not in output  # at exit, of a rank that is in no process set of the dead one
 
 
 JOINS = """

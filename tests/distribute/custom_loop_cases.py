@@ -138,7 +138,8 @@ def case_calls_of_the_host_are_ordered_in_a_compiled_step():
         return here.reduce("SUM", here.run(step), axis=None)
 
     graph = distributed_step.get_concrete_function().graph
-    types = {each.signature.name: {node.op for node in each.node_def} for each in graph.as_graph_def().library.function}
+    functions = graph.as_graph_def().library.function
+    types = {function.signature.name: {each.op for each in function.node_def} for function in functions}
 
     def calls_the_host(operation) -> bool:
         branch = operation.type == "If" and operation.get_attr("then_branch").name

@@ -156,8 +156,8 @@ def shutdown() -> None:
         # Another rank has ended, or has received the shutdown and continues. What is collective can no longer be freed.
         job.finalize = _nothing
         if isinstance(error, EngineError):
-            for members in (*(each.communicator for each in job.process_sets.values()), job.communicator):
-                members.abandon()
+            for process_set in (*job.process_sets.values(), global_process_set):
+                process_set.abandon()
     else:
         for process_set in (*job.process_sets.values(), global_process_set):
             process_set.unregister()

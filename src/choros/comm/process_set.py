@@ -53,6 +53,15 @@ class ProcessSet:
         """Makes the set unusable and frees its communicator."""
         if self._communicator is not None:
             self._communicator.close()
+        self._forget()
+
+    def abandon(self) -> None:
+        """``unregister`` after another rank has ended: frees what this rank can free alone."""
+        if self._communicator is not None:
+            self._communicator.abandon()
+        self._forget()
+
+    def _forget(self) -> None:
         self.process_set_id = None
         self._communicator = None
 

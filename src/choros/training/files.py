@@ -80,7 +80,7 @@ def unfinished(path: str | os.PathLike[str], writer: str = "") -> Iterator[Path]
 def unfinished_group(path: str | os.PathLike[str], index: str, writer: str = "") -> Iterator[Path]:
     """A block that writes one file or several, in one directory, of which one refers to the others.
 
-    While several get their names, that one does not exist: whoever reads finds the old files, the new ones or none.
+    That file does not exist while several are renamed: a reader finds the old files, the new ones or none.
 
     Args:
         path: the name that the block is to use; it gets the same name in a directory of its own.
