@@ -1,6 +1,6 @@
 # Two commands do all the set-up on a machine that has Python and nothing else:
 #   make train   train the digits CNN on two processes
-#   make test    run the suite, on all three frameworks
+#   make test    run the suite on all three frameworks, a case that they share on one
 #   make test-quick   run what two minutes allow
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +14,7 @@ else
 TENSORFLOW ?= tensorflow
 endif
 
-.PHONY: help train test test-all test-quick test-gpu matrix coverage install check clean
+.PHONY: help train test test-all test-quick test-gpu matrix coverage install check docs clean
 
 help:  ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -25,8 +25,9 @@ train: $(VENV)/trains  ## Train the digits CNN on two processes with TensorFlow
 # Two at a time: tests on ranks, and tests that start processes and wait for them.
 PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
+test: PART ?= --part once
 test: install  ## Run the suite, each case that several frameworks share on one of them
-	$(BIN)/python $(PYTEST) --part once
+	$(BIN)/python $(PYTEST) $(PART)
 
 test-all: install  ## Run the whole suite, each case on all of its frameworks
 	$(BIN)/python $(PYTEST) $(PART)
@@ -40,9 +41,8 @@ test-gpu:  ## Train on this machine's GPUs, with the frameworks of this Python t
 matrix: install  ## Compare all of the transparency matrix that docs/transparency/ lacks, and write docs/transparency.md
 	cd tests && ../$(BIN)/python -m training.matrix_run
 
-# make coverage PART= takes the whole suite, in about half an hour.
 coverage: PART ?= --part quick
-coverage: install  ## Run the quick part, and say which lines and branches of choros it runs, ranks included
+coverage: install  ## Run the quick part (PART=…: another), and say which lines and branches of choros it runs, ranks included
 	$(BIN)/coverage erase
 	$(BIN)/coverage run $(PYTEST) $(PART)
 	$(BIN)/coverage combine --quiet
@@ -56,8 +56,12 @@ check: install  ## Lint, types, import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/documents  ## Build the documentation's site in build/site; a broken link or an undocumented name is an error
+	$(BIN)/mkdocs build --strict
+
 clean:  ## Remove .venv and what tools left behind
-	rm -rf $(VENV) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) build/site .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 $(VENV)/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "choros needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 ...")'
@@ -75,3 +79,7 @@ $(VENV)/tests: $(VENV)/made pyproject.toml
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[$(TENSORFLOW),torch,jax,dev]'
 	@touch $@ $(VENV)/trains
+
+$(VENV)/documents: $(VENV)/made pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $@

@@ -10,7 +10,7 @@ and reaches the other with ssh::
 
     chorosrun -np 8 -H server1:4,server2:4 python examples/multi_worker.py
 
-Or SLURM starts them: with its resolver, which does not need MPI, or with a SLURM and an MPI built for each other::
+Or SLURM starts them: with its resolver, which does not need MPI, or with MPI, if SLURM has PMIx::
 
     srun --nodes 2 --ntasks-per-node 4 python examples/multi_worker.py --slurm
     srun --nodes 2 --ntasks-per-node 4 --mpi=pmix python examples/multi_worker.py

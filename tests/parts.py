@@ -35,16 +35,12 @@ def quick(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if job_of(item) in QUICK and not item.get_closest_marker("slow")]
 
 
-def rest(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """All that the quick part leaves out."""
-    items = list(items)
-    left_out = set(quick(items))
-    return [item for item in items if item not in left_out]
-
-
 def once(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Every test, but a case that runs on several frameworks on one of them: half of the cases on PyTorch."""
-    items = list(items)
+    """Every test but nightly ones; a case that runs on several frameworks on one of them, mostly PyTorch, and whole
+    programs on PyTorch alone.
+    """
+    items = [item for item in items if not item.get_closest_marker("nightly")]
+    items = [item for item in items if _framework(item) == FASTEST or not item.get_closest_marker("program")]
     repeats: dict[Hashable, list[pytest.Item]] = defaultdict(list)
     for item in items:
         repeats[_without_framework(item)].append(item)
@@ -52,16 +48,31 @@ def once(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if item in chosen]
 
 
+def longer(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """All of ``once`` that ``quick`` leaves out."""
+    items = list(items)
+    left_out = set(quick(items))
+    return [item for item in once(items) if item not in left_out]
+
+
+def rest(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """All that ``quick`` and ``once`` leave out."""
+    items = list(items)
+    left_out = {*quick(items), *once(items)}
+    return [item for item in items if item not in left_out]
+
+
 def _chosen(same: Sequence[pytest.Item], number: int) -> pytest.Item:
     """Chooses from tests that differ in their framework alone by a number of the case, the same in every run.
 
     Those that start processes of their own run on PyTorch, so that all of a file share these; of others those on
-    PyTorch, which take a tenth of the time, are chosen twice as often.
+    PyTorch, which take a tenth of the time, are chosen ten times as often.
     """
     fastest = [item for item in same if _framework(item) == FASTEST]
     if fastest and job_of(fastest[0]) is None:
         return fastest[0]
-    return [*same, *fastest][number % (len(same) + len(fastest))]
+    choices = [*same, *9 * fastest]
+    return choices[number % len(choices)]
 
 
 def _framework(item: pytest.Item) -> str:
@@ -89,5 +100,6 @@ PARTS: Mapping[str, Callable[[Iterable[pytest.Item]], list[pytest.Item]]] = {
     "pure": pure,
     "quick": quick,
     "once": once,
+    "longer": longer,
     "rest": rest,
 }

@@ -21,7 +21,7 @@ OTHERS = {"train.py"}
 #: File names that look like modules.
 NOT_MODULES = {"choros.json", "choros.png"}
 
-FOLDERS = ("src", "tests", "docs", "examples", "benchmarks")
+FOLDERS = ("src", "tests", "docs", "examples", "benchmarks", "compat")
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *(path for f in FOLDERS for path in sorted((ROOT / f).rglob("*.md")))]
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 FILES = [f"/{path.relative_to(ROOT)}" for path in (*SOURCES, *DOCUMENTS)]

@@ -13,34 +13,53 @@ from harness import FRAMEWORKS
 
 CHOROS = """
 ChorosError ClosureCancelled ConfigError EngineError EngineUnavailable HostUnreachable JobTimeout LaunchError
-MismatchError NotInitializedError ParameterServerLost ProcessSet StrategyError WorkerFailed __version__
+MismatchError NotInitializedError ParameterServerLost PeerLostError ProcessSet StrategyError WorkerFailed
+__version__
 add_process_set cross_rank cross_size global_process_set init is_homogeneous is_initialized local_rank local_size
 nn rank remove_process_set run shard_range shutdown size
 """
 
+#: What Horovod's APIs have in common.
+HOROVOD = """
+Adasum Average Compression HorovodInternalError Max Min ProcessSet Product Sum add_process_set allgather_object
+barrier broadcast_object ccl_built cross_rank cross_size cuda_built ddl_built global_process_set gloo_built
+gloo_enabled init is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported
+nccl_built rank remove_process_set rocm_built shard_range shutdown size start_timeline stop_timeline
+"""
+
 CHOROS_KERAS = """
-Average Compression DiLoCoCallback DistributedOptimizer LocalSGDCallback Max Min ProcessSet Product Sum
-SyncBatchNormalization add_process_set allgather allgather_object allreduce alltoall barrier broadcast
-broadcast_global_variables broadcast_object broadcast_variables callbacks cross_rank cross_size global_process_set
-init is_homogeneous is_initialized load_model local_rank local_size pin_device rank reducescatter remove_process_set
-shard shard_range shutdown size
+elastic DiLoCoCallback DistributedOptimizer LocalSGDCallback PartialDistributedOptimizer
+SyncBatchNormalization allgather allreduce alltoall broadcast
+broadcast_global_variables broadcast_variables callbacks load_model pin_device reducescatter shard
 """
 
 CHOROS_TORCH = """
-Average Compression DistributedOptimizer Max Min ProcessSet Product Sum add_process_set allgather allgather_object
-allreduce allreduce_ allreduce_async allreduce_async_ alltoall barrier broadcast broadcast_ broadcast_object
-broadcast_optimizer_state broadcast_parameters cross_rank cross_size global_process_set grouped_allreduce init
-is_homogeneous is_initialized join local_rank local_size poll rank reducescatter remove_process_set shard_range
-shutdown size synchronize
+DistributedOptimizer SyncBatchNorm allgather allgather_async allreduce allreduce_ allreduce_async allreduce_async_
+alltoall alltoall_async elastic broadcast broadcast_ broadcast_async broadcast_async_ broadcast_optimizer_state
+broadcast_parameters grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_
+grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter grouped_reducescatter_async join poll
+reducescatter reducescatter_async sparse_allreduce_async synchronize
+"""
+
+CHOROS_JAX = """
+elastic allgather allreduce alltoall broadcast broadcast_parameters distributed grouped_allgather grouped_allreduce
+grouped_reducescatter join reducescatter
+"""
+
+CHOROS_TENSORFLOW = """
+elastic BroadcastGlobalVariablesHook DistributedGradientTape DistributedOptimizer LocalGradientAggregationHelper
+PartialDistributedGradientTape PartialDistributedOptimizer SyncBatchNormalization allgather allreduce alltoall broadcast
+broadcast_ broadcast_global_variables broadcast_object_fn broadcast_variables grouped_allgather grouped_allreduce
+grouped_reducescatter join local_rank_op local_size_op process_set_included_op rank_op reducescatter size_op
 """
 
 
 DISTRIBUTE = {
     "choros.distribute": """
-    AutoShardPolicy HierarchicalCopyAllReduce InputContext InputOptions MirroredStrategy MultiWorkerMirroredStrategy
-    NcclAllReduce OneDeviceStrategy ParameterServerStrategy PerReplica ReduceOp ReductionToOneDevice ReplicaContext
-    RunOptions Server Strategy TPUStrategy cluster_resolver coordinator experimental experimental_set_strategy
-    get_replica_context get_strategy has_strategy in_cross_replica_context
+    AutoShardPolicy HierarchicalCopyAllReduce InputContext InputOptions InputReplicationMode MirroredStrategy
+    MultiWorkerMirroredStrategy NcclAllReduce OneDeviceStrategy ParameterServerStrategy PerReplica ReduceOp
+    ReductionToOneDevice ReplicaContext RunOptions Server Strategy TPUStrategy cluster_resolver coordinator
+    experimental experimental_set_strategy get_replica_context get_strategy has_strategy in_cross_replica_context
     """,
     "choros.distribute.experimental": """
     CentralStorageStrategy CollectiveCommunication CommunicationImplementation CommunicationOptions KerasCheckpoint
@@ -66,21 +85,34 @@ def test_choros() -> None:
 
 
 @pytest.mark.slow
-def test_choros_keras() -> None:
+@pytest.mark.parametrize(("face", "own"), [("keras", CHOROS_KERAS), ("tensorflow", CHOROS_TENSORFLOW)])
+def test_choros_keras_and_tensorflow(face: str, own: str) -> None:
+    if face == "tensorflow" and face not in FRAMEWORKS:
+        pytest.skip("CHOROS_TEST_FRAMEWORKS leaves out tensorflow")
     script = (
-        "import json, choros.keras as hvd\n"
+        f"import json, choros.{face} as hvd\n"
         "print(json.dumps([hvd.__all__, [name for name in hvd.__all__ if not hasattr(hvd, name)]]))"
     )
     environ = {**os.environ, "KERAS_BACKEND": FRAMEWORKS[-1]}
     done = subprocess.run([sys.executable, "-c", script], env=environ, check=True, stdout=subprocess.PIPE, timeout=300)
-    assert json.loads(done.stdout) == [CHOROS_KERAS.split(), []]
+    names, missing = json.loads(done.stdout)
+    assert sorted(names) == sorted((HOROVOD + own).split())
+    assert missing == []
 
 
 def test_choros_torch() -> None:
     pytest.importorskip("torch")
     import choros.torch as hvd
 
-    assert hvd.__all__ == CHOROS_TORCH.split()
+    assert sorted(hvd.__all__) == sorted((HOROVOD + CHOROS_TORCH).split())
+    assert [name for name in hvd.__all__ if not hasattr(hvd, name)] == []
+
+
+def test_choros_jax() -> None:
+    pytest.importorskip("jax")
+    import choros.jax as hvd
+
+    assert sorted(hvd.__all__) == sorted((HOROVOD + CHOROS_JAX).split())
     assert [name for name in hvd.__all__ if not hasattr(hvd, name)] == []
 
 

@@ -84,5 +84,5 @@ def test_last_line_is_the_error_of_the_rank_that_failed(tmp_path: Path) -> None:
         [CHOROSRUN, "-np", "2", sys.executable, str(script)], capture_output=True, text=True, timeout=300
     )
     lines = done.stderr.strip().splitlines()
-    assert lines[-1].startswith("Every rank must call the same collectives")
+    assert lines[-1].startswith("Ranks must call the same collectives")
     assert done.stderr.count("Traceback (most recent call last)") == 1

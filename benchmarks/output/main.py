@@ -2,6 +2,7 @@
 
     python benchmarks/output/main.py --rounds 5
     python benchmarks/output/main.py --ranks 2 --streams err --kinds "lines of 400 bytes" --block 8192
+    python benchmarks/output/main.py --ranks 2 --hosts a:1,b:1 --ssh-command ./reach        # hosts with one clock
 
 All ranks begin to write at one moment. This process reads both streams of mpirun or chorosrun from pipes and takes the
 time until the last byte. In every round, mpirun, chorosrun and chorosrun with ``--output-dir`` take turns; the table
@@ -33,8 +34,8 @@ KINDS = {
     "progress bars": (b"\r" + b"x" * 59, 1),
 }
 STREAMS = ("out", "err")
-#: Python and MPI's launcher have started by then.
-START_SECONDS = 1.5
+#: Python and MPI's launcher have started by then, on one host and on several.
+START_SECONDS, START_SECONDS_OF_HOSTS = 1.5, 4.0
 
 
 def write(stream: str, data: bytes, count: int, at: float) -> None:
@@ -75,12 +76,14 @@ def seconds(command: list[str], at: float, nbytes: int) -> float:
     return last - at
 
 
-def contenders(mpirun: Mpirun, directory: str) -> dict[str, list[str]]:
+def contenders(mpirun: Mpirun, directory: str, hosts: str, ssh: str) -> dict[str, list[str]]:
     """The commands to compare, without the number of ranks and what they run."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    chorosrun = [sys.executable, "-m", "choros.launch.cli"]
+    where = ["-H", hosts] if hosts else []
+    chorosrun = [sys.executable, "-m", "choros.launch.cli", *where, *(["--ssh-command", ssh] if ssh else [])]
+    where += ["--prtemca", "plm_ssh_agent", ssh] if ssh else []
     return {
-        "mpirun": [mpirun.path, *root, "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"],
+        "mpirun": [mpirun.path, *root, "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE", *where],
         "chorosrun": chorosrun,
         "with --output-dir": [*chorosrun, "--output-dir", directory],
     }
@@ -93,6 +96,8 @@ def main() -> None:
     parser.add_argument("--streams", nargs="+", default=STREAMS, choices=STREAMS)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--block", type=int, default=0, help="write blocks of about this many bytes at once")
+    parser.add_argument("--hosts", default="", help="as chorosrun's -H")
+    parser.add_argument("--ssh-command", default="", help="as chorosrun's")
     parser.add_argument("--write", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.write:
@@ -101,9 +106,10 @@ def main() -> None:
         write(stream, data * max(1, arguments.block // len(data)), int(count), float(at))
         return
     mpirun = detect_mpirun()
+    start = START_SECONDS_OF_HOSTS if arguments.hosts else START_SECONDS
     os.environ.update(mpirun.environment())
     with tempfile.TemporaryDirectory() as directory:
-        commands = contenders(mpirun, directory)
+        commands = contenders(mpirun, directory, arguments.hosts, arguments.ssh_command)
         print("| ranks | stream | what | mpirun | " + " | ".join(f"{name} | ÷" for name in [*commands][1:]) + " |")
         print("|---" * (2 * len(commands) + 2) + "|")
         for ranks in arguments.ranks:
@@ -116,7 +122,7 @@ def main() -> None:
                     times: dict[str, list[float]] = {name: [] for name in commands}
                     for _ in range(arguments.rounds):
                         for name, command in commands.items():
-                            at = time.monotonic() + START_SECONDS
+                            at = time.monotonic() + start
                             argv = [*command, "-np", str(ranks), *program, str(count), str(at)]
                             times[name].append(seconds(argv, at, count * ranks * block))
                     speeds = {name: megabytes / statistics.median(each) for name, each in times.items()}

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         MismatchError,
         NotInitializedError,
         ParameterServerLost,
+        PeerLostError,
         StrategyError,
         WorkerFailed,
     )
@@ -49,6 +50,7 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "ParameterServerLost",
+    "PeerLostError",
     "ProcessSet",
     "StrategyError",
     "WorkerFailed",

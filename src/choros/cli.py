@@ -13,6 +13,8 @@ import click
 from choros import __version__
 from choros.bench.cli import bench
 from choros.errors import ChorosError
+from choros.launch.stacks import stacks
+from choros.observe.timeline.cli import timeline
 
 __all__ = ["main"]
 
@@ -24,6 +26,8 @@ Examples:
   chorosrun -np 2 python train.py     train on two processes (chorosrun --help)
   choros bench allreduce              compare choros with MPI, Gloo and memcpy on this machine
   choros bench train                  compare training steps with DDP, tf.distribute, keras.distribution
+  choros stacks                       what the ranks of a running job do: the stacks of all their threads
+  choros timeline run.json --summary  where the time of a recorded job went, and who waited for whom
 """
 
 
@@ -37,6 +41,8 @@ def choros(context: click.Context) -> None:
 
 
 choros.add_command(bench)
+choros.add_command(stacks)
+choros.add_command(timeline)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -6,6 +6,8 @@
     ├── ConfigError                 an argument or environment variable has an invalid value
     ├── NotInitializedError         a collective was called before init()
     ├── StrategyError               a strategy was used where it is not allowed
+    ├── GraphRequiredError          a function of TensorFlow 1 was called eagerly
+    ├── HostsUpdatedInterrupt       the hosts of an elastic job have changed: elastic.run goes on with them
     ├── LaunchError                 the job could not be started, or failed
     │   ├── HostUnreachable         a host does not exist or refuses the connection
     │   ├── WorkerFailed            a rank exited with an error
@@ -14,13 +16,16 @@
         ├── EngineUnavailable       the engine cannot run here
         ├── ClosureCancelled        a scheduled function was not run because another one failed
         ├── DriftError              ranks have different values of a variable that must be identical
-        ├── ParameterServerLost     a parameter server exited, and its variables are lost
+        ├── PeerLostError           a process that this one waited for has ended, or cannot be reached
+        │   └── ParameterServerLost a parameter server exited, and its variables are lost
         └── MismatchError           ranks called different collectives
 
 Each class has the ``exit_code`` with which ``chorosrun`` exits after the error.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 __all__ = [
     "ChorosError",
@@ -29,12 +34,15 @@ __all__ = [
     "DriftError",
     "EngineError",
     "EngineUnavailable",
+    "GraphRequiredError",
     "HostUnreachable",
+    "HostsUpdatedInterrupt",
     "JobTimeout",
     "LaunchError",
     "MismatchError",
     "NotInitializedError",
     "ParameterServerLost",
+    "PeerLostError",
     "StrategyError",
     "WorkerFailed",
 ]
@@ -77,8 +85,34 @@ class StrategyError(ChorosError, RuntimeError):
     exit_code = 2
 
 
-class LaunchError(ChorosError):
-    """The job could not be started, or failed."""
+class GraphRequiredError(ChorosError, RuntimeError):
+    """A function that adds operations to a graph of TensorFlow 1 was called eagerly.
+
+    Also a ``RuntimeError``, which Horovod raises in the same cases.
+    """
+
+    exit_code = 2
+
+
+class HostsUpdatedInterrupt(ChorosError, RuntimeError):
+    """The hosts of an elastic job have changed; ``elastic.run`` catches it, and goes on with them.
+
+    Also a ``RuntimeError``, as in Horovod.
+
+    Attributes:
+        skip_sync: whether hosts were only removed, so that the ranks that are left have the same state.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of the job have changed.")
+        self.skip_sync = skip_sync
+
+
+class LaunchError(ChorosError, RuntimeError):
+    """The job could not be started, or failed.
+
+    Also a ``RuntimeError``, which ``horovod.run`` raises in the same cases.
+    """
 
     exit_code = 70
 
@@ -116,7 +150,7 @@ class WorkerFailed(LaunchError):
 class EngineError(ChorosError, RuntimeError):
     """The communication between processes failed.
 
-    Also a ``RuntimeError``, as Horovod's ``HorovodInternalError`` is.
+    Also a ``RuntimeError``. Horovod's APIs name it ``HorovodInternalError``.
     """
 
 
@@ -131,17 +165,37 @@ class ClosureCancelled(EngineError):
 class DriftError(EngineError):
     """Ranks have different values of a trained variable, which synchronous training keeps identical.
 
-    Ranks compare their variables once, after the first steps. The text, the same on every rank, names the variable that
-    differs most and says by how much.
+    Ranks compare their variables after the first steps, and then after each ``CHOROS_COMPARE_EVERY``. The text is the
+    same on every rank. It names the first variable that differs, ranks that differ from most, and the largest
+    difference.
     """
 
 
-class ParameterServerLost(EngineError):
+class PeerLostError(EngineError):
+    """A process of the job that this one waited for was killed, has ended early, or cannot be reached any more.
+
+    A program that such an error ends exits with 69, so that its launcher can start the job again from its
+    last checkpoint.
+
+    Attributes:
+        ranks: the ranks that were lost, ascending; empty if the process has no rank, such as a parameter server.
+    """
+
+    exit_code = 69
+
+    def __init__(self, message: str = "", *, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(sorted(ranks))
+
+
+class ParameterServerLost(PeerLostError):
     """A parameter server exited; the variables and the optimizer state that it held are lost."""
 
 
-class MismatchError(EngineError):
+class MismatchError(EngineError, ValueError):
     """Ranks called different collectives, or the same one with different arguments; no data was sent.
+
+    Also a ``ValueError``, as Horovod's errors are for some mismatches.
 
     Raised on every rank with the same text, which lists each rank's call.
     """

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["FRAMEWORKS", "choose_keras_backend", "installed", "keras_backend_of_ranks", "missing_backend"]
+__all__ = ["FRAMEWORKS", "choose_keras_backend", "installed", "keras_backend_of_ranks", "missing_backend", "runs_here"]
 
 FRAMEWORKS = ("tensorflow", "torch", "jax")
 _VARIABLE = "KERAS_BACKEND"
@@ -35,11 +35,16 @@ def keras_backend_of_ranks(command: Sequence[str], environ: Mapping[str, str]) -
 
     They get it if only one framework is installed beside this Python, which is the one that they run.
     """
-    program = shutil.which(command[0], path=environ.get("PATH")) if command and not environ.get(_VARIABLE) else None
-    if program is None or Path(program).absolute().parent != Path(sys.executable).absolute().parent:
+    if environ.get(_VARIABLE) or not runs_here(command, environ):
         return {}
     found = installed()
     return {_VARIABLE: found[0]} if len(found) == 1 else {}
+
+
+def runs_here(command: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Returns whether ``command`` is a program of this Python's environment, and so has its packages."""
+    program = shutil.which(command[0], path=environ.get("PATH")) if command else None
+    return program is not None and Path(program).absolute().parent == Path(sys.executable).absolute().parent
 
 
 def missing_backend(error: ImportError) -> str:

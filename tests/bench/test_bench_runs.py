@@ -41,6 +41,7 @@ def test_allreduce(tmp_path: Path) -> None:
     assert {row["bytes"] for row in written["rows"] if row["bench"] == "grouped"} == {467_012, 31_038_084}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("framework", [name for name in ("torch", "jax", "tensorflow") if name in FRAMEWORKS][:1])
 def test_train(framework: str, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"

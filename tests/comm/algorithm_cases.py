@@ -13,7 +13,6 @@ from choros.comm import Communicator, Reduction, global_process_set
 from choros.comm.algorithms.algorithm import Tuning
 from choros.comm.algorithms.tuning import autotune
 from choros.comm.engines.mpi import MpiCommunicator
-from choros.comm.work import WorkQueue
 
 SMALL = Tuning(chunk_bytes=4096, window_bytes=64, block_bytes=256)
 
@@ -27,7 +26,7 @@ def on_hosts(*hosts: int, tuning: Tuning = SMALL) -> Iterator[MpiCommunicator]:
     """A communicator of all ranks that treats rank ``i`` as a rank of host ``hosts[i]``."""
     comm = MPI.Intracomm(MPI.COMM_WORLD.Dup())
     host = MPI.Intracomm(comm.Split(hosts[comm.Get_rank()], comm.Get_rank()))
-    communicator = MpiCommunicator(comm, range(comm.Get_size()), WorkQueue(), tuning, host)
+    communicator = MpiCommunicator(comm, range(comm.Get_size()), tuning, host)
     yield communicator
     communicator.close()
 
@@ -120,7 +119,10 @@ def case_subsets_of_ranks_have_separate_memory() -> None:
 def case_autotune_chooses_the_same_on_every_rank() -> None:
     communicator = of_all_ranks()
     assert isinstance(communicator, MpiCommunicator)
-    tuning = autotune(communicator, communicator.tuning, communicator.tune, megabytes=1)
+    tuning, measurements = autotune(communicator, communicator.tuning, communicator.tune, megabytes=1)
+    assert {each.tuning.chunk_bytes for each in measurements} > {tuning.chunk_bytes}
+    kept, measurements = autotune(communicator, tuning, communicator.tune, megabytes=1, keep_chunks=True)
+    assert {each.tuning.chunk_bytes for each in measurements} == {kept.chunk_bytes}
     chosen = [tuning.chunk_bytes, tuning.window_bytes, tuning.block_bytes]
     np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), Reduction.MAX), chosen)
     np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), Reduction.MIN), chosen)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -41,7 +43,8 @@ def reduced(arrays: list[Array], op: Reduction) -> Array:
 
 
 def operations(dtype: np.dtype) -> list[Reduction]:
-    return [op for op in Reduction if not (op is Reduction.AVERAGE and dtype == np.bool_)]
+    refused = [Reduction.ADASUM, *([Reduction.AVERAGE] if dtype == np.bool_ else [])]
+    return [op for op in Reduction if op not in refused]
 
 
 def check_same(result: Array, expected: Array, *what: object) -> None:
@@ -134,6 +137,52 @@ def case_allgather_treats_a_scalar_as_one_row(communicator: Communicator) -> Non
     check_same(communicator.allgather(np.float32(communicator.rank)), np.arange(communicator.size, dtype=np.float32))
 
 
+def case_grouped_allgather_takes_arrays_of_many_kinds_and_lengths(communicator: Communicator) -> None:
+    def arrays(rank: int, rows: int) -> list[Array]:
+        kinds = zip(DTYPES, itertools.cycle([(), (2,), (2, 0)]), strict=False)
+        return [values(rank, dtype, (rows + index % 3, *inner)) for index, (dtype, inner) in enumerate(kinds)]
+
+    for length in (lambda rank: 2, lambda rank: 3 * rank):  # the same on all ranks, and different
+        of_ranks = [[*arrays(rank, length(rank)), np.float32(rank)] for rank in range(communicator.size)]
+        results = communicator.grouped_allgather(of_ranks[communicator.rank])
+        for result, *parts in zip(results, *of_ranks, strict=True):
+            check_same(result, np.concatenate([np.atleast_1d(part) for part in parts]))
+    assert communicator.grouped_allgather([]) == []
+
+
+def case_grouped_reducescatter_takes_arrays_of_many_kinds(communicator: Communicator) -> None:
+    def arrays(rank: int) -> list[Array]:
+        return [values(rank, dtype, (3 + index % 4, 2)) for index, dtype in enumerate([*DTYPES, *DTYPES])]
+
+    of_ranks = [arrays(rank) for rank in range(communicator.size)]
+    for op in (Reduction.SUM, Reduction.MAX):
+        results = communicator.grouped_reducescatter(of_ranks[communicator.rank], op)
+        for result, *parts in zip(results, *of_ranks, strict=True):
+            start, end = shard_range(len(parts[0]), communicator.rank, communicator.size)
+            check_same(result, reduced(parts, op)[start:end])
+    assert communicator.grouped_reducescatter([]) == []
+
+
+def case_groups_are_sent_in_few_messages(communicator: Communicator) -> None:
+    size, sent = communicator.size, []
+    arrays = [np.full((size, 3), communicator.rank, np.float32)] * 5
+    with pytest.MonkeyPatch.context() as patch:
+
+        def count(name: str, call: Callable) -> None:
+            patch.setattr(communicator, name, lambda *args: sent.append(name) or call(*args))
+
+        count("_allgather", communicator._allgather)
+        count("_reducescatter", communicator._reducescatter)
+        for chunk_bytes, messages in ((communicator.chunk_bytes, 1), (arrays[0].nbytes, 5)):
+            patch.setattr(communicator, "chunk_bytes", chunk_bytes)
+            sent.clear()
+            for rows in communicator.grouped_allgather(arrays):
+                check_same(rows[:, 0], np.repeat(np.arange(size), size).astype(np.float32))
+            for rows in communicator.grouped_reducescatter(arrays, Reduction.MAX):
+                check_same(rows, np.full((1, 3), size - 1, np.float32))
+            assert sent == ["_allgather"] * messages + ["_reducescatter"] * messages
+
+
 def case_broadcast_returns_the_array_of_each_root(communicator: Communicator) -> None:
     for root in range(communicator.size):
         for dtype in DTYPES:
@@ -188,6 +237,9 @@ def case_invalid_arguments_are_the_same_error_on_all_ranks(communicator: Communi
         rf"root={size} is not one of the {size} ranks": lambda: communicator.broadcast(1.0, size),
         "root=-1 is not": lambda: communicator.broadcast(1.0, -1),
         "a scalar has no rows to scatter": lambda: communicator.reducescatter(1.0),
+        "dtype object": lambda: communicator.grouped_allgather([1.0, np.array([None])]),
+        "op=Adasum combines whole arrays": lambda: communicator.reducescatter(np.ones(4), Reduction.ADASUM),
+        "needs floating-point values, not int64": lambda: communicator.allreduce([1, 2], Reduction.ADASUM),
         "a scalar has no rows to send": lambda: communicator.alltoall(1.0),
         "must be . whole numbers": lambda: communicator.alltoall(np.ones(4), [1] * (size + 1)),
         "none negative": lambda: communicator.alltoall(np.ones(4), [-1] * size),
@@ -209,8 +261,10 @@ def case_each_call_costs_one_control_message(communicator: Communicator) -> None
         lambda: communicator.allreduce(rows),
         lambda: communicator.grouped_allreduce([rows, rows, rows]),
         lambda: communicator.allgather(rows),
+        lambda: communicator.grouped_allgather([rows, rows, rows]),
         lambda: communicator.broadcast(rows),
         lambda: communicator.reducescatter(rows),
+        lambda: communicator.grouped_reducescatter([rows, rows, rows]),
         lambda: communicator.alltoall(rows),
         lambda: communicator.barrier(),
         lambda: communicator.split([0]),

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import psutil
 import pytest
 
@@ -144,6 +145,32 @@ def case_invalid_process_sets_are_errors() -> None:
     for ranks in ([], [0, 3]):
         with pytest.raises(ConfigError, match=r"not distinct ranks of 0 … 2"):
             choros.add_process_set(ranks)
+
+
+def case_process_sets_of_any_iterable() -> None:
+    for ranks in (range(2), {1, 0}, np.arange(2), (rank for rank in (1, 0)), choros.ProcessSet(range(2))):
+        pair = choros.add_process_set(ranks)
+        assert (pair.ranks, pair.included()) == ([0, 1], choros.rank() < 2)
+        assert choros.remove_process_set(pair)
+    for given in (["0", "1"], [0.5], None, 3):
+        with pytest.raises(ConfigError, match="expected ranks, or an mpi4py communicator"):
+            choros.ProcessSet(given)
+
+
+def case_process_sets_of_mpi_communicators() -> None:
+    MPI = pytest.importorskip("mpi4py.MPI")
+    rank = choros.rank()
+    mine = choros.ProcessSet(MPI.COMM_WORLD.Split(rank % 2, rank))
+    assert mine.ranks == ([1] if rank == 1 else [0, 2])
+    pair = choros.ProcessSet([0, 1])
+    choros.shutdown()
+    choros.init(process_sets=[mine, pair])
+    assert (mine.process_set_id, pair.process_set_id) == (2 if rank == 1 else 1, 3)
+    assert total(mine) == (1 if rank == 1 else 2)
+    choros.shutdown()
+    choros.init()
+    with pytest.raises(ConfigError, match="that this rank is in"):
+        choros.ProcessSet(MPI.COMM_NULL)
 
 
 def case_ranks_that_add_different_sets_mismatch() -> None:

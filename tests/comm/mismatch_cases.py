@@ -26,6 +26,14 @@ DIFFERENT: dict[str, tuple[Callable[[Communicator], object], Callable[[Communica
     "operation": (lambda c: c.allreduce(ONES, Reduction.MIN), lambda c: c.allreduce(ONES, Reduction.MAX)),
     "root": (lambda c: c.broadcast(ONES, 0), lambda c: c.broadcast(ONES, 1)),
     "number of arrays": (lambda c: c.grouped_allreduce([ONES]), lambda c: c.grouped_allreduce([ONES, ONES])),
+    "shape in a group": (
+        lambda c: c.grouped_reducescatter([ONES, ONES]),
+        lambda c: c.grouped_reducescatter([ONES, ONES[1:]]),
+    ),
+    "inner shape in a group": (
+        lambda c: c.grouped_allgather([ONES, ONES[None]]),
+        lambda c: c.grouped_allgather([ONES[1:], ONES[None, 1:]]),
+    ),
     "members": (lambda c: c.split([0]), lambda c: c.split([1])),
 }
 
@@ -92,21 +100,26 @@ def case_mismatch_of_a_started_collective_is_raised_by_wait(communicator: Commun
 def case_ranks_that_have_joined_follow_what_they_know(communicator: Communicator) -> None:
     known = [Request("first"), Request("second")]
     followed = []
-    with communicator.exclusive():
-        if communicator.rank == 0:
-            assert communicator.agree(known[1], value=7) == [7] + [0] * (communicator.size - 1)
-        while (joined := communicator.join(known)) is not None:
-            followed.append(joined)
+    if communicator.rank == 0:
+        values = communicator.atomic(lambda: communicator.agree(known[1], value=7))
+        assert values == [7] + [0] * (communicator.size - 1)
+    communicator.join(lambda: known, lambda *joined: followed.append(joined))
     expected = [(known[1], [7] + [0] * (communicator.size - 1))]
     assert followed == ([] if communicator.rank == 0 else expected)
 
 
 def case_call_that_joined_ranks_do_not_know_is_a_mismatch_on_all(communicator: Communicator) -> None:
-    call = communicator.barrier if communicator.rank == 0 else lambda: communicator.join([Request("first")])
+    def call() -> object:
+        return (
+            communicator.split([0])
+            if communicator.rank == 0
+            else communicator.join(lambda: [Request("first")], lambda *_: None)
+        )
+
     with pytest.raises(MismatchError) as raised:
         call()
     requests = [request.partition(" at ")[0] for _, request in sorted(requests_in(raised.value).items())]
-    assert requests == ["barrier()"] + ["join()"] * (communicator.size - 1)
+    assert requests == ["split(ranks=[0])"] + ["join()"] * (communicator.size - 1)
     assert communicator.allreduce(1, Reduction.SUM) == communicator.size
 
 

@@ -48,6 +48,7 @@ def test_long_yields_show_that_the_core_is_shared(shared: bool, monkeypatch: pyt
     assert wait_until(lambda: next(answers)) is shared
 
 
+@pytest.mark.slow
 def test_a_wait_of_a_second_polls_about_a_thousand_times() -> None:
     polls = 0
 
@@ -61,12 +62,14 @@ def test_a_wait_of_a_second_polls_about_a_thousand_times() -> None:
     assert polls < 2000
 
 
+@pytest.mark.slow
 @on(Job(2), ON_TORCH)
 @pytest.mark.parametrize("case", case_names(MODULE))
 def test_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 
 
+@pytest.mark.slow
 @on(Job(2))
 @pytest.mark.parametrize("case", case_names(MPI))
 def test_ranks_of_mpi(case: str, job: Job) -> None:
@@ -87,6 +90,7 @@ for step, seconds in ((choros.init, 3), (choros.shutdown, 1)):
 """
 
 
+@pytest.mark.slow
 def test_rank_that_joins_or_leaves_early_waits_at_little_cost() -> None:
     command = [CHOROSRUN, "-np", "2", "--no-prefix-output", sys.executable, "-c", ARRIVES_LATE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -121,6 +125,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_interrupted_rank_stops_waiting_and_cannot_communicate(tmp_path: Path) -> None:
     command = [CHOROSRUN, "-np", "2", "--no-prefix-output", sys.executable, "-c", INTERRUPTED, str(tmp_path / "end")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

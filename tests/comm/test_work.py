@@ -68,3 +68,52 @@ def test_closed_queue_has_finished_its_works_and_accepts_new_ones(queue: WorkQue
     queue.close()
     assert all(work.done() for work in works)
     assert queue.submit(str, 3).wait() == "3"
+
+
+def test_a_name_is_free_again_when_its_work_has_ended(queue: WorkQueue) -> None:
+    for _ in range(3):
+        assert queue.submit_named("a", str, 1).wait() == "1"
+
+
+class Ranks:
+    """The other ranks: they make the given plans when this rank's proposals differ from theirs."""
+
+    def __init__(self, queue: WorkQueue, plans: list[list[str]]) -> None:
+        self.queue = queue
+        self.plans = plans
+        self.turns: list[str] = []
+
+    def propose(self, name: str) -> tuple[str, bool]:
+        return name, not self.plans or bool(self.queue.plan)
+
+    def make_plan(self, name: str) -> None:
+        del name
+        self.queue.plan.extend(self.plans.pop(0))
+
+    def collective(self, name: str) -> None:
+        with self.queue.exclusive():
+            self.queue.take_turn(name, self.propose, self.make_plan, name)
+            self.turns.append(name)
+
+
+def test_works_run_in_the_order_of_the_plan_and_later_in_the_same_order_without_one(queue: WorkQueue) -> None:
+    ranks = Ranks(queue, plans=[["c", "b", "a"]])
+    for _ in range(2):
+        with queue.exclusive():  # the queue's thread begins when all are submitted
+            works = [queue.submit_named(name, ranks.collective, name) for name in "abc"]
+        for work in works:
+            work.wait()
+    assert ranks.turns == ["c", "b", "a", "c", "b", "a"]
+
+
+def test_a_section_that_is_given_up_is_left_with_the_same_depth(queue: WorkQueue) -> None:
+    ranks = Ranks(queue, plans=[["b", "a"]])
+    with queue.exclusive(), queue.exclusive():
+        work = queue.submit_named("b", ranks.collective, "b")
+        ranks.collective("a")
+        assert work.done()
+    assert ranks.turns == ["b", "a"]
+    thread = threading.Thread(target=ranks.collective, args=("c",))
+    thread.start()
+    thread.join()
+    assert ranks.turns == ["b", "a", "c"]

@@ -36,7 +36,7 @@ import_module(FRAMEWORK)
 
 
 def replicas() -> ProcessReplicas:
-    return ProcessReplicas(choros.size(), choros.rank())
+    return ProcessReplicas()
 
 
 def examples(n: int) -> dict[str, NDArray]:
@@ -226,7 +226,7 @@ def case_a_loader_with_small_batches_in_the_middle_is_an_error() -> None:
 
 def case_one_replica_gets_the_data_set_itself() -> None:
     before = choros.global_process_set.communicator.collectives
-    alone = ProcessReplicas(1, 0)
+    alone = ProcessReplicas(alone=True)
     for kind in KINDS.values():
         data = kind(11, 4)
         assert datasets.distribute(data, alone) is data

@@ -34,9 +34,7 @@ with nullcontext() if horovods else distribute.MirroredStrategy().scope():
 
 
 def save():
-    if kind == "sharded weights":
-        model.save_weights(directory / "model" / "model.weights.json", max_shard_size=5e-8)
-    elif horovods:
+    if horovods:
         checkpoint = keras.callbacks.ModelCheckpoint(directory / "model" / "model.keras")
         start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0, callbacks=[start, checkpoint])

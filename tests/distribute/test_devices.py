@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from harness import FRAMEWORKS, Job, case_names, check_case, on, on_frameworks
+from ranks.job import FAST_TO_COMPILE
 
 MODULE = "distribute.device_cases"
 ONE = "distribute.one_device_cases"
@@ -14,7 +15,7 @@ ONE = "distribute.one_device_cases"
 needs_jax = pytest.mark.skipif("jax" not in FRAMEWORKS, reason="needs JAX")
 
 
-FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+FLAGS = f"--xla_force_host_platform_device_count=4 {FAST_TO_COMPILE}"
 
 
 @needs_jax

@@ -3,6 +3,7 @@
 import pytest
 
 from choros.distribute import job_replicas
+from choros.distribute.process_replicas import ProcessReplicas
 from choros.topology import Topology
 
 
@@ -11,7 +12,7 @@ from choros.topology import Topology
 )
 def test_a_lone_process_says_how_to_have_more_replicas(monkeypatch, caplog, topology, reported):
     monkeypatch.setattr(job_replicas, "framework", lambda: "torch")
-    monkeypatch.setattr(job_replicas, "synchronous_training", lambda topology: None)
+    monkeypatch.setattr(job_replicas, "synchronous_training", lambda: None)
     replicas, _ = job_replicas.replicas_of(topology)
-    assert replicas.count == topology.size
+    assert isinstance(replicas, ProcessReplicas)
     assert ("chorosrun -np N python" in caplog.text) == reported

@@ -81,8 +81,9 @@ def test_worker_whose_peer_is_killed_ends_with_an_error() -> None:
     environs = [{"KERAS_BACKEND": "torch", "TF_CONFIG": tf_config(workers, index)} for index in range(2)]
     (code, output), (code_of_dead, other_output) = together([sys.executable, SCRIPT, "die"], environs)
     assert code_of_dead == -signal.SIGKILL, other_output
-    assert code == 1, output
-    assert "Another rank has ended, or cannot be reached any more" in output
+    assert code == 69, output
+    assert "PeerLostError" in output
+    assert "cannot be completed: rank 1 on " in output
 
 
 # ── starts that fail ─────────────────────────────────────────────────────────────────────────────

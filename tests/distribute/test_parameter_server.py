@@ -48,7 +48,7 @@ def test_all_processes_end_with_the_chief(framework: str) -> None:
     first = resumed = {"ps 0": 0, "worker 0": 0, "chief 0": 0}
     resumed = {**resumed, "ps 1": 0}
     if framework == WITH_TWO_WORKERS:
-        first = {**first, "ps 1": -9, "worker 1": -9, "worker 1 again": 0, "chief 0": 1}
+        first = {**first, "ps 1": -9, "worker 1": -9, "worker 1 again": 0, "chief 0": 69}
         resumed = {**resumed, "worker 1": 0, "evaluator 0": 0}
     expected = {FIRST: first, RESUMED: resumed}
     if framework == WITH_TWO_WORKERS:

@@ -25,7 +25,6 @@ def test_two_ranks(case: str, job: Job) -> None:
 @pytest.mark.parametrize(
     ("kind", "framework"),
     [
-        pytest.param("sharded weights", "torch", marks=needs("torch")),
         pytest.param("checkpoint of Horovod's face", "torch", marks=needs("torch")),
         pytest.param("SavedModel", "tensorflow", marks=needs("tensorflow")),
     ],

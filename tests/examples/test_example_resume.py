@@ -12,7 +12,7 @@ import pytest
 
 from examples.example_jobs import Job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.program]
 
 JOB = ("unet_horovod", "--epochs", 3, "--limit", 53)
 

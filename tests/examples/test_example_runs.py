@@ -93,6 +93,7 @@ EXAMPLES: dict[str, tuple[list[dict[str, object]], Callable[[Path, str, str], No
 }
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     ("framework", "names"),
     [  # Each on the frameworks for which it has specific code.
@@ -120,6 +121,7 @@ def test_mnist_needs_no_launcher(start: Start, tmp_path: Path) -> None:
     figures_of(tmp_path, "mnist_horovod", "torch", [1], ranks=1)
 
 
+@pytest.mark.nightly
 def test_parameter_server(start: Start, tmp_path: Path) -> None:
     command = [*argv("parameter_server", tmp_path, epochs=2, limit=64), "--coordinator"]
     output = start("several", *command, framework="torch", ranks=1, servers=1).wait()

@@ -100,6 +100,39 @@ def check_fit(optimizer, n):
     assert_same_history(ours, theirs)
 
 
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def case_a_step_reads_only_the_rows_of_its_batch(policy):
+    """Not all of the variable, as ``tf.gather`` of Keras' variables does by itself; the values are the same."""
+    layer = keras.layers.Embedding(WORDS, 4, dtype=policy)
+    layer.build()
+    words = tf.constant(data(BATCH)[0]["words"])
+
+    @tf.function
+    def own(words):
+        with tf.GradientTape() as tape:
+            rows = layer(words)
+        return rows, tape.gradient(rows, layer.embeddings.value)
+
+    def whole(words):
+        with tf.GradientTape() as tape:
+            rows = tf.gather(tf.cast(tf.identity(layer.embeddings.value), layer.compute_dtype), words)
+        return rows, tape.gradient(rows, layer.embeddings.value)
+
+    pending = [tensor.op for tensor in own.get_concrete_function(words).outputs]
+    operations: set[str] = set()  # those that compute the results
+    while pending:
+        operation = pending.pop()
+        operations.add(operation.type)
+        pending += [tensor.op for tensor in operation.inputs]
+    assert "ResourceGather" in operations
+    assert not operations & {"ReadVariableOp", "GatherV2"}
+    (rows, gradient), (expected, theirs) = own(words), whole(words)
+    np.testing.assert_array_equal(rows, expected)
+    np.testing.assert_array_equal(gradient.indices, theirs.indices)
+    np.testing.assert_array_equal(gradient.values, theirs.values)
+    assert gradient.dtype == theirs.dtype == tf.float32
+
+
 def case_compiled_steps_gather_rows():
     """A step sends the rows of its batch, all embeddings in one message, and not the variables."""
     expected, _ = plain(OPTIMIZERS["adam"])

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from harness import CHOROSRUN, FRAMEWORKS, Job, case_names, check_case, on
+from ranks.job import FAST_TO_COMPILE
 
 MODULE = "keras_face.xla_cases"
-FAST_TO_COMPILE = "--xla_backend_optimization_level=0"
 TRANSPARENCY = "case_twenty_steps_are_those_of_one_device"
 ENGINE = {"CHOROS_ENGINE": "xla", "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
@@ -29,6 +29,7 @@ def test_two_processes_with_two_devices(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 
 
+@pytest.mark.nightly
 @on(xla(2, 1))
 def test_one_device_each(job: Job) -> None:
     check_case(MODULE, TRANSPARENCY, job)

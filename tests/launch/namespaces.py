@@ -52,13 +52,17 @@ def two_hosts(directory):
         reach.chmod(0o755)
         yield Network((f"10.77.{number}.11", f"10.77.{number}.12"), reach, log, namespaces)
     finally:
-        for namespace in namespaces:
+        # The links first: with a namespace they would go later, and the next hosts may have their names.
+        for host, namespace in enumerate(namespaces, 1):
+            ip("link", "del", f"{name}v{host}", check=False)
             ip("netns", "del", namespace, check=False)
         ip("link", "del", bridge, check=False)
 
 
 def ip(*arguments, check=True):
-    subprocess.run(["ip", *arguments], check=check, capture_output=True, timeout=20)
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)
+    if check and done.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 def free_number():
@@ -67,8 +71,8 @@ def free_number():
         number = 20 + (os.getpid() + 7 * attempt) % 200
         try:
             ip("link", "add", f"chb{number}", "type", "bridge")
-        except subprocess.CalledProcessError as error:
-            problem = error.stderr.decode().strip()
+        except OSError as error:
+            problem = str(error)
         else:
             return number
     pytest.skip(f"no bridge can be created: {problem}")

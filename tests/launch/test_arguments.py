@@ -8,6 +8,7 @@ import pytest
 from choros.errors import ConfigError
 from choros.launch import cli
 from choros.launch.plan.arguments import Arguments
+from choros.launch.plan.horovod_flags import HOROVOD_FLAGS, Same
 from choros.launch.plan.hosts import Host
 from choros.launch.plan.limits import Limits
 from choros.launch.protocol.wrapper_options import WrapperOptions
@@ -22,12 +23,25 @@ def job(accelerators=0, names=("here",), environ=None, **given):
 
 def test_chorosrun_and_run_have_the_same_arguments_and_defaults():
     flags = {option.name: option for option in cli.chorosrun.params}
-    only_flags = {"command", "log_level", "mpi", "dry_run", "version", "check_build"}
-    assert flags.keys() - only_flags == DEFAULTS.keys() - {"in_python"}
+    horovods = {flag.dest for flag in HOROVOD_FLAGS if not isinstance(flag.does, Same)}
+    only_flags = {"command", "config_file", "dry_run", "version", "check_build"}
+    assert flags.keys() - only_flags - horovods == DEFAULTS.keys() - {"in_python"}
     parameters = inspect.signature(run).parameters
-    assert parameters.keys() - {"fn", "args", "kwargs", "np"} == DEFAULTS.keys() - {"in_python", "ps", "max_restarts"}
-    for name in parameters.keys() - {"fn", "args", "kwargs", "np", "env"}:
-        assert parameters[name].default == DEFAULTS[name], name
+    only_runs = {
+        "func",
+        "args",
+        "kwargs",
+        "output_filename",
+        "network_interface",
+        "executable",
+        "np",
+        "min_np",
+        "max_np",
+    }
+    in_both = DEFAULTS.keys() - {"in_python", "ps", "max_restarts", "nproc_per_node"}
+    assert parameters.keys() - only_runs - horovods == in_both
+    for name in in_both - {"num_proc", "env"}:
+        assert (parameters[name].default or None) == (DEFAULTS[name] or None), name
     context = cli.chorosrun.make_context("chorosrun", ["true"])
     assert cli.arguments_of(context.params) == Arguments()
 
@@ -60,6 +74,17 @@ def test_a_job():
     made = job(hosts="here:1,there:1", mpi_args="--mca 'a b' c", network_interfaces="eth0, eth1")
     assert made.remote == (Host("there", 1),)
     assert (made.mpi_args, made.network_interfaces) == (("--mca", "a b", "c"), ("eth0", "eth1"))
+    assert job(network_interfaces=["eth0", "eth1,eth0", ""]).network_interfaces == ("eth0", "eth1")
+
+
+def test_ranks_on_each_host():
+    assert job(nproc_per_node=3).size == 3
+    made = job(nproc_per_node=2, hosts="here:4,there:2")
+    assert (made.size, made.hosts) == (4, (Host("here", 2), Host("there", 2)))
+    with pytest.raises(ConfigError, match="--nproc-per-node 3: fewer slots have there:2"):
+        job(nproc_per_node=3, hosts="here:4,there:2")
+    with pytest.raises(ConfigError, match="--nproc-per-node 2: in a scheduler's allocation, give -np, or name the"):
+        job(nproc_per_node=2, environ={"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2(x2)"})
 
 
 def test_options_of_the_wrappers():
@@ -91,9 +116,17 @@ def test_whether_equal_lines_are_merged(given, value, merges):
 
 
 def test_limits():
-    assert Arguments().limits == Limits()
-    assert Arguments(timeout=5, start_timeout=2, grace_period=0, exit_timeout=9).limits == Limits(2, 5, 0, 9, 9)
-    assert (Arguments().limits.exit, Arguments().limits.exit_of_all) == (300, None)
+    assert Arguments().limits({}) == Limits()
+    assert Arguments(timeout=5, start_timeout=2, grace_period=0, exit_timeout=9).limits({}) == Limits(2, 5, 0, 9, 9)
+    assert (Arguments().limits({}).exit, Arguments().limits({}).exit_of_all) == (300, None)
+
+
+def test_limits_of_the_environment():
+    environ = {"HOROVOD_START_TIMEOUT": "7", "HOROVOD_STALL_CHECK_TIME_SECONDS": "8"}
+    limits = Arguments(env={"CHOROS_STALL_SHUTDOWN_SECONDS": "9"}).limits(environ)
+    assert (limits.start, limits.stall, limits.stall_shutdown) == (7, 8, 9)
+    assert Arguments(start_timeout=2).limits({**environ, "CHOROS_START_TIMEOUT": "3"}).start == 2
+    assert Arguments().limits({**environ, "CHOROS_START_TIMEOUT": "3"}).start == 3
 
 
 @pytest.mark.parametrize(
@@ -105,15 +138,16 @@ def test_limits():
         ({"ssh_port": 70_000}, "--ssh-port 70000: expected a whole number from 1 to 65535"),
         ({"timeout": float("nan")}, "--timeout nan: expected a finite number of seconds, more than 0"),
         ({"start_timeout": float("inf")}, "--start-timeout inf: expected a finite number"),
-        ({"start_timeout": None}, "--start-timeout None: expected a finite number"),
+        ({"start_timeout": True}, "--start-timeout True: expected a finite number"),
+        ({"nproc_per_node": 2, "num_proc": 2}, "--nproc-per-node replaces -np"),
         ({"start_timeout": 0}, "--start-timeout 0: expected"),
         ({"grace_period": -1}, "--grace-period -1: expected a finite number of seconds, 0 or more"),
         ({"hosts": "a", "hostfile": "b"}, "--hosts and --hostfile both name hosts: give only one of them"),
         ({"merge_output": True, "prefix_output": False}, "--merge-output True: lines are merged only if a prefix"),
         ({"max_restarts": 1}, "--max-restarts applies only to the workers"),
         ({"env": {"A": 1}}, r"env=\{'A': 1\}: the name and the value of an environment variable must be strings"),
-        ({"num_proc": 0, "in_python": True}, "^np=0: expected"),
-        ({"start_timeout": None, "in_python": True}, "^start_timeout=None: expected"),
+        ({"num_proc": 0, "in_python": True}, "^num_proc=0: expected"),
+        ({"start_timeout": -1, "in_python": True}, "^start_timeout=-1: expected"),
     ],
 )
 def test_invalid_values(given, message):
@@ -136,16 +170,17 @@ def test_more_slots_than_any_machine_has(slots):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"fn": "nope"}, "expected a function"),
-        ({"np": 0}, "np=0: expected a whole number"),
-        ({"np": 1, "num_proc": 2}, "two names of one argument"),
+        ({"func": "nope"}, "expected a function"),
+        ({"num_proc": 0}, "num_proc=0: expected a whole number"),
+        ({"output_dir": "a", "output_filename": "b"}, "two names of one argument"),
+        ({"use_gloo": True, "use_mpi": True}, "Gloo and MPI are two engines"),
         ({"timeout": float("inf")}, "timeout=inf: expected"),
     ],
 )
 def test_run_starts_nothing_with_invalid_arguments(given, message, monkeypatch):
     monkeypatch.setattr("choros.launch.run.launch", None)
     with pytest.raises(ConfigError, match=message):
-        run(**{"fn": print, **given})
+        run(**{"func": print, **given})
 
 
 @pytest.mark.parametrize(
@@ -153,8 +188,8 @@ def test_run_starts_nothing_with_invalid_arguments(given, message, monkeypatch):
     [
         (["-np", "two"], {}, "'two' is not a valid whole number"),
         (["--start-timeout", "inf"], {}, "--start-timeout inf: expected a finite number of seconds"),
-        ([], {"CHOROS_START_TIMEOUT": "nan"}, "--start-timeout nan: expected a finite number of seconds"),
-        ([], {"CHOROS_START_TIMEOUT": "soon"}, "'soon' is not a valid number of seconds"),
+        ([], {"CHOROS_START_TIMEOUT": "nan"}, "CHOROS_START_TIMEOUT='nan' is not a number of seconds above 0"),
+        ([], {"HOROVOD_START_TIMEOUT": "soon"}, "HOROVOD_START_TIMEOUT='soon' is not a number of seconds above 0"),
     ],
 )
 def test_chorosrun_reports_invalid_arguments(arguments, environ, message, monkeypatch, capsys):

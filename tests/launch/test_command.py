@@ -1,6 +1,7 @@
 """Job → command line and environment, for each MPI implementation."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -47,13 +48,21 @@ def test_open_mpi_5_on_one_host():
     )
 
 
+def test_ranks_of_one_host_communicate_through_loopback():
+    """The daemons of mpirun refuse it."""
+    argv = argv_of(replace(LOCAL, network_interfaces=("lo",)))
+    assert "prte_if_include" not in argv
+    assert argv[argv.index("btl_tcp_if_include") :][:2] == ("btl_tcp_if_include", "lo")
+    assert "prte_if_include" in argv_of(replace(REMOTE, network_interfaces=("lo",)))
+
+
 def test_open_mpi_5_on_remote_hosts():
     assert argv_of(REMOTE, environ=ENVIRON, root=True) == (
         *("/bin/mpirun", "--allow-run-as-root", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"),
         *("--prtemca", "prte_local_tmpdir_base", "/tmp/s"),
         *("--prtemca", "plm_ssh_agent", "ssh -o BatchMode=yes -p 2222"),
-        *("--prtemca", "oob_tcp_keepalive_time", "10", "--prtemca", "oob_tcp_keepalive_intvl", "5"),
-        *("--prtemca", "oob_tcp_keepalive_probes", "4"),
+        *("--prtemca", "oob_tcp_keepalive_time", "1", "--prtemca", "oob_tcp_keepalive_intvl", "1"),
+        *("--prtemca", "oob_tcp_keepalive_probes", "2"),
         *("--prtemca", "prte_if_include", "eth0,eth1", "--mca", "btl_tcp_if_include", "eth0,eth1"),
         *("--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp", "-H", "a:2,b:2"),
         *("-x", "CHOROS_JOB", "-x", "GLOO_SOCKET_IFNAME", "-x", "NCCL_SOCKET_IFNAME", "-x", "PATH", "-x", "SECRET"),
@@ -65,10 +74,10 @@ def test_open_mpi_4_on_remote_hosts():
     assert argv_of(REMOTE, OpenMpi4(), ENVIRON) == (
         *("/bin/mpirun", "--bind-to", "none", "--map-by", "slot", "--oversubscribe"),
         *("--mca", "orte_local_tmpdir_base", "/tmp/s"),
-        *("--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2"),
+        *("--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2,SIGPROF"),
         *("--mca", "plm_rsh_agent", "ssh -o BatchMode=yes -p 2222"),
-        *("--mca", "oob_tcp_keepalive_time", "10", "--mca", "oob_tcp_keepalive_intvl", "5"),
-        *("--mca", "oob_tcp_keepalive_probes", "4"),
+        *("--mca", "oob_tcp_keepalive_time", "1", "--mca", "oob_tcp_keepalive_intvl", "1"),
+        *("--mca", "oob_tcp_keepalive_probes", "2"),
         *("--mca", "oob_tcp_if_include", "eth0,eth1", "--mca", "btl_tcp_if_include", "eth0,eth1"),
         *("--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp", "-H", "a:2,b:2"),
         *("-x", "CHOROS_JOB", "-x", "GLOO_SOCKET_IFNAME", "-x", "NCCL_SOCKET_IFNAME", "-x", "PATH", "-x", "SECRET"),
@@ -132,6 +141,7 @@ def test_a_rank_of_another_launcher_can_start_jobs():
     assert planned(LOCAL, environ=environ).environ == {
         "SLURM_PROCID": "0",
         "SLURM_JOB_ID": "7",
+        "SLURM_OVERLAP": "1",
         "HOME": "/root",
         "CHOROS_JOB": "j1",
     }

@@ -14,9 +14,9 @@ def test_the_last_rank_removes_it(tmp_path):
     assert first.path.stat().st_mode & 0o777 == 0o700
     for rank in (0, 1):
         (first.path / f"segment.{rank}").touch()
-    first.release(0)
+    first.release(".0")
     assert [path.name for path in first.path.iterdir()] == ["segment.1"]
-    second.release(1)
+    second.release(".1")
     assert not first.path.exists()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.plan.environment import allocated_slots, forwarded, parse_variables
+from choros.launch.plan.environment import allocated_slots, for_srun, forwarded, parse_variables
 
 
 def test_variables_of_this_host_are_not_forwarded():
@@ -43,3 +43,9 @@ def test_slots_of_an_allocation(tmp_path):
     assert allocated_slots({"PE_HOSTFILE": "f", "NSLOTS": "6"}) == 6
     with pytest.raises(ConfigError, match=r"SLURM_TASKS_PER_NODE='\?' is not a list of counts"):
         allocated_slots({"SLURM_JOB_ID": "1", "SLURM_TASKS_PER_NODE": "?"})
+
+
+def test_mpiruns_daemons_share_the_users_own_step_of_slurm():
+    assert for_srun({"PATH": "/bin"}) == {}
+    assert for_srun({"SLURM_JOB_ID": "1"}) == {"SLURM_OVERLAP": "1"}
+    assert for_srun({"SLURM_JOB_ID": "1", "SLURM_OVERLAP": "0"}) == {"SLURM_OVERLAP": "0"}

@@ -27,8 +27,7 @@ def test_a_wrapper_needs_the_standard_library_and_choros() -> None:
     assert not {"hashlib", "random", "shutil", "socket", "tempfile", "ctypes"} & loaded
 
 
-def test_chorosrun_imports_neither_numpy_nor_network_modules() -> None:
+def test_chorosrun_imports_neither_numpy_nor_network_modules_nor_yaml() -> None:
     loaded = modules_after("import choros.launch.cli")
-    assert (
-        not {"numpy", "psutil", "mpi4py", "asyncio", "hashlib", "socket", "concurrent", "importlib.metadata"} & loaded
-    )
+    heavy = {"numpy", "psutil", "mpi4py", "asyncio", "hashlib", "socket", "concurrent", "importlib.metadata", "yaml"}
+    assert not heavy & loaded

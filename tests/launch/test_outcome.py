@@ -2,8 +2,9 @@
 
 import pytest
 
+from choros.launch.driver.failures import exception_name
 from choros.launch.driver.mpirun_messages import explain
-from choros.launch.driver.outcome import exception_name, outcome_of
+from choros.launch.driver.outcome import outcome_of
 from choros.launch.driver.stopping import Reason, Stage, stages
 from choros.launch.driver.supervisor import JobEnd
 from choros.launch.plan.limits import Limits
@@ -250,6 +251,7 @@ def test_stages():
         Reason.STUCK: ["SIGTERM", "SIGKILL"],
         Reason.DONE: ["SIGTERM", "SIGKILL"],
         Reason.INTERRUPT: ["SIGINT", "SIGKILL"],
+        Reason.TOO_FEW: ["SIGTERM", "SIGKILL"],
         Reason.TERMINATE: ["SIGTERM", "SIGKILL"],
         Reason.TIMEOUT: ["SIGTERM", "SIGKILL"],
         Reason.START_TIMEOUT: ["SIGKILL"],

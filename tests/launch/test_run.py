@@ -40,7 +40,7 @@ def leave():
 
 
 def test_results_in_order(capsys, tmp_path):
-    assert run(add_rank, (10,), {"plus": 100}, np=2, output_dir=tmp_path) == [110, 111]
+    assert run(add_rank, (10,), {"plus": 100}, num_proc=2, output_dir=tmp_path) == [110, 111]
     assert sorted(capsys.readouterr().out.splitlines()) == ["[0] rank 0 of 2", "[1] rank 1 of 2"]
     assert (tmp_path / "rank.1" / "stdout").read_text() == "rank 1 of 2\n"
 
@@ -53,16 +53,18 @@ def test_large_arguments_and_results():
 
 
 def test_one_rank_needs_no_mpi():
-    assert run(math.sqrt, (16.0,), np=1) == [4.0]
+    assert run(math.sqrt, (16.0,)) == [4.0]
 
 
 def test_environment_is_set():
-    assert run(lambda: __import__("os").environ["CHOROS_TEST_VALUE"], np=1, env={"CHOROS_TEST_VALUE": "x"}) == ["x"]
+    assert run(lambda: __import__("os").environ["CHOROS_TEST_VALUE"], num_proc=1, env={"CHOROS_TEST_VALUE": "x"}) == [
+        "x"
+    ]
 
 
 def test_a_rank_that_fails():
     with pytest.raises(WorkerFailed) as raised:
-        run(fail_on_one, (1,), np=2)
+        run(fail_on_one, (1,), num_proc=2)
     error = raised.value
     assert (error.rank, error.exit_code) == (1, 1)
     assert error.host
@@ -76,17 +78,17 @@ def test_a_rank_that_fails():
 
 def test_a_job_that_takes_too_long():
     with pytest.raises(JobTimeout, match=r"timeout=2 s"):
-        run(sleep, np=1, timeout=2, grace_period=1)
+        run(sleep, timeout=2, grace_period=1)
 
 
 def test_a_function_that_does_not_return():
     with pytest.raises(Exception, match="rank 0 ended before the function had returned"):
-        run(leave, np=1)
+        run(leave)
 
 
 def test_from_another_thread():
     results = []
-    thread = threading.Thread(target=lambda: results.append(run(math.sqrt, (4.0,), np=1)))
+    thread = threading.Thread(target=lambda: results.append(run(math.sqrt, (4.0,))))
     thread.start()
     thread.join(60)
     assert results == [[2.0]]

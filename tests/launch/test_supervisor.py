@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from choros.launch import wrapper
+from choros.launch.driver.line_merger import LineMerger
 from choros.launch.driver.output import Output, Screen
 from choros.launch.driver.stopping import Reason
 from choros.launch.driver.supervisor import supervise
@@ -32,13 +33,13 @@ ENVIRON = {
 HEAD = f"import os, signal, sys, time\ndef to_chorosrun(number): os.kill({os.getpid()}, number)\n"
 
 
-def job(code, *options, limits=None, environ=ENVIRON, wrapper=WRAPPER, **how):
+def job(code, *options, limits=None, environ=ENVIRON, wrapper=WRAPPER, err=None, merger=None, **how):
     """The end of a job whose rank runs ``code``, and its output."""
     argv = (*wrapper, "--no-bind", *options, "--", sys.executable, "-c", HEAD + code)
-    out, err = io.BytesIO(), io.BytesIO()
-    screen = Screen(out, err, prefix=False, colour=False)
+    out, err = io.BytesIO(), err or io.BytesIO()
+    output = Output(Screen(out, err, prefix=False, colour=False), merger=merger)
     command = Command(argv, {**os.environ, **environ})
-    job_end = supervise(command, 1, Output(screen), signal_map=OpenMpi5.signal_map, limits=limits or Limits(), **how)
+    job_end = supervise(command, 1, output, signal_map=OpenMpi5.signal_map, limits=limits or Limits(), **how)
     return job_end, out.getvalue(), err.getvalue()
 
 
@@ -67,6 +68,28 @@ def test_frames_pass_mpirun_by(tmp_path):
         )
     assert (end_of(job_end), job_end.reason) == ((0, False), None)
     assert out == b"a" * 3_000_000 + b"\n"
+
+
+#: An mpirun that ends only once the file is there.
+LATE_MPIRUN = """
+import os, signal, subprocess, sys, time
+wrapper = subprocess.Popen(sys.argv[2:])
+signal.signal(signal.SIGURG, lambda number, frame: wrapper.send_signal(number))
+wrapper.wait()
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
+
+
+def test_lines_are_not_held_until_mpirun_ends(tmp_path):
+    class Err(io.BytesIO):
+        def write(self, data):
+            (tmp_path / "shown").touch()
+            return super().write(data)
+
+    mpirun = (sys.executable, "-c", LATE_MPIRUN, str(tmp_path / "shown"), *WRAPPER)
+    job_end, _, err = job("print('the last', file=sys.stderr)", wrapper=mpirun, err=Err(), merger=LineMerger(size=2))
+    assert (end_of(job_end), job_end.mpirun_code, err) == ((0, False), 0, b"the last\n")
 
 
 def test_a_rank_raises():

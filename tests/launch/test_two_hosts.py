@@ -9,13 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from choros.errors import WorkerFailed
 from choros.launch.processes.directories import remove_stale
 from choros.launch.run import run as choros_run
 from launch.launched import Running, rank_script, run
-from launch.namespaces import two_hosts
+from launch.namespaces import ip, two_hosts
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +59,24 @@ def test_three_ranks_on_two_hosts(network, tmp_path):
     assert "rank 2" in (tmp_path / "logs" / "rank.2" / "stdout").read_text()
     assert "prted" in network.log.read_text()
     assert "hush-hush" not in network.log.read_text()
+
+
+def test_a_rank_on_the_other_host_that_is_stopped(network, tmp_path):
+    """Its wrapper there takes the stack, and mpirun passes the request and the answer on."""
+    script = rank_script(
+        tmp_path / "s.py",
+        "import choros\n"
+        "choros.init()\n"
+        "if rank == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "choros.global_process_set.communicator.barrier(name='all')\n",
+    )
+    ended = run("--ssh-command", network.reach, "-H", hosts_of(network), "--stall-shutdown", 2, PYTHON, script)
+    assert ended.code == 70
+    assert re.search(
+        r"^chorosrun: ranks? [01, ]+ ha(s|ve) waited \d+ s for ranks? .*2 in barrier\(name='all'\)", ended.err
+    )
+    assert "  rank 2 on host-2, PID " in ended.err
+    assert "os.kill(os.getpid(), signal.SIGSTOP)" in ended.err
 
 
 def test_parameter_servers_on_two_hosts(network, tmp_path):
@@ -164,8 +183,34 @@ def test_a_function_on_two_hosts(network, capsys):
             raise ValueError("on purpose")
         return choros.rank() * factor, os.uname().nodename
 
-    where = {"hosts": hosts_of(network), "ssh_command": str(network.reach)}
+    where = {"num_proc": None, "hosts": hosts_of(network), "ssh_command": str(network.reach)}
     assert choros_run(function, (10,), **where) == [(0, "host-1"), (10, "host-1"), (20, "host-2")]
     with pytest.raises(WorkerFailed, match="rank 2 on host-2") as raised:
         choros_run(function, (0,), **where)
     assert raised.value.host == "host-2"
+
+
+def test_a_link_that_is_cut(network, tmp_path):
+    """All ranks end, also those that mpirun does not reach any more, and say why."""
+    script = rank_script(
+        tmp_path / "s.py",
+        "import choros\n"
+        "choros.init()\n"
+        "total = lambda: choros.global_process_set.communicator.allreduce([1.0] * 10000)\n"
+        "total()\n"
+        "(logs / f'pid.{rank}').write_text(str(os.getpid()))\n"
+        "ready()\n"
+        "while True: total()\n".replace("logs", f"__import__('pathlib').Path({str(tmp_path)!r})"),
+    )
+    try:
+        with Running("--ssh-command", network.reach, "-H", hosts_of(network), PYTHON, script) as job:
+            job.wait_for(3, "ready")
+            ranks = [psutil.Process(int((tmp_path / f"pid.{rank}").read_text())) for rank in range(3)]
+            ip("-n", network.namespaces[1], "link", "set", "eth0", "down")
+            assert not psutil.wait_procs(ranks, timeout=60)[1]
+            ip("-n", network.namespaces[1], "link", "set", "eth0", "up")  # mpirun may wait for it for a while
+            ended = job.end()
+    finally:
+        ip("-n", network.namespaces[1], "link", "set", "eth0", "up")
+    assert ended.code == 69
+    assert f"PeerLostError: the host {network.hosts[1]} of rank 2 cannot be reached any more" in ended.err

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from choros.launch.driver.waits import Waits
+from choros.launch.driver.waits import Stall, Waits
 from choros.observe.events import INIT, LEAVING, SHUTDOWN, Event, Kind
 from launch.launched import Running, rank_script, run
 
@@ -105,8 +105,8 @@ def test_a_long_wait_is_shown_once():
     waits.note(2, waiting(SHUTDOWN), 20.0)
     assert waits.stalls(69.0) == []
     assert waits.next_stall(69.0) == 1.0
-    assert waits.stalls(70.0) == ["rank 0 has waited 60 s for rank 1 in shutdown()"]
-    assert waits.stalls(81.0) == ["ranks 0, 2 have waited 71 s for rank 1 in shutdown()"]
+    assert waits.stalls(70.0) == [Stall("rank 0 has waited 60 s for rank 1 in shutdown()", (1,), 10.0)]
+    assert waits.stalls(81.0) == []  # rank 2 waits in the same call
     assert (waits.stalls(999.0), waits.next_stall(999.0)) == ([], None)
     assert waits.lines(100.0) == ["ranks 0, 2 have waited 90 s for rank 1 in shutdown()"]
     waits.note(1, waiting(SHUTDOWN), 101.0)
@@ -123,10 +123,13 @@ def test_a_rank_that_does_not_end_after_its_script():
     assert waits.stalls(69.0) == []
     assert waits.next_stall(69.0) == 1.0
     lines = waits.stalls(90.0)
-    assert lines[0] == "ranks 0, 2 have waited 79 s for rank 1 in shutdown()"
-    assert lines[1].startswith("rank 1 has not ended, 80 s after its script: a handler at exit, a thread that is")
-    assert (waits.stalls(309.0), waits.lingers(309.0), waits.next_stall(309.0)) == ([], "", 1.0)
-    assert waits.lingers(310.0).startswith("rank 1 did not end within --exit-timeout 300 s after the script: a handler")
+    assert lines[0].text == "ranks 0, 2 have waited 79 s for rank 1 in shutdown()"
+    assert lines[1].text.startswith("rank 1 has not ended, 80 s after its script: a handler at exit, a thread that is")
+    assert waits.doing(1) == "has ended its script"
+    assert (waits.stalls(309.0), waits.too_long(309.0), waits.next_stall(309.0)) == ([], "", 1.0)
+    assert waits.too_long(310.0).startswith(
+        "rank 1 did not end within --exit-timeout 300 s after the script: a handler"
+    )
 
 
 def test_a_rank_that_does_not_end_when_all_others_have():
@@ -134,8 +137,8 @@ def test_a_rank_that_does_not_end_when_all_others_have():
     waits.note(0, Event(Kind.SCRIPT_ENDED), 1.0)
     assert waits.next_stall(2.0) is None
     waits.ended(1, 2.0)
-    assert (waits.next_stall(2.0), waits.lingers(6.9)) == (5.0, "")
-    assert "rank 0 did not end" in waits.lingers(7.0)
+    assert (waits.next_stall(2.0), waits.too_long(6.9)) == (5.0, "")
+    assert "rank 0 did not end" in waits.too_long(7.0)
 
 
 def test_several_ranks_that_do_not_end_are_stopped_when_the_last_one_is_late():
@@ -143,8 +146,8 @@ def test_several_ranks_that_do_not_end_are_stopped_when_the_last_one_is_late():
     waits.ended(2, 0.0)
     waits.note(0, Event(Kind.SCRIPT_ENDED), 1.0)
     waits.note(1, Event(Kind.SCRIPT_ENDED), 4.0)
-    assert (waits.lingers(6.0), waits.next_stall(6.0)) == ("", 3.0)
-    assert waits.lingers(9.0).startswith("ranks 0, 1 did not end within")
+    assert (waits.too_long(6.0), waits.next_stall(6.0)) == ("", 3.0)
+    assert waits.too_long(9.0).startswith("ranks 0, 1 did not end within")
 
 
 def test_a_rank_whose_other_threads_train_is_not_one_that_does_not_end():
@@ -153,7 +156,7 @@ def test_a_rank_whose_other_threads_train_is_not_one_that_does_not_end():
     waits.note(0, Event(Kind.SCRIPT_ENDED), 1.0)
     waits.note(0, waiting("allreduce()", (0,), time=2.0), 2.0)
     waits.note(0, Event(Kind.WAITED, "allreduce()"), 3.0)
-    assert (waits.lingers(999.0), waits.next_stall(999.0)) == ("", None)
+    assert (waits.too_long(999.0), waits.next_stall(999.0)) == ("", None)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -162,10 +165,10 @@ def test_when_no_rank_ends_they_may_take_their_time(size):
     for rank in range(size):
         assert waits.next_stall(0.0) is None
         waits.note(rank, Event(Kind.SCRIPT_ENDED), 1.0)
-    assert (waits.lingers(999.0), waits.stalls(60.0), waits.next_stall(60.0)) == ("", [], 1.0)
+    assert (waits.too_long(999.0), waits.stalls(60.0), waits.next_stall(60.0)) == ("", [], 1.0)
     lines = waits.stalls(61.0)
-    assert [line.split(",")[0] for line in lines] == [f"rank {rank} has not ended" for rank in range(size)]
-    assert lines[0].endswith("does not return. Ctrl-C ends the job, as does --exit-timeout after its time")
+    assert [line.text.split(",")[0] for line in lines] == [f"rank {rank} has not ended" for rank in range(size)]
+    assert lines[0].text.endswith("does not return. Ctrl-C ends the job, as does --exit-timeout after its time")
     assert (waits.stalls(999.0), waits.next_stall(999.0)) == ([], None)
 
 
@@ -175,8 +178,8 @@ def test_when_the_first_of_them_ends_the_others_have_time():
         waits.note(rank, Event(Kind.SCRIPT_ENDED), 1.0)
     waits.stalls(61.0)
     waits.ended(0, 900.0)
-    assert (waits.lingers(1199.0), waits.next_stall(1199.0)) == ("", 1.0)
-    assert waits.lingers(1200.0).startswith("rank 1 did not end within --exit-timeout 300 s after the script: a")
+    assert (waits.too_long(1199.0), waits.next_stall(1199.0)) == ("", 1.0)
+    assert waits.too_long(1200.0).startswith("rank 1 did not end within --exit-timeout 300 s after the script: a")
 
 
 def test_when_no_rank_ends_they_are_stopped_on_request():
@@ -184,17 +187,17 @@ def test_when_no_rank_ends_they_are_stopped_on_request():
     for rank in range(2):
         waits.note(rank, Event(Kind.SCRIPT_ENDED), 1.0 + rank)
     waits.stalls(62.0)
-    assert (waits.lingers(101.9), waits.next_stall(101.0)) == ("", 1.0)
-    assert waits.lingers(102.0).startswith("ranks 0, 1 did not end within --exit-timeout 100 s after the script: a")
+    assert (waits.too_long(101.9), waits.next_stall(101.0)) == ("", 1.0)
+    assert waits.too_long(102.0).startswith("ranks 0, 1 did not end within --exit-timeout 100 s after the script: a")
 
 
 def test_a_rank_that_has_not_yet_reported_its_wait_is_not_one_that_does_not_end():
     waits = Waits(2, exit_seconds=0.5, exit_seconds_of_all=0.5)
     for rank in range(2):
         waits.note(rank, Event(Kind.SCRIPT_ENDED), 1.0)
-    assert waits.lingers(1.6) == ""
+    assert waits.too_long(1.6) == ""
     waits.note(0, waiting(SHUTDOWN), 2.1)
-    assert waits.lingers(2.1).startswith("rank 1 did not end within --exit-timeout 0.5 s")
+    assert waits.too_long(2.1).startswith("rank 1 did not end within --exit-timeout 0.5 s")
 
 
 SCRIPTS = {
@@ -214,7 +217,8 @@ SCRIPTS = {
         3,
         "s = choros.add_process_set([0, 1])\nif rank == 0: s.communicator.barrier(name='ours')",
         "ranks wait for each other: rank 0 in barrier(name='ours') at ",
-        "rank 1 in shutdown(); rank 2 in shutdown(); the job was stopped.",
+        "rank 1 in shutdown() at the end of its script; rank 2 in shutdown() at the end of its script; the job was "
+        "stopped.",
     ),
 }
 INITIALISED = "import choros, numpy\nchoros.init()\nc = choros.comm.global_process_set.communicator\n"
@@ -292,3 +296,43 @@ def test_an_interrupted_job_says_who_waited_for_whom(tmp_path):
         ended = job.end()
     assert ended.code == 130
     assert "s for rank 1 in barrier(name='late') at " in ended.err
+
+
+def test_a_wait_that_is_shown_earlier_or_never():
+    waits = Waits(2, stall_seconds=5.0)
+    waits.note(0, waiting("allreduce", (0, 1)), now=0.0)
+    assert (waits.stalls(4.9), waits.next_stall(4.0)) == ([], 1.0)
+    assert waits.stalls(5.0) == [Stall("rank 0 has waited 5 s for rank 1 in allreduce", (1,), 0.0)]
+    waits = Waits(2, stall_seconds=0.0)
+    waits.note(0, waiting("allreduce", (0, 1)), now=0.0)
+    assert (waits.stalls(999.0), waits.next_stall(999.0)) == ([], None)
+
+
+def test_a_wait_that_takes_too_long():
+    waits = Waits(2, stall_seconds=0.0, stall_shutdown_seconds=9.0)
+    waits.note(0, waiting("allreduce", (0, 1)), now=0.0)
+    assert (waits.too_long(8.9), waits.next_stall(8.0)) == ("", 1.0)
+    assert waits.too_long(9.5) == (
+        "rank 0 has waited 10 s for rank 1 in allreduce, longer than CHOROS_STALL_SHUTDOWN_SECONDS=9"
+    )
+    waits.note(1, waiting("allreduce", (0, 1), time=9.0), now=9.0)  # it has come: the wait ends by itself
+    assert (waits.too_long(9.5), waits.next_stall(9.5)) == ("", 8.5)
+    assert waits.next_stall(99.0) is None
+
+
+def test_a_call_that_all_have_made_and_that_does_not_end():
+    """Wrappers report it: the ranks wait in C, or are stopped."""
+    waits = Waits(2, stall_seconds=5.0, stall_shutdown_seconds=9.0)
+    details = {"seconds": 5.0, "matched": True}
+    waits.note(0, Event(Kind.WAITING, "allreduce", details=details), now=5.0)
+    assert [stall.missing for stall in waits.stalls(5.0)] == [(0, 1)]
+    waits.note(1, Event(Kind.WAITING, "allreduce", details=details), now=5.1)
+    assert waits.stalls(6.0) == []
+    assert waits.doing(1) == "is in allreduce"
+    assert (waits.next_stall(8.0), waits.next_stall(10.0)) == (1.0, 0.0)
+    assert waits.too_long(9.0) == (
+        "ranks 0, 1 have been in allreduce for 9 s, and it does not end, longer than CHOROS_STALL_SHUTDOWN_SECONDS=9"
+    )
+    for rank in (0, 1):
+        waits.note(rank, Event(Kind.WAITED, "allreduce"), now=11.0)
+    assert waits.too_long(99.0) == ""

@@ -1,4 +1,4 @@
-"""Gradients of the collectives, eager and compiled; on two ranks."""
+"""Gradients of the collectives, eager and compiled, but for what ``conformance_cases.py`` has; on two ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from choros.comm import Reduction
 from choros.parallel import ops
 
 SIZE = 2
+HOROVOD = ops.Gradients.HOROVOD
 import_module(FRAMEWORK)
 
 
@@ -72,28 +73,6 @@ def check(function: Callable[[Any], Any], hosts: list, weights: list, expected: 
         np.testing.assert_allclose(gradient, expected[rank], rtol=1e-6)
 
 
-def case_allreduce() -> None:
-    hosts, weights = [values(r, 2, 3) for r in range(SIZE)], [values(r + 2, 2, 3) for r in range(SIZE)]
-    total = sum(weights)
-    check(lambda x: ops.allreduce(x, Reduction.SUM), hosts, weights, [total] * SIZE)
-    check(ops.allreduce, hosts, weights, [total / SIZE] * SIZE)
-
-    def scaled(x: Any) -> Any:
-        return ops.allreduce(x, Reduction.SUM, prescale_factor=0.5, postscale_factor=3.0)
-
-    check(scaled, hosts, weights, [1.5 * total] * SIZE)
-
-
-def case_allgather() -> None:
-    hosts, weights = [values(r, 2, 3) for r in range(SIZE)], [values(r + 2, 4, 3) for r in range(SIZE)]
-    check(ops.allgather, hosts, weights, np.split(sum(weights), SIZE))
-
-
-def case_allgather_of_different_numbers_of_rows() -> None:
-    hosts, weights = [values(r, 1 + 2 * r, 3) for r in range(SIZE)], [values(r + 2, 4, 3) for r in range(SIZE)]
-    check(ops.allgather, hosts, weights, np.split(sum(weights), [1]), known=False)
-
-
 def case_allgather_of_no_rows() -> None:
     hosts, weights = [values(r, 2 * r, 3) for r in range(SIZE)], [values(r + 2, 2, 3) for r in range(SIZE)]
     check(ops.allgather, hosts, weights, np.split(sum(weights), [0]), known=False)
@@ -108,34 +87,31 @@ def case_allgather_along_another_dimension() -> None:
     check(lambda x: ops.allgather(x, axis=1), uneven, weights, expected, known=False)
 
 
-def case_allgather_of_numbers() -> None:
-    hosts, weights = [values(r) for r in range(SIZE)], [values(r + 2, SIZE) for r in range(SIZE)]
-    check(ops.allgather, hosts, weights, list(sum(weights)))
-
-
-def case_broadcast() -> None:
+def case_broadcast_of_both_conventions() -> None:
     hosts, weights = [values(r, 2, 3) for r in range(SIZE)], [values(r + 2, 2, 3) for r in range(SIZE)]
-    check(lambda x: ops.broadcast(x, 1), hosts, weights, [np.zeros((2, 3)), sum(weights)])
+    for convention, factor in ((ops.Gradients.ADJOINT, 1), (HOROVOD, 1 / SIZE)):
+        expected = [np.zeros((2, 3)), factor * sum(weights)]
+        check(lambda x, each=convention: ops.broadcast(x, 1, gradients=each), hosts, weights, expected)
 
 
-def case_reducescatter() -> None:
-    hosts, weights = [values(r, 3, 2) for r in range(SIZE)], [values(r + 2, 2 - r, 2) for r in range(SIZE)]
-    gathered = np.concatenate(weights)
-    check(lambda x: ops.reducescatter(x, Reduction.SUM), hosts, weights, [gathered] * SIZE)
-    check(ops.reducescatter, hosts, weights, [gathered / SIZE] * SIZE)
+def case_grouped_allgather_and_reducescatter() -> None:
+    counts = make(np.array([1, 2], np.int32))
+    hosts, weights = [values(r, 2, 3) for r in range(SIZE)], [values(r + 2, 4, 3) for r in range(SIZE)]
+    for convention, factor in ((ops.Gradients.ADJOINT, 1), (HOROVOD, 1 / SIZE)):
 
+        def gathered(x: Any, convention: Any = convention) -> Any:
+            first, _, second = ops.grouped_allgather([x, counts, 2 * x], gradients=convention)
+            return first + second
 
-def case_alltoall() -> None:
-    hosts, weights = [values(r, 4, 2) for r in range(SIZE)], [values(r + 2, 4, 2) for r in range(SIZE)]
-    expected = [np.concatenate([w[2 * r : 2 * r + 2] for w in weights]) for r in range(SIZE)]
-    check(ops.alltoall, hosts, weights, expected)
+        check(gathered, hosts, weights, np.split(3 * factor * sum(weights), SIZE))
+    weights = [values(r + 2, 1, 3) for r in range(SIZE)]
+    for convention, factor in ((ops.Gradients.ADJOINT, 1 / SIZE), (HOROVOD, 1)):
 
+        def scattered(x: Any, convention: Any = convention) -> Any:
+            first, _, second = ops.grouped_reducescatter([x, counts, 2 * x], gradients=convention)
+            return first + second
 
-def case_alltoall_with_splits() -> None:
-    splits = [0, 2] if choros.rank() == 0 else [3, 1]
-    hosts, weights = [values(0, 2, 2), values(1, 4, 2)], [values(r + 2, 3, 2) for r in range(SIZE)]
-    expected = [weights[1][:2], np.concatenate([weights[0], weights[1][2:]])]
-    check(lambda x: ops.alltoall(x, splits)[0], hosts, weights, expected, known=False)
+        check(scattered, hosts, weights, [3 * factor * np.concatenate(weights)] * SIZE)
 
 
 def case_grouped_allreduce() -> None:
@@ -197,17 +173,8 @@ def case_gradients_are_recorded_only_if_required() -> None:
         torch = sys.modules["torch"]
         x.requires_grad_()
         assert ops.allreduce(x).requires_grad
-        assert not ops.allreduce(x, Reduction.MAX).requires_grad
         with torch.no_grad():
             assert not ops.allreduce(x).requires_grad
-
-
-def case_bfloat16() -> None:
-    if FRAMEWORK == "torch":
-        torch = sys.modules["torch"]
-        x = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
-        ops.allgather(x).sum().backward()
-        assert x.grad.tolist() == [2.0, 2.0]
 
 
 def case_grouped_values_keep_their_types() -> None:

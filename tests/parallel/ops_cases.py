@@ -1,4 +1,4 @@
-"""The collectives on one framework's arrays, eager and compiled; on two ranks."""
+"""The collectives on one framework's arrays, but for what ``conformance_cases.py`` has; on two ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 from numpy.typing import NDArray
 
 import choros
-from arrays.frameworks import FRAMEWORK, compiled, dtype_name, dtypes, make
+from arrays.frameworks import FRAMEWORK, compiled, dtype_name, make
 from choros.arrays import adapter_of
 from choros.comm import BFLOAT16, Reduction
 from choros.errors import ConfigError, MismatchError
 from choros.parallel import ops
 from choros.parallel.compression import Compression
+from choros.topology import shard_range
 
 #: Functions are called directly and compiled.
 CALLS: list[Callable[..., Any]] = [lambda function: function, compiled]
@@ -36,50 +37,6 @@ def check(result: Any, expected: NDArray) -> None:
     assert type(result) is type(make(expected))
     assert (dtype_name(result), tuple(result.shape)) == (expected.dtype.name, expected.shape)
     np.testing.assert_array_equal(adapter_of(result).to_host(result), expected)
-
-
-def case_allreduce() -> None:
-    for call in CALLS:
-        for dtype in dtypes() if call is CALLS[0] else (FLOAT32, BFLOAT16, np.dtype(np.bool_)):
-            both = np.stack([values(0, dtype), values(1, dtype)]).astype(np.float64)
-            check(call(lambda x: ops.allreduce(x, Reduction.SUM))(own_array(dtype)), both.sum(0).astype(dtype))
-        check(call(ops.allreduce)(own_array()), (values(0) + values(1)) / 2)
-        check(call(ops.allreduce)(own_array(shape=())), np.array(1.5, np.float32))
-
-
-def case_allgather() -> None:
-    for call in CALLS:
-        for dtype in (FLOAT32, BFLOAT16, np.dtype(np.bool_)):
-            check(call(ops.allgather)(own_array(dtype)), np.concatenate([values(0, dtype), values(1, dtype)]))
-        check(call(ops.allgather)(own_array(shape=())), np.array([0, 3], np.float32))
-
-
-def case_allgather_of_different_numbers_of_rows() -> None:
-    def rows(rank: int) -> NDArray:
-        return values(rank, shape=(3 * rank, 2))
-
-    # jax.jit requires static shapes.
-    for call in CALLS[:1] if FRAMEWORK == "jax" else CALLS:
-        check(call(ops.allgather)(make(rows(choros.rank()))), np.concatenate([rows(0), rows(1)]))
-
-
-def case_broadcast() -> None:
-    for call in CALLS:
-        for dtype in (FLOAT32, BFLOAT16, np.dtype(np.int32)):
-            check(call(lambda x: ops.broadcast(x, 1))(own_array(dtype)), values(1, dtype))
-
-
-def case_reducescatter() -> None:
-    total = values(0, shape=(3, 2)) + values(1, shape=(3, 2))
-    for call in CALLS:
-        result = call(lambda x: ops.reducescatter(x, Reduction.SUM))(own_array(shape=(3, 2)))
-        check(result, total[2:] if choros.rank() else total[:2])
-
-
-def case_alltoall() -> None:
-    half = slice(2, 4) if choros.rank() else slice(0, 2)
-    for call in CALLS:
-        check(call(ops.alltoall)(own_array()), np.concatenate([values(0)[half], values(1)[half]]))
 
 
 def case_alltoall_with_splits() -> None:
@@ -113,6 +70,8 @@ def case_results_for_numbers_are_numbers() -> None:
     ):
         assert (result, type(result)) == (expected, type(expected))
     assert ops.allgather(choros.rank()).tolist() == [0, 1]
+    number, listed = ops.grouped_allgather([choros.rank(), [1.5]])
+    assert (number.tolist(), listed.tolist()) == ([0, 1], [1.5, 1.5])
     assert ops.allreduce([1, choros.rank()], Reduction.SUM).tolist() == [2, 1]
 
 
@@ -123,8 +82,70 @@ def case_values_are_scaled_before_and_after() -> None:
             check(scaled(own_array(dtype)), (2 * (values(0) + values(1))).astype(dtype))
     maximum = ops.allreduce(own_array(), Reduction.MAX, prescale_factor=-1.0)
     check(maximum, -np.minimum(values(0), values(1)))
-    with pytest.raises(ConfigError, match="need floating-point values, not int32"):
-        ops.allreduce(own_array(np.dtype(np.int32)), prescale_factor=0.5)
+    half = ops.allreduce(make(np.full(2, 1000, np.float16)), prescale_factor=1 / 3000, op=Reduction.SUM)
+    check(half, np.full(2, 2 * np.float32(1 / 3)).astype(np.float16))
+
+
+def case_integers_are_scaled_in_float64_and_rounded_towards_zero() -> None:
+    mine = np.array([7, -7], np.int32) * (choros.rank() + 1)
+    for call in CALLS:
+        for op, before, after, expected in (
+            (Reduction.SUM, 0.5, 1.0, [3 + 7, -3 - 7]),
+            (Reduction.SUM, 1.0, 0.5, [10, -10]),
+            (Reduction.AVERAGE, 1.0, 3.0, [31, -31]),
+            (Reduction.AVERAGE, 1.0, 1.0, [10, -10]),
+            (Reduction.MAX, 1.5, 1.0, [21, -10]),
+        ):
+            result = call(
+                lambda x, op=op, b=before, a=after: ops.allreduce(x, op, prescale_factor=b, postscale_factor=a)
+            )(make(mine))
+            check(result, np.array(expected, np.int32))
+
+
+def case_grouped_values_are_scaled_and_compressed() -> None:
+    third, integers = np.full(2, 1 / 3, np.float32), values(choros.rank(), np.dtype(np.int32))
+    total = values(0) + values(1)
+    for call in CALLS:
+        scaled = call(
+            lambda x, y: ops.grouped_allreduce([x, y], Reduction.SUM, prescale_factor=2.0, postscale_factor=0.5)
+        )(own_array(), make(integers))
+        check(scaled[0], total)
+        check(scaled[1], total.astype(np.int32))
+        mean = call(lambda x, y: ops.grouped_allreduce([x, y], compression=Compression.fp16))(
+            make(third), make(integers)
+        )
+        check(mean[0], third.astype(np.float16).astype(np.float32))
+        check(mean[1], (total // 2).astype(np.int32))
+
+
+def case_arrays_of_a_group_have_dtypes_of_their_own() -> None:
+    def arrays(rank: int) -> list[NDArray]:
+        return [values(rank, np.dtype(np.int32)), values(rank, shape=(3, 2)), values(rank, BFLOAT16)]
+
+    pairs = list(zip(arrays(0), arrays(1), strict=True))
+    for call in CALLS:
+        gathered = call(lambda *given: ops.grouped_allgather(given, name="all"))(*map(make, arrays(choros.rank())))
+        scattered = call(lambda *given: ops.grouped_reducescatter(given, Reduction.SUM, postscale_factor=2.0))(
+            *map(make, arrays(choros.rank()))
+        )
+        for whole, own, (first, second) in zip(gathered, scattered, pairs, strict=True):
+            check(whole, np.concatenate([first, second]))
+            rows = slice(*shard_range(len(first), choros.rank(), 2))
+            check(own, (2 * (first + second)).astype(first.dtype)[rows])
+
+
+def case_reducescatter_scales_and_compresses() -> None:
+    third = np.full((2, 2), 1 / 3, np.float32)
+    for call in CALLS:
+        check(call(lambda x: ops.reducescatter(x, prescale_factor=4.0))(make(values(0))), 4 * values(0)[own_half(4)])
+        rounded = third.astype(np.float16).astype(np.float32)[:1]
+        check(call(lambda x: ops.reducescatter(x, compression=Compression.fp16))(make(third)), rounded)
+        scaled = call(lambda x: ops.reducescatter(x, Reduction.SUM, postscale_factor=0.25))
+        check(scaled(make(np.array([3, -3], np.int32))), np.array([-1 if choros.rank() else 1], np.int32))
+
+
+def own_half(rows: int) -> slice:
+    return slice(rows // 2, rows) if choros.rank() else slice(0, rows // 2)
 
 
 def case_fp16_compression_rounds_values_and_keeps_the_dtype() -> None:
@@ -136,6 +157,8 @@ def case_fp16_compression_rounds_values_and_keeps_the_dtype() -> None:
             own_array(np.dtype(np.int32))
         )
         check(whole, (values(0) + values(1)).astype(np.int32))
+        same = call(lambda x: ops.allreduce(x, Reduction.ADASUM, compression=Compression.fp16))(make(third))
+        check(same, third.astype(np.float16).astype(np.float32))
 
 
 def case_root_is_a_global_rank_also_in_a_process_set() -> None:

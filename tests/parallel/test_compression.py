@@ -17,6 +17,7 @@ from choros.parallel.compression.int8 import BLOCK
 from choros.parallel.compression.power_sgd import matrix_shape
 from choros.parallel.reduce.gradients import layout_of
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
+from choros.parallel.scaling import Scaling
 from harness import Job, case_names, check_case, on
 from parallel.digits import SGD, accuracy, batches, gradients, initial_weights
 from parallel.threads import on_threads
@@ -217,6 +218,7 @@ def learned(name: str) -> float:
     return one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in COMPRESSORS if name != "none"])
 def test_accuracy_is_that_of_uncompressed_training(name: str) -> None:
     assert learned("none") > 0.97
@@ -235,6 +237,17 @@ def test_top_k_ratio_out_of_range(ratio: float) -> None:
 def test_power_sgd_rank_out_of_range() -> None:
     with pytest.raises(ConfigError, match=r"power_sgd\(rank=0\): expected a rank of 1 or more"):
         Compression.power_sgd(0)
+
+
+def test_a_compressor_of_ones_own_is_refused() -> None:
+    class Half:
+        """Horovod's interface."""
+
+        compress = decompress = staticmethod(lambda *tensors: tensors)
+
+    for refuses in (lambda: ReduceConfig(compressor=Half), lambda: Scaling(Reduction.SUM, compression=Half)):
+        with pytest.raises(ConfigError, match=r"compression=Half is none of Compression's.*fp16 or bf16 for a cast"):
+            refuses()
 
 
 @pytest.mark.parametrize("name", ["bf16", *LOSSY])

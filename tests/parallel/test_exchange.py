@@ -42,6 +42,22 @@ def test_arrays_are_packed_and_unpacked(
         np.testing.assert_array_equal(result, array * array.dtype.type(scales[0] * scales[1]))
 
 
+@pytest.mark.parametrize("compressor", [Compression.none, Compression.fp16], ids=["none", "fp16"])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 4.0)])
+def test_sums_in_place_are_written_into_contiguous_arrays(scales: tuple[float, float], compressor: Compressor) -> None:
+    communicator = LocalCommunicator()
+    communicator.chunk_bytes = 8
+    exchange = compressor.exchange(communicator, LAYOUT, ONE_GROUP)
+    arrays = [np.arange(np.prod(shape)).reshape(shape).astype(dtype) for shape, dtype in LAYOUT]
+    strided = [array[::-1].copy()[::-1] if array.ndim else array for array in arrays]
+    expected = exchange.sum(arrays, *scales)
+    for given in (strided, arrays):
+        results = exchange.sum_in_place(given, *scales)
+        assert [each is array for each, array in zip(results, given, strict=True)] == [given is arrays] * len(arrays)
+        for result, array in zip(results, expected, strict=True):
+            np.testing.assert_array_equal(result, array)
+
+
 def test_no_arrays_count_as_zeros() -> None:
     exchange = Compression.none.exchange(LocalCommunicator(), LAYOUT, ONE_GROUP)
     exchange.sum([np.ones(shape, dtype) for shape, dtype in LAYOUT], 1.0, 1.0)

@@ -269,8 +269,8 @@ def test_joined_rank_follows_several_reducers_in_the_order_of_the_others() -> No
 def test_joined_rank_that_does_not_know_the_others_call_mismatches_on_all() -> None:
     def rank_main(process_set: ProcessSet) -> float:
         reducer = GradientReducer(ReduceConfig(process_set=process_set))
-        with pytest.raises(MismatchError, match=r"rank 0: barrier\(.*\n.*rank 1: join\("):
-            process_set.communicator.barrier() if process_set.rank() == 0 else reducer.join(layout_of(gradients(0)))
+        with pytest.raises(MismatchError, match=r"rank 0: split\(.*\n.*rank 1: join\("):
+            process_set.communicator.split([0]) if process_set.rank() == 0 else reducer.join(layout_of(gradients(0)))
         return float(process_set.communicator.allreduce(1.0, Reduction.SUM))  # the next collective works
 
     assert on_threads(2, rank_main) == [2.0, 2.0]

@@ -13,6 +13,9 @@ from ranks.running import Broken, Report, Running
 CASES = "ranks.broken_cases::case_that_"
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def job() -> Iterator[Running]:
     job = Running(Job(2))

@@ -23,6 +23,7 @@ from harness import CHOROSRUN, FRAMEWORKS
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.program,
     pytest.mark.timeout(900),
     pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="the scripts import TensorFlow"),
 ]
@@ -37,6 +38,8 @@ SCRIPTS = (
     "horovod_unet",
     "horovod_cifar",
     "horovod_mnist",
+    "horovod_tape",
+    "horovod_synthetic",
 )
 GLOBAL_BATCH, RATE = 16, 0.02
 #: Lines with the same numbers on any number of processes; and on all ranks of one job, which shuffle on their own.

@@ -1,4 +1,7 @@
-"""The PyTorch API on two ranks; the cases are in ``torch_cases.py``."""
+"""The PyTorch API on two ranks; the cases are in ``torch_cases.py``. On three: ``join()``, in ``join_cases.py``.
+
+Collectives, in ``collective_cases.py``, run on both.
+"""
 
 import pytest
 
@@ -6,12 +9,31 @@ from choros.parallel.reduce.reducer import bucket_bytes
 from harness import Job, case_names, check_case, on
 
 MODULE = "torch_face.torch_cases"
+COLLECTIVES = "torch_face.collective_cases"
 
 
 @on(Job(2, "torch"))
 @pytest.mark.parametrize("case", case_names(MODULE))
 def test_two_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
+
+
+@on(Job(3, "torch"))
+@pytest.mark.parametrize("case", case_names("torch_face.join_cases"))
+def test_three_ranks(case: str, job: Job) -> None:
+    check_case("torch_face.join_cases", case, job)
+
+
+@on(Job(2, "torch"))
+@pytest.mark.parametrize("case", case_names(COLLECTIVES))
+def test_collectives(case: str, job: Job) -> None:
+    check_case(COLLECTIVES, case, job)
+
+
+@on(Job(3, "torch"))
+@pytest.mark.parametrize("case", ["case_sparse_tensors", "case_errors_are_those_that_scripts_catch"])
+def test_collectives_of_three_ranks(case: str, job: Job) -> None:
+    check_case(COLLECTIVES, case, job)
 
 
 @pytest.mark.parametrize(

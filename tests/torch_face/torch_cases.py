@@ -240,7 +240,7 @@ def case_bfloat16_and_sparse_gradients() -> None:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0))
     table(torch.tensor([hvd.rank(), 3])).sum().backward()
     optimizer.synchronize()
-    assert table.weight.grad[:, 0].tolist() == [0.5, 0.5, 0, 1]
+    assert table.weight.grad.to_dense()[:, 0].tolist() == [0.5, 0.5, 0, 1]
 
 
 @with_and_without_overlap
@@ -413,10 +413,7 @@ def case_join() -> None:
     with pytest.raises(ConfigError, match=r"call step\(\) first"):
         hvd.join()
     optimizer.synchronize()
-    another = hvd.DistributedOptimizer(SGD(build().parameters()))
-    with pytest.raises(ConfigError, match="this process has 2"):
-        hvd.join()
-    del another, optimizer
+    del optimizer
     gc.collect()
 
 
@@ -429,7 +426,7 @@ def case_different_models_mismatch() -> None:
     loss_of(model, parts()[0]).backward()
     with pytest.raises(MismatchError, match=r"float32\[4, 16\]"):
         optimizer.step()
-    with pytest.raises(MismatchError, match="4, 16"):
+    with pytest.raises(MismatchError, match=r"'4.bias', root=0, dtype=float32, shape=\(4,\)"):
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.barrier()
 
@@ -551,3 +548,230 @@ def case_hooks_are_removed_with_their_optimizer() -> None:
         loss_of(model, parts()[0]).backward()
         loss_of(model, parts()[0]).backward()
         assert hvd.global_process_set.communicator.collectives == before
+
+
+def case_state_of_unused_optimizers_is_created_and_the_next_step_is_the_first() -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    for make, created in (
+        (ADAM, True),
+        (functools.partial(torch.optim.AdamW, lr=0.01, amsgrad=True), True),
+        (functools.partial(torch.optim.Adamax, weight_decay=0.1), True),
+        (torch.optim.RAdam, True),
+        (torch.optim.Adadelta, True),
+        (functools.partial(torch.optim.RMSprop, momentum=0.5, centered=True), True),
+        (SGD, True),
+        (sgd, False),
+        (functools.partial(sgd, momentum=0.9, dampening=0.5), False),
+        (torch.optim.Adagrad, True),
+        (torch.optim.NAdam, False),
+        (torch.optim.Rprop, False),
+    ):
+        model = build()
+        optimizer = hvd.DistributedOptimizer(make(model.parameters()))
+        hvd.broadcast_optimizer_state(optimizer, 0, model)
+        assert bool(optimizer.state_dict()["state"]) == created, make
+        assert all(parameter.grad is None for parameter in model.parameters())
+        train(model, optimizer, parts())
+        assert_same(model, trained_by_torch(make), tolerance=1e-4)
+    with pytest.raises(ConfigError, match="LBFGS cannot be broadcast"):
+        hvd.broadcast_optimizer_state(torch.optim.LBFGS(build().parameters()), 0)
+
+
+def case_parameters_in_every_form() -> None:
+    for form in (
+        lambda model: model.state_dict(),
+        lambda model: dict(reversed(model.state_dict().items())) if hvd.rank() else model.state_dict(),
+        lambda model: model.named_parameters(),
+        lambda model: list(model.named_parameters()),
+        lambda model: model.parameters(),
+        lambda model: list(model.parameters()),
+    ):
+        model = build(seed=hvd.rank())
+        hvd.broadcast_parameters(form(model), root_rank=1)
+        assert_same(model, build(seed=1), tolerance=0)
+    for wrong in (build(), torch.ones(2), "weights", 3):
+        with pytest.raises(ValueError, match=r"takes model\.state_dict\(\)"):
+            hvd.broadcast_parameters(wrong, root_rank=0)
+
+
+def words(batch: int, rank: int, rows: int = 4) -> torch.Tensor:
+    """The words of a rank's sentence; some occur twice, some on both ranks."""
+    return (torch.arange(rows) * (rank + 2) + 3 * batch) % 7
+
+
+class Embedded(torch.nn.Module):
+    """Two tables and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = torch.nn.Embedding(9, 3, sparse=True)
+        self.bag = torch.nn.EmbeddingBag(9, 3, mode="sum", sparse=True)
+        self.dense = torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, with_bag: bool) -> torch.Tensor:
+        hidden = self.table(x)
+        return self.dense(hidden + self.bag(x[:, None]) if with_bag else hidden).square().mean()
+
+
+@with_and_without_overlap
+def case_sparse_gradients_stay_sparse() -> None:
+    def optimizers(model: Embedded, wrap: Callable[[Any], Any]) -> list[Any]:
+        tables = [*model.table.parameters(), *model.bag.parameters()]
+        return [
+            wrap(torch.optim.SparseAdam(tables, lr=0.1)),
+            wrap(torch.optim.SGD(model.dense.parameters(), lr=0.1)),
+        ]
+
+    model, reference = Embedded(), Embedded()
+    ours, plain = optimizers(model, hvd.DistributedOptimizer), optimizers(reference, lambda optimizer: optimizer)
+    for optimizer in ours:
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    for batch in range(STEPS):
+        for optimizer in (*ours, *plain):
+            optimizer.zero_grad()
+        # Batches of different sizes; rank 1 does not use one of the tables at first.
+        losses = [
+            net(words(batch, rank, 3 + rank), rank == 0 or batch > 1) for net in (model, reference) for rank in (0, 1)
+        ]
+        losses[hvd.rank()].backward()
+        (sum(losses[2:]) / 2).backward()
+        for optimizer in (*ours, *plain):
+            optimizer.step()
+        assert model.table.weight.grad.is_sparse
+        assert len(model.table.weight.grad._values()) == 7
+    assert_same(model, reference)
+
+
+def case_sparse_gradients_as_dense() -> None:
+    model, reference = Embedded(), Embedded()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SparseAdam([model.table.weight, model.bag.weight]), sparse_as_dense=True
+    )
+    plain = torch.optim.SparseAdam([reference.table.weight, reference.bag.weight])
+    for batch in range(STEPS):
+        optimizer.zero_grad()
+        model(words(batch, hvd.rank()), with_bag=True).backward()
+        optimizer.step()
+        assert model.table.weight.grad.is_sparse
+        plain.zero_grad()
+        (sum(reference(words(batch, rank), with_bag=True) for rank in range(2)) / 2).backward()
+        plain.step()
+    assert_same(model, reference)
+
+
+@with_and_without_overlap
+def case_sparse_gradients_and_ranks_without_batches() -> None:
+    gc.collect()
+    for steps in ((0, 3), (2, 4)):
+        model, reference = Embedded(), Embedded()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for batch in range(steps[hvd.rank()]):
+            optimizer.zero_grad()
+            model(words(batch, hvd.rank()), with_bag=True).backward()
+            optimizer.step()
+        assert hvd.join() == 1
+        for batch in range(max(steps)):
+            ranks = [rank for rank in range(2) if batch < steps[rank]]
+            plain.zero_grad()
+            (sum(reference(words(batch, rank), with_bag=True) for rank in ranks) / len(ranks)).backward()
+            plain.step()
+        assert_same(model, reference)
+        del optimizer
+        gc.collect()
+
+
+@with_and_without_overlap
+def case_the_number_of_backward_passes_can_change() -> None:
+    model, reference = build(), build()
+    optimizer, plain = hvd.DistributedOptimizer(SGD(model.parameters())), SGD(reference.parameters())
+    for passes, data in ((1, batches(1)), (3, batches(4)[1:]), (2, batches(6)[4:])):
+        optimizer.set_backward_passes_per_step(passes)
+        for net, opt, own in ((model, optimizer, part), (reference, plain, lambda batch: batch)):
+            opt.zero_grad()
+            for batch in data:
+                (loss_of(net, own(batch)) / passes).backward()
+            opt.step()
+    assert_same(model, reference)
+    with pytest.raises(ConfigError, match="must be 1 or more"):
+        optimizer.set_backward_passes_per_step(0)
+
+
+def adasum_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    dot, first, second = (a * b).sum(), (a * a).sum(), (b * b).sum()
+    return (1 - dot / (2 * first)) * a + (1 - dot / (2 * second)) * b
+
+
+def case_adasum_combines_what_each_rank_has_changed() -> None:
+    for make, compression, tolerance in ((SGD, hvd.Compression.none, 1e-5), (ADAM, hvd.Compression.fp16, 5e-3)):
+        model = build()
+        optimizer = hvd.DistributedOptimizer(
+            make(model.parameters()), op=hvd.Adasum, compression=compression, backward_passes_per_step=2
+        )
+        ranks = [build(), build()]
+        plain = [make(net.parameters()) for net in ranks]
+        for batch in batches():
+            for net, opt, own in (
+                (model, optimizer, part(batch)),
+                *((net, opt, part(batch, rank)) for rank, (net, opt) in enumerate(zip(ranks, plain, strict=True))),
+            ):
+                before = [parameter.detach().clone() for parameter in net.parameters()]
+                opt.zero_grad()
+                for half in (slice(0, 2), slice(2, 4)):
+                    loss_of(net, (own[0][half], own[1][half])).backward()
+                opt.step()
+            changes = [[p.detach() - old for p, old in zip(net.parameters(), before, strict=True)] for net in ranks]
+            with torch.no_grad():
+                for net in ranks:
+                    for p, old, *both in zip(net.parameters(), before, *changes, strict=True):
+                        p.copy_(old + adasum_of(*both))
+        assert_same(model, ranks[0], tolerance)
+    assert isinstance(optimizer, torch.optim.Adam)
+    optimizer.synchronize()
+    with pytest.raises(ConfigError, match="not possible with op=Adasum"), optimizer.skip_synchronize():
+        pass
+
+
+def case_synchronised_batch_normalisation_is_that_of_the_global_batch() -> None:
+    torch.manual_seed(5)
+    data = torch.randn(9, 4, 3) * 2 + 1
+    weights = torch.randn(9, 4, 3)
+    for rows in ((4, 5), (1, 8), (0, 9)):
+        mine = slice(0, rows[0]) if hvd.rank() == 0 else slice(rows[0], 9)
+        for dtype, arguments in itertools.product(
+            (torch.float32, torch.bfloat16), ({}, {"momentum": None, "eps": 0.1}, {"affine": False})
+        ):
+            layer, plain = hvd.SyncBatchNorm(4, **arguments), torch.nn.BatchNorm1d(4, **arguments)
+            tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+            for _ in range(2):
+                own = data[mine].to(dtype).clone().requires_grad_()
+                whole = data.to(dtype).float().clone().requires_grad_()
+                result, expected = layer(own), plain(whole)
+                assert result.dtype == dtype
+                torch.testing.assert_close(result.float(), expected[mine], **tolerance)
+                (result * weights[mine]).sum().backward()
+                (expected * weights).sum().backward()
+                torch.testing.assert_close(own.grad.float(), whole.grad[mine], **tolerance)
+            for name, buffer in layer.named_buffers():
+                torch.testing.assert_close(buffer, dict(plain.named_buffers())[name], rtol=1e-4, atol=1e-4)
+            for parameter, other in zip(layer.parameters(), plain.parameters(), strict=True):
+                total = hvd.allreduce(parameter.grad, op=hvd.Sum)
+                torch.testing.assert_close(total, other.grad, rtol=0.05, atol=0.3)
+            torch.testing.assert_close(layer.eval()(data), plain.eval()(data), rtol=1e-3, atol=1e-3)
+    untracked = hvd.SyncBatchNorm(4, track_running_stats=False).eval()
+    expected = torch.nn.BatchNorm1d(4, track_running_stats=False)(data)
+    torch.testing.assert_close(untracked(data[mine]), expected[mine], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="not of 1 dimensions"):
+        untracked(torch.ones(3))
+
+
+def case_training_with_synchronised_batch_normalisation_equals_one_process() -> None:
+    def net(layer: Callable[[int], Any]) -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), layer(8), torch.nn.Tanh(), torch.nn.Linear(8, CLASSES))
+
+    model, reference = net(hvd.SyncBatchNorm), net(torch.nn.BatchNorm1d)
+    train(model, hvd.DistributedOptimizer(SGD(model.parameters())), parts())
+    train(reference, SGD(reference.parameters()), batches())
+    assert_same(model, reference, tolerance=1e-4)

@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
         if chosen and Results.read(part).missing(part) and time.monotonic() < end:
             environ = {"KERAS_BACKEND": part.framework, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             choros.run(
-                compare_part, (part, end - time.monotonic()), np=part.ranks, env={**environ, **settings_of(part)}
+                compare_part, (part, end - time.monotonic()), num_proc=part.ranks, env={**environ, **settings_of(part)}
             )
     results = {part: Results.read(part) for part in PARTS}
     for part, each in results.items():

@@ -18,6 +18,7 @@ def test_every_pair_of_values(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 
 
+@pytest.mark.nightly
 @on(Job(2, "tensorflow"))
 def test_loops_of_tensorflow_keep_the_order_of_calls(job: Job) -> None:
     check_case(MODULE, "case_loop", job)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
@@ -48,6 +50,36 @@ def echo(channel, first):
             channel.send(channel.receive())
     except ChannelClosed:
         pass
+
+
+AT_EXIT = """
+import atexit
+from choros.transport.channel import connect
+from choros.transport.secret import Key
+atexit.register(lambda: channel.send("at the exit"))
+channel = connect({address!r}, Key({key!r}), "worker 0", "the echo", 5)
+channel.send("before")
+"""
+
+
+def test_a_channel_is_open_until_its_process_has_ended(address):
+    received = []
+
+    def collect(channel, first):
+        received.append(first)
+        with suppress(ChannelClosed):
+            while True:
+                received.append(channel.receive())
+        ended.set()
+
+    ended = threading.Event()
+    listener = Listener(address, KEY, NAMES[1], collect)
+    try:
+        subprocess.run([sys.executable, "-c", AT_EXIT.format(address=address, key=KEY.secret)], check=True, timeout=60)
+        assert ended.wait(10)
+    finally:
+        listener.close()
+    assert received == ["before", "at the exit"]
 
 
 def test_received_arrays_are_writable(listening):

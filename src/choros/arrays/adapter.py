@@ -10,11 +10,17 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ArrayAdapter", "ArrayFunction", "ArrayLayout", "ArraySpec", "DeviceArrayAdapter", "HostFunction"]
+from choros.arrays.fingerprint import fingerprint
+
+__all__ = [
+    "ArrayAdapter", "ArrayFunction", "ArrayLayout", "ArraySpec", "DeviceArrayAdapter", "HostFunction", "HostUpdate",
+]  # fmt: skip
 
 HostArray = NDArray[Any]
 #: From host arrays to host arrays.
 HostFunction = Callable[[Sequence[HostArray]], Sequence[HostArray]]
+#: The same, told whether it may write results into the arguments that they replace, and return these.
+HostUpdate = Callable[[Sequence[HostArray], bool], Sequence[HostArray]]
 #: A shape and a dtype.
 ArrayLayout = tuple[tuple[int, ...], np.dtype[np.generic]]
 #: From arrays of the framework to arrays of the framework.
@@ -23,10 +29,17 @@ ArrayFunction = Callable[[Sequence[Any]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """The shape and dtype of an array; ``None`` is a dimension that is known only when the array is computed."""
+    """The shape and dtype of an array; ``None`` is a dimension that is known only when the array is computed.
+
+    Attributes:
+        shape: the shape.
+        dtype: the dtype.
+        batched: whether a ``host_call`` under ``jax.vmap`` returns the array for each element of the batch.
+    """
 
     shape: tuple[int | None, ...]
     dtype: np.dtype[np.generic]
+    batched: bool = True
 
 
 class ArrayAdapter(ABC):
@@ -46,6 +59,10 @@ class ArrayAdapter(ABC):
     @abstractmethod
     def to_host(self, array: Any) -> HostArray:
         """Returns the array in host memory, without a copy where possible."""
+
+    def fingerprint(self, array: Any) -> bytes:
+        """Returns ``fingerprint`` of the array's bytes (``fingerprint.py``), of which little is copied to the host."""
+        return fingerprint(self.to_host(array))
 
     @abstractmethod
     def from_host(self, host: HostArray, like: Any) -> Any:
@@ -109,7 +126,9 @@ class ArrayAdapter(ABC):
         """Calls ``function`` on the host: now, or in each run of the function that is being compiled.
 
         Args:
-            function: takes host arrays, which it must not write to; returns host arrays, which it must not keep.
+            function: takes host arrays, which it must not write to, and returns host arrays. It must not keep any of
+                them: their memory may be the framework's. Under ``jax.vmap`` its arguments and ``batched`` results have
+                one more dimension, the last one.
             arrays: its arguments.
             outputs: the shapes and dtypes of its results.
         """
@@ -117,6 +136,17 @@ class ArrayAdapter(ABC):
         results = function([self.to_host(array) for array in arrays])
         like = next(iter(arrays), None)
         return [self.from_host(np.asarray(result), like) for result in results]
+
+    def host_update(
+        self, function: HostUpdate, arrays: Sequence[Any], outputs: Sequence[ArraySpec], replaced: int
+    ) -> list[Any]:
+        """``host_call`` of a function whose first ``replaced`` results replace as many of its last arguments.
+
+        The caller uses these arguments no more, so a framework may give the function their memory for its results. They
+        have the same shapes and dtypes.
+        """
+        del replaced
+        return self.host_call(lambda hosts: function(hosts, False), arrays, outputs)
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
         """Returns ``forward(arrays)`` with the gradient rule ``backward``.

@@ -8,9 +8,9 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import io_callback
 
-from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray, HostFunction
+from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray, HostFunction, HostUpdate
+from choros.arrays.jax_host_call import HostCall
 from choros.errors import ConfigError
 
 __all__ = ["JaxArrays"]
@@ -34,28 +34,38 @@ class JaxArrays(ArrayAdapter):
 
     def spec(self, array: Any) -> ArraySpec:
         """Shape and dtype."""
-        return ArraySpec(tuple(array.shape), np.dtype(array.dtype))
+        try:
+            return ArraySpec(tuple(array.shape), np.dtype(array.dtype))
+        except TypeError:
+            raise ConfigError(
+                f"arrays of {array.dtype} cannot be communicated: of random keys pass jax.random.key_data(key)."
+            ) from None
 
     def is_symbolic(self, arrays: Sequence[Any]) -> bool:
         """Returns whether this is inside a JAX transformation."""
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
     def host_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
-        """Inside a transformation, an ordered ``io_callback``: XLA keeps the calls in the order of the program."""
-        if not self.is_symbolic(arrays):
-            return super().host_call(function, arrays, outputs)
-        for output in outputs:
-            if None in output.shape:
-                raise ConfigError(
-                    "the shape of this collective's result is known only when it runs, and jax.jit requires it "
-                    "at compile time: call the collective outside of jit."
-                )
-        shapes = [jax.ShapeDtypeStruct(output.shape, output.dtype) for output in outputs]
+        """In a compiled function an ordered ``io_callback``: XLA keeps the calls in the order of the program.
 
-        def on_host(*hosts: Any) -> list[HostArray]:
-            return [np.asarray(result) for result in function([np.asarray(host) for host in hosts])]
+        Under ``jax.vmap`` it is one call of ``function``, on arrays with one more dimension: the last one.
+        """
+        return _bound(HostCall(_without_updates(function), tuple(outputs)), arrays)
 
-        return list(io_callback(on_host, shapes, *arrays, ordered=True))
+    def host_update(
+        self, function: HostUpdate, arrays: Sequence[Any], outputs: Sequence[ArraySpec], replaced: int
+    ) -> list[Any]:
+        """In a compiled function on a CPU, XLA gives results the memory of arguments that it does not need any more."""
+        return _bound(HostCall(function, tuple(outputs), replaced=replaced), arrays)
+
+    def host_call_if(
+        self, due: Any, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]
+    ) -> list[Any]:
+        """``host_call`` where the number ``due`` is not 0; elsewhere the results are zeros. It has no gradient.
+
+        Unlike ``jax.lax.cond`` it can be in a function for ``jax.vmap``.
+        """
+        return HostCall(_without_updates(function), tuple(outputs), conditional=True).bind(due, *arrays)
 
     def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
         """``jax.Array.astype``."""
@@ -96,3 +106,23 @@ class JaxArrays(ArrayAdapter):
 
         differentiable.defvjp(run, gradient)
         return list(differentiable(*arrays))
+
+
+def _without_updates(function: HostFunction) -> HostUpdate:
+    return lambda hosts, _: function(hosts)
+
+
+def _bound(call: HostCall, arrays: Sequence[Any]) -> list[Any]:
+    """The results of a call that has no gradient; ``with_gradient`` gives those a gradient that have one."""
+    if not any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return call.bind(*arrays)
+    constant = jax.custom_vjp(call.bind)
+    constant.defvjp(lambda *values: (call.bind(*values), None), _no_gradient)
+    return list(constant(*arrays))
+
+
+def _no_gradient(*_: Any) -> Any:
+    raise ConfigError(
+        "jax.grad needs the gradient of a collective that has none, such as an optimizer's update: call it on "
+        "jax.lax.stop_gradient(x)."
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import numpy as np
@@ -12,6 +13,8 @@ from tensorflow.python.eager.record import could_possibly_record, stop_recording
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from choros.arrays.adapter import ArrayFunction, ArrayLayout, ArraySpec, DeviceArrayAdapter, HostArray, HostFunction
+from choros.arrays.host_errors import remembered_errors
+from choros.arrays.tensorflow_errors import session_errors, tensorflow_errors
 from choros.errors import ConfigError
 
 __all__ = ["TensorflowArrays"]
@@ -66,12 +69,17 @@ class TensorflowArrays(DeviceArrayAdapter):
     def host_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
         """In a ``tf.function``, uses a ``tf.numpy_function``, which XLA cannot compile."""
         if not self.is_symbolic(arrays):
-            return super().host_call(function, arrays, outputs)
+            with tensorflow_errors():
+                return super().host_call(function, arrays, outputs)
         _refuse_xla()
         dense = [tf.convert_to_tensor(array) for array in arrays]
-        results = tf.numpy_function(
-            lambda *hosts: list(function(hosts)), dense, [tf.as_dtype(output.dtype) for output in outputs]
-        )
+        in_session = not tf.compat.v1.get_default_graph().building_function
+
+        def on_host(*hosts: HostArray) -> list[HostArray]:
+            with remembered_errors(), session_errors() if in_session else nullcontext():
+                return list(function(hosts))
+
+        results = tf.numpy_function(on_host, dense, [tf.as_dtype(output.dtype) for output in outputs])
         for result, output in zip(results, outputs, strict=True):
             result.set_shape(output.shape)
         return list(results)
@@ -115,7 +123,8 @@ class TensorflowArrays(DeviceArrayAdapter):
 
         dense = [tf.convert_to_tensor(array) for array in arrays]
         if tf.executing_eagerly():
-            return eagerly(*dense)
+            with tensorflow_errors():
+                return eagerly(*dense)
         _refuse_xla()
         gpus = tf.config.list_logical_devices("GPU")
         with tf.device(gpus[0].name if gpus else None):

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from choros.arrays.adapter import ArrayFunction, ArrayLayout, ArraySpec, DeviceArrayAdapter, HostArray
+from choros.arrays.fingerprint import COLUMNS, WORD_BYTES
+from choros.errors import ConfigError
 
 __all__ = ["TorchArrays"]
 
@@ -27,7 +29,26 @@ class TorchArrays(DeviceArrayAdapter):
         tensor = array.detach().cpu().contiguous()
         if tensor.dtype == torch.bfloat16:
             return tensor.view(torch.int16).numpy().view(_BFLOAT16)  # type: ignore[no-any-return]
-        return tensor.numpy()  # type: ignore[no-any-return]
+        try:
+            return tensor.numpy()  # type: ignore[no-any-return]
+        except TypeError:  # NumPy has no such dtype
+            raise ConfigError(f"tensors of {tensor.dtype} cannot be communicated: cast it to another dtype.") from None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def fingerprint(self, array: Any) -> bytes:
+        """Adds on the device; integers have the same sums there."""
+        return super().fingerprint(array) if array.device.type == "cpu" else self.fingerprint_on_device(array)
+
+    @staticmethod
+    def fingerprint_on_device(array: Any) -> bytes:
+        """``fingerprint`` of a tensor anywhere, of which its device computes the sums."""
+        raw = array.detach().contiguous().reshape(-1).view(torch.uint8)
+        if raw.storage_offset() % WORD_BYTES:
+            raw = raw.clone()
+        rows = raw.numel() // (COLUMNS * WORD_BYTES)
+        whole = rows * COLUMNS * WORD_BYTES
+        sums = raw[:whole].view(torch.int64).view(rows, COLUMNS).sum(0) if rows else raw[:0]
+        return bytes(sums.cpu().numpy().tobytes() + raw[whole:].cpu().numpy().tobytes())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def from_host(self, host: HostArray, like: Any) -> Any:
@@ -42,6 +63,23 @@ class TorchArrays(DeviceArrayAdapter):
     def spec(self, array: Any) -> ArraySpec:
         """Shape and dtype."""
         return ArraySpec(tuple(array.shape), self.to_host(array[:0] if array.ndim else array).dtype)
+
+    def rows_of(self, array: Any) -> tuple[Any, Any, Any] | None:
+        """Of sparse COO tensors. Indices are numbers of rows, or one row of indices for each element or block."""
+        if not array.is_sparse:
+            return None
+        indices = array._indices()
+        return indices[0] if len(indices) == 1 else indices.t(), array._values(), tuple(array.shape)
+
+    def from_rows(self, indices: Any, values: Any, shape: Any) -> Any:
+        """Returns a sparse COO tensor."""
+        indices = indices[None] if indices.ndim == 1 else indices.t()
+        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+
+    def to_dense(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """``Tensor.to_dense``."""
+        del shape
+        return array.to_dense() if array.is_sparse else array
 
     def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
         """``Tensor.to``."""

@@ -149,8 +149,8 @@ _BATCH = click.option("--batch-size", type=click.IntRange(min=1), metavar="N",
 )
 @_with_common(_STEPS_SECONDS)
 def train(framework: str, model: str, batch_size: int | None, ranks: int, common: _Common) -> int:
-    """Measures training steps: choros, torch DDP, MirroredStrategy, MultiWorkerMirroredStrategy, keras.distribution,
-    Horovod.
+    """Measures training steps: choros, torch DDP, MirroredStrategy, MultiWorkerMirroredStrategy, jax.jit on a mesh,
+    keras.distribution, Horovod.
 
     \b
     Examples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,13 +40,21 @@ class Contender:
 
     @property
     def missing(self) -> list[str]:
-        """Those of ``needs`` that are not installed."""
-        return [module for module in self.needs if importlib.util.find_spec(module) is None]
+        """Those of ``needs`` that are not installed. compat/horovod is not Horovod."""
+        return [module for module in self.needs if importlib.util.find_spec(module) is None or _is_choros(module)]
 
     @property
     def argv(self) -> list[str]:
         """The arguments with which Python runs the module."""
         return ["-m", f"choros.bench.processes.{self.module}", *self.arguments]
+
+
+def _is_choros(module: str) -> bool:
+    """Whether choros is behind the name of another library, as compat/horovod is."""
+    try:
+        return importlib.metadata.version(module).endswith("+choros")
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def check_names(only: Sequence[str], names: Sequence[str]) -> None:

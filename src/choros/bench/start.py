@@ -2,7 +2,7 @@
 
 Nothing is set that a user of the peer would not have: raw MPI has its mpirun's binding, torchrun gives each process
 one thread, TensorFlow in one process has all cores. chorosrun's settings for a rank are part of choros;
-``mpi4py prepared`` measures how much they contribute to its speed.
+``mpi4py prepared`` and ``torch DDP prepared`` measure how much they contribute to its speed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from choros.launch.plan.mpi_implementations import OpenMpi4, OpenMpi5
 
 __all__ = [
     "LaunchCommand", "Starter", "chorosrun", "horovodrun", "jax_cluster", "logical_cpus", "mpirun", "one_core",
-    "tf_cluster", "torchrun", "xla_devices",
+    "prepared_torch", "tf_cluster", "torchrun", "xla_devices",
 ]  # fmt: skip
 
 _LOCALHOST = "127.0.0.1"
@@ -76,6 +76,13 @@ def torchrun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """PyTorch's launcher, which gives each process one thread."""
     argv = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     return [LaunchCommand((*argv, *program))]
+
+
+def prepared_torch(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
+    """chorosrun for processes of ``torch.distributed``, which find each other at an address."""
+    (command,) = chorosrun(ranks, program)
+    (port,) = _free_ports(1)
+    return [LaunchCommand(command.argv, {"MASTER_ADDR": _LOCALHOST, "MASTER_PORT": str(port)})]
 
 
 def horovodrun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:

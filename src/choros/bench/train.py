@@ -9,7 +9,16 @@ from choros.bench.cases import MODELS, TrainCase
 from choros.bench.contender import CHOROS, Contender
 from choros.bench.report import ReportRow, Table, compare
 from choros.bench.run import RunResult
-from choros.bench.start import chorosrun, horovodrun, jax_cluster, logical_cpus, tf_cluster, torchrun, xla_devices
+from choros.bench.start import (
+    chorosrun,
+    horovodrun,
+    jax_cluster,
+    logical_cpus,
+    prepared_torch,
+    tf_cluster,
+    torchrun,
+    xla_devices,
+)
 from choros.errors import ConfigError
 
 __all__ = ["CONTENDERS", "cases", "frameworks", "of", "rows", "sections", "table"]
@@ -25,6 +34,7 @@ CONTENDERS = {
     "tensorflow": of(
         "tensorflow",
         Contender(CHOROS, chorosrun, "train_choros"),
+        Contender("choros, by a tape", chorosrun, "train_tape"),
         Contender("MirroredStrategy", logical_cpus, "train_mirrored", single=True),
         Contender("MultiWorkerMirroredStrategy", tf_cluster, "train_multi_worker"),
     ),
@@ -33,11 +43,14 @@ CONTENDERS = {
         Contender(CHOROS, chorosrun, "train_torch", ["choros"]),
         Contender("choros, by Keras", chorosrun, "train_choros"),
         Contender("torch DDP", torchrun, "train_torch", ["ddp"]),
+        Contender("torch DDP prepared", prepared_torch, "train_torch", ["ddp"]),
         Contender("Horovod", horovodrun, "train_torch", ["horovod"], needs=["horovod"]),
     ),
     "jax": of(
         "jax",
         Contender(CHOROS, chorosrun, "train_choros"),
+        Contender("choros, by a loop", chorosrun, "train_jax", ["choros"], needs=["optax"]),
+        Contender("jax.jit on a mesh", jax_cluster, "train_jax", ["mesh"], needs=["optax"]),
         Contender("keras.distribution (processes)", jax_cluster, "train_keras_distribution"),
         Contender("keras.distribution (devices)", xla_devices, "train_keras_distribution", single=True),
     ),
@@ -47,7 +60,8 @@ _NOTES = (
     "÷: the contender's time divided by choros'; above 1, choros takes less. CPU: of all ranks, for one step.",
     "cnn: the CNN of examples/mnist_horovod.py, 1.2 million parameters, Adam. mlp: 20 million parameters, SGD.",
     "torch: all but 'choros, by Keras' train in a plain PyTorch loop. Other frameworks: all train with Keras' fit but",
-    "MultiWorkerMirroredStrategy, whose fit fails under Keras 3 and which trains in a custom loop.",
+    "'choros, by a tape', 'choros, by a loop', 'jax.jit on a mesh', and MultiWorkerMirroredStrategy, whose fit fails",
+    "under Keras 3; these train in custom loops.",
 )
 
 

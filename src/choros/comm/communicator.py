@@ -21,20 +21,24 @@ from typing import Any, ClassVar, ParamSpec, Self, TypeVar, final
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from choros.comm.adasum import adasum
 from choros.comm.devices import DeviceCollectives
-from choros.comm.fusion import CHUNK_BYTES, Chunk, FusionBuffer, Layout, pack, plan_fusion, views
+from choros.comm.fusion import CHUNK_BYTES, Chunk, FusionBuffer, Layout, batches, pack, plan_fusion, regrouped, views
+from choros.comm.matching import Offer, matched
+from choros.comm.membership import Change
 from choros.comm.memory import aligned_empty
-from choros.comm.reduction import Reduction, check_dtype, from_working, working_dtype, working_op
-from choros.comm.request import Request, caller, mismatch_text
+from choros.comm.reduction import BFLOAT16, Reduction, check_dtype, from_working, working_dtype, working_op
+from choros.comm.request import CollectiveSpec, Request, caller, digest_of, mismatch_text
 from choros.comm.selection import select_devices
 from choros.comm.signature import Signatures
-from choros.comm.waiting import LongWait
+from choros.comm.waiting import LongWait, Reporter, Schedule
 from choros.comm.work import Work, WorkQueue
-from choros.errors import ConfigError, EngineError, MismatchError
+from choros.errors import ChorosError, ConfigError, EngineError, MismatchError, PeerLostError
 from choros.observe import events
+from choros.observe.progress import page
 from choros.topology import shard_range
 
-__all__ = ["JOINED", "SHUTDOWN", "Communicator", "row_counts"]
+__all__ = ["JOINED", "SHUTDOWN", "Communicator", "MemberLost", "row_counts"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,21 +48,32 @@ Kind = tuple[np.dtype[np.generic], tuple[int, ...]]
 
 _log = logging.getLogger("choros")
 
+#: The bytes that ranks gather in one message of a group: larger arrays are gathered sooner than they are copied.
+GATHERED_TOGETHER = 128 << 10
 #: The module of collectives on devices, imported if a rank may use them.
 _DEVICES = "choros.comm.engines.device_collectives"
+#: When ranks that have asked for different collectives tell each other again what they wait for.
+_ROUNDS = Schedule(longest_sleep=10e-3)
 #: The request of a rank that ends: it matches no other, so ranks that still call a collective are notified.
 SHUTDOWN = Request(events.SHUTDOWN.removesuffix("()"))
 #: The request of a rank that has joined: it matches every request that this rank can participate in.
 JOINED = Request("join")
+#: What such a rank knows of the others' request: nothing, nothing but how to learn it, or all.
+_UNKNOWN, _LEARNS, _KNOWN = range(3)
+
+
+class MemberLost(PeerLostError):
+    """An elastic engine's primitive has failed, because a member was lost; ``Communicator.atomic`` handles it."""
 
 
 class Communicator(ABC):
     """A set of ranks that exchange arrays in host memory.
 
-    Every collective must be called by all members, in the same order. Arrays are anything
-    ``numpy.asarray`` takes; results are new NumPy arrays. A call that the members do not make identically raises
-    a ``MismatchError`` on all of them before data moves; one that is wrong on its own (an unknown dtype,
-    say) raises a ``ConfigError`` on the rank that made it and a ``MismatchError`` on the others.
+    Every collective must be called by all members: those with a name in any order and from any thread, those without
+    one in the same order (see ``matching.py``). Arrays are anything ``numpy.asarray`` takes; results are new NumPy
+    arrays. A call that the members do not make identically raises a ``MismatchError`` on all of them before data moves;
+    one that is wrong on its own (an unknown dtype, say) raises a ``ConfigError`` on the rank that made it and a
+    ``MismatchError`` on the others. After either, the members continue with their next calls.
 
     Attributes:
         engine: its engine's name, that of a module in ``comm/engines``.
@@ -71,12 +86,18 @@ class Communicator(ABC):
         chunk_bytes: arrays are sent in chunks of at most this many bytes.
         bytes_sent: the number of bytes of arrays it has contributed to them, which compression reduces.
         signatures: those of objects that the members exchange, if the engine's connections need them.
+        elastic: whether the members go on without those that are lost; see ``atomic``.
+        on_change: is called whenever the members have changed.
+        raises_loss: whether ``atomic`` raises an error after such a change, and does not run the collective again.
+        last_joined: the member that was the last to ``join``, the last time; ``None`` if all did at the same time.
     """
 
     engine: ClassVar[str]
+    elastic = False
+    raises_loss = False
     signatures: Signatures | None = None
 
-    def __init__(self, rank: int, ranks: Sequence[int], queue: WorkQueue, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], chunk_bytes: int = CHUNK_BYTES) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
         self.launched = self.ranks
@@ -84,7 +105,14 @@ class Communicator(ABC):
         self.collectives = 0
         self.bytes_sent = 0
         self.chunk_bytes = chunk_bytes
-        self._queue = queue
+        self._queue = WorkQueue()
+        self.on_change: Callable[[Change], None] | None = None
+        self._when_settled: list[Callable[[], None]] = []
+        self.last_joined: int | None = None
+        #: By the digest of a request, how a rank that has joined takes part; and in how many it has.
+        self._specs: dict[int, CollectiveSpec] = {}
+        self._explanation = b""
+        self._joined_for = 0
         self._over = ""
         self._asked = SHUTDOWN
         self._scratch: NDArray[np.uint8] | None = None
@@ -99,8 +127,8 @@ class Communicator(ABC):
 
         Args:
             array: any shape, including scalars and 0 elements; the same shape and dtype on every rank.
-            op: the reduction.
-            name: shown in errors; ranks that give different names mismatch.
+            op: the reduction; Adasum combines whole arrays (``adasum.py``).
+            name: by which ranks match it; shown in errors.
             out: the array for the result: contiguous, of the same shape and dtype; may be ``array`` itself. An array
                 from ``empty`` is reduced into itself without further copies.
 
@@ -119,16 +147,20 @@ class Communicator(ABC):
         source = np.asarray(array)
         if out is None:
             return self._allreduce_all("allreduce", [source], op, name)[0]
-        in_place = out is source and (self.size == 1 or self._is_registered(out))
+        registered = self.size == 1 or (self._is_registered(out) and not self.elastic)
+        in_place = out is source and op is not Reduction.ADASUM and registered
         if not in_place or working_dtype(out.dtype) != out.dtype:
             return self._allreduce_all("allreduce", [source], op, name, [out])[0]
-        with self.exclusive():
+
+        def collective() -> None:
             problem = _problem(out.dtype, op) or _problem_of_out(source, out)
             self.agree(_request("allreduce in place", op, ((out.dtype, out.shape),), name), problem=problem)
             flat = out.reshape(-1)
             self.reduce_in_place(flat, working_op(out.dtype, op))
             if op is Reduction.AVERAGE:
                 from_working(flat, flat, op, self.size)
+
+        self.atomic(collective)
         return out
 
     @final
@@ -159,9 +191,12 @@ class Communicator(ABC):
         """
         dtype = np.dtype(dtype)
         dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
-        with self.exclusive():
+
+        def collective() -> NDArray[np.uint8]:
             self.agree(Request("empty", f"dtype={dtype}, shape={dimensions}"))
-            memory = self._allocate(max(1, math.prod(dimensions) * dtype.itemsize))
+            return self._allocate(max(1, math.prod(dimensions) * dtype.itemsize))
+
+        memory = self.atomic(collective)
         return memory[: math.prod(dimensions) * dtype.itemsize].view(dtype).reshape(dimensions)
 
     @final
@@ -176,12 +211,34 @@ class Communicator(ABC):
             An array whose first dimension is the sum of the ranks' first dimensions.
         """
         rows = np.atleast_1d(np.asarray(array))
-        request = Request("allgather", f"dtype={rows.dtype}, shape=(any, {_inner(rows)})", name)
-        with self.exclusive():
-            lengths = self.agree(request, value=len(rows), problem=_problem(rows.dtype))
-            row_bytes = rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
-            received = self.gather_bytes(_bytes(rows), [length * row_bytes for length in lengths])
-        return received.view(rows.dtype).reshape(sum(lengths), *rows.shape[1:])
+        request = _rows_request("allgather", ((rows.dtype, rows.shape[1:]),), name)
+        return self.atomic(
+            lambda: self._gather_rows(rows, self.agree(request, value=len(rows), problem=_problem(rows.dtype)))
+        )
+
+    @final
+    def grouped_allgather(self, arrays: Sequence[ArrayLike], *, name: str = "") -> list[Array]:
+        """``allgather`` of several arrays in few messages: small ones are sent together.
+
+        Args:
+            arrays: of the same dtypes and inner shapes on every rank; the number of rows may differ for each of them.
+            name: shown in errors.
+
+        Example:
+            >>> from choros.comm.engines.local import LocalCommunicator
+            >>> LocalCommunicator().grouped_allgather([[1.5], [2, 3]])
+            [array([1.5]), array([2, 3])]
+        """
+        parts = [np.atleast_1d(np.asarray(array)) for array in arrays]
+        request = _rows_request("grouped_allgather", tuple([(rows.dtype, rows.shape[1:]) for rows in parts]), name)
+        problems = [problem for dtype in {rows.dtype for rows in parts} if (problem := _problem(dtype))]
+        lengths = np.array([len(rows) for rows in parts], np.int64)
+
+        def collective() -> list[Array]:
+            values = self.agree(request, value=digest_of(lengths.tobytes()), problem=next(iter(problems), None))
+            return self._gather_all(parts, lengths, values)
+
+        return self.atomic(collective)
 
     @final
     def broadcast(self, array: ArrayLike, root: int = 0, *, name: str = "") -> Array:
@@ -193,16 +250,17 @@ class Communicator(ABC):
             name: shown in errors.
         """
         source = np.asarray(array)
-        request = Request("broadcast", f"root={root}, dtype={source.dtype}, shape={source.shape}", name)
         problem = _problem(source.dtype)
         if not 0 <= root < self.size:
             problem = ConfigError(f"broadcast: root={root} is not one of the {self.size} ranks 0 … {self.size - 1}.")
-        with self.exclusive():
-            self.agree(request, problem=problem)
-            buffer = source.flatten()
-            self.bytes_sent += buffer.nbytes if root == self.rank else 0
-            self._broadcast(buffer.view(np.uint8), root)
-        return buffer.reshape(source.shape)
+        sender = self.launched[root] if problem is None else None
+
+        def collective() -> Array:
+            rank = root if sender is None else self._rank_of(sender, "the sender of a broadcast")
+            self.agree(_broadcast_request(rank, source.dtype, source.shape, name), problem=problem)
+            return self._broadcast_from(rank, source)
+
+        return self.atomic(collective)
 
     @final
     def reducescatter(self, array: ArrayLike, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> Array:
@@ -215,24 +273,14 @@ class Communicator(ABC):
             op: the reduction.
             name: shown in errors.
         """
-        rows = np.asarray(array)
-        request = Request("reducescatter", f"op={op.value}, dtype={rows.dtype}, shape={rows.shape}", name)
-        problem = _problem(rows.dtype, op)
-        if rows.ndim == 0:
-            problem = ConfigError("reducescatter: a scalar has no rows to scatter; give it at least one dimension.")
-        with self.exclusive():
-            self.agree(request, problem=problem)
-            row_items = int(np.prod(rows.shape[1:], dtype=np.int64))
-            shares = [shard_range(len(rows), rank, self.size) for rank in range(self.size)]
-            counts = [(end - start) * row_items for start, end in shares]
-            working = np.empty(rows.size, working_dtype(rows.dtype))
-            np.copyto(working, _flat(rows))
-            self.bytes_sent += working.nbytes
-            working = self._reducescatter(working, counts, working_op(rows.dtype, op))
-        start, end = shares[self.rank]
-        result = np.empty((end - start, *rows.shape[1:]), rows.dtype)
-        from_working(working, result.reshape(-1), op, self.size)
-        return result
+        return self._scatter_all("reducescatter", [np.asarray(array)], op, name)[0]
+
+    @final
+    def grouped_reducescatter(
+        self, arrays: Sequence[ArrayLike], op: Reduction = Reduction.AVERAGE, *, name: str = ""
+    ) -> list[Array]:
+        """``reducescatter`` of several arrays in few messages: small ones of one dtype are sent together."""
+        return self._scatter_all("grouped_reducescatter", [np.asarray(array) for array in arrays], op, name)
 
     @final
     def alltoall(
@@ -249,32 +297,28 @@ class Communicator(ABC):
             The rows received, in the order of the senders, and the number of rows from each.
         """
         rows = np.asarray(array)
-        request = Request("alltoall", f"dtype={rows.dtype}, shape=(any, {_inner(rows)})", name)
-        with self.exclusive():
+        request = _rows_request("alltoall", ((rows.dtype, rows.shape[1:]),), name)
+        members = self.launched
+
+        def collective() -> tuple[Array, NDArray[np.int32]]:
+            if splits is not None and self.launched != members:
+                raise PeerLostError("alltoall: splits gives rows to a rank that was lost.")
             counts, problem = row_counts(rows.shape, splits, self.size)
             self.agree(request, problem=problem or _problem(rows.dtype))
-            eights = [counts.itemsize] * self.size
-            received_counts = self._alltoall(counts.view(np.uint8), eights, eights).view(np.int64)
-            row_bytes = rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
-            received = self.alltoallv_bytes(
-                _bytes(rows),
-                [int(count) * row_bytes for count in counts],
-                [int(count) * row_bytes for count in received_counts],
-            )
-        shape = (int(received_counts.sum()), *rows.shape[1:])
-        return received.view(rows.dtype).reshape(shape), received_counts.astype(np.int32)
+            return self._exchange_rows(rows, counts)
+
+        return self.atomic(collective)
 
     @final
     def barrier(self, *, name: str = "") -> None:
         """Returns when every rank has called it."""
-        with self.exclusive():
-            self.agree(Request("barrier", name=name))
+        self.atomic(lambda: self.agree(_barrier_request(name)))
 
     @final
     def start(self, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        """Starts a collective and returns at once; ``Work.wait`` returns its result.
+        """Starts a collective without a name and returns at once; ``Work.wait`` returns its result.
 
-        Arrays must not be changed until then.
+        Arrays must not be changed until then. Such collectives run in the order in which they were started.
 
         Example:
             >>> from choros.comm.engines.local import LocalCommunicator
@@ -284,6 +328,21 @@ class Communicator(ABC):
             array([1., 2.])
         """
         return self._queue.submit(collective, *args, **kwargs)
+
+    @final
+    def start_named(self, name: str, collective: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
+        """``start`` of a collective by whose name ranks match it: they may start such ones in different orders.
+
+        Args:
+            name: the same on all ranks.
+            collective: what runs on another thread: one collective, or some in a row.
+            *args: its arguments.
+            **kwargs: likewise.
+
+        Raises:
+            ConfigError: a collective of this name is under way on this rank.
+        """
+        return self._queue.submit_named(name, collective, *args, **kwargs)
 
     @final
     def split(self, ranks: Sequence[int]) -> Self | None:
@@ -300,12 +359,17 @@ class Communicator(ABC):
         problem = None
         if len(chosen) != len(ranks) or not chosen or not set(chosen) <= set(range(self.size)):
             problem = ConfigError(f"ranks {list(ranks)} are not distinct ranks of 0 … {self.size - 1}.")
-        with self.exclusive():
+
+        def split() -> Any:
             self.agree(Request("split", f"ranks={chosen}"), problem=problem)
             members = self._split(chosen)
-        if members is not None:
-            members.launched = tuple(self.launched[rank] for rank in chosen)
-        return members
+            if members is not None:
+                members.launched = tuple(self.launched[rank] for rank in chosen)
+                members.chunk_bytes = self.chunk_bytes
+            return members
+
+        own: Self | None = self.atomic(split)
+        return own
 
     @functools.cached_property
     def devices(self) -> DeviceCollectives | None:
@@ -313,6 +377,8 @@ class Communicator(ABC):
 
         The connections are made by the first collective, which all members call.
         """
+        if self.elastic:
+            return None  # a library of devices cannot go on without a rank
         choice = select_devices(self.engine, self.size, os.environ)
         if self.rank == 0:
             _log.info("tensors on devices: %s.", choice.reason)
@@ -326,6 +392,7 @@ class Communicator(ABC):
         """Releases the communicator's resources; all members must call it, and no method may be called after it."""
         if "devices" in self.__dict__ and self.devices is not None:
             self.devices.close()
+        self._queue.close()
         self._close()
 
     def abandon(self) -> None:  # noqa: B027  (most engines' connections end with the process)
@@ -349,8 +416,88 @@ class Communicator(ABC):
 
     @final
     def exclusive(self) -> AbstractContextManager[None]:
-        """A context that encloses the calls of one collective; see ``WorkQueue.exclusive``."""
+        """A context in which no other collective of this communicator runs; see ``WorkQueue.exclusive``."""
         return self._queue.exclusive()
+
+    @final
+    def atomic(self, collective: Callable[[], T], *, again: Callable[[], None] | None = None) -> T:
+        """Runs ``collective``, which calls ``agree`` and then moves data, on all members or on none.
+
+        On an elastic engine, if a member is lost meanwhile, none of the others completes it: they become the members,
+        and run it again, with what they give to it. So it must not change its input, and it must read ``rank``,
+        ``size`` and the reducer's plans itself::
+
+                       rank 0                rank 1                rank 2                 rank 1 of 2
+            agree      all are here          all are here          all are here
+            data       received              killed                PeerLostError
+            settle     no: one was lost ◄──────────────────────►   no: one was lost       the same answer on all
+            recover    shrinks                                     shrinks; is rank 1 now
+            again      agree, data, settle: yes ◄──────────────►   agree, data, settle: yes
+
+        A call inside another one is a part of that.
+
+        Args:
+            collective: see above.
+            again: called before ``collective`` is run again; it may call other collectives.
+
+        Raises:
+            PeerLostError: a member was lost, and this engine is not elastic, too few members are left, or the caller
+                has asked for the error (``raises_loss``).
+        """
+        with self._queue.exclusive():
+            if not self.elastic or self._queue.in_unit:
+                return collective()
+            while True:
+                with self._queue.unit():
+                    results = self._attempt(collective)
+                if results:
+                    return results[0]
+                if again is not None:
+                    again()
+
+    def _attempt(self, collective: Callable[[], T]) -> tuple[T, ...]:
+        """Runs a collective; returns its result, or nothing if a member was lost, without which all others go on."""
+        error: ChorosError | None = None
+        try:
+            result = collective()
+        except ChorosError as raised:
+            error = raised
+        settled = self._settle(completed=not isinstance(error, MemberLost))
+        actions, self._when_settled = self._when_settled, []
+        if settled:
+            for action in actions:
+                action()
+            if error is not None:
+                raise error
+            return (result,)
+        self._queue.abandon_plan()
+        before = self.launched
+        self._recover()
+        self._queue.end_turn()
+        self._scratch, self._joined_for = None, 0
+        change = Change.between(before, self.launched)
+        if self.on_change is not None:
+            self.on_change(change)
+        if self.raises_loss:
+            raise PeerLostError(f"{self._asked}: {change}.", ranks=change.lost)
+        return ()
+
+    @final
+    def when_settled(self, action: Callable[[], None]) -> None:
+        """Calls ``action`` once the ``atomic`` collective that the caller is in has ended on all ranks; else at once.
+
+        It is not called if the collective is run again because a member was lost.
+        """
+        if self.elastic and self._queue.in_unit:
+            self._when_settled.append(action)
+        else:
+            action()
+
+    def _rank_of(self, launched: int, what: str) -> int:
+        """The present rank of a member, by its number at the launcher."""
+        if launched not in self.launched:
+            raise PeerLostError(f"{what}, rank {launched} at the start of the job, was lost.")
+        return self.launched.index(launched)
 
     @final
     def agree(self, request: Request, *, value: int = 0, problem: Exception | None = None) -> list[int]:
@@ -375,41 +522,83 @@ class Communicator(ABC):
             if problem is not None:
                 raise problem
             return [value for _, value in gathered]
-        if self._joined_ranks_know(request, gathered, known=problem is None):
-            return [value for _, value in gathered]
+        if self._joined_ranks_take_part(request, gathered):
+            self._check_root(request, gathered)
+            return _values(gathered)
         mismatch = self._mismatch(request, gathered)
         raise problem or mismatch
 
     @final
-    def join(self, requests: Sequence[Request]) -> tuple[Request, list[int]] | None:
-        """Agrees with whatever the other ranks request next, and so participates in steps for which it has no data.
+    def join(
+        self,
+        requests: Callable[[], Sequence[Request]],
+        take_part: Callable[[Request, list[int]], None],
+        learn: Callable[[bytes], Sequence[Request]] | None = None,
+    ) -> None:
+        """Participates in whatever the other ranks request, without data, until all ranks have joined.
 
         ::
 
             rank 0                 rank 1                 rank 2, which has joined
-            agree(a, value=8)      agree(a, value=3)      join([a, b]) ─► a, [8, 3, 0]     it does its part of a
-            agree(b, value=8)      join([a, b])           join([a, b]) ─► b, [8, 0, 0]     both do their part of b
-            join([a, b]) ─► None   join([a, b]) ─► None   join([a, b]) ─► None             all have joined
+            agree(a, value=8)      agree(a, value=3)      take_part(a, [8, 3, 0])          it does its part of a
+            allgather(rows)        allgather(rows)                                         gives no rows, by itself
+            agree(b, value=8)      take_part(b, [8, 0, 0])  take_part(b, [8, 0, 0])        both do their part of b
+            join                   join                   join                             all have joined
 
-        Call it inside ``exclusive()``, and complete the collective there.
+        The collectives of this class need not be in ``requests``: this rank gives zeros, or no rows, to them. What it
+        does not know, the first rank that has not joined sends it once; so it does with a request that has ``explain``,
+        if this rank can ``learn`` it. Then ``last_joined`` is set.
 
         Args:
-            requests: those in which this rank can participate.
-
-        Returns:
-            The other ranks' request, and the ranks' values; 0 for ranks that have joined. ``None``: all have joined.
+            requests: returns the others in which this rank can participate.
+            take_part: does this rank's part of one of them, after its control message; it is given the ranks' values,
+                0 for ranks that have joined.
+            learn: returns those that such a message explains.
 
         Raises:
-            MismatchError: on all ranks, if the others' request is not one of ``requests``.
+            MismatchError: on all ranks, if the others' request is neither one of ``requests`` nor such a collective.
         """
-        gathered = self._gather(JOINED, 0)
+        while not self.atomic(functools.partial(self._join_once, requests, take_part, learn)):
+            pass
+
+    def _join_once(
+        self,
+        requests: Callable[[], Sequence[Request]],
+        take_part: Callable[[Request, list[int]], None],
+        learn: Callable[[bytes], Sequence[Request]] | None,
+    ) -> bool:
+        """Participates in one collective; returns whether all ranks have joined."""
+        gathered = self._gather(JOINED, self._joined_for)
         digests = {digest for digest, _ in gathered if digest != JOINED.digest}
         if not digests:
-            return None
-        request = next((request for request in requests if digests == {request.digest}), None)
-        if not self._joined_ranks_know(JOINED, gathered, known=request is not None) or request is None:
+            self._joined_for = 0
+            joined_for = [value for _, value in gathered]
+            self.last_joined = joined_for.index(min(joined_for)) if any(joined_for) else None
+            return True
+        self._joined_for += 1
+        if len(digests) > 1 and SHUTDOWN.digest not in digests:
+            self._compare(JOINED)  # the others' calls differ; they report it
+            return False
+        (digest, *_) = digests
+        request = next((request for request in requests() if request.digest == digest), None)
+        knows = _KNOWN if request is not None or digest in self._specs else _LEARNS if learn else _UNKNOWN
+        if not self._joined_ranks_take_part(JOINED, gathered, knows=knows):
             raise self._mismatch(JOINED, gathered)
-        return request, [value for _, value in gathered]
+        if request is None and digest not in self._specs and learn is not None:
+            learned = learn(self._explanation)
+            request = next((request for request in learned if request.digest == digest), None)
+            if request is None:
+                raise EngineError(
+                    "this rank has joined, and cannot do what the others do next: it has another device, or other "
+                    f"settings of CHOROS_…. It would do: {'; '.join(map(str, learned))}."
+                )
+        if request is not None:
+            take_part(request, _values(gathered))
+            return False
+        spec = self._specs[digest]
+        if spec.root is None or gathered[spec.root][0] != JOINED.digest:
+            self._take_part(spec, _values(gathered))
+        return False
 
     @final
     def reduce_in_place(self, buffer: Array, op: Reduction) -> None:
@@ -473,26 +662,154 @@ class Communicator(ABC):
     ) -> list[Array]:
         kinds = tuple([(array.dtype, array.shape) for array in arrays])
         request = _request(collective, op, kinds, name)
-        problems = [problem for dtype in {dtype for dtype, _ in kinds} if (problem := _problem(dtype, op))]
+        problems = [problem for dtype in {dtype for dtype, _ in kinds} if (problem := _problem(dtype, op, whole=True))]
         problems += [problem for pair in zip(arrays, outs or (), strict=False) if (problem := _problem_of_out(*pair))]
-        with self.exclusive():
+
+        def reduce() -> list[Array]:
             self.agree(request, problem=next(iter(problems), None))
-            flats = [_flat(array) for array in arrays]
-            results = list(outs or arrays)
-            layout, buffers = _plan(kinds, self.chunk_bytes)
-            for buffer in buffers:
-                flat = aligned_empty((buffer.size,), buffer.dtype) if outs is None else outs[0].reshape(-1)
+            return self._reduce_all(kinds, arrays, op, None if self.elastic else outs)
 
-                def fill(chunk: Chunk, message: Array) -> None:
-                    pack(chunk, flats, message)
+        results = self.atomic(reduce)
+        if outs is None or not self.elastic:
+            return results
+        for out, result in zip(outs, results, strict=True):  # only now: ``out`` may be the array itself
+            np.copyto(out, result)
+        return outs
 
-                def empty(message: Array, chunk: Chunk, flat: Array = flat) -> None:
-                    from_working(message, flat[chunk.start : chunk.stop], op, self.size)
+    def _scatter_all(self, collective: str, arrays: list[Array], op: Reduction, name: str) -> list[Array]:
+        kinds = tuple([(array.dtype, array.shape) for array in arrays])
+        request = _request(collective, op, kinds, name)
+        problems = [problem for dtype in {dtype for dtype, _ in kinds} if (problem := _problem(dtype, op))]
+        if any(not shape for _, shape in kinds):
+            problems.append(
+                ConfigError("reducescatter: a scalar has no rows to scatter; give it at least one dimension.")
+            )
 
-                self.reduce_chunks(buffer, working_op(buffer.dtype, op), fill, empty)
-                if outs is None:
-                    views(buffer, flat, layout, results)
+        def reduce_and_scatter() -> list[Array]:
+            self.agree(request, problem=next(iter(problems), None))
+            return self._reduce_and_scatter(arrays, op)
+
+        return self.atomic(reduce_and_scatter)
+
+    # ── the collectives' data, once all ranks have agreed ────────────────────────────────────────
+
+    def _take_part(self, spec: CollectiveSpec, values: Sequence[int]) -> None:
+        """Does the part of a rank that has joined: with zeros, or without rows."""
+        kinds = tuple((_dtype(name), shape) for name, shape in spec.arrays)
+        match spec.collective:
+            case "allreduce" | "grouped_allreduce":
+                zeros = [np.zeros(shape, dtype) for dtype, shape in kinds]
+                self._reduce_all(kinds, zeros, Reduction(spec.op), None)
+            case "reducescatter" | "grouped_reducescatter":
+                self._reduce_and_scatter([np.zeros(shape, dtype) for dtype, shape in kinds], Reduction(spec.op))
+            case "broadcast":
+                ((dtype, shape),) = kinds
+                self._broadcast_from(spec.root or 0, np.zeros(shape, dtype))
+            case "allgather":
+                ((dtype, inner),) = kinds
+                self._gather_rows(np.zeros((0, *inner), dtype), values)
+            case "grouped_allgather":
+                empty = [np.zeros((0, *inner), dtype) for dtype, inner in kinds]
+                self._gather_all(empty, np.zeros(len(empty), np.int64), values)
+            case "alltoall":
+                ((dtype, inner),) = kinds
+                self._exchange_rows(np.zeros((0, *inner), dtype), np.zeros(self.size, np.int64))
+
+    def _reduce_all(
+        self, kinds: tuple[Kind, ...], arrays: list[Array], op: Reduction, outs: list[Array] | None
+    ) -> list[Array]:
+        if op is Reduction.ADASUM:
+            combined = adasum(self, arrays)
+            for out, array in zip(outs or (), combined, strict=False):
+                np.copyto(out, array)
+            return outs or combined
+        flats = [_flat(array) for array in arrays]
+        results = list(outs or arrays)
+        layout, buffers = _plan(kinds, self.chunk_bytes)
+        for buffer in buffers:
+            flat = aligned_empty((buffer.size,), buffer.dtype) if outs is None else outs[0].reshape(-1)
+
+            def fill(chunk: Chunk, message: Array) -> None:
+                pack(chunk, flats, message)
+
+            def empty(message: Array, chunk: Chunk, flat: Array = flat) -> None:
+                from_working(message, flat[chunk.start : chunk.stop], op, self.size)
+
+            self.reduce_chunks(buffer, working_op(buffer.dtype, op), fill, empty)
+            if outs is None:
+                views(buffer, flat, layout, results)
         return results
+
+    def _gather_rows(self, rows: Array, lengths: Sequence[int]) -> Array:
+        row_bytes = _row_bytes(rows)
+        received = self.gather_bytes(_bytes(rows), [length * row_bytes for length in lengths])
+        return received.view(rows.dtype).reshape(sum(lengths), *rows.shape[1:])
+
+    def _gather_all(self, parts: list[Array], lengths: NDArray[np.int64], digests: Sequence[int]) -> list[Array]:
+        """Gathers several arrays; ``digests`` are those of the ranks' ``lengths``."""
+        if len(set(digests)) == 1:
+            table = np.tile(lengths, (self.size, 1))
+        else:
+            received = self._allgather(lengths.view(np.uint8), [lengths.nbytes] * self.size)
+            table = received.view(np.int64).reshape(self.size, len(parts))
+        row_bytes = np.array([_row_bytes(rows) for rows in parts], np.int64)
+        totals, results = table.sum(0), []
+        for batch in batches((totals * row_bytes).tolist(), min(GATHERED_TOGETHER, self.chunk_bytes)):
+            counts = table[:, batch] * row_bytes[batch]
+            message = [_bytes(rows) for rows in parts[batch]]
+            received = self.gather_bytes(
+                message[0] if len(message) == 1 else np.concatenate(message), counts.sum(1).tolist()
+            )
+            results += regrouped(received, counts)
+        return [
+            result.view(rows.dtype).reshape(total, *rows.shape[1:])
+            for result, rows, total in zip(results, parts, totals.tolist(), strict=True)
+        ]
+
+    def _broadcast_from(self, root: int, source: Array) -> Array:
+        buffer = source.flatten()
+        self.bytes_sent += buffer.nbytes if root == self.rank else 0
+        self._broadcast(buffer.view(np.uint8), root)
+        return buffer.reshape(source.shape)
+
+    def _reduce_and_scatter(self, arrays: list[Array], op: Reduction) -> list[Array]:
+        results = list(arrays)
+        for dtype in dict.fromkeys(array.dtype for array in arrays):
+            same = [index for index, array in enumerate(arrays) if array.dtype == dtype]
+            for batch in batches([arrays[index].nbytes for index in same], self.chunk_bytes):
+                own = self._scatter_together([arrays[index] for index in same[batch]], op)
+                for index, array in zip(same[batch], own, strict=True):
+                    results[index] = array
+        return results
+
+    def _scatter_together(self, arrays: list[Array], op: Reduction) -> list[Array]:
+        """Reduces arrays of one dtype in one message, in which their rows for one rank follow each other."""
+        dtype, size = arrays[0].dtype, self.size
+        shares = [[array[slice(*shard_range(len(array), rank, size))] for array in arrays] for rank in range(size)]
+        counts = [sum(rows.size for rows in share) for share in shares]
+        working = np.empty(sum(counts), working_dtype(dtype))
+        np.concatenate([_flat(rows) for share in shares for rows in share], out=working, casting="unsafe")
+        self.bytes_sent += working.nbytes
+        working = self._reducescatter(working, counts, working_op(dtype, op))
+        results, start = [], 0
+        for rows in shares[self.rank]:
+            result = np.empty(rows.shape, dtype)
+            from_working(working[start : start + rows.size], result.reshape(-1), op, size)
+            start += rows.size
+            results.append(result)
+        return results
+
+    def _exchange_rows(self, rows: Array, counts: NDArray[np.int64]) -> tuple[Array, NDArray[np.int32]]:
+        eights = [counts.itemsize] * self.size
+        received_counts = self._alltoall(counts.view(np.uint8), eights, eights).view(np.int64)
+        row_bytes = _row_bytes(rows)
+        received = self.alltoallv_bytes(
+            _bytes(rows),
+            [int(count) * row_bytes for count in counts],
+            [int(count) * row_bytes for count in received_counts],
+        )
+        shape = (int(received_counts.sum()), *rows.shape[1:])
+        return received.view(rows.dtype).reshape(shape), received_counts.astype(np.int32)
 
     def _stage(self) -> NDArray[np.uint8]:
         """The memory in which chunks are packed; allocated once, and again if chunks become larger."""
@@ -500,54 +817,141 @@ class Communicator(ABC):
             self._scratch = self._allocate(self.chunk_bytes)
         return self._scratch
 
-    def _observed(self, request: Request, header: NDArray[np.int64]) -> NDArray[np.int64]:
-        """``_exchange``, with events before and after it, and one when the collective is done."""
+    # ── control messages ─────────────────────────────────────────────────────────────────────────
+
+    def _gather(self, request: Request, value: int) -> list[list[int]]:
+        """The control message, when it is this request's turn: returns every rank's digest and value."""
+        name = None if request is JOINED else request.name
+        header = np.array((request.digest, value), np.int64)
+
+        def take_turn() -> list[list[int]]:
+            return self._queue.take_turn(name, self._propose, self._make_plan, request, header)
+
+        try:
+            observed = events.active()
+            gathered = self._observed(request, take_turn) if observed else take_turn()
+        except ChorosError:
+            raise
+        except BaseException:
+            self._break_off(request)
+            raise
+        self.collectives += 1
+        page.begin_collective(request.label, self.size)
+        if not observed:
+            self._queue.on_exit(page.end_collective)
+        return gathered
+
+    def _propose(self, request: Request, header: NDArray[np.int64]) -> tuple[list[list[int]], bool]:
+        """The control message, and whether it settles which collective is next: see ``WorkQueue.take_turn``."""
+        # Plain integers: this runs in every step, and for some ranks they are compared faster than arrays.
+        gathered: list[list[int]] = self._control_message(request, header).tolist()
+        for digest, _ in gathered:
+            if digest != request.digest:
+                break
+        else:
+            return gathered, True
+        digests = {digest for digest, _ in gathered}
+        return gathered, SHUTDOWN.digest in digests or (JOINED.digest in digests and len(digests) == 2)
+
+    def _observed(self, request: Request, take_turn: Callable[[], T]) -> T:
+        """``take_turn``, with events before and after it, and one when the collective is done."""
         name, sent, begun = request.name or request.collective, self.bytes_sent, time.perf_counter()
 
         def emit(kind: events.Kind, **details: events.Detail) -> None:
             events.emit(kind, name, collective=request.collective, process_set=self.ranks, **details)
 
         def done() -> None:
+            page.end_collective()
             seconds = round(time.perf_counter() - begun, 6)
             emit(events.Kind.COLLECTIVE_DONE, bytes=self.bytes_sent - sent, seconds=seconds)
 
         self._queue.on_exit(done)
         emit(events.Kind.COLLECTIVE_BEGUN)
-        table = self._exchange(header)
-        emit(events.Kind.COLLECTIVE_MATCHED, waited=round(time.perf_counter() - begun, 6))
-        return table
+        result = take_turn()
+        waited = round(time.perf_counter() - begun, 6)
+        emit(events.Kind.COLLECTIVE_MATCHED, number=self.collectives, waited=waited)
+        return result
 
-    def _gather(self, request: Request, value: int) -> list[list[int]]:
-        """The control message: returns every rank's digest and value."""
-        self.collectives += 1
-        exchange = functools.partial(self._observed, request) if events.active() else self._exchange
-        # Plain integers: this runs in every step, and for some ranks they are compared faster than arrays.
-        return self._control_message(request, (request.digest, value), exchange).tolist()  # type: ignore[no-any-return]
+    def _make_plan(self, request: Request, _: NDArray[np.int64]) -> None:
+        """Agrees with the other ranks on which collectives are next; see ``matching.py``."""
+        table: NDArray[np.int64] | None = None
+        with Reporter(self._long_wait) as reporter:
+            while True:
+                message = self._queue.offer().encode()
+                header = np.array((digest_of(message), len(message)), np.int64)
+                earlier, table = table, self._control_message(request, header)
+                if earlier is None or (table != earlier).any():
+                    offers = [Offer.decode(each) for each in self._share(message, table[:, 1].tolist())]
+                    self._queue.plan.extend(matched(offers))
+                    if self._queue.plan:
+                        return
+                    if all(offer.complete for offer in offers):
+                        raise MismatchError(self._compare(request))
+                self._queue.pause(_ROUNDS.sleep_after(reporter.check()))
 
-    def _joined_ranks_know(self, request: Request, gathered: list[list[int]], *, known: bool) -> bool:
-        """Whether ranks have joined, and know the one request that all others made; every rank asks the same.
+    def _joined_ranks_take_part(self, request: Request, gathered: list[list[int]], *, knows: int = _KNOWN) -> bool:
+        """Whether ranks have joined, and can participate in the one request that all others made; all ranks ask this.
 
-        Only a joined rank knows whether it does, so this takes another control message.
+        Only a joined rank knows whether it knows the request, so this takes another control message. If one does not,
+        the first rank that has not joined sends it: as a spec, or as an explanation, whose length is sent as a negative
+        number, and which is signed if connections need it.
         """
         digests = {digest for digest, _ in gathered}
         if JOINED.digest not in digests or len(digests) > 2:
             return False
-        return bool(self._control_message(request, (known, 0), self._exchange)[:, 0].all())
+        message, sign = b"" if request.spec is None else request.spec.encode(), 1
+        if request.explain is not None:
+            message, sign = request.explain(), -1
+            if self.signatures is not None:
+                message = self.signatures.sign(message, collective=self.collectives, rank=self.rank)
+        table = self._control_message(request, np.array((knows, sign * len(message)), np.int64)).tolist()
+        if all(knows == _KNOWN for knows, _ in table):
+            return True
+        sender = next(rank for rank, (digest, _) in enumerate(gathered) if digest != JOINED.digest)
+        length = table[sender][1]
+        if length == 0 or (length < 0 and any(knows == _UNKNOWN for knows, _ in table)):
+            return False
+        lengths = [abs(length) if rank == sender else 0 for rank in range(self.size)]
+        shared = self._share(message if self.rank == sender else b"", lengths)[sender]
+        if length > 0:
+            self._specs[gathered[sender][0]] = CollectiveSpec.decode(shared)
+        elif self.signatures is None:
+            self._explanation = shared
+        else:
+            self._explanation = self.signatures.verified(shared, collective=self.collectives, rank=sender)
+        return True
 
-    def _control_message(
-        self, request: Request, header: tuple[int, int], exchange: Callable[[NDArray[np.int64]], NDArray[np.int64]]
-    ) -> NDArray[np.int64]:
+    def _check_root(self, request: Request, gathered: list[list[int]]) -> None:
+        root = None if request.spec is None else request.spec.root
+        if root is not None and gathered[root][0] == JOINED.digest:
+            raise MismatchError(
+                f"{request}: rank {self.ranks[root]}, which would send, has joined, and has no values any more."
+            )
+
+    def _control_message(self, request: Request, header: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Gathers the ranks' headers, once all ranks are here."""
         if self._over:
             raise MismatchError(self._over)
         self._asked = request
         try:
-            return exchange(np.array(header, np.int64))
+            return self._exchange(header)
         except EngineError:
             raise
         except BaseException:
-            # Ctrl-C, or a signal's handler: the other ranks consider this request made and would wait for its data.
-            self._over = f"{request} was interrupted on this rank, which cannot communicate any more."
+            self._break_off(request)
             raise
+
+    def _break_off(self, request: Request) -> None:
+        """After Ctrl-C, or a signal's handler."""
+        # The other ranks consider this request made, and would wait for its data.
+        self._over = f"{request} was interrupted on this rank, which cannot communicate any more."
+        self._queue.abandon_plan()
+
+    def _share(self, message: bytes, lengths: Sequence[int]) -> list[bytes]:
+        """Every rank's message."""
+        together = self._allgather(np.frombuffer(message, np.uint8), lengths).tobytes()
+        ends = np.cumsum(lengths)
+        return [together[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
     def _mismatch(self, request: Request, gathered: list[list[int]]) -> MismatchError:
         """The error that compares the ranks' requests."""
@@ -562,15 +966,30 @@ class Communicator(ABC):
         return LongWait(str(self._asked), self.launched)
 
     def _compare(self, request: Request) -> str:
-        text = str(request) if request == SHUTDOWN else f"{request} at {caller() or 'unknown location'}"
-        mine = np.frombuffer(text.encode(), np.uint8)
-        lengths = self._exchange(np.array([len(mine), 0], np.int64))[:, 0]
-        together = self._allgather(mine, [int(length) for length in lengths]).tobytes()
-        ends = np.cumsum(lengths)
-        texts = [together[end - length : end].decode() for end, length in zip(ends, lengths, strict=True)]
+        location = caller() or ("" if request == SHUTDOWN else "unknown location")
+        text = f"{request} at {location}" if location else str(request)
+        mine = text.encode()
+        lengths = self._exchange(np.array([len(mine), 0], np.int64))[:, 0].tolist()
+        texts = [each.decode() for each in self._share(mine, lengths)]
         return mismatch_text(texts, self.ranks)
 
     # ── the engine's primitives ────────────────────────────────────────────────────────────────
+
+    def _settle(self, *, completed: bool) -> bool:
+        """Whether all members have completed the collective: the same answer on all of them."""
+        return completed
+
+    def _recover(self) -> None:
+        """Makes those that are left the members: sets ``rank``, ``size``, ``ranks`` and ``launched``.
+
+        Raises:
+            PeerLostError: too few are left.
+        """
+        raise NotImplementedError
+
+    def hosts(self) -> list[str]:
+        """The name of every rank's host, or of a rank on it."""
+        return ["localhost"] * self.size
 
     @abstractmethod
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -636,7 +1055,29 @@ def _plan(kinds: tuple[Kind, ...], chunk_bytes: int) -> tuple[Layout, tuple[Fusi
 def _request(collective: str, op: Reduction, kinds: tuple[Kind, ...], name: str) -> Request:
     """Cached, as most requests are made every step; so is their digest."""
     each = "; ".join(f"dtype={dtype}, shape={shape}" for dtype, shape in kinds)
-    return Request(collective, f"op={op.value}, {each}", name)
+    spec = None
+    if collective != "allreduce in place":  # its memory is the callers'
+        spec = CollectiveSpec(collective, tuple((dtype.name, shape) for dtype, shape in kinds), op.value)
+    return Request(collective, f"op={op.value}, {each}", name, spec)
+
+
+@functools.lru_cache(maxsize=256)
+def _rows_request(collective: str, kinds: tuple[Kind, ...], name: str) -> Request:
+    """``kinds`` are the arrays' dtypes and shapes without the number of rows."""
+    each = "; ".join(f"dtype={dtype}, shape=(any, {', '.join(map(str, inner))})" for dtype, inner in kinds)
+    spec = CollectiveSpec(collective, tuple((dtype.name, inner) for dtype, inner in kinds))
+    return Request(collective, each, name, spec)
+
+
+@functools.lru_cache(maxsize=256)
+def _broadcast_request(root: int, dtype: np.dtype[np.generic], shape: tuple[int, ...], name: str) -> Request:
+    spec = CollectiveSpec("broadcast", ((dtype.name, shape),), root=root)
+    return Request("broadcast", f"root={root}, dtype={dtype}, shape={shape}", name, spec)
+
+
+@functools.lru_cache(maxsize=256)
+def _barrier_request(name: str) -> Request:
+    return Request("barrier", name=name, spec=CollectiveSpec("barrier"))
 
 
 def _problem_of_out(array: Array, out: Array) -> ConfigError | None:
@@ -645,13 +1086,22 @@ def _problem_of_out(array: Array, out: Array) -> ConfigError | None:
     return ConfigError(f"out must be a writable, contiguous array of dtype {array.dtype} and shape {array.shape}.")
 
 
-def _inner(rows: Array) -> str:
-    return ", ".join(map(str, rows.shape[1:]))
+def _values(gathered: list[list[int]]) -> list[int]:
+    """The values of the ranks that have not joined, 0 for the others."""
+    return [0 if digest == JOINED.digest else value for digest, value in gathered]
 
 
-def _problem(dtype: np.dtype[np.generic], op: Reduction | None = None) -> ConfigError | None:
+def _row_bytes(rows: Array) -> int:
+    return rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
+
+
+def _dtype(name: str) -> np.dtype[np.generic]:
+    return BFLOAT16 if name == BFLOAT16.name else np.dtype(name)
+
+
+def _problem(dtype: np.dtype[np.generic], op: Reduction | None = None, *, whole: bool = False) -> ConfigError | None:
     try:
-        check_dtype(dtype, op)
+        check_dtype(dtype, op, whole=whole)
     except ConfigError as error:
         return error
     return None

@@ -8,20 +8,28 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import TracebackType
 from typing import Any, final
 
+import numpy as np
+
 from choros.comm.communicator import SHUTDOWN, Communicator
+from choros.comm.exit_code import exit_with_code_of_loss
+from choros.comm.membership import Change
 from choros.comm.process_set import ProcessSet
+from choros.comm.recording import end_recording, merge_after_crash, start_recording
+from choros.comm.request import called_at
 from choros.comm.selection import select
 from choros.comm.waiting import LongWait
-from choros.config import Config
+from choros.config import Config, horovod_unused
 from choros.errors import ChorosError, ConfigError, EngineError, MismatchError, NotInitializedError
 from choros.observe import events
 from choros.observe.listeners import start_listeners
+from choros.observe.progress import open_page
 from choros.topology import Topology, detect
 
 __all__ = [
@@ -29,7 +37,10 @@ __all__ = [
     "global_process_set",
     "init",
     "is_initialized",
+    "on_change",
     "on_init",
+    "process_set_of",
+    "raising_losses",
     "remove_process_set",
     "shutdown",
     "topology",
@@ -74,6 +85,8 @@ class _Listeners:
             self._stops = None
 
 
+#: Takes the place of the rank of a member that is lost.
+_LOST = -1
 #: All ranks (Horovod's ``global_process_set``); usable after ``init()``.
 global_process_set = ProcessSet([])
 
@@ -85,9 +98,10 @@ _listeners = _Listeners()
 _hooked = False
 _finalize: Callable[[], None] | None = None
 _initializers: list[Callable[[Topology], None]] = []
+_change_listeners: list[Callable[[Change], None]] = []
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
+def init(comm: Any = None, process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None) -> None:
     """Joins the job this process was started in, or a job of one rank if no launcher started it.
 
     Calling it again changes nothing. ``shutdown()`` then ``init()`` works any number of times, also after an ``init()``
@@ -110,16 +124,18 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
         >>> choros.shutdown()
     """
     global _job
-    sets = () if isinstance(process_sets, str) or process_sets is None else tuple(process_sets)
+    given = () if isinstance(process_sets, str) or process_sets is None else tuple(process_sets)
+    sets = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in given]
     if _job is not None:
-        _check_registered(_job, sets)
+        _check_registered(_job, given)
         return
     _install_hooks()
     config = Config.from_environ(os.environ)
-    _show_log(config.log_level)
+    _show_log(config)
     launched = detect(os.environ)
     _listeners.configure(config, launched.rank)
     _listeners.start()
+    open_page()
     if events.active(events.Kind.SCRIPT_ENDED):
         _watch_script()
     try:
@@ -128,11 +144,21 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
         _listeners.stop()
         raise
     _listeners.configure(config, position.rank)
+    for sentence in horovod_unused(os.environ) if position.rank == 0 else ():
+        _log.info("%s", sentence)
     _job = _JobState(position, communicator, finalize)
     global_process_set.register(0, range(communicator.size), communicator)
+    communicator.on_change = _on_change
     try:
-        for ranks in sets:
-            add_process_set(ranks)
+        has_other_hosts = communicator.engine == "mpi" and position.local_size < communicator.size
+        if has_other_hosts and not communicator.elastic and sys.platform.startswith("linux"):  # elastic ones recover
+            from choros.comm.other_hosts import watch_other_hosts
+
+            watch_other_hosts(communicator)
+        if config.timeline is not None:
+            start_recording(communicator, config.timeline, mark_cycles=config.mark_cycles)
+        for process_set in _sets_of_all_ranks(communicator, sets):
+            add_process_set(process_set)
     except ChorosError:
         shutdown()  # all ranks were given the same sets, so all of them are here
         raise
@@ -150,8 +176,7 @@ def shutdown() -> None:
     if job is None:
         return
     try:
-        with job.communicator.exclusive():
-            job.communicator.agree(SHUTDOWN)
+        end_recording(job.communicator, SHUTDOWN)
     except (MismatchError, EngineError) as error:
         # Another rank has ended, or has received the shutdown and continues. What is collective can no longer be freed.
         job.finalize = _nothing
@@ -165,6 +190,50 @@ def shutdown() -> None:
     _listeners.stop()
     global _finalize
     _finalize = partial(_end, job)
+
+
+def _on_change(change: Change) -> None:
+    """Ranks were lost, or have joined: updates this process's position and the process sets."""
+    job = _current("a change of the ranks")
+    job.communicator.ranks = tuple(range(job.communicator.size))
+    hosts = job.communicator.hosts()
+    job.topology = Topology.from_hosts(hosts, job.communicator.rank, launcher=job.topology.launcher)
+    global_process_set.changed(job.communicator.ranks)
+    for process_set in job.process_sets.values():
+        left = [change.new_ranks[rank] for rank in process_set.ranks if rank in change.new_ranks]
+        process_set.changed(left)
+        if process_set.included():  # its communicator notices the loss in its next collective
+            members = process_set.communicator
+            members.ranks = tuple(change.new_ranks.get(rank, _LOST) for rank in members.ranks)
+    if job.topology.rank == 0:
+        _log.warning("%s.", change)
+    events.identify(job.topology.rank)
+    for listener in _change_listeners:
+        listener(change)
+
+
+def on_change(listener: Callable[[Change], None]) -> Callable[[], None]:
+    """Calls ``listener`` whenever ranks were lost or have joined, in the collective in which all ranks notice it.
+
+    Returns:
+        A function that ends this.
+    """
+    _change_listeners.append(listener)
+    return lambda: _change_listeners.remove(listener)
+
+
+@contextmanager
+def raising_losses() -> Iterator[None]:
+    """A context in which a collective that loses a rank raises a ``PeerLostError`` on the others: it is not made again.
+
+    The ranks that are left go on with the next collective.
+    """
+    communicator = _current("raising_losses()").communicator
+    outer, communicator.raises_loss = communicator.raises_loss, True
+    try:
+        yield
+    finally:
+        communicator.raises_loss = outer
 
 
 def is_initialized() -> bool:
@@ -186,7 +255,7 @@ def on_init(initializer: Callable[[Topology], None]) -> None:
     _initializers.append(initializer)
 
 
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Registers a subset of the ranks; all ranks must call it, in the same order.
 
     Args:
@@ -202,6 +271,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             raise ConfigError(f"{known} has the same ranks already.")
     communicator = job.communicator.split(new.ranks)
     new.register(job.next_id, new.ranks, communicator)
+    if communicator is not None:
+        communicator.on_change = lambda _: new.changed(communicator.ranks)
     job.process_sets[job.next_id] = new
     job.next_id += 1
     return new
@@ -223,11 +294,40 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def _check_registered(job: _JobState, sets: Sequence[ProcessSet | Sequence[int]]) -> None:
+def _sets_of_all_ranks(communicator: Communicator, sets: Sequence[ProcessSet]) -> list[ProcessSet]:
+    """The sets to register, in the same order on all ranks, which differ in their sets if these are communicators'.
+
+    ::
+
+        rank 0: ProcessSet(even)    rank 1: ProcessSet(odd)    rank 2: ProcessSet(even)      allgather of ranks
+        [0, 2], [1]                 [0, 2], [1]                [0, 2], [1]
+    """
+    if all(each.mpi_comm is None for each in sets):
+        return list(sets)
+    launched = list(communicator.launched)
+    for each in sets:
+        if each.mpi_comm is not None:
+            each.ranks = sorted(launched.index(rank) for rank in each.ranks)
+    own = np.array([[rank in each.ranks for rank in range(communicator.size)] for each in sets])
+    everywhere = communicator.allgather(own[None], name="process sets")
+    found: list[ProcessSet] = []
+    for mine, members in zip(sets, everywhere.swapaxes(0, 1), strict=True):
+        of_ranks = dict.fromkeys(tuple(np.flatnonzero(row).tolist()) for row in members)
+        found += [mine if list(ranks) == mine.ranks else ProcessSet(ranks) for ranks in of_ranks]
+    return found
+
+
+def process_set_of(process_set_id: int) -> ProcessSet | None:
+    """Returns the registered process set that has this number; ``None`` if there is none."""
+    job = _current("process_set_of()")
+    return global_process_set if process_set_id == 0 else job.process_sets.get(process_set_id)
+
+
+def _check_registered(job: _JobState, sets: Iterable[ProcessSet | Iterable[int]]) -> None:
     """Raises a ``ConfigError`` if one of ``sets`` is not registered."""
     known = [list(each.ranks) for each in (global_process_set, *job.process_sets.values())]
     for each in sets:
-        ranks = sorted(each.ranks if isinstance(each, ProcessSet) else each)
+        ranks = each.ranks if isinstance(each, ProcessSet) else sorted(each)
         if ranks not in known or (isinstance(each, ProcessSet) and each.process_set_id is None):
             raise ConfigError(
                 f"init(process_sets=…): this process is initialised already, without a process set of the ranks "
@@ -285,13 +385,14 @@ class _OnlyHandler(logging.StreamHandler[Any]):
             super().emit(record)
 
 
-def _show_log(level: str) -> None:
+def _show_log(config: Config) -> None:
     """Shows what choros logs on standard error, unless the program has set a level and handlers."""
     if _log.level == logging.NOTSET:
-        _log.setLevel(level)
+        _log.setLevel(config.log_level)
     if not _log.hasHandlers():
         handler = _OnlyHandler()
-        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        time = "%(asctime)s " if config.log_time else ""
+        handler.setFormatter(logging.Formatter(f"{time}%(name)s: %(message)s"))
         _log.addHandler(handler)
 
 
@@ -301,6 +402,7 @@ def _install_hooks() -> None:
     if _hooked:
         return
     _hooked = True
+    exit_with_code_of_loss()
     previous = sys.excepthook
 
     def note_crash(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -328,7 +430,9 @@ def _watch_script() -> None:
 
 def _leave() -> None:
     if _crashed:
+        merge_after_crash()
         return
-    shutdown()
+    with called_at("the end of its script"):
+        shutdown()
     if _finalize is not None:
         _finalize()

@@ -11,14 +11,14 @@ is packed, reduced and unpacked before the next is touched, so that its bytes le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm.memory import ALIGNMENT
+from choros.comm.memory import ALIGNMENT, aligned_empty
 
 __all__ = [
     "CHUNK_BYTES",
@@ -28,8 +28,12 @@ __all__ = [
     "Layout",
     "Slot",
     "WireDtype",
+    "batches",
+    "chunk_bytes",
     "pack",
+    "parts",
     "plan_fusion",
+    "regrouped",
     "views",
 ]
 
@@ -41,6 +45,18 @@ WireDtype = Callable[[np.dtype[np.generic]], np.dtype[np.generic]]
 
 #: A chunk of this size still fits the caches.
 CHUNK_BYTES = 4 << 20
+#: A smaller chunk is as slow, and may not hold an item.
+_LEAST_BYTES = 4 << 10
+
+
+def chunk_bytes(requested: int | None) -> int:
+    """Returns the size of chunks for a value of ``CHOROS_FUSION_BYTES``; ``None`` or 0 for the default.
+
+    Example:
+        >>> chunk_bytes(None), chunk_bytes(64 << 20), chunk_bytes(1)
+        (4194304, 67108864, 4096)
+    """
+    return max(requested, _LEAST_BYTES) if requested else CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -126,10 +142,57 @@ def _chunk(slots: Sequence[Slot], start: int, stop: int) -> Chunk:
 
 def pack(chunk: Chunk, flats: Sequence[Array], target: Array) -> None:
     """Copies the items of ``chunk`` from the arrays, all flat, to ``target``."""
-    np.concatenate([flats[s.index][s.start : s.stop] for s in chunk.slices], out=target, casting="unsafe")
+    np.concatenate(parts(chunk, flats), out=target, casting="unsafe")
+
+
+def parts(chunk: Chunk, flats: Sequence[Array]) -> list[Array]:
+    """The parts of the arrays, all flat, whose concatenation is ``chunk``."""
+    return [flats[s.index][s.start : s.stop] for s in chunk.slices]
 
 
 def views(buffer: FusionBuffer, flat: Array, layout: Layout, results: list[Array]) -> None:
     """Stores views of the arrays in ``flat``, the whole buffer, at their indices in ``results``."""
     for slot in buffer.slots:
         results[slot.index] = flat[slot.start : slot.stop].reshape(layout[slot.index][0])
+
+
+def batches(sizes: Sequence[int], chunk_bytes: int) -> Iterator[slice]:
+    """Yields which arrays of these ``sizes`` are sent in one message: neighbours of at most ``chunk_bytes``, or one.
+
+    Example:
+        >>> [(batch.start, batch.stop) for batch in batches([3, 3, 9, 1], 8)]
+        [(0, 2), (2, 3), (3, 4)]
+    """
+    first, filled = 0, 0
+    for index, size in enumerate(sizes):
+        if index > first and filled + size > chunk_bytes:
+            yield slice(first, index)
+            first, filled = index, 0
+        filled += size
+    if first < len(sizes):
+        yield slice(first, len(sizes))
+
+
+def regrouped(received: NDArray[np.uint8], counts: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
+    """Returns the concatenation of the ranks' parts of each array, in rank order.
+
+    ::
+
+        received   a0 b0 │ a1 b1 │ a2 b2        ──►   [a0 a1 a2], [b0 b1 b2]
+
+    Args:
+        received: the ranks' messages in rank order.
+        counts: the number of bytes of each part: ``(ranks, arrays)``.
+
+    Example:
+        >>> [part.tolist() for part in regrouped(np.arange(5, dtype=np.uint8), np.array([[1, 2], [1, 1]]))]
+        [[0, 3], [1, 2, 4]]
+    """
+    if counts.shape[1] == 1:
+        return [received]
+    ends = np.cumsum(counts)
+    edges = np.stack([ends - counts.reshape(-1), ends], axis=1).reshape(*counts.shape, 2)
+    results = [aligned_empty((size,), received.dtype) for size in counts.sum(0).tolist()]
+    for result, of_ranks in zip(results, edges.swapaxes(0, 1).tolist(), strict=True):
+        np.concatenate([received[start:stop] for start, stop in of_ranks], out=result)
+    return results

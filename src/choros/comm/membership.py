@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Membership"]
+__all__ = ["Change", "Membership"]
 
 
 @dataclass(frozen=True)
@@ -28,3 +29,45 @@ class Membership:
     def successor(self, ranks: list[int]) -> Membership:
         """The next epoch, with these ranks."""
         return Membership(self.epoch + 1, tuple(ranks))
+
+
+@dataclass(frozen=True)
+class Change:
+    """How the members of a communicator have changed.
+
+    Attributes:
+        new_ranks: the rank of each member that has stayed, by its rank before.
+        lost: the ranks, as they were before, of those that were lost.
+        joined: the ranks of those that are new.
+
+    Example:
+        >>> change = Change.between((0, 1, 2), (0, 2, 3))
+        >>> change.new_ranks, change.lost, change.joined
+        ({0: 0, 2: 1}, (1,), (2,))
+        >>> str(change)
+        'rank 1 of 3 was lost, 1 has joined, 3 go on'
+    """
+
+    new_ranks: Mapping[int, int]
+    lost: tuple[int, ...]
+    joined: tuple[int, ...]
+
+    @classmethod
+    def between(cls, before: Sequence[int], after: Sequence[int]) -> Change:
+        """Returns the change, from numbers that identify the members before and after it."""
+        stayed = {rank: after.index(member) for rank, member in enumerate(before) if member in after}
+        return cls(
+            new_ranks=stayed,
+            lost=tuple(rank for rank in range(len(before)) if rank not in stayed),
+            joined=tuple(rank for rank, member in enumerate(after) if member not in before),
+        )
+
+    def __str__(self) -> str:
+        parts = []
+        if self.lost:
+            ranks = f"rank{'s' if len(self.lost) > 1 else ''} {', '.join(map(str, self.lost))}"
+            total = len(self.lost) + len(self.new_ranks)
+            parts.append(f"{ranks} of {total} {'were' if len(self.lost) > 1 else 'was'} lost")
+        if self.joined:
+            parts.append(f"{len(self.joined)} {'have' if len(self.joined) > 1 else 'has'} joined")
+        return ", ".join([*parts, f"{len(self.new_ranks) + len(self.joined)} go on"])

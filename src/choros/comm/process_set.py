@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, final
+import sys
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, final
 
 from choros.comm.membership import Membership
 from choros.errors import ConfigError, NotInitializedError
@@ -20,8 +22,13 @@ class ProcessSet:
 
     It can be used once it is registered: by ``init(process_sets=[…])`` or ``add_process_set``.
 
+    Args:
+        ranks_or_comm: the global ranks in it, in any order, or an mpi4py communicator of these. Each rank gives
+            ``init(process_sets=[…])`` the one that it is in, such as its result of ``MPI.COMM_WORLD.Split(color)``.
+
     Attributes:
         ranks: the global ranks in it, ascending.
+        mpi_comm: the communicator that it was created from.
         process_set_id: its number, ``0`` for all ranks; ``None`` while it is not registered.
         membership: the ranks it has, or last had, since when; ``None`` before it is registered for the first time.
 
@@ -33,10 +40,15 @@ class ProcessSet:
         True
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
+        is_comm = not isinstance(ranks_or_comm, Iterable)
+        self.mpi_comm: Any = ranks_or_comm if is_comm else None
+        ranks = _ranks_of(ranks_or_comm) if is_comm else list(ranks_or_comm)
+        if not all(isinstance(rank, Integral) for rank in ranks):
+            raise ConfigError(f"ProcessSet({ranks}): expected ranks, or an mpi4py communicator.")
         if len(set(ranks)) != len(ranks) or any(rank < 0 for rank in ranks):
-            raise ConfigError(f"ProcessSet({list(ranks)}): expected distinct ranks, 0 or more.")
-        self.ranks = sorted(ranks)
+            raise ConfigError(f"ProcessSet({ranks}): expected distinct ranks, 0 or more.")
+        self.ranks = sorted(int(rank) for rank in ranks)
         self.process_set_id: int | None = None
         self.membership: Membership | None = None
         self._communicator: Communicator | None = None
@@ -48,6 +60,12 @@ class ProcessSet:
         known = self.membership
         self.membership = Membership(0, tuple(ranks)) if known is None else known.successor(self.ranks)
         self._communicator = communicator
+
+    def changed(self, ranks: Sequence[int]) -> None:
+        """Notes that its members have changed, or have other ranks."""
+        if self.membership is not None:
+            self.ranks = list(ranks)
+            self.membership = self.membership.successor(self.ranks)
 
     def unregister(self) -> None:
         """Makes the set unusable and frees its communicator."""
@@ -96,3 +114,13 @@ class ProcessSet:
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+def _ranks_of(comm: Any) -> list[int]:
+    """The ranks of an mpi4py communicator, as the launcher numbers them."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not isinstance(comm, mpi.Comm) or comm == mpi.COMM_NULL:
+        raise ConfigError(f"ProcessSet({comm!r}): expected ranks, or an mpi4py communicator that this rank is in.")
+    members = comm.Get_group()
+    ranks: list[int] = members.Translate_ranks(list(range(members.size)), mpi.COMM_WORLD.Get_group())
+    return ranks

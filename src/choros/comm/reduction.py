@@ -1,4 +1,4 @@
-"""How arrays are reduced: the five operations, and which number format each dtype is summed in."""
+"""How arrays are reduced: the operations, and which number format each dtype is summed in."""
 
 from __future__ import annotations
 
@@ -35,23 +35,44 @@ _KNOWN = frozenset(DTYPES)
 
 
 class Reduction(enum.Enum):
-    """What a reduction does with the ranks' values.
+    """What a reduction does with the ranks' values. Members equal Horovod's integers.
 
     On booleans ``SUM`` and ``MAX`` are *or*, ``PRODUCT`` and ``MIN`` are *and*, and ``AVERAGE`` is refused.
-    ``AVERAGE`` of integers rounds towards zero. bfloat16 is reduced in float32 and rounded once.
+    ``AVERAGE`` of integers rounds towards zero. bfloat16 is reduced in float32 and rounded once. ``ADASUM`` is for
+    allreduces of floating-point arrays (``adasum.py``).
+
+    Example:
+        >>> Reduction.SUM == 1, Reduction(1), Reduction("sum")
+        (True, <Reduction.SUM: 'Sum'>, <Reduction.SUM: 'Sum'>)
     """
 
     AVERAGE = "Average"
     SUM = "Sum"
+    ADASUM = "Adasum"
     MIN = "Min"
     MAX = "Max"
     PRODUCT = "Product"
 
+    def __init__(self, *_: object) -> None:
+        self._number = len(type(self)._member_names_)
+
+    def __index__(self) -> int:
+        """Horovod's integer, which is the place of the member."""
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        """Whether ``other`` is this member, or Horovod's integer for it."""
+        return self is other or (type(other) is int and other == self._number)
+
+    def __hash__(self) -> int:
+        """That of the integer."""
+        return self._number
+
     @classmethod
     def _missing_(cls, value: object) -> Reduction:
-        """Accepts names in any case, as ``Reduction("sum")``."""
+        """Accepts names in any case, as ``Reduction("sum")``, and Horovod's integers."""
         for member in cls:
-            if isinstance(value, str) and value.casefold() == member.value.casefold():
+            if member == value or (isinstance(value, str) and value.casefold() == member.value.casefold()):
                 return member
         names = ", ".join(member.value for member in cls)
         raise ConfigError(f"op={value!r} is no reduction: expected one of {names}.")
@@ -66,11 +87,26 @@ UFUNCS: dict[Reduction, np.ufunc] = {
 }
 
 
-def check_dtype(dtype: np.dtype[np.generic], op: Reduction | None = None) -> None:
-    """A ``ConfigError`` if ``dtype`` cannot be moved, or not be reduced with ``op``."""
+def check_dtype(dtype: np.dtype[np.generic], op: Reduction | None = None, *, whole: bool = False) -> None:
+    """A ``ConfigError`` if ``dtype`` cannot be moved, or not be reduced with ``op``.
+
+    Args:
+        dtype: that of an array.
+        op: the reduction, if it is reduced.
+        whole: whether ranks receive whole arrays, which Adasum combines.
+    """
     if dtype not in _KNOWN:
         names = ", ".join(str(known) for known in DTYPES)
         raise ConfigError(f"arrays of dtype {dtype} cannot be communicated; the dtypes that can are {names}.")
+    if op is Reduction.ADASUM and not whole:
+        raise ConfigError(
+            "op=Adasum combines whole arrays: allreduce and grouped_allreduce have it; use Average or Sum here."
+        )
+    if op is Reduction.ADASUM and dtype.kind != "f" and dtype != BFLOAT16:
+        raise ConfigError(
+            f"op=Adasum scales arrays by their directions and needs floating-point values, not {dtype}: cast the array "
+            "first, or use Average or Sum."
+        )
     if op is Reduction.AVERAGE and dtype == np.bool_:
         raise ConfigError(
             "booleans have no average that is a boolean: cast to float32 for the share of true values, or use "

@@ -14,16 +14,55 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 
-__all__ = ["Request", "caller", "mismatch_text"]
+__all__ = ["CollectiveSpec", "Request", "called_at", "caller", "digest_of", "mismatch_text"]
 
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
+_calls = threading.local()
+
+
+@dataclass(frozen=True)
+class CollectiveSpec:
+    """What a rank must know to take part in a collective without having called it: see ``Communicator.join``.
+
+    Attributes:
+        collective: its name.
+        arrays: dtype and shape of each array; for those whose first dimension may differ, without it.
+        op: the reduction.
+        root: the member that sends.
+    """
+
+    collective: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    op: str = ""
+    root: int | None = None
+
+    def encode(self) -> bytes:
+        """Returns it as a message.
+
+        Example:
+            >>> spec = CollectiveSpec("allreduce", (("float32", (3, 4)),), "Sum")
+            >>> CollectiveSpec.decode(spec.encode()) == spec
+            True
+        """
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> CollectiveSpec:
+        """Returns the spec of a message."""
+        values = json.loads(message)
+        arrays = tuple((dtype, tuple(shape)) for dtype, shape in values.pop("arrays"))
+        return cls(arrays=arrays, **values)
 
 
 @dataclass(frozen=True)
@@ -34,30 +73,60 @@ class Request:
         collective: its name.
         arguments: the arguments that must agree, as text, such as ``op=Sum, dtype=float32, shape=(3, 4)``.
         name: the name the caller gave, if any.
+        spec: for ranks that have joined.
+        explain: likewise, for what a layer above exchanges: returns the message from which such a rank learns what to
+            do. With neither, they cannot take part.
     """
 
     collective: str
     arguments: str = ""
     name: str = ""
+    spec: CollectiveSpec | None = field(default=None, compare=False)
+    explain: Callable[[], bytes] | None = field(default=None, compare=False)
 
     @cached_property
     def digest(self) -> int:
         """63 bits that identify this request."""
-        data = "\0".join((self.collective, self.arguments, self.name)).encode()
-        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) >> 1
+        return digest_of("\0".join((self.collective, self.arguments, self.name)).encode())
+
+    @cached_property
+    def label(self) -> bytes:
+        """It as text, for the page that the wrapper reads."""
+        return str(self).encode()
 
     def __str__(self) -> str:
         name = [f"name={self.name!r}"] if self.name else []
         return f"{self.collective}({', '.join([*name, *([self.arguments] if self.arguments else [])])})"
 
 
+def digest_of(message: bytes) -> int:
+    """63 bits that identify ``message``, to send as a signed integer."""
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest()) >> 1
+
+
 def caller() -> str | None:
-    """``file:line`` of the innermost frame outside choros; ``None`` if it is called by Python itself."""
-    for frame in reversed(traceback.extract_stack()):
-        inside = frame.filename.startswith((_PACKAGE, "<"))
-        if not inside and "site-packages" not in frame.filename and "/lib/python3" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno}"
-    return None
+    """``file:line`` of the innermost frame outside choros.
+
+    On a thread of choros, that of the call for which the thread works (``called_at``); ``None`` if there is none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_PACKAGE, "<")) and "site-packages" not in name and "/lib/python3" not in name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return getattr(_calls, "location", None)
+
+
+@contextmanager
+def called_at(location: str | None) -> Iterator[None]:
+    """A context in which this thread works for a call at ``location``."""
+    outer = getattr(_calls, "location", None)
+    _calls.location = location
+    try:
+        yield
+    finally:
+        _calls.location = outer
 
 
 def mismatch_text(texts: Sequence[str], ranks: Sequence[int]) -> str:
@@ -72,7 +141,7 @@ def mismatch_text(texts: Sequence[str], ranks: Sequence[int]) -> str:
         Ranks made different calls, so no data was moved:
           ranks 0, 1: barrier()
           rank 2: allreduce()
-        Every rank must call the same collectives in the same order, with the same dtypes, shapes and names.
+        Ranks must call the same collectives with the same dtypes and shapes, and those without a name in order.
     """
     asked: dict[str, list[int]] = {}
     for text, rank in zip(texts, ranks, strict=True):
@@ -82,6 +151,6 @@ def mismatch_text(texts: Sequence[str], ranks: Sequence[int]) -> str:
         [
             "Ranks made different calls, so no data was moved:",
             *lines,
-            "Every rank must call the same collectives in the same order, with the same dtypes, shapes and names.",
+            "Ranks must call the same collectives with the same dtypes and shapes, and those without a name in order.",
         ]
     )

@@ -124,7 +124,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "torch",
         EngineUnavailable,
         "{launcher} started {size} ranks, and the torch engine, which moves their bytes, needs PyTorch: pip install "
-        "torch. Without it, start the script with chorosrun -np {size}, or, if Open MPI was built for SLURM, with srun "
+        "torch. Without it, start the script with chorosrun -np {size}, or, if SLURM has PMIx, with srun "
         "--mpi=pmix.",
         lambda situation: not situation.installed("torch"),
     ),

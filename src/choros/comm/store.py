@@ -8,6 +8,9 @@
     │ values  │◄──── set, get, check ─── RendezvousStore    (2) host and address of each rank, in bounded time
     └─────────┘
     listens at its address               likewise           (3) Gloo connects each rank with each, or NCCL does
+    ┌─────────┐
+    │ ranks   │───── Loss ─────────────► PeerWatch          (4) from then on: which ranks are lost (peers.py)
+    └─────────┘
 
 Rank 0 is a client of its own store, too. It stops listening when all ranks have connected: then the port is free for
 ``torch.distributed``, which has a store of its own. If that listens at the master already, as torchrun's agent does,
@@ -31,14 +34,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, final
+from queue import SimpleQueue
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch.distributed as dist  # noqa: TID253  (imported by the torch engine alone)
 
 from choros.comm.communicator import Communicator
+from choros.comm.peers import Loss, PeerWatch
 from choros.comm.signature import Signatures
-from choros.errors import EngineError, EngineUnavailable
+from choros.errors import EngineError, EngineUnavailable, PeerLostError
+from choros.observe import events
+from choros.observe.events import Event, Kind
 from choros.topology import Master, Topology
 from choros.transport.address import LOOPBACK, Location, address_towards, is_loopback, outward_address, this_host
 from choros.transport.channel import Channel, ChannelClosed, Unreachable, connect
@@ -46,7 +53,7 @@ from choros.transport.endpoint import connect_within
 from choros.transport.listener import Listener
 from choros.transport.secret import Key, rank_key, secret_in
 
-__all__ = ["RendezvousStore", "exchange_locations", "store_at", "store_over", "translated"]
+__all__ = ["RendezvousStore", "exchange_locations", "leave_stores", "peers_of", "store_at", "store_over", "translated"]
 
 #: The time between two polls of the store.
 _POLL_SECONDS = 0.02
@@ -56,6 +63,11 @@ _SILENT_SECONDS = 10.0
 _TEXT_BYTES = 256
 #: The key of a random value that rank 0 chooses for the job.
 _JOB = "job"
+#: How ranks are lost.
+_ENDED = "was killed, or has ended"
+_UNREACHABLE = "cannot be reached any more"
+
+T = TypeVar("T")
 
 _log = logging.getLogger("choros")
 _stores: dict[Master, RendezvousStore] = {}
@@ -89,6 +101,7 @@ class _Values:
         self._values = {_JOB: secrets.token_bytes(32)}
         self._lock = threading.Lock()
         self._missing = {_name(rank) for rank in range(ranks)}
+        self._channels: dict[str, Channel] = {}
         self._gone: list[str] = []
         self._all_connected = threading.Event()
 
@@ -102,17 +115,31 @@ class _Values:
 
         threading.Thread(target=close, daemon=True).start()
 
-    def _serve(self, channel: Channel, request: tuple[Any, ...]) -> None:
+    def _serve(self, channel: Channel, hello: str) -> None:
         with self._lock:
+            self._channels[channel.peer] = channel
             self._missing.discard(channel.peer)
             if not self._missing:
                 self._all_connected.set()
-        with contextlib.suppress(ChannelClosed):
-            while True:
+        try:
+            channel.send(socket.gethostname())
+            while (request := channel.receive())[0] != "leave":
                 channel.send(self._reply(*request))
-                request = channel.receive()
+            how = request[1]
+        except ChannelClosed as error:
+            how = _UNREACHABLE if error.silent else _ENDED
+        self._leave(channel.peer, hello, how)
+
+    def _leave(self, name: str, host: str, how: str) -> None:
+        """Notes that a rank has gone, and tells the others ``how``; nothing, if it has left in order."""
         with self._lock:
-            self._gone.append(channel.peer)
+            self._gone.append(name)
+            del self._channels[name]
+            # The own process last: it may end when it knows.
+            others = sorted(self._channels.items(), key=lambda item: item[0] == _name(0))
+        for _, channel in others if how else ():
+            with contextlib.suppress(ChannelClosed):
+                channel.send(Loss(int(name.removeprefix("rank ")), host, how))
 
     def _reply(self, operation: str, *given: Any) -> Any:
         operations: dict[str, Callable[..., Any]] = {
@@ -143,13 +170,48 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]  # torch has no types h
 
     Args:
         channel: to rank 0.
+        rank: this process.
+
+    Attributes:
+        peers: which ranks are lost.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, rank: int) -> None:
         super().__init__()
+        self.peers = PeerWatch()
         self._channel = channel
+        self._rank = rank
         self._lock = threading.Lock()
+        self._replies: SimpleQueue[Any] = SimpleQueue()
+        channel.send(socket.gethostname())
+        self._host: str = channel.receive()
+        threading.Thread(target=self._listen, name="choros: lost ranks", daemon=True).start()
+        events.listen(self._crashed, [Kind.RANK_CRASHED])
         _alive.append(self)
+
+    def leave(self, how: str = "") -> None:
+        """Tells the other ranks that this one ends, and ``how``, if it is not in order."""
+        with contextlib.suppress(ChannelClosed):
+            self._channel.send(("leave", how))
+
+    def _crashed(self, event: Event) -> None:
+        """An exception ends this process, which may take seconds. The others know already what they all have lost."""
+        if event.name != PeerLostError.__name__:
+            self.leave(f"was ended by {event.name}")
+
+    def _listen(self) -> None:
+        """Receives what rank 0 sends: replies, and which ranks are lost."""
+        while True:
+            try:
+                message = self._channel.receive()
+            except ChannelClosed as error:
+                self.peers.note(Loss(0, self._host, _UNREACHABLE if error.silent else _ENDED))
+                self._replies.put(error)
+                return
+            if isinstance(message, Loss):
+                self.peers.note(message)
+            else:
+                self._replies.put(message)
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sets a value."""
@@ -177,15 +239,23 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]  # torch has no types h
         """Returns whether all values are set.
 
         Raises:
-            EngineError: they are not, and a rank has ended, for which all others would wait.
+            PeerLostError: they are not, and a rank has ended, for which all others would wait.
         """
         return None not in self._values(keys)
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Returns values, ``None`` for those that are not set, without waiting for them."""
+        values: list[bytes | None] = self._ask("get", list(keys))[0]
+        return values
 
     def _values(self, keys: Sequence[str]) -> list[bytes | None]:
         values: list[bytes | None]
         values, gone = self._ask("get", list(keys))
         if gone and None in values:
-            raise EngineError(f"{' and '.join(gone)} ended before all ranks had connected: see what it printed.")
+            ranks = [int(name.removeprefix("rank ")) for name in gone]
+            raise PeerLostError(
+                f"{' and '.join(gone)} ended before all ranks had connected: see what it printed.", ranks=ranks
+            )
         return values
 
     def add(self, key: str, amount: int) -> int:
@@ -213,8 +283,24 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]  # torch has no types h
 
     def _ask(self, *request: Any) -> Any:
         with self._lock:
-            self._channel.send(request)
-            return self._channel.receive()
+            with contextlib.suppress(ChannelClosed):  # that comes as the reply, too
+                self._channel.send(request)
+            reply = self._replies.get()
+        if isinstance(reply, ChannelClosed):
+            self._replies.put(reply)
+            self.peers.check([0], lambda: "the rendezvous of the ranks", grace=0)
+        return reply
+
+
+def peers_of(store: dist.Store) -> PeerWatch:
+    """The ranks that have connected to ``store``; none, if it is that of one process."""
+    return store.peers if isinstance(store, RendezvousStore) else PeerWatch()
+
+
+def leave_stores() -> None:
+    """Tells the other ranks that this process ends in order."""
+    for store in _alive:
+        store.leave()
 
 
 def store_at(master: Master, topology: Topology, seconds: float) -> tuple[RendezvousStore, Signatures, str]:
@@ -350,19 +436,29 @@ def _published(master: Master, topology: Topology, address: str, key: Key, secon
 def _connected(address: str, key: Key, rank: int, seconds: float) -> tuple[RendezvousStore, str]:
     """Waits until rank 0 listens at ``address``; returns its store, and the address from which this host reaches it."""
     try:
-        channel = connect(address, key, _name(rank), _name(0), seconds)
+        channel = _patiently(lambda limit: connect(address, key, _name(rank), _name(0), limit), address, seconds)
     except Unreachable as error:
         raise _silent(address, rank, seconds, error.__cause__) from error
-    return RendezvousStore(channel), channel.own_address
+    return RendezvousStore(channel, rank), channel.own_address
 
 
 def _reach(master: Master, rank: int, seconds: float) -> str:
     """Waits until torch's store listens at ``master``; returns the address from which this host reaches it."""
     try:
-        with connect_within(str(master), seconds) as connection:
+        with _patiently(lambda limit: connect_within(str(master), limit), str(master), seconds) as connection:
             return str(connection.getsockname()[0])
     except OSError as error:
         raise _silent(str(master), rank, seconds, error) from error
+
+
+def _patiently(attempt: Callable[[float], T], address: str, seconds: float) -> T:
+    """Returns ``attempt(seconds)``, which waits for rank 0; says so after some seconds."""
+    if seconds > _SILENT_SECONDS:
+        with contextlib.suppress(Unreachable, OSError):
+            return attempt(_SILENT_SECONDS)
+        _log.warning("waiting for rank 0 to listen at %s, for %g s at most.", address, seconds)
+        seconds -= _SILENT_SECONDS
+    return attempt(seconds)
 
 
 def _silent(address: str, rank: int, seconds: float, error: BaseException | None) -> EngineUnavailable:

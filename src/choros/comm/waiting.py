@@ -24,6 +24,7 @@ from typing import final
 from choros.comm.request import caller
 from choros.observe import events
 from choros.observe.events import Kind
+from choros.observe.progress import page
 
 __all__ = ["WAITING", "LongWait", "Reporter", "Schedule", "wait_until"]
 
@@ -124,6 +125,7 @@ class Reporter:
         return waited
 
     def __exit__(self, *_: object) -> None:
+        page.note_wait(time.perf_counter() - self._begin)
         if self._wait is not None:
             self._wait.end()
 

@@ -28,7 +28,7 @@ from choros.distribute.current import (
     in_cross_replica_context,
 )
 from choros.distribute.datasets import AutoShardPolicy
-from choros.distribute.input_context import InputContext, InputOptions
+from choros.distribute.input_context import InputContext, InputOptions, InputReplicationMode
 from choros.distribute.mirrored import MirroredStrategy
 from choros.distribute.multi_worker import MultiWorkerMirroredStrategy
 from choros.distribute.one_device import OneDeviceStrategy
@@ -47,6 +47,7 @@ __all__ = [
     "HierarchicalCopyAllReduce",
     "InputContext",
     "InputOptions",
+    "InputReplicationMode",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",

@@ -54,8 +54,8 @@ class CentralStorageStrategy(Strategy):
                 f"compute_devices={list(compute_devices)!r} requests {len(compute_devices)} replicas, but this job has "
                 f"{topology.size}: one per process. Start the script with chorosrun -np {len(compute_devices)}."
             )
-        super().__init__(ProcessReplicas(topology.size, topology.rank))
-        self._training = synchronous_training(topology, state_owner=0)
+        super().__init__(ProcessReplicas())
+        self._training = synchronous_training(state_owner=0)
 
     @property
     def training(self) -> Training | None:

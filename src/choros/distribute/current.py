@@ -37,7 +37,7 @@ class DefaultStrategy(Strategy):
     is_default = True
 
     def __init__(self) -> None:
-        super().__init__(ProcessReplicas(1, 0))
+        super().__init__(ProcessReplicas(alone=True))
 
     @property
     def training(self) -> Training | None:

@@ -33,7 +33,7 @@ CollectiveCommunication = CommunicationImplementation
 
 
 def MultiWorkerMirroredStrategy(
-    communication: Any = None, cluster_resolver: Any = None
+    communication: Any = CommunicationImplementation.AUTO, cluster_resolver: Any = None
 ) -> _MultiWorkerMirroredStrategy:
     """Creates a ``MultiWorkerMirroredStrategy``; the older name.
 

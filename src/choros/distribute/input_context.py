@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
 
 from choros.errors import ConfigError
 
-__all__ = ["InputContext", "InputOptions", "ValueContext"]
+__all__ = ["InputContext", "InputOptions", "InputReplicationMode", "ValueContext"]
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,18 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
+class InputReplicationMode(Enum):
+    """``tf.distribute.InputReplicationMode``; a process is a worker and a replica here, so that both mean the same."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
 @dataclass(frozen=True)
 class InputOptions:
     """``tf.distribute.InputOptions``, for scripts that pass it; it has no effect."""
 
-    experimental_fetch_to_device: bool = True
-    experimental_replication_mode: Any = None
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1

@@ -44,7 +44,7 @@ def replicas_of(topology: Topology, devices: Sequence[str] | None = None) -> tup
         )
     if topology.size == 1 and topology.launcher == Topology().launcher:
         _warn_of_one_replica()
-    return ProcessReplicas(topology.size, topology.rank), synchronous_training(topology)
+    return ProcessReplicas(), synchronous_training()
 
 
 @functools.cache
@@ -57,18 +57,17 @@ def _warn_of_one_replica() -> None:
     )
 
 
-def synchronous_training(topology: Topology, state_owner: int | None = None) -> Training | None:
-    """Returns the synchronous training of Keras models by the processes of a job; ``None`` without Keras.
+def synchronous_training(state_owner: int | None = None) -> Training | None:
+    """Returns the synchronous training of Keras models by the processes of the job; ``None`` without Keras.
 
     Args:
-        topology: the job, and this process's rank in it.
         state_owner: the only process that keeps the optimizers' state and applies updates; ``None``: all processes do.
     """
     if "keras" not in sys.modules:
         return None
     from choros.distribute.fit.synchronous import SynchronousTraining
 
-    return SynchronousTraining(ProcessReplicas(topology.size, topology.rank), state_owner)
+    return SynchronousTraining(ProcessReplicas(), state_owner)
 
 
 def cluster_of(topology: Topology) -> ClusterResolver:

@@ -70,7 +70,7 @@ class _OnDevice(Replicas):
 
     def __init__(self, placement: Callable[[], AbstractContextManager[Any]]) -> None:
         self._placement = placement
-        self._replica = ProcessReplicas(1, 0)
+        self._replica = ProcessReplicas(alone=True)
 
     def run(
         self, strategy: Strategy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

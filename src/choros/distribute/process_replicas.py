@@ -20,7 +20,7 @@ from typing import Any, final
 import numpy as np
 
 from choros.arrays import ArraySpec, adapter_of
-from choros.comm import Reduction, global_process_set
+from choros.comm import Reduction, global_process_set, is_initialized, topology
 from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replica_context import ReplicaContext
 from choros.distribute.replicas import Axis, Replicas
@@ -33,24 +33,40 @@ from choros.parallel import ops
 from choros.parallel.objects import allgather_object
 from choros.parallel.structure import map_structure
 from choros.parallel.tf_random import tensorflow_numbers_of
+from choros.topology import Topology
 
 __all__ = ["ProcessReplicas"]
 
 
 @final
 class ProcessReplicas(Replicas):
-    """The job's processes, each with one replica.
+    """Processes, each with one replica: those of the job, whose number may change, or this one alone.
 
     Args:
-        count: the number of processes.
-        first: the rank of this one.
+        alone: whether this process is the only one, whatever the job.
     """
 
     local_count = 1
 
-    def __init__(self, count: int, first: int) -> None:
-        self.count = count
-        self.first = first
+    def __init__(self, *, alone: bool = False) -> None:
+        self._alone = alone
+        self._position = topology() if not alone and is_initialized() else Topology()
+
+    @property
+    def count(self) -> int:  # type: ignore[override]  # read-only
+        """The number of processes."""
+        return self._topology.size
+
+    @property
+    def first(self) -> int:  # type: ignore[override]  # read-only
+        """The rank of this one."""
+        return self._topology.rank
+
+    @property
+    def _topology(self) -> Topology:
+        if not self._alone and is_initialized():
+            self._position = topology()  # else, after shutdown(), the last one
+        return self._position
 
     def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls ``function`` on this process's replica."""

@@ -9,7 +9,7 @@
 
 A file is usually written after the last scope has been left, and by a function, not by a method of an object of the
 scope. So these functions stay replaced once a scope has been entered. From then on every file of Keras, and every
-SavedModel, is complete at any time: it is written under a temporary name, and then renamed (``training/files.py``).
+SavedModel, is complete at any time: it is written beside the last one, and then renamed (``training/files.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from choros.distribute.keras_hook import TrainingStrategy, strategy_of
-from choros.training.files import call_unfinished, note_all_complete, unfinished
+from choros.training.files import call_unfinished, note_all_complete
 
 __all__ = ["guard_saving"]
 
@@ -40,12 +40,11 @@ def guard_saving() -> None:
 
 @functools.cache
 def _guard_keras() -> None:
-    from choros.training.keras_internals import file_writers, make_backups_atomic, share_directories
+    from choros.training.keras_internals import file_writers, share_directories
 
     for owner, name in file_writers():
         _replace(owner, name, "filepath")
     share_directories()
-    make_backups_atomic(unfinished)
     note_all_complete()
 
 

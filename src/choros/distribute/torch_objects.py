@@ -6,7 +6,7 @@
       module(x)             its parameters and buffers ──► received, before the module's first call
       loss.backward()
       optimizer.step()      gradients ──────── the sum over replicas ──────── gradients
-                            parameters: compared, once ──── parameters
+                            parameters: compared ────────── parameters
 
 PyTorch calls the hooks of this module for all modules and optimizers, while a replica runs.
 """
@@ -23,10 +23,11 @@ from choros.arrays import framework_adapter
 from choros.comm import Reduction, global_process_set
 from choros.errors import StrategyError
 from choros.parallel.compression import Compression
-from choros.parallel.identical import are_identical, check_identical
+from choros.parallel.identical import are_identical
 from choros.parallel.ops import broadcast_arrays
 from choros.parallel.reduce.device import device_to_reduce_on
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.torch_backward import compare_parameters
 from choros.parallel.torch_random import torch_numbers_of
 
 __all__ = ["synchronized_torch_objects"]
@@ -109,16 +110,12 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """After the first step of an optimizer, checks that the replicas have identical parameters."""
+    """After the first step of an optimizer, and from time to time, checks that replicas have identical parameters."""
     del args, kwargs
     reducer = _reducers.get(optimizer)
-    if reducer is None or not reducer.compares:
-        return
-    reducer.compares = False
-    adapter = framework_adapter("torch")
-    parameters = _trained(optimizer)
-    names = [f"parameter {index}, {tuple(parameter.shape)}" for index, parameter in enumerate(parameters)]
-    check_identical(names, [adapter.to_host(p) for p in parameters], when="after step 1", advice=_ADVICE)
+    if reducer is not None and reducer.due is not None:
+        due, reducer.due = reducer.due, None
+        compare_parameters(_trained(optimizer), due, _ADVICE)
 
 
 def _is_of_keras(module: Any) -> bool:

@@ -56,7 +56,7 @@ class TPUStrategy(Strategy):
 
             replicas, self._training = on_devices(devices)
         else:
-            replicas, self._training = ProcessReplicas(topology.size, topology.rank), synchronous_training(topology)
+            replicas, self._training = ProcessReplicas(), synchronous_training()
         super().__init__(replicas, resolver)
 
     @property

@@ -16,7 +16,12 @@ from choros.comm import Reduction, global_process_set, topology
 from choros.errors import ConfigError
 from choros.observe import events
 from choros.observe.events import Kind
-from choros.training.callbacks import BroadcastGlobalVariablesCallback, EpochCallback, MetricAverageCallback
+from choros.training.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    ElasticCallback,
+    EpochCallback,
+    MetricAverageCallback,
+)
 from choros.training.keras_internals import innermost, learning_rate_of
 from choros.training.metrics import count_examples
 from choros.training.tensorboard import TensorBoard
@@ -25,6 +30,7 @@ from choros.training.trainer import is_spmd
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
+    "ElasticCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
@@ -198,22 +204,24 @@ class BestModelCheckpoint(EpochCallback):
     The file is written under a temporary name and then renamed, so that it is complete at any time.
 
     Args:
-        filepath: the file's path; may contain ``{epoch}`` and names of metrics, as in Keras' ``ModelCheckpoint``.
         monitor: the name of a metric in the logs.
         verbose: 1 prints a line when the model is saved.
         save_weights_only: whether to save only the weights (``….weights.h5``), not the whole model (``….keras``).
         mode: ``min``, ``max``, or ``auto``: larger is better for accuracies and AUCs, smaller for other metrics.
         save_freq: only ``"epoch"``: the metrics are known at the end of an epoch.
+        filepath: the file's path; may contain ``{epoch}`` and names of metrics, as in Keras' ``ModelCheckpoint``. As
+            in Horovod it may be set later: ``callback.filepath = …``.
     """
 
     def __init__(
         self,
-        filepath: str | os.PathLike[str] | None = None,
         monitor: str = "val_loss",
         verbose: int = 0,
         save_weights_only: bool = False,
         mode: str = "auto",
         save_freq: str = "epoch",
+        *,
+        filepath: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         if mode not in ("auto", "min", "max"):
@@ -302,6 +310,13 @@ class Throughput(EpochCallback):
             logs["epoch_s"] = seconds
         if self.verbose and topology().rank == 0:
             _print(f"Epoch {epoch + 1}: {images / seconds:,.0f} images/s ({images:,.0f} in {seconds:.2f} s)")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: its clock is that of this process."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Does nothing."""
 
     def _measure(self) -> None:
         """Measures the images of all ranks, and the seconds of the slowest."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from choros.comm import topology
+from choros.comm import global_process_set, topology
 from choros.errors import ConfigError
-from choros.parallel.data import Part, Sharding, kind_of
+from choros.parallel.data import Part, Sharding, elastic_shard, kind_of, remember_source
 from choros.parallel.data.shard import check_batch_size
 
 __all__ = ["shard"]
@@ -61,4 +61,7 @@ def shard(
         raise ConfigError(
             f"shuffle=True is for arrays; shuffle the {type(data).__name__} itself, in the same order on all ranks."
         )
-    return kind.shard(data, Sharding(Part(here.rank, here.size), batch_size, shuffle, seed, initial_epoch))
+    sharding = Sharding(Part(here.rank, here.size), batch_size, shuffle, seed, initial_epoch)
+    if global_process_set.communicator.elastic and (own := elastic_shard(data, sharding)) is not None:
+        return own
+    return remember_source(kind.shard(data, sharding), data, sharding)

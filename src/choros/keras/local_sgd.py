@@ -136,6 +136,15 @@ class _LocalUpdatesCallback(keras.callbacks.Callback):
         """Ends the epoch's batches."""
         self._end_batches()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What commits hold of it, besides the weights of the model."""
+        return {"updates": self._updates.state_dict(), "batches": self._batches, "examples": self._examples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a ``state_dict``."""
+        self._updates.load_state_dict(state["updates"])
+        self._batches, self._examples = state["batches"], state["examples"]
+
     def _end_batches(self) -> None:
         if self._included and self._in_epoch:
             self._in_epoch = False

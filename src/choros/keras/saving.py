@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from choros.keras.optimizer import DistributedOptimizer
 from choros.parallel.compression import Compression, Compressor
+from choros.training.horovod_optimizer import DistributedOptimizer
 from choros.training.keras_internals import load_optimizer_weights_from_hdf5_group, trained_variables
 
 __all__ = ["load_model"]

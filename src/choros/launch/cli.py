@@ -15,8 +15,10 @@ from typing import Any, NoReturn
 import click
 
 from choros.config import LOG_LEVEL
-from choros.errors import ChorosError, ConfigError, LaunchError
+from choros.errors import ChorosError, LaunchError
+from choros.frameworks import installed, runs_here
 from choros.launch.driver.accelerators import count_accelerators
+from choros.launch.driver.discovery import run_script
 from choros.launch.driver.host_names import own_names
 from choros.launch.driver.launcher import dry_run_command, launch
 from choros.launch.driver.line_merger import LineMerger
@@ -27,9 +29,9 @@ from choros.launch.options import GroupedCommand, with_options
 from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.dry_run import dry_run_text
 from choros.launch.plan.environment import parse_variables
+from choros.launch.plan.horovod_flags import HOROVOD_FLAGS, check, unused, variables
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
-from choros.launch.plan.unsupported_flags import unsupported_flag_reason
 
 __all__ = ["main"]
 
@@ -47,9 +49,16 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
         return 0
     if not command:
         raise click.UsageError("no command given. Example: chorosrun -np 2 python train.py")
+    if given["config_file"] is not None:
+        from choros.launch.plan.config_file import read_config_file, with_config  # only this flag needs YAML
+
+        given = with_config(given, read_config_file(Path(given["config_file"])))
+    check(given, lambda: "torch" in installed() or not runs_here(command, os.environ))
     arguments = arguments_of(given)
+    for sentence in unused(given):
+        click.echo(f"chorosrun: {sentence}", err=True)
     mpirun = detect_mpirun(arguments.mpirun)
-    job = arguments.job(command, os.environ, own_names, count_accelerators)
+    job = arguments.job(command, os.environ, own_names, count_accelerators, discover=run_script)
     if given["dry_run"]:
         click.echo(dry_run_text(job, dry_run_command(job, mpirun, os.environ), os.environ))
         return 0
@@ -64,11 +73,25 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
 def arguments_of(given: Mapping[str, Any]) -> Arguments:
     """Returns the arguments that the options in ``given`` set."""
     values = {each.name: given[each.name] for each in fields(Arguments) if each.name in given}
-    debug = given["log_level"] in ("TRACE", "DEBUG")
-    env = parse_variables(given["env"], os.environ)
-    if debug:
-        env = {LOG_LEVEL.name: "DEBUG", **env}
-    return Arguments(**{**values, "env": env, "verbose": given["verbose"] or debug})
+    flagged = variables(given)
+    env = {**flagged, **parse_variables(given["env"], os.environ)}
+    verbose = given["verbose"] or flagged.get(LOG_LEVEL.name) == "DEBUG"
+    return Arguments(**{**values, "env": env, "verbose": verbose})
+
+
+def unabbreviated(name: str) -> str:
+    """Returns the flag of horovodrun, without dashes, of which ``name`` is the beginning.
+
+    If ``name`` is itself a flag, or the beginning of several or of none, it is returned.
+
+    Example:
+        >>> unabbreviated("verb"), unabbreviated("no-stall"), unabbreviated("host"), unabbreviated("ps")
+        ('verbose', 'no-stall-check', 'host', 'ps')
+    """
+    own = {flag.lstrip("-") for each in chorosrun.params for flag in (*each.opts, *each.secondary_opts)}
+    long = (flag.removeprefix("--") for each in HOROVOD_FLAGS for flag in (*each.on, *each.off) if flag[:2] == "--")
+    meant = [flag for flag in long if flag.startswith(name)]
+    return meant[0] if len(meant) == 1 and name not in own else name
 
 
 def missing_command(program: str) -> str | None:
@@ -91,28 +114,34 @@ def _mpirun_or_error(path: str | None) -> Mpirun | str:
 def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
     colour = use_colour(os.environ, os.isatty(1) and os.isatty(2))
     prefix = arguments.prefix(job.size)
-    screen = Screen(DescriptorSink(1), DescriptorSink(2), prefix=prefix, colour=colour, roles=job.roles)
+    timestamp = arguments.prefix_output_with_timestamp
+    screen = Screen(
+        DescriptorSink(1), DescriptorSink(2), prefix=prefix, colour=colour, roles=job.roles, timestamp=timestamp
+    )
     directory = arguments.output_dir
-    files = Files(Path(directory), job.size, job.roles) if directory else None
-    output = Output(screen, files, LineMerger(job.size) if arguments.merge(job.size, os.environ) else None)
-    limits = arguments.limits
+    files = Files(Path(directory), job.most, job.roles) if directory else None
+    output = Output(screen, files, LineMerger(job.most) if arguments.merge(job.size, os.environ) else None)
+    limits = arguments.limits(os.environ)
     outcome = outcome_of(launch(job, mpirun, os.environ, output, limits, verbose=arguments.verbose), limits)
     for line in outcome.lines:
         screen.show(line)
     return outcome.exit_code
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs ``chorosrun`` with ``arguments`` (default: this process's command line) and exits."""
+def main(arguments: Sequence[str] | None = None, *, abbreviations: bool = False) -> NoReturn:
+    """Runs ``chorosrun`` and exits.
+
+    Args:
+        arguments: its arguments. Default: this process's command line.
+        abbreviations: whether horovodrun's flags may be abbreviated, as in horovodrun.
+    """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     _open_standard_streams()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in ``chorosrun … &`` in a script
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        reason = unsupported_flag_reason(argv, _flags_with_value())
-        if reason is not None:
-            raise ConfigError(reason)
-        code = chorosrun.main(argv, prog_name="chorosrun", standalone_mode=False)
+        normalize = unabbreviated if abbreviations else None
+        code = chorosrun.main(argv, prog_name="chorosrun", standalone_mode=False, token_normalize_func=normalize)
     except click.ClickException as error:
         click.echo(f"chorosrun: {error.format_message()}\nTry chorosrun --help.", err=True)
         code = error.exit_code
@@ -146,11 +175,6 @@ def _close_standard_streams() -> None:
                 stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _flags_with_value() -> frozenset[str]:
-    options = (parameter for parameter in chorosrun.params if isinstance(parameter, click.Option))
-    return frozenset(flag for option in options if not option.is_flag for flag in option.opts)
 
 
 if __name__ == "__main__":

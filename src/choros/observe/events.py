@@ -35,14 +35,17 @@ Detail = int | float | str | bool | tuple[int, ...] | list[int]
 class Kind(enum.StrEnum):
     """The kinds of events. ``…_BEGUN`` and ``…_DONE`` occur in pairs, from one thread of one process.
 
-    A step is begun when ranks have agreed to reduce its gradients, and done when they are reduced; on a worker of a job
-    with parameter servers, it is the function that the chief has scheduled. Between a collective's two events is
-    ``COLLECTIVE_MATCHED``: all ranks have called it, and the transfer begins. A rank that waits long for others emits
-    ``WAITING`` several times, and then ``WAITED``; the name of the wait is the call.
+    A step is begun when ranks have agreed to reduce its gradients, and done when they are reduced, bucket by bucket; on
+    a worker of a job with parameter servers, it is the function that the chief has scheduled. Between a collective's
+    two events is ``COLLECTIVE_MATCHED``: all ranks have called it, and the transfer begins. A rank that waits long for
+    others emits ``WAITING`` several times, and then ``WAITED``; the name of the wait is the call. ``RECORDING`` names
+    the file of a timeline.
     """
 
     STEP_BEGUN = "step begun"
     STEP_DONE = "step done"
+    BUCKET_BEGUN = "bucket begun"
+    BUCKET_DONE = "bucket done"
     EPOCH_BEGUN = "epoch begun"
     EPOCH_DONE = "epoch done"
     COLLECTIVE_BEGUN = "collective begun"
@@ -57,11 +60,12 @@ class Kind(enum.StrEnum):
     RANK_ENDED = "rank ended"
     COMMIT = "commit"
     CHECKPOINT = "checkpoint"
+    RECORDING = "recording"
 
 
-#: The kinds that chorosrun needs from every rank: whom it waits for, that an exception ends it, and that its script has
-#: ended, but not yet its process.
-REPORTS = frozenset({Kind.WAITING, Kind.WAITED, Kind.RANK_CRASHED, Kind.SCRIPT_ENDED})
+#: The kinds that chorosrun needs from every rank: whom it waits for, that an exception ends it, that its script has
+#: ended, but not yet its process, and the file to which it records a timeline.
+REPORTS = frozenset({Kind.WAITING, Kind.WAITED, Kind.RANK_CRASHED, Kind.SCRIPT_ENDED, Kind.RECORDING})
 #: The calls in which a rank joins the job, leaves it, and ends.
 INIT, SHUTDOWN, LEAVING = "init()", "shutdown()", "MPI_Finalize()"
 

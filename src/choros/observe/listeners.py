@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from choros.config import Config
-from choros.observe import log, pipe
+from choros.observe import chaos, log, pipe
 from choros.observe.events import Kind, Listener, listen
 
 __all__ = ["LISTENERS", "ListenerSpec", "start_listeners"]
@@ -44,6 +44,7 @@ class ListenerSpec:
 
 LISTENERS: tuple[ListenerSpec, ...] = (
     ListenerSpec(pipe.wanted, pipe.make, pipe.kinds),  # to the wrapper, which forwards them to chorosrun
+    ListenerSpec(chaos.wanted, chaos.make, chaos.kinds),  # chorosrun --chaos
     ListenerSpec(log.wanted, log.make),  # CHOROS_LOG_LEVEL=debug without chorosrun
 )
 

@@ -2,38 +2,80 @@
 
 ::
 
-    rank 0                     rank 1
-    digest of all arrays ────── digest of all arrays         (1) agree: equal digests end the check
-    digest of each ──────────── digest of each               (2) which arrays differ
-    its values ───────────────► distance from them           (3) by how much: an error, if more than rounding
+    rank 0                     rank 1                     rank 2
+    digest of all arrays ────── digest of all arrays ────── digest of all arrays     (1) agree: equal digests end it
+    digest of each ──────────── digest of each ──────────── digest of each           (2) which arrays, of which ranks
+    its values ───────────────► distance ──────────────────► distance                (3) from those of most ranks
+
+More than rounding is an error, or is healed: all take over the values of most ranks. If no values are those of most
+ranks, those of the lowest of the ranks that agree count.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from choros.arrays import adapter_of
 from choros.comm import ProcessSet, Request, global_process_set
 from choros.errors import DriftError
 
-__all__ = ["are_identical", "check_identical"]
+__all__ = ["Comparison", "are_identical", "check_identical"]
 
 Array = NDArray[Any]
 #: Differences up to this many units in the last place of an array's largest value are rounding: hosts may have
 #: different processors.
 _ROUNDING = 8
 
+_log = logging.getLogger("choros")
 
-def are_identical(arrays: Sequence[Array], process_set: ProcessSet = global_process_set) -> bool:
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison of what ranks train.
+
+    Attributes:
+        step: the steps that all ranks have made.
+        first: the step of the first comparison. Rounding errors grow with the root of the number of steps from there.
+        heals: whether ranks that differ receive the values of most ranks, in place of an error.
+        before: whether the arrays are those before the update of that step.
+    """
+
+    step: int = 1
+    first: int = 1
+    heals: bool = False
+    before: bool = False
+
+    @property
+    def when(self) -> str:
+        """The beginning of a sentence."""
+        return f"{'before' if self.before else 'after'} step {self.step}"
+
+    @property
+    def rounding(self) -> float:
+        """How many units in the last place may differ.
+
+        Example:
+            >>> Comparison(2, first=2).rounding, Comparison(200, first=2).rounding
+            (8.0, 80.0)
+        """
+        return _ROUNDING * math.sqrt(max(1.0, self.step / self.first))
+
+
+def are_identical(arrays: Sequence[Any], process_set: ProcessSet = global_process_set) -> bool:
     """Returns whether all ranks have the same bits in ``arrays``, with one control message.
 
     Args:
-        arrays: host arrays, as many on every rank.
+        arrays: of NumPy or a framework, as many on every rank.
         process_set: the ranks that participate.
 
     Example:
@@ -42,66 +84,101 @@ def are_identical(arrays: Sequence[Array], process_set: ProcessSet = global_proc
         >>> are_identical([np.ones(3)])
         True
     """
-    digests = process_set.communicator.agree(Request("compare", f"{len(arrays)} arrays"), value=_digest(arrays))
+    communicator, request = process_set.communicator, Request("compare", f"{len(arrays)} arrays")
+    digests = communicator.atomic(lambda: communicator.agree(request, value=_digest(arrays)))
     return len(set(digests)) == 1
 
 
 def check_identical(
     names: Sequence[str],
-    arrays: Sequence[Array],
+    arrays: Sequence[Any],
+    comparison: Comparison,
     *,
-    when: str,
     advice: str,
     process_set: ProcessSet = global_process_set,
+    assign: Callable[[int, Array], None] | None = None,
 ) -> None:
-    """Raises an error on every rank if the ranks' ``arrays`` differ by more than rounding.
+    """Raises an error on every rank if the ranks' ``arrays`` differ by more than rounding, or heals them.
 
     Args:
         names: the arrays' names, for the error.
-        arrays: host arrays, of the same shapes and dtypes on every rank.
-        when: the beginning of the error's sentence, such as ``"after the first step"``.
+        arrays: of NumPy or a framework, of the same shapes and dtypes on every rank.
+        comparison: when, and what happens.
         advice: what the user can do; the end of the error.
         process_set: the ranks that participate.
+        assign: overwrites the array of an index on this rank; ``None``: they cannot be healed.
 
     Raises:
-        DriftError: they differ. The text is the same on every rank; it names the array that differs most.
+        DriftError: they differ. The text is the same on every rank; it names the first array that differs, the one that
+            differs most, and the ranks that differ from most.
 
     Example:
         >>> import choros
         >>> choros.init()
-        >>> check_identical(["kernel"], [np.ones(3)], when="after the first step", advice="Broadcast it.")
+        >>> check_identical(["kernel"], [np.ones(3)], Comparison(step=2), advice="Broadcast it.")
     """
     if are_identical(arrays, process_set):
         return
     communicator = process_set.communicator
-    digests = communicator.allgather(np.array([[_digest([array]) for array in arrays]], np.int64), name="digests")
-    suspects = [index for index in range(len(arrays)) if len(set(digests[:, index].tolist())) > 1]
-    distances, magnitudes = [], []
+    own = np.array([[_digest([array]) for array in arrays]], np.int64)
+    digests = [tuple(row) for row in communicator.allgather(own, name="digests").tolist()]
+    most, others = _most_and_others(digests)
+    suspects = [index for index in range(len(arrays)) if len({row[index] for row in digests}) > 1]
+    right, distances, magnitudes = [], [], []
     for index in suspects:
-        first = communicator.broadcast(arrays[index], 0, name=names[index])
-        distances.append(_distance(arrays[index], first))
-        magnitudes.append(float(np.max(np.abs(first.astype(np.float64)), initial=0.0)))
+        host = adapter_of(arrays[index]).to_host(arrays[index])
+        right.append(communicator.broadcast(host, most, name=names[index]))
+        distances.append(_distance(host, right[-1]))
+        magnitudes.append(float(np.max(np.abs(right[-1].astype(np.float64)), initial=0.0)))
     table = communicator.allgather(np.array([distances]), name="distances")  # of each rank, for each suspect
     largest = table.max(axis=0)
-    limits = np.array([_ROUNDING * _epsilon(arrays[index].dtype) for index in suspects]) * magnitudes
-    differing = [position for position in range(len(suspects)) if not largest[position] <= limits[position]]
-    if not differing:
-        return
-    worst = max(differing, key=lambda position: largest[position] / (magnitudes[position] or 1.0))
-    rank = communicator.ranks[int(table[:, worst].argmax())]
-    raise DriftError(
-        f"{when}, ranks have different values of {len(differing)} of {len(arrays)} trained variables. The largest "
-        f"difference is in {names[suspects[worst]]!r}: up to {largest[worst]:.3g} between ranks "
-        f"{communicator.ranks[0]} and {rank}, of values up to {magnitudes[worst]:.3g}. {advice}"
+    units = np.array([_epsilon(each.dtype) for each in right]) * magnitudes
+    differing = [i for i in range(len(suspects)) if not largest[i] <= comparison.rounding * units[i]]
+    worst = max(
+        differing or range(len(suspects)), key=lambda position: largest[position] / (magnitudes[position] or 1.0)
     )
+    farthest = communicator.ranks[int(table[:, worst].argmax())]
+    count = len(differing or suspects)
+    first = names[suspects[(differing or [0])[0]]]
+    found = (
+        f"{comparison.when}, ranks have different values of {count} of {len(arrays)} trained variables, first of "
+        f"{first!r}{_who(others, communicator.ranks)}. The largest difference is in {names[suspects[worst]]!r}: up to "
+        f"{largest[worst]:.3g} between ranks {communicator.ranks[most]} and {farthest}, of values up to "
+        f"{magnitudes[worst]:.3g}."
+    )
+    if comparison.heals and assign is not None:
+        for index, value in zip(suspects, right, strict=True):
+            assign(index, value)
+    elif differing:
+        raise DriftError(f"{found} {advice}")
+    if communicator.rank == 0 and comparison.heals and assign is not None:
+        _log.warning("%s All ranks continue with the values of rank %d.", found, communicator.ranks[most])
+    elif communicator.rank == 0:
+        _log.warning("%s Rounding on different processors does that, or a bit that was flipped.", found)
 
 
-def _digest(arrays: Sequence[Array]) -> int:
+def _most_and_others(digests: Sequence[tuple[int, ...]]) -> tuple[int, list[int]]:
+    """The lowest rank of those with the values that most have, and the others, if more than half have these."""
+    (values, count), *_ = Counter(digests).most_common(1)  # of equally many, the first found
+    others = [rank for rank, each in enumerate(digests) if each != values]
+    return digests.index(values), others if 2 * count > len(digests) else []
+
+
+def _who(others: Sequence[int], ranks: Sequence[int]) -> str:
+    if not others:
+        return ""
+    named = ", ".join(str(ranks[rank]) for rank in others)
+    return f" (rank{'s' if len(others) > 1 else ''} {named} {'have' if len(others) > 1 else 'has'} others than most)"
+
+
+def _digest(arrays: Sequence[Any]) -> int:
     """63 bits that identify the arrays' values, shapes and dtypes."""
     digest = hashlib.blake2b(digest_size=8)
     for array in arrays:
-        digest.update(f"{array.dtype}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        adapter = adapter_of(array)
+        spec = adapter.spec(array)
+        digest.update(f"{spec.dtype}{tuple(spec.shape)}".encode())
+        digest.update(adapter.fingerprint(array))
     return int.from_bytes(digest.digest()) >> 1
 
 

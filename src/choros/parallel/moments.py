@@ -61,7 +61,14 @@ class RankMoments:
     exchanges: Callable[[], bool] = lambda: True
 
     def combine(self, count: Any, mean: Any, squares: Any) -> tuple[Any, Any]:
-        """Returns the mean and the variance over the rows of all ranks; differentiable, also repeatedly.
+        """Returns the mean and the variance over the rows of all ranks; see ``combine_counted``."""
+        _, center, variance = self.combine_counted(count, mean, squares)
+        return center, variance
+
+    def combine_counted(self, count: Any, mean: Any, squares: Any) -> tuple[Any, Any, Any]:
+        """Returns the number of all ranks' rows, 1 if there are none, their mean and their variance.
+
+        Mean and variance are differentiable, also repeatedly. The number is one for each channel.
 
         Args:
             count: the number of this rank's rows, a floating-point scalar or one for each channel; may be 0.
@@ -82,7 +89,7 @@ class RankMoments:
         terms = [mean * count / divisor, (squares + count * (mean - center) ** 2) / divisor]
         first, second = adapter.with_gradient(list, self._sum_weighted, terms)
         deviation = first - hold(first)
-        return center + deviation, variance + (second - hold(second)) - deviation * deviation
+        return divisor, center + deviation, variance + (second - hold(second)) - deviation * deviation
 
     def _combine(self, hosts: Sequence[Array]) -> Sequence[Array]:
         dtype = hosts[1].dtype
@@ -123,9 +130,14 @@ class RankMoments:
         if not self.exchanges():
             return
         communicator = self.process_set.communicator
-        with communicator.exclusive():
+
+        def collective() -> Array:
+            total = sums.flatten() if communicator.elastic else sums.reshape(-1)
             _check_sizes(communicator.agree(request, value=sums.size))
-            communicator.reduce_in_place(sums.reshape(-1), Reduction.SUM)
+            communicator.reduce_in_place(total, Reduction.SUM)
+            return total
+
+        sums[...] = communicator.atomic(collective).reshape(sums.shape)
 
 
 def participation(process_set: ProcessSet) -> Participation:

@@ -1,21 +1,26 @@
 """The collectives on any framework's arrays, with Horovod's names, and their gradients.
 
-Gradients are those of the sum of all ranks' losses. Each collective is linear, and its gradient is its adjoint::
+The gradient of a linear collective is its adjoint, which is that of the sum of all ranks' losses; in Horovod's APIs
+it is Horovod's, which differs by a factor for three collectives (n is the number of ranks)::
 
-    allreduce (sum, average)    allreduce, with the same factors
-    allgather                   each rank gets the sum of all ranks' gradients of its own rows    (_reduce_own_rows)
-    broadcast                   the root gets the sum of all ranks' gradients, the others zeros   (_reduce_to_root)
-    reducescatter               allgather
-    alltoall                    alltoall, back to the ranks that sent the rows
+    collective                 adjoint (Gradients.ADJOINT)                                    Gradients.HOROVOD
+    allreduce (sum, average)   allreduce, with the same factors                               the same
+    allreduce (other ops)      none, which is an error                                        allreduce, the same op
+    allgather                  the sum of all ranks' gradients of this rank's rows            their average: 1/n
+    broadcast                  the root gets the sum of all ranks' gradients, others zeros    their average: 1/n
+    reducescatter              allgather, with the same factors, and 1/n if it averages       n times as much
+    alltoall                   alltoall, back to the ranks that sent the rows                 the same
 
 The backward pass is therefore a collective, too: all ranks must compute the gradient, or none. Integers have no
-gradient, and neither have minima, maxima and products.
+gradient. Horovod's of minima, maxima, products and Adasum, the same operation on the gradients, is not the derivative;
+a reducescatter with them, which Horovod does not have, has none in either convention.
 """
 
 from __future__ import annotations
 
+import enum
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,19 +28,22 @@ from numpy.typing import NDArray
 
 from choros.arrays import ArrayAdapter, ArrayFunction, ArraySpec, HostFunction, adapter_of
 from choros.comm import BFLOAT16, ProcessSet, Reduction, global_process_set
-from choros.comm.reduction import working_dtype
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
+from choros.parallel.scaling import Scaling
 from choros.topology import shard_range
 
 __all__ = [
+    "Gradients",
     "allgather",
     "allreduce",
     "alltoall",
     "barrier",
     "broadcast",
     "broadcast_arrays",
+    "grouped_allgather",
     "grouped_allreduce",
+    "grouped_reducescatter",
     "op_of",
     "reducescatter",
 ]
@@ -43,6 +51,19 @@ __all__ = [
 Array = NDArray[Any]
 #: The operations that have a gradient.
 _LINEAR = (Reduction.SUM, Reduction.AVERAGE)
+
+
+class Gradients(enum.Enum):
+    """The gradients of collectives: their adjoints, or Horovod's; see the module."""
+
+    ADJOINT = enum.auto()
+    HOROVOD = enum.auto()
+
+    def factor(self, collective: str, size: int) -> float:
+        """Returns the factor of the adjoint of ``collective`` of ``size`` ranks."""
+        if self is Gradients.ADJOINT:
+            return 1.0
+        return {"allgather": 1 / size, "broadcast": 1 / size, "reducescatter": float(size)}[collective]
 
 
 def allreduce(
@@ -54,6 +75,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     compression: Compressor = Compression.none,
     process_set: ProcessSet = global_process_set,
+    gradients: Gradients = Gradients.ADJOINT,
 ) -> Any:
     """Reduces ``value`` over the ranks; every rank receives the result.
 
@@ -63,10 +85,12 @@ def allreduce(
             order, which is their sum; such a one has no minimum, maximum or product.
         op: the reduction.
         name: shown in errors; it must be the same on every rank.
-        prescale_factor: the factor of floating-point values before the reduction.
+        prescale_factor: the factor of values before the reduction. Products with integers are computed in float64 and
+            rounded towards zero.
         postscale_factor: their factor after it.
         compression: the dtype in which they are sent: ``none`` or ``fp16``; the others are for gradients only.
         process_set: the participating ranks.
+        gradients: the convention of its gradient.
 
     Returns:
         An array of the same framework, or a number.
@@ -77,55 +101,64 @@ def allreduce(
         >>> allreduce(3)
         3.0
     """
-    communicator, op = process_set.communicator, Reduction(op)
+    scaling = Scaling(Reduction(op), prescale_factor, postscale_factor, compression)
     if (rows := adapter_of(value).rows_of(value)) is not None:
-        factor = prescale_factor * postscale_factor / (communicator.size if op is Reduction.AVERAGE else 1)
-        return _gather_rows(rows, op, factor, name=name, compression=compression, process_set=process_set)
-    value = _averageable(value, op)
-
-    def reduce(host: Array) -> Array:
-        wire = host.dtype if host.dtype == BFLOAT16 else compression.wire_dtype(host.dtype)
-        factor, wire_op = prescale_factor, op
-        if op is Reduction.AVERAGE and wire != host.dtype:
-            # Divided before the cast: the sum may overflow the narrower dtype.
-            factor, wire_op = prescale_factor / communicator.size, Reduction.SUM
-        reduced = communicator.allreduce(_scaled(host, factor).astype(wire, copy=False), wire_op, name=name or "")
-        return _scaled(reduced.astype(host.dtype, copy=False), postscale_factor)
-
-    def backward(gradients: Sequence[Any]) -> Sequence[Any]:
-        return [
-            allreduce(
-                gradients[0],
-                op,
-                name=_gradient_of(name, "allreduce"),
-                prescale_factor=prescale_factor,
-                postscale_factor=postscale_factor,
-                compression=compression,
-                process_set=process_set,
-            )
-        ]
-
-    return _call(reduce, value, backward if op in _LINEAR else None)
+        return _gather_rows(rows, scaling, name=name, process_set=process_set)
+    value = _averageable(value, scaling.op)
+    (result,) = _allreduce_all("allreduce", [value], scaling, name, process_set, gradients)
+    return result
 
 
-def _gather_rows(
-    rows: tuple[Any, Any, Any],
-    op: Reduction,
-    factor: float,
-    *,
+def _allreduce_all(
+    collective: str,
+    values: Sequence[Any],
+    scaling: Scaling,
     name: str | None,
-    compression: Compressor,
     process_set: ProcessSet,
-) -> Any:
-    """``allreduce`` of a sparse gradient: all ranks' rows, times ``factor``."""
+    gradients: Gradients,
+) -> list[Any]:
+    """``collective`` of dense values of one framework, in one call on the host."""
+    communicator = process_set.communicator
+    adapter = adapter_of(values[0])
+    specs = [adapter.spec(value) for value in values]
+
+    def reduce(hosts: Sequence[Array]) -> Sequence[Array]:
+        if scaling.op is Reduction.ADASUM and any(map(_is_batch, hosts, specs)):
+            raise ConfigError("op=Adasum combines whole arrays: it cannot be used under jax.vmap.")
+        return scaling.allreduce(communicator, collective, hosts, name=name or "")
+
+    def backward(upstream: Sequence[Any]) -> Sequence[Any]:
+        if gradients is Gradients.ADJOINT:
+            _check_linear(collective, scaling.op)
+        floats = [gradient for gradient, spec in zip(upstream, specs, strict=True) if _is_floating(spec)]
+        reduced = iter(
+            _allreduce_all(collective, floats, scaling, _gradient_of(name, collective), process_set, gradients)
+        )
+        return [next(reduced) if _is_floating(spec) else None for spec in specs]
+
+    return _host_call(adapter, reduce, values, specs, backward)
+
+
+def _check_linear(collective: str, op: Reduction) -> None:
+    """A ``ConfigError`` if a reduction whose gradient is needed has none."""
+    if op not in _LINEAR:
+        raise ConfigError(
+            f"the gradient of {collective}(op={op.value}) is needed, which has none: use Sum or Average, or make its "
+            "argument a constant (x.detach(), tf.stop_gradient(x), jax.lax.stop_gradient(x))."
+        )
+
+
+def _gather_rows(rows: tuple[Any, Any, Any], scaling: Scaling, *, name: str | None, process_set: ProcessSet) -> Any:
+    """``allreduce`` of a sparse gradient: all ranks' rows, scaled."""
     indices, values, shape = rows
     adapter = adapter_of(values)
     spec = adapter.spec(values)
-    if op not in _LINEAR:
+    if scaling.op not in _LINEAR:
         raise ConfigError(
-            f"allreduce(op={op.value}): the rows of a sparse gradient (IndexedSlices) are gathered, which is their "
-            "sum: use Sum or Average, or make it dense."
+            f"allreduce(op={scaling.op.value}): the rows of a sparse gradient (IndexedSlices) are gathered, which is "
+            "their sum: use Sum or Average, or make it dense."
         )
+    factor = scaling.factor / (process_set.communicator.size if scaling.op is Reduction.AVERAGE else 1)
     if factor != 1.0:
         if not _is_floating(spec):
             raise ConfigError(
@@ -133,7 +166,8 @@ def _gather_rows(
                 "op=Sum, or cast them to float32."
             )
         values = values * factor
-    values = allgather(adapter.cast(values, compression.row_dtype(spec.dtype)), name=name, process_set=process_set)
+    wire = scaling.compression.row_dtype(spec.dtype)
+    values = allgather(adapter.cast(values, wire), name=name, process_set=process_set)
     indices = allgather(indices, name=f"indices of {name}" if name else None, process_set=process_set)
     return adapter.from_rows(indices, adapter.cast(values, spec.dtype), shape)
 
@@ -143,16 +177,24 @@ def grouped_allreduce(
     op: Reduction = Reduction.AVERAGE,
     *,
     name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: Compressor = Compression.none,
     process_set: ProcessSet = global_process_set,
+    gradients: Gradients = Gradients.ADJOINT,
 ) -> list[Any]:
     """``allreduce`` of several values in one message: those of one framework need one host call.
 
     Args:
         values: arrays of any framework, or numbers; the same on every rank, in the same order. Sparse gradients have
             messages of their own.
-        op: the reduction.
+        op: the reduction. Adasum combines each value for itself.
         name: shown in errors.
+        prescale_factor: as for ``allreduce``.
+        postscale_factor: likewise.
+        compression: likewise.
         process_set: the participating ranks.
+        gradients: the convention of their gradients.
 
     Example:
         >>> import choros
@@ -160,39 +202,30 @@ def grouped_allreduce(
         >>> grouped_allreduce([1.5, [2.0, 3.0]], Reduction.SUM)
         [1.5, array([2., 3.])]
     """
-    communicator, op = process_set.communicator, Reduction(op)
-    groups: dict[ArrayAdapter, list[int]] = {}
+    scaling = Scaling(Reduction(op), prescale_factor, postscale_factor, compression)
     results = list(values)
+    dense = []
     for index, value in enumerate(values):
-        if adapter_of(value).rows_of(value) is None:
-            groups.setdefault(adapter_of(value), []).append(index)
+        if (rows := adapter_of(value).rows_of(value)) is None:
+            dense.append(index)
         else:
-            results[index] = allreduce(value, op, name=name, process_set=process_set)
-
-    def reduce(hosts: Sequence[Array]) -> Sequence[Array]:
-        return communicator.grouped_allreduce(hosts, op, name=name or "")
-
-    for adapter, indices in groups.items():
-        arrays = [_as_array(_averageable(values[index], op)) for index in indices]
-        specs = [adapter.spec(array) for array in arrays]
-
-        def backward(gradients: Sequence[Any], specs: Sequence[ArraySpec] = specs) -> Sequence[Any]:
-            floats = [gradient for gradient, spec in zip(gradients, specs, strict=True) if _is_floating(spec)]
-            reduced = iter(
-                grouped_allreduce(floats, op, name=_gradient_of(name, "grouped_allreduce"), process_set=process_set)
-            )
-            return [next(reduced) if _is_floating(spec) else None for spec in specs]
-
-        reduced = _host_call(adapter, reduce, arrays, specs, backward if op in _LINEAR else None)
+            results[index] = _gather_rows(rows, scaling, name=name, process_set=process_set)
+    arrays = {index: _as_array(_averageable(values[index], scaling.op)) for index in dense}
+    for indices in _by_framework(arrays):
+        group = [arrays[index] for index in indices]
+        reduced = _allreduce_all("grouped_allreduce", group, scaling, name, process_set, gradients)
         for index, array in zip(indices, reduced, strict=True):
             results[index] = array.item() if isinstance(values[index], (bool, int, float)) else array
     return results
 
 
-def op_of(average: bool | None, op: Reduction | None) -> Reduction:
+def op_of(average: bool | None, op: Reduction | None, *, stacklevel: int = 3) -> Reduction:
     """Returns the reduction that Horovod's two arguments of ``allreduce`` select: the average, if neither is given.
 
-    The deprecation warning of ``average`` points at the caller of the function that calls this one.
+    Args:
+        average: deprecated.
+        op: its successor.
+        stacklevel: what the warning points at: by default the caller of the function that calls this one.
 
     Raises:
         ConfigError: both are given.
@@ -205,12 +238,18 @@ def op_of(average: bool | None, op: Reduction | None) -> Reduction:
         return Reduction.AVERAGE if op is None else Reduction(op)
     if op is not None:
         raise ConfigError("allreduce: pass op or average, not both; average is deprecated.")
-    warnings.warn("allreduce(average=…) is deprecated: use op=Average or op=Sum.", DeprecationWarning, stacklevel=3)
+    text = "allreduce(average=…) is deprecated: use op=Average or op=Sum."
+    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
     return Reduction.AVERAGE if average else Reduction.SUM
 
 
 def allgather(
-    value: Any, *, axis: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+    value: Any,
+    *,
+    axis: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    gradients: Gradients = Gradients.ADJOINT,
 ) -> Any:
     """Concatenates the ranks' arrays along one dimension, which may differ between ranks.
 
@@ -220,77 +259,179 @@ def allgather(
         axis: the dimension.
         name: shown in errors.
         process_set: the participating ranks.
+        gradients: the convention of its gradient.
 
     Raises:
         ConfigError: ``value`` has no such dimension.
     """
-    value = _as_array(value)
-    adapter = adapter_of(value)
-    spec = adapter.spec(value)
-    if not spec.shape:
-        value, spec = value[None], ArraySpec((1,), spec.dtype)
-    if not -len(spec.shape) <= axis < len(spec.shape):
-        raise ConfigError(f"allgather(axis={axis}): the array has the shape {spec.shape}, which has no such dimension.")
-    own = spec.shape[axis]
-    total = own * process_set.communicator.size if own is not None and adapter.static_shapes else None
-    return _allgather_along(value, spec, axis % len(spec.shape), total, name=name or "", process_set=process_set)
+    return _allgather_all("allgather", [value], axis, name=name, process_set=process_set, gradients=gradients)[0]
+
+
+def grouped_allgather(
+    values: Sequence[Any],
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    gradients: Gradients = Gradients.ADJOINT,
+) -> list[Any]:
+    """``allgather`` of several values in few messages: those of one framework need one host call.
+
+    Args:
+        values: arrays of any framework, or numbers, in the same order on every rank.
+        name: shown in errors.
+        process_set: the participating ranks.
+        gradients: the convention of their gradients.
+
+    Example:
+        >>> import choros
+        >>> choros.init()
+        >>> grouped_allgather([[1.5], [[2.0], [3.0]]])
+        [array([1.5]), array([[2.],
+               [3.]])]
+    """
+    arrays = {index: _as_array(value) for index, value in enumerate(values)}
+    results = list(values)
+    for indices in _by_framework(arrays):
+        gathered = _allgather_all(
+            "grouped_allgather",
+            [arrays[index] for index in indices],
+            0,
+            name=name,
+            process_set=process_set,
+            gradients=gradients,
+        )
+        for index, array in zip(indices, gathered, strict=True):
+            results[index] = array
+    return results
+
+
+def _allgather_all(
+    collective: str,
+    values: Sequence[Any],
+    axis: int,
+    *,
+    name: str | None,
+    process_set: ProcessSet,
+    gradients: Gradients,
+) -> list[Any]:
+    """``collective`` of values of one framework, in one call on the host."""
+    arrays = [_as_array(value) for value in values]
+    adapter = adapter_of(arrays[0])
+    for index, array in enumerate(arrays):
+        shape = adapter.spec(array).shape
+        if not shape:
+            arrays[index], shape = array[None], (1,)
+        if not -len(shape) <= axis < len(shape):
+            raise ConfigError(
+                f"{collective}(axis={axis}): the array has the shape {shape}, which has no such dimension."
+            )
+    specs = [adapter.spec(array) for array in arrays]
+    lengths = [spec.shape[axis] for spec in specs]
+    size = process_set.communicator.size
+    totals = [None if length is None or not adapter.static_shapes else length * size for length in lengths]
+    axis %= len(specs[0].shape)
+    factor = gradients.factor("allgather", size)
+    return _allgather_along(collective, arrays, specs, axis, totals, name=name, process_set=process_set, factor=factor)
 
 
 def _allgather_along(
-    value: Any, spec: ArraySpec, axis: int, total: int | None, *, name: str, process_set: ProcessSet
-) -> Any:
-    """``allgather`` of ``value``, which has ``spec``; ``total`` is the result's extent along ``axis``, if known."""
+    collective: str,
+    arrays: Sequence[Any],
+    specs: Sequence[ArraySpec],
+    axis: int,
+    totals: Sequence[int | None],
+    *,
+    name: str | None,
+    process_set: ProcessSet,
+    factor: float = 1.0,
+) -> list[Any]:
+    """``collective`` of ``arrays``, which have ``specs``; ``totals`` are the results' extents along ``axis``, if known.
+
+    ``factor`` is that of the adjoint in the gradient.
+    """
     communicator = process_set.communicator
-    adapter = adapter_of(value)
-    extent = adapter.extent(value, axis) if spec.shape[axis] is None else spec.shape[axis]
+    adapter = adapter_of(arrays[0])
+    extents = [
+        adapter.extent(array, axis) if spec.shape[axis] is None else spec.shape[axis]
+        for array, spec in zip(arrays, specs, strict=True)
+    ]
 
     def gather(hosts: Sequence[Array]) -> Sequence[Array]:
-        return [_along(axis, hosts[0], lambda rows: communicator.allgather(rows, name=name))]
+        rows = [_rows_of(host, axis) for host in hosts]
+        if collective == "allgather":
+            gathered = [communicator.allgather(rows[0], name=name or "")]
+        else:
+            gathered = communicator.grouped_allgather(rows, name=name or "")
+        return [_with_rows(array, axis) for array in gathered]
 
     def backward(gradients: Sequence[Any]) -> Sequence[Any]:
-        gradient_name = _gradient_of(name, "allgather")
-        return [_reduce_own_rows(gradients[0], extent, axis, name=gradient_name, process_set=process_set)]
+        floats = [index for index, spec in enumerate(specs) if _is_floating(spec)]
+        reduced = _reduce_own_rows(
+            [gradients[index] for index in floats],
+            [extents[index] for index in floats],
+            axis,
+            name=_gradient_of(name, collective),
+            process_set=process_set,
+        )
+        results = dict(zip(floats, reduced, strict=True))
+        return [_times(results[index], factor) if index in results else None for index in range(len(specs))]
 
-    output = ArraySpec(_replaced(spec.shape, axis, total), spec.dtype)
-    (result,) = _host_call(adapter, gather, [value], [output], backward)
-    return result
+    outputs = [
+        ArraySpec(_replaced(spec.shape, axis, total), spec.dtype) for spec, total in zip(specs, totals, strict=True)
+    ]
+    return _host_call(adapter, gather, arrays, outputs, backward)
 
 
-def _reduce_own_rows(value: Any, extent: Any, axis: int, *, name: str, process_set: ProcessSet) -> Any:
-    """The adjoint of ``allgather``: the sum over the ranks of this rank's rows in their arrays."""
+def _reduce_own_rows(
+    values: Sequence[Any], extents: Sequence[Any], axis: int, *, name: str, process_set: ProcessSet
+) -> list[Any]:
+    """The adjoint of ``allgather``: the sums over the ranks of this rank's rows, ``extents``, in their ``values``.
+
+    With the sums ranks learn where their rows begin, so that it is one collective, in which joined ranks take part.
+    """
     communicator = process_set.communicator
-    adapter = adapter_of(value)
-    known = isinstance(extent, int)
+    adapter = adapter_of(values[0])
+    specs = [adapter.spec(value) for value in values]
+    computed = [extent for extent in extents if not isinstance(extent, int)]
 
     def reduce(hosts: Sequence[Array]) -> Sequence[Array]:
-        own = int(extent if known else hosts[1])
-        extents = communicator.allgather(np.array([own], np.int64), name=f"{name} (extents)")
-
-        def sum_of_parts(rows: Array) -> Array:
-            parts, _ = communicator.alltoall(rows, extents, name=name)
-            parts = parts.reshape(communicator.size, own, *rows.shape[1:])
-            reduced: Array = parts.sum(axis=0, dtype=working_dtype(parts.dtype)).astype(parts.dtype, copy=False)
-            return reduced
-
-        return [_along(axis, hosts[0], sum_of_parts)]
-
-    spec = adapter.spec(value)
+        rest = iter(hosts[len(values) :])
+        table = np.zeros((communicator.size, len(values)), np.int64)
+        table[communicator.rank] = own = [extent if isinstance(extent, int) else int(next(rest)) for extent in extents]
+        table, *sums = communicator.grouped_allreduce([table, *hosts[: len(values)]], Reduction.SUM, name=name)
+        starts = table[: communicator.rank].sum(0)
+        return [
+            total[(slice(None),) * axis + (slice(start, start + extent),)].copy()
+            for total, start, extent in zip(sums, starts, own, strict=True)
+        ]
 
     def backward(gradients: Sequence[Any]) -> Sequence[Any]:
-        gradient_name = _gradient_of(name, "allgather")
+        totals = [spec.shape[axis] for spec in specs]
         gathered = _allgather_along(
-            gradients[0], output, axis, spec.shape[axis], name=gradient_name, process_set=process_set
+            "grouped_allgather",
+            gradients,
+            outputs,
+            axis,
+            totals,
+            name=_gradient_of(name, "allgather"),
+            process_set=process_set,
         )
-        return [gathered, *(None for _ in inputs[1:])]
+        return [*gathered, *(None for _ in computed)]
 
-    output = ArraySpec(_replaced(spec.shape, axis, extent if known else None), spec.dtype)
-    inputs = [value] if known else [value, extent]
-    (result,) = _host_call(adapter, reduce, inputs, [output], backward)
-    return result
+    outputs = [
+        ArraySpec(_replaced(spec.shape, axis, extent if isinstance(extent, int) else None), spec.dtype)
+        for spec, extent in zip(specs, extents, strict=True)
+    ]
+    return _host_call(adapter, reduce, [*values, *computed], outputs, backward)
 
 
 def broadcast(
-    value: Any, root_rank: int, *, name: str | None = None, process_set: ProcessSet = global_process_set
+    value: Any,
+    root_rank: int,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    gradients: Gradients = Gradients.ADJOINT,
 ) -> Any:
     """Sends the ``value`` of ``root_rank`` to every rank.
 
@@ -299,13 +440,15 @@ def broadcast(
         root_rank: a *global* rank, also within a process set (as in Horovod).
         name: shown in errors.
         process_set: the participating ranks.
+        gradients: the convention of its gradient.
     """
     communicator = process_set.communicator
     root = _root_index(root_rank, process_set)
+    factor = gradients.factor("broadcast", communicator.size)
 
-    def backward(gradients: Sequence[Any]) -> Sequence[Any]:
+    def backward(upstream: Sequence[Any]) -> Sequence[Any]:
         gradient_name = _gradient_of(name, "broadcast")
-        return [_reduce_to_root(gradients[0], root_rank, name=gradient_name, process_set=process_set)]
+        return [_times(_reduce_to_root(upstream[0], root_rank, name=gradient_name, process_set=process_set), factor)]
 
     def send(host: Array) -> Array:
         return communicator.broadcast(host, root, name=name or "")
@@ -342,37 +485,111 @@ def reducescatter(
     op: Reduction = Reduction.AVERAGE,
     *,
     name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: Compressor = Compression.none,
     process_set: ProcessSet = global_process_set,
+    gradients: Gradients = Gradients.ADJOINT,
 ) -> Any:
     """Reduces ``value`` over the ranks and returns this rank's rows; the first ranks get the remainder.
 
     Args:
         value: an array of any framework with at least one dimension, of the same shape on every rank.
-        op: the reduction.
+        op: the reduction, except Adasum.
         name: shown in errors.
+        prescale_factor: as for ``allreduce``.
+        postscale_factor: likewise.
+        compression: likewise.
         process_set: the participating ranks.
+        gradients: the convention of its gradient.
     """
-    communicator, op = process_set.communicator, Reduction(op)
-    value = _as_array(value)
-    adapter = adapter_of(value)
-    spec = adapter.spec(value)
-    total = spec.shape[0] if spec.shape else 0
-    own = None
-    if total is not None:
-        start, end = shard_range(total, communicator.rank, communicator.size)
-        own = end - start
-    output = ArraySpec((own, *spec.shape[1:]), spec.dtype)
+    scaling = Scaling(Reduction(op), prescale_factor, postscale_factor, compression)
+    (own,) = _reducescatter_all("reducescatter", [_as_array(value)], scaling, name, process_set, gradients)
+    return own
+
+
+def grouped_reducescatter(
+    values: Sequence[Any],
+    op: Reduction = Reduction.AVERAGE,
+    *,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: Compressor = Compression.none,
+    process_set: ProcessSet = global_process_set,
+    gradients: Gradients = Gradients.ADJOINT,
+) -> list[Any]:
+    """``reducescatter`` of several values in few messages: those of one framework need one host call.
+
+    Args:
+        values: arrays of any framework, the same on every rank, in the same order.
+        op: as for ``reducescatter``.
+        name: shown in errors.
+        prescale_factor: as for ``allreduce``.
+        postscale_factor: likewise.
+        compression: likewise.
+        process_set: the participating ranks.
+        gradients: the convention of their gradients.
+
+    Example:
+        >>> import choros
+        >>> choros.init()
+        >>> grouped_reducescatter([[1.5], [2.0, 3.0]], Reduction.SUM)
+        [array([1.5]), array([2., 3.])]
+    """
+    scaling = Scaling(Reduction(op), prescale_factor, postscale_factor, compression)
+    arrays = {index: _as_array(value) for index, value in enumerate(values)}
+    results = list(values)
+    for indices in _by_framework(arrays):
+        group = [arrays[index] for index in indices]
+        own = _reducescatter_all("grouped_reducescatter", group, scaling, name, process_set, gradients)
+        for index, array in zip(indices, own, strict=True):
+            results[index] = array
+    return results
+
+
+def _reducescatter_all(
+    collective: str,
+    arrays: Sequence[Any],
+    scaling: Scaling,
+    name: str | None,
+    process_set: ProcessSet,
+    gradients: Gradients,
+) -> list[Any]:
+    """``collective`` of arrays of one framework, in one call on the host."""
+    communicator = process_set.communicator
+    adapter = adapter_of(arrays[0])
+    specs = [adapter.spec(array) for array in arrays]
+    totals = [spec.shape[0] if spec.shape else 0 for spec in specs]
+    outputs = []
+    for spec, total in zip(specs, totals, strict=True):
+        own = None
+        if total is not None:
+            start, end = shard_range(total, communicator.rank, communicator.size)
+            own = end - start
+        outputs.append(ArraySpec((own, *spec.shape[1:]), spec.dtype))
 
     def scatter(hosts: Sequence[Array]) -> Sequence[Array]:
-        return [communicator.reducescatter(hosts[0], op, name=name or "")]
+        return scaling.reducescatter(communicator, collective, hosts, name=name or "")
 
-    def backward(gradients: Sequence[Any]) -> Sequence[Any]:
-        gradient_name = _gradient_of(name, "reducescatter")
-        gathered = _allgather_along(gradients[0], output, 0, total, name=gradient_name, process_set=process_set)
-        return [gathered / communicator.size if op is Reduction.AVERAGE else gathered]
+    def backward(upstream: Sequence[Any]) -> Sequence[Any]:
+        _check_linear(collective, scaling.op)
+        floats = [index for index, spec in enumerate(specs) if _is_floating(spec)]
+        factor = scaling.factor * gradients.factor("reducescatter", communicator.size)
+        gathered = _allgather_along(
+            "grouped_allgather",
+            [upstream[index] for index in floats],
+            [outputs[index] for index in floats],
+            0,
+            [totals[index] for index in floats],
+            name=_gradient_of(name, collective),
+            process_set=process_set,
+        )
+        results = dict(zip(floats, gathered, strict=True))
+        mean = communicator.size if scaling.op is Reduction.AVERAGE else 1
+        return [_times(results[index], factor / mean) if index in results else None for index in range(len(specs))]
 
-    (result,) = _host_call(adapter, scatter, [value], [output], backward if op in _LINEAR else None)
-    return result
+    return _host_call(adapter, scatter, arrays, outputs, backward)
 
 
 def alltoall(
@@ -396,7 +613,7 @@ def alltoall(
     rows = spec.shape[0] if splits is None and adapter.static_shapes and spec.shape else None
     outputs = [
         ArraySpec((rows, *spec.shape[1:]), spec.dtype),
-        ArraySpec((communicator.size,), np.dtype(np.int32)),
+        ArraySpec((communicator.size,), np.dtype(np.int32), batched=False),
     ]
 
     def exchange(hosts: Sequence[Array]) -> Sequence[Array]:
@@ -407,12 +624,36 @@ def alltoall(
         gradient_name = _gradient_of(name, "alltoall")
         if rows is not None:
             return [alltoall(gradient, name=gradient_name, process_set=process_set)]
-        returned, _ = alltoall(gradient, received_counts, name=gradient_name, process_set=process_set)
+        returned = _return_rows(gradient, received_counts, splits, extent, name=gradient_name, process_set=process_set)
         return [returned, *(None for _ in inputs[1:])]
 
+    first = spec.shape[0] if spec.shape else 0
+    extent = adapter.extent(array, 0) if first is None else first
     inputs = [array] if splits is None else [array, _converted(splits, array)]
     received, counts = _host_call(adapter, exchange, inputs, outputs, backward)
     return received if splits is None else (received, counts)
+
+
+def _return_rows(value: Any, counts: Any, splits: Any, extent: Any, *, name: str, process_set: ProcessSet) -> Any:
+    """The adjoint of ``alltoall`` of ``extent`` rows by ``splits``: rows go back; for those that stayed it is zero."""
+    communicator = process_set.communicator
+    adapter = adapter_of(value)
+    spec = adapter.spec(value)
+    computed = [] if isinstance(extent, int) else [extent]
+
+    def exchange(hosts: Sequence[Array]) -> Sequence[Array]:
+        returned, _ = communicator.alltoall(hosts[0], hosts[1], name=name)
+        padded = np.zeros((int(hosts[2]) if computed else extent, *returned.shape[1:]), returned.dtype)
+        padded[: len(returned)] = returned
+        return [padded]
+
+    def backward(gradients: Sequence[Any]) -> Sequence[Any]:
+        sent = alltoall(gradients[0], splits, name=_gradient_of(name, "alltoall"), process_set=process_set)
+        return [sent if splits is None else sent[0], None, *(None for _ in computed)]
+
+    output = ArraySpec((None if computed else extent, *spec.shape[1:]), spec.dtype)
+    (result,) = _host_call(adapter, exchange, [value, counts, *computed], [output], backward)
+    return result
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -441,23 +682,26 @@ def _as_array(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, (bool, int, float, list, tuple)) else value
 
 
-def _scaled(array: Array, factor: float) -> Array:
-    if factor == 1.0:
-        return array
-    if array.dtype.kind in "iub":
-        raise ConfigError(
-            f"prescale_factor and postscale_factor need floating-point values, not {array.dtype}: cast the array first."
-        )
-    scaled: Array = array * array.dtype.type(factor)
-    return scaled
+def _by_framework(arrays: Mapping[int, Any]) -> list[list[int]]:
+    """The keys of the arrays of each framework."""
+    groups: dict[ArrayAdapter, list[int]] = {}
+    for index, array in arrays.items():
+        groups.setdefault(adapter_of(array), []).append(index)
+    return list(groups.values())
 
 
-def _along(axis: int, host: Array, function: Callable[[Array], Array]) -> Array:
-    """Applies ``function`` to the array with dimension ``axis`` moved to the front, and moves it back."""
-    if axis == 0:
-        return function(host)
-    rows = np.ascontiguousarray(np.moveaxis(host, axis, 0))
-    return np.ascontiguousarray(np.moveaxis(function(rows), 0, axis))
+def _times(array: Any, factor: float) -> Any:
+    return array if factor == 1.0 else array * factor
+
+
+def _rows_of(host: Array, axis: int) -> Array:
+    """The array with dimension ``axis`` moved to the front."""
+    return host if axis == 0 else np.ascontiguousarray(np.moveaxis(host, axis, 0))
+
+
+def _with_rows(rows: Array, axis: int) -> Array:
+    """The inverse of ``_rows_of``."""
+    return rows if axis == 0 else np.ascontiguousarray(np.moveaxis(rows, 0, axis))
 
 
 def _replaced(shape: tuple[int | None, ...], axis: int, extent: int | None) -> tuple[int | None, ...]:
@@ -466,6 +710,11 @@ def _replaced(shape: tuple[int | None, ...], axis: int, extent: int | None) -> t
 
 def _is_floating(spec: ArraySpec) -> bool:
     return spec.dtype == BFLOAT16 or spec.dtype.kind == "f"
+
+
+def _is_batch(host: Array, spec: ArraySpec) -> bool:
+    """Whether ``host`` has one more dimension than the array has, as under ``jax.vmap``."""
+    return host.ndim > len(spec.shape)
 
 
 def _gradient_of(name: str | None, collective: str) -> str:

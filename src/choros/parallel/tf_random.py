@@ -12,6 +12,7 @@ itself changes the key in ``strategy.run``, but not in ``fit``.)
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import Any
 
 from choros.parallel.torch_random import SPACING
 
-__all__ = ["tensorflow_numbers_of"]
+__all__ = ["set_tensorflow_streams", "tensorflow_numbers_of", "tensorflow_streams"]
 
 
 @contextmanager
@@ -51,3 +52,36 @@ def tensorflow_numbers_of(replica: int) -> Iterator[None]:
     finally:
         setattr(holder, name, seed)
         tf.random.Generator.skip = own_skip
+
+
+def tensorflow_streams() -> dict[str, Any]:
+    """The global seed, what draws the seeds of operations, and the state of the global generator, if there is one.
+
+    The states inside of operations that have been called already, such as a ``tf.random.uniform`` of a compiled
+    function, cannot be read: TensorFlow keeps them in its kernels.
+    """
+    from tensorflow.python.eager import context
+    from tensorflow.python.ops import stateful_random_ops
+
+    holder: Any = context.context()
+    drawer, generator = getattr(holder, "_rng", None), stateful_random_ops.global_generator
+    return {
+        "seed": holder._seed,
+        "operations": None if drawer is None else drawer.getstate(),
+        "generator": None if generator is None else generator.state.numpy(),
+    }
+
+
+def set_tensorflow_streams(streams: dict[str, Any]) -> None:
+    """Continues the streams of ``tensorflow_streams``."""
+    import tensorflow as tf
+    from tensorflow.python.eager import context
+
+    holder: Any = context.context()
+    holder._seed = streams["seed"]
+    if streams["operations"] is not None:
+        if getattr(holder, "_rng", None) is None:
+            holder._rng = random.Random()  # noqa: S311
+        holder._rng.setstate(streams["operations"])
+    if streams["generator"] is not None:
+        tf.random.get_global_generator().state.assign(streams["generator"])

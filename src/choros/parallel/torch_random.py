@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["SPACING", "torch_numbers_of"]
+__all__ = ["SPACING", "set_torch_streams", "torch_numbers_of", "torch_streams"]
 
 #: The difference of two replicas' seeds: odd, so that no two replicas have the same seed, and large, because seeds that
 #: are close may be used for successive numbers.
@@ -35,3 +36,21 @@ def torch_numbers_of(replica: int) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         torch.manual_seed((seed + replica * SPACING) % 2**31)
         yield
+
+
+def torch_streams() -> dict[str, Any]:
+    """The states of PyTorch's default generators, of the CPU and of the GPUs in use, as NumPy arrays."""
+    import torch
+
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return {"cpu": torch.get_rng_state().numpy().copy(), "cuda": [each.cpu().numpy().copy() for each in on_gpu]}
+
+
+def set_torch_streams(streams: dict[str, Any]) -> None:
+    """Continues the streams of ``torch_streams``; those of GPUs that this process does not have are left out."""
+    import torch
+
+    torch.set_rng_state(torch.from_numpy(streams["cpu"]))
+    if streams["cuda"] and torch.cuda.is_available():
+        for index, state in enumerate(streams["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(torch.from_numpy(state), index)

@@ -21,83 +21,22 @@ try:
 except ImportError as _error:
     raise ImportError("choros.torch needs PyTorch: pip install 'choros[torch]'.") from _error
 
-from choros.comm import (
-    ProcessSet,
-    Reduction,
-    add_process_set,
-    global_process_set,
-    init,
-    is_initialized,
-    remove_process_set,
-    shutdown,
-)
-from choros.comm.ranks import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
-from choros.parallel.compression import Compression
-from choros.parallel.objects import allgather_object, broadcast_object
-from choros.parallel.ops import barrier
-from choros.topology import shard_range
-from choros.torch.collectives import (
-    allgather,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    broadcast,
-    broadcast_,
-    grouped_allreduce,
-    poll,
-    reducescatter,
-    synchronize,
-)
+from choros.parallel import horovod as _horovod
+from choros.parallel.horovod import *
+from choros.torch import collectives as _collectives
+from choros.torch import elastic
+from choros.torch.collectives import *
 from choros.torch.optimizer import DistributedOptimizer, join
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
-
-Average = Reduction.AVERAGE
-Sum = Reduction.SUM
-Min = Reduction.MIN
-Max = Reduction.MAX
-Product = Reduction.PRODUCT
+from choros.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "Average",
-    "Compression",
     "DistributedOptimizer",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_object",
+    "SyncBatchNorm",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "cross_rank",
-    "cross_size",
-    "global_process_set",
-    "grouped_allreduce",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
+    "elastic",
     "join",
-    "local_rank",
-    "local_size",
-    "poll",
-    "rank",
-    "reducescatter",
-    "remove_process_set",
-    "shard_range",
-    "shutdown",
-    "size",
-    "synchronize",
 ]
+__all__ += _horovod.__all__
+__all__ += _collectives.__all__

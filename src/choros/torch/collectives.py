@@ -1,37 +1,75 @@
 """The collectives with the arguments of Horovod's PyTorch API.
 
-Those that return new tensors are differentiable; ``parallel/ops.py`` lists their gradients.
+Those that return new tensors are differentiable, with Horovod's gradients, which ``parallel/ops.py`` lists. The others
+are variants of these definitions (``parallel/variants.py``). Where Horovod's variants lack an argument, a private
+function has theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from choros.comm import ProcessSet, Reduction, Work, global_process_set
-from choros.parallel import ops
+from choros.errors import ConfigError
+from choros.parallel import ops, variants
 from choros.parallel.compression import Compression, Compressor
+from choros.parallel.variants import documented, in_place
 
 __all__ = [
     "allgather",
+    "allgather_async",
     "allreduce",
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
     "alltoall",
+    "alltoall_async",
     "broadcast",
     "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "poll",
     "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
     "synchronize",
 ]
 
+P = ParamSpec("P")
 T = TypeVar("T")
+_HOROVOD = ops.Gradients.HOROVOD
 
 
+def _asynchronous(collective: Callable[P, T]) -> Callable[P, Work[T]]:
+    return variants.asynchronous(torch.no_grad()(collective), _finish_computing)
+
+
+def _finish_computing(tensors: Any) -> None:
+    """Waits for the streams that compute ``tensors``: the other thread uses another one, which does not."""
+    for tensor in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
+        if torch.is_tensor(tensor) and tensor.device.type != "cpu":
+            torch.accelerator.synchronize(tensor.device)
+
+
+def _overwrite(tensor: Any, value: Any) -> Any:
+    with torch.no_grad():
+        if torch.is_tensor(tensor):
+            return tensor.copy_(value)
+        return [each.copy_(new) for each, new in zip(tensor, value, strict=True)]
+
+
+@documented()
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -42,17 +80,12 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Reduces ``tensor`` over the ranks; averages by default.
+    """Reduces ``tensor``, of the same shape on every rank, over the ranks; averages by default.
 
-    Args:
-        tensor: a tensor of any shape, the same shape and dtype on every rank, or a number.
-        average: Horovod's older form of ``op``; deprecated.
-        name: shown in errors; it must be the same on every rank.
-        compression: the dtype in which values are sent: ``none`` or ``fp16``.
-        op: the reduction.
-        prescale_factor: the factor of values before the reduction.
-        postscale_factor: their factor after it.
-        process_set: the participating ranks.
+    The rows of a sparse tensor are gathered, which is their sum.
+
+    Its gradient is the same allreduce of the gradients. With ``Min``, ``Max``, ``Product`` or ``Adasum`` that is what
+    Horovod computes, not the derivative.
 
     Returns:
         A new tensor of the same shape and dtype, on the same device; a number for a number.
@@ -74,10 +107,11 @@ def allreduce(
         postscale_factor=postscale_factor,
         compression=compression,
         process_set=process_set,
+        gradients=_HOROVOD,
     )
 
 
-def allreduce_(
+def _allreduce(
     tensor: Any,
     average: bool | None = None,
     name: str | None = None,
@@ -86,110 +120,198 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """``allreduce`` that overwrites ``tensor``, and returns it."""
-    reduced = allreduce(
+    return allreduce(
         tensor, average, name, Compression.none, op, prescale_factor, postscale_factor, process_set=process_set
     )
-    return _overwrite(tensor, reduced)
 
 
-def allreduce_async(
-    tensor: Any,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Reduction | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Work[Any]:
-    """Starts ``allreduce`` and returns a handle, whose result ``synchronize`` returns.
-
-    ``tensor`` must not be changed until then.
-
-    Example:
-        >>> import torch, choros.torch as hvd
-        >>> hvd.init()
-        >>> handle = hvd.allreduce_async(torch.ones(2))
-        >>> hvd.synchronize(handle)
-        tensor([1., 1.])
-    """
-    op = ops.op_of(average, op)
-    return _start(
-        process_set,
-        tensor,
-        lambda: allreduce(
-            tensor, None, name, Compression.none, op, prescale_factor, postscale_factor, process_set=process_set
-        ),
-    )
+allreduce_ = in_place(_allreduce, _overwrite)
+allreduce_async = _asynchronous(_allreduce)
+allreduce_async_ = _asynchronous(allreduce_)
 
 
-def allreduce_async_(
-    tensor: Any,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Reduction | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Work[Any]:
-    """``allreduce_async`` that overwrites ``tensor``."""
-    op = ops.op_of(average, op)
-    return _start(
-        process_set,
-        tensor,
-        lambda: allreduce_(tensor, None, name, op, prescale_factor, postscale_factor, process_set),
-    )
-
-
+@documented()
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
     name: str | None = None,
+    compression: Compressor = Compression.none,
     op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """``allreduce`` of several tensors, fused into as few messages as possible."""
-    return ops.grouped_allreduce(tensors, ops.op_of(average, op), name=name, process_set=process_set)
+    """``allreduce`` of several tensors, in as few messages as possible."""
+    return ops.grouped_allreduce(
+        tensors,
+        ops.op_of(average, op),
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        process_set=process_set,
+        gradients=_HOROVOD,
+    )
 
 
+def _grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    return grouped_allreduce(
+        tensors, average, name, Compression.none, op, prescale_factor, postscale_factor, process_set=process_set
+    )
+
+
+grouped_allreduce_ = in_place(_grouped_allreduce, _overwrite)
+grouped_allreduce_async = _asynchronous(_grouped_allreduce)
+grouped_allreduce_async_ = _asynchronous(grouped_allreduce_)
+
+
+@documented()
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Concatenates the ranks' tensors along the first dimension, which may differ between ranks."""
-    return ops.allgather(tensor, name=name, process_set=process_set)
+    return ops.allgather(tensor, name=name, process_set=process_set, gradients=_HOROVOD)
 
 
+@documented()
+def grouped_allgather(
+    tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """``allgather`` of several tensors."""
+    return ops.grouped_allgather(tensors, name=name, process_set=process_set, gradients=_HOROVOD)
+
+
+allgather_async = _asynchronous(allgather)
+grouped_allgather_async = _asynchronous(grouped_allgather)
+
+
+@documented()
 def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Sends the ``tensor`` of the global rank ``root_rank`` to every rank; all have the same shape and dtype."""
-    return ops.broadcast(tensor, root_rank, name=name, process_set=process_set)
+    """Sends the ``tensor`` of ``root_rank`` to every rank; all have the same shape."""
+    return ops.broadcast(tensor, root_rank, name=name, process_set=process_set, gradients=_HOROVOD)
 
 
-def broadcast_(
-    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """``broadcast`` that overwrites ``tensor``, and returns it."""
-    return _overwrite(tensor, broadcast(tensor, root_rank, name, process_set))
+broadcast_ = in_place(broadcast, _overwrite)
+broadcast_async = _asynchronous(broadcast)
+broadcast_async_ = _asynchronous(broadcast_)
 
 
+@documented()
 def alltoall(
     tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Sends rows of ``tensor`` to every rank and returns the rows that all ranks sent to this one.
 
     Returns:
-        The received rows; with ``splits`` (rows for each rank) a pair of these and the number of rows from each rank.
+        The received rows; with ``splits`` a pair of these and the number of rows from each rank.
     """
     return ops.alltoall(tensor, splits, name=name, process_set=process_set)
 
 
+alltoall_async = _asynchronous(alltoall)
+
+
+@documented(op="the reduction, not ``Adasum``.")
 def reducescatter(
+    tensor: Any,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Reduction = Reduction.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduces ``tensor`` over the ranks and returns this rank's rows; the first ranks get the remainder."""
+    return ops.reducescatter(
+        tensor,
+        op,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        process_set=process_set,
+        gradients=_HOROVOD,
+    )
+
+
+def _reducescatter(
     tensor: Any,
     name: str | None = None,
     op: Reduction = Reduction.AVERAGE,
     process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduces ``tensor`` over the ranks and returns this rank's rows; the first ranks get the remainder."""
-    return ops.reducescatter(tensor, op, name=name, process_set=process_set)
+    return reducescatter(tensor, name, Compression.none, op, process_set, prescale_factor, postscale_factor)
+
+
+reducescatter_async = _asynchronous(_reducescatter)
+
+
+@documented(op="the reduction, not ``Adasum``.")
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Reduction = Reduction.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """``reducescatter`` of several tensors."""
+    return ops.grouped_reducescatter(
+        tensors,
+        op,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        process_set=process_set,
+        gradients=_HOROVOD,
+    )
+
+
+def _grouped_reducescatter(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: Reduction = Reduction.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    return grouped_reducescatter(tensors, name, Compression.none, op, process_set, prescale_factor, postscale_factor)
+
+
+grouped_reducescatter_async = _asynchronous(_grouped_reducescatter)
+
+
+@documented(tensor="a sparse tensor (``torch.sparse_coo``).", op="``Average`` or ``Sum``.")
+def sparse_allreduce_async(
+    tensor: Any, name: str | None, op: Reduction, process_set: ProcessSet = global_process_set
+) -> Callable[[], Any]:
+    """Starts an allreduce of a sparse tensor: its rows are gathered, which is their sum.
+
+    Returns:
+        A function that waits for the collective, and returns the reduced sparse tensor.
+
+    Example:
+        >>> import torch, choros.torch as hvd
+        >>> hvd.init()
+        >>> rows = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
+        >>> hvd.sparse_allreduce_async(rows, "rows", hvd.Sum)().to_dense()
+        tensor([0., 5., 0., 0.])
+    """
+    if not tensor.is_sparse:
+        raise ConfigError("sparse_allreduce_async takes a sparse tensor: pass dense ones to allreduce_async.")
+    return allreduce_async(tensor, None, name, op, process_set=process_set).wait
 
 
 def synchronize(handle: Work[T]) -> T:
@@ -200,15 +322,3 @@ def synchronize(handle: Work[T]) -> T:
 def poll(handle: Work[Any]) -> bool:
     """Returns whether the collective is done, so that ``synchronize`` does not wait."""
     return handle.done()
-
-
-def _overwrite(tensor: Any, value: Any) -> Any:
-    with torch.no_grad():
-        return tensor.copy_(value)
-
-
-def _start(process_set: ProcessSet, tensor: Any, collective: Callable[[], T]) -> Work[T]:
-    if tensor.device.type != "cpu":
-        # The other thread uses another stream, which does not wait for the one that computes the tensor.
-        torch.accelerator.synchronize(tensor.device)
-    return process_set.communicator.start(collective)

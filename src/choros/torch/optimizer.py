@@ -23,12 +23,15 @@ import torch
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
+from choros.parallel.objects import allgather_object
+from choros.parallel.ops import grouped_allreduce
+from choros.parallel.reduce import joining
 from choros.parallel.reduce.device import device_to_reduce_on
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket_bytes, indices_of_groups
 from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
 
-__all__ = ["DistributedOptimizer", "join"]
+__all__ = ["DistributedOptimizer", "abandon_step", "join"]
 
 T = TypeVar("T")
 _ATTRIBUTE = "_choros_gradient_hook"
@@ -38,6 +41,7 @@ _ADVICE = (
 )
 #: The distributed optimizers of this process, for ``join``.
 _distributed: weakref.WeakSet[Any] = weakref.WeakSet()
+_created = itertools.count()
 
 
 @final
@@ -46,12 +50,19 @@ class _GradientHook:
 
     Attributes:
         exchange: reduces its parameters' gradients; ``None`` if there are no other ranks.
+        process_set: the ranks that train together, if there are others.
         skipping: whether steps use gradients as they are, without reducing them.
+        number: the number of distributed optimizers that were created before it.
+        shares_state: whether all ranks have the same state of the optimizer.
     """
+
+    shares_state = True
 
     def __init__(self, exchange: BackwardExchange | None) -> None:
         self.exchange = exchange
+        self.process_set = None if exchange is None else exchange.reducer.config.process_set
         self.skipping = False
+        self.number = next(_created)
         self._reduced = False
 
     @property
@@ -79,10 +90,22 @@ class _GradientHook:
         self._reduced = False
         return None
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Any) -> None:
         """Once, ranks compare their parameters."""
+        del optimizer
         if self.exchange is not None:
             self.exchange.compare(_ADVICE)
+
+    def abandon_step(self) -> None:
+        """Forgets the gradients of a step that is not made."""
+        self._reduced = False
+        if self.exchange is not None:
+            self.exchange.abandon()
+
+    def set_micro_batches(self, passes: int) -> None:
+        """Sets the number of backward passes before each step."""
+        if self.exchange is not None:
+            self.exchange.micro_batches = passes
 
     def _reducing(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reducing() -> Any:
@@ -92,6 +115,69 @@ class _GradientHook:
             return loss
 
         return reducing
+
+
+@final
+class _ChangeHook:
+    """Adasum: each rank makes a step of its own, and ranks combine the changes of their parameters.
+
+    ::
+
+        parameters ──step with this rank's gradients──► change ──Adasum of all ranks'──► parameters + combined change
+    """
+
+    pending = False
+    exchange = None
+    shares_state = False
+
+    def __init__(self, compression: Compressor, process_set: ProcessSet) -> None:
+        self.process_set = process_set
+        self.number = next(_created)
+        self._compression = compression
+        self._before: list[tuple[Any, Any]] = []
+
+    @property
+    def skipping(self) -> bool:
+        """Whether steps reduce nothing: never."""
+        return False
+
+    @skipping.setter
+    def skipping(self, value: bool) -> None:
+        if value:
+            raise ConfigError(
+                "skip_synchronize() is not possible with op=Adasum, which combines what the step has changed: clip the "
+                "gradients of this rank after backward(), and call step()."
+            )
+
+    def reduce(self, optimizer: Any) -> None:
+        """Nothing: gradients are those of this rank."""
+
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Torch's pre-hook of ``step``."""
+        del args, kwargs
+        self._before = [(parameter, parameter.detach().clone()) for parameter in _trained(optimizer)]
+
+    @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
+    def after_step(self, optimizer: Any) -> None:
+        """Combines the changes."""
+        del optimizer
+        before, self._before = self._before, []
+        changes = grouped_allreduce(
+            [parameter.detach() - old for parameter, old in before],
+            Reduction.ADASUM,
+            name="parameter changes",
+            compression=self._compression,
+            process_set=self.process_set,
+        )
+        for (parameter, old), change in zip(before, changes, strict=True):
+            parameter.copy_(old.add_(change))
+
+    def abandon_step(self) -> None:
+        """Forgets the parameters before a step that has failed."""
+        self._before = []
+
+    def set_micro_batches(self, passes: int) -> None:
+        """Nothing: autograd sums the gradients of backward passes until the step."""
 
 
 class _HorovodMethods:
@@ -120,6 +206,12 @@ class _HorovodMethods:
         finally:
             hook.skipping = False
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sets the number of backward passes before each ``step``; all ranks call it, between two steps."""
+        if passes < 1:
+            raise ConfigError(f"backward_passes_per_step={passes} must be 1 or more.")
+        _hook_of(self).set_micro_batches(passes)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Torch's method; an error between a backward pass and its step."""
         if _hook_of(self).pending:
@@ -139,8 +231,15 @@ def _new(kind: type[T]) -> T:
     return kind.__new__(kind)
 
 
-def _hook_of(optimizer: Any) -> _GradientHook:
-    hook: _GradientHook = getattr(optimizer, _ATTRIBUTE)
+def abandon_step(optimizer: Any) -> None:
+    """Forgets the gradients of a step that ``optimizer``, which may be distributed, does not make."""
+    if hasattr(optimizer, _ATTRIBUTE):
+        _hook_of(optimizer).abandon_step()
+    optimizer.zero_grad()
+
+
+def _hook_of(optimizer: Any) -> _GradientHook | _ChangeHook:
+    hook: _GradientHook | _ChangeHook = getattr(optimizer, _ATTRIBUTE)
     return hook
 
 
@@ -172,11 +271,13 @@ def DistributedOptimizer(
         compression: the compression of gradients, such as ``Compression.fp16``.
         backward_passes_per_step: the number of backward passes (micro-batches) before each ``step``. Autograd sums
             their gradients: divide the loss by this number for their average.
-        op: ``Average`` or ``Sum``.
+        op: ``Average``, ``Sum`` or ``Adasum``: then each rank makes a step with its own gradients, and ranks combine
+            the changes of their parameters (``comm/adasum.py``); the optimizer's state is that of the rank.
         gradient_predivide_factor: averages divide by this factor before the sum, and by the rest after it.
         num_groups: Horovod's older form of ``groups``.
         groups: gradients that are sent together: a number of groups, or lists of parameters.
-        sparse_as_dense: Horovod's; ignored, because sparse gradients are always converted to dense ones.
+        sparse_as_dense: whether sparse gradients (``torch.nn.Embedding(sparse=True)``) are reduced as dense ones, and
+            sparse again after that. By default ranks gather the rows that their batches used.
         process_set: the ranks that train together; other ranks train independently.
 
     Returns:
@@ -194,7 +295,6 @@ def DistributedOptimizer(
         >>> isinstance(optimizer, torch.optim.SGD)
         True
     """
-    del sparse_as_dense
     if process_set.included() is None:
         raise NotInitializedError("DistributedOptimizer()")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -213,6 +313,12 @@ def DistributedOptimizer(
     parameters = _trained(optimizer)
     if named_parameters is not None:
         _check_names(list(named_parameters), optimizer)
+    if Reduction(op) is Reduction.ADASUM:
+        if gradient_predivide_factor != 1.0:
+            raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
+        alone = not process_set.included() or process_set.communicator.size == 1
+        _wrap(optimizer, _GradientHook(None) if alone else _ChangeHook(compression, process_set))
+        return optimizer
     device = None
     if process_set.included():
         devices = [parameter.device for parameter in parameters]
@@ -231,58 +337,80 @@ def DistributedOptimizer(
     exchange = None
     if reducer.active:
         exchange = BackwardExchange(
-            reducer, parameters, overlap=buckets is not None, micro_batches=backward_passes_per_step
+            reducer,
+            parameters,
+            overlap=buckets is not None,
+            micro_batches=backward_passes_per_step,
+            gathers_rows=not sparse_as_dense,
         )
     _wrap(optimizer, _GradientHook(exchange))
     return optimizer
 
 
 def join(device: int = -1) -> int:
-    """Participates with zeros in the steps of the other ranks until no rank has more batches (Horovod's ``join``).
+    """Participates with zeros in the collectives of the other ranks until all ranks have joined (Horovod's ``join``).
 
-    A rank calls it when it has no more batches. Later steps average over the ranks that still have batches. At the end
-    all ranks receive the parameters and the optimizer state of a rank that had the last batch. A model's buffers, such
-    as the statistics of batch normalisation, are not known to the optimizer: broadcast them with
+    A rank calls it when it has no more batches. The steps of distributed optimizers then average over the ranks that
+    still have batches; ``allreduce`` averages over all ranks, as in Horovod. At the end all ranks receive the
+    parameters and the optimizer states of a rank that had the last batch; with ``op=Adasum`` the parameters only. A
+    model's buffers, such as the statistics of batch normalisation, are not known to the optimizer: broadcast them with
     ``broadcast_parameters(model.state_dict(), join())``.
 
     Args:
         device: Horovod's; ignored, because the engine selects the device.
 
     Returns:
-        A rank that had a batch in the last step, the same on every rank.
+        A rank that was the last to join, the same on every rank.
 
     Raises:
-        ConfigError: the process does not have exactly one distributed optimizer, or its ``step`` is missing after a
-            backward pass.
+        ConfigError: the ``step`` of a distributed optimizer is missing after a backward pass, or optimizers belong to
+            different process sets.
+        MismatchError: on all ranks, if another rank's collective needs all ranks, such as ``broadcast`` from this one.
+
+    Example:
+        >>> import choros.torch as hvd
+        >>> hvd.init()
+        >>> hvd.join()
+        0
     """
     del device
-    if len(_distributed) != 1:
-        raise ConfigError(f"join() needs exactly one distributed optimizer; this process has {len(_distributed)}.")
-    (optimizer,) = _distributed
-    hook = _hook_of(optimizer)
-    if hook.exchange is None:
-        return global_process_set.communicator.rank
-    if hook.pending:
+    hooks = {each: hook for each in _distributed if (hook := _hook_of(each)).process_set is not None}
+    optimizers = sorted(hooks, key=lambda each: hooks[each].number)
+    exchanges = [exchange for each in optimizers if (exchange := hooks[each].exchange)]
+    if any(exchange.pending for exchange in exchanges):
         raise ConfigError("join() was called between backward() and step(): call step() first.")
-    reducer = hook.exchange.reducer
-    process_set = reducer.config.process_set
-    last = reducer.join(hook.exchange.layout)
+    sets = {hook.process_set for hook in hooks.values() if hook.process_set} or {global_process_set}
+    if len(sets) > 1:
+        raise ConfigError(
+            f"join() cannot tell which ranks to wait for: the distributed optimizers of this process belong to "
+            f"{len(sets)} process sets. Stop at the same batch on all ranks."
+        )
+    (process_set,) = sets
+    parts: dict[Any, Any] = {}
+    for exchange in reversed(exchanges):
+        exchange.participate(parts)
+    last = joining.join(process_set.communicator, parts)
     if last is None:
         return process_set.ranks[0]
     root = process_set.ranks[last]
-    parameters = ((str(index), parameter) for index, parameter in enumerate(_trained(optimizer)))
-    broadcast_parameters(parameters, root, process_set)
-    broadcast_optimizer_state(optimizer, root, process_set)
+    # Ranks collect optimizers that are no longer used at different times.
+    numbers = allgather_object([hooks[each].number for each in optimizers], "join", process_set)
+    everywhere = set.intersection(*map(set, numbers))
+    for optimizer in (each for each in optimizers if hooks[each].number in everywhere):
+        parameters = ((str(index), parameter) for index, parameter in enumerate(_trained(optimizer)))
+        broadcast_parameters(parameters, root, process_set)
+        if hooks[optimizer].shares_state:
+            broadcast_optimizer_state(optimizer, root, process_set=process_set)
     return root
 
 
-def _wrap(optimizer: Any, hook: _GradientHook) -> None:
+def _wrap(optimizer: Any, hook: _GradientHook | _ChangeHook) -> None:
     base = type(optimizer)
     namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     optimizer.__class__ = type(base.__name__, (_HorovodMethods, base), namespace)
     setattr(optimizer, _ATTRIBUTE, hook)
     optimizer.register_step_pre_hook(hook.before_step)
-    optimizer.register_step_post_hook(lambda *_: hook.after_step())
+    optimizer.register_step_post_hook(lambda stepped, *_: hook.after_step(stepped))
     _distributed.add(optimizer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,26 +10,39 @@ import torch
 
 from choros.arrays import framework_adapter
 from choros.comm import ProcessSet, global_process_set
+from choros.errors import ConfigError
 from choros.parallel.objects import broadcast_object
 from choros.parallel.ops import broadcast_arrays
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
 
+#: Optimizers whose state of zeros, and no steps, is that before the first step. SGD's is not, with dampening.
+_STARTS_FROM_ZEROS = (
+    torch.optim.Adadelta,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+    torch.optim.SparseAdam,
+)
+
+
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
-    root_rank: int,
-    process_set: ProcessSet = global_process_set,
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
     """Copies the tensors of ``root_rank`` into those of every rank.
 
     Args:
-        params: ``model.state_dict()`` or ``model.named_parameters()``, with the same names on every rank. Values of a
-            state dict that are not tensors are not changed.
+        params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``; the same on every rank,
+            a mapping in any order. Values of a state dict that are not tensors are not changed.
         root_rank: a global rank.
         process_set: the participating ranks.
 
     Raises:
+        ConfigError: ``params`` is none of these.
         MismatchError: ranks have different tensors; the text shows the first difference.
 
     Example:
@@ -37,8 +51,7 @@ def broadcast_parameters(
         >>> hvd.broadcast_parameters(torch.nn.Linear(2, 1).state_dict(), root_rank=0)
     """
     adapter = framework_adapter("torch")
-    named = dict(params.items() if isinstance(params, Mapping) else params)
-    tensors = {name: tensor for name, tensor in named.items() if torch.is_tensor(tensor)}
+    tensors = {name: tensor for name, tensor in _named(params) if torch.is_tensor(tensor)}
     hosts = [adapter.to_host(tensor) for tensor in tensors.values()]
     received = broadcast_arrays(hosts, root_rank, names=list(tensors), process_set=process_set)
     with torch.no_grad():
@@ -46,28 +59,71 @@ def broadcast_parameters(
             tensor.copy_(adapter.from_host(host, tensor))
 
 
-def broadcast_optimizer_state(optimizer: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
+def _named(params: Any) -> list[tuple[str, Any]]:
+    if isinstance(params, Mapping):
+        return sorted(params.items())
+    if torch.is_tensor(params) or isinstance(params, (str, torch.nn.Module)) or not isinstance(params, Iterable):
+        raise ConfigError(
+            f"broadcast_parameters takes model.state_dict() or model.parameters(), not a {type(params).__name__}."
+        )
+    return [each if isinstance(each, tuple) else (f"parameter {index}", each) for index, each in enumerate(params)]
+
+
+def broadcast_optimizer_state(
+    optimizer: Any, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
+) -> None:
     """Copies the state and settings of ``root_rank``'s optimizer, including its learning rate, to every rank's.
+
+    If the root's optimizer is unused, state that most of torch's optimizers create in the first step is created, such
+    that the next step is still the first.
 
     Args:
         optimizer: an optimizer of the same parameters on every rank; it may be unused.
         root_rank: a global rank.
+        model: Horovod's; ignored, because sparse parameters have the same state as others.
         process_set: the participating ranks.
+
+    Raises:
+        ConfigError: the optimizer is an LBFGS, whose state is of one rank.
 
     Example:
         >>> import torch, choros.torch as hvd
         >>> hvd.init()
         >>> hvd.broadcast_optimizer_state(torch.optim.Adam(torch.nn.Linear(2, 1).parameters()), root_rank=0)
     """
+    del model
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("the state of torch.optim.LBFGS cannot be broadcast: it is that of its own rank's steps.")
     communicator = process_set.communicator
+    is_root = communicator.ranks[communicator.rank] == root_rank
+    if is_root and not optimizer.state:
+        _create_state(optimizer)
     if communicator.size == 1:
         return
-    is_root = communicator.ranks[communicator.rank] == root_rank
     state = broadcast_object(
         _on_cpu(optimizer.state_dict()) if is_root else None, root_rank, "optimizer state", process_set
     )
     if not is_root:
         optimizer.load_state_dict(state)
+
+
+def _create_state(optimizer: Any) -> None:
+    """Creates the state of an unused optimizer, by a step of a copy with gradients of zeros."""
+    if not isinstance(optimizer, _STARTS_FROM_ZEROS) or any(group.get("dampening") for group in optimizer.param_groups):
+        return
+    probe = copy.deepcopy(optimizer)
+    for group in probe.param_groups:
+        group["weight_decay"] = 0
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                zeros = torch.zeros_like(parameter)
+                parameter.grad = zeros.to_sparse(1) if isinstance(probe, torch.optim.SparseAdam) else zeros
+    probe.step()
+    created = probe.state_dict()["state"]
+    for state in created.values():
+        if "step" in state:
+            state["step"] = state["step"] * 0
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": created})
 
 
 def _on_cpu(state: Any) -> Any:

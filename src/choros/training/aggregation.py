@@ -67,8 +67,9 @@ def aggregate(
             return [host]
         rows = int(hosts[1]) if not known else 1 if examples is None else examples
         communicator = process_set.communicator
-        sums = np.zeros(host.size + 1)
-        with communicator.exclusive():
+
+        def collective() -> NDArray[np.float64]:
+            sums = np.zeros(host.size + 1)
             sizes = communicator.agree(_REQUESTS[kind], value=sums.size if rows else 0)
             _check_sizes(sizes)
             first = next(rank for rank, size in enumerate(sizes) if size)
@@ -77,6 +78,9 @@ def aggregate(
                 sums[:-1] = host.reshape(-1) * weight
                 sums[-1] = weight
             communicator.reduce_in_place(sums, Reduction.SUM)
+            return sums
+
+        sums = communicator.atomic(collective)
         total = sums[:-1] if kind == "sum" else sums[:-1] / sums[-1]
         return [total.reshape(host.shape).astype(host.dtype)]
 

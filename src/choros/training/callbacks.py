@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, final
 
 import keras
 
-from choros.comm import is_initialized, topology
+from choros.comm import global_process_set, is_initialized, topology
 from choros.observe import events
 from choros.observe.events import Kind
+from choros.parallel.data import Part, epochs_of_shard
 from choros.training.keras_internals import is_built
 from choros.training.metrics import average_logs, count_examples, flat_results, global_results
 from choros.training.model_variables import model_variables
@@ -16,7 +18,7 @@ from choros.training.random_numbers import draw_by_rank
 from choros.training.trainer import Steps, attach, is_spmd
 from choros.training.variables import broadcast_variables
 
-__all__ = ["BroadcastGlobalVariablesCallback", "EpochCallback", "MetricAverageCallback"]
+__all__ = ["BroadcastGlobalVariablesCallback", "ElasticCallback", "EpochCallback", "MetricAverageCallback"]
 
 
 class EpochCallback(keras.callbacks.Callback):
@@ -46,10 +48,9 @@ class EpochCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Marks that batches may come, so that the rank joins at their end."""
-        if self._steps is not None and self._steps.optimizers:
-            if not self._steps.in_epoch:
-                events.emit(Kind.EPOCH_BEGUN, self.model.name, epoch=epoch)
-            self._steps.in_epoch = True
+        if self._steps is not None and self._steps.optimizers and not self._steps.in_epoch:
+            events.emit(Kind.EPOCH_BEGUN, self.model.name, epoch=epoch)
+            self._steps.begin_epoch(epoch)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Ends the epoch's batches, in ``fit``."""
@@ -61,8 +62,7 @@ class EpochCallback(keras.callbacks.Callback):
 
     def _end_batches(self) -> None:
         if self._steps is not None and self._steps.in_epoch:
-            self._steps.in_epoch = False
-            self._steps.join()
+            self._steps.end_epoch()
             events.emit(Kind.EPOCH_DONE, self.model.name)
 
 
@@ -76,7 +76,7 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
     Args:
         root_rank: the rank whose variables all ranks receive; a global rank.
         device: Horovod's; has no effect.
-        local_variables: variables that are not broadcast.
+        local_variables: variables that are not broadcast, or one variable.
 
     Example:
         >>> BroadcastGlobalVariablesCallback(0).root_rank
@@ -87,7 +87,8 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
         super().__init__()
         del device
         self.root_rank = root_rank
-        self._left_out = {id(variable) for variable in local_variables or ()}
+        local = [local_variables] if hasattr(local_variables, "assign") else local_variables or ()
+        self._left_out = {id(variable) for variable in local}
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts if the model is built, else schedules the broadcast."""
@@ -106,6 +107,35 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
         variables = model_variables(self.model, seeds=is_spmd(self.model))
         variables = [variable for variable in variables if id(variable) not in self._left_out]
         broadcast_variables(variables, self.root_rank)
+
+
+@final
+class ElasticCallback(EpochCallback):
+    """Trains on what lost ranks have left over, before an epoch ends; has no effect in jobs that are not elastic.
+
+    Args:
+        data: the data set that ``fit`` receives, as ``hvd.shard(…, batch_size=…)`` has returned it.
+
+    Example:
+        >>> ElasticCallback([]).data
+        []
+    """
+
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self.data = data
+        self._context = ExitStack()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Follows what happens to the ranks."""
+        communicator = global_process_set.communicator
+        if self._steps is not None and communicator.elastic:
+            epochs = epochs_of_shard(self.data, Part(communicator.rank, communicator.size))
+            self._context.enter_context(self._steps.elastic(epochs))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Ends that."""
+        self._context.close()
 
 
 @final

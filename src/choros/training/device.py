@@ -10,10 +10,7 @@ import keras
 from choros.comm import topology
 from choros.errors import ConfigError
 
-__all__ = ["accelerated", "pin_device", "spare_xla_thread", "tensorflow_gpu"]
-
-#: One thread for a callback, one for its arguments.
-_XLA_THREADS = 2
+__all__ = ["accelerated", "pin_device", "tensorflow_gpu"]
 
 
 def pin_device(intra_op_threads: int | None = None, inter_op_threads: int | None = None) -> str:
@@ -148,18 +145,3 @@ def tensorflow_gpu() -> int | None:
 
     gpus = tf.config.get_visible_devices("GPU")
     return int(gpus[0].name.rpartition(":")[2]) if gpus else None
-
-
-def spare_xla_thread() -> None:
-    """Prevents a deadlock of JAX steps that wait for other ranks in a callback (jax-ml/jax#25861).
-
-    The callback holds one thread of XLA's pool, and another thread copies its arguments: with one core, and so one
-    thread, a step on large arrays would wait for itself. Must be called before JAX computes anything.
-    """
-    import jax
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = os.environ.get("NPROC", "")
-    if (int(threads) if threads.isdigit() else cores) < _XLA_THREADS:
-        os.environ["NPROC"] = str(_XLA_THREADS)
-    jax.config.update("jax_cpu_enable_async_dispatch", False)

@@ -28,7 +28,7 @@ from choros.training.keras_internals import (
 )
 from choros.training.optimizer_reducer import OptimizerReducer, tensor_of
 from choros.training.tf_context import as_one_replica
-from choros.training.variables import broadcast_variables
+from choros.training.variables import broadcast_variables, value_of
 
 __all__ = [
     "derive",
@@ -73,7 +73,10 @@ class _DistributedMixin:
         reducer: Any = reducer_of(self)
         reduced = reducer.reduce(list(grads), variables, apply_count(self))
         _apply_reduced(self, reduced, trainable_variables)
-        reducer.compare(variables, [variable.value for variable in variables])
+        values = [value_of(variable) for variable in variables]
+        for variable, value, healed in zip(variables, values, reducer.compare(variables, values), strict=True):
+            if healed is not value:
+                variable.assign(healed)
 
     def apply_gradients(
         self,
@@ -113,8 +116,7 @@ class _DistributedMixin:
                 )
             grads = reducer.reduce(grads, trained_variables(self), micro_batches)
             updated = super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
-            reducer.compare(trained_variables(self), updated[0])
-            return updated
+            return reducer.compare(trained_variables(self), updated[0]), updated[1]
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
 
     def register_local_var(self, var: Any) -> None:

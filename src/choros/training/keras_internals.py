@@ -7,11 +7,12 @@ these, only this module needs to change (``tests/test_keras_internals.py`` enfor
 from __future__ import annotations
 
 import functools
+import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -19,6 +20,7 @@ from keras.src import api_export, tree
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.common.variables import AutocastScope
 from keras.src.backend.common.variables import Variable as AnyVariable
 from keras.src.layers.layer import Layer
 from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
@@ -32,12 +34,15 @@ from keras.src.models.sequential import Sequential
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.multi_optimizer import MultiOptimizer
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.random.seed_generator import global_seed_generator as make_global_seed_generator
 from keras.src.saving import serialization_lib
 from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from keras.src.trainers.trainer import Trainer
 from keras.src.utils.python_utils import pythonify_logs
 from keras.src.utils.tracking import no_automatic_dependency_tracking
+
+from choros.durable import discard, unfinished
 
 __all__ = [
     "JAX_STATE",
@@ -87,12 +92,14 @@ __all__ = [
     "patched_windows",
     "put_jax_state",
     "pythonify_logs",
+    "read_gathered_rows_only",
     "seed_generators_of",
     "serialize_sharing",
     "set_initial_epoch",
     "share_directories",
     "single_metrics",
     "strategy_aware_classes",
+    "sync_jax_state",
     "torch_device",
     "tracked",
     "train_validation_split",
@@ -124,6 +131,8 @@ JAX_STATE = ("trainable_variables", "non_trainable_variables", "optimizer_variab
 
 #: The mark of models that ``fit`` has built from a batch.
 _BUILT = "_choros_built"
+#: The attribute of a file of weights with the epoch of a backup.
+_BACKUP = "choros_backup"
 
 
 # optimizers -------------------------------------------------------------------------------------
@@ -302,6 +311,24 @@ def local_value(variable: Any) -> Any:
     return variable._value
 
 
+def read_gathered_rows_only() -> None:
+    """On TensorFlow: makes ``tf.gather``, and so an ``Embedding``, read the rows of a variable and not all of it.
+
+    ``tf.gather`` calls the method ``sparse_read`` of what it gathers from. TensorFlow's variables have one, Keras' do
+    not: they are read as a whole first, and that copies a variable that is updated by rows. The values are the same.
+    """
+
+    def sparse_read(variable: Any, indices: Any, name: str | None = None) -> Any:
+        import tensorflow as tf
+
+        with AutocastScope(None):
+            value = variable.value
+        return variable._maybe_autocast(tf.gather(value, indices, name=name))
+
+    if not hasattr(keras.Variable, "sparse_read"):
+        keras.Variable.sparse_read = sparse_read
+
+
 def flatten_metrics(model: Any, results: dict[str, Any]) -> Any:
     """``results`` as ``evaluate`` returns them without ``return_dict``."""
     return model._flatten_metrics_in_order(results)
@@ -384,6 +411,12 @@ def messages_about(name: str, final: str) -> Iterator[None]:
         io_utils.print_msg = own
 
 
+def sync_jax_state(model: Any) -> None:
+    """On JAX, in ``fit``: gives the model its values; Keras reads them again before its next step."""
+    if keras.backend.backend() == "jax":
+        model.jax_state_sync()
+
+
 def share_directories() -> None:
     """Makes callbacks, which all processes have, accept a directory that another process creates at the same time."""
     from keras.src.utils import file_utils
@@ -400,25 +433,71 @@ def share_directories() -> None:
     file_utils.makedirs = makedirs
 
 
-def make_backups_atomic(unfinished: Callable[[str], AbstractContextManager[Path]]) -> None:
-    """Makes ``BackupAndRestore`` replace its file of the epoch, which it opens itself, by a complete one.
+def make_backups_atomic(
+    is_complete: Callable[[Any], bool], amended: Callable[[Callable[[Path], None]], AbstractContextManager[None]]
+) -> None:
+    """Makes ``BackupAndRestore`` save weights and epoch in one step: it writes two files.
+
+    The file of the weights has the epoch, too, and ``fit`` begins at that one. Without choros, Keras reads the other.
 
     Args:
-        unfinished: a block that writes a file under the name it gets; the file gets its own name after the block.
+        is_complete: whether a model's files are complete at any time; for others, nothing changes.
+        amended: a block in which a function completes each file that is saved.
     """
-    from keras.src.callbacks import backup_and_restore
+    from keras.src.callbacks.backup_and_restore import BackupAndRestore
     from keras.src.utils import file_utils
 
-    @contextmanager
-    def atomic(path: str, mode: str = "r") -> Iterator[Any]:
-        if mode != "w" or file_utils.is_remote_path(path):
-            with file_utils.File(path, mode) as file:
-                yield file
-            return
-        with unfinished(path) as name, name.open(mode) as file:
-            yield file
+    own_load, own_save, own_end = (
+        BackupAndRestore._load_model,
+        BackupAndRestore._save_model,
+        BackupAndRestore.on_train_end,
+    )
 
-    backup_and_restore.file_utils = SimpleNamespace(**{**vars(file_utils), "File": atomic})
+    def is_ours(backup: Any) -> bool:
+        return is_complete(backup.model) and not file_utils.is_remote_path(backup.backup_dir)
+
+    def save(backup: Any) -> None:
+        if not is_ours(backup):
+            own_save(backup)
+            return
+        metadata = json.dumps({"epoch": backup._current_epoch, "batch": backup._last_batch_seen})
+        weights, text = Path(backup._weights_path), Path(backup._training_metadata_path)
+        weights.parent.mkdir(parents=True, exist_ok=True)
+        if backup.double_checkpoint:
+            for file, copy in ((weights, backup._prev_weights_path), (text, backup._prev_training_metadata_path)):
+                if file.exists():
+                    with unfinished(copy) as name:
+                        shutil.copyfile(file, name)
+
+        def note_epoch(file: Path) -> None:
+            import h5py
+
+            with h5py.File(file, "r+") as opened:
+                opened.attrs[_BACKUP] = metadata
+
+        with amended(note_epoch):
+            backup.model.save_weights(filepath=str(weights), overwrite=True)
+        with unfinished(text) as name:
+            name.write_text(metadata)
+
+    def load(backup: Any) -> None:
+        own_load(backup)
+        if is_ours(backup) and os.path.exists(backup._weights_path):
+            import h5py
+
+            with h5py.File(backup._weights_path) as file:
+                metadata = file.attrs.get(_BACKUP)
+            if metadata is not None:
+                set_initial_epoch(backup.model, json.loads(metadata)["epoch"])
+
+    def on_train_end(backup: Any, logs: Any = None) -> None:
+        if not is_ours(backup):
+            own_end(backup, logs)
+        elif backup.delete_checkpoint and os.path.exists(backup.backup_dir):
+            discard(backup.backup_dir)
+
+    BackupAndRestore._load_model, BackupAndRestore._save_model = load, save
+    BackupAndRestore.on_train_end = functools.wraps(own_end)(on_train_end)
 
 
 # random numbers ---------------------------------------------------------------------------------
@@ -429,9 +508,9 @@ def seed_generators_of(model: Any) -> list[Any]:
     return [generator for layer in layers_of(model) for generator in getattr(layer, "_seed_generators", ())]
 
 
-def global_seed_generator() -> Any:
-    """The generator of random functions that are given no seed; ``None`` if there is none yet."""
-    return get_global_attribute(GLOBAL_SEED_GENERATOR)
+def global_seed_generator(*, create: bool = False) -> Any:
+    """The generator of random functions that are given no seed; ``None`` if there is none yet, unless it is created."""
+    return make_global_seed_generator() if create else get_global_attribute(GLOBAL_SEED_GENERATOR)
 
 
 # saving -----------------------------------------------------------------------------------------

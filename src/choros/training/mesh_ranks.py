@@ -22,8 +22,7 @@ class Ranks(Peers):
     def agree(self, layout: str, examples: int, problem: ConfigError | None) -> Sequence[int]:
         """Sends one control message."""
         communicator = global_process_set.communicator
-        with communicator.exclusive():
-            return communicator.agree(_request(layout), value=examples, problem=problem)
+        return communicator.atomic(lambda: communicator.agree(_request(layout), value=examples, problem=problem))
 
     def share(self, number: float, root: int) -> float:
         """Broadcasts the number."""

@@ -1,9 +1,9 @@
-"""The reducer of a Keras optimizer's gradients over the ranks, for both programming models.
+"""The reducer of gradients over the ranks, for Keras optimizers of both programming models and TensorFlow's loops.
 
 ::
 
     apply(gradients) ─► OptimizerReducer.reduce ─┬─ GradientReducer, through one host call; it averages, or sums in a
-                                                 │  strategy's custom loop (on torch also during the backward pass of
+                 tape.gradient(loss, sources) ─┘ │  strategy's custom loop (on torch also during the backward pass of
                                                  │  fit, or on its device)
                                                  └─ replicas that are devices of one process: the strategy's sum
 """
@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -32,8 +32,9 @@ from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket
 from choros.parallel.reduce.sparse import RowsLayout, SparseRows
 from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.training.device import accelerated, tensorflow_gpu
-from choros.training.keras_internals import is_embedding, torch_device
-from choros.training.weighting import current_step
+from choros.training.keras_internals import is_embedding, read_gathered_rows_only, torch_device
+from choros.training.variables import overwrite
+from choros.training.weighting import correction, current_step
 
 __all__ = ["OptimizerReducer", "accumulation_steps", "placed", "tensor_of"]
 
@@ -41,10 +42,13 @@ Array = NDArray[Any]
 #: A number that the host returns to the training step.
 _FLAG = ArraySpec((), np.dtype(np.int32))
 
+if keras.backend.backend() == "tensorflow":  # before a step is traced
+    read_gathered_rows_only()
+
 
 @final
 class OptimizerReducer:
-    """Reduces the gradients of one Keras optimizer, and knows which ranks keep its state.
+    """Reduces the gradients of one Keras optimizer, and knows which ranks keep its state; or those of tapes.
 
     Args:
         configure: returns the configuration. It is called when the configuration is first needed, because a strategy
@@ -54,7 +58,7 @@ class OptimizerReducer:
         sparse_as_dense: whether sparse gradients are made dense; otherwise ranks gather their rows.
         sum_over_devices: the sum of replicas that are devices of this process; ``None``: the ranks reduce.
         state_owner: the only rank that keeps the optimizer's state and makes the updates; ``None``: every rank does.
-        advice: what the user can do if ranks have different values after the first steps; the end of the error.
+        advice: what the user can do if ranks have different values; the end of the error.
 
     In a training step that choros has prepared (``weighting.py``) a rank's gradients are weighted by its examples;
     elsewhere all ranks have the same weight.
@@ -85,12 +89,16 @@ class OptimizerReducer:
         self._advice = advice
         self._scale_local = scale_local_gradients
         self._local: list[Any] = []
-        self._compares: Any = False
+        #: Whether a comparison is due after the update, in a step that is being compiled too; and by which reducer.
+        self._due: Any = None
+        self._last: GradientReducer | None = None
 
     @cached_property
     def reducer(self) -> GradientReducer:
         """The reducer of host arrays, or of tensors on torch."""
-        return GradientReducer(self._configure(), self.name)
+        reducer = GradientReducer(self._configure(), self.name)
+        reducer.correction = correction
+        return reducer
 
     @cached_property
     def _summing(self) -> GradientReducer:
@@ -119,19 +127,22 @@ class OptimizerReducer:
         """Whether ``variable``'s gradient stays on its rank."""
         return any(variable is local for local in self._local)
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], micro_batches: Any) -> list[Any]:
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], micro_batches: Any = 0, examples: Any = None
+    ) -> list[Any]:
         """Reduces the gradients for this step's update.
 
         Args:
             gradients: this rank's gradients; ``None`` for a variable without one.
-            variables: the Keras variables they belong to.
+            variables: the variables they belong to: Keras', or TensorFlow's.
             micro_batches: the number of micro-batches so far, that is of calls of ``apply`` before this one.
+            examples: the number of examples that weights them; ``None``: that of the training step.
 
         Returns:
             The average of the ranks' gradients, or their sum, as configured.
         """
         gradients = list(gradients)
-        self._compares = False
+        self._due = None
         if self._sparse_as_dense:
             adapter = _adapter()
             gradients = [adapter.to_dense(g, tuple(v.shape)) for g, v in zip(gradients, variables, strict=True)]
@@ -152,7 +163,7 @@ class OptimizerReducer:
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
         shared = [index for index in given if not self.is_local(variables[index])] if self._local else given
         own, trained = [gradients[i] for i in shared], [variables[i] for i in shared]
-        reduced = self._reduce(reducer, own, trained, micro_batches)
+        reduced = self._reduce(reducer, own, trained, micro_batches, examples)
         # Keras divides by the number of micro-batches, as for reduced gradients.
         factor = 1 if config.average_micro_batches else config.micro_batches
         divisor = config.process_set.communicator.size if self._scale_local else 1
@@ -162,62 +173,92 @@ class OptimizerReducer:
             gradients[index] = gradient
         return gradients
 
-    def compare(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """After the update, inside the training step: once, checks that all ranks have the same ``values``.
+    def compare(self, variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """After the update, inside the training step: at times, checks that all ranks have the same ``values``.
 
         Args:
-            variables: the Keras variables that ``reduce`` was given; local ones are not compared.
+            variables: the variables that ``reduce`` was given; local ones are not compared.
             values: their values after the update.
+
+        Returns:
+            ``values``; healed ones if ranks had different values, where the caller has to assign them: on JAX.
 
         Raises:
             DriftError: ranks have different values.
         """
-        due, self._compares = self._compares, False
-        if self.state_owner is not None:  # all have just received them
-            return
-        config = self.reducer.config
+        due, self._due = self._due, None
+        reducer, values = self._last, list(values)
+        if self.state_owner is not None or reducer is None or due is None:  # of the owner, all have just received them
+            return values
         shared = [index for index, variable in enumerate(variables) if not self.is_local(variable)]
-        names = [variables[index].path for index in shared]
-
-        def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
-            when = f"after step {config.compared_step}"
-            check_identical(names, hosts, when=when, advice=self._advice, process_set=config.process_set)
-            return [np.asarray(0, np.int32)]
-
+        names = [getattr(variables[index], "path", variables[index].name) for index in shared]
+        own = [values[index] for index in shared]
         adapter = _adapter()
-        if isinstance(due, bool) or not adapter.is_symbolic([due]):
+        in_place = keras.backend.backend() != "jax"
+        healed: dict[int, Any] = {}
+
+        def assign(index: int, host: Array) -> None:
+            if in_place:
+                overwrite(variables[shared[index]], host)
+            else:
+                healed[index] = host
+
+        def check(arrays: Sequence[Any]) -> None:
+            if reducer.due is not None:
+                process_set = reducer.config.process_set
+                check_identical(names, arrays, reducer.due, advice=self._advice, process_set=process_set, assign=assign)
+
+        if not adapter.is_symbolic([due]):
             if due:
-                adapter.host_call(on_host, [values[index] for index in shared], [_FLAG])
-            return
-        tensors = adapter.values_if(due > 0, [values[index] for index in shared])
-        keras.ops.cond(
-            due > 0, lambda: adapter.host_call(on_host, tensors, [_FLAG])[0], lambda: keras.ops.zeros((), "int32")
-        )
+                check(own)
+            return _replaced(values, {shared[i]: adapter.from_host(host, own[i]) for i, host in healed.items()})
+        if in_place or not reducer.heals:
+
+            def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
+                check(hosts)
+                return [np.asarray(0, np.int32)]
+
+            tensors = adapter.values_if(due > 0, own)
+            keras.ops.cond(
+                due > 0, lambda: adapter.host_call(on_host, tensors, [_FLAG])[0], lambda: keras.ops.zeros((), "int32")
+            )
+            return values
+
+        def healing(hosts: Sequence[Array]) -> Sequence[Array]:
+            healed.clear()
+            check(hosts)
+            return [healed.get(index, host) for index, host in enumerate(hosts)]
+
+        specs = [adapter.spec(value) for value in own]
+        results = keras.ops.cond(due > 0, lambda: adapter.host_call(healing, own, specs), lambda: own)
+        return _replaced(values, dict(zip(shared, results, strict=True)))
 
     def _reduce(
-        self, reducer: GradientReducer, gradients: list[Any], variables: list[Any], micro_batches: Any
+        self, reducer: GradientReducer, gradients: list[Any], variables: list[Any], micro_batches: Any, examples: Any
     ) -> list[Any]:
-        config = reducer.config
-        step = current_step()
-        examples = 1 if step is None else step.examples
+        config, self._last = reducer.config, reducer
+        if examples is None:
+            step = current_step()
+            examples = 1 if step is None else step.examples
         if _on_torch() and (config.bucket_bytes is not None or config.device is not None):
             if config.bucket_bytes is not None:
                 reduced = self._reduce_during_backward(gradients, [variable.value for variable in variables])
             else:
                 exchange = (int(micro_batches) + 1) % config.micro_batches == 0
                 reduced = reducer.reduce(gradients, examples=int(examples), exchange=exchange)
-            self._compares = reducer.compares
+            self._due = reducer.due is not None
             return reduced
         layout = tuple(_layout(g, v) for g, v in zip(gradients, variables, strict=True))
         if config.bucket_bytes is not None:
             return self._reduce_buckets(reducer, gradients, layout, examples)
 
-        def on_host(hosts: Sequence[Array], own: list[Gradient]) -> list[Gradient]:
+        def on_host(hosts: Sequence[Array], own: list[Gradient], in_place: bool) -> list[Gradient]:
             done, count = map(int, hosts)
-            return reducer.reduce(own, examples=count, exchange=(done + 1) % config.micro_batches == 0, layout=layout)
+            exchange = (done + 1) % config.micro_batches == 0
+            return reducer.reduce(own, examples=count, exchange=exchange, layout=layout, in_place=in_place)
 
-        numbers, flag = (micro_batches, examples), lambda: reducer.compares
-        reduced, self._compares = _host_call(on_host, numbers, gradients, layout, config.device, flag)
+        numbers, flag = (micro_batches, examples), lambda: reducer.due is not None
+        reduced, self._due = _host_call(on_host, numbers, gradients, layout, config.device, flag)
         return reduced
 
     def _reduce_during_backward(self, gradients: list[Any], parameters: list[Any]) -> list[Any]:
@@ -239,15 +280,17 @@ class OptimizerReducer:
         reduced = list(gradients)
         for bucket, indices in enumerate(reducer.plan(layout)):
 
-            def on_host(hosts: Sequence[Array], own: list[Gradient], bucket: int = bucket) -> list[Gradient]:
+            def on_host(
+                hosts: Sequence[Array], own: list[Gradient], in_place: bool, bucket: int = bucket
+            ) -> list[Gradient]:
                 if bucket == 0:
                     reducer.plan(layout)
                     reducer.begin(int(hosts[0]))
-                return reducer.send(bucket, own)
+                return reducer.send(bucket, own, in_place=in_place)
 
             part = tuple(layout[index] for index in indices)
             own, device = [gradients[index] for index in indices], reducer.config.device
-            results, self._compares = _host_call(on_host, (examples,), own, part, device, lambda: reducer.compares)
+            results, self._due = _host_call(on_host, (examples,), own, part, device, lambda: reducer.due is not None)
             for index, result in zip(indices, results, strict=True):
                 reduced[index] = result
         return reduced
@@ -263,6 +306,10 @@ class OptimizerReducer:
                 pairs = zip(variables, dense, strict=True)
                 sparse.append(tuple(RowsLayout(*each, index_dtype) if is_embedding(v) else each for v, each in pairs))
         return self.reducer.participation(dense, on_update, sparse)
+
+
+def _replaced(values: list[Any], new: Mapping[int, Any]) -> list[Any]:
+    return [new.get(index, value) for index, value in enumerate(values)]
 
 
 def _examples_of_step() -> Any:
@@ -282,17 +329,18 @@ def tensor_of(gradient: Gradient) -> Any:
 
 
 def _host_call(
-    function: Callable[[Sequence[Array], list[Gradient]], Sequence[Gradient]],
+    function: Callable[[Sequence[Array], list[Gradient], bool], Sequence[Gradient]],
     numbers: Sequence[Any],
     gradients: Sequence[Any],
     layout: GradientLayout,
     device: Any,
     flag: Callable[[], bool],
 ) -> tuple[list[Any], Any]:
-    """Calls ``function(numbers, gradients)`` on the host, from any step; it returns gradients of ``layout``.
+    """Calls ``function(numbers, gradients, in_place)`` on the host, from any step; it returns gradients of ``layout``.
 
     A sparse gradient is passed as two arrays, its indices and its values, whose numbers of rows vary. If gradients are
-    reduced on a ``device``, all are passed as tensors, and dense ones stay there.
+    reduced on a ``device``, all are passed as tensors, and dense ones stay there. ``in_place`` is whether ``function``
+    may write its results into ``gradients``.
 
     Returns:
         The gradients, and the number that ``flag()`` has on the host after the call.
@@ -303,9 +351,10 @@ def _host_call(
         rows = adapter.rows_of(gradient)
         inputs += (gradient,) if rows is None else rows[:2]
 
-    def on_host(hosts: Sequence[Array]) -> list[Array]:
+    def on_host(hosts: Sequence[Array], in_place: bool = False) -> list[Array]:
         results: list[Array] = []
-        for result in function(hosts[: len(numbers)], _joined(hosts[len(numbers) :], layout, _rows_on_host)):
+        own = _joined(hosts[len(numbers) :], layout, _rows_on_host)
+        for result in function(hosts[: len(numbers)], own, in_place):
             results += (result.indices, result.values) if isinstance(result, SparseRows) else (result,)
         return [*results, np.asarray(flag(), np.int32)]
 
@@ -315,8 +364,13 @@ def _host_call(
             outputs += ArraySpec((None,), each.index_dtype), ArraySpec((None, *each.shape[1:]), each.dtype)
         else:
             outputs.append(ArraySpec(*each))
-    call = adapter.host_call if device is None else device_adapter(device.framework).device_call
-    *results, flagged = call(on_host, inputs, [*outputs, _FLAG])
+    outputs.append(_FLAG)
+    if device is not None:
+        *results, flagged = device_adapter(device.framework).device_call(on_host, inputs, outputs)
+    elif any(isinstance(each, RowsLayout) for each in layout):
+        *results, flagged = adapter.host_call(on_host, inputs, outputs)
+    else:
+        *results, flagged = adapter.host_update(on_host, inputs, outputs, replaced=len(gradients))
     return _joined(results, layout, adapter.from_rows), flagged
 
 

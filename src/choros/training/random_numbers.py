@@ -14,6 +14,8 @@ Random functions of PyTorch and TensorFlow themselves are varied by ``parallel/t
 from __future__ import annotations
 
 import functools
+import random
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,13 +24,13 @@ import keras
 import numpy as np
 
 from choros.comm import global_process_set
-from choros.parallel.tf_random import tensorflow_numbers_of
-from choros.parallel.torch_random import SPACING, torch_numbers_of
+from choros.parallel.tf_random import set_tensorflow_streams, tensorflow_numbers_of, tensorflow_streams
+from choros.parallel.torch_random import SPACING, set_torch_streams, torch_numbers_of, torch_streams
 from choros.training.distributed_optimizer import derive
 from choros.training.keras_internals import global_seed_generator, seed_generators_of
 from choros.training.trainer import spans_ranks
 
-__all__ = ["draw_by_rank", "draw_by_replica", "seed_generators"]
+__all__ = ["draw_by_rank", "draw_by_replica", "random_streams", "seed_generators", "set_random_streams"]
 
 _ATTRIBUTE = "_choros_replica"
 
@@ -90,3 +92,27 @@ def _within(block: Callable[[], AbstractContextManager[None]], train_step: Any) 
             return train_step(*args)
 
     return step
+
+
+#: What reads and continues the streams of libraries that may be loaded.
+_STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "random": (random.getstate, random.setstate),
+    "numpy": (lambda: np.random.get_state(legacy=False), np.random.set_state),
+    "torch": (torch_streams, set_torch_streams),
+    "tensorflow": (tensorflow_streams, set_tensorflow_streams),
+}
+
+
+def random_streams() -> dict[str, Any]:
+    """The states of the global random streams: Python's, NumPy's, and those of frameworks that are loaded.
+
+    They consist of NumPy arrays, numbers and strings. Keras' seed generators are variables (``seed_generators``).
+    """
+    return {name: read() for name, (read, _) in _STREAMS.items() if sys.modules.get(name) is not None}
+
+
+def set_random_streams(streams: dict[str, Any]) -> None:
+    """Continues the streams of ``random_streams``, of libraries that this process has loaded, too."""
+    for name, (_, set_state) in _STREAMS.items():
+        if name in streams and sys.modules.get(name) is not None:
+            set_state(streams[name])

@@ -144,6 +144,14 @@ class TensorBoard(keras.callbacks.Callback):
         self._training = False
         self._close()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers of batches, which are the steps of what is written; its clocks are those of this process."""
+        return {"batches": self._batches, "epoch_batches": self._epoch_batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a ``state_dict``."""
+        self._batches, self._epoch_batches = state["batches"], state["epoch_batches"]
+
     def _close(self) -> None:
         for file in self._files.values():
             file.close()

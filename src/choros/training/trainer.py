@@ -19,19 +19,23 @@ object; nothing of it is saved with the model:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import keras
 
 from choros.comm import ProcessSet, Reduction, Request, global_process_set
 from choros.errors import ConfigError
+from choros.observe.progress import page
 from choros.parallel import moments
+from choros.parallel.data import EpochData
 from choros.parallel.reduce import joining
 from choros.training import aggregation, distributed_optimizer, weighting
 from choros.training.absent_rows import step_without_rows
 from choros.training.aggregation import is_aggregated_on_write
 from choros.training.distributed_optimizer import move_outwards, receive_weights, reducer_of
+from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.files import complete_files
 from choros.training.keras_internals import layers_of, metrics_of, optimizers_of, own_statistics
 from choros.training.metric_states import watch
@@ -72,12 +76,14 @@ class Steps:
     Attributes:
         optimizers: the distributed optimizers that its training step may apply; other ranks have as many.
         in_epoch: whether more batches may come this epoch.
+        epochs: what this rank trains on in a job that ranks leave and join; ``None`` in others.
         test_results: the results of the last evaluation by all ranks together; ``None`` before its end.
     """
 
     def __init__(self, model: Any) -> None:
         self.optimizers: list[Any] = []
         self.in_epoch = False
+        self.epochs: ElasticEpochs | None = None
         self._rows_may_lack = False
         self.test_results: dict[str, Any] | None = None
         self._model = model
@@ -95,6 +101,11 @@ class Steps:
     def train_together(self) -> bool:
         """Whether the training step exchanges anything with other ranks."""
         return bool(self.optimizers) and _active(self.process_set)
+
+    @property
+    def batches(self) -> int:
+        """The number of batches on which all ranks have trained together."""
+        return next((reducer.reducer.batches for reducer in self._reducers), 0)
 
     @property
     def last_share(self) -> float | None:
@@ -133,6 +144,30 @@ class Steps:
         if not self._rows_may_lack and keras.backend.backend() == "tensorflow":
             self._model.train_function = self._model.test_function = None
         self._rows_may_lack = True
+
+    @contextmanager
+    def elastic(self, data: EpochData) -> Iterator[None]:
+        """A context of ``fit`` in a job that ranks leave and join; ``data`` are those of ``fit``."""
+        self.epochs = ElasticEpochs(data, lambda: self.batches, self.join)
+        self.epochs.start()
+        try:
+            yield
+        finally:
+            self.epochs.stop()
+            self.epochs = None
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Marks that batches may come, so that the rank joins at their end."""
+        self.in_epoch = True
+        if self.epochs is not None:
+            self.epochs.begin(epoch)
+
+    def end_epoch(self) -> None:
+        """Ends the epoch's batches on all ranks at once; what lost ranks have left over is trained on first."""
+        self.in_epoch = False
+        self.join()
+        if self.epochs is not None:
+            self.epochs.finish(self._model)
 
     def join(self) -> None:
         """Participates in the training steps of the ranks that still have batches, until no rank has any."""
@@ -221,6 +256,7 @@ class Steps:
     def _wrap(self, kind: str, make_step: Callable[[Any], ModelStep]) -> None:
         """Wraps ``train_step(data)``, ``train_step(state, data)`` on JAX, or ``test_step``."""
         model, name = self._model, f"{kind}_step"
+        timed = kind == "train" and keras.backend.backend() == "torch"  # others trace it once
         own = getattr(model, name)
         if self._wrapped.get(kind) is own:
             return
@@ -229,13 +265,19 @@ class Steps:
         def step(*args: Any) -> Any:
             if current_step() is not None:  # wrapped again: the program has replaced the method by one that calls it
                 return own(*args)
+            if timed:
+                page.enter_train_step()
             examples = _examples(args[-1])
             this = make_step(examples)
             with run_step(this), synchronizing():
                 absent = False if this.of_all_ranks else self._absent(examples)
                 if absent is False:
-                    return own(*args)
-                return step_without_rows(model, own, args, absent, lambda: self._assigned_alone)
+                    done = own(*args)
+                else:
+                    done = step_without_rows(model, own, args, absent, lambda: self._assigned_alone)
+            if timed:
+                page.leave_train_step()
+            return done
 
         self._wrapped[kind] = step
         setattr(model, name, step)

@@ -11,7 +11,7 @@ from choros.arrays import adapter_of
 from choros.comm import ProcessSet, global_process_set
 from choros.parallel.ops import broadcast_arrays
 
-__all__ = ["broadcast_variables"]
+__all__ = ["broadcast_updates", "broadcast_variables", "overwrite", "value_of"]
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
@@ -32,13 +32,20 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         >>> hvd.broadcast_variables(model.weights, root_rank=0)
     """
+    broadcast_updates(variables, root_rank, process_set)
+
+
+def broadcast_updates(
+    variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """``broadcast_variables`` that returns the operations to run in a graph of TensorFlow 1."""
     communicator = process_set.communicator
     if communicator.size == 1:
-        return
+        return []
     variables = list(variables)
     # Not the variables' own names: they may differ on a rank that loaded its model from disk.
     names = [f"variable {index} of {len(variables)}" for index in range(len(variables))]
-    values = [_value(variable) for variable in variables]
+    values = [value_of(variable) for variable in variables]
     adapter = adapter_of(values[0] if values else None)
 
     def on_host(hosts: Sequence[Any]) -> Sequence[Any]:
@@ -46,13 +53,23 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
 
     received = adapter.host_call(on_host, values, [adapter.spec(value) for value in values])
     if process_set.ranks[communicator.rank] == root_rank:
-        return
-    for variable, value in zip(variables, received, strict=True):
-        if hasattr(variable, "assign"):
-            variable.assign(value)
-        else:
-            variable.data.copy_(value)
+        return received
+    return [_assign(variable, value) for variable, value in zip(variables, received, strict=True)]
 
 
-def _value(variable: Any) -> Any:
+def _assign(variable: Any, value: Any) -> Any:
+    return variable.assign(value) if hasattr(variable, "assign") else variable.data.copy_(value)
+
+
+def overwrite(variable: Any, host: Any) -> None:
+    """Overwrites a variable of TensorFlow or PyTorch, or one of Keras on these, on this rank alone."""
+    value = value_of(variable)
+    if hasattr(value, "assign"):
+        value.assign(host)
+    else:
+        value.data.copy_(adapter_of(value).from_host(host, value))
+
+
+def value_of(variable: Any) -> Any:
+    """Returns what a framework's operations read: the value of a Keras variable, and any other variable itself."""
     return variable.value if isinstance(variable, keras.Variable) else variable

@@ -32,15 +32,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec, framework_adapter
-from choros.comm import ProcessSet, Reduction, Request
+from choros.comm import Communicator, ProcessSet, Reduction, Request
 from choros.parallel.reduce.joining import Participation
 from choros.training.keras_internals import apply_mask, patched_reductions
 
-__all__ = ["ModelStep", "current_step", "participation", "run_step", "step_of_this_thread"]
+__all__ = ["ModelStep", "correction", "current_step", "participation", "run_step", "step_of_this_thread"]
 
 _SHARE = Request("examples of a batch")
 _DIVISOR = Request("divisor of a loss")
 _SCALAR = ArraySpec((), np.dtype(np.float32))
+#: More losses than a step has: tests have them, too, and no gradient after them.
+_MANY = 64
 
 
 @final
@@ -126,7 +128,7 @@ def _reduce_loss(
     if step is not None and weights is not None:
         return loss * keras.ops.cast(_factor_of_divisor(step, keras.ops.cast(weights, "float32")), loss.dtype)
     if step is not None and reduction == "sum" and not is_scalar:
-        return loss / keras.ops.cast(_share_of_examples(step, loss), loss.dtype)
+        return loss / keras.ops.cast(_share_of_examples(step, loss, of_loss=True), loss.dtype)
     return loss
 
 
@@ -145,13 +147,14 @@ def step_of_this_thread() -> ModelStep | None:
     return _current if _current is not None and _current.thread == threading.get_ident() else None
 
 
-def _share_of_examples(step: ModelStep, like: Any) -> Any:
+def _share_of_examples(step: ModelStep, like: Any, *, of_loss: bool = False) -> Any:
     """This rank's share of the global batch, a scalar; ``like`` makes it part of the function that computes it."""
 
     def on_host(examples: int, _: NDArray[Any]) -> float:
-        communicator = step.process_set.communicator
-        with communicator.exclusive():
-            return examples / sum(communicator.agree(_SHARE, value=examples))
+        share = _exchanged_share(step.process_set.communicator, examples)
+        if of_loss:
+            _weighted.note(step.process_set, lambda each: _inverse(_exchanged_share(each, examples)), _inverse(share))
+        return share
 
     return _on_host(on_host, step, like)
 
@@ -160,15 +163,70 @@ def _factor_of_divisor(step: ModelStep, weights: Any) -> Any:
     """The factor of a loss that divides by the sum of ``weights``."""
 
     def on_host(examples: int, divisor: NDArray[Any]) -> float:
-        communicator = step.process_set.communicator
-        divisor = divisor if examples else np.zeros_like(divisor)
-        total = divisor.astype(np.float64).reshape(1)
-        with communicator.exclusive():
-            everywhere = sum(communicator.agree(_DIVISOR, value=examples))
-            communicator.reduce_in_place(total, Reduction.SUM)
-        return float(divisor / total[0] * everywhere / examples) if divisor else 0.0
+        own = float(divisor) if examples else 0.0
+        factor = _exchanged_factor(step.process_set.communicator, own, examples)
+        _weighted.note(step.process_set, lambda each: _exchanged_factor(each, own, examples), factor)
+        return factor
 
     return _on_host(on_host, step, keras.ops.sum(weights))
+
+
+def _exchanged_share(communicator: Communicator, examples: int) -> float:
+    return examples / sum(communicator.atomic(lambda: communicator.agree(_SHARE, value=examples)))
+
+
+def _exchanged_factor(communicator: Communicator, divisor: float, examples: int) -> float:
+    def collective() -> float:
+        total = np.array([divisor])
+        everywhere = sum(communicator.agree(_DIVISOR, value=examples))
+        communicator.reduce_in_place(total, Reduction.SUM)
+        return divisor / total[0] * everywhere / examples if divisor else 0.0
+
+    return communicator.atomic(collective)
+
+
+def _inverse(share: float) -> float:
+    return 1 / share if share else 0.0
+
+
+@final
+class _WeightedLosses:
+    """The losses of the current step, in an elastic job: ranks may be lost after they were weighted for all of them."""
+
+    def __init__(self) -> None:
+        self._losses: list[tuple[ProcessSet, tuple[int, ...], Callable[[Communicator], float], float]] = []
+        self._step_ends = False
+
+    def note(self, process_set: ProcessSet, exchange: Callable[[Communicator], float], factor: float) -> None:
+        """Notes a loss that was weighted by ``factor``, which ``exchange`` computes again."""
+        if not process_set.communicator.elastic:
+            return
+        if self._step_ends or len(self._losses) >= _MANY:
+            self._losses.clear()
+        self._step_ends = False
+        self._losses.append((process_set, process_set.communicator.launched, exchange, factor))
+
+    def correction(self) -> float:
+        """Returns the factor by which the gradients must be multiplied; all ranks of the step call this.
+
+        Several losses whose factors have changed differently cannot be told apart in a gradient: the mean is taken.
+        """
+        self._step_ends = True
+        ratios = []
+        for process_set, launched, exchange, factor in self._losses:
+            communicator = process_set.communicator
+            if communicator.launched != launched:
+                new = exchange(communicator)
+                ratios.append(new / factor if factor else 1.0)
+        return sum(ratios) / len(ratios) if ratios else 1.0
+
+
+_weighted = _WeightedLosses()
+
+
+def correction() -> float:
+    """Returns the factor of gradients whose loss was weighted for ranks of which some were lost since."""
+    return _weighted.correction()
 
 
 def _on_host(function: Callable[[int, NDArray[Any]], float], step: ModelStep, value: Any) -> Any:

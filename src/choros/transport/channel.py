@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import pickle
 import socket
 import struct
@@ -32,13 +33,12 @@ from choros.errors import EngineError
 from choros.transport.endpoint import connect_within
 from choros.transport.handshake import Cut, Handshake, Seal, offer_proof
 from choros.transport.secret import Key
+from choros.transport.silence import fell_silent, watch_for_silence
 
 __all__ = ["PROOF_SECONDS", "Channel", "ChannelClosed", "Unreachable", "connect"]
 
 #: How long the peer may take to prove that it has the job's key.
 PROOF_SECONDS = 20.0
-#: TCP keepalive detects a host that vanished: seconds of silence, seconds between probes, number of probes.
-_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _HEAD = struct.Struct("!QI")
 #: What is sealed is sent and received in chunks of this size: one end computes the HMAC while the other one does, too.
 _CHUNK = 1 << 20
@@ -47,8 +47,29 @@ _SMALL = 1 << 16
 _RETRY_SECONDS = 0.1
 
 
+#: The connections of this process's channels.
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Otherwise the connections of a process that is killed would live on in those that it has forked."""
+    for end in list(_open):
+        end.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 class ChannelClosed(EngineError):
-    """The peer of a channel has closed it or is lost."""
+    """The peer of a channel has closed it or is lost.
+
+    Attributes:
+        silent: whether the peer's host does not answer any more; otherwise it has closed the connection, or has ended.
+    """
+
+    def __init__(self, message: str, *, silent: bool = False) -> None:
+        super().__init__(message)
+        self.silent = silent
 
 
 @final
@@ -68,8 +89,10 @@ class Channel:
         self._end = end
         self._sends, self._receives = handshake.sends, handshake.receives
         self._sending = threading.Lock()
+        _open.add(end)
         # Closed when no thread can wait for it any more; close() only ends the connection.
-        weakref.finalize(self, end.close)
+        closing = weakref.finalize(self, end.close)
+        closing.atexit = False  # at its exit, a process may still wait for others, and serve them
         end.settimeout(None)
         _tune(end)
 
@@ -98,7 +121,7 @@ class Channel:
                 for write in _joined(self._sealed(sections)):
                     self._end.sendall(write)
         except OSError as error:
-            raise self._closed() from error
+            raise self._closed(error) from error
 
     def receive(self) -> Any:
         """Waits for the next object and returns it; arrays in it are writable.
@@ -112,7 +135,7 @@ class Channel:
             sizes, body = self._read(8 * count, length)
             buffers = self._read(*struct.unpack(f"!{count}Q", sizes)) if count else []
         except OSError as error:
-            raise self._closed() from error
+            raise self._closed(error) from error
         return pickle.loads(body, buffers=buffers)  # noqa: S301  (the peer is authenticated)
 
     def close(self) -> None:
@@ -159,8 +182,10 @@ class Channel:
                 raise ConnectionResetError("end of the connection")
             filled += received
 
-    def _closed(self) -> ChannelClosed:
-        return ChannelClosed(f"the connection to {self.peer} is closed: it has ended or cannot be reached any more.")
+    def _closed(self, error: OSError) -> ChannelClosed:
+        silent = fell_silent(self._end, error)
+        reason = "cannot be reached any more" if silent else "has ended"
+        return ChannelClosed(f"the connection to {self.peer} is closed: it {reason}.", silent=silent)
 
 
 class Unreachable(EngineError):
@@ -231,7 +256,4 @@ def _tune(end: socket.socket) -> None:
         return
     # A message is several writes, none of which may wait until the peer has acknowledged the previous one.
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # macOS lacks some of them.
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    watch_for_silence(end)

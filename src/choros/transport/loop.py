@@ -110,7 +110,7 @@ class Loop:
             if self._selector.get_map().get(key.fd) is key:  # not forgotten by an earlier callback
                 key.data()
         now = time.monotonic()
-        for name, (when, action) in list(self._deadlines.items()):
+        for name, (when, action) in sorted([*self._deadlines.items()], key=lambda item: item[1][0]):
             # An action may cancel or replace later deadlines.
             if now >= when and self._deadlines.get(name) == (when, action):
                 del self._deadlines[name]

@@ -6,7 +6,9 @@ elsewhere nothing is checked.
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from pathlib import Path
 
 from choros.errors import EngineError
 
-__all__ = ["connections_of_this_user"]
+__all__ = ["connections_of_this_user", "remote_addresses"]
 
 _ESTABLISHED = "01"
 
@@ -47,6 +49,26 @@ def connections_of_this_user() -> Iterator[None]:
                 f"a process of another user (uid {other.user}) has connected to this one in place of a rank. Start "
                 "the job again; if it happens again, that user interferes."
             )
+
+
+def remote_addresses() -> dict[int, str]:
+    """Returns the address at the other end of each established TCP connection on this host, by the socket's inode."""
+    return {int(each.inode[len("socket:[") : -1]): _address(each.remote) for each in _established()}
+
+
+def _address(text: str) -> str:
+    """The IP address in a row of the kernel's table.
+
+    Example:
+        >>> _address("0100007F:1F90"), _address("0000000000000000FFFF00000100007F:1F90")
+        ('127.0.0.1', '127.0.0.1')
+    """
+    words = bytes.fromhex(text.partition(":")[0])
+    packed = b"".join(
+        words[start : start + 4][:: -1 if sys.byteorder == "little" else 1] for start in range(0, len(words), 4)
+    )
+    ip = ipaddress.ip_address(packed)
+    return str(getattr(ip, "ipv4_mapped", None) or ip)
 
 
 def _own_sockets() -> set[str]:

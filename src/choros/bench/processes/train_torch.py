@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from choros.bench.cases import MODELS
 from choros.bench.channel import Prepare, Task, serve
 from choros.bench.processes.examples import CLASSES, examples
+from choros.topology import detect
 
 
 def main() -> None:
@@ -38,7 +40,8 @@ def ddp() -> Prepare:
     """Trains a model in ``DistributedDataParallel``."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    process = detect(os.environ)
+    dist.init_process_group("gloo", rank=process.rank, world_size=process.size)
 
     def prepare(case: Any) -> Task:
         model, optimizer = build(case.model)

@@ -31,8 +31,9 @@ from choros.comm.algorithms.algorithm import AllreduceAlgorithm
 from choros.comm.algorithms.flat import FlatAllreduce
 from choros.comm.algorithms.hosts import HostRanks
 from choros.comm.algorithms.shared_memory import share
+from choros.comm.mpi_requests import wait_for
 from choros.comm.reduction import UFUNCS, Reduction
-from choros.comm.waiting import LongWait, wait_until
+from choros.comm.waiting import LongWait
 
 __all__ = ["Window", "WindowAllreduce"]
 
@@ -78,7 +79,7 @@ class Window:
         if brief:
             self._host.Barrier()
         else:
-            wait_until(self._host.Ibarrier().Test, describe=describe)
+            wait_for(self._host.Ibarrier(), describe=describe)
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from choros.comm.communicator import Array, Communicator
 from choros.comm.reduction import Reduction
-from choros.comm.work import WorkQueue
 from choros.topology import Topology
 
 __all__ = ["LocalCommunicator", "finalize", "start"]
@@ -27,8 +26,8 @@ class LocalCommunicator(Communicator):
 
     engine = "local"
 
-    def __init__(self, global_rank: int = 0, queue: WorkQueue | None = None) -> None:
-        super().__init__(0, [global_rank], queue or WorkQueue())
+    def __init__(self, global_rank: int = 0) -> None:
+        super().__init__(0, [global_rank])
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         return header.reshape(1, 2)
@@ -55,7 +54,7 @@ class LocalCommunicator(Communicator):
 
     def _split(self, ranks: Sequence[int]) -> LocalCommunicator | None:
         del ranks
-        return LocalCommunicator(self.ranks[0], self._queue)
+        return LocalCommunicator(self.ranks[0])
 
     def _close(self) -> None:
         pass

@@ -9,23 +9,26 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import final
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Self, final
 
 import mpi4py
 import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.algorithms.algorithm import Tuning
-from choros.comm.communicator import Array, Communicator
+from choros.comm.communicator import Array, Communicator, MemberLost
 from choros.comm.engines.mpi_yielding import idle_yield
+from choros.comm.fusion import chunk_bytes
 from choros.comm.memory import aligned_empty
 from choros.comm.reduction import Reduction
-from choros.comm.waiting import LongWait, wait_until
-from choros.comm.work import WorkQueue
-from choros.config import Config
-from choros.errors import ConfigError, EngineError, EngineUnavailable
+from choros.comm.waiting import LongWait
+from choros.config import AUTOTUNE_LOG, ELASTIC, MIN_NP, Config
+from choros.errors import ConfigError, EngineError, EngineUnavailable, PeerLostError
 from choros.observe.events import INIT, LEAVING
 from choros.topology import Topology
 from choros.transport.loopback import INTERFACE, new_sockets_on_loopback
@@ -45,8 +48,10 @@ except (ImportError, RuntimeError) as _error:
 from choros.comm.algorithms.flat import FlatAllreduce  # noqa: E402  (they need MPI)
 from choros.comm.algorithms.hosts import HostRanks  # noqa: E402
 from choros.comm.algorithms.shared_memory import reserve_segments  # noqa: E402
-from choros.comm.algorithms.tuning import autotune  # noqa: E402
+from choros.comm.algorithms.tuning import autotune, write_measurements  # noqa: E402
 from choros.comm.algorithms.window import WindowAllreduce  # noqa: E402
+from choros.comm.engines.mpi_survivors import agreed, is_loss, revoke, shrunk  # noqa: E402
+from choros.comm.mpi_requests import wait_for  # noqa: E402
 
 __all__ = ["MpiCommunicator", "finalize", "start"]
 
@@ -77,7 +82,36 @@ class _translated:  # noqa: N801  (a class for speed: a generator costs each col
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, MPI.Exception):
+            if is_loss(error):
+                raise MemberLost(f"a peer was lost in {self._what}: {error.Get_error_string()}.") from error
             raise EngineError(f"MPI failed in {self._what}: {error.Get_error_string()}") from error
+
+
+class _Comms(NamedTuple):
+    """The members, those that share memory with this rank, and the owners of its slice on all hosts.
+
+    Attributes:
+        leaders: for each member, the lowest rank on its host.
+        launched: for each member, its number at the launcher.
+    """
+
+    world: MPI.Intracomm
+    host: MPI.Intracomm
+    owners: MPI.Intracomm | None
+    leaders: list[int]
+    launched: tuple[int, ...]
+
+    @classmethod
+    def of(cls, world: MPI.Intracomm, launched: int, host: MPI.Intracomm | None = None) -> Self:
+        """Splits ``world``; ``launched`` is this rank's number, ``host`` overrides what MPI says."""
+        rank = world.Get_rank()
+        host = host or MPI.Intracomm(world.Split_type(MPI.COMM_TYPE_SHARED, rank))
+        leaders, numbers = zip(*world.allgather((host.bcast(rank), launched)), strict=True)
+        hosts, owners = HostRanks.of(leaders), None
+        if hosts.shared and len(hosts.sizes) > 1:
+            comm = world.Split(host.Get_rank() if host.Get_rank() < hosts.slices else MPI.UNDEFINED, rank)
+            owners = None if comm == MPI.COMM_NULL else MPI.Intracomm(comm)
+        return cls(world, host, owners, list(leaders), tuple(numbers))
 
 
 @final
@@ -94,7 +128,6 @@ class MpiCommunicator(Communicator):
         self,
         comm: MPI.Intracomm,
         ranks: Sequence[int],
-        queue: WorkQueue,
         tuning: Tuning | None = None,
         host: MPI.Intracomm | None = None,
     ) -> None:
@@ -103,38 +136,31 @@ class MpiCommunicator(Communicator):
         Args:
             comm: the members.
             ranks: their global ranks.
-            queue: the process's one.
             tuning: sizes of messages and chunks; the same on every rank.
             host: the members that share memory with this rank; ``None``: MPI says.
         """
         self.tuning = tuning or Tuning()
-        super().__init__(comm.Get_rank(), ranks, queue, self.tuning.chunk_bytes)
-        self._comm = comm
-        self._table = np.empty((self.size, 2), np.int64)
+        super().__init__(comm.Get_rank(), ranks, self.tuning.chunk_bytes)
+        self.elastic = is_elastic(os.environ)
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._flat = FlatAllreduce(comm)
-        with _translated("MPI_Comm_split_type"):
-            self._host = host or MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
-            self._leaders: list[int] = comm.allgather(self._host.bcast(self.rank))
-        self._owners, self._window = self._share_memory(HostRanks.of(self._leaders))
+        with _translated("MPI_Comm_split"):
+            self._use(_Comms.of(comm, _number(), host))
 
-    def _share_memory(self, hosts: HostRanks) -> tuple[MPI.Intracomm | None, WindowAllreduce | None]:
-        """The owners of this rank's slice on all hosts, and the algorithm in shared memory; ``None`` if unused."""
-        if not hosts.shared:
-            return None, None
-        owners = None
-        if len(hosts.sizes) > 1:
-            color = self._host.Get_rank() if self._host.Get_rank() < hosts.slices else MPI.UNDEFINED
-            with _translated("MPI_Comm_split"):
-                comm = self._comm.Split(color, self.rank)
-            owners = None if comm == MPI.COMM_NULL else MPI.Intracomm(comm)
-        return owners, WindowAllreduce(self._host, owners, hosts, self.tuning.block_bytes, self._long_wait)
+    def _use(self, comms: _Comms) -> None:
+        """Makes the members of ``comms`` those of this communicator."""
+        self._comms, self._comm, self.launched = comms, comms.world, comms.launched
+        self._table = np.empty((comms.world.Get_size(), 2), np.int64)
+        self._flat = FlatAllreduce(comms.world)
+        hosts = HostRanks.of(comms.leaders)
+        self._window = None
+        if hosts.shared:
+            self._window = WindowAllreduce(comms.host, comms.owners, hosts, self.tuning.block_bytes, self._long_wait)
 
     @classmethod
-    def duplicate(cls, comm: MPI.Intracomm, ranks: Sequence[int], queue: WorkQueue) -> MpiCommunicator:
+    def duplicate(cls, comm: MPI.Intracomm, ranks: Sequence[int]) -> MpiCommunicator:
         """A communicator of the same ranks whose messages are separate from those of ``comm``."""
         with _translated("MPI_Comm_dup"):
-            return cls(comm.Dup(), ranks, queue)
+            return cls(comm.Dup(), ranks)
 
     def tune(self, tuning: Tuning) -> None:
         """Changes the sizes; every rank must call it, with the same ones."""
@@ -145,7 +171,8 @@ class MpiCommunicator(Communicator):
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         with _translated("the check of a collective"):
             # Here ranks wait for those that arrive late. After that, blocking calls, which spin, are brief.
-            core_is_shared = wait_until(self._comm.Iallgather(header, self._table).Test, describe=self._long_wait)
+            request = self._comm.Iallgather(header, self._table)
+            core_is_shared = wait_for(request, header, self._table, describe=self._long_wait)
         idle_yield().note(core_is_shared=core_is_shared)
         return self._table.copy()
 
@@ -161,7 +188,7 @@ class MpiCommunicator(Communicator):
                 try:
                     memory = self._window.allocate(nbytes)
                 except OSError as error:
-                    if self._host.Get_rank() == 0:
+                    if self._comms.host.Get_rank() == 0:
                         _log.warning("no shared memory of %d bytes: ranks reduce by messages (%s).", nbytes, error)
                 # Ranks of other hosts may have some, but all must go the same way.
                 if not self._comm.allreduce(memory is not None, MPI.LAND):
@@ -202,17 +229,43 @@ class MpiCommunicator(Communicator):
             comm = self._comm.Split(color, self.rank)
         if comm == MPI.COMM_NULL:
             return None
-        return MpiCommunicator(MPI.Intracomm(comm), [self.ranks[rank] for rank in ranks], self._queue, self.tuning)
+        return MpiCommunicator(MPI.Intracomm(comm), [self.ranks[rank] for rank in ranks], self.tuning)
 
     def hosts(self) -> list[str]:
         """The name of every rank's host, as MPI distinguishes ranks that share memory from those that do not."""
-        return [str(leader) for leader in self._leaders]
+        return [str(leader) for leader in self._comms.leaders]
+
+    def _settle(self, *, completed: bool) -> bool:
+        if not completed:
+            revoke(self._comms.world, self._comms.host, self._comms.owners)
+        with _translated("the agreement on the end of a collective"):
+            return agreed(self._comm, completed=completed, describe=self._long_wait)
+
+    def _recover(self) -> None:
+        size, number = self.size, self.launched[self.rank]
+
+        def make(comm: MPI.Intracomm) -> tuple[_Comms, MPI.Intracomm | None, int]:
+            last = comm.Dup() if self is _job.communicator else None
+            return _Comms.of(comm, number), last, comm.allreduce(self.collectives, MPI.MAX)
+
+        revoke(self._comms.world, self._comms.host, self._comms.owners)
+        _job.has_lost = True
+        members = dict(zip(self.launched, self.ranks, strict=True))
+        with _translated("the recovery from a loss"):
+            comms, last, self.collectives = shrunk(self._comm, make)
+        self._use(comms)
+        _job.world = last or _job.world
+        self.rank, self.size = comms.world.Get_rank(), comms.world.Get_size()
+        self.ranks = tuple(members[each] for each in self.launched)
+        fewest = int(MIN_NP.number(os.environ, "ranks"))
+        if self is _job.communicator and self.size < fewest:
+            raise PeerLostError(f"{self.size} of {size} ranks are left, fewer than --min-np {fewest}: the job ends.")
 
     def _close(self) -> None:
         with _translated("MPI_Comm_free"):
             if self._window is not None:
                 self._window.close()
-            for comm in (self._owners, self._host, self._comm):
+            for comm in (self._comms.owners, self._comms.host, self._comms.world):
                 if comm is not None:
                     comm.Free()
 
@@ -236,6 +289,9 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
         loopback = new_sockets_on_loopback() if os.environ.get(_INTERFACE) == INTERFACE else nullcontext()
         with _translated("MPI_Init"), loopback:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        if is_elastic(os.environ):  # errors of a lost peer may be raised on these, too
+            MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
+            MPI.COMM_SELF.Set_errhandler(MPI.ERRORS_RETURN)
         try:
             reserve_segments()
         except OSError as error:
@@ -245,29 +301,39 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
         raise ConfigError(
             f"{topology.launcher} started {topology.size} ranks, but MPI has {world.Get_size()}: this launcher "
             "and this MPI are incompatible. Start the script with chorosrun, with mpirun, or with srun: --mpi=pmix if "
-            "this MPI was built for SLURM, else --mpi=none, which needs PyTorch, and CHOROS_ENGINE unset."
+            "SLURM has PMIx, else --mpi=none, which needs PyTorch, and CHOROS_ENGINE unset."
         )
     # Polls first: the next collective spins, which would cost a core per rank while another one still imports.
     gone = _meet(world, leaves=False)
     if gone:
         ranks = f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
         raise EngineError(f"init() was called again, but {ranks} of {world.Get_size()} ended after shutdown().")
-    communicator = MpiCommunicator.duplicate(world, range(world.Get_size()), WorkQueue())
-    communicator.launched = _launched(world)
+    communicator = MpiCommunicator.duplicate(world, range(world.Get_size()))
     if isinstance(comm, Sequence):
         communicator = communicator.only(comm)
+    _job.communicator = communicator
     _tune(communicator)
     position = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
     return communicator, position
 
 
 def _tune(communicator: MpiCommunicator) -> None:
-    measured = Config.from_environ(os.environ).autotune and communicator.size > 1
-    tuning = communicator.tuning
+    config = Config.from_environ(os.environ)
+    measured = config.autotune and communicator.size > 1
+    tuning = replace(communicator.tuning, chunk_bytes=chunk_bytes(config.fusion_bytes))
+    communicator.tune(tuning)
     if measured:
-        tuning = autotune(communicator, tuning, communicator.tune)
-    if communicator.rank == 0:
-        _log.info("allreduce: %s (%s).", tuning, "measured" if measured else "CHOROS_AUTOTUNE=1 measures")
+        tuning, measurements = autotune(
+            communicator, tuning, communicator.tune, keep_chunks=config.fusion_bytes is not None
+        )
+    if communicator.rank != 0:
+        return
+    _log.info("allreduce: %s (%s).", tuning, "measured" if measured else "CHOROS_AUTOTUNE=1 measures")
+    if measured and config.autotune_log:
+        try:
+            write_measurements(Path(config.autotune_log), measurements, tuning)
+        except OSError as error:
+            _log.warning("%s=%s cannot be written: %s.", AUTOTUNE_LOG.name, config.autotune_log, error.strerror)
 
 
 def finalize() -> None:
@@ -277,21 +343,66 @@ def finalize() -> None:
     """
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return
-    while len(_meet(MPI.COMM_WORLD, leaves=True)) < MPI.COMM_WORLD.Get_size():
+    while len(_meet(_job.world, leaves=True)) < _job.world.Get_size():
         pass  # others have called init() again: it raises an error there
-    MPI.Finalize()
+    if not _job.has_lost:
+        MPI.Finalize()
 
 
 def _meet(world: MPI.Intracomm, *, leaves: bool) -> list[int]:
-    """Waits until all ranks have come, to ``init()`` or to leave for good; returns those that leave."""
+    """Waits until all ranks have come, to ``init()`` or to leave for good; returns those that leave.
+
+    In an elastic job those that are lost meanwhile are not waited for.
+    """
     what = LEAVING if leaves else INIT
-    everyone = np.empty(world.Get_size(), np.int8)
-    with _translated("the rendezvous of the ranks"):
-        request = world.Iallgather(np.array([leaves], np.int8), everyone)
-        wait_until(request.Test, describe=lambda: LongWait(what, _launched(world)))
-    return [int(rank) for rank in np.flatnonzero(everyone)]
+    while True:
+        own, everyone = np.array([leaves], np.int8), np.empty(world.Get_size(), np.int8)
+        with _translated("the rendezvous of the ranks"):
+            lost = False
+            try:
+                wait_for(world.Iallgather(own, everyone), own, everyone, describe=partial(_long_wait, what, world))
+            except MPI.Exception as error:
+                if not (is_elastic(os.environ) and is_loss(error)):
+                    raise
+                lost = True
+                revoke(world)
+            if not is_elastic(os.environ) or agreed(world, completed=not lost):
+                return [int(rank) for rank in np.flatnonzero(everyone)]
+            _job.has_lost = True
+            world = _job.world = shrunk(world, lambda comm: comm)
+
+
+def _long_wait(what: str, world: MPI.Intracomm) -> LongWait:
+    return LongWait(what, _launched(world))
 
 
 def _launched(comm: MPI.Intracomm) -> tuple[int, ...]:
     """The members' ranks as the launcher numbers them."""
     return tuple(comm.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group()))
+
+
+def is_elastic(environ: Mapping[str, str]) -> bool:
+    """Whether the job goes on without ranks that are lost."""
+    return ELASTIC.read(environ) == "1"
+
+
+def _number() -> int:
+    """This process's number at the launcher."""
+    return MPI.COMM_WORLD.Get_rank()
+
+
+class _MpiJob:
+    """The job of this process.
+
+    Attributes:
+        communicator: that of all ranks, since ``start``.
+        has_lost: whether ranks were lost. Then MPI cannot be finalized: Open MPI sometimes waits for them.
+        world: the ranks that are left, to meet at the end; separate from ``communicator``, which may be closed.
+    """
+
+    communicator: MpiCommunicator | None = None
+    has_lost = False
+    world: MPI.Intracomm = MPI.COMM_WORLD
+
+
+_job = _MpiJob()

@@ -8,7 +8,9 @@ and the user's script can call ``init_process_group`` itself.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -44,8 +46,11 @@ FOREVER = timedelta(days=365)
 _NAP = timedelta(seconds=0.1)
 
 
-def gloo_group(store: dist.Store, rank: int, size: int, address: str, seconds: float) -> Any:
-    """Gloo's connections of the members, listening at ``address`` unless ``GLOO_SOCKET_IFNAME`` names interfaces."""
+def gloo_group(store: dist.Store, rank: int, size: int, address: str, seconds: float, check: Callable[[], None]) -> Any:
+    """Gloo's connections of the members, listening at ``address`` unless ``GLOO_SOCKET_IFNAME`` names interfaces.
+
+    ``check`` raises the error that ends the wait for them.
+    """
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     options = dist.ProcessGroupGloo._Options()
     # Gloo lets in whoever comes first. Between hosts, nothing says who that was.
@@ -55,9 +60,25 @@ def gloo_group(store: dist.Store, rank: int, size: int, address: str, seconds: f
         else:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=seconds)
-        group = dist.ProcessGroupGloo(store, rank, size, options)
+        # In C++, which nothing interrupts: in another thread.
+        connected: Future[Any] = Future()
+        threading.Thread(
+            target=lambda: _fulfil(connected, lambda: dist.ProcessGroupGloo(store, rank, size, options)),
+            name="choros: Gloo connects",
+            daemon=True,
+        ).start()
+        while not wait([connected], _NAP.total_seconds()).done:
+            check()
+        group = connected.result()
     group._set_default_timeout(FOREVER)
     return group
+
+
+def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001  (who waits raises it)
+        future.set_exception(error)
 
 
 def own_address(locations: Sequence[Location], rank: int) -> str:
@@ -69,7 +90,9 @@ def own_address(locations: Sequence[Location], rank: int) -> str:
     return next(map(address_towards, others), LOOPBACK)
 
 
-def wait_on_host(work: Any, describe: Callable[[], LongWait] | None = None) -> None:
+def wait_on_host(
+    work: Any, describe: Callable[[], LongWait] | None = None, check: Callable[[], None] = lambda: None
+) -> None:
     """Waits for a collective of tensors in host memory; raises its error.
 
     The thread sleeps until Gloo's thread wakes it, or for a tenth of a second, after which Python can handle Ctrl-C.
@@ -77,12 +100,14 @@ def wait_on_host(work: Any, describe: Callable[[], LongWait] | None = None) -> N
     Args:
         work: the collective.
         describe: returns the wait, to report it; ``None``: it is not reported.
+        check: raises the error that ends the wait.
     """
     with Reporter(describe) as reporter:
         while not work.is_completed():
             with suppress(RuntimeError):
                 work.wait(_NAP)
             reporter.check()
+            check()
     work.wait()
 
 

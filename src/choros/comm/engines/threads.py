@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from choros.comm.communicator import Array, Communicator
 from choros.comm.reduction import UFUNCS, Reduction
-from choros.comm.work import WorkQueue
 from choros.errors import EngineError
 
 __all__ = ["ThreadCommunicator", "run_threads"]
@@ -58,8 +57,8 @@ class ThreadCommunicator(Communicator):
 
     engine = "threads"
 
-    def __init__(self, rank: int, ranks: Sequence[int], board: _Board, queue: WorkQueue) -> None:
-        super().__init__(rank, ranks, queue)
+    def __init__(self, rank: int, ranks: Sequence[int], board: _Board) -> None:
+        super().__init__(rank, ranks)
         self._board = board
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -93,7 +92,7 @@ class ThreadCommunicator(Communicator):
             return None
         board = self._board.child(tuple(ranks))
         members = [self.ranks[rank] for rank in ranks]
-        return ThreadCommunicator(list(ranks).index(self.rank), members, board, self._queue)
+        return ThreadCommunicator(list(ranks).index(self.rank), members, board)
 
     def _close(self) -> None:
         pass
@@ -111,16 +110,16 @@ def run_threads(function: Callable[[Communicator], T], size: int) -> list[T]:
     board = _Board(size)
 
     def rank_main(rank: int) -> T:
-        queue = WorkQueue()
+        communicator = ThreadCommunicator(rank, range(size), board)
         try:
-            return function(ThreadCommunicator(rank, range(size), board, queue))
+            return function(communicator)
         except BaseException:
             board.abort()
             raise
         finally:
-            queue.close()
+            communicator.close()
 
-    with ThreadPoolExecutor(size) as executor:
+    with ThreadPoolExecutor(size, thread_name_prefix="choros-rank") as executor:
         futures = [executor.submit(rank_main, rank) for rank in range(size)]
     errors = [error for future in futures if (error := future.exception())]
     for error in sorted(errors, key=lambda error: type(error) is EngineError):

@@ -5,19 +5,22 @@ Ranks of torchrun, of ``TF_CONFIG`` or of MPI rendezvous through a key-value sto
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.communicator import Array, Communicator
+from choros.comm.fusion import chunk_bytes
+from choros.comm.peers import PeerWatch
 from choros.comm.reduction import UFUNCS, Reduction
-from choros.comm.work import WorkQueue
+from choros.comm.request import caller
 from choros.config import SECRET, Config
 from choros.errors import EngineUnavailable
 from choros.topology import WITHOUT_MPI, Master, Topology, find_master, shard_range
@@ -42,7 +45,16 @@ from choros.comm.engines.process_groups import (
     wait_on_host,
 )
 from choros.comm.signature import Signatures
-from choros.comm.store import exchange_locations, store_at, store_over, translated
+from choros.comm.stall_watch import StallWatch
+from choros.comm.store import (
+    RendezvousStore,
+    exchange_locations,
+    leave_stores,
+    peers_of,
+    store_at,
+    store_over,
+    translated,
+)
 
 __all__ = ["TorchCommunicator", "finalize", "start"]
 
@@ -52,6 +64,7 @@ _GLOO_DTYPES = frozenset(
 )
 
 _starts = itertools.count()
+_stall_watch: StallWatch | None = None
 _log = logging.getLogger("choros")
 
 
@@ -61,6 +74,7 @@ class TorchCommunicator(Communicator):
 
     Attributes:
         address: where this rank listens.
+        peers: which ranks of the job are lost.
     """
 
     engine = "torch"
@@ -73,8 +87,8 @@ class TorchCommunicator(Communicator):
         rank: int,
         ranks: Sequence[int],
         address: str,
-        queue: WorkQueue,
         seconds: float,
+        peers: PeerWatch,
     ) -> None:
         """Connects the members; all of them must call it.
 
@@ -84,34 +98,50 @@ class TorchCommunicator(Communicator):
             rank: this process among them.
             ranks: their global ranks.
             address: where this rank listens.
-            queue: the process's one.
             seconds: how long connecting may take.
+            peers: which ranks of the job are lost.
         """
-        super().__init__(rank, ranks, queue)
+        super().__init__(rank, ranks)
+        self.peers = peers
         self.signatures = signatures
         self.address = address
         self._store = store
         self._seconds = seconds
         self._branches = itertools.count()
-        self._group = gloo_group(store, rank, self.size, address, seconds)
+        waits = self.launched, lambda: "the connection of the ranks"
+        with peers.explaining(*waits):
+            self._group = gloo_group(store, rank, self.size, address, seconds, functools.partial(peers.check, *waits))
 
     def branch(self) -> dist.Store:
         """A new store for members; all of them must call it."""
         return self._branch()[0]
 
+    def check_peers(self) -> None:
+        """Raises a ``PeerLostError`` if a member is lost."""
+        self.peers.check(self.launched, self._waits_in)
+
+    def _waits_in(self) -> str:
+        return f"{self._asked} at {caller() or 'unknown location'}"
+
+    def _wait(self, what: str, start: Callable[[], Any]) -> None:
+        """Starts a collective of Gloo's, or some, and waits for it."""
+        with self.peers.explaining(self.launched, self._waits_in), translated(what):
+            started = start()
+            for work in started if isinstance(started, list) else [started]:
+                wait_on_host(work, self._long_wait, self.check_peers)
+
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         table = np.empty(2 * self.size, np.int64)
         # Gloo's threads sleep while they wait, also those of a rank that waits for the others to end.
-        with translated("the check of a collective"):
-            wait_on_host(
-                self._group._allgather_base(torch.from_numpy(table), torch.from_numpy(header)), self._long_wait
-            )
+        self._wait(
+            "the check of a collective",
+            lambda: self._group._allgather_base(torch.from_numpy(table), torch.from_numpy(header)),
+        )
         return table.reshape(self.size, 2)
 
     def _allreduce(self, buffer: Array, op: Reduction) -> None:
         if buffer.dtype in _GLOO_DTYPES:
-            with translated("allreduce"):
-                wait_on_host(self._group.allreduce([torch.from_numpy(buffer)], allreduce_options(op)), self._long_wait)
+            self._wait("allreduce", lambda: self._group.allreduce([torch.from_numpy(buffer)], allreduce_options(op)))
             return
         shares = [shard_range(buffer.size, rank, self.size) for rank in range(self.size)]
         counts = [end - start for start, end in shares]
@@ -120,14 +150,14 @@ class TorchCommunicator(Communicator):
 
     def _allgather(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
         received = np.empty(sum(counts), np.uint8)
-        with translated("allgather"):
-            for work in start_allgather(self._group, _tensor(send), torch.from_numpy(received), counts, self.rank):
-                wait_on_host(work, self._long_wait)
+        self._wait(
+            "allgather",
+            lambda: start_allgather(self._group, _tensor(send), torch.from_numpy(received), counts, self.rank),
+        )
         return received
 
     def _broadcast(self, buffer: NDArray[np.uint8], root: int) -> None:
-        with translated("broadcast"):
-            wait_on_host(self._group.broadcast([torch.from_numpy(buffer)], broadcast_options(root)), self._long_wait)
+        self._wait("broadcast", lambda: self._group.broadcast([torch.from_numpy(buffer)], broadcast_options(root)))
 
     def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
         # Gloo's own supports only equal parts, and not every dtype.
@@ -141,11 +171,8 @@ class TorchCommunicator(Communicator):
     ) -> NDArray[np.uint8]:
         received = np.empty(sum(receive_counts), np.uint8)
         sent = _tensor(send[: sum(send_counts)])
-        with translated("alltoall"):
-            wait_on_host(
-                self._group.alltoall_base(torch.from_numpy(received), sent, list(receive_counts), list(send_counts)),
-                self._long_wait,
-            )
+        counts = list(receive_counts), list(send_counts)
+        self._wait("alltoall", lambda: self._group.alltoall_base(torch.from_numpy(received), sent, *counts))
         return received
 
     def _split(self, ranks: Sequence[int]) -> TorchCommunicator | None:
@@ -154,7 +181,7 @@ class TorchCommunicator(Communicator):
             return None
         members = [self.ranks[rank] for rank in ranks]
         rank = list(ranks).index(self.rank)
-        return TorchCommunicator(store, signatures, rank, members, self.address, self._queue, self._seconds)
+        return TorchCommunicator(store, signatures, rank, members, self.address, self._seconds, self.peers)
 
     def _branch(self) -> tuple[dist.Store, Signatures]:
         name = f"branch {next(self._branches)}"
@@ -181,7 +208,8 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
         ConfigError: this rank does not take part.
         EngineUnavailable: the environment lacks the master's address, or a rank does not connect in time.
     """
-    seconds = Config.from_environ(os.environ).start_timeout
+    config = Config.from_environ(os.environ)
+    seconds = config.start_timeout
     store: dist.Store = dist.HashStore()
     signatures = Signatures(b"")
     address = LOOPBACK
@@ -196,12 +224,16 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
         control.close()
     # Each start uses different keys: ranks may leave and join many times.
     name = f"choros {next(_starts)}"
+    peers = peers_of(store)
+    watch = None
+    if isinstance(store, RendezvousStore) and topology.launcher in WITHOUT_MPI and config.stall_seconds:
+        watch = StallWatch(store, topology.rank, config.stall_seconds)
     store, signatures = dist.PrefixStore(name, store), signatures.branch(name)
     locations = exchange_locations(store, topology.rank, topology.size, address, seconds)
+    _watch_stalls(watch, topology.size)
     address = own_address(locations, topology.rank)
-    communicator = TorchCommunicator(
-        store, signatures, topology.rank, range(topology.size), address, WorkQueue(), seconds
-    )
+    communicator = TorchCommunicator(store, signatures, topology.rank, range(topology.size), address, seconds, peers)
+    communicator.chunk_bytes = chunk_bytes(config.fusion_bytes)
     if comm is not None:
         communicator = communicator.only(comm)
         locations = [locations[rank] for rank in sorted(comm)]
@@ -212,10 +244,22 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
 
 
 def finalize() -> None:
-    """Ends MPI if it was the control plane; call it once, when the process ends."""
+    """Tells the other ranks, and ends MPI if it was the control plane; call it once, when the process ends."""
+    _watch_stalls(None)
+    leave_stores()
     mpi = sys.modules.get("choros.comm.engines.mpi")
     if mpi is not None:
         mpi.finalize()
+
+
+def _watch_stalls(watch: StallWatch | None, size: int = 0) -> None:
+    """Starts ``watch``, in place of that of an earlier start."""
+    global _stall_watch
+    if _stall_watch is not None:
+        _stall_watch.stop()
+    if watch is not None:
+        watch.start(size)
+    _stall_watch = watch
 
 
 def _warn_of_open_network(hosts: Sequence[str]) -> None:

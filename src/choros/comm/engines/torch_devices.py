@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any, final
@@ -25,7 +26,7 @@ from choros.comm.engines.process_groups import (
 )
 from choros.comm.engines.torch import TorchCommunicator
 from choros.comm.reduction import Reduction
-from choros.comm.store import exchange_locations, store_over, translated
+from choros.comm.store import exchange_locations, peers_of, store_over, translated
 from choros.config import Config
 from choros.errors import EngineUnavailable
 
@@ -59,9 +60,11 @@ class TorchLink(DeviceLink):
     def __init__(self, control: Communicator, device: Device) -> None:
         seconds = Config.from_environ(os.environ).start_timeout
         if isinstance(control, TorchCommunicator):
-            store, address = control.branch(), control.address
+            store, address, check = control.branch(), control.address, control.check_peers
         else:
             store, _, address = store_over(control, seconds)
+            check = functools.partial(peers_of(store).check, range(control.size), lambda: "a collective on devices")
+        self._check = check
         self._store = store  # kept alive: NCCL uses it again when it ends
         self._rank = control.rank
         self._on_gpu = device.type == "cuda"
@@ -71,7 +74,8 @@ class TorchLink(DeviceLink):
             self._group = _nccl_group(store, control, self._device)
         else:
             locations = exchange_locations(store, control.rank, control.size, address, seconds)
-            self._group = gloo_group(store, control.rank, control.size, own_address(locations, control.rank), seconds)
+            address = own_address(locations, control.rank)
+            self._group = gloo_group(store, control.rank, control.size, address, seconds, check)
 
     def allreduce(self, buffer: Any, op: Reduction) -> None:
         """See ``DeviceLink``."""
@@ -107,7 +111,7 @@ class TorchLink(DeviceLink):
         if self._on_gpu:
             work.wait()  # orders the current stream behind it
         else:
-            wait_on_host(work)
+            wait_on_host(work, check=self._check)
 
 
 def _nccl_group(store: dist.Store, control: Communicator, device: torch.device) -> Any:

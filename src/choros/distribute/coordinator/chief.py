@@ -21,7 +21,7 @@ from choros.distribute.coordinator.queue import Closure, ClosureQueue
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue
 from choros.distribute.coordinator.role import CoordinatorRole
 from choros.distribute.parameter_server.cluster import Cluster
-from choros.distribute.parameter_server.jobs import wait_for_jobs_at_exit
+from choros.distribute.parameter_server.jobs import wait_for_end
 from choros.distribute.parameter_server.messages import Shutdown
 from choros.distribute.parameter_server.optimizer import remote_optimizers
 from choros.distribute.parameter_server.session import ServerSession
@@ -79,7 +79,6 @@ class Chief(CoordinatorRole):
         ]
         for thread in self._threads:
             thread.start()
-        wait_for_jobs_at_exit()
         atexit.register(self.close)
 
     @property
@@ -242,7 +241,9 @@ class Chief(CoordinatorRole):
         self._queue.done(channel, closure, result)
 
     def close(self) -> None:
-        """Shuts down workers and servers at the end of the script; waits for workers that do not listen yet."""
+        """Shuts down workers and servers at the end of the script; waits for workers that do not listen yet, and for
+        those workers and servers that are threads of this process.
+        """
         atexit.unregister(self.close)
         self._queue.close()
         deadline = time.monotonic() + (_END_SECONDS if self._used else _ATTEMPT_SECONDS)
@@ -250,3 +251,4 @@ class Chief(CoordinatorRole):
             thread.join(max(0.0, deadline - time.monotonic()))
         self._ending.set()
         self._session.servers.shutdown()
+        wait_for_end(self._start.job)

@@ -15,14 +15,14 @@ from choros.distribute.coordinator.metrics import count_metrics, reset_metrics
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, RemoteValue
 from choros.distribute.coordinator.role import CoordinatorRole
 from choros.distribute.parameter_server.cluster import Cluster
-from choros.distribute.parameter_server.jobs import wait_for_chief
+from choros.distribute.parameter_server.jobs import chief_lost, wait_for_chief
 from choros.distribute.parameter_server.messages import Shutdown
 from choros.distribute.parameter_server.optimizer import add_remote_optimizer, remote_optimizers
 from choros.distribute.parameter_server.recipes import ModelRecipe
 from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.distribute.parameter_server.session import ServerSession
 from choros.distribute.parameter_server.signals import leave_signals_to_the_chief
-from choros.errors import EngineError, StrategyError
+from choros.errors import StrategyError
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.transport.channel import Channel, ChannelClosed
@@ -96,8 +96,8 @@ class Worker(CoordinatorRole):
 
         Raises:
             SystemExit: with code 0 when the job has ended.
-            EngineError: the chief did not connect in time, a server cannot be reached, or the chief's connection closed
-                before the job ended.
+            PeerLostError: the chief's connection closed before the job ended, or a server is lost.
+            EngineError: the chief did not connect in time, or a server cannot be reached.
         """
         leave_signals_to_the_chief()
         arrivals: Queue[tuple[Channel, StartJob]] = Queue()
@@ -120,7 +120,8 @@ class Worker(CoordinatorRole):
         """Runs the functions that the chief sends, until the job has ended.
 
         Raises:
-            EngineError: a server cannot be reached, or the chief's connection closed before the job ended.
+            PeerLostError: the chief's connection closed before the job ended, or a server is lost.
+            EngineError: a server cannot be reached.
         """
         self.serving = True
         try:
@@ -130,9 +131,7 @@ class Worker(CoordinatorRole):
                     reply = self._reply(message)
                 chief.send(reply)
         except ChannelClosed as error:
-            raise EngineError(
-                "the connection to the chief closed before the job ended: see the chief's output."
-            ) from error
+            raise chief_lost() from error
 
     def _join(self, chief: Channel, start: StartJob) -> None:
         try:

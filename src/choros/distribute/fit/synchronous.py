@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -23,6 +24,7 @@ import numpy as np
 
 from choros.arrays import adapter_of
 from choros.comm import global_process_set
+from choros.config import COMMIT_DIR
 from choros.distribute import datasets
 from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.gradients import distribute_optimizer
@@ -44,13 +46,25 @@ from choros.distribute.tf_variables import settle_variables
 from choros.distribute.writing import is_writing, write_once
 from choros.errors import ConfigError
 from choros.parallel import ops
-from choros.parallel.data import Part, Sharding, are_arrays, check_global_batch, count_rows, cut, kind_of
+from choros.parallel.data import (
+    EpochData,
+    Part,
+    Sharding,
+    are_arrays,
+    check_global_batch,
+    count_rows,
+    cut,
+    epochs_of,
+    epochs_of_shard,
+    kind_of,
+)
 from choros.parallel.identical import are_identical
 from choros.parallel.moments import RankMoments
 from choros.parallel.objects import broadcast_object
 from choros.parallel.structure import map_structure
 from choros.topology import shard_range
 from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
+from choros.training.commits import CommitCallback
 from choros.training.keras_internals import (
     build_before_training,
     flatten_metrics,
@@ -166,7 +180,8 @@ class SynchronousTraining(Training):
         data = self._training_data(x, y, weights, batch_size, shuffle=call["shuffle"], epoch=call["initial_epoch"])
         if not (are_arrays(x) and (validation is None or are_arrays(validation))):
             attach(model).expect_absent_rows()
-        changes = {"x": data, "y": None, "sample_weight": None, "batch_size": None, "validation_split": 0.0}
+        own = data.data if isinstance(data, EpochData) else data
+        changes = {"x": own, "y": None, "sample_weight": None, "batch_size": None, "validation_split": 0.0}
         held_out = None
         if validation is not None:
             x, y, weights = keras.utils.unpack_x_y_sample_weight(validation)
@@ -174,7 +189,7 @@ class SynchronousTraining(Training):
             changes["validation_data"] = validation if held_out is None else held_out
             changes["validation_batch_size"] = None
         changes["callbacks"] = self._callbacks(call["callbacks"], MetricAverageCallback(whole_tests=held_out is None))
-        with enter_fit():
+        with enter_fit(), attach(model).elastic(data) if isinstance(data, EpochData) else nullcontext():
             history = call.replaced(**changes, shuffle=False, verbose=self._verbosity(call)).run()
         global_process_set.communicator.barrier()  # the files that process 0 has written exist for all processes
         return history
@@ -255,12 +270,18 @@ class SynchronousTraining(Training):
     # data ---------------------------------------------------------------------------------------
 
     def _training_data(self, x: Any, y: Any, weights: Any, batch_size: int | None, *, shuffle: Any, epoch: int) -> Any:
+        """Returns what Keras' ``fit`` trains on; in an elastic job as ``EpochData``."""
+        elastic, part = global_process_set.communicator.elastic, self._part_of_batches()
         if not are_arrays(x):
-            return self._batches(x)
+            if not elastic:
+                return self._batches(x)
+            if datasets.is_distributed(x):
+                return epochs_of_shard(self._batches(x), part)
+            return epochs_of(x, Sharding(part, epoch=epoch))
         check_global_batch(min(batch_size or _BATCH, count_rows(x)), self._replicas.count)
         seed = broadcast_object(int(np.random.randint(2**31)))
-        sharding = Sharding(self._part_of_batches(), batch_size or _BATCH, bool(shuffle), seed, epoch)
-        return _sharded(_packed(x, y, weights), sharding)
+        sharding = Sharding(part, batch_size or _BATCH, bool(shuffle), seed, epoch)
+        return (epochs_of if elastic else _sharded)(_packed(x, y, weights), sharding)
 
     def _part(self, x: Any, y: Any, weights: Any, batch_size: int | None, steps: int | None = None) -> Any:
         """Returns this process's part of evaluation data; ``None`` if there are fewer rows than processes."""
@@ -288,7 +309,9 @@ class SynchronousTraining(Training):
         others = [each for each in others if each not in backups]
         own_backups = backups if self._replicas.first == 0 else []
         synchronizing = (_SynchronizeEpoch(), BroadcastGlobalVariablesCallback(0), _AverageStatistics())
-        return [averaging, *own_backups, *synchronizing, *others]
+        callbacks = [averaging, *own_backups, *synchronizing, *others]
+        directory = COMMIT_DIR.read(os.environ)
+        return [*callbacks, CommitCallback(directory, callbacks)] if directory else callbacks
 
     def _callbacks_of_rank(self, given: Any) -> list[Any]:
         """Returns the user's callbacks; on ranks other than 0, without those that only write, and with no output."""

@@ -44,12 +44,12 @@ __all__ = [
 ]
 
 
-class _State(threading.local):
+class _VariableState(threading.local):
     in_metric = False
     assigns_copy = False
 
 
-_state = _State()
+_state = _VariableState()
 #: The ``on_read`` variables by their ``id``, in the order of their creation: variables compare by value.
 _read_together: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from choros.comm.exit_code import exit_with_code_of_loss
 from choros.config import Config
 from choros.distribute.parameter_server.client import Servers
 from choros.distribute.parameter_server.messages import Hello
@@ -67,6 +68,7 @@ class Cluster:
             ConfigError: workers or parameter servers are missing, this process is not part of the cluster, or the key
                 is missing.
         """
+        exit_with_code_of_loss()
         missing = [name for name in ("worker", "ps") if not spec.as_dict().get(name)]
         if missing:
             raise ConfigError(

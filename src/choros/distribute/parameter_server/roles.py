@@ -56,7 +56,7 @@ def take_role(
 def worker_role(strategy: Any, worker: Worker) -> tuple[CoordinatorRole, Training]:
     """Returns the role of a worker and its training."""
     if keras.backend.backend() == "jax":
-        from choros.training.device import spare_xla_thread
+        from choros.arrays.xla_threads import spare_xla_thread
 
         spare_xla_thread()
     worker.set_strategy(strategy)

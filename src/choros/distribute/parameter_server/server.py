@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from choros.distribute.parameter_server.cluster import CHIEF, Cluster, this_process
-from choros.distribute.parameter_server.jobs import Jobs
+from choros.distribute.parameter_server.jobs import Jobs, end_at_exit
 from choros.distribute.parameter_server.messages import Assign, Average, Hello, Pull, Push, Register, Shutdown
 from choros.distribute.parameter_server.shards import Shards
 from choros.transport.channel import Channel, ChannelClosed
@@ -40,7 +40,8 @@ class ParameterServer:
         """Waits until the first chief has ended its job.
 
         Raises:
-            EngineError: the chief did not connect in time, or its connection closed before it ended the job.
+            EngineError: the chief did not connect in time.
+            PeerLostError: its connection closed before it ended the job.
         """
         self._waiting.wait(self._cluster, self._listener)
 
@@ -49,10 +50,11 @@ class ParameterServer:
         self._listener.close()
 
     def _serve(self, channel: Channel, hello: Hello) -> None:
+        end_at_exit(channel)
         if channel.peer != CHIEF:
             self._answer(channel, hello, self._jobs.get(hello.job, Shards()))
             return
-        with self._waiting.job() as job:
+        with self._waiting.job(hello.job) as job:
             self._jobs[hello.job] = Shards()
             try:
                 if self._answer(channel, hello, self._jobs[hello.job]):

@@ -91,7 +91,7 @@ class ParameterServerStrategy(Strategy):
 
         resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
         cluster = Cluster.of(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
-        super().__init__(ProcessReplicas(1, 0), resolver)
+        super().__init__(ProcessReplicas(alone=True), resolver)
         self._role: CoordinatorRole | None
         self._training: Training
         self._role, self._training = take_role(self, cluster, variable_partitioner, max_staleness)
@@ -102,7 +102,7 @@ class ParameterServerStrategy(Strategy):
         from choros.distribute.parameter_server.roles import worker_role
 
         strategy = cls.__new__(cls)
-        Strategy.__init__(strategy, ProcessReplicas(1, 0))
+        Strategy.__init__(strategy, ProcessReplicas(alone=True))
         strategy._role, strategy._training = worker_role(strategy, worker)
         return strategy
 

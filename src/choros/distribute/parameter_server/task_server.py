@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from choros.distribute.cluster_resolver import ClusterSpec
 from choros.distribute.parameter_server.cluster import Cluster
-from choros.distribute.parameter_server.jobs import Jobs
+from choros.distribute.parameter_server.jobs import Jobs, end_at_exit
 from choros.errors import ConfigError, EngineError
 from choros.transport.channel import Channel
 from choros.transport.listener import Listener
@@ -118,7 +118,8 @@ class _WorkerTask:
         from choros.distribute.coordinator.worker import Worker
         from choros.distribute.parameter_server.strategy import ParameterServerStrategy
 
-        with self._jobs.job() as job:
+        end_at_exit(chief)
+        with self._jobs.job(start.job) as job:
             # On JAX, a step that waits for the servers in a callback holds threads of XLA's pool.
             exclusive = _exclusive if keras.backend.backend() == "jax" else nullcontext()
             worker = Worker(self._cluster, exclusive)

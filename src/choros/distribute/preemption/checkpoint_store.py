@@ -4,19 +4,19 @@
 
     of tf.train.Checkpoint        directory/checkpoint, ckpt-1.index, …   TensorFlow's files; the number is a variable
     of other objects              directory/run-120/checkpoint…           the files that save(path) wrote
-                                  directory/run-130.partial/              being written; renamed when it is complete
+                                  directory/.unfinished.…/run-130/        being written; renamed when it is complete
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
+from choros.durable import discard, unfinished
 from choros.errors import ConfigError
 
 __all__ = ["CheckpointStore", "store_of"]
@@ -148,13 +148,12 @@ class _DirectoryStore(CheckpointStore):
         older = self._complete()
         if runs in older:  # a second request to end, before another step
             return
-        partial = self._directory / f"run-{runs}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        self._save(_within(partial), *args, **kwargs)
-        partial.rename(partial.with_suffix(""))
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with unfinished(self._directory / f"run-{runs}") as directory:
+            directory.mkdir()
+            self._save(_within(directory), *args, **kwargs)
         for path in older.values():
-            shutil.rmtree(path)
+            discard(path)
 
     def _complete(self) -> dict[int, Path]:
         """Returns the completed steps → the directory, of each complete checkpoint."""

@@ -235,8 +235,8 @@ def _highest(stage: _PreemptionStage) -> _PreemptionStage:
 
         jax.effects_barrier()  # a step that still runs may have collectives left to do
     communicator = global_process_set.communicator
-    with communicator.exclusive():
-        return _PreemptionStage(max(communicator.agree(Request("check for preemption"), value=stage)))
+    stages = communicator.atomic(lambda: communicator.agree(Request("check for preemption"), value=stage))
+    return _PreemptionStage(max(stages))
 
 
 def _exit() -> NoReturn:

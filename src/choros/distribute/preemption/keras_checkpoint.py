@@ -49,9 +49,9 @@ class KerasCheckpoint:
     def save(self, path: str) -> None:
         """Writes the file ``path``."""
         values = {name: variable.value for name, variable in self._variables().items()}
-        arrays = {name: adapter_of(value).to_host(value) for name, value in values.items()}
+        arrays: dict[str, Any] = {name: adapter_of(value).to_host(value) for name, value in values.items()}
         with open(path, "wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+            np.savez(file, **arrays)
 
     def restore(self, path: str) -> None:
         """Overwrites the variables with those of the file ``path``.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from choros.config import LOG_LEVEL, Config
 from choros.errors import LaunchError
@@ -17,10 +18,11 @@ from choros.launch.driver.supervisor import JobEnd, supervise
 from choros.launch.plan.command import Command, plan
 from choros.launch.plan.cores import usable_cores
 from choros.launch.plan.dry_run import rank_lines
-from choros.launch.plan.environment import in_allocation
+from choros.launch.plan.environment import in_allocation, in_slurm
 from choros.launch.plan.job import Job
 from choros.launch.plan.limits import Limits
 from choros.launch.plan.mpi_implementations import Mpirun
+from choros.launch.processes.control import control_socket
 from choros.launch.processes.directories import (
     SESSION,
     SESSION_BYTES,
@@ -72,12 +74,12 @@ def launch(
         ConfigError: an environment variable that ranks read has an invalid value.
     """
     began = time.monotonic()
-    if verbose:
-        environ = {LOG_LEVEL.name: "INFO", **environ}
+    if verbose and not LOG_LEVEL.given(environ)[1]:
+        environ = {**environ, LOG_LEVEL.name: "INFO"}
     environ = {**keras_backend_of_ranks(job.command, environ), **environ}
     shows_events = Config.from_environ({**environ, **job.environment}).log_level == "DEBUG"
     job = _with_addresses(job, environ)
-    _check_hosts(job, limits, output)
+    _check_hosts(job, environ, limits, output)
     _warn_of_overload(job, environ, output)
     remove_stale()
     name = os.urandom(6).hex()
@@ -96,15 +98,21 @@ def launch(
             for line in rank_lines(job, environ):
                 output.show(f"chorosrun: {line}")
             output.show(f"chorosrun: hosts checked and command planned in {time.monotonic() - began:.2f} s")
-        with frame_pipes(session.path, job.size if command.one_host else 0) as pipes:
+        with (
+            _merged_timelines(output),
+            frame_pipes(session.path, job.most if command.one_host else 0) as pipes,
+            control_socket(session.path) as control,
+        ):
             return supervise(
                 command,
                 job.size,
                 output,
                 roles=job.roles,
+                elastic=job.elastic,
                 signal_map=mpirun.implementation.signal_map,
                 limits=limits,
                 frame_pipes=pipes,
+                control=control,
                 payload=payload,
                 verbose=verbose,
             )
@@ -125,6 +133,25 @@ def _show_events(output: Output) -> Callable[[], None]:
     return events.listen(show)
 
 
+@contextmanager
+def _merged_timelines(output: Output) -> Iterator[None]:
+    """After the block, merges what ranks have recorded and, because they were ended, could not merge themselves."""
+    files: set[str] = set()
+    stop_listening = events.listen(lambda event: files.add(event.name), {events.Kind.RECORDING})
+    try:
+        yield
+    finally:
+        stop_listening()
+        if files:
+            from choros.observe.timeline.files import merge_left_parts  # takes 10 ms; other jobs do not need it
+
+            for file in sorted(files):
+                try:
+                    merge_left_parts(Path(file))
+                except OSError as error:
+                    output.show(f"chorosrun: the timeline {file} cannot be written: {error}.")
+
+
 def _with_addresses(job: Job, environ: Mapping[str, str]) -> Job:
     """Returns the job, with its cluster's addresses if it has parameter servers."""
     if not job.roles:
@@ -134,9 +161,9 @@ def _with_addresses(job: Job, environ: Mapping[str, str]) -> Job:
     return assign_addresses(job, environ)
 
 
-def _check_hosts(job: Job, limits: Limits, output: Output) -> None:
-    """Raises if one of the job's remote hosts cannot be reached."""
-    if not job.remote:
+def _check_hosts(job: Job, environ: Mapping[str, str], limits: Limits, output: Output) -> None:
+    """Raises if one of the job's remote hosts cannot be reached through ssh, unless mpirun does without it."""
+    if not job.remote or in_slurm(environ):
         return
     from choros.launch.driver.preflight import check_hosts  # takes 20 ms; other jobs do not need it
 

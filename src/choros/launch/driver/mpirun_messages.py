@@ -14,7 +14,8 @@ _KNOWN = {
     "MPI_ERRORS_ARE_FATAL": "MPI aborted because of an error.",
     "daemon|resolve|not known": (
         "mpirun's daemon on a host cannot be started or reached: check that `ssh HOST true` works without a prompt, "
-        "and that Python, choros and Open MPI are installed at the same paths on every host."
+        "or `srun hostname` in an allocation of SLURM, and that Python, choros and Open MPI are installed at the same "
+        "paths on every host."
     ),
     "unable to find|could not find|No such file or directory": (
         "A host lacks a program: Python, choros and Open MPI must be installed at the same paths on every host."

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from choros.errors import LaunchError
+from choros.errors import LaunchError, PeerLostError
+from choros.launch.driver.failures import exception_name, headline
 from choros.launch.driver.mpirun_messages import aborted_by_mpi, explain, lost_hosts, met_shutdown
 from choros.launch.driver.stopping import Reason, signal_name
 from choros.launch.driver.supervisor import JobEnd
+from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.limits import Limits
 from choros.launch.plan.roles import CHIEF, PS, WORKER, Roles
 from choros.launch.protocol.frames import Exit
 
-__all__ = ["Outcome", "exception_name", "outcome_of"]
+__all__ = ["PREEMPTED", "Outcome", "outcome_of"]
 
-_EXCEPTION = re.compile(r"^(?:  \| )?([A-Za-z_][\w.]*)(?::.*)?$")
 #: chorosrun's exit code for jobs whose exit code does not come from a rank.
 _CODES = {Reason.INTERRUPT: 130, Reason.TERMINATE: 143, Reason.TIMEOUT: 124}
+#: The exit code of a job that was asked to end, and has committed: EX_TEMPFAIL, on which schedulers requeue.
+PREEMPTED = 75
 #: MPI_ERR_UNKNOWN, with which Open MPI ends a process that loses a connection to another one.
 _MPI_ABORT = 14
 #: If processes of several roles failed, the failure of an earlier role is the cause of a later role's.
 _SUSPECTS = (PS, CHIEF, WORKER)
-_ADVICE: dict[int, str] = {
-    signal.SIGKILL: "out of memory, or kill -9?",
-    signal.SIGSEGV: "a bug in compiled code, or a library built for another machine?",
-    signal.SIGBUS: "is shared memory (/dev/shm) full?",
-    signal.SIGILL: "a library built for another processor?",
-    signal.SIGABRT: "a library aborted; see its last messages.",
-}
 
 
 @dataclass(frozen=True)
@@ -57,6 +52,10 @@ def outcome_of(job_end: JobEnd, limits: Limits) -> Outcome:
     """
     ends = list(job_end.exits.values())
     failures = [end for end in ends if end.code != 0 and not end.stopped]
+    if job_end.elastic is not None:
+        outcome = _elastic(job_end, job_end.elastic)
+        if outcome is not None:
+            return outcome
     if job_end.reason in _CODES:
         return Outcome(_CODES[job_end.reason], _stopped_lines(job_end, limits))
     if job_end.reason is Reason.STUCK:
@@ -71,6 +70,31 @@ def outcome_of(job_end: JobEnd, limits: Limits) -> Outcome:
     if len(ends) == job_end.size and all(end.code == 0 for end in ends):
         return Outcome(0)
     return _lost(job_end, limits)
+
+
+def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
+    """Returns the outcome of a job in which some ranks have failed and others have not, or that was preempted."""
+    ends = [job_end.exits[rank] for rank in sorted(job_end.exits)]
+    finished = [end for end in ends if end.code == 0]
+    missing = job_end.members - job_end.exits.keys()
+    if job_end.preempted and finished and all(end.code == 0 or not end.stopped for end in ends) and not missing:
+        line = "chorosrun: preempted: the ranks have committed and ended. The same command goes on from there."
+        return Outcome(PREEMPTED, (line,))
+    if job_end.reason is Reason.TOO_FEW:
+        failures = _causes_first(job_end, [end for end in ends if end.code and not end.stopped])
+        left = f"{job_end.left} of {len(job_end.members)} ranks {'is' if job_end.left == 1 else 'are'} left"
+        raised = [end for end in failures if not end.signal and end.code != PeerLostError.exit_code]
+        last = raised[0] if raised else failures[0]
+        lines = (
+            f"chorosrun: {headline(last, job_end.roles)}; {left}, fewer than --min-np {elastic.least}: the job ends. "
+            "With --commit-dir, the same command goes on from the last commit.",
+        )
+        code = last.code if raised else PeerLostError.exit_code
+        return Outcome(code, lines + ((last.traceback,) if last.traceback else ()), last)
+    if job_end.reason is None and len(finished) >= 1 and job_end.left - len(missing) >= 1:
+        lost = [job_end.started[rank] for rank in sorted(missing) if rank in job_end.started]
+        return Outcome(0, tuple(f"chorosrun: rank {start.rank} on {start.host} disappeared." for start in lost))
+    return None
 
 
 def _causes_first(job_end: JobEnd, failures: Sequence[Exit]) -> list[Exit]:
@@ -98,7 +122,7 @@ def _failed(job_end: JobEnd, failures: Sequence[Exit]) -> Outcome:
     for kind in dict.fromkeys(_kind(end) for end in others):
         same = [end.rank for end in others if _kind(end) == kind]
         lines.append(f"chorosrun: {job_end.roles.names(same)} failed too: {kind}.")
-    lines.append(f"chorosrun: {_headline(first, job_end.roles)}{_others_stopped(job_end, failures)}.")
+    lines.append(f"chorosrun: {headline(first, job_end.roles)}{_others_stopped(job_end, failures)}.")
     lines += _consequence(first, job_end.roles)
     if first.traceback:
         lines.append(first.traceback)
@@ -109,17 +133,6 @@ def _failed(job_end: JobEnd, failures: Sequence[Exit]) -> Outcome:
     elif first.rank in aborted_by_mpi(job_end.messages):
         lines.append(explain(job_end.messages))
     return Outcome(first.code, tuple(lines), first)
-
-
-def _headline(end: Exit, roles: Roles) -> str:
-    name = f"{roles.name(end.rank)} on {end.host}"
-    if end.signal:
-        advice = _ADVICE.get(end.signal, "")
-        return f"{name} was killed by {signal_name(end.signal)} (signal {end.signal})" + (
-            f": {advice}" if advice else ""
-        )
-    exception = exception_name(end.traceback or end.shown)
-    return f"{name} failed with exit code {end.code}" + (f" ({exception})" if exception else "")
 
 
 def _consequence(end: Exit, roles: Roles) -> list[str]:
@@ -141,7 +154,7 @@ def _kind(end: Exit) -> str:
 def _others_stopped(job_end: JobEnd, failures: Sequence[Exit]) -> str:
     roles = job_end.roles
     stopped = job_end.size - len(failures) - sum(end.code == 0 and not end.stopped for end in job_end.exits.values())
-    if stopped == 0:
+    if stopped <= 0:
         return ""
     if stopped == job_end.size - 1:
         return (
@@ -152,28 +165,12 @@ def _others_stopped(job_end: JobEnd, failures: Sequence[Exit]) -> str:
     return f"; {stopped} other {roles.kind(stopped)} {'was' if stopped == 1 else 'were'} stopped"
 
 
-def exception_name(traceback: str) -> str:
-    """Returns the name of the exception at the end of a traceback; empty if there is none.
-
-    Example:
-        >>> exception_name("Traceback (most recent call last):\\n  File …\\nchoros.errors.MismatchError: no\\nmore")
-        'MismatchError'
-    """
-    lines = traceback.splitlines()
-    begin = max((i for i, line in enumerate(lines) if "Traceback (most recent call last):" in line), default=None)
-    for line in lines[begin + 1 :] if begin is not None else ():
-        match = _EXCEPTION.match(line)
-        if match is not None:
-            return match[1].rsplit(".", 1)[-1]
-    return ""
-
-
 def _stopped_lines(job_end: JobEnd, limits: Limits) -> tuple[str, ...]:
     killed = [rank for rank, end in job_end.exits.items() if end.stopped and end.signal == signal.SIGKILL]
     lines = []
     for end in job_end.exits.values():
         if exception_name(end.traceback) not in ("", "KeyboardInterrupt"):  # it failed while it shut down
-            lines += [f"chorosrun: {_headline(end, job_end.roles)}.", end.traceback]
+            lines += [f"chorosrun: {headline(end, job_end.roles)}.", end.traceback]
     if killed:
         lines.append(
             f"chorosrun: {job_end.roles.names(killed)} did not end after the first signal and "
@@ -193,7 +190,7 @@ def _done_lines(job_end: JobEnd, limits: Limits) -> tuple[str, ...]:
     """Returns messages about processes that failed, or did not end, after the chief had ended."""
     roles, ends = job_end.roles, job_end.exits.values()
     failed = [end for end in ends if end.code != 0 and not end.stopped]
-    lines = [f"chorosrun: after the chief had ended, {_headline(end, roles)}." for end in failed]
+    lines = [f"chorosrun: after the chief had ended, {headline(end, roles)}." for end in failed]
     lines += [end.traceback for end in failed if end.traceback]
     late = [rank for rank in range(job_end.size) if rank not in job_end.exits or job_end.exits[rank].stopped]
     if late:
@@ -224,6 +221,7 @@ def _lost(job_end: JobEnd, limits: Limits) -> Outcome:
             return Outcome(code, (f"chorosrun: {what}: the host went down or can no longer be reached.",))
         what += ": the processes were killed or the host went down"
     else:
-        what = "mpirun ended the job"
+        killed = job_end.mpirun_code < 0
+        what = f"mpirun was killed ({signal_name(-job_end.mpirun_code)})" if killed else "mpirun ended the job"
         code = job_end.mpirun_code if 0 < job_end.mpirun_code < 256 else code
     return Outcome(code, (f"chorosrun: {what}. {explain(job_end.messages)}".rstrip(),))

@@ -58,11 +58,29 @@ class Screen:
 
     Lines of different ranks are never mixed: when another rank writes after a partial line, the partial line is
     ended first.
+
+    Args:
+        out: standard output.
+        err: standard error.
+        prefix: begin every line with the ranks that wrote it.
+        colour: show these in colours.
+        roles: the ranks' roles.
+        timestamp: begin every line with the date and time at which it is shown.
     """
 
-    def __init__(self, out: Sink, err: Sink, *, prefix: bool, colour: bool, roles: Roles = NO_ROLES) -> None:
+    def __init__(
+        self,
+        out: Sink,
+        err: Sink,
+        *,
+        prefix: bool,
+        colour: bool,
+        roles: Roles = NO_ROLES,
+        timestamp: bool = False,
+    ) -> None:
         self._streams: dict[str, Sink] = {"out": out, "err": err}
         self._prefix = prefix
+        self._timestamp = timestamp
         self._colour = colour
         self._roles = roles
         self._open: tuple[tuple[int, ...], str] | None = None
@@ -70,7 +88,7 @@ class Screen:
     def write(self, lines: Lines) -> None:
         """Writes lines, or a partial line."""
         writer, data = (lines.ranks, lines.stream), lines.data
-        if not self._prefix:
+        if not self._prefix and not self._timestamp:
             if self._open not in (None, writer):
                 self.finish_line()
             self._write(lines.stream, data)
@@ -99,7 +117,7 @@ class Screen:
             self._open = None
 
     def show(self, text: str) -> None:
-        """Shows a message of chorosrun itself."""
+        """Shows a message of chorosrun itself, without the date and time."""
         self.finish_line()
         self._write("err", text.encode("utf-8", "surrogateescape") + b"\n")
 
@@ -115,10 +133,11 @@ class Screen:
                 )
 
     def _label(self, ranks: tuple[int, ...]) -> bytes:
-        label = f"[{self._roles.label(*ranks)}] ".encode()
-        if not self._colour or len(ranks) > 1:
-            return label
-        return b"\x1b[%dm%s\x1b[0m" % (_COLOURS[ranks[0] % len(_COLOURS)], label)
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S ").encode() if self._timestamp else b""
+        label = f"[{self._roles.label(*ranks)}] ".encode() if self._prefix else b""
+        if not self._colour or not label or len(ranks) > 1:
+            return stamp + label
+        return b"%s\x1b[%dm%s\x1b[0m" % (stamp, _COLOURS[ranks[0] % len(_COLOURS)], label)
 
 
 class Files:
@@ -185,6 +204,11 @@ class Output:
         """Returns the seconds after which held lines are due; ``None`` if there are none."""
         return None if self._merger is None else self._merger.wait(time.monotonic())
 
+    def flush(self) -> None:
+        """Writes all held lines to the screen."""
+        if self._merger is not None:
+            self._write(self._merger.flush())
+
     def write_to_file(self, rank: int, text: str) -> None:
         """Writes a rank's final traceback to its file only: the screen shows it with the job's outcome."""
         if text:
@@ -192,12 +216,12 @@ class Output:
 
     def show(self, text: str) -> None:
         """Shows a message of chorosrun itself, after all that the ranks have written."""
-        self._write_held()
+        self.flush()
         self._screen.show(text)
 
     def close(self) -> None:
         """Ends the partial line on the screen and closes the files."""
-        self._write_held()
+        self.flush()
         self._screen.finish_line()
         if self._files is not None:
             self._files.close()
@@ -205,10 +229,6 @@ class Output:
     def _write(self, lines: Iterable[Lines]) -> None:
         for each in lines:
             self._screen.write(each)
-
-    def _write_held(self) -> None:
-        if self._merger is not None:
-            self._write(self._merger.flush())
 
     def _write_to_file(self, text: Text) -> None:
         try:

@@ -27,6 +27,8 @@ class Reason(enum.Enum):
     FAILURE = enum.auto()
     #: A rank waits for one that has ended, or ranks wait for each other.
     STUCK = enum.auto()
+    #: Fewer ranks of an elastic job are left than it may have.
+    TOO_FEW = enum.auto()
     #: The chief ended with 0, and other processes did not end within the grace period.
     DONE = enum.auto()
     INTERRUPT = enum.auto()
@@ -55,7 +57,7 @@ def stages(reason: Reason, grace: float) -> tuple[Stage, ...]:
     """
     if reason is Reason.START_TIMEOUT:
         return (_KILL,)
-    if reason in (Reason.FAILURE, Reason.STUCK, Reason.DONE):
+    if reason in (Reason.FAILURE, Reason.TOO_FEW, Reason.STUCK, Reason.DONE):
         return (Stage(signal.SIGTERM, 2.5), _KILL)
     first = signal.SIGINT if reason is Reason.INTERRUPT else signal.SIGTERM
     return (Stage(first, grace), _KILL)

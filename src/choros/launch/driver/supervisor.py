@@ -8,7 +8,8 @@
 
 mpirun runs in its own session, so a Ctrl-C in the terminal reaches only chorosrun, which forwards it and gives the
 ranks time to save. The job is over when every rank has reported its end; only then are the waiting wrappers
-released, and mpirun ends with them. With parameter servers, the job has succeeded when the chief ends with 0; the
+released, and mpirun ends with them. In an elastic job, the others go on without a rank that fails, while enough are
+left; wrappers do not wait. With parameter servers, the job has succeeded when the chief ends with 0; the
 other processes have the grace period to end, and their exit codes do not count.
 """
 
@@ -18,24 +19,35 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
+from choros.launch.driver.failures import headline
 from choros.launch.driver.mpirun_messages import met_shutdown
 from choros.launch.driver.mpirun_process import MpirunProcess
 from choros.launch.driver.output import Output
+from choros.launch.driver.stack_requests import StackRequests
+from choros.launch.driver.stall_report import RankReport, job_report, stall_report
 from choros.launch.driver.stopping import Reason, Stage, signal_name, stages
-from choros.launch.driver.waits import Waits
+from choros.launch.driver.stragglers import Stragglers
+from choros.launch.driver.waits import Stall, Waits
 from choros.launch.plan.command import Command
+from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.limits import Limits
 from choros.launch.plan.roles import NO_ROLES, Roles
-from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, Result, Start, Text
+from choros.launch.processes.control import send_text
+from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, RankProgress, Result, Stacks, Start, Text
+from choros.launch.protocol.wrapper_options import STACKS
 from choros.observe import events
 from choros.observe.events import Detail, Event, Kind
 from choros.transport.loop import Loop
 from choros.transport.signal_pipe import SignalPipe, wake_only
+
+if TYPE_CHECKING:
+    import socket
 
 __all__ = ["JobEnd", "supervise"]
 
@@ -64,6 +76,8 @@ class JobEnd:
         mpirun_code: mpirun's exit code.
         waits: who waited for whom when the job was stopped.
         stuck: why a rank could not continue, if the job was stopped for that.
+        elastic: the bounds of an elastic job.
+        preempted: the ranks of an elastic job were asked to commit and to end.
     """
 
     size: int
@@ -76,6 +90,18 @@ class JobEnd:
     roles: Roles = NO_ROLES
     waits: tuple[str, ...] = ()
     stuck: str = ""
+    elastic: Elastic | None = None
+    preempted: bool = False
+
+    @property
+    def members(self) -> set[int]:
+        """The ranks of the job, those that were added to it among them."""
+        return {*range(self.size), *self.started}
+
+    @property
+    def left(self) -> int:
+        """The number of ranks that have not failed."""
+        return len(self.members - {rank for rank, end in self.exits.items() if end.code and not end.stopped})
 
     @property
     def chief_is_done(self) -> bool:
@@ -91,8 +117,10 @@ def supervise(
     *,
     signal_map: Mapping[signal.Signals, signal.Signals],
     roles: Roles = NO_ROLES,
+    elastic: Elastic | None = None,
     limits: Limits,
     frame_pipes: Sequence[int] = (),
+    control: socket.socket | None = None,
     payload: bytes | None = None,
     verbose: bool = False,
 ) -> JobEnd:
@@ -104,14 +132,17 @@ def supervise(
         output: receives the ranks' output.
         signal_map: signal for the ranks → signal to send to mpirun.
         roles: the roles of the processes.
+        elastic: the bounds of an elastic job.
         limits: the time limits.
         frame_pipes: the pipes through which wrappers on this host send frames.
+        control: the socket at which ``choros stacks`` asks for the stacks of all ranks.
         payload: bytes for rank 0's standard input.
         verbose: show mpirun's messages.
     """
     caught = [number for number in _CAUGHT if signal.getsignal(number) != signal.SIG_IGN]  # nohup
     with SignalPipe(dict.fromkeys(caught, wake_only)) as signals:
-        job = _Supervisor(command, size, output, signal_map, roles, limits, frame_pipes, payload, verbose, signals)
+        job_end = JobEnd(size, roles=roles, elastic=elastic)
+        job = _Supervisor(command, job_end, output, signal_map, limits, frame_pipes, control, payload, verbose, signals)
         return job.run()
 
 
@@ -119,17 +150,17 @@ class _Supervisor:
     def __init__(
         self,
         command: Command,
-        size: int,
+        job_end: JobEnd,
         output: Output,
         signal_map: Mapping[signal.Signals, signal.Signals],
-        roles: Roles,
         limits: Limits,
         frame_pipes: Sequence[int],
+        control: socket.socket | None,
         payload: bytes | None,
         verbose: bool,
         signals: SignalPipe,
     ) -> None:
-        self._job_end = JobEnd(size, roles=roles)
+        self._job_end = job_end
         self._output = output
         self._signal_map = signal_map
         self._limits = limits
@@ -138,7 +169,16 @@ class _Supervisor:
         self._stages: tuple[Stage, ...] = ()
         self._held_signals: list[signal.Signals] = []
         self._releasing = False
-        self._waits = Waits(size, limits.exit, limits.exit_of_all)
+        self._waits = Waits(
+            job_end.size,
+            limits.exit,
+            limits.exit_of_all,
+            limits.stall,
+            limits.stall_shutdown,
+            elastic=job_end.elastic is not None,
+        )
+        self._stragglers = Stragglers(job_end.size, job_end.roles.names)
+        self._progress: dict[int, RankProgress] = {}
         self._listens_in_vain = command.listens_in_vain
         self._mpirun = MpirunProcess(command, stdin=payload is not None)
         self._loop = Loop()
@@ -148,6 +188,9 @@ class _Supervisor:
         for pipe in self._readers:
             self._loop.on_readable(pipe, partial(self._read, pipe))
         self._loop.on_readable(signals, partial(self._on_signals, signals))
+        self._stacks = StackRequests(self._loop, partial(self._send, STACKS) if STACKS in signal_map else None)
+        if control is not None:
+            self._loop.on_readable(control, partial(self._on_control, control))
 
     def run(self) -> JobEnd:
         self._loop.set_deadline("progress", _SILENT_SECONDS, self._show_starting)
@@ -164,6 +207,7 @@ class _Supervisor:
             self._loop.close()
             self._job_end.mpirun_code = self._mpirun.finish()
         self._end_lost_ranks()
+        self._show_sentence(self._stragglers.of_job() if self._job_end.reason is None else "")
         for exit_ in self._job_end.exits.values():
             self._output.write_to_file(exit_.rank, exit_.traceback)
         self._output.close()
@@ -207,8 +251,20 @@ class _Supervisor:
                         self._on_event(frame.rank, Event.from_json(line))
             case Start():
                 self._on_start(frame)
+            case RankProgress():
+                self._on_progress(frame)
+            case Stacks():
+                self._stacks.note(frame)
             case Exit():
                 self._on_exit(frame)
+
+    def _on_progress(self, frame: RankProgress) -> None:
+        self._progress[frame.rank] = frame
+        self._show_sentence(self._stragglers.note(frame) if frame.rank not in self._job_end.exits else "")
+
+    def _show_sentence(self, sentence: str) -> None:
+        if sentence:
+            self._output.show(f"chorosrun: {sentence}.")
 
     def _plan_lines(self) -> None:
         """Schedules the writing of the lines that the output holds."""
@@ -241,17 +297,53 @@ class _Supervisor:
             self._loop.set_deadline("stall", seconds, self._show_stalls)
 
     def _show_stalls(self) -> None:
+        """Shows new stalls, each in one report, and then stops the job if one is too long."""
         now = time.time()
-        for line in self._waits.stalls(now):
-            self._output.show(f"chorosrun: {line}.")
-        self._check_stuck(self._waits.lingers(now))
-        self._plan_stalls()
+        for stall in self._waits.stalls(now):
+            self._stacks.ask(self._running(stall.missing), partial(self._show_stall, stall))
+        if not self._stacks.pending:
+            self._check_stuck(self._waits.too_long(now))
+            self._plan_stalls()
+
+    def _show_stall(self, stall: Stall, stacks: Mapping[int, Stacks]) -> None:
+        self._output.show(stall_report(stall, [self._report_on(rank, stacks) for rank in stall.missing]))
+        self._show_stalls()
+
+    def _running(self, ranks: Iterable[int]) -> list[int]:
+        """Those of the ranks whose wrappers can be asked: none before all have started."""
+        started = len(self._job_end.started) == self._job_end.size
+        return [rank for rank in ranks if started and rank not in self._job_end.exits]
+
+    def _report_on(self, rank: int, stacks: Mapping[int, Stacks]) -> RankReport:
+        start, answer, roles = self._job_end.started.get(rank), stacks.get(rank), self._job_end.roles
+        doing = self._waits.doing(rank)
+        is_running = rank in self._running([rank])
+        return RankReport(roles.name(rank), start, answer, is_running, doing, self._progress.get(rank))
+
+    def _on_control(self, control: socket.socket) -> None:
+        """Sends the stacks of all ranks to the process that has connected."""
+        try:
+            client, _ = control.accept()
+        except OSError:  # it has gone
+            return
+        ranks = range(self._job_end.size)
+
+        def send(stacks: Mapping[int, Stacks]) -> None:
+            send_text(client, job_report([self._report_on(rank, stacks) for rank in ranks]))
+
+        self._stacks.ask(self._running(ranks), send)
 
     def _on_start(self, frame: Start) -> None:
         if self._listens_in_vain:  # it listens by now
             self._listens_in_vain = False
             self._mpirun.stop_listening()
         self._job_end.started[frame.rank] = frame
+        if frame.added:
+            self._job_end.exits.pop(frame.rank, None)
+            self._waits.forget(frame.rank)
+            self._output.show(
+                f"chorosrun: a new rank {frame.rank} was started on {frame.host}; it joins when it is ready."
+            )
         _publish(Kind.RANK_STARTED, frame.rank, frame.host, pid=frame.pid, restarts=frame.restarts)
         self._loop.cancel("progress")
         if frame.restarts:
@@ -274,20 +366,40 @@ class _Supervisor:
         self._job_end.exits[frame.rank] = frame
         details = {"code": frame.code, "signal": frame.signal, "seconds": frame.seconds}
         _publish(Kind.RANK_ENDED, frame.rank, frame.host, **details)
-        if len(self._job_end.exits) == self._job_end.size:
+        if frame.code != 0 and self._job_end.elastic is not None:
+            self._on_loss(frame, self._job_end.elastic)
+        if self._job_end.exits.keys() >= self._job_end.members:
             self._release_wrappers()
         elif self._job_end.chief_is_done:  # the others detect the end of the chief and end, too
             if frame.rank == 0:
                 self._loop.cancel("run")
                 self._loop.set_deadline("chief", self._limits.grace, lambda: self._stop(Reason.DONE))
-        elif frame.code != 0 and met_shutdown(frame.traceback):
+        elif frame.code != 0 and self._job_end.elastic is None and met_shutdown(frame.traceback):
             # The rank that shut down ends by itself, and its exit code is the cause: wait for it.
             self._loop.set_deadline("failure", _SHUTDOWN_SECONDS, lambda: self._stop(Reason.FAILURE))
-        elif frame.code != 0:
+        elif frame.code != 0 and self._job_end.elastic is None:
             self._stop(Reason.FAILURE)
-        else:
+        elif frame.code == 0:
             self._check_stuck(self._waits.ended(frame.rank, time.time()))
             self._plan_stalls()
+
+    def _on_loss(self, end: Exit, elastic: Elastic) -> None:
+        """Continues an elastic job without a rank that has failed, if enough are left."""
+        left = self._job_end.left
+        if self._job_end.reason is not None:
+            return
+        if left < elastic.least:
+            self._stop(Reason.TOO_FEW)
+            return
+        running = len(self._job_end.members - self._job_end.exits.keys())
+        go_on = f"{running} {self._job_end.roles.kind(running)} go{'es' * (running == 1)} on"
+        self._output.show(
+            f"chorosrun: {headline(end, self._job_end.roles)}; {go_on if running else 'the others have ended'}."
+        )
+        if end.traceback:
+            self._output.show(end.traceback)
+        self._check_stuck(self._waits.ended(end.rank, time.time(), f"failed with exit code {end.code}"))
+        self._plan_stalls()
 
     def _feed(self) -> None:
         """Writes rank 0's standard input. It stays open: at end of file, mpirun may drop buffered bytes."""
@@ -309,6 +421,8 @@ class _Supervisor:
         if number in (signal.SIGUSR1, signal.SIGUSR2):
             if len(self._job_end.started) < self._job_end.size:
                 self._held_signals.append(number)  # it would kill a rank that has no handler yet
+            elif number == signal.SIGUSR1 and self._job_end.elastic is not None:
+                self._preempt()
             else:
                 self._send(number)
             return
@@ -319,12 +433,25 @@ class _Supervisor:
         else:
             self._stop(reason)
 
+    def _preempt(self) -> None:
+        """Asks the ranks of an elastic job to commit and to end; without a limit at first, at once the second time."""
+        if self._job_end.preempted:
+            self._stop(Reason.TERMINATE)
+            self._stages = self._stages[-1:]
+            self._next_stage()
+        else:
+            self._job_end.preempted = True
+            self._output.show("chorosrun: sent SIGUSR1 to the ranks: they commit and end. A second signal kills them.")
+            self._send(signal.SIGUSR1)
+
     def _stop(self, reason: Reason) -> None:
         if self._job_end.reason is not None or self._releasing:
             return
         self._job_end.reason = reason
+        if reason is Reason.TERMINATE and self._job_end.elastic is not None:
+            self._job_end.preempted = True
         self._job_end.waits = tuple(self._waits.lines(time.time()))
-        for rank in sorted(set(range(self._job_end.size)) - self._job_end.exits.keys()):
+        for rank in sorted(self._job_end.members - self._job_end.exits.keys()):
             _publish(Kind.RANK_STOPPED, rank, reason=reason.name.lower())
         self._loop.cancel("progress", "start", "run", "failure", "chief", "stall")
         self._stages = stages(reason, self._limits.grace)
@@ -349,6 +476,7 @@ class _Supervisor:
         """Releases the wrappers, and so mpirun: every rank has ended, or the last stage is over."""
         self._releasing = True
         self._loop.cancel_all()
+        self._output.flush()  # mpirun may need seconds to end
         if signal.SIGKILL in self._signal_map:
             self._send(signal.SIGKILL)
             self._loop.set_deadline("mpirun", _RELEASE_SECONDS, self._terminate_mpirun)

@@ -26,15 +26,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from choros.config import STALL_SHUTDOWN_SECONDS
 from choros.launch.plan.roles import NO_ROLES
 from choros.observe.events import INIT, LEAVING, SHUTDOWN, Event, Kind
 
-__all__ = ["Wait", "Waits"]
+__all__ = ["Stall", "Wait", "Waits"]
 
 #: How long a rank must be stuck.
 _CONFIRM_SECONDS = 1.0
-#: A longer wait is shown.
-_STALL_SECONDS = 60.0
+#: A rank that lingers longer is shown.
+_LINGER_SECONDS = 60.0
 #: A rank that waits has reported it by then; until it does, it seems to linger.
 _REPORT_SECONDS = 5.0
 _LONGEST_CALL = 200
@@ -51,18 +52,35 @@ class Wait:
         ranks: the ranks that must make it, this one among them.
         at: the line of the user's program; empty if it is not known.
         since: when it began.
-        shown: whether it was shown as a stall.
+        matched: whether all of them have made it: their data do not move.
+        shown: whether it is part of a stall that was shown.
     """
 
     call: str
     ranks: frozenset[int]
     at: str
     since: float
+    matched: bool = False
     shown: bool = False
 
     def __str__(self) -> str:
         call = self.call if len(self.call) <= _LONGEST_CALL else f"{self.call[:_LONGEST_CALL]}…"
         return f"{call} at {self.at}" if self.at else call
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A wait that is too long, or a rank that does not end.
+
+    Attributes:
+        text: who waits for whom, in which call.
+        missing: the ranks that they wait for.
+        since: when it began.
+    """
+
+    text: str
+    missing: tuple[int, ...]
+    since: float
 
 
 @dataclass
@@ -73,6 +91,9 @@ class Waits:
         size: the number of ranks.
         exit_seconds: how long a rank may linger while others wait or have ended.
         exit_seconds_of_all: how long all ranks may linger; ``None``: without a limit.
+        stall_seconds: how long a rank may wait before that is shown; 0: without a limit.
+        stall_shutdown_seconds: how long a rank may wait before the job is stopped; 0: without a limit.
+        elastic: MPI tells ranks that wait for one that has ended; they are not stuck, unless MPI has not started.
 
     Example:
         >>> waits = Waits(2)
@@ -85,8 +106,13 @@ class Waits:
     size: int
     exit_seconds: float = 300.0
     exit_seconds_of_all: float | None = None
+    stall_seconds: float = 60.0
+    stall_shutdown_seconds: float = 0.0
+    elastic: bool = False
     _waits: dict[int, dict[str, Wait]] = field(default_factory=dict)
     _ended: dict[int, float] = field(default_factory=dict)
+    _how: dict[int, str] = field(default_factory=dict)
+    _added: set[int] = field(default_factory=set)
     _joined: set[int] = field(default_factory=set)
     _left: set[int] = field(default_factory=set)
     #: When the scripts of ranks ended, and those of which that was shown.
@@ -111,32 +137,68 @@ class Waits:
         if event.name not in waits:
             ranks = event.details.get("process_set")  # missing if the list was too long to send
             members = frozenset(ranks) if isinstance(ranks, tuple | list) else frozenset(range(self.size))
-            waits[event.name] = Wait(event.name, members, str(event.details.get("at", "")), now)
-        return self._never_joined() or self._stuck(rank, event.time)
+            seconds = event.details.get("seconds", 0.0)
+            since = now - (seconds if isinstance(seconds, int | float) else 0.0)
+            at, matched = str(event.details.get("at", "")), bool(event.details.get("matched"))
+            waits[event.name] = Wait(event.name, members, at, since, matched)
+        return self._never_joined() or ("" if self.elastic else self._stuck(rank, event.time))
 
-    def ended(self, rank: int, now: float) -> str:
-        """Records that ``rank`` ended with code 0; returns which rank is stuck for certain, if there is one."""
+    def forget(self, rank: int) -> None:
+        """Forgets what is known of a rank whose place another one has taken."""
+        for known in (self._waits, self._ended, self._scripts):
+            known.pop(rank, None)
+        self._left.discard(rank)
+        self._added.add(rank)
+
+    def ended(self, rank: int, now: float, how: str = _ENDED) -> str:
+        """Records that ``rank`` ended; returns which rank is stuck for certain, if there is one."""
         self._ended[rank] = now
+        self._how[rank] = how
         self._waits.pop(rank, None)
         return self._never_joined()
 
-    def stalls(self, now: float) -> list[str]:
-        """Returns lines about the long waits that were not shown so far."""
-        due = {rank: wait for rank, wait in self._current().items() if now >= wait.since + _STALL_SECONDS}
-        new = [wait for wait in due.values() if not wait.shown]
-        for wait in new:
+    def stalls(self, now: float) -> list[Stall]:
+        """Returns the stalls that were not shown so far; who waits later in the same call is part of its stall."""
+        due = self._waiting_since(now - self._report_seconds) if self._report_seconds else {}
+        current = self._current().values()
+        old = {(wait.call, wait.ranks) for wait in current if wait.shown}
+        for wait in due.values():
             wait.shown = True
-        lines = self._lines({rank: wait for rank, wait in due.items() if wait.call in {each.call for each in new}}, now)
-        lingering = [rank for rank in self._lingering(now - _STALL_SECONDS) if rank not in self._shown]
+        new = {one: wait for one, wait in due.items() if (wait.call, wait.ranks) not in old}
+        stalls = self._stalls(new, now)
+        lingering = [rank for rank in self._lingering(now - _LINGER_SECONDS) if rank not in self._shown]
         self._shown.update(lingering)
         advice = "" if self._resting() else ". Ctrl-C ends the job, as does --exit-timeout after its time"
-        return lines + [
-            f"{_ranks([rank])} has not ended, {now - self._scripts[rank]:.0f} s after its script: {_LINGERS}{advice}"
-            for rank in lingering
-        ]
+        for rank in lingering:
+            ended = self._scripts[rank]
+            text = f"{_ranks([rank])} has not ended, {now - ended:.0f} s after its script: {_LINGERS}{advice}"
+            stalls.append(Stall(text, (rank,), ended))
+        return stalls
 
-    def lingers(self, now: float) -> str:
-        """Returns which ranks have lingered for too long, if there are such."""
+    def doing(self, rank: int) -> str:
+        """Returns what ``rank`` does, as far as it has reported it."""
+        wait = self._current().get(rank)
+        if rank in self._ended:
+            return _ENDED
+        if wait is not None:
+            return f"is in {wait}" if wait.matched else f"waits itself in {wait}"
+        return "has ended its script" if rank in self._scripts else ""
+
+    @property
+    def _report_seconds(self) -> float:
+        """After how many seconds a wait is shown: before it ends the job."""
+        limits = [self.stall_seconds] + ([self.stall_shutdown_seconds] if self.stall_shutdown_seconds else [])
+        return min(limits)
+
+    def too_long(self, now: float) -> str:
+        """Returns which ranks have waited or lingered for too long, if there are such."""
+        limit = self.stall_shutdown_seconds
+        stalls = self._stalls(self._waiting_since(now - limit), now) if limit else []
+        return (
+            f"{stalls[0].text}, longer than {STALL_SHUTDOWN_SECONDS.name}={limit:g}" if stalls else self._lingers(now)
+        )
+
+    def _lingers(self, now: float) -> str:
         limit = self._exit_limit()
         ranks = [] if limit is None else self._lingering(now - limit)
         if not ranks:
@@ -144,13 +206,17 @@ class Waits:
         return f"{_ranks(ranks)} did not end within --exit-timeout {limit:g} s after the script: {_LINGERS}"
 
     def next_stall(self, now: float) -> float | None:
-        """Returns the seconds until ``stalls`` or ``lingers`` may return something; ``None`` if nothing stalls."""
-        ends = [wait.since + _STALL_SECONDS for wait in self._current().values() if not wait.shown]
+        """Returns the seconds until ``stalls`` or ``too_long`` may return something; ``None`` if nothing stalls."""
+        waits = self._current().values()
+        ends = [wait.since + self._report_seconds for wait in waits if self._report_seconds and not wait.shown]
+        limit = self.stall_shutdown_seconds
+        # At an earlier one, all ranks had come.
+        ends += [wait.since + limit for wait in waits if limit and (wait.matched or wait.since + limit > now)]
         lingering = self._lingering(now)
         if lingering:
-            last, limit = max(map(self._began_to_linger, lingering)), self._exit_limit()
-            ends += [last + limit] if limit is not None else []
-            ends += [] if self._shown.issuperset(lingering) else [last + _STALL_SECONDS]
+            last, exit_limit = max(map(self._began_to_linger, lingering)), self._exit_limit()
+            ends += [last + exit_limit] if exit_limit is not None else []
+            ends += [] if self._shown.issuperset(lingering) else [last + _LINGER_SECONDS]
         return min((max(0.0, end - now) for end in ends), default=None)
 
     def _lingering(self, ended_before: float) -> list[int]:
@@ -175,7 +241,11 @@ class Waits:
 
     def lines(self, now: float) -> list[str]:
         """Returns lines about all waits."""
-        return self._lines(self._current(), now)
+        return [stall.text for stall in self._stalls(self._current(), now)]
+
+    def _waiting_since(self, time: float) -> dict[int, Wait]:
+        """The waits that began before ``time``."""
+        return {rank: wait for rank, wait in self._current().items() if wait.since <= time}
 
     def _current(self) -> dict[int, Wait]:
         """The innermost wait of each rank that waits."""
@@ -185,8 +255,9 @@ class Waits:
         """Returns which rank waits in ``init()`` for one that ended before: MPI's own start cannot report again."""
         for rank, wait in self._current().items():
             absent = sorted((self._ended.keys() - self._joined) & wait.ranks)
-            if wait.call == INIT and absent:
-                return f"{_ranks([rank])} waits in {wait}, and {_ranks(absent)} {_ENDED} before it called init()"
+            if wait.call == INIT and absent and rank not in self._added:
+                how = self._how[absent[0]]
+                return f"{_ranks([rank])} waits in {wait}, and {_ranks(absent)} {how} before it called init()"
         return ""
 
     def _stuck(self, rank: int, seen: float) -> str:
@@ -209,21 +280,24 @@ class Waits:
             )
         return "ranks wait for each other: " + "; ".join(f"{_ranks([one])} in {wait}" for one, wait in stuck.items())
 
-    def _lines(self, waits: dict[int, Wait], now: float) -> list[str]:
-        """Returns a line for each call, with the ranks that wait in it and those that have not called it."""
+    def _stalls(self, waits: dict[int, Wait], now: float) -> list[Stall]:
+        """Returns, for each call, the ranks that wait in it and those that have not called it."""
         calls: dict[tuple[str, frozenset[int]], list[int]] = {}
         for rank, wait in waits.items():
             calls.setdefault((wait.call, wait.ranks), []).append(rank)
-        lines = []
+        stalls = []
         for (call, members), waiting in calls.items():
             missing = sorted(members - {rank for rank, wait in self._current().items() if wait.call == call})
             longest = max((waits[rank] for rank in waiting), key=lambda wait: now - wait.since)
             has = "has" if len(waiting) == 1 else "have"
-            if missing:
-                lines.append(
-                    f"{_ranks(waiting)} {has} waited {now - longest.since:.0f} s for {_ranks(missing)} in {longest}"
-                )
-        return lines
+            seconds = f"{now - longest.since:.0f} s"
+            if any(waits[rank].matched for rank in waiting):
+                text = f"{_ranks(sorted(members))} have been in {longest} for {seconds}, and it does not end"
+                stalls.append(Stall(text, tuple(sorted(members)), longest.since))
+            elif missing:
+                text = f"{_ranks(waiting)} {has} waited {seconds} for {_ranks(missing)} in {longest}"
+                stalls.append(Stall(text, tuple(missing), longest.since))
+        return stalls
 
 
 def _can_end(wait: Wait, waits: dict[int, Wait], free: set[int]) -> bool:

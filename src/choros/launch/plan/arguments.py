@@ -17,14 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from choros.config import MERGE_OUTPUT
+from choros.config import CHAOS, COMMIT_DIR, MERGE_OUTPUT, START_TIMEOUT, Config
 from choros.errors import ConfigError
-from choros.launch.plan.environment import allocated_slots
+from choros.launch.plan.discovery import parse_discovered
+from choros.launch.plan.elastic import Elastic
+from choros.launch.plan.environment import allocated_slots, in_allocation
 from choros.launch.plan.flags import FlagValue, Seconds, WholeNumber, flag, flag_of
 from choros.launch.plan.hosts import MOST_SLOTS, Host, parse_hostfile, parse_hosts, total_slots
 from choros.launch.plan.job import Job, Ssh
 from choros.launch.plan.limits import Limits
 from choros.launch.protocol.wrapper_options import WrapperOptions
+from choros.observe.chaos import parse_faults
 
 __all__ = ["Arguments"]
 
@@ -33,6 +36,10 @@ _DEFAULT_HOSTFILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_h
 _RESTARTS = 3
 _RANKS = WholeNumber(1, MOST_SLOTS)
 _LIMITS = Limits()
+_ELASTIC = Elastic(1, 1)
+#: The arguments that make a job elastic, and those that only apply to such a job.
+_MAKE_ELASTIC = ("min_num_proc", "max_num_proc", "host_discovery_script")
+_ONLY_ELASTIC = ("elastic_timeout", "reset_limit", "cooldown_range")
 
 
 @dataclass(frozen=True)
@@ -51,14 +58,17 @@ class Arguments:
         choros.errors.ConfigError: --start-timeout nan: expected a finite number of seconds, more than 0.
         >>> Arguments(num_proc=0, in_python=True)
         Traceback (most recent call last):
-        choros.errors.ConfigError: np=0: expected a whole number from 1 to 1048576.
+        choros.errors.ConfigError: num_proc=0: expected a whole number from 1 to 1048576.
     """
 
     # fmt: off
     num_proc: int | None = flag(
-        "Job", "-np", "--num-proc", metavar="N", bounds=_RANKS,
+        "Job", "-np", "-n", "--num-proc", metavar="N", bounds=_RANKS,
         help="Number of ranks, or of workers with --ps. Default: the number of slots of the hosts, or of a "
         "scheduler's allocation; without either, the number of accelerators of this machine, at least 1.")
+    nproc_per_node: int | None = flag(
+        "Job", "--nproc-per-node", metavar="N", bounds=_RANKS,
+        help="Number of ranks on each host, instead of -np, as torchrun's.")
     ps: int | None = flag(
         "Job", "--ps", metavar="P", bounds=_RANKS,
         help="Start a job for ParameterServerStrategy: a chief, P parameter servers and -np workers, each with its "
@@ -70,6 +80,40 @@ class Arguments:
         "Job", "--env", default_factory=dict, value=FlagValue.REPEATED, metavar="KEY[=VALUE]",
         help="Set an environment variable for the ranks; may be given more than once. Ranks on other hosts "
         "inherit this host's environment without it.")
+    min_num_proc: int | None = flag(
+        "Elastic", "--min-np", "--min-num-proc", metavar="N", bounds=_RANKS,
+        help="Go on without ranks that die, as long as N are left. Default: -np, which makes a job elastic that "
+        "--max-np or --host-discovery-script is given for.")
+    max_num_proc: int | None = flag(
+        "Elastic", "--max-np", "--max-num-proc", metavar="N", bounds=_RANKS,
+        help="Have no more than N ranks: new ones replace those that die. Default: -np.")
+    host_discovery_script: str | None = flag(
+        "Elastic", "--host-discovery-script", value=FlagValue.FILE, metavar="FILE",
+        help="A program that prints the hosts of the job, one line `host:slots` for each; chorosrun runs it once, when "
+        "the job starts.")
+    slots: int | None = flag(
+        "Elastic", "--slots-per-host", metavar="N", bounds=_RANKS,
+        help="The slots of a host whose line has no number. Default: 1.")
+    elastic_timeout: float | None = flag(
+        "Elastic", "--elastic-timeout", metavar="SECONDS", bounds=Seconds(),
+        help=f"For the ranks, as CHOROS_ELASTIC_TIMEOUT. chorosrun itself waits for no hosts. Default: "
+        f"{_ELASTIC.timeout:g}.")
+    reset_limit: int | None = flag(
+        "Elastic", "--reset-limit", metavar="N", bounds=WholeNumber(0, MOST_SLOTS),
+        help="For the ranks, as CHOROS_RESET_LIMIT: how many times they may change. Default: no limit.")
+    cooldown_range: Sequence[int] | None = flag(
+        "Elastic", "--blacklist-cooldown-range", metavar="MIN MAX", value=FlagValue.TWO,
+        bounds=WholeNumber(0, MOST_SLOTS),
+        help="Has no effect so far: hosts that fail are not left out.")
+    commit_dir: str | os.PathLike[str] | None = flag(
+        "Elastic", "--commit-dir", metavar="DIR",
+        help="The directory of the job's commits, on a file system that all hosts share: fit under a strategy, and "
+        "hvd.elastic.run, commit there, and go on from there when the same command is started again. Default: "
+        f"{COMMIT_DIR.name}.")
+    chaos: str | None = flag(
+        "Elastic", "--chaos", metavar="FAULTS",
+        help="Inject faults, to see what the job does: kill:rank=1@step=17,stop:rank=2@step=30+5s,"
+        "random-kills=3@step=1-100,seed=7.")
     hosts: str | None = flag(
         "Hosts", "-H", "--hosts", metavar="HOST:SLOTS,...",
         help="The hosts, with the number of slots (ranks) of each.")
@@ -84,10 +128,11 @@ class Arguments:
     ssh_command: str | None = flag(
         "Hosts", "--ssh-command", metavar="PROGRAM",
         help="A program to use instead of ssh, with its arguments; it is called as PROGRAM HOST COMMAND...")
-    network_interfaces: str = flag(
-        "Hosts", "--network-interfaces", "--network-interface", default="", metavar="NAME,...",
+    network_interfaces: Sequence[str] = flag(
+        "Hosts", "--network-interfaces", "--network-interface", default=(), value=FlagValue.REPEATED,
+        metavar="NAME,...",
         help="Communicate only through these interfaces: names that exist on every host, or networks such as "
-        "10.0.0.0/24.")
+        "10.0.0.0/24. May be given more than once.")
     tcp: bool = flag(
         "Hosts", "--tcp", default=False, value=FlagValue.SWITCH,
         help="Communicate only through TCP, even if a faster network exists.")
@@ -98,6 +143,9 @@ class Arguments:
         "Output", "--merge-output/--no-merge-output", value=FlagValue.SWITCH,
         help="Show equal lines that several ranks write on standard error within a moment as one line with the prefix "
         "[0-3]. Default: with a prefix, unless CHOROS_MERGE_OUTPUT=0.")
+    prefix_output_with_timestamp: bool = flag(
+        "Output", "-prefix-timestamp", "--prefix-output-with-timestamp", default=False, value=FlagValue.SWITCH,
+        help="Begin every line with the date and time.")
     output_dir: str | os.PathLike[str] | None = flag(
         "Output", "--output-dir", "--output-filename", metavar="DIR",
         help="Also write each rank's output to DIR/rank.N/stdout and stderr on this machine; with --ps, to "
@@ -108,10 +156,10 @@ class Arguments:
     timeout: float | None = flag(
         "Time", "--timeout", default=_LIMITS.run, metavar="SECONDS", bounds=Seconds(),
         help="Stop the job after this time.")
-    start_timeout: float = flag(
-        "Time", "--start-timeout", default=_LIMITS.start, metavar="SECONDS", bounds=Seconds(),
-        environ=("CHOROS_START_TIMEOUT", "HOROVOD_START_TIMEOUT"),
-        help="How long connecting to the hosts and starting the ranks may take.")
+    start_timeout: float | None = flag(
+        "Time", "--start-timeout", metavar="SECONDS", bounds=Seconds(),
+        help=f"How long connecting to the hosts and starting the ranks may take. Default: {START_TIMEOUT.name}, "
+        f"or {_LIMITS.start:g}.")
     grace_period: float = flag(
         "Time", "--grace-period", default=_LIMITS.grace, metavar="SECONDS", bounds=Seconds(or_zero=True),
         help="How long ranks may take to end after SIGINT or SIGTERM.")
@@ -135,11 +183,16 @@ class Arguments:
             own = flag_of(each)
             value = getattr(self, each.name)
             optional = each.default is None and value is None
-            if own is not None and own.bounds is not None and not optional and value not in own.bounds:
+            if own is None or own.bounds is None or optional:
+                continue
+            if own.value is FlagValue.TWO:
+                if not _are_two(value, own.bounds):
+                    raise self._invalid(each.name, f"expected two numbers, the smaller one first, each {own.bounds}.")
+            elif value not in own.bounds:
                 raise self._invalid(each.name, f"expected {own.bounds}.")
-        if self.hosts is not None and self.hostfile is not None:
-            both = f"{self._spelled('hosts')} and {self._spelled('hostfile')}"
-            raise ConfigError(f"{both} both name hosts: give only one of them.")
+        self._check_elastic()
+        if self.nproc_per_node is not None and (self.num_proc, self.ps) != (None, None):
+            raise ConfigError("--nproc-per-node replaces -np, and -np alone is the number of workers with --ps.")
         if self.merge_output and self.prefix_output is False:
             raise self._invalid("merge_output", "lines are merged only if a prefix says which ranks wrote them.")
         if self.max_restarts is not None and not self.ps:
@@ -165,6 +218,8 @@ class Arguments:
         own_names: Callable[[], frozenset[str]],
         count_accelerators: Callable[[], int],
         options: WrapperOptions | None = None,
+        *,
+        discover: Callable[[str], str] | None = None,
     ) -> Job:
         """Returns the job that runs ``command``.
 
@@ -175,34 +230,56 @@ class Arguments:
             count_accelerators: returns this machine's number of accelerators; called if neither the number of ranks
                 nor hosts are given.
             options: the wrappers' options, to which the arguments add theirs.
+            discover: returns what a host discovery script prints.
 
         Raises:
             ConfigError: hosts or arguments for mpirun are malformed, or there are fewer slots than ranks.
         """
-        hosts = self._hosts(environ)
+        hosts = self._discovered(discover) if self.host_discovery_script else self._hosts(environ)
         servers = self.ps or 0
+        size = self._size(hosts, servers, environ, count_accelerators)
+        elastic = self._elastic(size)
         names = own_names() if hosts else frozenset()
         restarts = (_RESTARTS if self.max_restarts is None else self.max_restarts) if servers else 0
         return Job(
             command=tuple(command),
-            size=self._size(hosts, servers, environ, count_accelerators),
+            size=size,
             hosts=hosts,
             remote=tuple(host for host in hosts if host.name not in names),
-            environment=dict(self.env),
+            environment=self._environment(elastic, size),
             ssh=Ssh(self.ssh_port, self.ssh_identity_file, self._split("ssh_command")),
-            network_interfaces=tuple(part.strip() for part in self.network_interfaces.split(",") if part.strip()),
+            network_interfaces=self._interfaces(),
             tcp=self.tcp,
             mpi_args=self._split("mpi_args"),
             binding_args=self._split("binding_args"),
-            options=replace(options or WrapperOptions(), bind=not self.binding_args, restarts=restarts),
+            options=replace(
+                options or WrapperOptions(), bind=not self.binding_args, restarts=restarts, elastic=elastic is not None
+            ),
             servers=servers,
+            elastic=elastic,
         )
 
-    @property
-    def limits(self) -> Limits:
-        """The time limits."""
-        exit_timeout = _LIMITS.exit if self.exit_timeout is None else self.exit_timeout
-        return Limits(self.start_timeout, self.timeout, self.grace_period, exit_timeout, self.exit_timeout)
+    def limits(self, environ: Mapping[str, str]) -> Limits:
+        """Returns the time limits.
+
+        Args:
+            environ: the user's environment, which has some of them.
+
+        Raises:
+            ConfigError: a variable that choros reads has an invalid value.
+        """
+        ranks = {**environ, **self.env}
+        config = Config.from_environ(ranks)
+        _, start = START_TIMEOUT.given(ranks)
+        return Limits(
+            start=self.start_timeout or (config.start_timeout if start else _LIMITS.start),
+            run=self.timeout,
+            grace=self.grace_period,
+            exit=_LIMITS.exit if self.exit_timeout is None else self.exit_timeout,
+            exit_of_all=self.exit_timeout,
+            stall=config.stall_seconds,
+            stall_shutdown=config.stall_shutdown_seconds,
+        )
 
     def prefix(self, size: int) -> bool:
         """Returns whether output lines are prefixed with the rank in a job of ``size`` ranks."""
@@ -221,19 +298,91 @@ class Arguments:
         As requested; or the slots of the hosts that are given or that a scheduler has allocated; or one for each
         accelerator; or one.
         """
+        if self.nproc_per_node is not None:
+            return self.nproc_per_node * max(1, len(hosts))
         if self.num_proc is None:
             slots = total_slots(hosts) or allocated_slots(environ) or 0
             if hosts or slots > 1:
                 return slots
         return (self.num_proc or count_accelerators() or 1) + (1 + servers if servers else 0)
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether an argument makes the job elastic."""
+        return any(getattr(self, name) is not None for name in _MAKE_ELASTIC)
+
+    def _check_elastic(self) -> None:
+        """Raises a ``ConfigError`` if arguments of elastic jobs are given for another one, or contradict each other."""
+        making = " or ".join(map(self._spelled, _MAKE_ELASTIC))
+        for name in _ONLY_ELASTIC:
+            if getattr(self, name) is not None and not self.is_elastic:
+                raise ConfigError(f"{self._spelled(name)} applies only to elastic jobs: add {making}, or leave it out.")
+        if self.slots is not None and self.host_discovery_script is None:
+            script = self._spelled("host_discovery_script")
+            raise ConfigError(f"{self._spelled('slots')} applies only to hosts of {script}. Write -H name:slots.")
+        if self.is_elastic and self.ps:
+            raise ConfigError(
+                f"--ps: a job with parameter servers is not elastic: its workers may come and go. Leave out {making}; "
+                "--max-restarts says how many times a worker is restarted."
+            )
+        given = [name for name in ("hosts", "hostfile", "host_discovery_script") if getattr(self, name) is not None]
+        if len(given) > 1:
+            both = " and ".join(map(self._spelled, given))
+            raise ConfigError(f"{both} both name hosts: give only one of them.")
+
+    def _discovered(self, discover: Callable[[str], str] | None) -> tuple[Host, ...]:
+        """Returns the hosts that the discovery script prints."""
+        script = self.host_discovery_script or ""
+        where = f"{self._spelled('host_discovery_script')} {script}"
+        hosts = parse_discovered(discover(script) if discover else "", self.slots, where)
+        if not hosts:
+            raise ConfigError(f"{where}: it prints no host. Let it print a line `host:slots` for each.")
+        return hosts
+
+    def _elastic(self, size: int) -> Elastic | None:
+        """Returns the bounds of the job, which starts with ``size`` ranks, if it is elastic."""
+        if not self.is_elastic:
+            return None
+        return Elastic.around(
+            size,
+            least=self.min_num_proc,
+            most=self.max_num_proc,
+            timeout=_ELASTIC.timeout if self.elastic_timeout is None else self.elastic_timeout,
+            resets=self.reset_limit,
+        )
+
+    def _environment(self, elastic: Elastic | None, size: int) -> dict[str, str]:
+        """Returns the variables to set for every rank."""
+        if self.chaos is not None:
+            parse_faults(self.chaos, size)  # an error here, not in every rank
+        faults = {} if self.chaos is None else {CHAOS.name: self.chaos}
+        commits = {} if self.commit_dir is None else {COMMIT_DIR.name: os.path.abspath(self.commit_dir)}
+        return {**self.env, **commits, **faults, **(elastic.variables() if elastic else {})}
+
     def _hosts(self, environ: Mapping[str, str]) -> tuple[Host, ...]:
+        """Returns the hosts that are given, with the slots that are used."""
+        hosts, ranks = self._given_hosts(environ), self.nproc_per_node
+        if ranks is None:
+            return hosts
+        if not hosts and in_allocation(environ):
+            raise self._invalid("nproc_per_node", "in a scheduler's allocation, give -np, or name the hosts with -H.")
+        small = [str(host) for host in hosts if host.slots < ranks]
+        if small:
+            raise self._invalid("nproc_per_node", f"fewer slots have {', '.join(small)}. Give more: name:slots.")
+        return tuple(replace(host, slots=ranks) for host in hosts)
+
+    def _given_hosts(self, environ: Mapping[str, str]) -> tuple[Host, ...]:
         if self.hosts is not None:
             return parse_hosts(self.hosts)
         hostfile = self.hostfile
         if hostfile is None:
             hostfile = next((environ[name] for name in _DEFAULT_HOSTFILES if environ.get(name)), None)
         return parse_hostfile(Path(hostfile)) if hostfile is not None else ()
+
+    def _interfaces(self) -> tuple[str, ...]:
+        given = [self.network_interfaces] if isinstance(self.network_interfaces, str) else self.network_interfaces
+        names = (part.strip() for text in given for part in text.split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
 
     def _split(self, name: str) -> tuple[str, ...]:
         try:
@@ -250,5 +399,19 @@ class Arguments:
 
     def _spelled(self, name: str) -> str:
         if self.in_python:
-            return "np" if name == "num_proc" else name
-        return "-np" if name == "num_proc" else f"--{name.replace('_', '-')}"
+            return name
+        if name == "num_proc":
+            return "-np"
+        own = flag_of(next(each for each in fields(self) if each.name == name))
+        names = own.names if own is not None else ()
+        return next(each.partition("/")[0] for each in names if each.startswith("--"))
+
+
+def _are_two(values: object, bounds: WholeNumber | Seconds) -> bool:
+    """Whether ``values`` are two numbers within ``bounds``, the smaller one first."""
+    return (
+        isinstance(values, Sequence)
+        and len(values) == 2
+        and all(value in bounds for value in values)
+        and values[0] <= values[1]
+    )

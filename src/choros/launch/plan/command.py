@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from choros.launch.plan.environment import forwarded, in_allocation, without_launchers
+from choros.errors import ConfigError
+from choros.launch.plan.environment import for_srun, forwarded, in_allocation, without_launchers
 from choros.launch.plan.hosts import ranks_per_host
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
@@ -20,6 +21,10 @@ __all__ = ["Command", "plan"]
 _WRAPPER = ("-I", "-S", str(Path(__file__).parents[1] / "wrapper" / "__main__.py"))
 #: NCCL and Gloo choose an interface themselves unless these are set.
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+#: Selects Open MPI's collectives. Ranks that join later choose others than those who were there before if han is one of
+#: them, and the first collective of both hangs.
+_COLLECTIVES, _WITHOUT_HAN = "OMPI_MCA_coll", "^han"
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,14 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
         session: a directory on this host for mpirun's own files.
         root: whether this process runs as root.
     """
-    full = {**without_launchers(environ), **mpirun.environment(), **job.environment, JOB: name}
+    if job.elastic is not None and not mpirun.implementation.surviving:
+        raise ConfigError(
+            f"{mpirun.path} belongs to {mpirun.implementation.name}, whose ranks do not outlive each other: elastic "
+            "jobs need Open MPI 5. The one that is installed with choros is used without --mpirun."
+        )
+    full = {**without_launchers(environ), **for_srun(environ), **mpirun.environment(), **job.environment, JOB: name}
+    if job.elastic is not None:
+        full.setdefault(_COLLECTIVES, _WITHOUT_HAN)
     interfaces = ",".join(job.network_interfaces)
     for variable in _INTERFACE_VARIABLES if interfaces and "/" not in interfaces else ():
         full.setdefault(variable, interfaces)

@@ -10,7 +10,15 @@ from choros.errors import ConfigError
 from choros.launch.plan.hosts import parse_hostfile, total_slots
 from choros.topology import ENVIRONMENTS, TF_CONFIG, expand_counts
 
-__all__ = ["allocated_slots", "forwarded", "in_allocation", "parse_variables", "without_launchers"]
+__all__ = [
+    "allocated_slots",
+    "for_srun",
+    "forwarded",
+    "in_allocation",
+    "in_slurm",
+    "parse_variables",
+    "without_launchers",
+]
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OF_THIS_HOST = {
@@ -69,6 +77,19 @@ def in_allocation(environ: Mapping[str, str]) -> bool:
     return any(name in environ for name in _ALLOCATIONS)
 
 
+def in_slurm(environ: Mapping[str, str]) -> bool:
+    """Returns whether SLURM has allocated hosts: mpirun reaches them through srun, not through ssh."""
+    return "SLURM_JOB_ID" in environ
+
+
+def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables with which mpirun's daemons start within the user's own job step.
+
+    In ``srun --pty bash``, that step has all of the allocation: the daemons' step would wait for its end.
+    """
+    return {"SLURM_OVERLAP": environ.get("SLURM_OVERLAP", "1")} if in_slurm(environ) else {}
+
+
 def allocated_slots(environ: Mapping[str, str]) -> int | None:
     """Returns the number of processes for which a scheduler has allocated hosts; ``None`` outside of an allocation.
 
@@ -79,7 +100,7 @@ def allocated_slots(environ: Mapping[str, str]) -> int | None:
         >>> allocated_slots({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2(x2)"})
         4
     """
-    if "SLURM_JOB_ID" in environ:
+    if in_slurm(environ):
         name = "SLURM_TASKS_PER_NODE"
         return sum(expand_counts(environ[name], name)) if name in environ else None
     if "PBS_JOBID" in environ and "PBS_NODEFILE" in environ:

@@ -49,6 +49,7 @@ class FlagValue(Enum):
     FILE = "a file"
     SWITCH = "nothing"
     REPEATED = "a text, once for each time that the flag is given"
+    TWO = "two numbers"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,6 @@ class Flag:
         value: what follows it; numbers have ``bounds`` instead.
         bounds: the numbers that it accepts.
         metavar: the name of its value in the help.
-        environ: the variables whose value is the default.
     """
 
     group: str
@@ -71,7 +71,6 @@ class Flag:
     value: FlagValue = FlagValue.TEXT
     bounds: WholeNumber | Seconds | None = None
     metavar: str | None = None
-    environ: tuple[str, ...] = ()
 
 
 def flag(group: str, *names: str, default: object = None, default_factory: Any = None, **rest: Any) -> Any:

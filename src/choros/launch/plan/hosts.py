@@ -9,7 +9,7 @@ from pathlib import Path
 
 from choros.errors import ConfigError
 
-__all__ = ["MOST_SLOTS", "Host", "parse_hostfile", "parse_hosts", "ranks_per_host", "total_slots"]
+__all__ = ["MOST_SLOTS", "Host", "parse_hostfile", "parse_hosts", "parse_line", "ranks_per_host", "total_slots"]
 
 #: More ranks than any machine can run: a larger number is a mistake.
 MOST_SLOTS = 1 << 20
@@ -58,13 +58,27 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
         content = line.split("#")[0].strip()
         if not content:
             continue
-        match = _LINE.fullmatch(content)
-        if match is None:
+        host = parse_line(content)
+        if host is None:
             raise ConfigError(f"--hostfile {path}, line {number}: {content!r} is not `name slots=N` or `name:N`.")
-        hosts.append(Host(match["name"].strip("[]"), _slots(match["slots"] or match["short"])))
+        hosts.append(host)
     if not hosts:
         raise ConfigError(f"--hostfile {path}: the file names no host. Write one line `name slots=N` for each host.")
     return _merged(hosts, f"--hostfile {path}")
+
+
+def parse_line(text: str, slots: int = 1) -> Host | None:
+    """Returns the host in a line of a host file; ``None`` if there is none. Without a number it has ``slots`` slots.
+
+    Example:
+        >>> parse_line("a slots=4"), parse_line("a", slots=2), parse_line("a b")
+        (Host(name='a', slots=4), Host(name='a', slots=2), None)
+    """
+    match = _LINE.fullmatch(text)
+    if match is None:
+        return None
+    digits = match["slots"] or match["short"]
+    return Host(match["name"].strip("[]"), slots if digits is None else _slots(digits))
 
 
 def _slots(digits: str | None) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from choros.errors import ConfigError
+from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.hosts import Host, total_slots
 from choros.launch.plan.roles import NO_ROLES, Roles
 from choros.launch.protocol.wrapper_options import WrapperOptions
@@ -58,6 +59,7 @@ class Job:
         binding_args: mpirun's arguments that bind ranks to cores, instead of choros' own binding.
         options: the wrappers' options.
         servers: the number of parameter servers.
+        elastic: the bounds of an elastic job; ``None``: all ranks end together.
     """
 
     command: tuple[str, ...]
@@ -72,6 +74,7 @@ class Job:
     binding_args: tuple[str, ...] = ()
     options: WrapperOptions = field(default_factory=WrapperOptions)
     servers: int = 0
+    elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -94,6 +97,11 @@ class Job:
     def roles(self) -> Roles:
         """The roles of the processes, if there are parameter servers."""
         return Roles(self.servers, self.size - 1 - self.servers) if self.servers else NO_ROLES
+
+    @property
+    def most(self) -> int:
+        """The number of ranks that the job may have at a time."""
+        return self.size if self.elastic is None else self.elastic.most
 
     def _requested(self) -> str:
         if not self.servers:

@@ -17,6 +17,8 @@ class Limits:
         exit: from the end of a rank's script to the end of its process, while all others wait or have ended.
         exit_of_all: the same, while no rank waits or has ended; ``None``: no limit.
         grace: from SIGINT or SIGTERM to SIGKILL; also from the chief's end to the first signal to the other processes.
+        stall: from the begin of a rank's wait until it is shown; 0: it is not shown.
+        stall_shutdown: from the begin of a rank's wait until it ends the job; 0: it does not.
     """
 
     start: float = 30.0
@@ -24,3 +26,5 @@ class Limits:
     grace: float = 20.0
     exit: float = 300.0
     exit_of_all: float | None = None
+    stall: float = 60.0
+    stall_shutdown: float = 0.0

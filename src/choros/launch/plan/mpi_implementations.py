@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from choros.errors import ConfigError
 from choros.launch.plan.job import Job, Ssh
+from choros.launch.protocol.wrapper_options import STACKS
 
 __all__ = ["Hydra", "IntelMpi", "MpiImplementation", "Mpirun", "OpenMpi4", "OpenMpi5", "implementation_of"]
 
@@ -20,8 +21,10 @@ class MpiImplementation(ABC):
 
     #: Its name, for messages.
     name: str
-    #: Signal for the ranks → signal that this mpirun forwards to the wrappers for it.
+    #: Signal for the ranks, or ``STACKS``, for the wrappers → signal that this mpirun forwards to the wrappers for it.
     signal_map: ClassVar[Mapping[signal.Signals, signal.Signals]]
+    #: The arguments with which ranks outlive others that are killed; empty if they cannot.
+    surviving: ClassVar[tuple[str, ...]] = ()
     #: Whether this mpirun listens for its daemons on other hosts even if the job runs on one.
     listens: ClassVar[bool] = False
 
@@ -43,10 +46,11 @@ _OPEN_MPI_SIGNALS = {
     signal.SIGINT: signal.SIGALRM,
     signal.SIGTERM: signal.SIGABRT,
     signal.SIGKILL: signal.SIGURG,
+    STACKS: STACKS,
 }
 
-#: Open MPI's daemons detect a lost connection after half a minute; by default, after eight minutes.
-_KEEPALIVE = {"oob_tcp_keepalive_time": "10", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "4"}
+#: Open MPI's daemons detect a lost connection after three seconds; by default, after eight minutes.
+_KEEPALIVE = {"oob_tcp_keepalive_time": "1", "oob_tcp_keepalive_intvl": "1", "oob_tcp_keepalive_probes": "2"}
 _HYDRA_SIGNALS = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGINT: signal.SIGALRM, signal.SIGTERM: signal.SIGALRM}
 
 
@@ -80,7 +84,9 @@ class _OpenMpiOptions:
             arguments += [text for name, value in _KEEPALIVE.items() for text in (self.mca, name, value)]
         if job.network_interfaces:
             interfaces = ",".join(job.network_interfaces)
-            arguments += [self.mca, self.interfaces, interfaces, "--mca", "btl_tcp_if_include", interfaces]
+            if job.remote or not all(map(_is_loopback, job.network_interfaces)):  # daemons refuse loopback alone
+                arguments += [self.mca, self.interfaces, interfaces]
+            arguments += ["--mca", "btl_tcp_if_include", interfaces]
         arguments += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"] if job.tcp else []
         arguments += ["-H", ",".join(map(str, job.hosts))] if job.hosts else []
         for name in forward:
@@ -88,11 +94,16 @@ class _OpenMpiOptions:
         return [*arguments, *job.mpi_args, "-np", str(job.size)]
 
 
+def _is_loopback(interface: str) -> bool:
+    return interface in ("lo", "lo0") or interface.startswith("127.")
+
+
 class OpenMpi5(MpiImplementation):
     """Open MPI 5, whose runtime is PRRTE."""
 
     name = "Open MPI 5"
     signal_map = _OPEN_MPI_SIGNALS
+    surviving = ("--with-ft", "ulfm")
     listens = True
     _options = _OpenMpiOptions(
         mapping=("--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"),
@@ -104,7 +115,8 @@ class OpenMpi5(MpiImplementation):
 
     def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
         """See ``MpiImplementation.arguments``."""
-        return self._options.arguments(job, session, root, forward)
+        surviving = self.surviving if job.elastic is not None else ()
+        return [*surviving, *self._options.arguments(job, session, root, forward)]
 
 
 class OpenMpi4(MpiImplementation):
@@ -119,7 +131,7 @@ class OpenMpi4(MpiImplementation):
         directory="orte_local_tmpdir_base",
         agent="plm_rsh_agent",
         interfaces="oob_tcp_if_include",
-        forwarding=("--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2"),
+        forwarding=("--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2,SIGPROF"),
     )
 
     def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
+from choros.config import ENGINE
 from choros.launch.plan.allocator import allocator_settings
 from choros.launch.plan.cores import Share
+from choros.topology import Topology
 
-__all__ = ["THREADS", "rank_settings"]
+__all__ = ["THREADS", "horovod_variables", "rank_settings"]
 
 #: The thread pools of the frameworks each read one of these.
 THREADS = (
@@ -67,3 +69,27 @@ def rank_settings(
         wanted[_TRANSPORTS] = "^" + ",".join(excluded)
     added = {name: value for name, value in wanted.items() if name not in environ}
     return added | allocator_settings(environ, platform)
+
+
+def horovod_variables(topology: Topology, host: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables from which Horovod's scripts read a rank's position, and what connects the ranks.
+
+    Args:
+        topology: the rank's position.
+        host: the name of its host.
+        environ: its environment. Only where it requests MPI or Gloo, as by ``--gloo``, the variables say so: choros
+            reads them, too, and they would request it.
+
+    Example:
+        >>> topology = Topology.from_hosts(["a", "b"], rank=1)
+        >>> horovod_variables(topology, "b", {"CHOROS_ENGINE": "torch"})  # doctest: +NORMALIZE_WHITESPACE
+        {'HOROVOD_HOSTNAME': 'b', 'HOROVOD_RANK': '1', 'HOROVOD_SIZE': '2', 'HOROVOD_LOCAL_RANK': '0',
+         'HOROVOD_LOCAL_SIZE': '1', 'HOROVOD_CROSS_RANK': '1', 'HOROVOD_CROSS_SIZE': '2',
+         'HOROVOD_CONTROLLER': 'gloo', 'HOROVOD_CPU_OPERATIONS': 'gloo'}
+    """
+    names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    position = {f"HOROVOD_{name.upper()}": str(getattr(topology, name)) for name in names}
+    _, requested = ENGINE.given(environ)
+    connection = {"mpi": "mpi", "torch": "gloo"}.get(requested.casefold())
+    engines = {alias.name: connection for alias in reversed(ENGINE.aliases)} if connection else {}
+    return {"HOROVOD_HOSTNAME": host, **position, **engines}

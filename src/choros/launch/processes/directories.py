@@ -23,6 +23,7 @@ __all__ = [
     "Directory",
     "remove_shared_memory",
     "remove_stale",
+    "segment_suffix",
     "session_directory",
     "shared_memory",
     "temporary",
@@ -69,9 +70,9 @@ class Directory:
             os.close(descriptor)
         return None
 
-    def release(self, local_rank: int) -> None:
+    def release(self, suffix: str) -> None:
         """Removes a rank's segments, and the directory after the last rank. Other ranks have theirs mapped already."""
-        for segment in self.path.glob(f"*.{local_rank}"):
+        for segment in self.path.glob(f"*{suffix}"):
             segment.unlink(missing_ok=True)
         try:
             self.path.rmdir()
@@ -97,6 +98,21 @@ def shared_memory(environ: Mapping[str, str], ranks: int, roots: Sequence[Path] 
     with_room = (root for root in roots or (_SHARED_MEMORY, temporary()) if _free(root) >= ranks * _SEGMENT)
     directories = (Directory.acquire(root / (_MEMORY + environ[JOB])) for root in with_room)
     return next(filter(None, directories), None)
+
+
+def segment_suffix(environ: Mapping[str, str], local_rank: int) -> str:
+    """Returns the end of the names of a rank's segments; to mpirun, a rank that another one starts has its own job.
+
+    Example:
+        >>> segment_suffix({"PMIX_NAMESPACE": "prterun-host-12@2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 3)
+        '0002.0'
+        >>> segment_suffix({}, 3)
+        '.3'
+    """
+    _, _, number = environ.get("PMIX_NAMESPACE", "").rpartition("@")
+    if not number.isdecimal():
+        return f".{local_rank}"
+    return f"{int(number):04x}.{environ.get('OMPI_COMM_WORLD_LOCAL_RANK', local_rank)}"
 
 
 def remove_shared_memory(job: str) -> None:

@@ -1,4 +1,4 @@
-"""The parent-death guard: kills a process when its parent dies.
+"""The parent-death guard: kills a process when its parent dies; and other settings of the kernel for a process.
 
 On Linux, the kernel does it: ``prctl(PR_SET_PDEATHSIG)``. On other systems this file, run as a script, stays between
 the two processes and polls the parent twice a second.
@@ -12,11 +12,12 @@ import os
 import signal
 import sys
 
-__all__ = ["become_subreaper", "die_with_parent", "signal_at_parent_death"]
+__all__ = ["allow_tracing", "become_subreaper", "die_with_parent", "signal_at_parent_death"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGABRT", "SIGURG")
+_PR_SET_PTRACER = 0x59616D61
+_FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGABRT", "SIGURG", "SIGPROF")
 
 
 def _prctl(option: int, value: int) -> bool:
@@ -39,6 +40,14 @@ def die_with_parent(parent: int) -> bool:
 def become_subreaper() -> bool:
     """Makes this process the parent of orphaned descendants; returns ``False`` if the kernel cannot."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def allow_tracing(tracer: int) -> bool:
+    """Allows ``tracer`` and its children to read this process's memory, even if the kernel allows only ancestors to.
+
+    Returns ``False`` if there is no such restriction (``kernel.yama.ptrace_scope``).
+    """
+    return _prctl(_PR_SET_PTRACER, tracer)
 
 
 def signal_at_parent_death(number: int) -> bool:

@@ -18,7 +18,20 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import final
 
-__all__ = ["MARK", "Events", "Exit", "Frame", "FrameReader", "Result", "Start", "Text", "decode", "encode"]
+__all__ = [
+    "MARK",
+    "Events",
+    "Exit",
+    "Frame",
+    "FrameReader",
+    "RankProgress",
+    "Result",
+    "Stacks",
+    "Start",
+    "Text",
+    "decode",
+    "encode",
+]
 
 #: ASCII's record separator: the first byte of every frame.
 MARK = b"\x1e"
@@ -40,6 +53,7 @@ class Start:
         pid: its process ID.
         restarts: how many times it has been restarted.
         signal: the signal that ended it before the last restart.
+        added: another rank of an elastic job has started it.
     """
 
     rank: int
@@ -47,6 +61,7 @@ class Start:
     pid: int
     restarts: int = 0
     signal: int = 0
+    added: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,46 @@ class Events:
 
 
 @dataclass(frozen=True)
+class Stacks:
+    """The answer to the signal ``STACKS``.
+
+    Attributes:
+        rank: the rank.
+        state: what its process does, as the kernel says; empty if that is not known.
+        text: the Python stacks of its threads and child processes, or why there are none.
+    """
+
+    rank: int
+    state: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """What the rank has done so far: sent once a minute, before ``Stacks`` and before ``Exit``.
+
+    Attributes:
+        rank: the rank.
+        steps: the fields of ``choros.observe.progress.PageContents``, and so to ``last``.
+        prompt_steps: see there.
+        seconds: see there.
+        waiting: see there.
+        loading: see there.
+        last: see there.
+        ago: how many seconds ago that was.
+    """
+
+    rank: int
+    steps: int = 0
+    prompt_steps: int = 0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    loading: float = 0.0
+    last: str = ""
+    ago: float = 0.0
+
+
+@dataclass(frozen=True)
 class Exit:
     """The rank's command has ended, with every process it had started.
 
@@ -111,9 +166,17 @@ class Exit:
     restarts: int = 0
 
 
-Frame = Start | Text | Result | Events | Exit
+Frame = Start | Text | Result | Events | RankProgress | Stacks | Exit
 
-_KINDS: dict[str, type[Frame]] = {"start": Start, "text": Text, "result": Result, "events": Events, "exit": Exit}
+_KINDS: dict[str, type[Frame]] = {
+    "start": Start,
+    "text": Text,
+    "result": Result,
+    "events": Events,
+    "progress": RankProgress,
+    "stacks": Stacks,
+    "exit": Exit,
+}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -139,7 +202,7 @@ def decode(line: bytes) -> Frame | None:
 
     Example:
         >>> decode(encode(Start(rank=1, host="a", pid=7)))
-        Start(rank=1, host='a', pid=7, restarts=0, signal=0)
+        Start(rank=1, host='a', pid=7, restarts=0, signal=0, added=False)
         >>> decode(b"a message of mpirun") is None
         True
     """
@@ -166,7 +229,7 @@ class FrameReader:
 
     Example:
         >>> list(FrameReader().feed(b"a message" + encode(Start(rank=1, host="a", pid=7)) + b"unfinished"))
-        ['a message', Start(rank=1, host='a', pid=7, restarts=0, signal=0)]
+        ['a message', Start(rank=1, host='a', pid=7, restarts=0, signal=0, added=False)]
     """
 
     def __init__(self) -> None:

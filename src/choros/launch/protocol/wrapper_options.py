@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-__all__ = ["CLUSTER", "JOB", "RESULT_FD", "SIGNAL_MEANINGS", "WrapperOptions"]
+__all__ = ["CLUSTER", "JOB", "RESULT_FD", "SIGNAL_MEANINGS", "SPAWN", "STACKS", "WrapperOptions"]
 
 #: The variable with the job's unique name.
 JOB = "CHOROS_JOB"
@@ -15,6 +15,10 @@ JOB = "CHOROS_JOB"
 CLUSTER = "CHOROS_CLUSTER"
 #: The variable with the file descriptor to which a rank writes its function's result.
 RESULT_FD = "CHOROS_RESULT_FD"
+
+#: The variable with the command, in JSON, with which a rank of an elastic job starts a further one. ``{place}`` in it
+#: stands for the number that chorosrun gives the new rank: that of one that is lost, or the next one.
+SPAWN = "CHOROS_SPAWN"
 
 #: Signal that mpirun forwards to the wrappers → signal for the ranks.
 SIGNAL_MEANINGS = {
@@ -24,6 +28,8 @@ SIGNAL_MEANINGS = {
     signal.SIGUSR1: signal.SIGUSR1,
     signal.SIGUSR2: signal.SIGUSR2,
 }
+#: The signal on which every wrapper sends its rank's stacks; mpirun forwards it, and ranks do not receive it.
+STACKS = signal.SIGPROF
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class WrapperOptions:
         events: the rank sends all of its events; otherwise those that chorosrun itself needs.
         ranks_per_host: the number of ranks of each host, if they differ and chorosrun has assigned them.
         restarts: how many times a worker of a job with parameter servers is restarted after a signal has ended it.
+        elastic: the other ranks may go on without this one, so the wrapper ends when its rank does.
+        place: the number of a rank that takes the place of one that is lost, or is added; -1: mpirun says it.
     """
 
     bind: bool = True
@@ -45,6 +53,8 @@ class WrapperOptions:
     events: bool = False
     ranks_per_host: tuple[int, ...] = ()
     restarts: int = 0
+    elastic: bool = False
+    place: int = -1
 
     def arguments(self) -> list[str]:
         """Returns the options as command-line arguments.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from choros.launch.protocol.frames import Events, Frame, Result, Text
@@ -14,6 +15,9 @@ __all__ = ["ERR", "EVENTS", "OUT", "RESULT", "Transcript"]
 OUT, ERR, RESULT, EVENTS = "out", "err", "result", "events"
 #: In the event of a rank that an exception ends.
 _CRASHED = b'"kind":"rank crashed"'
+#: What Open MPI prints for each collective that a lost rank has interrupted, which choros handles.
+_NOISE = b"NBC_Progress: an error "
+_NOISY_LINES = re.compile(rb"^NBC_Progress: an error \d+ was found .*\n\n?", re.MULTILINE)
 _TAIL_LINES = 10
 #: A line in the tail is cut to this many bytes.
 _TAIL_WIDTH = 1 << 12
@@ -39,6 +43,7 @@ class Transcript:
         self._traceback_buffer = TracebackBuffer()
         self._events = b""
         self._errors = b""
+        self._ends_with_noise = False
 
     @property
     def traceback(self) -> str:
@@ -89,6 +94,12 @@ class Transcript:
 
     def _frames(self, stream: str, data: bytes, now: float) -> Iterator[Frame]:
         if stream == ERR:
+            if self._ends_with_noise:
+                data = data.removeprefix(b"\n")  # the empty line after it
+            self._ends_with_noise = False
+            if _NOISE in data:
+                self._ends_with_noise = data.endswith(b" schedule\n")
+                data = _NOISY_LINES.sub(b"", data)
             self._errors = (self._errors + data)[-_TAIL_BYTES:]
             data = self._traceback_buffer.add(data, now)
         elif data:

@@ -12,6 +12,7 @@
                    SIGALRM                  SIGALRM                      SIGINT
                    SIGABRT                  SIGABRT                      SIGTERM
                    SIGURG                   SIGURG                       SIGKILL; after its end: release
+                   SIGPROF                  SIGPROF                      nothing: it sends the rank's stacks
                    SIGTERM                  SIGTERM, SIGKILL 0.25 s on   SIGTERM, SIGKILL 0.1 s on
 
 When mpirun receives SIGINT or SIGTERM, it kills the job, which leaves no time to save; so chorosrun sends other
@@ -25,6 +26,10 @@ chorosrun decides how much time they have.
 In a job with parameter servers, a worker ended by a signal that chorosrun did not send is restarted; the wrapper, and
 so the job, continues.
 
+In an elastic job the others go on without a rank that dies, and learn from mpirun that it is dead: so the wrapper ends
+when its rank does, by SIGKILL if the rank has failed, since mpirun ends a job in which a process fails in another way.
+A rank that is added, or takes the place of one that died, is started by another one, with a wrapper of its own.
+
 No rank outlives the job: arrows 1 and 3 have a parent-death guard (the kernel kills the child when its parent dies),
 and for arrow 2 the kernel wakes the wrapper when mpirun dies. Where the kernel cannot, the wrapper polls twice a
 second.
@@ -32,30 +37,48 @@ second.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from choros.config import MAX_NP, STALL_SECONDS, STALL_SHUTDOWN_SECONDS
 from choros.errors import ChorosError, LaunchError
 from choros.launch.plan.cluster import role_in, task_environment
 from choros.launch.plan.cores import share_of
 from choros.launch.plan.roles import WORKER
-from choros.launch.plan.settings import rank_settings
-from choros.launch.processes.directories import SESSION, VARIABLE, Directory, remove_stale, shared_memory
-from choros.launch.processes.parent_death_guard import become_subreaper, die_with_parent, signal_at_parent_death
+from choros.launch.plan.settings import horovod_variables, rank_settings
+from choros.launch.processes.directories import (
+    SESSION,
+    VARIABLE,
+    Directory,
+    remove_stale,
+    segment_suffix,
+    shared_memory,
+)
+from choros.launch.processes.parent_death_guard import (
+    allow_tracing,
+    become_subreaper,
+    die_with_parent,
+    signal_at_parent_death,
+)
 from choros.launch.processes.pipes import enlarge, open_frame_pipe
 from choros.launch.processes.process_tree import end_children, group_exists, signal_group
-from choros.launch.protocol.frames import Exit, Frame, Start, encode
-from choros.launch.protocol.wrapper_options import RESULT_FD, SIGNAL_MEANINGS, WrapperOptions
+from choros.launch.protocol.frames import Events, Exit, Frame, RankProgress, Stacks, Start, encode
+from choros.launch.protocol.wrapper_options import RESULT_FD, SIGNAL_MEANINGS, SPAWN, STACKS, WrapperOptions
 from choros.launch.wrapper.open_mpi_fixes import repairs
 from choros.launch.wrapper.task_address import listening_problem
 from choros.launch.wrapper.transcript import ERR, EVENTS, OUT, RESULT, Transcript
 from choros.observe import EVENTS_FD, EVERY_EVENT
+from choros.observe.events import Event, Kind
+from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, PageContents, read_page
+from choros.observe.stacks import state_of, take_stacks
 from choros.topology import Topology, detect
 from choros.transport.loop import HasFileno, Loop
 from choros.transport.signal_pipe import SignalPipe, wake_only
@@ -72,6 +95,7 @@ _PIPE_READ = 1 << 16
 #: After a read smaller than this, wait for more data to fill a frame: one frame per line costs ten times as much.
 _SMALL_READ = 1 << 14
 _BATCH_SECONDS = 0.002
+_PROGRESS_SECONDS = 60.0
 
 
 class _NotStarted(LaunchError):
@@ -105,6 +129,8 @@ class Wrapper:
         self._loop = Loop(None)  # idle while the rank computes
         self._pipes: set[HasFileno | int] = set()
         self._memory: Directory | None = None
+        self._page: int | None = None
+        self._stalled = ""
         self._began = time.monotonic()
 
     def run(self) -> int:
@@ -124,7 +150,13 @@ class Wrapper:
         else:
             report = self._report()
         self._reported = True
+        self._send_progress()
         self._send(report)
+        if self._options.elastic and not self._released:
+            self._clean_up()
+            if report.code:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return 0
         while not self._released:
             self._loop.run(until=lambda: self._released, seconds=_REPORT_AGAIN_SECONDS)
             self._send(report)  # repeated, because the job cannot end without it
@@ -136,7 +168,7 @@ class Wrapper:
     def _listen(self) -> None:
         """Installs the signal handlers, which wake the loop; from now on no signal ends the wrapper by itself."""
         handlers = dict.fromkeys((*SIGNAL_MEANINGS, signal.SIGTERM), self._on_signal)
-        pipe = SignalPipe({**handlers, signal.SIGCHLD: wake_only})
+        pipe = SignalPipe({**handlers, signal.SIGCHLD: wake_only, STACKS: self._on_stacks_wanted})
         pipe.open()  # never closed: a later signal would end the wrapper
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
@@ -161,6 +193,15 @@ class Wrapper:
         if meaning == signal.SIGKILL and self._reported:
             self._released = True
         self._forward(meaning)
+
+    def _on_stacks_wanted(self, _number: int, _frame: object) -> None:
+        self._loop.set_deadline("stacks", 0.0, self._send_stacks)
+
+    def _send_stacks(self) -> None:
+        if self._process is not None and self._status is None:
+            self._send_progress()
+            pid = self._process.pid
+            self._send(Stacks(self._topology.rank, state_of(pid), take_stacks(pid)))
 
     def _forward(self, number: int) -> None:
         self._received.add(number)
@@ -187,9 +228,13 @@ class Wrapper:
         if share.bind and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, share.bind)
         environ = task_environment(os.environ, self._topology.rank)
+        if role_in(os.environ, self._topology.rank) is None:
+            environ |= horovod_variables(self._topology, self._host, environ)
         self._memory = shared_memory(environ, self._topology.local_size)
         if self._memory is not None:
             environ[VARIABLE] = str(self._memory.path)
+        if self._options.elastic:
+            environ[SPAWN] = json.dumps(self._spawn_command())
         one_host = self._topology.local_size == self._topology.size
         environ |= rank_settings(environ, share, one_host=one_host, has_memory=VARIABLE in environ)
         self._environ = environ
@@ -201,7 +246,11 @@ class Wrapper:
         self._send_all(self._transcript.release())
         self._transcript = Transcript(self._topology.rank)
         process = self._start()
-        self._send(Start(self._topology.rank, self._host, process.pid, self._restarts, ended_by))
+        added = self._options.place >= 0
+        self._send(Start(self._topology.rank, self._host, process.pid, self._restarts, ended_by, added))
+        self._loop.repeat("progress", _PROGRESS_SECONDS, self._send_progress)
+        limits = [each.number(self._environ, "seconds") for each in (STALL_SECONDS, STALL_SHUTDOWN_SECONDS)]
+        self._check_data(min(filter(None, limits), default=0.0))
         self._loop.run(until=lambda: self._status is not None)
         self._end_process_tree()
         self._drain()
@@ -217,6 +266,9 @@ class Wrapper:
             writers.append(writer)
             os.set_inheritable(writer, True)
             environ[variable] = f"{writer}{suffix}"
+        self._page = _memory(PAGE_BYTES, self._page)
+        if self._page is not None:
+            environ[PROGRESS_FD] = str(self._page)
         wrapper = os.getpid()
         try:
             self._process = process = subprocess.Popen(
@@ -245,6 +297,42 @@ class Wrapper:
         for number in early:
             self._forward(number)
         return process
+
+    def _spawn_command(self) -> list[str]:
+        """Returns the argv that starts a further rank of an elastic job; ``{place}`` in it stands for its number."""
+        options = replace(self._options, place=-1, stdin=False, ranks_per_host=()).arguments()
+        return [sys.executable, "-I", "-S", sys.argv[0], *options, "--place={place}", "--", *self._command]
+
+    def _send_progress(self) -> None:
+        """Sends what the rank has written to its page, if it has."""
+        done = self._done()
+        if done.last:
+            counts = (done.steps, done.prompt_steps, done.seconds, done.waiting, done.loading)
+            ago = round(max(0.0, time.time() - done.last_time), 3)
+            self._send(RankProgress(self._topology.rank, *counts, last=done.last, ago=ago))
+
+    def _check_data(self, stall: float) -> None:
+        """Reports that the data of a collective move for longer than ``stall`` seconds.
+
+        All ranks have called it, and wait in C, for one that is stopped or lost: they cannot report it themselves.
+        """
+        if not stall or self._status is not None:
+            return
+        done, now = self._done(), time.time()
+        seconds = now - done.last_time
+        moves = done.moves and done.last_size == self._topology.size > 1
+        stalled = done.last if moves and seconds >= stall else ""
+        for kind, call in ((Kind.WAITED, self._stalled), (Kind.WAITING, stalled)):
+            if call and self._stalled != stalled:
+                event = Event(kind, call, self._topology.rank, now, {"seconds": seconds, "matched": True})
+                self._send(Events(self._topology.rank, event.to_json() + "\n"))
+        self._stalled = stalled
+        after = stall - seconds if moves and not stalled else stall / 2
+        self._loop.set_deadline("data", min(max(after, 0.1), stall / 2), lambda: self._check_data(stall))
+
+    def _done(self) -> PageContents:
+        """What the rank has written to its page."""
+        return read_page(os.pread(self._page, PAGE_BYTES, 0)) if self._page is not None else PageContents()
 
     def _may_run_again(self) -> bool:
         """Returns whether this is a worker that may be restarted: ended by a signal that chorosrun did not send."""
@@ -351,7 +439,7 @@ class Wrapper:
     def _clean_up(self) -> None:
         """Removes this rank's shared memory, and mpirun's directory if mpirun is dead."""
         if self._memory is not None:
-            self._memory.release(self._topology.local_rank)
+            self._memory.release(segment_suffix(os.environ, self._topology.local_rank))
         session = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
         if os.getppid() != self._mpirun and session.is_absolute():  # mpirun is dead and cannot do it
             created_by_choros = session.parent.name.startswith(SESSION)
@@ -360,9 +448,24 @@ class Wrapper:
             shutil.rmtree(session.parent if created_by_choros else session, ignore_errors=True)
 
 
+def _memory(size: int, old: int | None) -> int | None:
+    """Returns the descriptor of a file of ``size`` zeros in memory, for children, too; ``None`` if there is none."""
+    if old is not None:
+        os.close(old)
+    if not hasattr(os, "memfd_create"):  # not on macOS
+        return None
+    try:
+        descriptor = os.memfd_create("choros progress", 0)
+        os.ftruncate(descriptor, size)
+    except OSError:
+        return None
+    return descriptor
+
+
 def _become_rank(wrapper: int) -> None:
     """Sets the parent-death guard and the default signal handlers; runs in the child, before the command."""
     die_with_parent(wrapper)
+    allow_tracing(wrapper)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
 
@@ -375,6 +478,12 @@ def _start_error(program: str, error: OSError) -> _NotStarted:
     return _NotStarted(f"{program!r} cannot be started: {error.strerror or error}.", 127)
 
 
+def _placed(topology: Topology, place: int, most: int) -> Topology:
+    """Returns the topology of a rank that another one has started: to mpirun it is the only one of a job of its own."""
+    size = max(most, place + 1)
+    return replace(topology, rank=place, size=size, local_rank=place, local_size=size)
+
+
 def main() -> None:
     """Runs the wrapper with the options and the command in ``sys.argv``."""
     options, command = WrapperOptions.parse(sys.argv[1:])
@@ -383,4 +492,6 @@ def main() -> None:
         topology = detect(os.environ)
     except ChorosError as error:
         sys.exit(f"choros: {error}")
+    if options.place >= 0:
+        topology = _placed(topology, options.place, int(MAX_NP.read(os.environ) or 1))
     os._exit(Wrapper(topology, options, command).run())

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from choros.parallel.compression.bfloat16 import Bfloat16
 from choros.parallel.compression.casts import Float16, NoCompression
-from choros.parallel.compression.compressor import Compressor
+from choros.parallel.compression.compressor import Compressor, check_compressor
 from choros.parallel.compression.int8 import Int8
 from choros.parallel.compression.power_sgd import PowerSGD
 from choros.parallel.compression.top_k import TopK
 
-__all__ = ["Compression", "Compressor"]
+__all__ = ["Compression", "Compressor", "check_compressor"]
 
 
 class Compression:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -27,6 +27,15 @@ class NoCompression(Compressor):
     def wire_dtype(self, dtype: DType) -> DType:
         """See ``plain_dtype``."""
         return plain_dtype(dtype)
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """Returns ``tensor`` itself."""
+        return tensor, None
+
+    def decompress(self, tensor: Any, context: Any) -> Any:
+        """Returns ``tensor`` itself."""
+        del context
+        return tensor
 
     def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
         """See ``Compressor``."""

@@ -109,6 +109,8 @@ class PowerSGD(Compressor):
         ConfigError: ``rank`` is less than 1.
     """
 
+    shares_state = True  # the factors of the last step
+
     def __init__(self, rank: int = 4) -> None:
         if rank < 1:
             raise ConfigError(f"power_sgd(rank={rank}): expected a rank of 1 or more, such as 4.")

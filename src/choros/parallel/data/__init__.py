@@ -10,12 +10,15 @@
                          └── GrainKind             grain_data.py
 """
 
-from choros.parallel.data.kind import DataKind, LocalBatches, Sharding
-from choros.parallel.data.kinds import are_arrays, kind_of
+from choros.parallel.data.epochs import EpochData
+from choros.parallel.data.kind import DataKind, LocalBatches
+from choros.parallel.data.kinds import are_arrays, elastic_shard, epochs_of, epochs_of_shard, kind_of, remember_source
 from choros.parallel.data.part import Part, check_global_batch, checked, count_rows, cut
+from choros.parallel.data.sharding import Sharding
 
 __all__ = [
     "DataKind",
+    "EpochData",
     "LocalBatches",
     "Part",
     "Sharding",
@@ -24,5 +27,9 @@ __all__ = [
     "checked",
     "count_rows",
     "cut",
+    "elastic_shard",
+    "epochs_of",
+    "epochs_of_shard",
     "kind_of",
+    "remember_source",
 ]

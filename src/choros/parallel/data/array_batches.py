@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from functools import cached_property
 from typing import Any, final
 
 import keras
 import numpy as np
 
-from choros.parallel.data.kind import Sharding
-from choros.parallel.data.part import count_rows, cut
-from choros.parallel.data.shard import batch_ranges
+from choros.parallel.data.epochs import IndexedData
+from choros.parallel.data.part import Part, count_rows, cut
+from choros.parallel.data.parts_dataset import PartsDataset
+from choros.parallel.data.shard import batch_ranges, check_batch_size
+from choros.parallel.data.sharding import Sharding
 from choros.parallel.structure import map_structure
 
-__all__ = ["ArrayBatches"]
+__all__ = ["ArrayBatches", "ArrayEpochs"]
 
 
 @final
@@ -67,4 +70,48 @@ class ArrayBatches(keras.utils.PyDataset):
         self._order = self._draw()
 
     def _draw(self) -> Any:
-        return np.random.default_rng((self._seed, self._epoch)).permutation(self._n) if self._shuffle else None
+        return _order(self._n, self._seed, self._epoch) if self._shuffle else None
+
+
+@final
+class ArrayEpochs(IndexedData):
+    """The epochs of arrays in memory.
+
+    Args:
+        data: arrays of one length, or tuples, lists and dicts of them.
+        batch_size: the number of examples in a global batch.
+        sharding: the order of examples.
+    """
+
+    def __init__(self, data: Any, batch_size: int, sharding: Sharding) -> None:
+        super().__init__(sharding)
+        self._data = data
+        self._n = count_rows(data)
+        self._batch_size = batch_size
+        self._seed = sharding.seed if sharding.shuffle else None
+        self._drawn: tuple[int, Any] | None = None
+        check_batch_size(batch_size, sharding.part.count)
+
+    @cached_property
+    def data(self) -> Any:
+        """A ``PyDataset``."""
+        return PartsDataset(self, -(-self._n // self._batch_size))
+
+    def rows(self, part: Part, index: int, epoch: int) -> Any:
+        """Returns rows of the arrays."""
+        first = index * self._batch_size
+        start, end = (first + row for row in part.range(min(self._batch_size, self._n - first)))
+        if self._seed is None:
+            return cut(self._data, start, end)
+        if self._drawn is None or self._drawn[0] != epoch:
+            # Keras ends an epoch before the first one, and ``ArrayBatches`` has then drawn its second order.
+            self._drawn = epoch, _order(self._n, self._seed, epoch + 1)
+        indices = self._drawn[1][start:end]
+        return map_structure(lambda leaf: leaf[indices], self._data)
+
+    def _count(self, epoch: int) -> tuple[int, int]:
+        return -(-self._n // self._batch_size), (self._n - 1) % self._batch_size + 1
+
+
+def _order(n: int, seed: int, epoch: int) -> Any:
+    return np.random.default_rng((seed, epoch)).permutation(n)

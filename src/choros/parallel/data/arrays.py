@@ -12,8 +12,10 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from choros.errors import ConfigError
-from choros.parallel.data.kind import DataKind, LocalBatches, Sharding
+from choros.parallel.data.epochs import EpochData
+from choros.parallel.data.kind import DataKind, LocalBatches
 from choros.parallel.data.part import Part, cut
+from choros.parallel.data.sharding import Sharding
 from choros.parallel.structure import leaves
 
 __all__ = ["ArrayKind"]
@@ -41,6 +43,14 @@ class ArrayKind(DataKind):
         from choros.parallel.data.array_batches import ArrayBatches
 
         return ArrayBatches(data, sharding.batch_size, sharding)
+
+    def epochs(self, data: Any, sharding: Sharding) -> EpochData:
+        """Returns the epochs of arrays in batches; iterables of batches can be read only once."""
+        if sharding.batch_size is None:
+            return super().epochs(data, sharding)
+        from choros.parallel.data.array_batches import ArrayEpochs
+
+        return ArrayEpochs(data, sharding.batch_size, sharding)
 
     def local_batches(self, data: Any, part: Part) -> LocalBatches:
         """Returns the process's rows of each batch of an iterable."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, final
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, final
+
+import numpy as np
 
 from choros.errors import ConfigError
-from choros.parallel.data.kind import DataKind, LocalBatches, Sharding
+from choros.parallel.data.epochs import EpochData, StreamData, number_and_last
+from choros.parallel.data.kind import DataKind, LocalBatches
 from choros.parallel.data.part import Part, check_global_batch, checked, count_rows, cut, without_last_empty
+from choros.parallel.data.shard_batches import ShardBatches
+from choros.parallel.data.sharding import Sharding
 
 __all__ = ["KIND", "DataLoaderKind"]
 
@@ -16,6 +23,8 @@ __all__ = ["KIND", "DataLoaderKind"]
 @final
 class DataLoaderKind(DataKind):
     """``torch.utils.data.DataLoader``: its batches are the global ones, of which the process loads its own examples."""
+
+    has_batches: ClassVar[bool] = True
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         """Returns a ``DataLoader`` of the process's rows, with another batch size if one is given."""
@@ -33,6 +42,14 @@ class DataLoaderKind(DataKind):
             return super().local_batches(data, part)
         loaded = _LoadedParts(data, part)
         return LocalBatches(lambda: iter(loaded), lambda: self.length(data))
+
+    def epochs(self, data: Any, sharding: Sharding) -> EpochData:
+        """Returns the epochs of a loader with its own sampler or one that ``set_epoch`` determines, or of a stream."""
+        if sharding.batch_size is None:
+            self.split(data, sharding.part)  # the same errors
+        else:
+            self.shard(data, sharding)
+        return _StreamEpochs(data, sharding) if _is_stream(data) else _LoaderEpochs(data, sharding)
 
     def batch_rows(self, data: Any) -> int | None:
         """Returns the loader's ``batch_size``."""
@@ -113,19 +130,7 @@ def _sampler_part(
     """
     import torch.utils.data as torch_data
 
-    sampler = loader.batch_sampler
-    if batch_size is not None:
-        sampler = torch_data.BatchSampler(loader.sampler, batch_size, drop_last=loader.drop_last)
-    if sampler is None:
-        raise ConfigError(
-            "the DataLoader yields single examples (batch_size=None): pass it the size of a global batch."
-        )
-    if isinstance(loader.sampler, torch_data.DistributedSampler):
-        raise ConfigError(
-            "the DataLoader has a DistributedSampler, which shards the data set itself: remove it, as choros shards "
-            "the data set."
-        )
-    _seed_sampler(loader.sampler, seed)
+    sampler = _global_sampler(loader, batch_size, seed)
 
     class PartSampler(torch_data.Sampler):
         def __len__(self) -> int:
@@ -140,6 +145,26 @@ def _sampler_part(
                     yield indices[start:end] or indices[:1]
 
     return PartSampler()
+
+
+def _global_sampler(loader: Any, batch_size: int | None, seed: int) -> Any:
+    """Returns the sampler of the indices of each global batch, in the same order on all processes."""
+    import torch.utils.data as torch_data
+
+    sampler = loader.batch_sampler
+    if batch_size is not None:
+        sampler = torch_data.BatchSampler(loader.sampler, batch_size, drop_last=loader.drop_last)
+    if sampler is None:
+        raise ConfigError(
+            "the DataLoader yields single examples (batch_size=None): pass it the size of a global batch."
+        )
+    if isinstance(loader.sampler, torch_data.DistributedSampler):
+        raise ConfigError(
+            "the DataLoader has a DistributedSampler, which shards the data set itself: remove it, as choros shards "
+            "the data set."
+        )
+    _seed_sampler(loader.sampler, seed)
+    return sampler
 
 
 def _seed_sampler(sampler: Any, seed: int) -> None:
@@ -158,6 +183,112 @@ def _stream_part(loader: Any, part: Part) -> Any:
             return without_last_empty((part.of(batch) for batch in checked(loader, part.count, count_rows)), count_rows)
 
     return StreamPart()
+
+
+@final
+class _LoaderEpochs(EpochData):
+    """The epochs of a loader of global batches whose examples have indices; only the wanted examples are loaded.
+
+    Random samplers draw the order of an epoch from the seed of their generator and the epoch.
+    """
+
+    def __init__(self, loader: Any, sharding: Sharding) -> None:
+        super().__init__(sharding)
+        self._sampler = _global_sampler(loader, sharding.batch_size, sharding.seed)
+        self._order = loader.sampler
+        self._generator = getattr(self._order, "generator", None)
+        self._state = None if self._generator is None else self._generator.get_state()
+        self._reading: tuple[Iterable[ShardBatches], int] | None = None
+        self._loader = _with_sampler(loader, self._sampler_of_parts())
+        if not self._is_repeatable(loader):
+            self.doubt = (
+                f"the order of the DataLoader's {type(self._order).__name__} may differ when it is read again. Give it "
+                "a generator, which choros sets at the beginning of an epoch, or a method set_epoch(epoch)."
+            )
+
+    def _is_repeatable(self, loader: Any) -> bool:
+        import torch.utils.data as torch_data
+
+        own = type(loader.batch_sampler) is torch_data.BatchSampler or hasattr(loader.batch_sampler, "set_epoch")
+        sequential = type(self._order) is torch_data.SequentialSampler
+        return own and (sequential or self._generator is not None or hasattr(self._order, "set_epoch"))
+
+    @property
+    def data(self) -> Any:
+        """A ``DataLoader``."""
+        return self._loader
+
+    def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
+        """Loads the examples of ``parts``."""
+        self._reading = parts, epoch
+        yield from self._loader
+
+    def _sampler_of_parts(self) -> Any:
+        import torch.utils.data as torch_data
+
+        source = self
+
+        class PartsSampler(torch_data.Sampler):
+            def __len__(self) -> int:
+                return len(source._sampler)
+
+            def __iter__(self) -> Iterator[list[int]]:
+                parts, epoch = source._reading or (source.parts, source.epoch)
+                source._reading = None
+                return source._indices(tuple(parts), epoch)
+
+        return PartsSampler()
+
+    def _indices(self, parts: Sequence[ShardBatches], epoch: int) -> Iterator[list[int]]:
+        """Yields the indices of the examples of each batch of ``parts``."""
+        for each in parts:
+            part, wanted = each.part(self._local), each.batches
+            for indices in itertools.islice(self._order_of(epoch), wanted.start, wanted.stop, wanted.step):
+                start, end = part.range(len(indices))
+                if end > start:
+                    yield indices[start:end]
+
+    def _order_of(self, epoch: int) -> Iterator[list[int]]:
+        """Yields the indices of the examples of each global batch."""
+        for each in (self._order, self._sampler):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+        if self._generator is not None:
+            self._generator.set_state(self._state)
+            if epoch:
+                seed = np.random.SeedSequence((self._generator.initial_seed(), epoch)).generate_state(1, np.uint64)[0]
+                self._generator.manual_seed(int(seed) >> 1)
+        yield from self._sampler
+
+    def _count(self, epoch: int) -> tuple[int, int]:
+        return number_and_last(map(len, self._order_of(epoch)))
+
+
+@final
+class _StreamEpochs(StreamData):
+    """The epochs of a loader of a stream."""
+
+    def __init__(self, loader: Any, sharding: Sharding) -> None:
+        super().__init__(sharding)
+        self._loader = loader
+
+    @cached_property
+    def data(self) -> Any:
+        """A ``DataLoader``."""
+        import torch.utils.data as torch_data
+
+        source = self
+
+        class PartsOfStream(torch_data.IterableDataset):
+            def __iter__(self) -> Iterator[Any]:
+                return source.batches(source.parts, source.epoch)
+
+        return torch_data.DataLoader(PartsOfStream(), batch_size=None)
+
+    def _global_batches(self, epoch: int) -> Iterator[Any]:
+        if hasattr(self._loader.dataset, "set_epoch"):
+            self._loader.dataset.set_epoch(epoch)
+        return iter(self._loader)
 
 
 KIND = DataLoaderKind()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, final
 
 from choros.errors import ConfigError
-from choros.parallel.data.kind import DataKind, LocalBatches, Sharding
+from choros.parallel.data.epochs import EpochData, IndexedData, StreamData
+from choros.parallel.data.kind import DataKind, LocalBatches
 from choros.parallel.data.part import Part, count_rows
 from choros.parallel.data.shard import example_indices
+from choros.parallel.data.sharding import Sharding
 from choros.topology import shard_range
 
 __all__ = ["KIND", "GrainKind"]
@@ -38,6 +42,16 @@ class GrainKind(DataKind):
         """Returns a data set of the process's rows."""
         _reject_loader(data)
         return _split(data, part)
+
+    def epochs(self, data: Any, sharding: Sharding) -> EpochData:
+        """Returns the epochs of the data set, which all have the same order, as in Keras."""
+        import grain
+
+        _reject_loader(data)
+        batches = data if sharding.batch_size is None else data.batch(sharding.batch_size)
+        if isinstance(data, grain.MapDataset):
+            return _MapEpochs(batches, sharding)
+        return _IterEpochs(batches, sharding)
 
     def local_batches(self, data: Any, part: Part) -> LocalBatches:
         """Returns the process's rows of each batch, as for any iterable."""
@@ -80,6 +94,70 @@ class _Subset:
 
     def __getitem__(self, index: int) -> Any:
         return self._data[int(self._indices[index])]
+
+
+@final
+class _MapEpochs(IndexedData):
+    """The epochs of a ``MapDataset`` of global batches."""
+
+    def __init__(self, batches: Any, sharding: Sharding) -> None:
+        super().__init__(sharding)
+        self._batches = batches
+
+    @cached_property
+    def data(self) -> Any:
+        """An ``IterDataset``."""
+        return _iterated(self)
+
+    def rows(self, part: Part, index: int, epoch: int) -> Any:
+        """Returns rows of a batch."""
+        return part.of(self._batches[index])
+
+    def _count(self, epoch: int) -> tuple[int, int]:
+        number = len(self._batches)
+        return number, count_rows(self._batches[number - 1]) if number else 0
+
+
+@final
+class _IterEpochs(StreamData):
+    """The epochs of an ``IterDataset`` of global batches."""
+
+    def __init__(self, batches: Any, sharding: Sharding) -> None:
+        super().__init__(sharding)
+        self._batches = batches
+
+    @cached_property
+    def data(self) -> Any:
+        """An ``IterDataset``."""
+        return _iterated(self)
+
+    def _global_batches(self, epoch: int) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def _iterated(source: EpochData) -> Any:
+    """Returns the batches of the current parts of ``source`` as an ``IterDataset``."""
+    import grain
+
+    class Batches(grain.DatasetIterator):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self._batches = source.batches(source.parts, source.epoch)
+
+        def __next__(self) -> Any:
+            return next(self._batches)
+
+        def get_state(self) -> Any:
+            raise NotImplementedError
+
+        def set_state(self, state: Any) -> None:
+            raise NotImplementedError
+
+    class Iterated(grain.IterDataset):  # type: ignore[misc, unused-ignore]
+        def __iter__(self) -> Batches:
+            return Batches()
+
+    return Iterated()
 
 
 KIND = GrainKind()

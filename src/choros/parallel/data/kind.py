@@ -7,28 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from choros.parallel.data.epochs import EpochData, FixedData
 from choros.parallel.data.part import Part, checked, count_rows, without_last_empty
+from choros.parallel.data.sharding import Sharding
 
-__all__ = ["DataKind", "LocalBatches", "Sharding"]
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How ``choros.keras.shard`` shards a data set.
-
-    Attributes:
-        part: the process's part of each global batch.
-        batch_size: the number of examples in a global batch; ``None`` if not given.
-        shuffle: whether examples are drawn in a new order each epoch, the same on all processes.
-        seed: the seed of that order, and of samplers without a generator.
-        epoch: the epoch whose order comes first.
-    """
-
-    part: Part
-    batch_size: int | None = None
-    shuffle: bool = False
-    seed: int = 0
-    epoch: int = 0
+__all__ = ["DataKind", "LocalBatches"]
 
 
 @dataclass(frozen=True)
@@ -57,9 +40,11 @@ class DataKind(ABC):
 
     Attributes:
         shuffles: whether ``shard`` can shuffle.
+        has_batches: whether its data sets have batches. Others may have examples, of which ``shard`` makes batches.
     """
 
     shuffles: ClassVar[bool] = False
+    has_batches: ClassVar[bool] = False
 
     @abstractmethod
     def shard(self, data: Any, sharding: Sharding) -> Any:
@@ -95,6 +80,14 @@ class DataKind(ABC):
             lambda: (part.of(batch) for batch in checked(self.batches(data), part.count, count_rows)),
             lambda: self.length(data),
         )
+
+    def epochs(self, data: Any, sharding: Sharding) -> EpochData:
+        """Returns the epochs of ``data``, of which any process can read any shard; all processes must call this."""
+        doubt = (
+            f"a {type(data).__name__} cannot be read again from its beginning. Pass arrays, a tf.data.Dataset, a "
+            "PyDataset, a torch DataLoader or a Grain data set instead."
+        )
+        return FixedData(sharding, lambda: self.split(data, sharding.part), doubt)
 
     def batches(self, data: Any) -> Iterator[Any]:
         """Yields the batches of one epoch."""

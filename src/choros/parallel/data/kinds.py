@@ -6,13 +6,21 @@ import sys
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from choros.parallel.data.arrays import ArrayKind
+from choros.parallel.data.epochs import EpochData, FixedData
 from choros.parallel.data.kind import DataKind
+from choros.parallel.data.part import Part
+from choros.parallel.data.sharding import Sharding
 from choros.parallel.structure import leaves
 
-__all__ = ["are_arrays", "kind_of"]
+__all__ = ["are_arrays", "elastic_shard", "epochs_of", "epochs_of_shard", "kind_of", "remember_source"]
+
+#: The attribute of a shard that has the data set and the ``Sharding`` which it was made from.
+_SOURCE = "_choros_source"
+#: The attribute of a shard that has the epochs which it is the data of.
+_EPOCHS = "_choros_epochs"
 
 
 @dataclass(frozen=True)
@@ -71,3 +79,53 @@ def are_arrays(data: Any) -> bool:
     """
     given = leaves(data)
     return kind_of(data) is _ARRAYS and bool(given) and all(hasattr(leaf, "shape") for leaf in given)
+
+
+def remember_source(shard: Any, data: Any, sharding: Sharding) -> Any:
+    """Lets ``epochs_of_shard`` find the data set of which ``shard`` is made, if it has batches; returns ``shard``."""
+    if sharding.batch_size is not None or kind_of(data).has_batches:
+        object.__setattr__(shard, _SOURCE, (data, sharding))
+    return shard
+
+
+def elastic_shard(data: Any, sharding: Sharding) -> Any:
+    """Returns a shard that ``epochs_of_shard`` can change; ``None`` if other processes cannot read ``data``."""
+    if sharding.batch_size is None and not kind_of(data).has_batches:
+        return None
+    epochs = epochs_of(data, sharding)
+    if epochs.doubt is not None:
+        return None
+    own = epochs.data
+    object.__setattr__(own, _EPOCHS, epochs)
+    return own
+
+
+def epochs_of(data: Any, sharding: Sharding) -> EpochData:
+    """Returns the epochs of ``data``, of which any process can read any shard.
+
+    Args:
+        data: global batches, or arrays and a batch size.
+        sharding: the part of this process, and the order of examples.
+
+    Raises:
+        ConfigError: as ``DataKind.split`` and ``DataKind.shard``.
+    """
+    return kind_of(data).epochs(data, sharding)
+
+
+def epochs_of_shard(data: Any, part: Part) -> EpochData:
+    """Returns the epochs of the data set of which ``choros.keras.shard`` has made ``data``.
+
+    Args:
+        data: what Keras' ``fit`` receives.
+        part: that of this process.
+    """
+    if epochs := getattr(data, _EPOCHS, None):
+        return cast(EpochData, epochs)
+    if source := getattr(data, _SOURCE, None):
+        return epochs_of(*source)
+    doubt = (
+        f"other ranks cannot read this rank's {type(data).__name__}. Pass all data to choros.keras.shard(…, "
+        "batch_size=…), and what it returns, unchanged, to fit."
+    )
+    return FixedData(Sharding(part), lambda: data, doubt)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any, final
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any, ClassVar, final
 
 import keras
 
 from choros.errors import ConfigError
-from choros.parallel.data.kind import DataKind, Sharding
+from choros.parallel.data.epochs import EpochData, FixedData, IndexedData
+from choros.parallel.data.kind import DataKind
 from choros.parallel.data.part import Part, check_global_batch, count_rows
+from choros.parallel.data.parts_dataset import PartsDataset
+from choros.parallel.data.shard_batches import ShardBatches
+from choros.parallel.data.sharding import Sharding
 
-__all__ = ["KIND", "PyDatasetKind", "PyDatasetPart"]
+__all__ = ["KIND", "PyDatasetEpochs", "PyDatasetKind", "PyDatasetPart"]
 
 
 @final
 class PyDatasetKind(DataKind):
     """``keras.utils.PyDataset``: its batches are the global ones, and each process produces all of each."""
+
+    has_batches: ClassVar[bool] = True
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         """Returns a ``PyDataset`` of the process's rows."""
@@ -33,6 +40,14 @@ class PyDatasetKind(DataKind):
         """Returns a ``PyDataset`` of the process's rows."""
         check_global_batch(count_rows(data[0]), part.count)
         return PyDatasetPart(data, part)
+
+    def epochs(self, data: Any, sharding: Sharding) -> EpochData:
+        """Returns the epochs of the data set, if it has an end."""
+        if data.num_batches is None:
+            doubt = "a PyDataset without a number of batches has no epochs."
+            return FixedData(sharding, lambda: self.split(data, sharding.part), doubt)
+        self.split(data, sharding.part)  # the same errors
+        return PyDatasetEpochs(data, sharding)
 
     def batches(self, data: Any) -> Iterator[Any]:
         """Yields the batches by index, with the calls of its methods for the beginning and the end of an epoch."""
@@ -84,6 +99,43 @@ class PyDatasetPart(keras.utils.PyDataset):
     def on_epoch_end(self) -> None:
         """Calls the inner data set's method."""
         self._inner.on_epoch_end()
+
+
+@final
+class PyDatasetEpochs(IndexedData):
+    """The epochs of a ``PyDataset``, whose methods for the beginning and the end of an epoch are called once each.
+
+    Args:
+        inner: the data set of global batches.
+        sharding: the shard of this process in the first epoch.
+    """
+
+    def __init__(self, inner: Any, sharding: Sharding) -> None:
+        super().__init__(sharding)
+        self._inner = inner
+        self._ended = 0
+
+    @cached_property
+    def data(self) -> Any:
+        """A ``PyDataset``."""
+        inner = self._inner
+        return PartsDataset(self, inner.num_batches, inner.workers, inner.max_queue_size)
+
+    def begin_epoch(self, epoch: int, parts: Iterable[ShardBatches]) -> None:
+        """Ends the epochs before this one; not at their own end, as their batches may be read again until now."""
+        super().begin_epoch(epoch, parts)
+        for _ in range(epoch - self._ended):
+            self._inner.on_epoch_end()
+        self._ended = max(epoch, self._ended)
+        self._inner.on_epoch_begin()
+
+    def rows(self, part: Part, index: int, epoch: int) -> Any:
+        """Returns rows of a batch."""
+        return part.of(self._inner[index])
+
+    def _count(self, epoch: int) -> tuple[int, int]:
+        number = self._inner.num_batches
+        return number, count_rows(self._inner[number - 1]) if number else 0
 
 
 KIND = PyDatasetKind()

@@ -6,13 +6,17 @@ from collections.abc import Iterable
 from typing import Any, final
 
 from choros.errors import ConfigError
-from choros.parallel.data.kind import DataKind, LocalBatches, Sharding
+from choros.parallel.data.epochs import EpochData, FixedData
+from choros.parallel.data.kind import DataKind, LocalBatches
 from choros.parallel.data.part import Part, check_global_batch
 from choros.parallel.data.shard import batch_ranges
+from choros.parallel.data.sharding import Sharding
 from choros.parallel.data.tf_auto_shard import AutoShardPolicy, InputPipeline, chain, check_order, own_files, policy_of
+from choros.parallel.data.tf_epochs import TfEpochs
 from choros.parallel.data.tf_padding import count_rows, padded
+from choros.parallel.data.tf_rows import count_examples, rows_of
 
-__all__ = ["KIND", "TfDataKind", "count_examples", "split_rows"]
+__all__ = ["KIND", "TfDataKind"]
 
 
 @final
@@ -34,6 +38,19 @@ class TfDataKind(DataKind):
         """Returns the batches of this process's part, by the auto-shard policy."""
         own = _auto_shard(data, part, keep_empty=True)
         return LocalBatches(lambda: iter(own), lambda: self.length(own), own)
+
+    def epochs(self, data: Any, sharding: Sharding) -> EpochData:
+        """Returns the epochs of a data set that each process can read whole."""
+        policy = AutoShardPolicy(int(data.options().experimental_distribute.auto_shard_policy))
+        if sharding.batch_size is None and policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
+            doubt = (
+                f"with AutoShardPolicy.{policy.name} a process reads only its part of the tf.data.Dataset. Set "
+                "options.experimental_distribute.auto_shard_policy to DATA."
+            )
+            return FixedData(sharding, lambda: self.split(data, sharding.part), doubt)
+        batches = data if sharding.batch_size is None else data.batch(sharding.batch_size)
+        _check_batches(batches, sharding.part)
+        return TfEpochs(data, sharding)
 
     def batch_rows(self, data: Any) -> int | None:
         """Returns the number of rows in the static shape."""
@@ -65,16 +82,8 @@ def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool) -> Any:
         ConfigError: ``dataset`` has no batches or too small ones, or its order may differ between processes.
     """
     import tensorflow as tf
-    from tensorflow.python.data.experimental.ops.distribute import compute_batch_size
 
-    if any(spec.shape.rank == 0 for spec in tf.nest.flatten(dataset.element_spec) if hasattr(spec, "shape")):
-        raise ConfigError(
-            "the tf.data.Dataset yields single examples: call .batch(…) on it, with the batch size of all replicas "
-            "together."
-        )
-    global_batch = int(compute_batch_size(dataset))
-    if global_batch >= 0:
-        check_global_batch(global_batch, part.count)
+    global_batch = _check_batches(dataset, part)
     pipeline = InputPipeline(part.first // part.local, part.count // part.local)
     policy = AutoShardPolicy.DATA if pipeline.count == 1 else policy_of(dataset, pipeline, global_batch)
     if policy is AutoShardPolicy.DATA:
@@ -88,6 +97,22 @@ def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool) -> Any:
     return padded(own) if keep_empty else own
 
 
+def _check_batches(dataset: Any, part: Part) -> int:
+    """Returns the number of rows of a batch, negative if not known; raises a ``ConfigError`` if it is too small."""
+    import tensorflow as tf
+    from tensorflow.python.data.experimental.ops.distribute import compute_batch_size
+
+    if any(spec.shape.rank == 0 for spec in tf.nest.flatten(dataset.element_spec) if hasattr(spec, "shape")):
+        raise ConfigError(
+            "the tf.data.Dataset yields single examples: call .batch(…) on it, with the batch size of all replicas "
+            "together."
+        )
+    global_batch = int(compute_batch_size(dataset))
+    if global_batch >= 0:
+        check_global_batch(global_batch, part.count)
+    return global_batch
+
+
 def split_rows(batches: Any, part: Part, *, keep_empty: bool = False) -> Any:
     """Returns a data set of the process's rows of each batch.
 
@@ -99,12 +124,7 @@ def split_rows(batches: Any, part: Part, *, keep_empty: bool = False) -> Any:
     import tensorflow as tf
 
     def rows(*elements: Any) -> Any:
-        batch = elements[0] if len(elements) == 1 else elements
-        share, remainder = count_rows(batch) // part.count, count_rows(batch) % part.count
-        start, end = (
-            replica * share + tf.minimum(replica, remainder) for replica in (part.first, part.first + part.local)
-        )
-        return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end), batch)
+        return rows_of(elements[0] if len(elements) == 1 else elements, part.first, part.count, part.local)
 
     parts = batches.map(rows, num_parallel_calls=tf.data.AUTOTUNE)
     number = int(batches.cardinality())
@@ -115,19 +135,6 @@ def split_rows(batches: Any, part: Part, *, keep_empty: bool = False) -> Any:
     return parts if known is None else parts.apply(tf.data.experimental.assert_cardinality(known))
 
 
-def _rows(leaf: Any, start: Any, end: Any) -> Any:
-    """Returns rows ``start … end - 1`` of a tensor, a ragged tensor or a sparse one."""
-    import tensorflow as tf
-
-    if not isinstance(leaf, tf.SparseTensor):
-        return leaf[start:end]
-    rest = leaf.dense_shape[1:]
-    first, number = (tf.cast(each, tf.int64)[None] for each in (start, end - start))
-    rows = tf.sparse.slice(leaf, tf.concat([first, tf.zeros_like(rest)], 0), tf.concat([number, rest], 0))
-    rows.set_shape([None, *leaf.shape[1:]])
-    return rows
-
-
 def _count_own(batches: Any, part: Part) -> int | None:
     """The number of batches in which the process has rows; ``None`` if it is not known before they are read."""
     plan = count_examples(batches)
@@ -135,30 +142,6 @@ def _count_own(batches: Any, part: Part) -> int | None:
         return None
     examples, batch_size = plan
     return len(batch_ranges(examples, batch_size, part.first, part.count))
-
-
-def count_examples(batches: Any) -> tuple[int, int] | None:
-    """The numbers of examples in ``batches`` and in each batch; ``None`` if not known before they are read.
-
-    They are known if the data set had a known length before ``batch()``, and the transformations after ``batch()``
-    keep the number of batches.
-    """
-    import tensorflow as tf
-
-    number = int(batches.cardinality())
-    dataset = batches
-    while number >= 0 and len(dataset._inputs()) == 1:
-        (inner,) = dataset._inputs()
-        size = getattr(dataset, "_batch_size", None)
-        if size is not None:
-            size, examples = int(tf.get_static_value(size)), int(inner.cardinality())
-            if examples < 0 or number not in (examples // size, -(-examples // size)):
-                return None
-            return min(examples, number * size), size
-        if int(inner.cardinality()) != number:
-            return None
-        dataset = inner
-    return None
 
 
 KIND = TfDataKind()

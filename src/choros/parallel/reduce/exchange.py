@@ -40,3 +40,7 @@ class Exchange(ABC):
         Returns:
             New arrays of the layout's shapes and dtypes, the same on every rank.
         """
+
+    def sum_in_place(self, arrays: Sequence[Any], before: float, after: float) -> list[Any]:
+        """``sum``, which may overwrite ``arrays`` and return them."""
+        return self.sum(arrays, before, after)

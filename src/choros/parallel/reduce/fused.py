@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
 
 from choros.comm import Communicator, Reduction
-from choros.comm.fusion import Chunk, FusionBuffer, WireDtype, pack, plan_fusion, views
+from choros.comm.fusion import Chunk, FusionBuffer, WireDtype, pack, parts, plan_fusion, views
 from choros.comm.memory import aligned_empty
 from choros.parallel.reduce.exchange import Array, Exchange, Layout
 
@@ -34,32 +34,56 @@ class FusedExchange(Exchange):
         for buffer in self._buffers:
             flat = aligned_empty((buffer.size,), buffer.dtype)
 
-            def fill(chunk: Chunk, message: Array, buffer: FusionBuffer = buffer) -> None:
-                if flats is None:
-                    message.fill(0)
-                elif before == 1.0:
-                    pack(chunk, flats, message)
-                elif buffer.wire.itemsize < buffer.dtype.itemsize:
-                    _pack_scaled(chunk, flats, message, before)
-                else:
-                    pack(chunk, flats, message)
-                    np.multiply(message, message.dtype.type(before), out=message)
-
             def drain(message: Array, chunk: Chunk, flat: Array = flat) -> None:
                 _scale_into(flat[chunk.start : chunk.stop], message, after)
 
-            self._communicator.reduce_chunks(buffer, Reduction.SUM, fill, drain)
+            self._sum(buffer, flats, before, drain)
             views(buffer, flat, self._layout, results)
         return results
 
+    def sum_in_place(self, arrays: Sequence[Array], before: float, after: float) -> list[Array]:
+        """Writes a chunk's sum where the chunk has just been read, and is still in the caches."""
+        if not all(array.flags.c_contiguous for array in arrays):
+            return self.sum(arrays, before, after)
+        flats = [array.reshape(-1) for array in arrays]
 
-def _pack_scaled(chunk: Chunk, flats: Sequence[Array], target: Array, scale: float) -> None:
+        def drain(message: Array, chunk: Chunk) -> None:
+            start = 0
+            for part in parts(chunk, flats):
+                _scale_into(part, message[start : start + part.size], after)
+                start += part.size
+
+        for buffer in self._buffers:
+            self._sum(buffer, flats, before, drain)
+        return list(arrays)
+
+    def _sum(
+        self,
+        buffer: FusionBuffer,
+        flats: Sequence[Array] | None,
+        before: float,
+        drain: Callable[[Array, Chunk], None],
+    ) -> None:
+        def fill(chunk: Chunk, message: Array) -> None:
+            if flats is None:
+                message.fill(0)
+            elif before == 1.0:
+                pack(chunk, flats, message)
+            elif buffer.wire.itemsize < buffer.dtype.itemsize:
+                _pack_scaled(parts(chunk, flats), message, before)
+            else:
+                pack(chunk, flats, message)
+                np.multiply(message, message.dtype.type(before), out=message)
+
+        self._communicator.reduce_chunks(buffer, Reduction.SUM, fill, drain)
+
+
+def _pack_scaled(given: Sequence[Array], target: Array, scale: float) -> None:
     """Scales before the cast to a narrower dtype: values that overflow it may fit after scaling."""
     start = 0
-    for part in chunk.slices:
-        stop = start + part.stop - part.start
-        _scale_into(target[start:stop], flats[part.index][part.start : part.stop], scale)
-        start = stop
+    for part in given:
+        _scale_into(target[start : start + part.size], part, scale)
+        start += part.size
 
 
 def _scale_into(target: Array, source: Array, scale: float) -> None:

@@ -23,17 +23,38 @@ __all__ = ["Participation", "join"]
 Participation = Mapping[Request, Callable[[Sequence[int]], None]]
 
 
-def join(communicator: Communicator, participation: Participation) -> None:
+def join(
+    communicator: Communicator,
+    participation: Participation,
+    learn: Callable[[bytes], Participation] | None = None,
+) -> int | None:
     """Participates in the other ranks' collectives until all ranks have joined.
 
+    The communicator's own collectives need not be in ``participation``.
+
+    Args:
+        communicator: the ranks.
+        participation: the others' requests that this rank knows.
+        learn: returns those that another rank's message explains, see ``Request.explain``.
+
+    Returns:
+        The member that was the last to join; ``None`` if all joined at the same time.
+
     Raises:
-        MismatchError: on all ranks, if the others' next collective is not in ``participation``.
+        MismatchError: on all ranks, if this one cannot participate in the others' next collective.
     """
-    requests = tuple(participation)
-    while True:
-        with communicator.exclusive():
-            joined = communicator.join(requests)
-            if joined is None:
-                return
-            request, values = joined
-            participation[request](values)
+    learned: dict[Request, Callable[[Sequence[int]], None]] = {}
+
+    def requests_of(message: bytes) -> tuple[Request, ...]:
+        learned.update(learn(message) if learn else {})
+        return tuple(learned)
+
+    def take_part(request: Request, values: Sequence[int]) -> None:
+        (participation[request] if request in participation else learned[request])(values)
+
+    communicator.join(
+        lambda: (*participation, *learned),  # a part may have added others
+        take_part,
+        requests_of if learn else None,
+    )
+    return communicator.last_joined

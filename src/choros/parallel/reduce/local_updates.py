@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -167,6 +167,17 @@ class LocalUpdates:
             state = broadcast_arrays(state, root, names=names, process_set=self.process_set)
             self._weights, self._velocities = state[: len(weights)], state[len(weights) :]
         return self._copies()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What another process needs to continue: the steps, the shared weights and the outer optimizer's state."""
+        velocities = [velocity.copy() for velocity in self._velocities]
+        return {"steps": self._steps, "weights": self._copies(), "velocities": velocities}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a ``state_dict``."""
+        self.start(state["weights"])
+        self._steps = state["steps"]
+        self._velocities = [np.array(velocity) for velocity in state["velocities"]]
 
     def _copies(self) -> list[Array]:
         """Returns copies of the shared weights, which callers may change."""

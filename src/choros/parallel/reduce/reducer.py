@@ -26,21 +26,24 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, final
 
+import cloudpickle
 import numpy as np
 
 from choros.comm import ProcessSet, Reduction, Request, global_process_set
 from choros.comm.fusion import Layout
 from choros.comm.membership import Membership
-from choros.config import Config
+from choros.config import COMPARE_EVERY, Config
 from choros.errors import ConfigError, EngineError
 from choros.observe import events
 from choros.observe.events import Kind
-from choros.parallel.compression import Compression, Compressor
+from choros.observe.progress import page
+from choros.parallel.compression import Compression, Compressor, check_compressor
 from choros.parallel.compression.casts import NoCompression
+from choros.parallel.identical import Comparison
 from choros.parallel.reduce.device import DeviceExchange, TensorDevice
 from choros.parallel.reduce.exchange import Exchange
 from choros.parallel.reduce.gradients import (
@@ -61,6 +64,8 @@ __all__ = ["GradientReducer", "ReduceConfig", "bucket_bytes", "indices_of_groups
 #: The size of buckets that are sent during the backward pass: large enough that passing one to another thread costs
 #: little, small enough that the first bucket is full early.
 _BUCKET_BYTES = 8 << 20
+#: Whether and when ranks compare what they train, by default.
+_COMPARES = (int(COMPARE_EVERY.default), False)
 #: The plans that are kept. Optimizers that are applied to parts of a model alternate between a few layouts.
 _PLANS = 8
 
@@ -120,8 +125,9 @@ class ReduceConfig:
         bucket_bytes: the approximate size of buckets, which are reduced in the order of the backward pass: the last
             layers' first; ``None``: all gradients are reduced at once.
         device: where tensors are summed without host staging; ``None``: gradients are host arrays.
-        compared_step: the step, from 1, after which ranks compare the values of what they train; only steps for which
-            all ranks have a batch count.
+        compared_step: the step, from 1, after which ranks first compare the values of what they train; they do so again
+            after each ``CHOROS_COMPARE_EVERY`` steps. Of gradients of each layout, steps for which all ranks have a
+            batch count.
         process_set: the ranks that share gradients.
     """
 
@@ -138,6 +144,7 @@ class ReduceConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op", Reduction(self.op))
+        check_compressor(self.compressor)
         if self.op not in (Reduction.AVERAGE, Reduction.SUM):
             raise ConfigError(f"op={self.op.value}: gradients can be reduced with Average or Sum only.")
         if self.predivide_factor <= 0:
@@ -212,6 +219,21 @@ class _Plan:
     scales_late: bool
 
 
+@dataclass(frozen=True)
+class _ReducerState:
+    """How far a reducer is; a step that is made again after a rank was lost begins with that of before.
+
+    Attributes:
+        steps: the steps.
+        common_steps: for each layout, those for which all ranks had a batch: two models may be trained in turn.
+        pending: for each layout, the gradients of the micro-batches since the last exchange.
+    """
+
+    steps: int = 0
+    common_steps: Mapping[GradientLayout, int] = field(default_factory=dict)
+    pending: Mapping[GradientLayout, list[Gradient]] = field(default_factory=dict)
+
+
 @final
 class GradientReducer:
     """Averages the ranks' gradients over all examples of the step.
@@ -221,7 +243,10 @@ class GradientReducer:
 
     Attributes:
         config: the argument.
-        compares: whether ranks compare the values of what they train after the update that follows the last ``reduce``;
+        heals: whether such a comparison gives ranks that differ the values of most ranks.
+        due: the comparison of what ranks train, after the update that follows the last ``reduce``; ``None`` if ranks
+            compare nothing then. The same on all ranks.
+        batches: the number of batches, micro-batches included, that the ranks have reduced together, or accumulated;
             the same on all ranks.
 
     Example:
@@ -255,12 +280,15 @@ class GradientReducer:
         #: This rank's share of the examples in the last step of all ranks; ``None`` before the first step.
         self.share: float | None = None
         self._weight = 1.0
-        #: For each layout, the gradients of the micro-batches since the last exchange.
-        self._pending: dict[GradientLayout, list[Gradient]] = {}
+        #: Those who had a batch in the last step, as the launcher numbers them.
         self._active: list[int] | None = None
-        self._steps = 0
-        self._common_steps = 0
-        self.compares = False
+        self._progress = _ReducerState()
+        self.batches = 0
+        #: Returns the factor of gradients whose loss was weighted for ranks of which some were lost since.
+        self.correction: Callable[[], float] | None = None
+        environment = Config.from_environ(os.environ)
+        self._compare_every, self.heals = environment.compare_every, environment.heals
+        self.due: Comparison | None = None
 
     @property
     def active(self) -> bool:
@@ -274,6 +302,7 @@ class GradientReducer:
         examples: int,
         exchange: bool = True,
         layout: GradientLayout | None = None,
+        in_place: bool = False,
     ) -> list[Gradient]:
         """Reduces this step's gradients over all ranks.
 
@@ -283,23 +312,39 @@ class GradientReducer:
             exchange: whether this is the last micro-batch of the step, after which ranks reduce; the gradients of
                 earlier ones are accumulated here, and zeros are returned for them.
             layout: the gradients' shapes and dtypes, where they are known already.
+            in_place: whether results may be written into ``gradients``, and these returned.
 
         Returns:
-            New arrays. After the last micro-batch, the sum over the micro-batches of their reduced gradients, because
-            the optimizer that accumulates micro-batches divides by their number; *times* that number if
-            ``config.average_micro_batches`` is false.
+            New arrays, or ``gradients`` if ``in_place``. After the last micro-batch, the sum over the micro-batches of
+            their reduced gradients, because the optimizer that accumulates micro-batches divides by their number;
+            *times* that number if ``config.average_micro_batches`` is false.
 
         Raises:
             MismatchError: ranks have different gradients, or a rank has none.
         """
-        self.plan(layout_of(gradients) if layout is None else layout)
-        with self.config.process_set.communicator.exclusive():
+        kinds = layout_of(gradients) if layout is None else layout
+        communicator = self.config.process_set.communicator
+        before, factor = self._progress, self._correction()
+
+        def again() -> None:
+            nonlocal factor
+            factor = self._correction()
+
+        def collective() -> list[Gradient]:
+            self._progress = before
+            self.plan(kinds)
             self._agree(examples, exchange=exchange)
             if exchange:
-                return self._exchange(gradients if examples else None)
+                own = corrected() if examples else None
+                return self._exchange(own, in_place=in_place and not communicator.elastic)
             if examples:
-                self._accumulate(gradients)
-        return [zeros_like(gradient) for gradient in gradients]
+                self._accumulate(corrected())
+            return [zeros_like(gradient) for gradient in gradients]
+
+        def corrected() -> Sequence[Gradient]:
+            return gradients if factor == 1.0 else [gradient * factor for gradient in gradients]
+
+        return communicator.atomic(collective, again=again)
 
     def plan(self, layout: GradientLayout) -> tuple[tuple[int, ...], ...]:
         """Prepares for gradients of ``layout``; returns the indices in each bucket, in the order buckets are sent."""
@@ -324,17 +369,21 @@ class GradientReducer:
         self._agree(examples, exchange=True)
         self._contributes = examples > 0
 
-    def send(self, bucket: int, gradients: Sequence[Gradient]) -> list[Gradient]:
+    def send(self, bucket: int, gradients: Sequence[Gradient], *, in_place: bool = False) -> list[Gradient]:
         """Reduces one bucket; every rank sends the buckets in the order of ``plan``.
 
         Args:
             bucket: its position in the plan.
             gradients: the gradients at the indices that the plan lists for it.
+            in_place: as for ``reduce``.
         """
-        with self.config.process_set.communicator.exclusive():
+
+        def collective() -> list[Gradient]:
             if bucket > 0:
                 self._agree_on_bucket(bucket)
-            return self._sum(bucket, gradients if self._contributes else None)
+            return self._sum(bucket, gradients if self._contributes else None, in_place=in_place)
+
+        return self.config.process_set.communicator.atomic(collective)
 
     def join(
         self,
@@ -402,6 +451,26 @@ class GradientReducer:
             }
         return parts
 
+    def _explain(self, layout: GradientLayout) -> bytes:
+        """The message for ``learned``: all but what each process chooses for itself."""
+        own = ("process_set", "device", "bucket_bytes")
+        settings = {each.name: getattr(self.config, each.name) for each in fields(self.config) if each.name not in own}
+        return bytes(cloudpickle.dumps((settings, self._name, layout)))
+
+    @classmethod
+    def learned(
+        cls, message: bytes, process_set: ProcessSet, configure: Callable[[ReduceConfig], ReduceConfig]
+    ) -> Participation:
+        """Returns how a rank that has no reducer participates without batches in the steps of the others'.
+
+        Args:
+            message: the explanation of their request.
+            process_set: the ranks that share gradients.
+            configure: sets the device and the size of buckets.
+        """
+        settings, name, layout = cloudpickle.loads(message)
+        return cls(configure(ReduceConfig(**settings, process_set=process_set)), name).participation(layout)
+
     def last_active(self) -> int | None:
         """Returns a rank (of the process set) that had a batch in the last step, once all ranks have joined.
 
@@ -410,8 +479,10 @@ class GradientReducer:
             weights of the rank that is returned.
         """
         active, self._active = self._active, None
-        size = self.config.process_set.communicator.size
-        return active[0] if active is not None and len(active) < size else None
+        launched = self.config.process_set.communicator.launched
+        if active is None or set(active) >= set(launched):
+            return None
+        return next((rank for rank, each in enumerate(launched) if each in active), None)
 
     @property
     def _weighted(self) -> bool:
@@ -425,11 +496,16 @@ class GradientReducer:
         sent = "; ".join(bucket.exchange.description for bucket in buckets)
         scales = f"op={config.op.value}, predivide_factor={config.predivide_factor}"
         counts = f"micro_batches={config.micro_batches}, {len(layout)} arrays"
+        if (self._compare_every, self.heals) != _COMPARES:
+            counts += f", compared every {self._compare_every} steps, healed={self.heals}"
         arguments = f"{scales}, {counts}: {describe(layout)}; sent as {sent}"
-        requests = Request("gradients", arguments, self._name), Request("micro-batch", arguments, self._name)
+        explain = None if config.compressor.shares_state else functools.partial(self._explain, layout)
+        step, micro_batch = (
+            Request(each, arguments, self._name, explain=explain) for each in ("gradients", "micro-batch")
+        )
         # The sum of unscaled values may overflow float16.
         fits = all(each[1] != np.float16 for each in layout)
-        return _Plan(layout, buckets, *requests, fits and isinstance(config.compressor, NoCompression))
+        return _Plan(layout, buckets, step, micro_batch, fits and isinstance(config.compressor, NoCompression))
 
     @property
     def _current(self) -> _Plan:
@@ -439,7 +515,9 @@ class GradientReducer:
 
     def _exchange_for(self, layout: GradientLayout, indices: Sequence[int]) -> Exchange:
         """Returns the exchange of the gradients at ``indices``; groups are kept together within a bucket."""
-        part, groups = only(indices, dense_layout(layout), self.config.group_indices(len(layout)))
+        unfused = Config.from_environ(os.environ).fusion_bytes == 0
+        together = [[i] for i in range(len(layout))] if unfused else self.config.group_indices(len(layout))
+        part, groups = only(indices, dense_layout(layout), together)
         rows = [
             (position, each) for position, index in enumerate(indices) if isinstance(each := layout[index], RowsLayout)
         ]
@@ -464,48 +542,69 @@ class GradientReducer:
     def _accumulate(self, gradients: Sequence[Gradient]) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
             parts = [gradient * self._weight for gradient in gradients]
-            if (pending := self._pending.get(self._current.layout)) is not None:
+            if (pending := self._progress.pending.get(self._current.layout)) is not None:
                 parts = [earlier + part for earlier, part in zip(pending, parts, strict=True)]
-        self._pending[self._current.layout] = parts
+        self._note(pending={**self._progress.pending, self._current.layout: parts})
 
-    def _exchange(self, gradients: Sequence[Gradient] | None) -> list[Gradient]:
+    def _exchange(self, gradients: Sequence[Gradient] | None, *, in_place: bool = False) -> list[Gradient]:
         """Reduces the gradients of the last micro-batch, and those that are pending; ``None``: this rank has none."""
-        if self._current.layout in self._pending:
+        if self._current.layout in self._progress.pending:
             if gradients is not None:
                 self._accumulate(gradients)
-            gradients = self._pending.pop(self._current.layout)
+            pending = dict(self._progress.pending)
+            gradients = pending.pop(self._current.layout)
+            self._note(pending=pending)
             self._scale(1.0, same=False)
         results: dict[int, Gradient] = {}
         for number, bucket in enumerate(self._current.buckets):
             if number > 0:
                 self._agree_on_bucket(number)
             own = None if gradients is None else [gradients[index] for index in bucket.indices]
-            results.update(zip(bucket.indices, self._sum(number, own), strict=True))
+            results.update(zip(bucket.indices, self._sum(number, own, in_place=in_place), strict=True))
         return [results[index] for index in range(len(results))]
 
     def _agree(self, examples: int, *, exchange: bool) -> None:
         """Exchanges the control message of a step, or of a micro-batch before its last."""
-        communicator = self.config.process_set.communicator
-        with communicator.exclusive():
-            plan = self._current
-            counts = communicator.agree(plan.request if exchange else plan.micro_batch, value=examples)
+        plan, communicator = self._current, self.config.process_set.communicator
+        request = plan.request if exchange else plan.micro_batch
+        counts = communicator.atomic(lambda: communicator.agree(request, value=examples))
         self._begin(counts, examples, exchange=exchange, joined=False)
 
     def _begin(self, counts: Sequence[int], examples: int, *, exchange: bool, joined: bool) -> None:
         """Notes the number of examples that each rank has in the micro-batch."""
         if not any(counts):
             raise EngineError(f"the batch has {examples} examples, and no other rank has any: expected 1 or more.")
-        self._active = [rank for rank, count in enumerate(counts) if count > 0]
+        launched = self.config.process_set.communicator.launched
+        self._active = [each for each, count in zip(launched, counts, strict=True) if count > 0]
         self.share = examples / sum(counts)
         self._weight = self.share if self._weighted else 1.0
-        common = exchange and len(self._active) == len(counts)
-        self._common_steps += common
-        self.compares = common and self._common_steps == self.config.compared_step
+        self.config.process_set.communicator.when_settled(self._count_batch)
+        self._note(steps=self._progress.steps + exchange)
+        self.due = self._comparison() if exchange and len(self._active) == len(counts) else None
         if exchange:
-            self._steps += 1
-            events.emit(Kind.STEP_BEGUN, step=self._steps, examples=examples, joined=joined)
+            if not joined:
+                page.note_step()
+            events.emit(Kind.STEP_BEGUN, self._name, step=self._progress.steps, examples=examples, joined=joined)
             # With several micro-batches ranks may differ in whether they have accumulated gradients of earlier ones.
             self._scale(self._weight, same=self.config.micro_batches == 1 and len(set(counts)) == 1)
+
+    def _comparison(self) -> Comparison | None:
+        """Counts a step of all ranks; returns the comparison after it."""
+        layout, first, every = self._current.layout, self.config.compared_step, self._compare_every
+        step = self._progress.common_steps.get(layout, 0) + 1
+        self._note(common_steps={**self._progress.common_steps, layout: step})
+        due = step == first or (step > first and every > 0 and step % every == 0)
+        return Comparison(step, first, self.heals) if due else None
+
+    def _correction(self) -> float:
+        elastic = self.correction is not None and self.config.process_set.communicator.elastic
+        return self.correction() if elastic and self.correction is not None else 1.0
+
+    def _count_batch(self) -> None:
+        self.batches += 1
+
+    def _note(self, **changed: Any) -> None:
+        self._progress = replace(self._progress, **changed)
 
     def _scale(self, weight: float, *, same: bool) -> None:
         """Sets the factors of gradients before and after the sum.
@@ -525,13 +624,19 @@ class GradientReducer:
         """Between buckets the user's program runs: another collective of one rank must not be matched with this one."""
         self.config.process_set.communicator.agree(_bucket_request(bucket, self._name))
 
-    def _sum(self, bucket: int, gradients: Sequence[Gradient] | None) -> list[Gradient]:
+    def _sum(self, bucket: int, gradients: Sequence[Gradient] | None, *, in_place: bool = False) -> list[Gradient]:
         buckets = self._current.buckets
         # Infinities are detected by the loss scale: NumPy must not warn of them.
+        events.emit(Kind.BUCKET_BEGUN, self._name, bucket=bucket, arrays=len(buckets[bucket].indices))
         with np.errstate(over="ignore", invalid="ignore"):
-            reduced = buckets[bucket].exchange.sum(gradients, *self._scales)
+            exchange = buckets[bucket].exchange
+            if gradients is None or not in_place:
+                reduced = exchange.sum(gradients, *self._scales)
+            else:
+                reduced = exchange.sum_in_place(gradients, *self._scales)
+        events.emit(Kind.BUCKET_DONE, self._name, bucket=bucket)
         if bucket == len(buckets) - 1:
-            events.emit(Kind.STEP_DONE, step=self._steps)
+            events.emit(Kind.STEP_DONE, self._name, step=self._progress.steps)
         return reduced
 
 

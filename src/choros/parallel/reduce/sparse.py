@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import Communicator
-from choros.comm.fusion import WireDtype
+from choros.comm.fusion import WireDtype, regrouped
 from choros.comm.memory import aligned_empty
 from choros.parallel.reduce.exchange import Array, Exchange
 
@@ -177,15 +177,10 @@ class RowsExchange(Exchange):
             for view, part, scale in zip(_views(message, own, dtypes), parts, scales, strict=True):
                 _scale_into(view, part, scale)
         received = self._communicator.gather_bytes(message, nbytes)
-        if len(parts) == 1:  # they are in rank order as they are
-            return [received.view(dtypes[0])]
-        of_ranks = np.split(received, np.cumsum(nbytes)[:-1])
-        columns = zip(*(_views(part, each, dtypes) for part, each in zip(of_ranks, counts, strict=True)), strict=True)
-        totals = [sum(each) for each in zip(*counts, strict=True)]
-        results = [aligned_empty((total,), dtype) for total, dtype in zip(totals, dtypes, strict=True)]
-        for result, column in zip(results, columns, strict=True):
-            np.concatenate(column, out=result)
-        return results
+        of_parts = regrouped(
+            received, np.array(counts, np.int64) * np.array([dtype.itemsize for dtype in dtypes], np.int64)
+        )
+        return [part.view(dtype) for part, dtype in zip(of_parts, dtypes, strict=True)]
 
 
 def _views(message: NDArray[np.uint8], counts: Sequence[int], dtypes: Sequence[DType]) -> list[Array]:

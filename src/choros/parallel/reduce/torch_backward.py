@@ -11,6 +11,15 @@ Ranks may fill buckets in different orders, but all of them send buckets in the 
 
 A parameter that the backward pass did not reach leaves its bucket incomplete; ``combine`` uses zeros for it, and sends
 that bucket and those after it. Without overlap hooks only count, and ``combine`` reduces all gradients at once.
+
+The rows of sparse gradients, as those of embeddings with ``sparse=True``, can be gathered (``sparse.py``). Only
+gradients tell which are sparse, and a rank may lack one. So no bucket of the first step is sent early, and ranks agree
+on the kinds::
+
+    rank 0                     rank 1                     rank 2, without batches
+    has a sparse gradient: 1   none: 0                    joined                     agree
+    which ones ────────────────┬──────────────────────────┘                          allreduce, maximum; if one has any
+    same layout                same layout                same layout
 """
 
 from __future__ import annotations
@@ -19,17 +28,22 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from choros.arrays import framework_adapter
-from choros.comm import Work
-from choros.errors import ConfigError
-from choros.parallel.identical import check_identical
-from choros.parallel.reduce.exchange import Array, Layout
-from choros.parallel.reduce.reducer import GradientReducer
+import numpy as np
 
-__all__ = ["BackwardExchange"]
+from choros.arrays import framework_adapter
+from choros.comm import ProcessSet, Reduction, Request, Work, global_process_set
+from choros.errors import ConfigError, EngineError
+from choros.parallel.identical import Comparison, check_identical
+from choros.parallel.reduce.exchange import Array
+from choros.parallel.reduce.gradients import GradientLayout, describe
+from choros.parallel.reduce.reducer import GradientReducer
+from choros.parallel.reduce.sparse import RowsLayout, SparseRows
+
+__all__ = ["BackwardExchange", "compare_parameters"]
 
 
 @dataclass
@@ -63,6 +77,7 @@ class BackwardExchange:
         *,
         overlap: bool,
         micro_batches: int = 1,
+        gathers_rows: bool = False,
         examples: Callable[[], int | None] = lambda: 1,
     ) -> None:
         """Registers hooks on ``parameters``.
@@ -72,23 +87,23 @@ class BackwardExchange:
             parameters: leaves of the autograd graph, in the same order on all ranks.
             overlap: whether full buckets are sent during the backward pass.
             micro_batches: backward passes before each reduction; autograd sums their gradients.
+            gathers_rows: whether the rows of sparse gradients are gathered; otherwise these are reduced as dense ones,
+                and sparse again after that.
             examples: returns the number of examples of the gradients; ``None`` if the backward pass is not part of
                 a training step: then it is ignored.
         """
         self.reducer = reducer
         self._overlap = overlap
-        self._micro_batches = micro_batches
+        #: Backward passes before each reduction.
+        self.micro_batches = micro_batches
+        self._gathers_rows = gathers_rows
         self._examples = examples
         self._adapter = framework_adapter("torch")
         self._lock = threading.Lock()  # Autograd runs hooks in one thread per device.
         self._hooks: list[Any] = []
+        self._step: _Step
         weakref.finalize(self, _remove, self._hooks)
         self._register(parameters)
-
-    @property
-    def layout(self) -> Layout:
-        """The shapes and dtypes of the gradients."""
-        return self._layout
 
     @property
     def pending(self) -> bool:
@@ -115,10 +130,29 @@ class BackwardExchange:
                 self._finish([parameter.grad for parameter in self._parameters])
             self._register(parameters)
         results = self._finish(gradients)
-        return [self._to_tensor(result, like) for result, like in zip(results, parameters, strict=True)]
+        return [self._to_tensor(*each) for each in zip(results, parameters, gradients, strict=True)]
+
+    def abandon(self) -> None:
+        """Forgets the gradients computed since the last reduction, after waiting for buckets that are being sent."""
+        works = self._step.works
+        self._step = self._new_step()
+        for work in works:
+            with suppress(EngineError):  # this is why they are abandoned
+                work.wait()
+
+    def participate(self, parts: dict[Request, Callable[[Sequence[int]], None]]) -> None:
+        """Adds to ``parts`` how this rank participates without gradients: see ``joining.join``."""
+        parts |= self.reducer.participation(self._layout)
+        if not self._kinds_known:
+
+            def learn(ranks_have_sparse: Sequence[int]) -> None:
+                self._learn_kinds(ranks_have_sparse, [False] * len(self._parameters))
+                parts.update(self.reducer.participation(self._layout))
+
+            parts[self._kinds] = learn
 
     def compare(self, advice: str) -> None:
-        """Checks that ranks have identical parameters, after the update that follows the reducer's compared step.
+        """Checks that ranks have identical parameters, after an update, if a comparison is due.
 
         Args:
             advice: what the user can do if they differ.
@@ -126,27 +160,27 @@ class BackwardExchange:
         Raises:
             DriftError: they differ.
         """
-        if not self.reducer.compares:
-            return
-        self.reducer.compares = False
-        names = [f"parameter {index}, {tuple(p.shape)}" for index, p in enumerate(self._parameters)]
-        hosts = [self._adapter.to_host(parameter) for parameter in self._parameters]
-        config = self.reducer.config
-        when = f"after step {config.compared_step}"
-        check_identical(names, hosts, when=when, advice=advice, process_set=config.process_set)
+        due, self.reducer.due = self.reducer.due, None
+        if due is not None:
+            compare_parameters(self._parameters, due, advice, self.reducer.config.process_set)
 
     def _register(self, parameters: Sequence[Any]) -> None:
         _remove(self._hooks)
         self._parameters = list(parameters)
         self._ids = [id(parameter) for parameter in parameters]
-        self._layout: Layout = tuple((tuple(p.shape), self._adapter.spec(p).dtype) for p in parameters)
-        self._buckets = self.reducer.plan(self._layout)
-        self._bucket_of = {index: bucket for bucket, indices in enumerate(self._buckets) for index in indices}
+        self._plan(tuple((tuple(p.shape), self._adapter.spec(p).dtype) for p in parameters))
+        self._kinds = Request("kinds of gradients", describe(self._layout))
+        self._kinds_known = not self._gathers_rows
         self._hooks += [
             parameter.register_post_accumulate_grad_hook(functools.partial(_on_gradient, weakref.ref(self), index))
             for index, parameter in enumerate(parameters)
         ]
         self._step = self._new_step()
+
+    def _plan(self, layout: GradientLayout) -> None:
+        self._layout = layout
+        self._buckets = self.reducer.plan(layout)
+        self._bucket_of = {index: bucket for bucket, indices in enumerate(self._buckets) for index in indices}
 
     def _new_step(self) -> _Step:
         return _Step([0] * len(self._parameters), [len(indices) for indices in self._buckets])
@@ -158,17 +192,17 @@ class BackwardExchange:
         with self._lock:
             step = self._step
             step.micro_batches[index] += 1
-            if step.micro_batches[index] < self._micro_batches:
+            if step.micro_batches[index] < self.micro_batches:
                 return
-            if step.micro_batches[index] > self._micro_batches:
+            if step.micro_batches[index] > self.micro_batches:
                 raise ConfigError(
                     f"a gradient was computed {step.micro_batches[index]} times since the last step, and "
-                    f"backward_passes_per_step is {self._micro_batches}: call step() after that many backward passes, "
+                    f"backward_passes_per_step is {self.micro_batches}: call step() after that many backward passes, "
                     "or pass their number to DistributedOptimizer."
                 )
             gradient = parameter.grad
             step.complete[index] = gradient, gradient._version
-            if self._overlap:
+            if self._overlap and self._kinds_known:
                 step.missing[self._bucket_of[index]] -= 1
                 while len(step.works) < len(step.missing) and not step.missing[len(step.works)]:
                     self._start_next(lambda index: step.complete[index][0])
@@ -195,6 +229,8 @@ class BackwardExchange:
         """Sends the remaining gradients and waits for all buckets."""
         complete = self._step.complete.items()
         changed = any(gradients[index] is not old or old._version != version for index, (old, version) in complete)
+        if not self._kinds_known:
+            self._agree_on_kinds(gradients)
         try:
             if self._overlap:
                 results = self._finish_buckets(gradients)
@@ -219,23 +255,67 @@ class BackwardExchange:
             results.update(zip(indices, work.wait(), strict=True))
         return [results[index] for index in range(len(results))]
 
+    def _agree_on_kinds(self, gradients: Sequence[Any]) -> None:
+        sparse = [gradient is not None and gradient.is_sparse and gradient.sparse_dim() == 1 for gradient in gradients]
+        communicator = self.reducer.config.process_set.communicator
+        communicator.atomic(lambda: self._learn_kinds(communicator.agree(self._kinds, value=int(any(sparse))), sparse))
+
+    def _learn_kinds(self, ranks_have_sparse: Sequence[int], sparse: Sequence[bool]) -> None:
+        """Completes the agreement, inside the exclusive section of its control message."""
+        flags = np.array(sparse, np.uint8)
+        if any(ranks_have_sparse):
+            self.reducer.config.process_set.communicator.reduce_in_place(flags, Reduction.MAX)
+            index_dtype = np.dtype(np.int64)
+            pairs = zip(self._layout, flags, strict=True)
+            self._plan(tuple(RowsLayout(*each[:2], index_dtype) if flag else each for each, flag in pairs))
+        self._kinds_known = True
+
     def _own_gradient(self, index: int, gradient: Any) -> Any:
-        """Returns the gradient as the reducer expects it: a dense tensor on its device, or a host array.
+        """Returns the gradient as the reducer expects it: a dense tensor on its device, a host array or its rows.
 
         Gradients are copied from an accelerator only here. The copy waits for the stream that computes them.
         """
+        kind = self._layout[index]
+        if isinstance(kind, RowsLayout):
+            if gradient is None:
+                return kind.rows(0)
+            sparse = gradient if gradient.is_sparse else gradient.to_sparse(1)
+            indices, values = sparse._indices()[0], sparse._values()
+            return SparseRows(self._adapter.to_host(indices), self._adapter.to_host(values), kind.shape)
         if gradient is None:
-            gradient = self._parameters[index].new_zeros(self._layout[index][0])
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
+            gradient = self._parameters[index].new_zeros(kind[0])
+        dense = self._adapter.to_dense(gradient, kind[0])
         return dense if self._on_device else self._adapter.to_host(dense)
 
-    def _to_tensor(self, result: Any, like: Any) -> Any:
+    def _to_tensor(self, result: Any, like: Any, gradient: Any) -> Any:
+        """Returns the reduced gradient of the parameter ``like``, whose own was ``gradient``."""
+        if isinstance(result, SparseRows):
+            indices, values = (self._adapter.from_host(each, like) for each in (result.indices, result.values))
+            return self._adapter.from_rows(indices, values, result.shape)
         # Results may be views of one tensor: ``data`` gives each its own version counter.
-        return result.data if self._on_device else self._adapter.from_host(result, like)
+        dense = result.data if self._on_device else self._adapter.from_host(result, like)
+        return dense if gradient is None or not gradient.is_sparse else dense.to_sparse(gradient.sparse_dim())
 
     @property
     def _on_device(self) -> bool:
         return self.reducer.config.device is not None
+
+
+def compare_parameters(
+    parameters: Sequence[Any], comparison: Comparison, advice: str, process_set: ProcessSet = global_process_set
+) -> None:
+    """Checks that ranks have identical parameters; the arguments are those of ``check_identical``.
+
+    Raises:
+        DriftError: they differ.
+    """
+    adapter = framework_adapter("torch")
+
+    def assign(index: int, host: Array) -> None:
+        parameters[index].data.copy_(adapter.from_host(host, parameters[index]))
+
+    names = [f"parameter {index}, {tuple(parameter.shape)}" for index, parameter in enumerate(parameters)]
+    check_identical(names, parameters, comparison, advice=advice, process_set=process_set, assign=assign)
 
 
 def _on_gradient(exchange: weakref.ref[BackwardExchange], index: int, parameter: Any) -> None:

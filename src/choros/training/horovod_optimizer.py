@@ -1,8 +1,8 @@
-"""The distributed optimizer of Horovod's Keras API: gradients are averaged over the examples of all ranks."""
+"""Horovod's distributed optimizers of Keras: gradients are averaged over the examples of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -11,11 +11,12 @@ from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.reduce.reducer import ReduceConfig, indices_of_groups
+from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
 from choros.training.distributed_optimizer import reducer_of, wrap
 from choros.training.keras_internals import innermost, trained_variables
 from choros.training.optimizer_reducer import OptimizerReducer, accumulation_steps, placed
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "local_variables"]
 
 _ADVICE = (
     "Start all ranks from the same values: pass BroadcastGlobalVariablesCallback(0) to model.fit, or call "
@@ -24,6 +25,11 @@ _ADVICE = (
 )
 
 
+@documented(
+    **REDUCTION_ARGUMENTS,
+    optimizer="any Keras 3 optimizer, a ``LossScaleOptimizer`` included. It is changed in place.",
+    name="Horovod's; the optimizer keeps its own name.",
+)
 def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
@@ -45,26 +51,6 @@ def DistributedOptimizer(
     The average is over examples: ranks with batches of different sizes, or with fewer batches, are weighted by the
     examples they contribute. A choros callback in ``model.fit`` reports those to the optimizer; without one, all ranks
     have the same weight.
-
-    Args:
-        optimizer: any Keras 3 optimizer, a ``LossScaleOptimizer`` included. It is changed in place.
-        name: Horovod's; the optimizer keeps its own name.
-        device_dense: Horovod's; the engine decides where gradients are reduced.
-        device_sparse: Horovod's; likewise.
-        compression: how gradients are compressed, such as ``Compression.fp16``; see docs/compression.md.
-        sparse_as_dense: whether sparse gradients, those of embeddings on TensorFlow, are made dense before ranks reduce
-            them. By default ranks gather the rows that their batches used.
-        gradient_predivide_factor: the divisor before the sum; the average divides by the rest after it.
-        op: ``Average`` or ``Sum``.
-        backward_passes_per_step: the number of micro-batches whose gradients are accumulated before ranks reduce them
-            and the weights are updated.
-        average_aggregated_gradients: whether the gradients of those micro-batches are averaged, not summed, which is
-            Horovod's default.
-        num_groups: Horovod's older form of ``groups``.
-        groups: gradients that are reduced together: a number of groups, or lists of variables.
-        process_set: the ranks that train together; other ranks train alone.
-        scale_local_gradients: whether gradients of ``register_local_var`` are divided by the number of
-            ranks, so that they have the scale of averaged gradients.
 
     Returns:
         The optimizer.
@@ -110,6 +96,80 @@ def DistributedOptimizer(
     )
     wrap(optimizer, reducer)
     return optimizer
+
+
+@documented(
+    **REDUCTION_ARGUMENTS,
+    optimizer="as for ``DistributedOptimizer``.",
+    name="Horovod's; the optimizer keeps its own name.",
+)
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Reduction = Reduction.AVERAGE,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+) -> Any:
+    """``DistributedOptimizer`` for a model of which each rank has some layers of its own.
+
+    Raises:
+        ConfigError: ``local_layers`` contains anything else, or a layer that is not built.
+
+    Example:
+        >>> import keras, choros.keras as hvd
+        >>> hvd.init()
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+        >>> optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=model.layers[:1])
+    """
+    local = local_variables(local_layers)
+    optimizer = DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        0,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    for variable in local:
+        optimizer.register_local_var(variable)
+    return optimizer
+
+
+def local_variables(layers: Any) -> list[Any]:
+    """Returns the trainable variables of ``local_layers``: a layer, several, or ``None``.
+
+    Raises:
+        ConfigError: as for ``PartialDistributedOptimizer``.
+    """
+    if layers is None:
+        return []
+    layers = [layers] if isinstance(layers, keras.layers.Layer) or not isinstance(layers, Iterable) else list(layers)
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise ConfigError(f"local_layers must be layers of Keras, but one is a {type(layer).__name__}.")
+        if not layer.built:
+            raise ConfigError(
+                f"the layer {layer.name!r} of local_layers is not built, so that it has no variables: build or call "
+                "the model first."
+            )
+    return [variable for layer in layers for variable in layer.trainable_weights]
 
 
 def _groups(groups: int | Sequence[Sequence[Any]], optimizer: Any) -> int | tuple[tuple[int, ...], ...] | None:

@@ -1,0 +1,1 @@
+"""What all frameworks share in Horovod."""

@@ -1,0 +1,3 @@
+"""Elastic training for Keras."""
+
+from choros.keras.elastic import *

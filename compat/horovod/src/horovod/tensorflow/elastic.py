@@ -1,0 +1,3 @@
+"""Elastic training for TensorFlow."""
+
+from choros.tensorflow.elastic import *

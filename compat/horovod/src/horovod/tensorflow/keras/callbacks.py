@@ -1,0 +1,3 @@
+"""The callbacks of ``choros.keras``."""
+
+from choros.keras.callbacks import *

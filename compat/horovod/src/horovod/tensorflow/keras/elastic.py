@@ -1,0 +1,3 @@
+"""The names of elastic training for Keras; see ``Elastic``."""
+
+from horovod.keras.elastic import *

@@ -1,0 +1,3 @@
+"""The collectives of ``choros.tensorflow``, and all else that it has."""
+
+from choros.tensorflow import *

@@ -1,0 +1,3 @@
+"""The compressions of gradients."""
+
+from horovod._compression import *

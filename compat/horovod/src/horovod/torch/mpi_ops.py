@@ -1,0 +1,3 @@
+"""The collectives of ``choros.torch``, and all else that it has."""
+
+from choros.torch import *

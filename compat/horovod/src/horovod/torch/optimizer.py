@@ -1,0 +1,5 @@
+"""The distributed optimizer."""
+
+from choros.torch import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer"]

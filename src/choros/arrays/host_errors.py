@@ -1,0 +1,58 @@
+"""Errors of functions on the host, which compiled code calls: they arrive at its caller as what they are.
+
+A framework passes on no exception from the host, but its text, in an exception of its own. Here that one becomes an
+instance of the host's class, too, so that ``except MismatchError`` handles it as well as the framework's ``except``::
+
+    host       MismatchError("… rank 0: … rank 1: …")     remembered_errors() keeps it
+                 │ its text
+    framework  JaxRuntimeError("INTERNAL: … rank 0: …")   recognize_errors(): contains the text of one that is kept
+                 │
+    caller     an instance of both
+
+The framework's constructor is the only code of Python between the two: it creates instances of a subclass of both.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from choros.errors import ChorosError
+
+__all__ = ["recognize_errors", "remembered_errors"]
+
+#: Those of the last calls; several threads may make some.
+_remembered: deque[ChorosError] = deque(maxlen=16)
+
+
+@contextmanager
+def remembered_errors() -> Iterator[None]:
+    """A context for what a framework calls on the host."""
+    try:
+        yield
+    except ChorosError as error:
+        _remembered.append(error)
+        raise
+
+
+def recognize_errors(theirs: Any, subclass_of: Callable[[Any], Any]) -> None:
+    """From now on, exceptions of the framework's class ``theirs`` are also of the class that the host raised.
+
+    Args:
+        theirs: a class of exceptions, one of whose arguments is the text. Its own subclasses are left alone.
+        subclass_of: returns the subclass of an error's class and of ``theirs``; it takes the arguments of ``theirs``.
+    """
+
+    def create(cls: type[Exception], *args: object, **kwargs: object) -> Exception:
+        error = None
+        if cls is theirs:
+            text = next((arg for arg in args if isinstance(arg, str)), "")
+            error = next((each for each in reversed(_remembered) if str(each) and str(each) in text), None)
+        created: Exception = Exception.__new__(cls if error is None else subclass_of(type(error)), *args, **kwargs)
+        if error is not None:
+            vars(created).update(vars(error))
+        return created
+
+    theirs.__new__ = create

@@ -1,0 +1,110 @@
+"""The connections that MPI makes to other hosts: a rank ends when a host falls silent.
+
+::
+
+    rank 0 on a                              rank 2 on b
+    addresses of a ──────── allgather ─────── addresses of b     in init(), of jobs on several hosts
+    looks at MPI's connections to b    ╳     looks at those to a
+    ends: rank 2 cannot be reached           ends: ranks 0 and 1 cannot be reached. No rank is left on a host
+                                             that chorosrun does not reach
+
+Without this, MPI waits for a quarter of an hour, in C, where nothing interrupts it: so no exception ends the rank, but
+this thread, with the exit code and the text of a ``PeerLostError``. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import psutil
+
+from choros.comm.communicator import Communicator
+from choros.errors import PeerLostError
+from choros.transport.address import is_loopback
+from choros.transport.peers import remote_addresses
+from choros.transport.silence import LOOK_SECONDS, REACTION_SECONDS, ask_often, is_silent, unreachable_seconds
+
+__all__ = ["watch_other_hosts"]
+
+#: How many bytes of addresses each rank sends.
+_TEXT_BYTES = 512
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+#: How often new connections are looked for.
+_NEW_SECONDS = 2.0
+
+#: By its address, the ranks on another host; those of the last ``init()``.
+_ranks_at: dict[str, list[int]] = {}
+_started = False
+
+
+def watch_other_hosts(communicator: Communicator) -> None:
+    """Starts to look at this process's connections to the hosts of other ranks; all ranks call it."""
+    global _started
+    own = _own_addresses()
+    text = " ".join(own).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+    rows = communicator.allgather(np.frombuffer(text, np.uint8)[None], name="addresses of hosts")
+    _ranks_at.clear()
+    for rank, row in enumerate(rows):
+        for address in set(row.tobytes().decode().split()) - set(own):
+            _ranks_at.setdefault(address, []).append(communicator.ranks[rank])
+    if not _started:
+        _started = True
+        threading.Thread(target=_look, name="choros: other hosts", daemon=True).start()
+
+
+def _own_addresses() -> list[str]:
+    interfaces = psutil.net_if_addrs().values()
+    addresses = [each.address.partition("%")[0] for every in interfaces for each in every if each.family in _FAMILIES]
+    return [address for address in addresses if not is_loopback(address)]
+
+
+def _look() -> None:
+    limit = 1000 * (unreachable_seconds() - REACTION_SECONDS - LOOK_SECONDS)
+    known: Mapping[int, str] = {}
+    suspects: set[int] = set()
+    due = 0.0
+    while True:
+        if time.monotonic() >= due:
+            known, due = remote_addresses(), time.monotonic() + _NEW_SECONDS
+        for inode, end in _connections(known):
+            if not is_silent(end, limit):
+                suspects.discard(inode)
+            elif inode not in suspects:
+                suspects.add(inode)
+            else:
+                _end(known[inode])
+        time.sleep(LOOK_SECONDS)
+
+
+def _end(address: str) -> None:
+    """Ends this process, as the error would."""
+    ranks = _ranks_at.get(address, [])
+    error = PeerLostError(
+        f"the host {address} of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} cannot be reached any "
+        "more. The job cannot go on without: start it again, from its last checkpoint.",
+        ranks=ranks,
+    )
+    with contextlib.suppress(SystemExit):
+        sys.excepthook(PeerLostError, error, None)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(error.exit_code)
+
+
+def _connections(known: Mapping[int, str]) -> Iterator[tuple[int, socket.socket]]:
+    """The inodes and copies of this process's connections to other hosts of the job."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            inode = os.fstat(int(name)).st_ino
+            if known.get(inode) in _ranks_at:
+                # Not kept: MPI could not close its own.
+                with socket.socket(fileno=os.dup(int(name))) as end:
+                    ask_often(end)
+                    yield inode, end

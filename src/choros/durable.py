@@ -1,0 +1,181 @@
+"""Files that are complete at any time: written beside the last ones, flushed to the disk, then renamed.
+
+::
+
+    DIRECTORY/NAME                          the last complete one, until one step replaces it
+    DIRECTORY/.unfinished.HOST.x7f2/NAME    being written; the directory is locked while its process lives
+                                      │
+                                      └─ 1 flushed   2 renamed to DIRECTORY/NAME   3 DIRECTORY is flushed
+
+Whatever ends the process, or the machine, in between: DIRECTORY/NAME is the last complete one. What killed processes
+leave behind, the next write in the directory removes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+__all__ = ["discard", "flush", "replace", "unfinished", "workplace"]
+
+_PREFIX = ".unfinished."
+#: The former content of a directory whose name a file system cannot exchange in one step.
+_FORMER = ".former"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+#: After so many seconds, what other hosts have left behind is removed: their locks may not be visible here.
+_ABANDONED_SECONDS = 24 * 3600
+
+
+@contextmanager
+def unfinished(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A block that writes a file, or a directory, under the name it gets; it gets the name ``path`` after the block.
+
+    Args:
+        path: the file or directory, in a directory that exists. If it is a link, its target is replaced.
+
+    Raises:
+        OSError: the disk is full, or the directory cannot be written; the last complete file is still there.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "model.txt"
+        >>> with unfinished(path) as name:
+        ...     _ = name.write_text("weights")
+        ...     path.exists()
+        False
+        >>> path.read_text()
+        'weights'
+    """
+    final = Path(os.path.realpath(path))
+    with workplace(final.parent) as directory:
+        name = directory / final.name
+        yield name
+        flush(name)
+        replace(name, final)
+
+
+@contextmanager
+def workplace(parent: Path) -> Iterator[Path]:
+    """A block with a directory of its own in ``parent``, which is removed after the block.
+
+    If the process is killed, the next such block in ``parent``, of whichever process, removes it.
+    """
+    for left in parent.glob(f"{_PREFIX}*"):
+        _remove_if_abandoned(left)
+    directory, lock = _locked(parent)
+    try:
+        yield directory
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(directory)
+        os.close(lock)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or all files of a directory, are on the disk."""
+    if path.is_dir():
+        for each in path.iterdir():
+            flush(each)
+        _flush_names(path)
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace(new: Path, final: Path) -> None:
+    """Gives a flushed file or directory of a ``workplace`` its final name, at once and for good."""
+    if new.is_dir() and final.is_dir():
+        if not _exchanged(new, final):
+            # A process that is killed between these two leaves both to _remove_if_abandoned.
+            final.replace(new.with_name(_FORMER))
+            new.replace(final)
+    else:
+        new.replace(final)
+    _flush_names(final.parent)
+
+
+def discard(directory: str | os.PathLike[str]) -> None:
+    """Removes a directory: at first all of it at once, by its name."""
+    with workplace(Path(directory).parent) as place:
+        Path(directory).replace(place / "discarded")
+
+
+def _flush_names(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a few file systems cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchanges the names of two directories in one step: on Linux, where the file system can do so."""
+    names = (os.fsencode(one), os.fsencode(other))
+    try:
+        return ctypes.CDLL(None).renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0  # type: ignore[no-any-return]
+    except AttributeError:
+        return False
+
+
+def _own_prefix() -> str:
+    return f"{_PREFIX}{os.uname().nodename}."
+
+
+def _locked(parent: Path) -> tuple[Path, int]:
+    """Creates a directory, and locks it until the file descriptor is closed, or the process ends."""
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=_own_prefix(), dir=parent))
+        try:
+            descriptor = os.open(directory, os.O_RDONLY)
+        except FileNotFoundError:  # removed by another process, before it was locked
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # likewise
+            os.close(descriptor)
+            continue
+        except OSError:  # the file system has no locks: no other process can lock it
+            return directory, descriptor
+        if directory.exists():
+            return directory, descriptor
+        os.close(descriptor)
+
+
+def _remove_if_abandoned(directory: Path) -> None:
+    """Removes what a process that was killed has left; completes what it had flushed, and was about to rename."""
+    with suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            if _is_abandoned(directory, descriptor):
+                if (directory / _FORMER).exists():
+                    for new in directory.iterdir():
+                        if new.name != _FORMER and not (final := directory.parent / new.name).exists():
+                            new.replace(final)
+                shutil.rmtree(directory)
+        finally:
+            os.close(descriptor)
+
+
+def _is_abandoned(directory: Path, descriptor: int) -> bool:
+    if directory.name.startswith(_own_prefix()):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        else:
+            return True
+    changed = max(path.stat().st_mtime for path in (directory, *directory.rglob("*")))
+    return time.time() - changed > _ABANDONED_SECONDS

@@ -1,0 +1,112 @@
+"""Horovod's ``elastic.run``: calls a function again, from the last commit, when a rank was lost.
+
+::
+
+    admit() ─► sync() ─► function(state)
+      ▲          ▲          │
+      │          │          ├─ returns ────────────────────────────────► the result
+      │          │          ├─ a rank was lost ─────► restore()   ─┐
+      │          │          └─ hosts have changed ──────────────── ┤
+      │          └─────────────── reset(), reset callbacks ◄───────┘
+      └──────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from choros.elastic.job import elastic_job
+from choros.elastic.state import State
+from choros.errors import (
+    DriftError,
+    EngineError,
+    EngineUnavailable,
+    HostsUpdatedInterrupt,
+    MismatchError,
+    PeerLostError,
+)
+
+__all__ = ["run", "run_fn"]
+
+R = TypeVar("R")
+
+_log = logging.getLogger("choros")
+#: A call that fails so often without a commit between the failures would fail again.
+_TRIES = 3
+#: Errors of the program, which a second call would repeat.
+_PERMANENT = (DriftError, EngineUnavailable, MismatchError)
+
+
+def run(func: Callable[..., R]) -> Callable[..., R]:
+    """Makes ``func`` a function that survives the loss of ranks (Horovod's ``hvd.elastic.run``).
+
+    ``func`` is called when all ranks have the same state. When a rank is lost, a collective raises
+    ``HorovodInternalError`` on all others; when hosts have changed, ``state.commit()`` or
+    ``state.check_host_updates()`` raises ``HostsUpdatedInterrupt``. ``func`` must let both pass. It is then called
+    again, by the ranks that are left and those that are new, with the state of the last commit, or in the second case
+    with the current one.
+
+    The job must have been started by ``chorosrun`` with ``--min-np``; in any other, a lost rank ends it.
+
+    Args:
+        func: takes a ``State``, and further arguments.
+
+    Returns:
+        A function with the same arguments and result.
+
+    Raises:
+        HorovodInternalError: ``func`` has raised it three times without a commit in between.
+        PeerLostError: a rank was lost in a job that cannot go on without it.
+
+    Example:
+        >>> import choros
+        >>> from choros.elastic.state import ObjectState
+        >>> choros.init()
+        >>> @run
+        ... def train(state):
+        ...     while state.epoch < 3:
+        ...         state.epoch += 1
+        ...         state.commit()
+        ...     return state.epoch
+        >>> train(ObjectState(epoch=0))
+        3
+    """
+    return run_fn(func, lambda: None)
+
+
+def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R]:
+    """``run`` with a function that is called after each loss or change of hosts, before the reset callbacks."""
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+        ranks, failures, commits = elastic_job(), 0, 0
+        with ranks.raising():
+            must_reset, skip_sync = False, False
+            state.load()
+            while True:
+                try:
+                    ranks.admit()
+                    if must_reset:
+                        reset()
+                        state.on_reset()
+                    if not skip_sync:
+                        state.sync()
+                    return func(state, *args, **kwargs)
+                except _PERMANENT:
+                    raise
+                except EngineError as error:
+                    failures = failures + 1 if state.commits == commits else 1
+                    commits = state.commits
+                    if failures == _TRIES or (isinstance(error, PeerLostError) and not ranks.survives):
+                        raise
+                    _log.warning("training goes on from the last commit: %s", error)
+                    state.restore()
+                    skip_sync = False
+                except HostsUpdatedInterrupt as interrupt:
+                    skip_sync = interrupt.skip_sync
+                must_reset = True
+
+    return wrapper

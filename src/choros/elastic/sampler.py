@@ -1,0 +1,137 @@
+"""The sampler of elastic training: each example of an epoch once, whatever ranks are lost or join."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import numpy as np
+
+from choros.comm import Reduction, global_process_set
+from choros.comm.ranks import rank, size
+from choros.elastic.job import elastic_job
+from choros.elastic.ledger import Ledger
+
+__all__ = ["ElasticSampler"]
+
+
+class ElasticSampler:
+    """Yields the indices of this rank's examples, without those that were processed (Horovod's ``ElasticSampler``).
+
+    Unlike Horovod's it repeats no example to make the ranks' numbers equal: they differ by at most one. Ranks that
+    train a different number of batches ``join()`` at the end, as with other uneven data.
+
+    With ``hvd.elastic.run``, pass it to the ``TorchState``. Without, a loop survives the loss of ranks by one line::
+
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            while sampler.has_left():                         # what lost ranks have left over, at last
+                for index, (x, y) in enumerate(loader):
+                    …
+                    optimizer.step()
+                    sampler.record_batch(index, batch_size)
+                hvd.join()
+
+    Args:
+        dataset: has a length, which does not change.
+        shuffle: whether each epoch has another order.
+        seed: that of the order; the same on all ranks.
+
+    Example:
+        >>> import choros
+        >>> choros.init()
+        >>> sampler = ElasticSampler(range(5), shuffle=False)
+        >>> sampler.record_batch(0, 2)
+        >>> sampler.reset()
+        >>> list(sampler)
+        [2, 3, 4]
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        # A batch of the ledger is one example: shard k of n has the elements k, n + k, 2 n + k, … of the epoch's order.
+        self._ledger = Ledger.of_epoch(0, size())
+        self._batch_size = 0
+        elastic_job().on_change(self._changed)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch."""
+        return self._ledger.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch; call it once for each, not again after a restore in its middle.
+
+        Args:
+            epoch: the epoch, which determines the order.
+        """
+        self._ledger = Ledger.of_epoch(epoch, size())
+        self._batch_size = 0
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Records that all ranks have processed one more batch; call it after each step.
+
+        Args:
+            batch_idx: Horovod's; has no effect, as batches are processed in order.
+            batch_size: the number of examples of this rank's batch, or the loader's batch size.
+        """
+        del batch_idx
+        # The last batch of another rank may have one example more.
+        self._batch_size = max(self._batch_size, batch_size)
+        self._ledger = self._ledger.stepped(self._batch_size)
+
+    def record_indices(self, indices: Sized) -> None:
+        """Records that this rank has processed the next ``len(indices)`` examples, and each other rank as many."""
+        self._ledger = self._ledger.stepped(len(indices))
+
+    def has_left(self) -> bool:
+        """Whether the epoch has examples that no rank has processed; if so, they are sharded over the ranks.
+
+        All ranks must call it together: at the beginning of an epoch, and when all have ended their iterations.
+        """
+        steps = global_process_set.communicator.allreduce(
+            np.array(self._ledger.steps), Reduction.MAX, name="examples of a sampler"
+        )
+        self._ledger = self._ledger.stepped(int(steps) - self._ledger.steps)
+        if self._ledger.is_done(self._length):
+            return False
+        self.reset()
+        return True
+
+    def reset(self) -> None:
+        """Shards what no rank has processed over the ranks that there are now."""
+        self._ledger = self._ledger.resharded(size(), self._length)
+        self._batch_size = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position in the epoch, as numbers, lists and dicts."""
+        return self._ledger.to_json()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from ``state_dict()``, maybe of another number of ranks."""
+        self._ledger = Ledger.from_json(state_dict)
+        self.reset()
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._order()
+        for part in self._ledger.of_rank(rank()):
+            for position in part.closed(self._length).batches:
+                yield order[position * part.shards + part.shard]
+
+    def __len__(self) -> int:
+        return sum(len(part.closed(self._length).batches) for part in self._ledger.of_rank(rank()))
+
+    def _length(self, shard: int, shards: int) -> int:
+        return len(range(shard, len(self.dataset), shards))
+
+    def _order(self) -> list[int]:
+        indices = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(indices)  # noqa: S311
+        return indices
+
+    def _changed(self, new_ranks: Mapping[int, int]) -> None:
+        self._ledger = self._ledger.lost(new_ranks)

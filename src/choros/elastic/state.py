@@ -1,0 +1,179 @@
+"""Horovod's states of elastic training: what a function needs to go on, committed in memory and on disk."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from choros.comm import Reduction, global_process_set
+from choros.comm.ranks import rank
+from choros.elastic.job import HostUpdate, elastic_job
+from choros.errors import HostsUpdatedInterrupt
+from choros.parallel.objects import broadcast_object
+
+__all__ = ["ObjectState", "State"]
+
+_PICKLED = "pickled state"
+
+
+class State:
+    """The base class of states; a state of your own implements ``save``, ``restore`` and ``sync``.
+
+    Args:
+        bcast_object: sends an object from rank 0 to all ranks.
+        get_rank: returns the rank.
+
+    Attributes:
+        commits: the number of calls of ``commit``.
+    """
+
+    def __init__(
+        self, bcast_object: Callable[[Any], Any] = broadcast_object, get_rank: Callable[[], int] = rank
+    ) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._update = HostUpdate.NONE
+        self._reset_callbacks: list[Callable[[], None]] = []
+        self.commits = 0
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Adds functions without arguments that are called when the ranks have changed, before the next ``sync``.
+
+        Args:
+            callbacks: for example one that scales the learning rate by ``hvd.size()``.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Calls the reset callbacks, after ``reset``."""
+        self._update = HostUpdate.NONE
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int = HostUpdate.ADDED) -> None:
+        """Notes that hosts have changed, for the next ``check_host_updates``.
+
+        Args:
+            timestamp: Horovod's; has no effect.
+            update_res: 1 if hosts were only removed, 2 if some were added.
+        """
+        del timestamp
+        self._update = max(self._update, HostUpdate(update_res))
+
+    def commit(self) -> None:
+        """Saves the state in memory, and on disk if the job has a directory of commits; then ``check_host_updates``.
+
+        All ranks must call it at the same step.
+
+        Raises:
+            HostsUpdatedInterrupt: see ``check_host_updates``.
+        """
+        self.save()
+        self.commits += 1
+        store = elastic_job().commits()
+        if store is not None and self._rank() == 0:
+            store.write({_PICKLED: cloudpickle.dumps(self.committed())})
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raises on all ranks if one of them knows that hosts were added or will be removed.
+
+        Raises:
+            HostsUpdatedInterrupt: it is so; its ``skip_sync`` says that none were added.
+        """
+        known = max(self._update, elastic_job().pending())
+        communicator = global_process_set.communicator
+        update = int(communicator.allreduce(np.array(int(known)), Reduction.MAX, name="hosts updated"))
+        self._update = HostUpdate.NONE
+        if update:
+            raise HostsUpdatedInterrupt(skip_sync=update == HostUpdate.REMOVED)
+
+    def load(self) -> None:
+        """Loads the last commit on disk, if there is one, on rank 0: ``sync`` sends it to the others."""
+        store = elastic_job().commits()
+        last = store.load_last() if store is not None and self._rank() == 0 else None
+        if last is not None:
+            self.use(cloudpickle.loads(last.state[_PICKLED]))
+            self.restore()
+
+    def committed(self) -> Any:
+        """Returns what the last ``save`` has saved, to be pickled; ``None`` if the state is not written to disk."""
+        return None
+
+    def use(self, committed: Any) -> None:
+        """Makes what ``committed`` has returned the last commit."""
+
+    def save(self) -> None:
+        """Saves the state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Sets the state to that of the last ``save``, or ``sync``."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Sends the state of rank 0 to all ranks, and saves it."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Prepares for other ranks, before the reset callbacks; does nothing."""
+
+
+class ObjectState(State):
+    """Objects, as attributes.
+
+    Args:
+        bcast_object: as for ``State``.
+        get_rank: as for ``State``.
+        kwargs: the objects, of types that can be pickled. ``save`` copies them.
+
+    Example:
+        >>> import choros
+        >>> choros.init()
+        >>> state = ObjectState(epoch=0)
+        >>> state.epoch = 5
+        >>> state.commit()
+        >>> state.epoch = 6
+        >>> state.restore()
+        >>> state.epoch
+        5
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] = broadcast_object,
+        get_rank: Callable[[], int] = rank,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._saved = kwargs
+        ObjectState.restore(self)
+
+    def save(self) -> None:
+        """Copies the objects."""
+        self._saved = copy.deepcopy({name: getattr(self, name) for name in self._saved})
+
+    def restore(self) -> None:
+        """Sets the attributes to copies of those of the last ``save``."""
+        for name, value in copy.deepcopy(self._saved).items():
+            setattr(self, name, value)
+
+    def sync(self) -> None:
+        """Sends the objects of rank 0 to all ranks, and saves them."""
+        if self._saved:
+            ObjectState.save(self)
+            self._saved = self._bcast_object(self._saved)
+            ObjectState.restore(self)
+
+    def committed(self) -> Any:
+        """Returns the objects."""
+        return self._saved
+
+    def use(self, committed: Any) -> None:
+        """Takes them."""
+        self._saved = committed

@@ -1,0 +1,194 @@
+"""The collectives with Horovod's names, on pytrees, inside and outside of ``jax.jit``.
+
+Their gradients are their adjoints, as ``parallel/ops.py`` lists them: those of the sum of all ranks' losses. Under
+``jax.vmap`` a collective of a batch of arrays is one collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from choros.comm import ProcessSet, Reduction, global_process_set
+from choros.parallel import objects, ops
+from choros.parallel.compression import Compression, Compressor
+from choros.parallel.variants import documented
+
+__all__ = [
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
+_TREE = "an array, a number, or a pytree of such, with the same shapes and dtypes on every rank."
+_ROWS = (
+    "an array, a number, which counts as an array with one row, or a pytree of such. Numbers of rows may differ "
+    "between ranks, but not inside ``jax.jit``, which must know the shape of the result."
+)
+_OBJECT = "any object that cloudpickle supports."
+
+
+@documented(tree=_TREE)
+def allreduce(
+    tree: Any,
+    op: Reduction = Reduction.AVERAGE,
+    *,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: Compressor = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduces every array of ``tree`` over the ranks, all in one message; averages by default.
+
+    Returns:
+        A pytree of new arrays with the same shapes and dtypes. The average of Python integers is a float.
+
+    Raises:
+        MismatchError: ranks have different shapes, dtypes or arguments. Inside ``jax.jit`` it is also a
+            ``jax.errors.JaxRuntimeError``, and JAX raises it when the result is used.
+
+    Example:
+        >>> import jax.numpy as jnp, choros.jax as hvd
+        >>> hvd.init()
+        >>> hvd.allreduce({"loss": jnp.ones(2), "count": 3}, hvd.Sum)
+        {'count': Array(3, dtype=int32), 'loss': Array([1., 1.], dtype=float32)}
+    """
+    averaged = Reduction(op) is Reduction.AVERAGE
+    values = jax.tree.map(lambda leaf: float(leaf) if averaged and isinstance(leaf, int) else leaf, tree)
+
+    def reduce(arrays: Sequence[Any]) -> Sequence[Any]:
+        return ops.grouped_allreduce(
+            arrays,
+            op,
+            name=name,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            compression=compression,
+            process_set=process_set,
+        )
+
+    return _of_tree(reduce, values)
+
+
+@documented(tree=_ROWS)
+def allgather(tree: Any, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Concatenates the ranks' arrays along the first dimension, in rank order.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, choros.jax as hvd
+        >>> hvd.init()
+        >>> jax.jit(hvd.allgather)(jnp.ones((2, 1))).shape
+        (2, 1)
+    """
+    return _of_tree(lambda arrays: ops.grouped_allgather(arrays, name=name, process_set=process_set), tree)
+
+
+@documented(tree=_TREE)
+def broadcast(
+    tree: Any, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Sends the arrays of the global rank ``root_rank`` to every rank; differentiable.
+
+    ``broadcast_parameters`` is for models and optimizer states, whose leaves need not be arrays.
+    """
+
+    def send(arrays: Sequence[Any]) -> Sequence[Any]:
+        return [ops.broadcast(array, root_rank, name=name, process_set=process_set) for array in arrays]
+
+    return _of_tree(send, tree)
+
+
+@documented(tree=_TREE, op="``Average``, which is the default, ``Sum``, ``Min``, ``Max`` or ``Product``.")
+def reducescatter(
+    tree: Any,
+    op: Reduction = Reduction.AVERAGE,
+    *,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: Compressor = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduces every array of ``tree`` over the ranks and returns this rank's rows.
+
+    If these are not divisible, the first ranks have one row more.
+    """
+
+    def scatter(arrays: Sequence[Any]) -> Sequence[Any]:
+        return ops.grouped_reducescatter(
+            arrays,
+            op,
+            name=name,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            compression=compression,
+            process_set=process_set,
+        )
+
+    return _of_tree(scatter, tree)
+
+
+#: Horovod's names; a list is a pytree.
+grouped_allreduce = allreduce
+grouped_allgather = allgather
+grouped_reducescatter = reducescatter
+
+
+@documented(array="an array with at least one dimension.")
+def alltoall(
+    array: Any, splits: Any = None, *, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Sends rows of ``array`` to every rank and returns the rows that all ranks sent to this one.
+
+    Returns:
+        The received rows; with ``splits`` a pair of these and the number of rows from each rank.
+    """
+    return ops.alltoall(jnp.asarray(array), splits, name=name, process_set=process_set)
+
+
+@documented()
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Returns when every rank has called it; not for compiled functions."""
+    jax.effects_barrier()
+    ops.barrier(process_set)
+
+
+@documented(obj=f"{_OBJECT[:-1]}; ignored on other ranks.")
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Sends the Python object of ``root_rank`` to every rank; not for compiled functions.
+
+    Returns:
+        A copy of the object; on the root, ``obj`` itself.
+    """
+    jax.effects_barrier()
+    return objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+@documented(obj=_OBJECT)
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Returns the Python objects of all ranks, in rank order, on every rank; not for compiled functions."""
+    jax.effects_barrier()
+    return objects.allgather_object(obj, name, process_set)
+
+
+def _of_tree(collective: Callable[[Sequence[Any]], Sequence[Any]], tree: Any) -> Any:
+    """Applies ``collective`` to the leaves as arrays: inside ``jax.jit`` even a number becomes part of the program.
+
+    Otherwise its collective would run while JAX traces, which ranks need not do equally often.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(collective([jnp.asarray(leaf) for leaf in leaves]))

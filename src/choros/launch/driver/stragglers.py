@@ -1,0 +1,121 @@
+"""Stragglers: ranks for which the others wait in nearly every step. Pure.
+
+::
+
+    rank 0   computes ──── waits ───────────┐ step      rank 2 is the last, step after step: it is prompt, as it finds
+    rank 1   computes ── waits ─────────────┤           all others there, and they are not
+    rank 2   computes ──────────────────────┘
+
+Over a period, ranks are stragglers if they were prompt in 80 % of the steps and waited less than 5 % of the time, while
+each of the others waited 10 % of it or more and was prompt in at most half of the steps, and the others are not fewer.
+A rank that is the last now and then, as it writes a checkpoint or because times vary, is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from choros.launch.protocol.frames import RankProgress
+
+__all__ = ["Stragglers"]
+
+_FEWEST_STEPS = 20
+_PROMPT_SHARE = 0.8
+_OTHERS_PROMPT_SHARE = 0.5
+_SHORT_WAIT = 0.05
+_LONG_WAIT = 0.1
+_NOTHING = RankProgress(-1)
+
+
+@dataclass
+class Stragglers:
+    """Finds the stragglers of each period, and of the job.
+
+    Attributes:
+        size: the number of ranks.
+        name: returns the name of ranks.
+
+    Example:
+        >>> stragglers = Stragglers(2, lambda ranks: f"rank {ranks[0]}")
+        >>> stragglers.note(RankProgress(0, steps=100, prompt_steps=3, seconds=60.0, waiting=24.0))
+        ''
+        >>> stragglers.note(RankProgress(1, steps=100, prompt_steps=98, seconds=60.0, waiting=0.6, loading=40.2))[:72]
+        'rank 1 is slower than the others, which waited 40 % of the time for it i'
+    """
+
+    size: int
+    name: Callable[[Sequence[int]], str]
+    _now: dict[int, RankProgress] = field(default_factory=dict)
+    _earlier: Mapping[int, RankProgress] = field(default_factory=dict)
+    _reported: set[int] = field(default_factory=set)
+    _shown: tuple[int, ...] = ()
+
+    def note(self, progress: RankProgress) -> str:
+        """Records what a rank has done; returns a sentence if a period is over, and it has new stragglers."""
+        self._now[progress.rank] = progress
+        self._reported.add(progress.rank)
+        if len(self._reported) < self.size:
+            return ""
+        periods = [_since(self._earlier.get(rank, _NOTHING), self._now[rank]) for rank in range(self.size)]
+        found = _stragglers(periods)
+        self._earlier, self._reported = dict(self._now), set()
+        if not found or found == self._shown:
+            return ""
+        self._shown = found
+        return self._sentence(found, periods)
+
+    def of_job(self) -> str:
+        """Returns a sentence about the whole job; empty if it has no stragglers."""
+        if len(self._now) < self.size:
+            return ""
+        whole = [self._now[rank] for rank in range(self.size)]
+        found = _stragglers(whole)
+        return self._sentence(found, whole) if found and found != self._shown else ""
+
+    def _sentence(self, found: Sequence[int], periods: Sequence[RankProgress]) -> str:
+        waited = min(_share(each.waiting, each) for each in periods if each.rank not in found)
+        first = periods[found[0]]
+        loading, waiting = _share(first.loading, first), _share(first.waiting, first)
+        parts = [f"computed {max(0.0, 1 - loading - waiting):.0%}"]
+        parts += [f"loaded data {loading:.0%}"] if loading >= 0.005 else []
+        parts += [f"waited {waiting:.0%}"]
+        are, them = ("is", "it") if len(found) == 1 else ("are", "them")
+        what = ", ".join(parts[:-1]) + f" and {parts[-1]}"
+        whose = "It" if len(found) == 1 else f"{self.name(found[:1]).capitalize()}"
+        text = (
+            f"{self.name(found)} {are} slower than the others, which waited {waited:.0%} of the time for {them} in "
+            f"{first.steps} steps ({first.seconds:.0f} s). {whose} {what}"
+        )
+        return text.replace("%", " %")
+
+
+def _since(earlier: RankProgress, now: RankProgress) -> RankProgress:
+    return RankProgress(
+        now.rank,
+        now.steps - earlier.steps,
+        now.prompt_steps - earlier.prompt_steps,
+        now.seconds - earlier.seconds,
+        now.waiting - earlier.waiting,
+        now.loading - earlier.loading,
+    )
+
+
+def _stragglers(periods: Sequence[RankProgress]) -> tuple[int, ...]:
+    if min(each.steps for each in periods) < _FEWEST_STEPS:
+        return ()
+    found = tuple(
+        each.rank
+        for each in periods
+        if each.prompt_steps >= _PROMPT_SHARE * each.steps and _share(each.waiting, each) < _SHORT_WAIT
+    )
+    others = [each for each in periods if each.rank not in found]
+    wait = all(
+        _share(each.waiting, each) >= _LONG_WAIT and each.prompt_steps <= _OTHERS_PROMPT_SHARE * each.steps
+        for each in others
+    )
+    return found if wait and 0 < len(found) <= len(others) else ()
+
+
+def _share(seconds: float, period: RankProgress) -> float:
+    return seconds / period.seconds if period.seconds > 0 else 0.0

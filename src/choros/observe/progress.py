@@ -1,0 +1,140 @@
+"""What a rank does: a page of memory that its wrapper reads, also when the rank is stopped or in a call of C.
+
+::
+
+    collectives, steps ── a few numbers and a text ──► page ◄── wrapper ── RankProgress frames ──► chorosrun
+                                                       (a file in memory that both have)
+
+Writing takes a microsecond, and wakes no one. Without a wrapper, the page is this process's own memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from typing import final
+
+__all__ = ["PAGE_BYTES", "PROGRESS_FD", "Page", "PageContents", "open_page", "page", "read_page"]
+
+#: The variable with the file descriptor of the page.
+PROGRESS_FD = "CHOROS_PROGRESS_FD"
+PAGE_BYTES = 512
+#: steps, prompt steps; seconds in steps, of these waiting, loading. Then of the last collective: the time, the length
+#: of its text, the number of ranks, and whether its data move.
+_COUNTS = struct.Struct("<QQddd")
+_LAST = struct.Struct("<dHI?")
+_TEXT = _COUNTS.size + _LAST.size
+_MOVES = _TEXT - 1
+#: A rank whose wait is a smaller share of a step is prompt: it was among the last.
+_PROMPT = 0.05
+
+
+@dataclass(frozen=True)
+class PageContents:
+    """What a rank has done since it joined the job.
+
+    Attributes:
+        steps: the training steps whose gradients it reduced.
+        prompt_steps: those in which it hardly waited, because it was among the last.
+        seconds: the time from its first to its last step.
+        waiting: the part of it in which it waited for other ranks.
+        loading: the part of it between training steps, in which data are loaded, as far as that is known.
+        last: the last collective that it made with all others; empty before the first.
+        last_time: the time at which all had called it, in seconds since 1970.
+        last_size: their number.
+        moves: whether its data still move.
+    """
+
+    steps: int = 0
+    prompt_steps: int = 0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    loading: float = 0.0
+    last: str = ""
+    last_time: float = 0.0
+    last_size: int = 0
+    moves: bool = False
+
+
+@final
+class Page:
+    """Writes the page.
+
+    Example:
+        >>> page = Page(bytearray(PAGE_BYTES))
+        >>> page.begin_collective(b"allreduce(name='loss')", 2)
+        >>> read_page(page.memory).last
+        "allreduce(name='loss')"
+    """
+
+    def __init__(self, memory: bytearray | mmap.mmap) -> None:
+        self.memory = memory
+        self._waited = 0.0
+        self._loaded = 0.0
+        self._steps = self._prompt_steps = 0
+        self._seconds = self._waiting = self._loading = 0.0
+        self._step_began = 0.0
+        self._left = 0.0
+
+    def begin_collective(self, text: bytes, ranks: int) -> None:
+        """Notes that all of a number of ranks have called a collective."""
+        text = text[: PAGE_BYTES - _TEXT]
+        self.memory[_TEXT : _TEXT + len(text)] = text
+        _LAST.pack_into(self.memory, _COUNTS.size, time.time(), len(text), ranks, True)
+
+    def end_collective(self) -> None:
+        """Notes that its data have moved."""
+        self.memory[_MOVES] = 0
+
+    def note_wait(self, seconds: float) -> None:
+        """Notes that this rank has waited for others."""
+        self._waited += seconds
+
+    def note_step(self) -> None:
+        """Notes that all ranks have come to reduce the gradients of a step."""
+        now = time.perf_counter()
+        waited, self._waited = self._waited, 0.0
+        loaded, self._loaded = self._loaded, 0.0
+        if self._step_began:  # before the first step, ranks start, compile and load
+            seconds = now - self._step_began
+            self._steps += 1
+            self._prompt_steps += waited < _PROMPT * seconds
+            self._seconds += seconds
+            self._waiting += min(waited, seconds)
+            self._loading += min(loaded, seconds)
+            counts = (self._steps, self._prompt_steps, self._seconds, self._waiting, self._loading)
+            _COUNTS.pack_into(self.memory, 0, *counts)
+        self._step_began = now
+
+    def enter_train_step(self) -> None:
+        """Notes the begin of a training step on a batch that was loaded since the end of the last one."""
+        if self._left:
+            self._loaded += time.perf_counter() - self._left
+
+    def leave_train_step(self) -> None:
+        """Notes its end."""
+        self._left = time.perf_counter()
+
+
+def read_page(memory: bytes | bytearray | mmap.mmap) -> PageContents:
+    """Returns what a rank has written."""
+    at, length, size, moves = _LAST.unpack_from(memory, _COUNTS.size)
+    text = bytes(memory[_TEXT : _TEXT + length]).decode("utf-8", "replace")
+    steps, prompt_steps, seconds, waiting, loading = _COUNTS.unpack_from(memory)
+    return PageContents(steps, prompt_steps, seconds, waiting, loading, text, at, size, moves)
+
+
+#: The page of this process.
+page = Page(bytearray(PAGE_BYTES))
+
+
+def open_page() -> None:
+    """Writes the page that the wrapper reads from now on, if there is one."""
+    text = os.environ.pop(PROGRESS_FD, None)  # in a child process, the number denotes another file
+    if text is not None:
+        descriptor = int(text)
+        page.memory = mmap.mmap(descriptor, PAGE_BYTES)
+        os.close(descriptor)

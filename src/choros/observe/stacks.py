@@ -1,0 +1,160 @@
+"""The Python stacks of a rank and its child processes, as py-spy reads them from their memory.
+
+py-spy is a program of its own: it needs nothing from the process that it reads, so it works if that is stopped, in an
+endless loop or in C, with or without the interpreter's lock. It does not stop it either (``--nonblocking``): if a
+running process changes its stack at that moment, py-spy fails, and is asked again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["stack_text", "state_of", "take_stacks"]
+
+#: As long as chorosrun waits for the answer, at most.
+_SECONDS = 2.0
+_ATTEMPTS = 4
+#: Of a rank with many child processes, such as those of a DataLoader, the first ones.
+_PROCESSES = 6
+#: mpirun's time for a longer line grows with the square of its length.
+_CHARACTERS = 24_000
+#: Threads of choros that only wait for the end of the process.
+_OWN = ("choros: end of the script",)
+_STATES = {
+    "R": "runs",
+    "S": "sleeps",
+    "D": "waits for a disk or for a file of another host",
+    "T": "is stopped by a signal",
+    "t": "is stopped by a debugger",
+    "Z": "has ended",
+}
+
+
+def state_of(pid: int) -> str:
+    """Returns what process ``pid`` does, as the kernel says: ``"runs"``, for example; empty if it is not known."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return _STATES.get(status.rpartition(")")[2].split()[0], "")
+
+
+def take_stacks(pid: int) -> str:
+    """Returns the stacks of process ``pid`` and of the Python processes below it, or why there are none."""
+    program = _py_spy()
+    if program is None:
+        return "(no stack: py-spy is not installed on this host: pip install py-spy)"
+    end = time.monotonic() + _SECONDS
+    tree = [pid, *_descendants(pid)]
+    parts, problem = [], ""
+    for each in tree[:_PROCESSES]:
+        text, error = _ask(program, each, end)
+        problem = problem or error
+        if text:
+            parts.append(text if each == pid else f"its child process {each} {state_of(each)}\n{text}")
+    if len(tree) > _PROCESSES:
+        parts.append(f"(and {len(tree) - _PROCESSES} more child processes)")
+    text = "\n".join(parts) or f"(no stack: {problem})"
+    return text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]}\n…"
+
+
+def stack_text(threads: Iterable[Mapping[str, Any]], main: int) -> str:
+    """Returns stacks as Python writes them: the main thread first, threads with equal stacks together.
+
+    Args:
+        threads: the threads, as py-spy writes them in JSON.
+        main: the process's number, which is that of its main thread.
+
+    Example:
+        >>> frames = [{"name": "train", "filename": "train.py", "line": 1}]
+        >>> print(stack_text([{"os_thread_id": 7, "thread_name": None, "frames": frames}], 7))
+        main thread
+          File "train.py", line 1, in train
+    """
+    stacks: dict[str, list[str]] = {}
+    for thread in sorted(threads, key=lambda thread: thread.get("os_thread_id") != main):
+        frames = thread["frames"]
+        if not frames or thread.get("thread_name") in _OWN:
+            continue
+        is_main = thread.get("os_thread_id") == main
+        name = "main thread" if is_main else f"thread {thread.get('thread_name') or thread.get('os_thread_id')}"
+        lock = ", holds the interpreter's lock" if thread.get("owns_gil") else ""
+        stacks.setdefault("\n".join(_frame(each) for each in reversed(frames) if not _starts(each)), []).append(
+            name + lock
+        )
+    return "\n".join(f"{_listed(names)}\n{stack}" for stack, names in stacks.items())
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _starts(frame: Mapping[str, Any]) -> bool:
+    """Whether this is a frame with which every thread begins."""
+    return "_bootstrap" in frame["name"] and frame["filename"].endswith("threading.py")
+
+
+def _frame(frame: Mapping[str, Any]) -> str:
+    import linecache  # takes 3 ms; only a rank whose stacks are wanted needs it
+
+    name, line = frame["filename"], frame["line"]
+    source = linecache.getline(name, line)
+    code = f"\n    {source.strip()}" if source.strip() else ""
+    return f'  File "{name}", line {line}, in {frame["name"]}{code}'
+
+
+def _ask(program: str, pid: int, end: float) -> tuple[str, str]:
+    """Returns the stacks of a process, and, if there are none, why."""
+    problem = "there was no time left to read it"
+    for _ in range(_ATTEMPTS):
+        left = end - time.monotonic()
+        if left <= 0:
+            break
+        try:
+            done = subprocess.run(
+                [program, "dump", "--nonblocking", "--json", "--pid", str(pid)],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=left,
+                check=False,
+            )
+            if done.returncode == 0:
+                return stack_text(json.loads(done.stdout), pid), ""
+            problem = _reason(done.stderr.decode("utf-8", "replace"))
+        except (OSError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
+            problem = f"py-spy: {error}"
+    return "", problem
+
+
+def _reason(message: str) -> str:
+    """Returns the reason in py-spy's message of an error."""
+    lines = [line.strip() for line in message.partition("Stack backtrace")[0].splitlines() if line.strip()]
+    return f"py-spy: {'; '.join(lines).removeprefix('Error: ') or 'it gave no reason'}"
+
+
+def _py_spy() -> str | None:
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    if os.access(beside, os.X_OK):
+        return beside
+    import shutil  # imports three compression libraries
+
+    return shutil.which("py-spy")
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in task.read_text().split()]
+        except OSError:
+            continue
+        for child in children:
+            found += [child, *_descendants(child)]
+    return found

@@ -1,0 +1,177 @@
+"""What Horovod's faces have in common above ``ops.py``: the documentation of arguments, and variants of collectives.
+
+A face defines a collective once, with Horovod's arguments; the other variants have the same ones ::
+
+    allreduce                                  the definition
+    asynchronous(allreduce)                    allreduce_async: starts it and returns a handle
+    in_place(allreduce, write)                 allreduce_: overwrites its first argument
+    asynchronous(in_place(allreduce, write))   allreduce_async_
+
+Their signatures are those of the definition, for type checkers and for ``inspect``; their names follow from its name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from choros.comm import ProcessSet, Work
+from choros.parallel.ops import op_of
+
+__all__ = ["ARGUMENTS", "REDUCTION_ARGUMENTS", "asynchronous", "documented", "in_place"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: What the arguments mean that several public functions have.
+ARGUMENTS = {
+    "tensor": "a tensor of the same dtype on every rank, or a number.",
+    "tensors": "several of them, in the same order on every rank.",
+    "value": "an array, tensor or variable of any framework, eager or in a compiled function, or a number.",
+    "average": "Horovod's older form of ``op``; deprecated.",
+    "name": "shown in errors; the same on every rank.",
+    "compression": "the dtype in which values are sent: ``none`` or ``fp16``.",
+    "op": "the reduction: ``Average``, which is the default, ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.",
+    "prescale_factor": "the factor of values before the reduction; products with integers are rounded towards zero.",
+    "postscale_factor": "their factor after it.",
+    "process_set": "the participating ranks.",
+    "root_rank": "the global rank whose values all ranks receive, also within a process set.",
+    "splits": "the number of rows for each rank; ``None`` splits them equally.",
+    "device_dense": "Horovod's; ignored, because the engine selects the device.",
+    "device_sparse": "Horovod's; likewise.",
+    "ignore_name_scope": "Horovod's; ignored, because names are those that are given.",
+}
+#: The same of distributed optimizers and tapes.
+REDUCTION_ARGUMENTS = {
+    "device_dense": "Horovod's; ignored, because the engine selects the device.",
+    "device_sparse": "Horovod's; likewise.",
+    "compression": "how gradients are compressed, such as ``Compression.fp16``; see docs/compression.md.",
+    "sparse_as_dense": "whether sparse gradients, those of embeddings on TensorFlow, are made dense before ranks "
+    "reduce them. By default ranks gather the rows that their batches used.",
+    "gradient_predivide_factor": "the divisor before the sum; the average divides by the rest after it.",
+    "op": "``Average`` or ``Sum``.",
+    "backward_passes_per_step": "the number of micro-batches whose gradients are accumulated before ranks reduce them "
+    "and the weights are updated.",
+    "average_aggregated_gradients": "whether the gradients of those micro-batches are averaged, not summed, which is "
+    "Horovod's default.",
+    "num_groups": "Horovod's older form of ``groups``.",
+    "groups": "gradients that are reduced together: a number of groups, or lists of variables.",
+    "process_set": "the ranks that train together; other ranks train alone.",
+    "scale_local_gradients": "whether gradients that stay on their rank are divided by the number of ranks, so that "
+    "they have the scale of averaged gradients.",
+    "local_layers": "the Keras layers whose gradients stay on their rank, or one layer; they are built.",
+}
+
+
+def documented(**specific: str) -> Callable[[F], F]:
+    """Returns a decorator that adds the section *Args* to a docstring: what ``ARGUMENTS`` says, or ``specific``.
+
+    Raises:
+        LookupError: an argument of the function is in neither.
+
+    Example:
+        >>> @documented(rows="how many.")
+        ... def gather(rows, name=None):
+        ...     '''Gathers.'''
+        >>> print(gather.__doc__)
+        Gathers.
+        <BLANKLINE>
+        Args:
+            rows: how many.
+            name: shown in errors; the same on every rank.
+        <BLANKLINE>
+    """
+
+    def document(function: F) -> F:
+        texts = {**ARGUMENTS, **specific}
+        names = list(inspect.signature(function).parameters)
+        unknown = [name for name in names if name not in texts]
+        if unknown:
+            raise LookupError(f"{function.__name__}: no documentation of {', '.join(unknown)}.")
+        lines = [
+            textwrap.fill(f"{name}: {texts[name]}", 110, initial_indent="    ", subsequent_indent="        ")
+            for name in names
+        ]
+        doc = inspect.cleandoc(function.__doc__ or "")
+        found = re.search(r"^(Returns|Raises|Example):$", doc, re.MULTILINE)
+        at = found.start() if found else len(doc)
+        parts = [doc[:at].rstrip(), "Args:\n" + "\n".join(lines), doc[at:]]
+        function.__doc__ = "\n\n".join(parts).rstrip() + "\n"
+        return function
+
+    return document
+
+
+def asynchronous(collective: Callable[P, T], ready: Callable[[Any], None] = lambda _: None) -> Callable[P, Work[T]]:
+    """Returns the variant of ``collective`` that starts it on the communicator's thread and returns a handle.
+
+    Args:
+        collective: has the arguments ``name`` and ``process_set``.
+        ready: called with the first argument before it starts, to wait until a device has computed it.
+    """
+    bound = _binder(collective)
+    base = collective.__name__.strip("_")
+    suffix = "_" if collective.__name__.endswith("_") else ""
+
+    @functools.wraps(collective)
+    def start(*args: P.args, **kwargs: P.kwargs) -> Work[T]:
+        arguments = bound(*args, **kwargs)
+        ready(next(iter(arguments.values())))
+        process_set: ProcessSet = arguments["process_set"]
+        call = functools.partial(collective, **arguments)
+        if arguments["name"] is None:
+            return process_set.communicator.start(call)
+        return process_set.communicator.start_named(arguments["name"], call)
+
+    return _named(
+        start,
+        f"{base}_async{suffix}",
+        f"Starts ``{base}{suffix}`` and returns a handle, whose result ``synchronize`` returns.\n\n"
+        "Its arguments must not be changed until then. It is not differentiable.",
+    )
+
+
+def in_place(collective: Callable[P, T], write: Callable[[Any, T], T]) -> Callable[P, T]:
+    """Returns the variant of ``collective`` that overwrites its first argument with the result, and returns it.
+
+    Args:
+        collective: a collective whose result has the shape of its first argument.
+        write: overwrites its first argument with the second, and returns it.
+    """
+    bound = _binder(collective)
+    base = collective.__name__.strip("_")
+
+    @functools.wraps(collective)
+    def overwrite(*args: P.args, **kwargs: P.kwargs) -> T:
+        arguments = bound(*args, **kwargs)
+        return write(next(iter(arguments.values())), collective(**arguments))  # type: ignore[call-arg]
+
+    return _named(overwrite, f"{base}_", f"``{base}`` that overwrites its first argument, and returns it.")
+
+
+def _binder(collective: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """A function that returns all arguments of a call by name, with ``op`` in place of ``average``."""
+    signature = inspect.signature(collective)
+
+    def bind(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        arguments = dict(call.arguments)
+        if arguments.get("average") is not None:
+            # Now, because the warning points at the caller, who is not on another thread's stack.
+            arguments["op"] = op_of(arguments["average"], arguments["op"], stacklevel=4)
+            arguments["average"] = None
+        return arguments
+
+    return bind
+
+
+def _named(variant: F, name: str, summary: str) -> F:
+    variant.__name__ = variant.__qualname__ = name
+    variant.__doc__ = summary
+    return documented()(variant)

@@ -1,0 +1,242 @@
+"""The collectives with the arguments of Horovod's TensorFlow API: eager, and in functions and graphs.
+
+Their gradients follow Horovod's convention; ``parallel/ops.py`` lists them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import tensorflow as tf
+
+from choros.comm import ProcessSet, Reduction, global_process_set
+from choros.parallel import ops
+from choros.parallel.compression import Compression, Compressor
+from choros.parallel.ops import Gradients
+from choros.parallel.variants import documented
+from choros.tensorflow.graphs import in_session_graph, unconverted
+from choros.training.variables import value_of
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+#: The stack level of the caller of these functions, which TensorFlow's decorator calls.
+_CALLER = 4
+
+
+def _public(function: Callable[P, T]) -> Callable[P, T]:
+    return unconverted(documented()(function))
+
+
+@_public
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Reduces ``tensor`` over the ranks; averages by default.
+
+    The rows of ``tf.IndexedSlices`` are gathered in rank order, which is their sum.
+
+    Its gradient is the same allreduce of the gradients. With ``Min``, ``Max``, ``Product`` or ``Adasum`` that is what
+    Horovod computes, not the derivative.
+
+    Returns:
+        A tensor of the same shape and dtype; ``tf.IndexedSlices`` for such; a number for a number.
+
+    Raises:
+        ConfigError: both ``average`` and ``op`` are given.
+        MismatchError: ranks have different shapes, dtypes or arguments.
+
+    Example:
+        >>> import tensorflow as tf, choros.tensorflow as hvd
+        >>> hvd.init()
+        >>> hvd.allreduce(tf.ones(2), op=hvd.Sum).numpy().tolist()
+        [1.0, 1.0]
+    """
+    del device_dense, device_sparse, ignore_name_scope
+    return ops.allreduce(
+        _tensor(tensor),
+        ops.op_of(average, op, stacklevel=_CALLER),
+        name=_name(name, "allreduce", tensor),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        process_set=process_set,
+        gradients=Gradients.HOROVOD,
+    )
+
+
+@_public
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """``allreduce`` of several tensors, in as few messages as possible."""
+    del device_dense, device_sparse, ignore_name_scope
+    return ops.grouped_allreduce(
+        [_tensor(tensor) for tensor in tensors],
+        ops.op_of(average, op, stacklevel=_CALLER),
+        name=_name(name, "grouped_allreduce", *tensors),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        process_set=process_set,
+        gradients=Gradients.HOROVOD,
+    )
+
+
+@_public
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Concatenates the ranks' tensors along the first dimension, which may differ between ranks."""
+    del ignore_name_scope
+    name = _name(name, "allgather", tensor)
+    return ops.allgather(_tensor(tensor), name=name, process_set=process_set, gradients=Gradients.HOROVOD)
+
+
+@_public
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """``allgather`` of several tensors."""
+    del ignore_name_scope
+    return ops.grouped_allgather(
+        [_tensor(tensor) for tensor in tensors],
+        name=_name(name, "grouped_allgather", *tensors),
+        process_set=process_set,
+        gradients=Gradients.HOROVOD,
+    )
+
+
+@_public
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends the ``tensor`` of ``root_rank`` to every rank; all have the same shape and dtype."""
+    del ignore_name_scope
+    name = _name(name, "broadcast", tensor)
+    return ops.broadcast(_tensor(tensor), root_rank, name=name, process_set=process_set, gradients=Gradients.HOROVOD)
+
+
+@_public
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends rows of ``tensor`` to every rank and returns the rows that all ranks sent to this one.
+
+    Returns:
+        The received rows; with ``splits`` a pair of these and the number of rows from each rank.
+    """
+    del ignore_name_scope
+    return ops.alltoall(_tensor(tensor), splits, name=_name(name, "alltoall", tensor), process_set=process_set)
+
+
+@_public
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Compressor = Compression.none,
+    op: Reduction = Reduction.AVERAGE,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduces ``tensor`` over the ranks and returns this rank's rows; the first ranks get the remainder."""
+    del device_dense, ignore_name_scope
+    return ops.reducescatter(
+        _tensor(tensor),
+        op,
+        name=_name(name, "reducescatter", tensor),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        process_set=process_set,
+        gradients=Gradients.HOROVOD,
+    )
+
+
+@_public
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Compressor = Compression.none,
+    op: Reduction = Reduction.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """``reducescatter`` of several tensors, in as few messages as possible."""
+    del device_dense
+    return ops.grouped_reducescatter(
+        [_tensor(tensor) for tensor in tensors],
+        op,
+        name=_name(None, "grouped_reducescatter", *tensors),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        process_set=process_set,
+        gradients=Gradients.HOROVOD,
+    )
+
+
+def _tensor(value: Any) -> Any:
+    """``value`` as TensorFlow's own; numbers remain numbers."""
+    return tf.convert_to_tensor(value) if isinstance(value, (list, tuple)) else value_of(value)
+
+
+def _name(name: str | None, collective: str, *tensors: Any) -> str | None:
+    """The name given; in a graph of TensorFlow 1, which runs its operations in any order, one made of the tensors'."""
+    if name is not None or not in_session_graph():
+        return name
+    ends = [tensors[0], *tensors[1:][-1:]]
+    made = re.sub(r"\W", "_", "_".join([collective, *(str(getattr(tensor, "name", "")) for tensor in ends)]))
+    unique: str = tf.compat.v1.get_default_graph().unique_name(made)
+    return unique

@@ -1,0 +1,203 @@
+"""Horovod's ``DistributedOptimizer``: of Keras' optimizers, and of those of TensorFlow 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import keras
+import tensorflow as tf
+
+from choros.comm import ProcessSet, Reduction, global_process_set
+from choros.errors import ConfigError
+from choros.parallel.compression import Compression, Compressor
+from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
+from choros.tensorflow.aggregation import LocalGradientAggregationHelper
+from choros.tensorflow.graphs import unconverted
+from choros.tensorflow.reduction import AdasumReduction, TapeReduction, reduction_of
+from choros.training import horovod_optimizer
+
+__all__ = ["DistributedOptimizer"]
+
+_LegacyOptimizer: Any = tf.compat.v1.train.Optimizer
+
+
+@documented(
+    **{
+        **REDUCTION_ARGUMENTS,
+        "optimizer": "a Keras optimizer, which is changed in place and reduces in ``apply_gradients``; or one of "
+        "``tf.compat.v1.train``, for which another one is returned, that reduces in ``compute_gradients``.",
+        "name": "that of the optimizer of TensorFlow 1; a Keras optimizer keeps its own.",
+        "use_locking": "as in TensorFlow 1; a Keras optimizer has no locks.",
+        "op": "``Average`` or ``Sum``; with an optimizer of TensorFlow 1 also ``Adasum``, which combines the ranks' "
+        "updates and not their gradients.",
+    }
+)
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: Reduction = Reduction.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Makes an optimizer average gradients over all ranks.
+
+    Raises:
+        NotInitializedError: before ``init()``.
+        ConfigError: an argument has an invalid value.
+
+    Example:
+        >>> import keras, choros.tensorflow as hvd
+        >>> hvd.init()
+        >>> optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
+    """
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        return horovod_optimizer.DistributedOptimizer(
+            optimizer,
+            name,
+            device_dense,
+            device_sparse,
+            compression,
+            sparse_as_dense,
+            gradient_predivide_factor,
+            op,
+            backward_passes_per_step,
+            average_aggregated_gradients,
+            num_groups,
+            groups,
+            process_set,
+            scale_local_gradients,
+        )
+    if not isinstance(optimizer, _LegacyOptimizer):
+        raise ConfigError(
+            f"DistributedOptimizer takes a Keras optimizer or one of tf.compat.v1.train, not a "
+            f"{type(optimizer).__name__}: create one, such as keras.optimizers.Adam(), and pass it."
+        )
+    name = name or f"Distributed{type(optimizer).__name__}"
+    reduction = reduction_of(
+        op=op,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        predivide_factor=gradient_predivide_factor,
+        groups=groups if groups is not None else num_groups,
+        process_set=process_set,
+        scale_local=scale_local_gradients,
+    )
+    if isinstance(reduction, AdasumReduction):
+        if backward_passes_per_step != 1:
+            raise ConfigError("op=Adasum with an optimizer of TensorFlow 1 needs backward_passes_per_step=1.")
+        return _AdasumLegacyOptimizer(optimizer, reduction, name, use_locking)
+    helper = None
+    if backward_passes_per_step != 1:
+        helper = LocalGradientAggregationHelper(
+            backward_passes_per_step,
+            reduction.reduce,
+            sparse_as_dense,
+            average_aggregated_gradients,
+            process_set.rank() or 0,
+            LocalGradientAggregationHelper._OPTIMIZER_TYPE_LEGACY,
+            process_set,
+            scale_local_gradients,
+            name,
+        )
+    return _DistributedLegacyOptimizer(optimizer, reduction, helper, name, use_locking)
+
+
+class _LegacyWrapper(_LegacyOptimizer):  # type: ignore[misc]
+    """An optimizer of TensorFlow 1 for which another one makes the updates."""
+
+    def __init__(self, optimizer: Any, name: str, use_locking: bool) -> None:
+        super().__init__(name=name, use_locking=use_locking)
+        self._optimizer = optimizer
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Of the optimizer that makes the updates."""
+        return list(self._optimizer.compute_gradients(*args, **kwargs))
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the optimizer that makes the updates."""
+        return self._optimizer.get_slot(*args, **kwargs)
+
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the optimizer that makes the updates."""
+        return self._optimizer.get_slot_names(*args, **kwargs)
+
+    def variables(self) -> Any:
+        """Of the optimizer that makes the updates."""
+        return self._optimizer.variables()
+
+
+@final
+class _DistributedLegacyOptimizer(_LegacyWrapper):
+    """Reduces in ``compute_gradients``."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        reduction: TapeReduction,
+        helper: LocalGradientAggregationHelper | None,
+        name: str,
+        use_locking: bool,
+    ) -> None:
+        super().__init__(optimizer, name, use_locking)
+        self._reduction = reduction
+        self._helper = helper
+
+    def register_local_var(self, var: Any) -> None:
+        """Keeps the gradient of ``var`` on its rank."""
+        if self._helper is None:
+            self._reduction.add_local(var)
+        else:
+            self._helper.register_local_var(var)
+
+    @unconverted
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Returns the reduced gradients, with their variables."""
+        gradients, variables = zip(*super().compute_gradients(*args, **kwargs), strict=True)
+        reduce = self._reduction.reduce if self._helper is None else self._helper.compute_gradients
+        return list(zip(reduce(gradients, variables), variables, strict=True))
+
+    @unconverted
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """Updates the variables."""
+        pairs = list(grads_and_vars)
+
+        def apply() -> Any:
+            return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
+
+        if self._helper is None:
+            return apply()
+        return self._helper.apply_gradients(apply, self._optimizer, pairs, global_step=global_step)
+
+
+@final
+class _AdasumLegacyOptimizer(_LegacyWrapper):
+    """Combines what ``apply_gradients`` has added to the variables, by Adasum."""
+
+    def __init__(self, optimizer: Any, reduction: AdasumReduction, name: str, use_locking: bool) -> None:
+        super().__init__(optimizer, name, use_locking)
+        self._reduction = reduction
+
+    @unconverted
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """Updates the variables."""
+        pairs = list(grads_and_vars)
+        variables = [variable for gradient, variable in pairs if gradient is not None]
+        starts = [tf.identity(variable) for variable in variables]
+        with tf.control_dependencies(starts):
+            update = self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
+        with tf.control_dependencies([] if update is None else [update]):
+            added = [tf.identity(variable) - start for variable, start in zip(variables, starts, strict=True)]
+        combined = self._reduction.reduce(added, variables)
+        triples = zip(variables, starts, combined, strict=True)
+        return tf.group(*(variable.assign(start + each) for variable, start, each in triples))

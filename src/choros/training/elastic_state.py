@@ -1,0 +1,200 @@
+"""Horovod's states of elastic training for Keras models and lists of variables, and its callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import keras
+
+from choros.arrays import adapter_of
+from choros.elastic.state import ObjectState, State
+from choros.errors import ConfigError
+from choros.training.keras_internals import is_built
+from choros.training.model_variables import model_variables
+from choros.training.variables import broadcast_variables, value_of
+
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "VariablesState",
+]
+
+
+class VariablesState(ObjectState):
+    """The values of variables, and objects.
+
+    Args:
+        kwargs: the objects, as for ``ObjectState``.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._values: list[Any] = []
+        self.save()
+
+    def tracked(self) -> Sequence[Any]:
+        """Returns the variables, the same list on every rank."""
+        raise NotImplementedError
+
+    def save(self) -> None:
+        """Copies the values, and the objects."""
+        self._values = [_host_copy(variable) for variable in self.tracked()]
+        super().save()
+
+    def restore(self) -> None:
+        """Sets the values and the objects to those of the last ``save``."""
+        for variable, value in zip(self.tracked(), self._values, strict=True):
+            variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        """Sends the values and objects of rank 0 to all ranks, and saves them."""
+        broadcast_variables(self.tracked(), root_rank=0)
+        super().sync()
+        self.save()
+
+    def committed(self) -> Any:
+        """Returns the values and the objects."""
+        return {"values": self._values, "objects": super().committed()}
+
+    def use(self, committed: Any) -> None:
+        """Takes them."""
+        self._values = committed["values"]
+        super().use(committed["objects"])
+
+
+def _host_copy(variable: Any) -> Any:
+    value = value_of(variable)
+    return adapter_of(value).to_host(value).copy()
+
+
+class KerasState(VariablesState):
+    """The state of a Keras model and its optimizer.
+
+    Args:
+        model: a built and compiled model.
+        optimizer: its optimizer, if it is not compiled into the model.
+        kwargs: further objects, such as ``epoch=0, batch=0``.
+
+    Raises:
+        ConfigError: the model is not built.
+
+    Example:
+        >>> import keras, choros.keras as hvd
+        >>> hvd.init()
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+        >>> state.commit()
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if not is_built(model):
+            raise ConfigError("the model must be built before its state is: call model.build(input_shape) before.")
+        self.model = model
+        self.optimizer = optimizer or getattr(model, "optimizer", None)
+        super().__init__(**kwargs)
+
+    def tracked(self) -> Sequence[Any]:
+        """Returns the variables of the model and of the optimizer."""
+        variables = model_variables(self.model, seeds=True)
+        if self.optimizer is not None:
+            if not self.optimizer.built:
+                self.optimizer.build(self.model.trainable_variables)
+            known = {id(variable) for variable in variables}
+            variables += [variable for variable in self.optimizer.variables if id(variable) not in known]
+        return variables
+
+
+@final
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commits a state after every ``batches_per_commit`` batches, and at the end of each epoch.
+
+    Args:
+        state: the state.
+        batches_per_commit: a commit copies all weights: less often takes less time, and loses more steps with a rank.
+    """
+
+    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self._batches = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Counts from 0, as other ranks may have begun now."""
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Commits after each ``batches_per_commit`` batches."""
+        self._batches += 1
+        if self._batches % self.batches_per_commit == 0:
+            self._commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commits."""
+        self._commit()
+
+    def _commit(self) -> None:
+        _ = self.model  # on JAX, which has the weights elsewhere during an epoch, this brings them here
+        self.state.commit()
+
+
+@final
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """Sets ``state.batch`` to the batch that has ended, and to 0 at the end of an epoch.
+
+    The progress bar of an epoch that begins again shows ``state.batch`` steps fewer.
+
+    Args:
+        state: has an attribute ``batch``. Put this callback before a ``CommitStateCallback``.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._steps: int | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Forgets the number of steps, which may be another with other ranks."""
+        self._steps = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Tells the progress bar how many steps are left."""
+        if self.params.get("steps"):
+            self._steps = self._steps or self.params["steps"]
+            self.params["steps"] = self._steps - self.state.batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Sets the batch."""
+        self.state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Sets it to 0."""
+        self.state.batch = 0
+
+
+@final
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """Sets ``state.epoch`` to the number of epochs that have ended, in all calls of ``fit``.
+
+    Args:
+        state: has an attribute ``epoch``; call ``fit(epochs=epochs - state.epoch)``. Put this callback before a
+            ``CommitStateCallback``.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._first = state.epoch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Counts from the epoch of the state."""
+        self._first = self.state.epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds one."""
+        self.state.epoch = self._first + epoch + 1

@@ -1,0 +1,229 @@
+"""Everything of a run of ``fit``, at the end of a step: what commits hold, and what a process that joins receives.
+
+::
+
+    RunState(model, callbacks)          when fit begins
+      capture(epoch, position) ──►      weights, optimizers' state, seeds, metrics, random streams, callbacks' state:
+                                        NumPy arrays and plain values, for a CommitStore or another process
+      restore(state) ◄──                in a process that runs the same script, in fit, before its first step
+
+The state does not depend on the framework.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.arrays import adapter_of
+from choros.elastic.state_file import is_plain
+from choros.errors import ConfigError
+from choros.training.distributed_optimizer import reducer_of
+from choros.training.keras_internals import (
+    build_metrics,
+    global_seed_generator,
+    local_value,
+    optimizers_of,
+    seed_generators_of,
+    sync_jax_state,
+)
+from choros.training.random_numbers import random_streams, set_random_streams
+
+__all__ = ["RunState"]
+
+#: What ``fit`` gives callbacks; and what Keras' own set in each process: the sign of ``min_delta``, with a comparison,
+#: which is a function; of TensorBoard, what belongs to its writers and to the profiler.
+_OF_PROCESS = frozenset(
+    [
+        *("_model", "params", "_params", "validation_data", "min_delta"),
+        *("_writers", "_prev_summary_state", "_is_tracing", "_profiler_started"),
+    ]
+)
+
+
+@final
+class RunState:
+    """Captures and restores the state of a run of ``fit``.
+
+    Of callbacks it captures the attributes that are plain values: numbers, strings, booleans, ``None``, bytes, NumPy
+    arrays, and lists, tuples and dicts of these. So Keras' own go on, as do most of users': the best value, the
+    patience left, the history. An attribute with the name of an argument of the constructor is configuration, and stays
+    as the script has set it, unless the training has changed it. A callback with the methods ``state_dict()`` and
+    ``load_state_dict(state)`` decides itself.
+
+    Args:
+        model: the compiled model.
+        callbacks: all of ``fit``'s, Keras' ``History`` among them; on other ranks there may be others.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> run = RunState(model, [keras.callbacks.EarlyStopping("loss")])
+        >>> state = run.capture(epoch=3, position={"step": 17})
+        >>> state["epoch"], state["position"]
+        (3, {'step': 17})
+        >>> run.restore(state)
+    """
+
+    def __init__(self, model: Any, callbacks: Sequence[Any]) -> None:
+        self._model = model
+        self._callbacks = [each for each in callbacks if type(each).__name__ != "ProgbarLogger"]  # output only
+        self._configured = [_configuration(each) for each in self._callbacks]
+
+    def capture(self, *, epoch: int, position: Any = None, metrics: bool = True) -> dict[str, Any]:
+        """Returns the state of this process, as copies; it communicates with no other.
+
+        Args:
+            epoch: the epoch that is being trained, or that comes next.
+            position: where it is in the epoch: any plain value.
+            metrics: whether to include this process's metrics of the epoch so far. A process that joins others must
+                not have them: these examples would count twice.
+        """
+        model = self._model
+        sync_jax_state(model)
+        callbacks = zip(_keys(self._callbacks), self._callbacks, self._configured, strict=True)
+        return {
+            "epoch": epoch,
+            "position": copy.deepcopy(position),
+            "weights": _values(model.weights),
+            "optimizers": [_values(_state_of(each)) for each in self._optimizers()],
+            "seeds": _values([each.state for each in seed_generators_of(model)]),
+            "global_seed": _values([] if (own := global_seed_generator()) is None else [own.state]),
+            "metrics": _values(model.metrics_variables) if metrics else None,
+            "stop_training": bool(model.stop_training),
+            "random": random_streams(),
+            "callbacks": {key: _captured(callback, configured) for key, callback, configured in callbacks},
+        }
+
+    def restore(self, state: dict[str, Any], batch: Any = None) -> None:
+        """Continues from a state, in this process.
+
+        Call it after ``on_train_begin`` of all callbacks, which resets them, and between steps. A callback without a
+        counterpart in the state is left as it is.
+
+        Args:
+            state: from ``capture``, of a process that runs the same script.
+            batch: data as for ``train_step``, with which TensorFlow creates the metrics that its first step would
+                create; needed if the state has metrics.
+
+        Raises:
+            ConfigError: the model, its optimizers or its metrics are others; nothing has been changed.
+        """
+        model = self._model
+        sync_jax_state(model)
+        if batch is not None:
+            build_metrics(model, batch)
+        optimizers = self._optimizers()
+        if len(optimizers) != len(state["optimizers"]):
+            raise ConfigError(
+                f"the state has {len(state['optimizers'])} optimizers, and the model {model.name!r} {len(optimizers)}: "
+                "restore it into the same model, compiled in the same way."
+            )
+        seeds = [each.state for each in seed_generators_of(model)]
+        parts = [("weight", model.weights, state["weights"]), ("seed", seeds, state["seeds"])]
+        if state["global_seed"]:
+            parts.append(("global seed", [global_seed_generator(create=True).state], state["global_seed"]))
+        for index, (optimizer, values) in enumerate(zip(optimizers, state["optimizers"], strict=True), start=1):
+            if own := _state_of(optimizer):
+                parts.append((f"optimizer {index}, variable", own, values))
+        if state["metrics"] is not None:
+            parts.append(("metric variable", model.metrics_variables, state["metrics"]))
+        for part in parts:
+            _check(model, *part)
+        for _, variables, values in parts:
+            for variable, value in zip(variables, values, strict=True):
+                current = local_value(variable)
+                variable.assign(adapter_of(current).from_host(np.array(value), current))
+        model.stop_training = state["stop_training"]
+        for key, callback in zip(_keys(self._callbacks), self._callbacks, strict=True):
+            if key in state["callbacks"]:
+                _restore(callback, copy.deepcopy(state["callbacks"][key]))
+        set_random_streams(state["random"])
+
+    def _optimizers(self) -> list[Any]:
+        own = getattr(self._model, "optimizer", None)
+        if own is not None and not own.built:
+            own.build(self._model.trainable_variables)
+        return [each for each in optimizers_of(self._model) if each.built]
+
+
+def _state_of(optimizer: Any) -> list[Any]:
+    """Returns an optimizer's variables; none where another rank keeps them."""
+    reducer = reducer_of(optimizer)
+    return list(optimizer.variables) if reducer is None or reducer.has_state else []
+
+
+def _values(variables: Sequence[Any]) -> list[NDArray[Any]]:
+    values = [local_value(variable) for variable in variables]
+    return [np.array(adapter_of(value).to_host(value)) for value in values]
+
+
+def _check(model: Any, kind: str, variables: Sequence[Any], values: Sequence[NDArray[Any]]) -> None:
+    expected = [(tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype)) for variable in variables]
+    found = [(value.shape, str(value.dtype)) for value in values]
+    if expected != found:
+        number = next((n for n, pair in enumerate(zip(expected, found, strict=False)) if pair[0] != pair[1]), None)
+        where = (
+            f"it has {len(found)} {kind}s, and the model {len(expected)}"
+            if number is None
+            else f"{kind} {number} is {found[number][1]} of shape {found[number][0]} in it, and "
+            f"{expected[number][1]} of shape {expected[number][0]} in the model"
+        )
+        raise ConfigError(
+            f"the state does not match the model {model.name!r}: {where}. Restore it into the same model, compiled in "
+            "the same way; on TensorFlow, pass a batch, from which metrics are created."
+        )
+
+
+# callbacks --------------------------------------------------------------------------------------
+
+
+def _keys(callbacks: Sequence[Any]) -> Iterator[str]:
+    """Returns a name for each callback that does not depend on callbacks of other classes, which ranks may not have."""
+    counts: Counter[str] = Counter()
+    for callback in callbacks:
+        name = f"{type(callback).__module__}.{type(callback).__qualname__}"
+        yield f"{name} {counts[name]}"
+        counts[name] += 1
+
+
+def _configuration(callback: Any) -> dict[str, Any]:
+    """Returns the attributes that have names of arguments of the constructor."""
+    classes = [each for each in type(callback).__mro__ if issubclass(each, keras.callbacks.Callback)]
+    arguments = {name for each in classes for name in inspect.signature(each).parameters}
+    return {name: copy.copy(value) for name, value in vars(callback).items() if name in arguments}
+
+
+def _captured(callback: Any, configured: dict[str, Any]) -> Any:
+    if hasattr(callback, "state_dict"):
+        return copy.deepcopy(callback.state_dict())
+    attributes = {name: value for name, value in vars(callback).items() if name not in _OF_PROCESS and is_plain(value)}
+    return {
+        name: copy.deepcopy(value)
+        for name, value in attributes.items()
+        if name not in configured or not _equal(value, configured[name])
+    }
+
+
+def _restore(callback: Any, state: Any) -> None:
+    if hasattr(callback, "load_state_dict"):
+        callback.load_state_dict(state)
+        return
+    for name, value in state.items():
+        setattr(callback, name, value)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    try:
+        return bool(one == other)
+    except ValueError:  # arrays inside
+        return False

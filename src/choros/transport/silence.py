@@ -1,0 +1,116 @@
+"""Connections to hosts that have fallen silent are shut down, within ``CHOROS_UNREACHABLE_SECONDS``.
+
+::
+
+    nothing to send        the kernel asks every second (TCP keepalive)    ┐ no answer, not even of its kernel: both
+    data on the way        the kernel sends it again and again             ┘ directions are shut down
+    the receiver is full   its kernel answers that it is, as long as its process reads nothing: that is no loss
+
+A process that computes, or that is stopped, answers, because its kernel does. Who waits for a connection that was shut
+down sees its end: ``recv`` and ``send`` return at once. Without this, the kernel would send data again for a quarter
+of an hour. Linux only: elsewhere keepalive alone finds out, where nothing is on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+
+from choros.config import UNREACHABLE_SECONDS
+
+__all__ = [
+    "LOOK_SECONDS", "REACTION_SECONDS", "ask_often", "fell_silent", "is_silent", "unreachable_seconds",
+    "watch_for_silence",
+]  # fmt: skip
+
+#: Seconds between two looks at the connections.
+LOOK_SECONDS = 0.25
+#: The kernel asks once a second: less than one question and a half is too short.
+_LEAST_SECONDS = 2.0
+#: From the decision here to the error where it is waited for.
+REACTION_SECONDS = 0.75
+#: Of ``struct tcp_info``: the state; how often data, and questions, were sent again since an answer; the milliseconds
+#: since the last data and the last confirmation.
+_INFO = struct.Struct("=B1xBB48xII")
+_ESTABLISHED = 1
+_GIVEN_UP = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+
+_watched: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_silent: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def watch_for_silence(end: socket.socket) -> None:
+    """Shuts the TCP connection ``end`` down as soon as its other end has fallen silent."""
+    global _thread
+    seconds = unreachable_seconds()
+    ask_often(end, max(1, round(seconds) - 1))
+    if not sys.platform.startswith("linux"):
+        return
+    with _lock:
+        _watched.add(end)
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_look, args=(seconds,), name="choros: silent hosts", daemon=True)
+            _thread.start()
+
+
+def unreachable_seconds() -> float:
+    """Returns the seconds after which a host that does not answer counts as lost."""
+    return max(_LEAST_SECONDS, UNREACHABLE_SECONDS.number(os.environ, "seconds", or_zero=False))
+
+
+def ask_often(end: socket.socket, times: int = 100) -> None:
+    """Makes the kernel ask the other end each second, if nothing is sent, and end the connection after ``times``."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", times)):
+        if hasattr(socket, name):  # macOS lacks some of them
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def fell_silent(end: socket.socket, error: OSError) -> bool:
+    """Returns whether ``end``, in which ``error`` occurred, was shut down here or given up by the kernel."""
+    return end in _silent or error.errno in _GIVEN_UP
+
+
+def _look(seconds: float) -> None:
+    """Looks at all connections, as long as there are any."""
+    limit = 1000 * (seconds - REACTION_SECONDS - LOOK_SECONDS)
+    suspects: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+    while True:
+        time.sleep(LOOK_SECONDS)
+        with _lock:
+            ends = list(_watched)
+            if not ends:
+                global _thread
+                _thread = None
+                return
+        for end in ends:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if not is_silent(end, limit):
+                    suspects.discard(end)
+                elif end in suspects:
+                    _silent.add(end)
+                    end.shutdown(socket.SHUT_RDWR)
+                else:  # it may have been asked just now
+                    suspects.add(end)
+            if end.fileno() < 0 or end in _silent:
+                with _lock:
+                    _watched.discard(end)
+        del ends, end
+
+
+def is_silent(end: socket.socket, limit: float) -> bool:
+    """Returns whether ``end`` has waited for an answer for ``limit`` milliseconds; believe it the second time."""
+    info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    if len(info) < _INFO.size:
+        return False
+    state, resent, asked, since_data, since_confirmation = _INFO.unpack(info)
+    return bool(state == _ESTABLISHED and resent + asked > 0 and min(since_data, since_confirmation) >= limit)

@@ -1,0 +1,56 @@
+"""Ranks that MPI did not start: those that wait report who is missing, and what it does."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from comm.starts import by_hand, together
+from harness import needs
+
+pytestmark = needs("torch")
+
+#: One rank is stopped before a call of all others; a child of its own continues it when these have reported it.
+STOPS = """
+import os, signal, sys, threading, time
+import choros
+flag, stopped = sys.argv[1], int(sys.argv[2])
+choros.init()
+rank = choros.rank()
+communicator = choros.global_process_set.communicator
+communicator.allreduce([1.0], name="first")
+if rank == stopped:
+    pid = os.getpid()
+    if os.fork() == 0:
+        while not os.path.exists(flag): time.sleep(0.02)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    os.kill(pid, signal.SIGSTOP)
+else:
+    import logging
+    class Reported(logging.Handler):
+        def emit(self, record):
+            print(record.getMessage(), flush=True)
+            if "s for rank" in record.getMessage(): open(flag, "w").close()
+    logging.getLogger("choros").addHandler(Reported())
+communicator.allreduce([1.0], name="loss")
+communicator.barrier(name="the end")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [1, 0])
+def test_a_rank_that_is_stopped_is_reported_by_the_first_that_waits(tmp_path: Path, stopped: int) -> None:
+    """Rank 0 has the store in which the others look who else waits."""
+    argv = [sys.executable, "-c", STOPS, str(tmp_path / "flag"), str(stopped)]
+    outcomes = together(argv, [{**environ, "CHOROS_STALL_SECONDS": "2"} for environ in by_hand(3)])
+    assert [code for code, _ in outcomes] == [0, 0, 0], outcomes
+    reports = [output for _, output in outcomes if f"s for rank {stopped} in allreduce(name='loss'" in output]
+    assert len(reports) == (1 if stopped else 2), outcomes  # without the store, each reports for itself
+    assert re.search(
+        r"ranks? [\d, ]+ ha(s|ve) waited \d+ s for rank \d in allreduce\(name='loss', .*, since ", reports[0]
+    )
+    assert "All have made allreduce(name='first', " in reports[0]
+    assert re.search(rf"  rank {stopped} on \S+, PID (\d+) is stopped by a signal: kill -CONT \1 continues", reports[0])
+    assert "os.kill(pid, signal.SIGSTOP)" in reports[0] or "in <module>" in reports[0]

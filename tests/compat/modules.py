@@ -1,0 +1,76 @@
+"""Prints what is missing or different in the installed compat/horovod: ``python modules.py torch|tensorflow``."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+import sys
+import tomllib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parent
+#: Whose import is an error that says what to use instead.
+ABSENT = {
+    "torch": ["data", "mxnet", "ray", "ray.elastic", "spark", "spark.keras", "spark.torch"],
+    "tensorflow": ["tensorflow.data", "tensorflow.data.compute_service"],
+}
+HAVE_FACE = {"torch": ["torch"], "tensorflow": ["tensorflow", "keras"]}
+
+
+def problems(framework: str) -> Iterator[str]:
+    """Yields them for the modules that do not import the other framework."""
+    for table in sorted((HERE.parent / "horovod_names").glob("*.toml")):
+        text = table.read_text()
+        content = tomllib.loads(text)
+        if content["face"].split(".")[1] in HAVE_FACE[framework]:
+            original = re.findall(r"names of ([\w.]+) in", text)[0]
+            names = (content["signatures"].keys() | content["values"].keys()) - content.get("absent", {}).keys()
+            yield from differences(original, content["face"], names)
+    for module, names in tomllib.loads((HERE / "modules.toml").read_text())[framework].items():
+        for name in names.split():
+            if not hasattr(importlib.import_module(module), name):
+                yield f"{module} has no {name}"
+    for name in ABSENT[framework]:
+        try:
+            importlib.import_module(f"horovod.{name}")
+        except ImportError as error:
+            if "is not part of choros: " not in str(error):
+                yield f"horovod.{name}: {error}"
+        else:
+            yield f"horovod.{name} can be imported"
+    if framework == "tensorflow":
+        yield from keras_2_problems()
+
+
+def differences(original: str, face: str, names: set[str]) -> Iterator[str]:
+    """Yields names that are not the same object in both modules."""
+    ours, theirs = importlib.import_module(face), importlib.import_module(original)
+    for name in {name.partition(".")[0] for name in names}:
+        if getattr(ours, name) is not getattr(theirs, name, None) and name != "callbacks":
+            yield f"{original}.{name} is not {face}'s"
+
+
+def keras_2_problems() -> Iterator[str]:
+    """Yields whether a model is not as before, which uses what Keras 3 has dropped."""
+    import keras
+
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", experimental_run_tf_function=False)
+    if not model.optimizer.variables() == model.optimizer.variables == model.optimizer.variables[:]:
+        yield "variables() are not those of the optimizer"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Keras warns if compile is not its own
+        model.compile_from_config(model.get_compile_config())
+
+
+if __name__ == "__main__":
+    for problem in problems(sys.argv[1]):
+        print(problem)
+    import horovod.common.util
+
+    failed, attempted = doctest.testmod(horovod.common.util)
+    if failed or not attempted:
+        print("examples of horovod.common.util")

@@ -1,0 +1,270 @@
+"""Epochs of every kind of data: any rank reads any shard of any epoch, from any batch on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import choros.keras as hvd
+from choros.elastic.ledger import Ledger
+from choros.errors import ConfigError
+from choros.parallel.data import EpochData, Part, Sharding, epochs_of, epochs_of_shard
+from choros.parallel.data.shard_batches import OPEN, ShardBatches
+
+N, BATCH = 22, 5
+X = np.arange(N, dtype="float32")[:, None]
+
+
+def sharding(shard: int = 0, shards: int = 2, **settings: Any) -> Sharding:
+    return Sharding(Part(shard, shards), **settings)
+
+
+def rows(batches: Any) -> list[list[int]]:
+    """The values of ``x`` in each batch that has rows."""
+    return [[int(value) for value in np.ravel(batch[0])] for batch in batches if len(batch[0])]
+
+
+def iterated(epochs: EpochData) -> list[list[int]]:
+    data = epochs.data
+    return rows(data[index] for index in range(len(data))) if isinstance(data, keras.utils.PyDataset) else rows(data)
+
+
+def shard_of(epochs: EpochData, epoch: int, shard: int, shards: int, start: int = 0) -> list[list[int]]:
+    epochs.begin_epoch(epoch, [ShardBatches(shard, shards, range(start, OPEN))])
+    return iterated(epochs)
+
+
+def check(create: Callable[[], EpochData], *, shuffled: bool = False) -> None:
+    """Any process that ``create`` stands for reads the same, in any order."""
+    one, late = create(), create()
+    seen = []
+    for epoch in range(3):
+        shards = [shard_of(one, epoch, shard, 2) for shard in range(2)]
+        assert Counter(row for shard in shards for batch in shard for row in batch) == Counter(range(N))
+        seen.append(shards)
+    assert (seen[0] != seen[1] and seen[1] != seen[2]) if shuffled else seen[0] == seen[1] == seen[2]
+    assert [late.doubt, one.doubt] == [None, None]
+
+    assert shard_of(late, 2, 1, 2, start=3) == seen[2][1][3:]  # joins in the middle
+    left_over = [ShardBatches(0, 2, range(1, 5, 2)), ShardBatches(1, 2, range(4, 5)), ShardBatches(0, 2, range(0))]
+    for process in (one, late):
+        assert rows(process.batches(left_over, 2)) == [seen[2][0][1], seen[2][0][3], seen[2][1][4]]
+    one.begin_epoch(2, [])
+    assert iterated(one) == []
+
+    length = late.length(2)
+    assert [length(shard, 2) for shard in range(2)] == [5, 5]
+    assert [length(shard, 3) for shard in range(3)] == [5, 5, 4]  # the last batch has two rows
+    thirds = [row for shard in range(3) for batch in shard_of(late, 2, shard, 3) for row in batch]
+    assert sorted(thirds) == list(range(N))
+    assert [len(shard_of(late, 2, shard, 3)) for shard in range(3)] == [5, 5, 4]
+
+
+def case_arrays():
+    check(lambda: epochs_of((X, X), sharding(batch_size=BATCH)))
+    check(lambda: epochs_of((X, X), sharding(batch_size=BATCH, shuffle=True, seed=3)), shuffled=True)
+
+
+def case_arrays_have_the_order_that_they_have_without_elastic_training():
+    shard = hvd.shard((X, X), batch_size=BATCH, shuffle=True, seed=3)
+    own = epochs_of_shard(shard, Part(0, 2))
+    for epoch in range(2):
+        shard.on_epoch_end()  # Keras calls it once before the first epoch
+        assert shard_of(own, epoch, hvd.rank(), hvd.size()) == rows(shard[index] for index in range(len(shard)))
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches in an order that it draws at the end of each epoch."""
+
+    def __init__(self, shuffle: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.order = np.arange(N)
+        self.rng = np.random.default_rng(3) if shuffle else None
+        self.begun = 0
+
+    def __len__(self) -> int:
+        return -(-N // BATCH)
+
+    def __getitem__(self, index: int) -> Any:
+        chosen = self.order[index * BATCH : (index + 1) * BATCH]
+        return X[chosen], X[chosen]
+
+    def on_epoch_begin(self) -> None:
+        self.begun += 1
+
+    def on_epoch_end(self) -> None:
+        if self.rng is not None:
+            self.order = self.rng.permutation(N)
+
+
+def case_a_py_dataset():
+    check(lambda: epochs_of(Batches(), sharding()))
+    inner = Batches(shuffle=True)
+    one, late = epochs_of(inner, sharding()), epochs_of(Batches(shuffle=True), sharding())
+    seen = [[shard_of(one, epoch, shard, 2) for shard in range(2)] for epoch in range(3)]
+    assert seen[0] != seen[1] != seen[2]
+    assert [shard_of(late, 2, shard, 2) for shard in range(2)] == seen[2]
+    assert rows(one.batches([ShardBatches(1, 2, range(1, 3))], 2)) == seen[2][1][1:3]
+
+
+def case_what_shard_returns_remembers_its_source():
+    shard = hvd.shard(Batches())
+    check(lambda: epochs_of_shard(shard, Part(0, 2)))
+    (part,) = epochs_of_shard(shard, Part(0, 1)).parts
+    assert (part.shard, part.shards) == (hvd.rank(), hvd.size())
+
+
+def case_what_the_program_has_sharded_is_in_doubt():
+    own = X[hvd.rank() :: hvd.size()]
+    for data in (own, hvd.shard(X), hvd.shard((X, X))):
+        epochs = epochs_of_shard(data, Part(hvd.rank(), hvd.size()))
+        assert "Pass all data to choros.keras.shard" in str(epochs.doubt)
+        assert epochs.data is data
+
+
+def case_tf_data():
+    import tensorflow as tf
+
+    source = tf.data.Dataset.from_tensor_slices((X, X))
+    check(lambda: epochs_of(source.batch(BATCH), sharding()))
+    check(lambda: epochs_of_shard(hvd.shard(source, batch_size=BATCH), Part(0, 2)))
+    check(lambda: epochs_of(source.shuffle(N, seed=3).batch(BATCH).prefetch(2), sharding()), shuffled=True)
+    filtered = source.filter(lambda x, y: x[0] >= 0).batch(BATCH)  # of an unknown number of batches
+    check(lambda: epochs_of(filtered, sharding()))
+
+
+def case_tf_data_without_a_seed_is_an_error():
+    import tensorflow as tf
+
+    source = tf.data.Dataset.from_tensor_slices((X, X)).shuffle(N)
+    with pytest.raises(ConfigError, match="shuffled without a seed"):
+        epochs_of(source.batch(BATCH), sharding())
+    with pytest.raises(ConfigError, match="is smaller than the 2 replicas"):
+        epochs_of(tf.data.Dataset.from_tensor_slices((X, X)).batch(1), sharding())
+
+
+def case_tf_data_that_processes_read_in_part_is_in_doubt():
+    import tensorflow as tf
+
+    source = tf.data.Dataset.from_tensor_slices((X, X)).batch(BATCH)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    assert "set options" in str(epochs_of(source.with_options(options), sharding()).doubt).lower()
+
+
+def case_a_data_loader():
+    import torch
+    import torch.utils.data as torch_data
+
+    source = torch_data.TensorDataset(torch.from_numpy(X), torch.from_numpy(X))
+    check(lambda: epochs_of(torch_data.DataLoader(source, batch_size=BATCH), sharding()))
+    check(lambda: epochs_of_shard(hvd.shard(torch_data.DataLoader(source), batch_size=BATCH), Part(0, 2)))
+
+    def shuffled() -> EpochData:
+        generator = torch.Generator().manual_seed(3)
+        return epochs_of(torch_data.DataLoader(source, batch_size=BATCH, shuffle=True, generator=generator), sharding())
+
+    check(shuffled, shuffled=True)
+    loader = torch_data.DataLoader(source, batch_size=BATCH, shuffle=True)
+    check(lambda: epochs_of(loader, sharding()), shuffled=True)
+
+
+def case_a_data_loader_whose_order_may_differ_is_in_doubt():
+    import torch
+    import torch.utils.data as torch_data
+
+    class Sampler(torch_data.Sampler):
+        def __iter__(self) -> Any:
+            return iter(np.random.permutation(N).tolist())
+
+        def __len__(self) -> int:
+            return N
+
+    source = torch_data.TensorDataset(torch.from_numpy(X), torch.from_numpy(X))
+    loader = torch_data.DataLoader(source, batch_size=BATCH, sampler=Sampler())
+    assert "Sampler may differ when it is read again" in str(epochs_of(loader, sharding()).doubt)
+
+
+def case_a_torch_stream():
+    import torch
+    import torch.utils.data as torch_data
+
+    class Stream(torch_data.IterableDataset):
+        def __iter__(self) -> Any:
+            return ((torch.from_numpy(x), torch.from_numpy(x)) for x in X)
+
+    check(lambda: epochs_of(torch_data.DataLoader(Stream(), batch_size=BATCH), sharding()))
+
+
+def case_grain():
+    grain = pytest.importorskip("grain")
+    source = grain.MapDataset.source([(x, x) for x in X])
+    check(lambda: epochs_of(source.batch(BATCH), sharding()))
+    check(lambda: epochs_of_shard(hvd.shard(source, batch_size=BATCH), Part(0, 2)))
+    check(lambda: epochs_of(source.shuffle(seed=3).batch(BATCH), sharding()))
+    check(lambda: epochs_of(source.to_iter_dataset().batch(BATCH), sharding()))
+
+
+def case_a_generator_is_in_doubt():
+    epochs = epochs_of(iter([(X[:4], X[:4]), (X[4:6], X[4:6])]), sharding(1))
+    assert "cannot be read again" in str(epochs.doubt)
+    assert rows(epochs.data) == [[2, 3], [5]]
+    assert Ledger.of_epoch(0, 2).lost({0: 0}).is_done(epochs.length(0))
+
+
+class Changing(keras.callbacks.Callback):
+    """Trains on another shard in each epoch, and on none in the fourth."""
+
+    PARTS: tuple[tuple[ShardBatches, ...], ...] = (
+        (ShardBatches(1, 2, range(2, OPEN)),),
+        (ShardBatches(0, 1, range(OPEN)),),
+        (ShardBatches(2, 3, range(OPEN)),),
+        (),
+    )
+
+    def __init__(self, epochs: EpochData, first: int) -> None:
+        super().__init__()
+        self.epochs = epochs
+        self.first = first
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.begin_epoch(epoch, self.PARTS[epoch + self.first])
+
+
+def check_fit(create: Callable[[], EpochData], first: int = 0) -> None:
+    """Keras trains on what each epoch says."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    mean = keras.metrics.MeanMetricWrapper(lambda true, predicted: true, name="mean")
+    model.compile("sgd", "mse", metrics=[mean])
+    epochs, expected = create(), create()
+    history = model.fit(epochs.data, epochs=4 - first, shuffle=False, verbose=0, callbacks=[Changing(epochs, first)])
+    for epoch, parts in enumerate(Changing.PARTS[first:3]):
+        expected.begin_epoch(epoch, parts)
+        own = [row for batch in rows(expected.batches(parts, epoch)) for row in batch]
+        np.testing.assert_allclose(history.history["mean"][epoch], np.mean(own), rtol=1e-5)
+
+
+def case_keras_trains_on_other_shards_in_each_epoch():
+    check_fit(lambda: epochs_of((X, X), sharding(batch_size=BATCH, shuffle=True)))
+    check_fit(lambda: epochs_of(Batches(shuffle=True, workers=2), sharding()))
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        source = tf.data.Dataset.from_tensor_slices((X, X)).shuffle(N, seed=3).batch(BATCH)
+        check_fit(lambda: epochs_of(source, sharding()))
+    if keras.backend.backend() == "torch":
+        import torch
+        import torch.utils.data as torch_data
+
+        source = torch_data.TensorDataset(torch.from_numpy(X), torch.from_numpy(X))
+        generator = torch.Generator().manual_seed(3)
+        loader = torch_data.DataLoader(source, batch_size=BATCH, shuffle=True, generator=generator)
+        check_fit(lambda: epochs_of(loader, sharding()))
+        grain = pytest.importorskip("grain")
+        numbers = grain.MapDataset.source([(x, x) for x in X]).shuffle(seed=3).batch(BATCH)
+        check_fit(lambda: epochs_of(numbers, sharding()), first=1)  # see begin_epoch

@@ -1,0 +1,250 @@
+"""Horovod's elastic API on two ranks, none of which is lost: an error that a program raises has the same effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import choros.keras as hvd
+from choros.errors import ConfigError
+from choros.parallel.objects import allgather_object
+
+X = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
+Y = X @ np.ones((3, 1), "float32")
+
+
+def model(seed: int, optimizer: Any = None) -> Any:
+    built = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed))]
+    )
+    built.compile(hvd.DistributedOptimizer(optimizer or keras.optimizers.Adam(0.1)), "mse")
+    return built
+
+
+def values(built: Any) -> list[Any]:
+    return [
+        np.asarray(each) for each in (*built.get_weights(), *map(keras.ops.convert_to_numpy, built.optimizer.variables))
+    ]
+
+
+def assert_same(ours: list[Any], theirs: list[Any]) -> None:
+    for own, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+
+
+def assert_same_on_all_ranks(own: list[Any]) -> None:
+    for other in allgather_object(own):
+        assert_same(own, other)
+
+
+def case_a_keras_state_goes_on_from_the_last_commit():
+    """Two epochs of four batches; in the second a rank would be lost after two, of which one was committed."""
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if not failures and state.epoch == 1 and batch == 1:
+                failures.append(batch)
+                raise hvd.elastic.HorovodInternalError("as if a rank was lost")
+
+    failures: list[int] = []
+    resets: list[int] = []
+    own = model(hvd.rank())
+    state = hvd.elastic.KerasState(own, epoch=0, batch=0)
+    state.register_reset_callbacks([lambda: resets.append(1)])
+
+    @hvd.elastic.run
+    def train(state: Any) -> Any:
+        callbacks = [
+            Fails(),
+            hvd.elastic.UpdateEpochStateCallback(state),
+            hvd.elastic.UpdateBatchStateCallback(state),
+            hvd.elastic.CommitStateCallback(state, batches_per_commit=100),
+        ]
+        batches = hvd.shard((X, Y), batch_size=8)
+        return state.model.fit(batches, epochs=2 - state.epoch, callbacks=callbacks, shuffle=False, verbose=0)
+
+    train(state)
+    assert (failures, resets, state.epoch, state.batch) == ([1], [1], 2, 0)
+    assert_same_on_all_ranks(values(own))
+    plain = model(0)  # rank 0's weights
+    plain.fit(hvd.shard((X, Y), batch_size=8), epochs=2, shuffle=False, verbose=0)
+    assert_same(values(own), values(plain))
+
+
+def case_a_keras_state_is_synchronised_and_restored():
+    own = model(hvd.rank())
+    state = hvd.elastic.KerasState(own, epoch=hvd.rank() + 4)
+    state.sync()
+    assert state.epoch == 4
+    assert_same_on_all_ranks(values(own))
+    before = values(own)
+    own.fit(X, Y, batch_size=8, verbose=0)
+    state.epoch = 9
+    state.restore()
+    assert state.epoch == 4
+    assert_same(values(own), before)
+
+
+def case_commits_during_an_epoch_have_the_weights_of_the_step():
+    own = model(3)
+    state = hvd.elastic.KerasState(own, batch=0)
+    seen: list[Any] = []
+
+    class Records(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(np.asarray(self.model.get_weights()[0]))
+
+    commits: list[Any] = []
+    save = state.save
+
+    def recorded() -> None:
+        save()
+        commits.append(state.committed()["values"][0])
+
+    state.save = recorded  # type: ignore[method-assign]
+    own.fit(X, Y, batch_size=8, verbose=0, callbacks=[Records(), hvd.elastic.CommitStateCallback(state, 2)])
+    assert_same(commits, [seen[1], seen[3], seen[3]])
+
+
+def case_a_model_without_variables_is_an_error():
+    unbuilt = keras.Sequential([keras.layers.Dense(1)])
+    with pytest.raises(ConfigError, match="must be built"):
+        hvd.elastic.KerasState(unbuilt)
+
+
+def case_a_torch_state_goes_on_from_the_last_commit():
+    import torch
+
+    import choros.torch as hvd
+
+    x, y = torch.from_numpy(X), torch.from_numpy(Y)
+
+    def train(failing: int | None) -> tuple[Any, list[int]]:
+        torch.manual_seed(hvd.rank() if failing else 0)
+        own = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.Adam(own.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=own.named_parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        sampler = hvd.elastic.ElasticSampler(x, seed=2)
+        state = hvd.elastic.TorchState(own, optimizer, scheduler=scheduler, sampler=sampler, step=0)
+        seen: list[int] = []
+        failed: list[int] = []
+
+        @hvd.elastic.run
+        def loop(state: Any) -> None:
+            loader = torch.utils.data.DataLoader(range(len(x)), batch_size=2, sampler=state.sampler)
+            for batch, indices in enumerate(loader):
+                state.optimizer.zero_grad()
+                torch.nn.functional.mse_loss(state.model(x[indices]), y[indices]).backward()
+                if state.step == failing and not failed:
+                    failed.append(1)
+                    raise hvd.elastic.HorovodInternalError("as if a rank was lost")
+                state.optimizer.step()
+                state.scheduler.step()
+                state.sampler.record_batch(batch, 2)
+                state.step += 1
+                seen.append((state.step, indices.tolist()))
+                if state.step % 2 == 0:
+                    state.commit()
+
+        loop(state)
+        kept = dict(seen)  # steps that were made again replace those that were lost
+        return [each.detach().numpy() for each in own.parameters()], [index for step in kept.values() for index in step]
+
+    ours, own_indices = train(failing=5)
+    theirs, _ = train(failing=None)
+    assert_same(ours, theirs)
+    assert sorted(index for each in allgather_object(own_indices) for index in each) == list(range(len(x)))
+
+
+def case_a_torch_state_is_synchronised_and_its_values_can_be_replaced():
+    import torch
+
+    import choros.torch as hvd
+
+    state = hvd.elastic.TorchState(torch.nn.Linear(2, 1), epoch=hvd.rank())
+    state.sync()
+    weight = state.model.weight.detach().numpy().copy()
+    assert_same_on_all_ranks([weight])
+    assert state.epoch == 0
+    state.model = torch.nn.Linear(2, 1)
+    other = state.model.weight.detach().numpy().copy()
+    state.model.weight.data.zero_()
+    state.restore()
+    assert_same([state.model.weight.detach().numpy()], [other])
+
+    class Handler(hvd.elastic.StateHandler):
+        def save(self) -> None:
+            pass
+
+        def restore(self) -> None:
+            self.value.append("restored")
+
+        def sync(self) -> None:
+            self.value.append("synchronised")
+
+    registry = hvd.elastic.get_handler_registry()
+    try:
+        hvd.elastic.set_handler_registry([(list, Handler), *registry])
+        values = hvd.elastic.TorchState(values=[]).values
+        state = hvd.elastic.TorchState(values=values)
+        state.commit()
+        state.sync()
+        state.restore()
+        assert values == ["synchronised", "restored"]
+    finally:
+        hvd.elastic.set_handler_registry(registry)
+
+
+def case_ranks_notice_changed_hosts_together():
+    state = hvd.elastic.ObjectState(step=hvd.rank())
+    state.check_host_updates()
+    if hvd.rank() == 1:
+        state.on_hosts_updated(0.0, 1)
+    with pytest.raises(hvd.elastic.HostsUpdatedInterrupt) as caught:
+        state.commit()
+    assert caught.value.skip_sync
+    state.check_host_updates()
+
+
+def case_tensorflow_states():
+    import tensorflow as tf
+
+    import choros.tensorflow as hvd
+
+    variable = tf.Variable([1.0 + hvd.rank()])
+    state = hvd.elastic.TensorFlowState([variable], batch=hvd.rank())
+    state.sync()
+    assert (state.batch, variable.numpy().tolist()) == (0, [1.0])
+    variable.assign([3.0])
+    state.restore()
+    assert variable.numpy().tolist() == [1.0]
+    with pytest.raises(ConfigError, match="needs the variables"):
+        hvd.elastic.TensorFlowState()
+    own = model(hvd.rank())
+    of_model = hvd.elastic.TensorFlowKerasState(own, own.optimizer, batch=hvd.rank())
+    of_model.sync()
+    assert_same_on_all_ranks(values(own))
+
+
+def case_jax_parameters_are_objects():
+    import jax.numpy as jnp
+
+    import choros.jax as hvd
+
+    state = hvd.elastic.ObjectState(params={"w": jnp.ones(2) * hvd.rank()}, step=0)
+    calls = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        calls.append(state.params["w"].tolist())
+        state.params = {"w": state.params["w"] + 1}
+        if len(calls) == 1:
+            raise hvd.elastic.HorovodInternalError("as if a rank was lost")
+
+    train(state)
+    assert calls == [[0.0, 0.0], [0.0, 0.0]]
+    assert state.params["w"].tolist() == [1.0, 1.0]

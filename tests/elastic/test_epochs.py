@@ -1,0 +1,28 @@
+"""Epochs of every kind of data, on the framework of the package that defines it."""
+
+import pytest
+
+from harness import check_case, on_frameworks
+from ranks.job import Job
+
+ON = {
+    "case_a_data_loader": "torch",
+    "case_a_data_loader_whose_order_may_differ_is_in_doubt": "torch",
+    "case_a_generator_is_in_doubt": "torch",
+    "case_a_py_dataset": "torch",
+    "case_a_torch_stream": "torch",
+    "case_arrays": "torch",
+    "case_arrays_have_the_order_that_they_have_without_elastic_training": "torch",
+    "case_grain": "torch",
+    "case_tf_data": "tensorflow",
+    "case_tf_data_that_processes_read_in_part_is_in_doubt": "tensorflow",
+    "case_tf_data_without_a_seed_is_an_error": "tensorflow",
+    "case_what_shard_returns_remembers_its_source": "torch",
+    "case_what_the_program_has_sharded_is_in_doubt": "torch",
+}
+
+
+@on_frameworks("elastic.epoch_cases", on_some=ON)
+@pytest.mark.each_framework
+def test_epochs(case: str, job: Job) -> None:
+    check_case("elastic.epoch_cases", case, job)

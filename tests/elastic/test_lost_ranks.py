@@ -1,0 +1,79 @@
+"""Jobs that go on without ranks that are killed: real processes, SIGKILL."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import FRAMEWORKS, needs
+from launch.launched import run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs("mpi4py")]
+
+HERE = Path(__file__).parent
+
+
+def fit(framework, kills, api="strategy", ranks=3, code=0, more=()):
+    """Trains on ``ranks`` ranks; returns how the job ended and what the ranks report that reached the end."""
+    if framework not in FRAMEWORKS:
+        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+    arguments = ("-np", ranks, "--min-np", 2, *more, sys.executable, HERE / "fit_script.py", api, kills)
+    ended = run(*arguments, env={"KERAS_BACKEND": framework})
+    assert ended.code == code, ended.err
+    return ended, [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
+
+
+@pytest.mark.parametrize(
+    ("framework", "api", "kills", "left"),
+    [
+        ("torch", "strategy", "0@5,3@5", [1, 2]),  # two at once, rank 0 among them
+        pytest.param("torch", "horovod", "2@6,1@16", [0, 3], marks=pytest.mark.nightly),  # and among what 2 has left
+        pytest.param("tensorflow", "horovod", "1@3,0@20", [2, 3], marks=pytest.mark.nightly),
+        pytest.param("jax", "strategy", "0@4", [1, 2, 3], marks=pytest.mark.nightly),
+    ],
+)
+def test_fit_goes_on_and_trains_on_each_row_once(framework, api, kills, left):
+    ended, reports = fit(framework, kills, api, ranks=4)
+    assert sorted(report["rank"] for report in reports) == left, ended.err
+    for report in reports:
+        assert report["wrong"] == {}
+        assert (report["size"], report["epochs"], report["same_process"]) == (len(left), 3, True)
+    assert len({report["val_loss"] for report in reports}) == 1
+    assert "lost" in ended.err
+
+
+def test_a_job_with_too_few_ranks_ends_with_a_clear_error():
+    ended = run("-np", 4, "--min-np", 3, sys.executable, HERE / "collectives_script.py", 0)
+    assert ended.code == 69
+    assert "2 of 4 ranks are left, fewer than --min-np 3" in ended.err, ended.err
+    assert ended.out == ""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_collectives_of_all_kinds_go_on(seed):
+    ended = run("-np", 4, "--min-np", 1, sys.executable, HERE / "collectives_script.py", seed)
+    assert ended.code == 0, ended.err
+    assert len(re.findall(r"2 left", ended.out)) == 2, ended.out + ended.err
+
+
+@pytest.mark.nightly
+def test_the_same_command_goes_on_from_the_last_commit_with_fewer_ranks(tmp_path):
+    commits = ("--commit-dir", tmp_path / "commits")
+    ended, reports = fit("torch", "0@20,1@20", code=69, more=commits)  # in the second epoch
+    assert reports == []
+    assert "commit-00000001.npz" in os.listdir(tmp_path / "commits" / "fit-1")
+    ended, reports = fit("torch", "", ranks=2, more=commits)
+    assert "training goes on after epoch 1" in ended.err
+    for report in reports:
+        assert (report["wrong"], report["epochs"]) == ({}, 3)  # the history has the first epoch, too
+
+
+@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.nightly), "run"])
+def test_a_loop_of_torch_trains_on_each_example_once(how):
+    ended = run("-np", 3, "--min-np", 2, sys.executable, HERE / "torch_script.py", "0@5", how)
+    assert ended.code == 0, ended.err
+    reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
+    assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err

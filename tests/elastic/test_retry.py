@@ -1,0 +1,277 @@
+"""``elastic.run`` and states, with an elastic job that the test controls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import choros
+from choros.elastic import job as jobs
+from choros.elastic.job import ElasticJob, HostUpdate
+from choros.elastic.retry import run, run_fn
+from choros.elastic.sampler import ElasticSampler
+from choros.elastic.state import ObjectState
+from choros.errors import EngineError, HostsUpdatedInterrupt, MismatchError, PeerLostError
+
+
+class Changing(ElasticJob):
+    """Records what is asked of it."""
+
+    survives = True
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.update = HostUpdate.NONE
+        self.listeners: list[Callable[[Mapping[int, int]], None]] = []
+        self.written: list[Any] = []
+
+    @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        self.calls.append("raising")
+        yield
+        self.calls.append("ended")
+
+    def pending(self) -> HostUpdate:
+        return self.update
+
+    def admit(self) -> None:
+        self.calls.append("admit")
+        self.update = HostUpdate.NONE
+
+    def on_change(self, listener: Callable[[Mapping[int, int]], None]) -> None:
+        self.listeners.append(listener)
+
+    def commits(self) -> Any:
+        return self
+
+    def write(self, state: Any) -> int:
+        self.written.append(state)
+        return len(self.written)
+
+    def load_last(self) -> Any:
+        return SimpleNamespace(state=self.written[-1]) if self.written else None
+
+
+@pytest.fixture
+def changing() -> Iterator[Changing]:
+    choros.init()
+    job = Changing()
+    before = jobs.elastic_job()
+    jobs.use_elastic_job(job)
+    yield job
+    jobs.use_elastic_job(before)
+    choros.shutdown()
+
+
+class Traced(ObjectState):
+    """Says what happens to it."""
+
+    def __init__(self, calls: list[str], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.calls = calls
+        self.register_reset_callbacks([lambda: calls.append("callback")])
+
+    def sync(self) -> None:
+        self.calls.append("sync")
+        super().sync()
+
+    def restore(self) -> None:
+        if hasattr(self, "calls"):
+            self.calls.append("restore")
+        super().restore()
+
+
+def test_a_lost_rank_restores_the_last_commit(changing: Changing) -> None:
+    seen = []
+
+    @run
+    def train(state: Any, end: int, *, error: Exception) -> str:
+        seen.append(state.step)
+        while state.step < end:
+            state.step += 1
+            if state.step == 2:
+                state.commit()
+            if state.step == 3 and len(seen) == 1:
+                raise error
+        return "done"
+
+    state = Traced(changing.calls, step=0)
+    assert train(state, 5, error=PeerLostError("rank 1 was lost", ranks=[1])) == "done"
+    assert seen == [0, 2]
+    assert changing.calls == ["raising", "admit", "sync", "restore", "admit", "callback", "sync", "ended"]
+
+
+def test_changed_hosts_keep_the_state(changing: Changing) -> None:
+    seen = []
+
+    @run
+    def train(state: Any) -> None:
+        seen.append(state.step)
+        while state.step < 4:
+            state.step += 1
+            if state.step == 2 and len(seen) == 1:
+                changing.update = HostUpdate.ADDED
+            state.check_host_updates()
+
+    train(Traced(changing.calls, step=0))
+    assert seen == [0, 2]
+    assert changing.calls == ["raising", "admit", "sync", "admit", "callback", "sync", "ended"]
+
+
+def test_hosts_that_were_only_removed_need_no_sync(changing: Changing) -> None:
+    @run
+    def train(state: Any) -> None:
+        if state.step == 0:
+            state.step = 1
+            state.on_hosts_updated(0.0, HostUpdate.REMOVED)
+            state.commit()
+
+    train(Traced(changing.calls, step=0))
+    assert changing.calls.count("sync") == 1
+    with pytest.raises(HostsUpdatedInterrupt) as caught:
+        raise HostsUpdatedInterrupt(skip_sync=True)
+    assert caught.value.skip_sync
+
+
+def test_a_function_that_fails_again_and_again_fails(changing: Changing) -> None:
+    calls = []
+
+    @run
+    def train(state: Any) -> None:
+        calls.append(state.step)
+        raise EngineError("no network")
+
+    with pytest.raises(EngineError, match="no network"):
+        train(ObjectState(step=0))
+    assert len(calls) == 3
+
+
+def test_commits_in_between_allow_more_failures(changing: Changing) -> None:
+    @run
+    def train(state: Any) -> None:
+        state.step += 1
+        state.commit()
+        if state.step < 7:
+            raise EngineError("no network")
+
+    state = ObjectState(step=0)
+    train(state)
+    assert state.step == 7
+
+
+def test_errors_of_the_program_are_not_repeated(changing: Changing) -> None:
+    calls = []
+
+    @run
+    def train(state: Any, error: Exception) -> None:
+        calls.append(1)
+        raise error
+
+    for error in (MismatchError("different"), ValueError("wrong")):
+        with pytest.raises(type(error)):
+            train(ObjectState(), error)
+    assert len(calls) == 2
+
+
+def test_a_job_that_cannot_go_on_without_a_rank_ends() -> None:
+    choros.init()
+    try:
+
+        @run
+        def train(state: Any) -> None:
+            raise PeerLostError("rank 1 was lost", ranks=[1])
+
+        with pytest.raises(PeerLostError):
+            train(ObjectState())
+    finally:
+        choros.shutdown()
+
+
+def test_run_fn_calls_reset_before_the_callbacks(changing: Changing) -> None:
+    failed: list[int] = []
+
+    def train(state: Any) -> None:
+        if not failed:
+            failed.append(1)
+            raise EngineError("lost")
+
+    run_fn(train, lambda: changing.calls.append("reset"))(Traced(changing.calls))
+    assert changing.calls[-4:] == ["reset", "callback", "sync", "ended"]
+
+
+def test_a_started_job_goes_on_from_the_commit_on_disk(changing: Changing) -> None:
+    state = ObjectState(epoch=3, history=[1, 2])
+    state.commit()
+    new = ObjectState(epoch=0, history=[])
+    run(lambda _: None)(new)
+    assert (new.epoch, new.history) == (3, [1, 2])
+
+
+def test_objects_that_change_in_place_are_restored() -> None:
+    state = ObjectState(history=[1])
+    state.save()
+    state.history.append(2)
+    state.restore()
+    assert state.history == [1]
+    state.history.append(3)
+    state.restore()
+    assert state.history == [1]
+
+
+def test_a_sampler_gives_each_example_once(changing: Changing) -> None:
+    """Three ranks, one after the other in this process; the last is lost after two batches."""
+    everyone = [ElasticSampler(range(20), seed=4) for _ in range(3)]
+    orders = []
+    for rank, sampler in enumerate(everyone):
+        sampler._ledger = sampler._ledger.resharded(3, sampler._length)
+        orders.append(_as_rank(rank, sampler))
+        for batch in range(2):
+            sampler.record_batch(batch, 2)
+    assert sorted(index for order in orders for index in order) == list(range(20))
+    for listener in changing.listeners[:2]:
+        listener({0: 0, 1: 1})
+    seen = [index for order in orders[:2] for index in order] + orders[2][:4]
+    for sampler in everyone[:2]:
+        for batch in (2, 3):
+            sampler.record_batch(batch, 2)
+    survivor = everyone[0]
+    assert survivor.has_left()
+    assert sorted(seen + list(survivor)) == list(range(20))
+    survivor.record_batch(0, len(survivor))
+    assert not survivor.has_left()
+
+
+def test_what_a_rank_leaves_over_before_the_first_batch_is_not_lost(changing: Changing) -> None:
+    sampler = ElasticSampler(range(1))
+    sampler._ledger = sampler._ledger.of_epoch(0, 3)  # rank 0 has the only example
+    changing.listeners[0]({1: 0, 2: 1})
+    assert list(sampler) == []
+    assert sampler.has_left()
+    assert list(sampler) == [0]
+
+
+def _as_rank(rank: int, sampler: ElasticSampler) -> list[int]:
+    order = sampler._order()
+    parts = [part.closed(sampler._length) for part in sampler._ledger.of_rank(rank)]
+    return [order[position * part.shards + part.shard] for part in parts for position in part.batches]
+
+
+def test_a_sampler_goes_on_from_its_state(changing: Changing) -> None:
+    sampler = ElasticSampler(range(10), seed=1)
+    order = list(sampler)
+    sampler.record_batch(0, 4)
+    other = ElasticSampler(range(10), seed=1)
+    other.load_state_dict(sampler.state_dict())
+    assert list(other) == order[4:]
+    assert len(other) == 6
+    other.record_indices(order[4:7])
+    other.reset()
+    assert list(other) == order[7:]
+    other.set_epoch(1)
+    assert sorted(other) == list(range(10))
+    assert list(other) != order
+    assert list(ElasticSampler(range(4), shuffle=False)) == [0, 1, 2, 3]

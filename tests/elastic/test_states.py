@@ -1,0 +1,21 @@
+"""Horovod's elastic API on two ranks."""
+
+import pytest
+
+from harness import check_case, on_frameworks
+from ranks.job import Job
+
+ON = {
+    "case_a_model_without_variables_is_an_error": "torch",
+    "case_a_torch_state_goes_on_from_the_last_commit": "torch",
+    "case_a_torch_state_is_synchronised_and_its_values_can_be_replaced": "torch",
+    "case_jax_parameters_are_objects": "jax",
+    "case_ranks_notice_changed_hosts_together": "torch",
+    "case_tensorflow_states": "tensorflow",
+}
+
+
+@on_frameworks("elastic.state_cases", on_some=ON)
+@pytest.mark.each_framework
+def test_states(case: str, job: Job) -> None:
+    check_case("elastic.state_cases", case, job)

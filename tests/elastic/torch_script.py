@@ -1,0 +1,67 @@
+"""A loop of PyTorch over an ElasticSampler: counts[i] is how often example i was trained on; see ``fit_script.py``.
+
+Arguments: the kills, and ``run`` for ``hvd.elastic.run``, ``plain`` for the loop alone.
+"""
+
+import json
+import os
+import signal
+import sys
+
+import torch
+
+import choros.torch as hvd
+
+EXAMPLES, BATCH, EPOCHS = 103, 4, 2
+hvd.init()
+number = hvd.rank()
+kills = dict(tuple(map(int, each.split("@"))) for each in sys.argv[1].split(",") if each)
+counts = torch.nn.Parameter(torch.zeros(EXAMPLES))
+model = torch.nn.Module()
+model.counts = counts
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD([counts], lr=1.0), op=hvd.Sum, named_parameters=[("counts", counts)]
+)
+sampler = hvd.elastic.ElasticSampler(range(EXAMPLES), seed=3)
+loader = torch.utils.data.DataLoader(range(EXAMPLES), batch_size=BATCH, sampler=sampler)
+steps = 0
+
+
+def train_epoch(state=None):
+    global steps
+    for index, rows in enumerate(loader):
+        if kills.get(number) == steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        steps += 1
+        optimizer.zero_grad()
+        (-counts[rows].sum()).backward()
+        optimizer.step()
+        sampler.record_batch(index, BATCH)
+        if state is not None and index % 3 == 2:
+            state.commit()
+    hvd.join()
+
+
+def plain():
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        while sampler.has_left():
+            train_epoch()
+
+
+@hvd.elastic.run
+def train(state):
+    while state.epoch < EPOCHS:
+        while sampler.has_left():
+            train_epoch(state)
+        state.epoch += 1
+        sampler.set_epoch(state.epoch)
+        state.commit()
+
+
+if sys.argv[2] == "run":
+    train(hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0))
+else:
+    plain()
+wrong = {str(row): float(counts[row]) for row in range(EXAMPLES) if counts[row] != EPOCHS}
+print(json.dumps({"rank": number, "size": hvd.size(), "wrong": wrong}), flush=True)

@@ -1,0 +1,84 @@
+"""Files that are complete at any time: what processes leave that were killed, and what file systems cannot do."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from choros import durable
+from choros.durable import discard, unfinished
+
+HOST = os.uname().nodename
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_an_error_leaves_the_last_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "model.txt"
+    path.write_text("last")
+
+    def fail() -> None:
+        with unfinished(path) as name:
+            name.write_text("ne")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert path.read_text() == "last"
+    assert names(tmp_path) == ["model.txt"]
+
+
+def test_the_next_write_removes_what_killed_processes_have_left_and_nothing_of_living_ones(tmp_path: Path) -> None:
+    killed = (
+        "import os, signal, sys; from choros.durable import unfinished\n"
+        "with unfinished(sys.argv[1]) as name:\n"
+        "    name.write_text('unfinished'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", killed, tmp_path / "model.txt"], check=False)
+    assert len(names(tmp_path)) == 1
+    other = tmp_path / ".unfinished.another-host.x"
+    (other / "part").mkdir(parents=True)
+    with unfinished(tmp_path / "one.txt") as one:
+        with unfinished(tmp_path / "two.txt") as two:
+            two.write_text("2")
+        one.write_text("1")
+    assert names(tmp_path) == [other.name, "one.txt", "two.txt"]
+    long_ago = time.time() - 2 * 24 * 3600
+    for path in (other / "part", other):
+        os.utime(path, (long_ago, long_ago))
+    with unfinished(tmp_path / "one.txt") as one:
+        one.write_text("1")
+    assert names(tmp_path) == ["one.txt", "two.txt"]
+
+
+def test_directories_are_replaced_where_their_names_cannot_be_exchanged(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(durable, "_exchanged", lambda one, other: False)
+    path = tmp_path / "saved"
+    for text in ("1", "2"):
+        with unfinished(path) as name:
+            name.mkdir()
+            (name / "weights").write_text(text)
+        assert (path / "weights").read_text() == text
+        assert names(tmp_path) == ["saved"]
+    # A process that was killed between the two renames.
+    left = tmp_path / f".unfinished.{HOST}.x"
+    left.mkdir()
+    path.replace(left / ".former")
+    (left / "saved").mkdir()
+    (left / "saved" / "weights").write_text("3")
+    with unfinished(tmp_path / "other") as name:
+        name.write_text("")
+    assert names(tmp_path) == ["other", "saved"]
+    assert (path / "weights").read_text() == "3"
+
+
+def test_a_directory_is_discarded_at_once(tmp_path: Path) -> None:
+    (tmp_path / "backup").mkdir()
+    (tmp_path / "backup" / "weights").write_text("1")
+    discard(tmp_path / "backup")
+    assert names(tmp_path) == []

@@ -1,0 +1,70 @@
+"""A flipped bit in the weights of one rank, while it trains."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import choros
+import choros.keras as hvd
+from choros.errors import DriftError
+from choros.parallel.objects import allgather_object
+
+EVERY, STEPS = 4, 6
+BACKEND = keras.backend.backend()
+
+
+def flip(variable) -> None:
+    """Flips a bit of the exponent of one weight."""
+    host = np.array(keras.ops.convert_to_numpy(variable))
+    host.view(np.uint32).reshape(-1)[3] ^= np.uint32(1 << 25)
+    variable.assign(host)
+
+
+class Flip(keras.callbacks.Callback):
+    """Before step STEPS + 1, on the last rank."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1 and choros.rank() == choros.size() - 1:
+            flip(self.model.layers[1].kernel)
+
+
+def fit() -> keras.Model:
+    generator = np.random.default_rng(choros.rank())
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((8,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(1, name="head")]
+    model = keras.Sequential(layers)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse", jit_compile=BACKEND == "jax")
+    x = generator.normal(size=(STEPS * 4, 8)).astype("float32")
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), Flip()]
+    model.fit(x, x[:, :1], batch_size=4, epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
+    return model
+
+
+def assert_same(arrays) -> None:
+    hosts = [np.array(keras.ops.convert_to_numpy(array)) for array in arrays]
+    for others in allgather_object(hosts):
+        for mine, other in zip(hosts, others, strict=True):
+            np.testing.assert_array_equal(mine, other)
+
+
+def case_a_flipped_bit_is_found_in_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHOROS_COMPARE_EVERY", str(EVERY))
+    who = rf" \(rank {choros.size() - 1} has others than most\)" if choros.size() > 2 else ""
+    expected = rf"after step 8, ranks have different values of \d of 4 .* first of '[^']*head/kernel'{who}\."
+    with pytest.raises(DriftError, match=expected):
+        fit()
+
+
+def case_ranks_are_healed_in_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHOROS_COMPARE_EVERY", str(EVERY))
+    monkeypatch.setenv("CHOROS_DIVERGENCE", "heal")
+    assert_same(fit().weights)
+
+
+def case_ranks_differ_without_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases above would notice nothing if the bit were not flipped in what is trained."""
+    monkeypatch.setenv("CHOROS_COMPARE_EVERY", "0")
+    with pytest.raises(AssertionError, match="not equal"):
+        assert_same(fit().weights)
