@@ -3,8 +3,8 @@
 ::
 
     nothing to send        the kernel asks every second (TCP keepalive)    ┐ no answer, not even of its kernel: both
-    data on the way        the kernel sends it again and again             ┘ directions are shut down
-    the receiver is full   its kernel answers that it is, as long as its process reads nothing: that is no loss
+    data on the way        the kernel sends it again, ever more rarely     ┘ directions are shut down
+    the receiver is full   its kernel answers each time that it is: as long as its process reads nothing, that is no loss
 
 A process that computes, or that is stopped, answers, because its kernel does. Who waits for a connection that was shut
 down sees its end: ``recv`` and ``send`` return at once. Without this, the kernel would send data again for a quarter
@@ -36,9 +36,9 @@ LOOK_SECONDS = 0.25
 _LEAST_SECONDS = 2.0
 #: From the decision here to the error where it is waited for.
 REACTION_SECONDS = 0.75
-#: Of ``struct tcp_info``: the state; how often data, and questions, were sent again since an answer; the milliseconds
-#: since the last data and the last confirmation.
-_INFO = struct.Struct("=B1xBB48xII")
+#: Of ``struct tcp_info``: the state; how often data were sent again, and questions asked, without progress; the
+#: milliseconds since data were last sent, since data came and since a confirmation came.
+_INFO = struct.Struct("=B1xBB40xI4xII")
 _ESTABLISHED = 1
 _GIVEN_UP = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
@@ -112,5 +112,7 @@ def is_silent(end: socket.socket, limit: float) -> bool:
     info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     if len(info) < _INFO.size:
         return False
-    state, resent, asked, since_data, since_confirmation = _INFO.unpack(info)
-    return bool(state == _ESTABLISHED and resent + asked > 0 and min(since_data, since_confirmation) >= limit)
+    state, resent, asked, since_sent, since_data, since_confirmation = _INFO.unpack(info)
+    # Data that a full receiver refuses are sent again, too, and each time it confirms what it has had before.
+    unanswered = asked > 0 or (resent > 0 and since_sent < since_confirmation)
+    return bool(state == _ESTABLISHED and unanswered and min(since_data, since_confirmation) >= limit)
