@@ -4,7 +4,7 @@
 
     nothing to send        the kernel asks every second (TCP keepalive)    ┐ no answer, not even of its kernel: both
     data on the way        the kernel sends it again, ever more rarely     ┘ directions are shut down
-    the receiver is full   its kernel answers each time that it is: as long as its process reads nothing, that is no loss
+    the receiver is full   its kernel answers that it is, each time, as long as its process reads nothing: no loss
 
 A process that computes, or that is stopped, answers, because its kernel does. Who waits for a connection that was shut
 down sees its end: ``recv`` and ``send`` return at once. Without this, the kernel would send data again for a quarter
