@@ -45,6 +45,12 @@ def test_fit_goes_on_and_trains_on_each_row_once(framework, api, kills, left):
     assert "lost" in ended.err
 
 
+def test_fit_goes_on_without_a_rank_that_is_stopped():
+    ended, reports = fit("torch", "", more=("--stall-shutdown", 2, "--chaos", "stop:rank=1@step=7+600s"))
+    assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err
+    assert "rank 1 will be killed.\nchorosrun: rank 1 was killed; 2 ranks go on.\n" in ended.err
+
+
 def test_a_job_with_too_few_ranks_ends_with_a_clear_error():
     ended = run("-np", 4, "--min-np", 3, sys.executable, HERE / "collectives_script.py", 0)
     assert ended.code == 69

@@ -61,7 +61,8 @@ def test_three_ranks_on_two_hosts(network, tmp_path):
     assert "hush-hush" not in network.log.read_text()
 
 
-def test_a_rank_on_the_other_host_that_is_stopped(network, tmp_path):
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_rank_on_the_other_host_that_is_stopped(network, tmp_path, elastic):
     """Its wrapper there takes the stack, and mpirun passes the request and the answer on."""
     script = rank_script(
         tmp_path / "s.py",
@@ -70,8 +71,10 @@ def test_a_rank_on_the_other_host_that_is_stopped(network, tmp_path):
         "if rank == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "choros.global_process_set.communicator.barrier(name='all')\n",
     )
-    ended = run("--ssh-command", network.reach, "-H", hosts_of(network), "--stall-shutdown", 2, PYTHON, script)
-    assert ended.code == 70
+    flags = ("--stall-shutdown", 2, *(("--min-np", 2) if elastic else ()))
+    ended = run("--ssh-command", network.reach, "-H", hosts_of(network), *flags, PYTHON, script)
+    assert ended.code == (0 if elastic else 70), ended.err
+    assert ("chorosrun: rank 2 was killed; 2 ranks go on." in ended.err) is elastic
     assert re.search(
         r"^chorosrun: ranks? [01, ]+ ha(s|ve) waited \d+ s for ranks? .*2 in barrier\(name='all'\)", ended.err
     )

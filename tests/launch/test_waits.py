@@ -323,7 +323,7 @@ def test_a_wait_that_takes_too_long():
 def test_a_call_that_all_have_made_and_that_does_not_end():
     """Wrappers report it: the ranks wait in C, or are stopped."""
     waits = Waits(2, stall_seconds=5.0, stall_shutdown_seconds=9.0)
-    details = {"seconds": 5.0, "matched": True}
+    details = {"seconds": 5.0, "matched": 2}
     waits.note(0, Event(Kind.WAITING, "allreduce", details=details), now=5.0)
     assert [stall.missing for stall in waits.stalls(5.0)] == [(0, 1)]
     waits.note(1, Event(Kind.WAITING, "allreduce", details=details), now=5.1)
@@ -336,3 +336,21 @@ def test_a_call_that_all_have_made_and_that_does_not_end():
     for rank in (0, 1):
         waits.note(rank, Event(Kind.WAITED, "allreduce"), now=11.0)
     assert waits.too_long(99.0) == ""
+
+
+def test_whom_an_elastic_job_goes_on_without():
+    waits = Waits(4, stall_shutdown_seconds=9.0, elastic=True)
+    waits.note(0, waiting("allreduce", (0, 1)), now=0.0)
+    waits.note(1, waiting("of another set", (1, 2)), now=0.0)
+    assert waits.culprits(8.9, stopped=()) == []
+    assert waits.culprits(9.0, stopped=()) == [2]  # rank 1 waits itself, and rank 3 is not missed
+    assert waits.culprits(9.0, stopped=(1,)) == [1, 2]
+    assert not waits.ended(2, 9.1, "failed with exit code 137")
+    assert waits.culprits(18.0, stopped=()) == []  # ranks have time to go on
+    waits.note(0, Event(Kind.WAITED, "allreduce"), now=20.0)
+    waits.note(1, Event(Kind.WAITED, "of another set"), now=20.0)
+    in_a_set, matched = ({"seconds": 9.0, "matched": ranks} for ranks in (2, 3))
+    waits.note(3, Event(Kind.WAITING, "allreduce of a set", details=in_a_set), now=20.0)
+    assert waits.next_stall(20.0) is None
+    waits.note(3, Event(Kind.WAITING, "allreduce", details=matched), now=20.0)
+    assert (waits.culprits(20.0, stopped=()), waits.culprits(20.0, stopped=(1, 2))) == ([], [1])

@@ -16,7 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["stack_text", "state_of", "take_stacks"]
+__all__ = ["STOPPED", "stack_text", "state_of", "take_stacks"]
+
+#: What a process does that SIGSTOP has stopped.
+STOPPED = "is stopped by a signal"
 
 #: As long as chorosrun waits for the answer, at most.
 _SECONDS = 2.0
@@ -31,7 +34,7 @@ _STATES = {
     "R": "runs",
     "S": "sleeps",
     "D": "waits for a disk or for a file of another host",
-    "T": "is stopped by a signal",
+    "T": STOPPED,
     "t": "is stopped by a debugger",
     "Z": "has ended",
 }

@@ -14,6 +14,7 @@ from choros.config import LOG_LEVEL, Config
 from choros.errors import LaunchError
 from choros.frameworks import keras_backend_of_ranks
 from choros.launch.driver.output import Output
+from choros.launch.driver.rank_killer import RankKiller
 from choros.launch.driver.supervisor import JobEnd, supervise
 from choros.launch.plan.command import Command, plan
 from choros.launch.plan.cores import usable_cores
@@ -109,6 +110,7 @@ def launch(
                 output,
                 roles=job.roles,
                 elastic=job.elastic,
+                killer=RankKiller([host.name for host in job.remote], job.ssh),
                 signal_map=mpirun.implementation.signal_map,
                 limits=limits,
                 frame_pipes=pipes,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from choros.launch.driver.waits import Stall
 from choros.launch.protocol.frames import RankProgress, Stacks, Start
+from choros.observe.stacks import STOPPED
 
 __all__ = ["RankReport", "job_report", "stall_report"]
 
@@ -44,7 +45,7 @@ class RankReport:
             return f"{self.name} has not started"
         where = f"{self.name} on {self.start.host}, PID {self.start.pid}"
         state = self.stacks.state if self.stacks is not None else ""
-        if state == "is stopped by a signal":
+        if state == STOPPED:
             state += f": kill -CONT {self.start.pid} continues it"
         parts = [f"{where} {state}" if state else where, *([self.doing] if self.doing else [])]
         return ", ".join(parts) + self._last()

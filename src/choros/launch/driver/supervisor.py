@@ -29,6 +29,7 @@ from choros.launch.driver.failures import headline
 from choros.launch.driver.mpirun_messages import met_shutdown
 from choros.launch.driver.mpirun_process import MpirunProcess
 from choros.launch.driver.output import Output
+from choros.launch.driver.rank_killer import RankKiller
 from choros.launch.driver.stack_requests import StackRequests
 from choros.launch.driver.stall_report import RankReport, job_report, stall_report
 from choros.launch.driver.stopping import Reason, Stage, signal_name, stages
@@ -43,6 +44,7 @@ from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, Rank
 from choros.launch.protocol.wrapper_options import STACKS
 from choros.observe import events
 from choros.observe.events import Detail, Event, Kind
+from choros.observe.stacks import STOPPED
 from choros.transport.loop import Loop
 from choros.transport.signal_pipe import SignalPipe, wake_only
 
@@ -58,6 +60,8 @@ _SILENT_SECONDS = 2.0
 _SHUTDOWN_SECONDS = 1.0
 _RELEASE_SECONDS = 3.0
 _DRAIN_SECONDS = 1.0
+#: A rank that was killed has ended by then, also on another host.
+_KILLED_SECONDS = 10.0
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -118,6 +122,7 @@ def supervise(
     signal_map: Mapping[signal.Signals, signal.Signals],
     roles: Roles = NO_ROLES,
     elastic: Elastic | None = None,
+    killer: RankKiller | None = None,
     limits: Limits,
     frame_pipes: Sequence[int] = (),
     control: socket.socket | None = None,
@@ -133,6 +138,7 @@ def supervise(
         signal_map: signal for the ranks → signal to send to mpirun.
         roles: the roles of the processes.
         elastic: the bounds of an elastic job.
+        killer: kills single ranks; ``None``: the job has no other hosts.
         limits: the time limits.
         frame_pipes: the pipes through which wrappers on this host send frames.
         control: the socket at which ``choros stacks`` asks for the stacks of all ranks.
@@ -142,7 +148,19 @@ def supervise(
     caught = [number for number in _CAUGHT if signal.getsignal(number) != signal.SIG_IGN]  # nohup
     with SignalPipe(dict.fromkeys(caught, wake_only)) as signals:
         job_end = JobEnd(size, roles=roles, elastic=elastic)
-        job = _Supervisor(command, job_end, output, signal_map, limits, frame_pipes, control, payload, verbose, signals)
+        job = _Supervisor(
+            command,
+            job_end,
+            output,
+            signal_map,
+            killer or RankKiller(),
+            limits,
+            frame_pipes,
+            control,
+            payload,
+            verbose,
+            signals,
+        )
         return job.run()
 
 
@@ -153,6 +171,7 @@ class _Supervisor:
         job_end: JobEnd,
         output: Output,
         signal_map: Mapping[signal.Signals, signal.Signals],
+        killer: RankKiller,
         limits: Limits,
         frame_pipes: Sequence[int],
         control: socket.socket | None,
@@ -163,6 +182,7 @@ class _Supervisor:
         self._job_end = job_end
         self._output = output
         self._signal_map = signal_map
+        self._killer = killer
         self._limits = limits
         self._payload = memoryview(payload) if payload is not None else None
         self._verbose = verbose
@@ -179,6 +199,8 @@ class _Supervisor:
         )
         self._stragglers = Stragglers(job_end.size, job_end.roles.names)
         self._progress: dict[int, RankProgress] = {}
+        #: The ranks that were killed because others waited for them too long.
+        self._killed: set[int] = set()
         self._listens_in_vain = command.listens_in_vain
         self._mpirun = MpirunProcess(command, stdin=payload is not None)
         self._loop = Loop()
@@ -291,7 +313,8 @@ class _Supervisor:
 
     def _plan_stalls(self) -> None:
         seconds = self._waits.next_stall(time.time())
-        if seconds is None or self._job_end.reason is not None or self._releasing:
+        ending = not self._killed <= self._job_end.exits.keys()
+        if seconds is None or ending or self._job_end.reason is not None or self._releasing:
             self._loop.cancel("stall")
         else:
             self._loop.set_deadline("stall", seconds, self._show_stalls)
@@ -301,9 +324,33 @@ class _Supervisor:
         now = time.time()
         for stall in self._waits.stalls(now):
             self._stacks.ask(self._running(stall.missing), partial(self._show_stall, stall))
-        if not self._stacks.pending:
-            self._check_stuck(self._waits.too_long(now))
+        if self._stacks.pending:
+            return
+        too_long = self._waits.too_long(now)
+        if too_long and self._job_end.elastic is not None:
+            self._stacks.ask(self._running(self._job_end.members), partial(self._end_culprits, too_long))
+        else:
+            self._check_stuck(too_long)
             self._plan_stalls()
+
+    def _end_culprits(self, too_long: str, stacks: Mapping[int, Stacks]) -> None:
+        """Kills the ranks for which others wait too long, so that these go on; stops the job if it finds none."""
+        stopped = [rank for rank, answer in stacks.items() if answer.state == STOPPED]
+        culprits = set(self._waits.culprits(time.time(), stopped)) - self._killed
+        if not culprits:
+            self._check_stuck(too_long)
+        elif self._job_end.reason is None:
+            self._output.show(f"chorosrun: {too_long}: {self._job_end.roles.names(sorted(culprits))} will be killed.")
+            self._killed |= culprits
+            for rank in culprits:
+                self._killer.kill(self._job_end.started[rank])
+            self._loop.set_deadline("killed", _KILLED_SECONDS, lambda: self._end_killed(too_long))
+        self._plan_stalls()
+
+    def _end_killed(self, too_long: str) -> None:
+        """Stops the job if ranks that were killed have not ended: their hosts cannot be reached."""
+        if not self._killed <= self._job_end.exits.keys():
+            self._check_stuck(too_long)
 
     def _show_stall(self, stall: Stall, stacks: Mapping[int, Stacks]) -> None:
         self._output.show(stall_report(stall, [self._report_on(rank, stacks) for rank in stall.missing]))
@@ -340,6 +387,7 @@ class _Supervisor:
         self._job_end.started[frame.rank] = frame
         if frame.added:
             self._job_end.exits.pop(frame.rank, None)
+            self._killed.discard(frame.rank)
             self._waits.forget(frame.rank)
             self._output.show(
                 f"chorosrun: a new rank {frame.rank} was started on {frame.host}; it joins when it is ready."
@@ -393,9 +441,8 @@ class _Supervisor:
             return
         running = len(self._job_end.members - self._job_end.exits.keys())
         go_on = f"{running} {self._job_end.roles.kind(running)} go{'es' * (running == 1)} on"
-        self._output.show(
-            f"chorosrun: {headline(end, self._job_end.roles)}; {go_on if running else 'the others have ended'}."
-        )
+        how = f"rank {end.rank} was killed" if end.rank in self._killed else headline(end, self._job_end.roles)
+        self._output.show(f"chorosrun: {how}; {go_on if running else 'the others have ended'}.")
         if end.traceback:
             self._output.show(end.traceback)
         self._check_stuck(self._waits.ended(end.rank, time.time(), f"failed with exit code {end.code}"))
@@ -453,7 +500,7 @@ class _Supervisor:
         self._job_end.waits = tuple(self._waits.lines(time.time()))
         for rank in sorted(self._job_end.members - self._job_end.exits.keys()):
             _publish(Kind.RANK_STOPPED, rank, reason=reason.name.lower())
-        self._loop.cancel("progress", "start", "run", "failure", "chief", "stall")
+        self._loop.cancel("progress", "start", "run", "failure", "chief", "stall", "killed")
         self._stages = stages(reason, self._limits.grace)
         if reason in (Reason.INTERRUPT, Reason.TERMINATE) and self._job_end.started:
             self._output.show(

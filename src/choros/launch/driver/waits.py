@@ -23,7 +23,7 @@ the first of them ends, the others have as much time as if their scripts had end
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from choros.config import STALL_SHUTDOWN_SECONDS
@@ -76,11 +76,13 @@ class Stall:
         text: who waits for whom, in which call.
         missing: the ranks that they wait for.
         since: when it began.
+        matched: whether all have made the call; then all of them are missing.
     """
 
     text: str
     missing: tuple[int, ...]
     since: float
+    matched: bool = False
 
 
 @dataclass
@@ -135,13 +137,25 @@ class Waits:
         if event.name == INIT:
             self._joined.add(rank)
         if event.name not in waits:
-            ranks = event.details.get("process_set")  # missing if the list was too long to send
-            members = frozenset(ranks) if isinstance(ranks, tuple | list) else frozenset(range(self.size))
+            members = self._members(event)
+            if not members:
+                return ""
             seconds = event.details.get("seconds", 0.0)
             since = now - (seconds if isinstance(seconds, int | float) else 0.0)
             at, matched = str(event.details.get("at", "")), bool(event.details.get("matched"))
             waits[event.name] = Wait(event.name, members, at, since, matched)
         return self._never_joined() or ("" if self.elastic else self._stuck(rank, event.time))
+
+    def _members(self, event: Event) -> frozenset[int]:
+        """Returns the ranks that must make the call of a wait; empty if they are not known."""
+        ranks, matched = event.details.get("process_set"), event.details.get("matched")
+        if isinstance(ranks, tuple | list):
+            return frozenset(ranks)
+        everyone = frozenset(range(self.size)) | self._added
+        if not isinstance(matched, int):  # the list was too long to send
+            return everyone
+        running = everyone.difference(self._ended)
+        return running if len(running) <= matched else frozenset()  # a call of a process set
 
     def forget(self, rank: int) -> None:
         """Forgets what is known of a rank whose place another one has taken."""
@@ -155,6 +169,9 @@ class Waits:
         self._ended[rank] = now
         self._how[rank] = how
         self._waits.pop(rank, None)
+        if self.elastic:  # the others recover, and go on
+            for wait in (wait for waits in self._waits.values() for wait in waits.values() if rank in wait.ranks):
+                wait.since = now
         return self._never_joined()
 
     def stalls(self, now: float) -> list[Stall]:
@@ -192,11 +209,27 @@ class Waits:
 
     def too_long(self, now: float) -> str:
         """Returns which ranks have waited or lingered for too long, if there are such."""
-        limit = self.stall_shutdown_seconds
-        stalls = self._stalls(self._waiting_since(now - limit), now) if limit else []
+        stalls, limit = self._overdue(now), self.stall_shutdown_seconds
         return (
             f"{stalls[0].text}, longer than {STALL_SHUTDOWN_SECONDS.name}={limit:g}" if stalls else self._lingers(now)
         )
+
+    def culprits(self, now: float, stopped: Collection[int]) -> list[int]:
+        """Returns the ranks without which the waits that are too long could end.
+
+        Args:
+            now: the time.
+            stopped: the ranks that are stopped by a signal: if all have made a call, its data move without these.
+        """
+        found: set[int] = set()
+        for stall in self._overdue(now):
+            found.update(set(stall.missing).intersection(stopped) if stall.matched else stall.missing)
+        return sorted(found - self._resting().difference(stopped) - self._ended.keys())
+
+    def _overdue(self, now: float) -> list[Stall]:
+        """Returns the stalls for which the job is stopped."""
+        limit = self.stall_shutdown_seconds
+        return self._stalls(self._waiting_since(now - limit), now) if limit else []
 
     def _lingers(self, now: float) -> str:
         limit = self._exit_limit()
@@ -293,7 +326,7 @@ class Waits:
             seconds = f"{now - longest.since:.0f} s"
             if any(waits[rank].matched for rank in waiting):
                 text = f"{_ranks(sorted(members))} have been in {longest} for {seconds}, and it does not end"
-                stalls.append(Stall(text, tuple(sorted(members)), longest.since))
+                stalls.append(Stall(text, tuple(sorted(members)), longest.since, matched=True))
             elif missing:
                 text = f"{_ranks(waiting)} {has} waited {seconds} for {_ranks(missing)} in {longest}"
                 stalls.append(Stall(text, tuple(missing), longest.since))

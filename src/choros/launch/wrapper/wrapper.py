@@ -320,11 +320,11 @@ class Wrapper:
             return
         done, now = self._done(), time.time()
         seconds = now - done.last_time
-        moves = done.moves and done.last_size == self._topology.size > 1
+        moves = done.moves and done.last_size > 1
         stalled = done.last if moves and seconds >= stall else ""
         for kind, call in ((Kind.WAITED, self._stalled), (Kind.WAITING, stalled)):
             if call and self._stalled != stalled:
-                event = Event(kind, call, self._topology.rank, now, {"seconds": seconds, "matched": True})
+                event = Event(kind, call, self._topology.rank, now, {"seconds": seconds, "matched": done.last_size})
                 self._send(Events(self._topology.rank, event.to_json() + "\n"))
         self._stalled = stalled
         after = stall - seconds if moves and not stalled else stall / 2
