@@ -239,6 +239,16 @@ ELASTIC_TIMEOUT = Variable(
 RESET_LIMIT = Variable(
     "CHOROS_RESET_LIMIT", "", (), "how many times the ranks of an elastic job may change; --reset-limit sets it."
 )
+PLACE = Variable(
+    "CHOROS_PLACE", "", (), "the number of a rank that another one has started, in the place of a lost one."
+)
+SPAWN = Variable(
+    "CHOROS_SPAWN",
+    "",
+    (),
+    "the command that starts a new rank of an elastic job: a JSON list, in which {place} stands for the rank's number; "
+    "chorosrun sets it.",
+)
 COMMIT_DIR = Variable(
     "CHOROS_COMMIT_DIR", "", (), "the directory of the job's commits; --commit-dir sets it. It is on all hosts."
 )
@@ -277,6 +287,8 @@ VARIABLES: tuple[Variable, ...] = (
     MAX_NP,
     ELASTIC_TIMEOUT,
     RESET_LIMIT,
+    PLACE,
+    SPAWN,
     COMMIT_DIR,
     RESTARTS,
     CHAOS,

@@ -83,3 +83,18 @@ def test_a_loop_of_torch_trains_on_each_example_once(how):
     assert ended.code == 0, ended.err
     reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err
+
+
+@pytest.mark.parametrize(
+    ("victims", "what", "left"),
+    [
+        ("0 2", "join", ["number 0 is rank 1 of 3: 3", "number 1 is rank 0 of 3: 3", "number 2 is rank 2 of 3: 3"]),
+        ("1", "die", ["number 0 is rank 0 of 3: 3", "number 1 is rank 2 of 3: 3", "number 2 is rank 1 of 3: 3"]),
+        ("1", "late", ["number 0 is rank 0 of 2: 2", "number 2 is rank 1 of 2: 2"]),
+    ],
+)
+def test_new_ranks_take_the_places_of_lost_ones(victims, what, left, tmp_path):
+    script = HERE / "new_ranks_script.py"
+    ended = run("-np", 3, "--min-np", 1, sys.executable, script, *victims.split(), what, cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert sorted(re.findall("number .*", ended.out)) == left, ended.err

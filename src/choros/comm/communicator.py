@@ -15,7 +15,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, ParamSpec, Self, TypeVar, final
 
 import numpy as np
@@ -38,7 +38,7 @@ from choros.observe import events
 from choros.observe.progress import page
 from choros.topology import shard_range
 
-__all__ = ["JOINED", "SHUTDOWN", "Communicator", "MemberLost", "row_counts"]
+__all__ = ["END", "JOINED", "NEWCOMER", "SHUTDOWN", "Communicator", "MemberLost", "row_counts"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,6 +54,10 @@ GATHERED_TOGETHER = 128 << 10
 _DEVICES = "choros.comm.engines.device_collectives"
 #: When ranks that have asked for different collectives tell each other again what they wait for.
 _ROUNDS = Schedule(longest_sleep=10e-3)
+#: The notice of a rank which knows that the job was asked to end: all ranks end after this step.
+END = 1
+#: The notice of rank 0 that a new rank waits for ``admit``.
+NEWCOMER = 2
 #: The request of a rank that ends: it matches no other, so ranks that still call a collective are notified.
 SHUTDOWN = Request(events.SHUTDOWN.removesuffix("()"))
 #: The request of a rank that has joined: it matches every request that this rank can participate in.
@@ -87,13 +91,18 @@ class Communicator(ABC):
         bytes_sent: the number of bytes of arrays it has contributed to them, which compression reduces.
         signatures: those of objects that the members exchange, if the engine's connections need them.
         elastic: whether the members go on without those that are lost; see ``atomic``.
+        is_new: whether this process is not a rank yet: others have started it, and will take it in (``newcomer.py``).
         on_change: is called whenever the members have changed.
         raises_loss: whether ``atomic`` raises an error after such a change, and does not run the collective again.
+        notice: bits, such as ``END``, that an elastic engine tells all other ranks with the agreement at the end of the
+            next collective, without a message of their own.
+        noticed: the bits that any rank has told with the last one; the same on all ranks.
         last_joined: the member that was the last to ``join``, the last time; ``None`` if all did at the same time.
     """
 
     engine: ClassVar[str]
     elastic = False
+    is_new = False
     raises_loss = False
     signatures: Signatures | None = None
 
@@ -108,6 +117,7 @@ class Communicator(ABC):
         self._queue = WorkQueue()
         self.on_change: Callable[[Change], None] | None = None
         self._when_settled: list[Callable[[], None]] = []
+        self.notice = self.noticed = 0
         self.last_joined: int | None = None
         #: By the digest of a request, how a rank that has joined takes part; and in how many it has.
         self._specs: dict[int, CollectiveSpec] = {}
@@ -492,6 +502,29 @@ class Communicator(ABC):
             self._when_settled.append(action)
         else:
             action()
+
+    def opening(self) -> AbstractContextManager[None]:
+        """A part of the program in which new ranks take the places of lost ones, whenever all ranks call ``admit``.
+
+        All ranks enter it at the same place; so does a new one, in its own process.
+        """
+        return nullcontext()
+
+    @final
+    def admit(self) -> bool:
+        """Makes the process that waits a member, the last one; all members call it, between two collectives.
+
+        Returns:
+            Whether it is a member; it may have been lost meanwhile.
+        """
+        with self._queue.exclusive():
+            before, self.noticed = self.launched, 0
+            if not self._admit():
+                return False
+            self._scratch, self._joined_for = None, 0
+            if self.on_change is not None:
+                self.on_change(Change.between(before, self.launched))
+            return True
 
     def _rank_of(self, launched: int, what: str) -> int:
         """The present rank of a member, by its number at the launcher."""
@@ -986,6 +1019,10 @@ class Communicator(ABC):
             PeerLostError: too few are left.
         """
         raise NotImplementedError
+
+    def _admit(self) -> bool:
+        """Makes the process that waits a member: sets what ``_recover`` sets. Returns whether it is one."""
+        return False
 
     def hosts(self) -> list[str]:
         """The name of every rank's host, or of a rank on it."""

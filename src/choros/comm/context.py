@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import TracebackType
@@ -17,7 +17,8 @@ from typing import Any, final
 
 import numpy as np
 
-from choros.comm.communicator import SHUTDOWN, Communicator
+from choros.comm.communicator import NEWCOMER, SHUTDOWN, Communicator
+from choros.comm.engines.newcomer import NewcomerCommunicator
 from choros.comm.exit_code import exit_with_code_of_loss
 from choros.comm.membership import Change
 from choros.comm.process_set import ProcessSet
@@ -34,11 +35,13 @@ from choros.topology import Topology, detect
 
 __all__ = [
     "add_process_set",
+    "admit",
     "global_process_set",
     "init",
     "is_initialized",
     "on_change",
     "on_init",
+    "opening",
     "process_set_of",
     "raising_losses",
     "remove_process_set",
@@ -234,6 +237,38 @@ def raising_losses() -> Iterator[None]:
         yield
     finally:
         communicator.raises_loss = outer
+
+
+def opening() -> AbstractContextManager[None]:
+    """A context in which new ranks take the places of lost ones in an elastic job, whenever all ranks call ``admit``.
+
+    All ranks enter it at the same place of the program.
+    """
+    return _current("opening()").communicator.opening()
+
+
+def admit() -> bool:
+    """Takes in a new rank, as the last one, if one waits; all ranks call it, in an ``opening``.
+
+    Returns:
+        Whether there is a new rank now. In a new rank, which waits here until it is taken in: ``False`` if this opening
+        is over for the others.
+
+    Raises:
+        SystemExit: in a process that was to become a rank, if it is not needed any more.
+    """
+    job = _current("admit()")
+    if not isinstance(job.communicator, NewcomerCommunicator):
+        return bool(job.communicator.noticed & NEWCOMER) and job.communicator.admit()
+    communicator = job.communicator.enter()
+    if communicator is None:
+        return False
+    job.communicator = communicator
+    job.topology = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=job.topology.launcher)
+    global_process_set.register(0, communicator.ranks, communicator)
+    communicator.on_change = _on_change
+    events.identify(job.topology.rank)
+    return True
 
 
 def is_initialized() -> bool:

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.algorithms.algorithm import Tuning
-from choros.comm.communicator import Array, Communicator, MemberLost
+from choros.comm.communicator import NEWCOMER, Array, Communicator, MemberLost
 from choros.comm.engines.mpi_yielding import idle_yield
+from choros.comm.engines.newcomer import NewcomerCommunicator
+from choros.comm.facts import facts, learn_facts
 from choros.comm.fusion import chunk_bytes
 from choros.comm.memory import aligned_empty
 from choros.comm.reduction import Reduction
@@ -31,6 +33,7 @@ from choros.config import AUTOTUNE_LOG, ELASTIC, MIN_NP, Config
 from choros.errors import ConfigError, EngineError, EngineUnavailable, PeerLostError
 from choros.observe.events import INIT, LEAVING
 from choros.topology import Topology
+from choros.transport.address import this_host
 from choros.transport.loopback import INTERFACE, new_sockets_on_loopback
 
 # choros does both: a rank that dies of an exception must not wait for the others in MPI_Finalize.
@@ -50,7 +53,8 @@ from choros.comm.algorithms.hosts import HostRanks  # noqa: E402
 from choros.comm.algorithms.shared_memory import reserve_segments  # noqa: E402
 from choros.comm.algorithms.tuning import autotune, write_measurements  # noqa: E402
 from choros.comm.algorithms.window import WindowAllreduce  # noqa: E402
-from choros.comm.engines.mpi_survivors import agreed, is_loss, revoke, shrunk  # noqa: E402
+from choros.comm.engines.mpi_admission import Admissions, Entrance, joined  # noqa: E402
+from choros.comm.engines.mpi_survivors import agreed, common_bits, is_loss, revoke, shrunk  # noqa: E402
 from choros.comm.mpi_requests import wait_for  # noqa: E402
 
 __all__ = ["MpiCommunicator", "finalize", "start"]
@@ -66,8 +70,12 @@ _OPS = {
 #: Open MPI's variables with the interfaces that ranks use, or do not use, for TCP.
 _INTERFACE = "OMPI_MCA_btl_tcp_if_include"
 _INTERFACES = {_INTERFACE, "OMPI_MCA_btl_tcp_if_exclude"}
+#: How long rank 0 waits, at the end of the job, for a new rank that it must tell to end.
+_DISMISSAL_SECONDS = 2.0
 #: MPI before version 4 counts in 32 bits.
 _MESSAGE_BYTES = 1 << 30
+#: The bits that a notice may have.
+_NOTICES = 0xFF
 
 
 @final
@@ -105,6 +113,9 @@ class _Comms(NamedTuple):
     def of(cls, world: MPI.Intracomm, launched: int, host: MPI.Intracomm | None = None) -> Self:
         """Splits ``world``; ``launched`` is this rank's number, ``host`` overrides what MPI says."""
         rank = world.Get_rank()
+        if host is None and _job.has_new_ranks:  # Open MPI does not know where they are, and Split_type hangs
+            hosts_of_ranks = world.allgather(this_host())
+            host = MPI.Intracomm(world.Split(hosts_of_ranks.index(hosts_of_ranks[rank]), rank))
         host = host or MPI.Intracomm(world.Split_type(MPI.COMM_TYPE_SHARED, rank))
         leaders, numbers = zip(*world.allgather((host.bcast(rank), launched)), strict=True)
         hosts, owners = HostRanks.of(leaders), None
@@ -112,6 +123,15 @@ class _Comms(NamedTuple):
             comm = world.Split(host.Get_rank() if host.Get_rank() < hosts.slices else MPI.UNDEFINED, rank)
             owners = None if comm == MPI.COMM_NULL else MPI.Intracomm(comm)
         return cls(world, host, owners, list(leaders), tuple(numbers))
+
+
+class _Made(NamedTuple):
+    """What the members of a new communicator make together: see ``_MpiJob.world`` and ``MpiCommunicator``."""
+
+    comms: _Comms
+    world: MPI.Intracomm | None
+    collectives: int
+    tuning: Tuning
 
 
 @final
@@ -144,7 +164,7 @@ class MpiCommunicator(Communicator):
         self.elastic = is_elastic(os.environ)
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         with _translated("MPI_Comm_split"):
-            self._use(_Comms.of(comm, _number(), host))
+            self._use(_Comms.of(comm, _job.number, host))
 
     def _use(self, comms: _Comms) -> None:
         """Makes the members of ``comms`` those of this communicator."""
@@ -238,28 +258,94 @@ class MpiCommunicator(Communicator):
     def _settle(self, *, completed: bool) -> bool:
         if not completed:
             revoke(self._comms.world, self._comms.host, self._comms.owners)
+        notice = self.notice | (NEWCOMER if self is _job.communicator and self._is_someone_ready() else 0)
+        # The agreement returns the bits that all have set; so a notice is one that this rank has not.
+        bits = int(completed) | (_NOTICES ^ notice) << 1
         with _translated("the agreement on the end of a collective"):
-            return agreed(self._comm, completed=completed, describe=self._long_wait)
+            common = common_bits(self._comm, bits, self._long_wait)
+        if common & 1:
+            self.noticed = _NOTICES ^ (common >> 1)
+        return bool(common & 1)
+
+    def _is_someone_ready(self) -> bool:
+        return self.rank == 0 and _job.admissions is not None and _job.admissions.is_someone_ready(self.launched)
 
     def _recover(self) -> None:
-        size, number = self.size, self.launched[self.rank]
-
-        def make(comm: MPI.Intracomm) -> tuple[_Comms, MPI.Intracomm | None, int]:
-            last = comm.Dup() if self is _job.communicator else None
-            return _Comms.of(comm, number), last, comm.allreduce(self.collectives, MPI.MAX)
-
+        size = self.size
         revoke(self._comms.world, self._comms.host, self._comms.owners)
         _job.has_lost = True
         members = dict(zip(self.launched, self.ranks, strict=True))
         with _translated("the recovery from a loss"):
-            comms, last, self.collectives = shrunk(self._comm, make)
-        self._use(comms)
-        _job.world = last or _job.world
-        self.rank, self.size = comms.world.Get_rank(), comms.world.Get_size()
+            made = shrunk(self._comm, self._made)
+        self._take_over(made)
         self.ranks = tuple(members[each] for each in self.launched)
         fewest = int(MIN_NP.number(os.environ, "ranks"))
         if self is _job.communicator and self.size < fewest:
             raise PeerLostError(f"{self.size} of {size} ranks are left, fewer than --min-np {fewest}: the job ends.")
+
+    def _made(self, comm: MPI.Intracomm) -> _Made:
+        """Makes of ``comm`` what belongs to its members; all of them call it."""
+        comms = _Comms.of(comm, _job.number)
+        world = comm.Dup() if self is _job.communicator else None
+        collectives = comm.allreduce(self.collectives, MPI.MAX)
+        return _Made(comms, world, collectives, comm.bcast(self.tuning))
+
+    def _take_over(self, made: _Made) -> None:
+        self._use(made.comms)
+        _job.world = made.world or _job.world
+        self.collectives = made.collectives
+        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        self.tune(made.tuning)
+
+    def opening(self) -> AbstractContextManager[None]:
+        """See ``Communicator``: of all ranks, if MPI can start others."""
+        if self is not _job.communicator or _job.admissions is None:
+            return nullcontext()
+        return _job.admissions.opening()
+
+    def _admit(self) -> bool:
+        """See ``mpi_admission.py``. After a loss the next collective finds these members' communicator revoked."""
+        admissions = _job.admissions
+        assert admissions is not None  # noqa: S101  (someone waits)
+        comm: MPI.Intracomm | None = None
+        try:
+            comm = joined(self._comm, admissions.call_in() if self.rank == 0 else None, is_new=False)
+        except MPI.Exception as error:
+            if not is_loss(error):
+                raise
+            revoke(self._comm)
+        admitted = agreed(self._comm, completed=comm is not None) and comm is not None and self._admit_to(comm)
+        admissions.note(admitted=admitted)
+        return admitted
+
+    def _admit_to(self, comm: MPI.Intracomm) -> bool:
+        """Makes the members of ``comm``, a new one among them, those of this communicator, if all complete it."""
+        made: _Made | None = None
+        _job.has_new_ranks = _job.has_lost = True
+        try:
+            made = self._made(comm)
+        except MPI.Exception as error:
+            if not is_loss(error):
+                raise
+            revoke(comm)
+        if not agreed(comm, completed=made is not None) or made is None:
+            return False
+        self._take_over(made)
+        self.ranks = tuple(range(self.size))
+        return True
+
+    @classmethod
+    def of_new_rank(cls, pair: MPI.Intracomm) -> MpiCommunicator | None:
+        """The communicator of all ranks, which take this one in; ``None`` if one was lost meanwhile."""
+        try:
+            comm = joined(MPI.COMM_WORLD, pair, is_new=True)
+        except MPI.Exception as error:
+            if is_loss(error):
+                return None
+            raise
+        alone = cls(MPI.Intracomm(MPI.COMM_SELF.Dup()), (0,))
+        _job.communicator = alone
+        return alone if alone._admit_to(comm) else None
 
     def _close(self) -> None:
         with _translated("MPI_Comm_free"):
@@ -270,7 +356,7 @@ class MpiCommunicator(Communicator):
                     comm.Free()
 
 
-def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None) -> tuple[MpiCommunicator, Topology]:
+def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None) -> tuple[Communicator, Topology]:
     """Initialises MPI if needed; returns the communicator of all ranks and this rank's position.
 
     Args:
@@ -296,6 +382,8 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
             reserve_segments()
         except OSError as error:
             _log.warning("MPI's shared memory may run out, which ends a rank by SIGBUS: %s.", error)
+    if is_elastic(os.environ) and MPI.Comm.Get_parent() != MPI.COMM_NULL:
+        return _start_new_rank(topology)
     world = comm if isinstance(comm, MPI.Intracomm) else MPI.COMM_WORLD
     if world is not comm and world.Get_size() != topology.size:
         raise ConfigError(
@@ -312,9 +400,34 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     if isinstance(comm, Sequence):
         communicator = communicator.only(comm)
     _job.communicator = communicator
+    if comm is None and is_elastic(os.environ):
+        _job.admissions = Admissions(communicator.hosts(), facts())
     _tune(communicator)
     position = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
     return communicator, position
+
+
+def _start_new_rank(topology: Topology) -> tuple[Communicator, Topology]:
+    """Starts a process that other ranks have started, and will take in."""
+    if _job.entrance is None:
+        _job.entrance = Entrance(MPI.Comm.Get_parent())
+    entrance = _job.entrance
+    invitation = entrance.invitation
+    learn_facts(invitation.facts)
+    _job.number = invitation.number
+    admissions = _job.admissions = Admissions(invitation.hosts, facts())
+
+    def enter() -> Communicator | None:
+        pair = entrance.wait(admissions.number)
+        if pair is None:
+            return None
+        communicator = MpiCommunicator.of_new_rank(pair)
+        if communicator is None:
+            sys.exit(0)
+        return communicator
+
+    alone = NewcomerCommunicator(invitation.number, invitation.hosts, admissions.opening, enter)
+    return alone, Topology.from_hosts(invitation.hosts, invitation.number, launcher=topology.launcher)
 
 
 def _tune(communicator: MpiCommunicator) -> None:
@@ -343,6 +456,10 @@ def finalize() -> None:
     """
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return
+    if _job.entrance is not None and _job.communicator is None:  # it was never taken in
+        return
+    if _job.admissions is not None:
+        _job.admissions.end(_DISMISSAL_SECONDS)
     while len(_meet(_job.world, leaves=True)) < _job.world.Get_size():
         pass  # others have called init() again: it raises an error there
     if not _job.has_lost:
@@ -378,6 +495,9 @@ def _long_wait(what: str, world: MPI.Intracomm) -> LongWait:
 
 def _launched(comm: MPI.Intracomm) -> tuple[int, ...]:
     """The members' ranks as the launcher numbers them."""
+    present = _job.communicator
+    if present is not None and present.elastic and present.size == comm.Get_size():
+        return present.launched  # there may be ranks that mpirun has not started
     return tuple(comm.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group()))
 
 
@@ -386,23 +506,35 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
     return ELASTIC.read(environ) == "1"
 
 
-def _number() -> int:
-    """This process's number at the launcher."""
-    return MPI.COMM_WORLD.Get_rank()
-
-
 class _MpiJob:
     """The job of this process.
 
     Attributes:
         communicator: that of all ranks, since ``start``.
         has_lost: whether ranks were lost. Then MPI cannot be finalized: Open MPI sometimes waits for them.
+        has_new_ranks: whether ranks have been started in their places.
         world: the ranks that are left, to meet at the end; separate from ``communicator``, which may be closed.
+        admissions: where new ranks take the places of lost ones; ``None`` if they cannot.
+        entrance: how this process becomes a rank, if another rank has started it.
     """
 
     communicator: MpiCommunicator | None = None
-    has_lost = False
+    has_lost = has_new_ranks = False
     world: MPI.Intracomm = MPI.COMM_WORLD
+    admissions: Admissions | None = None
+    entrance: Entrance | None = None
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    @property
+    def number(self) -> int:
+        """This process's number at the launcher; if a rank has started it, that of the rank which it replaces."""
+        return MPI.COMM_WORLD.Get_rank() if self._number is None else self._number
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._number = number
 
 
 _job = _MpiJob()

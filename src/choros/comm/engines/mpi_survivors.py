@@ -25,7 +25,7 @@ from mpi4py import MPI
 from choros.comm.mpi_requests import wait_for
 from choros.comm.waiting import LongWait
 
-__all__ = ["agreed", "is_loss", "revoke", "shrunk"]
+__all__ = ["agreed", "common_bits", "is_loss", "revoke", "shrunk"]
 
 T = TypeVar("T")
 
@@ -45,14 +45,25 @@ def agreed(comm: MPI.Intracomm, *, completed: bool, describe: Callable[[], LongW
         completed: whether this rank has.
         describe: returns the wait for the others.
     """
-    flag = np.array(int(completed), np.int32)
+    return bool(common_bits(comm, int(completed), describe))
+
+
+def common_bits(comm: MPI.Intracomm, bits: int, describe: Callable[[], LongWait] | None = None) -> int:
+    """Returns the bits that all members have set: the same on all that are left; 0 if a member was lost.
+
+    Args:
+        comm: may be revoked.
+        bits: those of this rank.
+        describe: returns the wait for the others.
+    """
+    common = np.array(bits, np.int32)
     try:
-        wait_for(comm.Iagree(flag), flag, describe=describe)
+        wait_for(comm.Iagree(common), common, describe=describe)
     except MPI.Exception as error:
         if is_loss(error):
-            return False
+            return 0
         raise
-    return bool(flag)
+    return int(common)
 
 
 def revoke(*comms: MPI.Intracomm | None) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 
 from choros.arrays import adapter_of
 from choros.comm import global_process_set
+from choros.comm.facts import known
 from choros.config import COMMIT_DIR
 from choros.distribute import datasets
 from choros.distribute.fit.call import KerasCall
@@ -279,7 +280,7 @@ class SynchronousTraining(Training):
                 return epochs_of_shard(self._batches(x), part)
             return epochs_of(x, Sharding(part, epoch=epoch))
         check_global_batch(min(batch_size or _BATCH, count_rows(x)), self._replicas.count)
-        seed = broadcast_object(int(np.random.randint(2**31)))
+        seed = known("seed of fit", lambda: broadcast_object(int(np.random.randint(2**31))))
         sharding = Sharding(part, batch_size or _BATCH, bool(shuffle), seed, epoch)
         return (epochs_of if elastic else _sharded)(_packed(x, y, weights), sharding)
 

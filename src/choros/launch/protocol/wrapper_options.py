@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-__all__ = ["CLUSTER", "JOB", "RESULT_FD", "SIGNAL_MEANINGS", "SPAWN", "STACKS", "WrapperOptions"]
+__all__ = ["CLUSTER", "JOB", "RESULT_FD", "SIGNAL_MEANINGS", "STACKS", "WrapperOptions"]
 
 #: The variable with the job's unique name.
 JOB = "CHOROS_JOB"
@@ -15,10 +15,6 @@ JOB = "CHOROS_JOB"
 CLUSTER = "CHOROS_CLUSTER"
 #: The variable with the file descriptor to which a rank writes its function's result.
 RESULT_FD = "CHOROS_RESULT_FD"
-
-#: The variable with the command, in JSON, with which a rank of an elastic job starts a further one. ``{place}`` in it
-#: stands for the number that chorosrun gives the new rank: that of one that is lost, or the next one.
-SPAWN = "CHOROS_SPAWN"
 
 #: Signal that mpirun forwards to the wrappers → signal for the ranks.
 SIGNAL_MEANINGS = {

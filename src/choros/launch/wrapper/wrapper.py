@@ -48,7 +48,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from choros.config import MAX_NP, STALL_SECONDS, STALL_SHUTDOWN_SECONDS
+from choros.config import PLACE, SPAWN, STALL_SECONDS, STALL_SHUTDOWN_SECONDS
 from choros.errors import ChorosError, LaunchError
 from choros.launch.plan.cluster import role_in, task_environment
 from choros.launch.plan.cores import share_of
@@ -71,7 +71,7 @@ from choros.launch.processes.parent_death_guard import (
 from choros.launch.processes.pipes import enlarge, open_frame_pipe
 from choros.launch.processes.process_tree import end_children, group_exists, signal_group
 from choros.launch.protocol.frames import Events, Exit, Frame, RankProgress, Stacks, Start, encode
-from choros.launch.protocol.wrapper_options import RESULT_FD, SIGNAL_MEANINGS, SPAWN, STACKS, WrapperOptions
+from choros.launch.protocol.wrapper_options import RESULT_FD, SIGNAL_MEANINGS, STACKS, WrapperOptions
 from choros.launch.wrapper.open_mpi_fixes import repairs
 from choros.launch.wrapper.task_address import listening_problem
 from choros.launch.wrapper.transcript import ERR, EVENTS, OUT, RESULT, Transcript
@@ -234,7 +234,7 @@ class Wrapper:
         if self._memory is not None:
             environ[VARIABLE] = str(self._memory.path)
         if self._options.elastic:
-            environ[SPAWN] = json.dumps(self._spawn_command())
+            environ[SPAWN.name] = json.dumps(self._spawn_command())
         one_host = self._topology.local_size == self._topology.size
         environ |= rank_settings(environ, share, one_host=one_host, has_memory=VARIABLE in environ)
         self._environ = environ
@@ -478,20 +478,14 @@ def _start_error(program: str, error: OSError) -> _NotStarted:
     return _NotStarted(f"{program!r} cannot be started: {error.strerror or error}.", 127)
 
 
-def _placed(topology: Topology, place: int, most: int) -> Topology:
-    """Returns the topology of a rank that another one has started: to mpirun it is the only one of a job of its own."""
-    size = max(most, place + 1)
-    return replace(topology, rank=place, size=size, local_rank=place, local_size=size)
-
-
 def main() -> None:
     """Runs the wrapper with the options and the command in ``sys.argv``."""
     options, command = WrapperOptions.parse(sys.argv[1:])
     os.environ.update(repairs(os.environ, options.ranks_per_host))
+    if options.place >= 0:
+        os.environ[PLACE.name] = str(options.place)
     try:
         topology = detect(os.environ)
     except ChorosError as error:
         sys.exit(f"choros: {error}")
-    if options.place >= 0:
-        topology = _placed(topology, options.place, int(MAX_NP.read(os.environ) or 1))
     os._exit(Wrapper(topology, options, command).run())

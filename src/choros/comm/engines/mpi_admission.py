@@ -1,0 +1,298 @@
+"""New ranks of an elastic job: rank 0 starts one in the place of a lost one; all take it in between two collectives.
+
+::
+
+    rank 0, in a thread     the new process                  all ranks
+    Spawn ────────────────► MPI_Init
+    ◄────── hello ───────── init()
+    Merge ◄───────────────► Merge                            a communicator of these two
+    ───── invitation ─────► the script runs as if all ranks did the same (newcomer.py), until it
+    ◄────── at(k) ───────── comes to the k-th opening
+                                                             the agreement at the end of a collective tells all of it
+    ────── come in ───────► Create_intercomm, Merge ◄──────► Create_intercomm, Merge
+
+An *opening* is a part of the program, such as a call of ``fit``, in which all ranks ask again and again whether a new
+one waits. All have the same openings in the same order. A new rank that comes to one that is over passes it by.
+
+If rank 0 is lost meanwhile, the new process leaves, and the next rank 0 starts another. If the new process is lost,
+rank 0 starts another, a few times.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Never, final
+
+from mpi4py import MPI
+
+from choros.comm.engines.mpi_survivors import revoke
+from choros.comm.facts import Facts
+from choros.config import SPAWN
+
+__all__ = ["Admissions", "Entrance", "Invitation", "joined"]
+
+_log = logging.getLogger("choros")
+
+#: After so many processes in a row that were lost before they were taken in, no other is started.
+_TRIES = 3
+_POLL_SECONDS = 0.05
+#: A new process that was told to come in, and is not a member after so many seconds, ends.
+_JOIN_SECONDS = 60.0
+_HELLO, _AT, _ANSWER, _JOIN = range(4)
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a new rank is told.
+
+    Attributes:
+        number: its number at the launcher, that of the lost rank.
+        hosts: for each number of the ranks at the start, the name of its host.
+        facts: what the ranks have agreed on that a new one must know, such as seeds.
+    """
+
+    number: int
+    hosts: tuple[str, ...]
+    facts: Facts
+
+
+class _NewRank:
+    """A process that rank 0 has started, until it is taken in.
+
+    Args:
+        invitation: what it is told.
+        passes: whether the opening of this number is over.
+
+    Attributes:
+        invitation: the argument.
+        at: the number of the opening in which it waits; ``None`` before it has come to one.
+        problem: why it will not come; empty if it may.
+    """
+
+    def __init__(self, invitation: Invitation, passes: Callable[[int], bool]) -> None:
+        self.invitation = invitation
+        self.at: int | None = None
+        self.problem = ""
+        self._passes = passes
+        self._pair: MPI.Intracomm | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="choros: a new rank", daemon=True)
+        self._thread.start()
+
+    def call_in(self) -> MPI.Intracomm:
+        """Tells the process to come in; returns the communicator of it and this rank."""
+        self._stop()
+        assert self._pair is not None  # noqa: S101  (it has come to an opening)
+        self._pair.send(True, 1, _ANSWER)
+        return self._pair
+
+    def dismiss(self, seconds: float = 0.0) -> None:
+        """Tells the process to end, if it can be told within ``seconds``."""
+        self._stop(seconds)
+        if self._pair is not None and not self.problem:
+            try:
+                self._pair.isend(None, 1, _ANSWER)
+            except MPI.Exception as error:
+                self.problem = str(error)
+
+    def _stop(self, seconds: float | None = None) -> None:
+        self._stopped.set()
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            pair = self._meet()
+            pair.send(self.invitation, 1, _ANSWER)
+            self._pair = pair
+            while not self._stopped.wait(_POLL_SECONDS):
+                _check(pair)
+                if pair.Iprobe(1, _AT):
+                    self.at = pair.recv(source=1, tag=_AT)
+                if self.at is not None and self._passes(self.at):
+                    self.at = None
+                    pair.send(False, 1, _ANSWER)
+        except MPI.Exception as error:
+            self.problem = error.Get_error_string()
+
+    def _meet(self) -> MPI.Intracomm:
+        command = [each.replace("{place}", str(self.invitation.number)) for each in json.loads(SPAWN.read(os.environ))]
+        child = MPI.COMM_SELF.Spawn(command[0], command[1:])
+        child.Set_errhandler(MPI.ERRORS_RETURN)
+        while not child.Iprobe(0, _HELLO):
+            time.sleep(_POLL_SECONDS)
+            _check(child)
+        child.recv(source=0, tag=_HELLO)
+        pair = MPI.Intracomm(child.Merge(high=False))
+        pair.Set_errhandler(MPI.ERRORS_RETURN)
+        return pair
+
+
+@final
+class Admissions:
+    """The openings of this job, and the new rank that is under way.
+
+    Args:
+        hosts: for each number of the ranks at the start, the name of its host.
+        facts: as in a ``Invitation``; what it has when a rank is started is what that rank is told.
+
+    Attributes:
+        number: the number of the last opening that this rank has come to.
+    """
+
+    def __init__(self, hosts: Sequence[str], facts: Facts) -> None:
+        self.number = 0
+        self._hosts, self._facts = tuple(hosts), facts
+        self._open = False
+        self._new: _NewRank | None = None
+        self._failures = 0
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """An opening; all ranks enter it at the same place of the program."""
+        self.number, self._open = self.number + 1, True
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def is_someone_ready(self, launched: Sequence[int]) -> bool:
+        """Whether a new rank waits to be taken in; starts one if one of the first ranks is missing. Rank 0 calls it.
+
+        Args:
+            launched: the numbers of the present ranks at the launcher.
+        """
+        if not self._open or len(launched) >= len(self._hosts) or not SPAWN.read(os.environ):
+            return False
+        new = self._new
+        if new is not None and new.problem:
+            self._failures += 1
+            if self._failures == _TRIES:
+                _log.warning("no further rank is started: %d have ended before they could join.", _TRIES)
+            self._new = new = None
+        if new is not None and new.invitation.facts != self._facts:  # it runs the script with others
+            new.dismiss()
+            self._new = new = None
+        if new is None and self._failures < _TRIES:
+            number = next(each for each in range(len(self._hosts)) if each not in launched)
+            told = {name: list(values) for name, values in self._facts.items()}
+            self._new = _NewRank(Invitation(number, self._hosts, told), self._is_over)
+        return new is not None and new.at == self.number
+
+    def call_in(self) -> MPI.Intracomm:
+        """Tells the new rank to come in; returns the communicator of it and this rank."""
+        assert self._new is not None  # noqa: S101  (it was ready)
+        new, self._new = self._new, None
+        return new.call_in()
+
+    def note(self, *, admitted: bool) -> None:
+        """Counts the processes that were lost in a row."""
+        self._failures = 0 if admitted else self._failures + 1
+
+    def end(self, seconds: float) -> None:
+        """Dismisses a new rank that has not come in."""
+        if self._new is not None:
+            self._new.dismiss(seconds)
+
+    def _is_over(self, number: int) -> bool:
+        return number < self.number or (number == self.number and not self._open)
+
+
+@final
+class Entrance:
+    """How this process, which a rank has started, becomes a rank.
+
+    Args:
+        parent: the communicator of it and that rank.
+
+    Attributes:
+        invitation: what this process was told.
+    """
+
+    def __init__(self, parent: MPI.Intercomm) -> None:
+        parent.Set_errhandler(MPI.ERRORS_RETURN)
+        try:
+            parent.send(None, 0, _HELLO)
+            self._pair = MPI.Intracomm(parent.Merge(high=True))
+            self._pair.Set_errhandler(MPI.ERRORS_RETURN)
+            self.invitation: Invitation = self._answer()
+        except MPI.Exception as error:
+            self._leave(error)
+
+    def wait(self, opening: int) -> MPI.Intracomm | None:
+        """Waits in an opening; returns the communicator with the rank that has started this one, or ``None``: pass by.
+
+        Raises:
+            SystemExit: the others have ended, or this process is not needed.
+        """
+        try:
+            self._pair.send(opening, 0, _AT)
+            answer = self._answer()
+        except MPI.Exception as error:
+            self._leave(error)
+        if answer is None:
+            self._leave("the others have ended")
+        return self._pair if answer else None
+
+    def _answer(self) -> Any:
+        while not self._pair.Iprobe(0, _ANSWER):
+            time.sleep(_POLL_SECONDS)
+            _check(self._pair)
+        return self._pair.recv(source=0, tag=_ANSWER)
+
+    def _leave(self, reason: object) -> Never:
+        _log.info("this process was to become a rank, but is not needed any more: %s.", reason)
+        sys.exit(0)
+
+
+def joined(members: MPI.Intracomm, pair: MPI.Intracomm | None, *, is_new: bool) -> MPI.Intracomm:
+    """Returns the communicator of the members and a new rank, which is the last one.
+
+    Args:
+        members: this rank and those with it: the new rank is alone.
+        pair: the communicator of rank 0 and the new rank; ``None`` on other ranks.
+        is_new: whether this is the new rank.
+
+    Raises:
+        MPI.Exception: one of them was lost.
+    """
+    with _watched(members, pair, is_new=is_new):
+        between = members.Create_intercomm(0, pair or members, 0 if is_new else 1, _JOIN)
+        comm = MPI.Intracomm(between.Merge(high=is_new))
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        return comm
+
+
+@contextmanager
+def _watched(members: MPI.Intracomm, pair: MPI.Intracomm | None, *, is_new: bool) -> Iterator[None]:
+    """Open MPI does not tell the members that the process which they connect to is lost: this thread does."""
+    done, started = threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        while pair is not None and not done.wait(_POLL_SECONDS):
+            if is_new and time.monotonic() - started > _JOIN_SECONDS:
+                os._exit(1)
+            if pair.Get_failed().Get_size():
+                revoke(members, pair)
+                return
+
+    thread = threading.Thread(target=watch, name="choros: watches a new rank", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _check(comm: MPI.Comm) -> None:
+    """Raises MPI's error if a member is lost."""
+    if comm.Get_failed().Get_size():
+        raise MPI.Exception(MPI.ERR_PROC_FAILED)

@@ -1,0 +1,45 @@
+"""Ranks that are killed, and replaced: arguments are their numbers, such as ``0 2``, and what new ranks do: ``join``,
+``die`` (only the first one), or ``late`` (they come when the others have ended).
+
+Prints each rank's number at the launcher, its rank, and the sum of ones over all ranks.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import choros
+from choros import comm
+from choros.comm import Reduction
+
+*victims, what = sys.argv[1:]
+place = os.environ.get("CHOROS_PLACE")
+choros.init()
+number = int(place or choros.rank())
+communicator = comm.global_process_set.communicator
+assert communicator.is_new == bool(place)
+assert communicator.allgather([7]).tolist() == [7] * 3  # of a new rank, too
+steps = 0
+with comm.opening():
+    if place:
+        if what == "die" and not Path("died").exists():
+            Path("died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while what == "late" and not Path("ended").exists():
+            time.sleep(0.05)
+        comm.admit()
+        communicator = comm.global_process_set.communicator
+        steps = int(communicator.broadcast(0))
+    while steps < 20 or (choros.size() < 3 and what != "late"):
+        if str(number) in victims and steps == 5 and not place:
+            os.kill(os.getpid(), signal.SIGKILL)
+        total = communicator.allreduce(1.0, Reduction.SUM)
+        steps += 1
+        time.sleep(0.01)
+        if comm.admit():
+            communicator.broadcast(steps)
+    total = communicator.allreduce(1.0, Reduction.SUM)
+Path("ended").touch()
+print(f"number {number} is rank {choros.rank()} of {choros.size()}: {total:g}", flush=True)
