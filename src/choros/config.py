@@ -252,6 +252,13 @@ SPAWN = Variable(
 COMMIT_DIR = Variable(
     "CHOROS_COMMIT_DIR", "", (), "the directory of the job's commits; --commit-dir sets it. It is on all hosts."
 )
+COMMIT_STEPS = Variable(
+    "CHOROS_COMMIT_STEPS",
+    "0",
+    (),
+    "after how many steps an elastic job commits, in the middle of an epoch too; 0: only when it is to end, and after "
+    "each epoch. --commit-steps sets it.",
+)
 RESTARTS = Variable(
     "CHOROS_RESTARTS", "0", (), "how many times chorosrun has started the ranks of this job again from its last commit."
 )
@@ -290,6 +297,7 @@ VARIABLES: tuple[Variable, ...] = (
     PLACE,
     SPAWN,
     COMMIT_DIR,
+    COMMIT_STEPS,
     RESTARTS,
     CHAOS,
     SECRET,

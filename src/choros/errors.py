@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 __all__ = [
+    "PREEMPTED",
     "ChorosError",
     "ClosureCancelled",
     "ConfigError",
@@ -46,6 +47,11 @@ __all__ = [
     "StrategyError",
     "WorkerFailed",
 ]
+
+
+#: The exit code of ranks, and of chorosrun, when a job that was asked to end has committed: EX_TEMPFAIL, on which
+#: schedulers requeue.
+PREEMPTED = 75
 
 
 class ChorosError(Exception):

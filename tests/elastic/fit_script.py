@@ -1,17 +1,20 @@
 """Trains a model whose weights count: row i of the data is trained on as often as weight i says.
 
 Arguments: ``strategy`` or ``horovod``, the API; where ranks are killed, such as ``1@5,2@70``: rank 1 before its step 5.
-Prints a line of JSON on each rank.
+``1@5=SIGTERM`` sends another signal, and ``1@5=SIGTERM!`` sends it to chorosrun. Prints a line of JSON on each rank.
 """
 
 import contextlib
+import itertools
 import json
 import os
+import re
 import signal
 import sys
 
 import keras
 import numpy as np
+import psutil
 
 import choros.distribute as dist
 import choros.keras as hvd
@@ -19,7 +22,7 @@ from choros.comm import global_process_set
 
 ROWS, BATCH, EPOCHS = 203, 16, 3
 api = sys.argv[1]
-kills = dict(tuple(map(int, each.split("@"))) for each in sys.argv[2].split(",") if each)
+faults = [re.fullmatch(r"(\d+)@(\d+)=?(\w*)(!?)", each).groups() for each in sys.argv[2].split(",") if each]
 started = os.getpid()
 
 
@@ -28,13 +31,20 @@ class Total(keras.losses.Loss):
         return y_pred[:, 0]
 
 
+class Rows(keras.metrics.Sum):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(keras.ops.ones_like(y_true))
+
+
 class Kill(keras.callbacks.Callback):
-    steps = 0
+    steps = itertools.count()  # in this process: a number would be part of commits
 
     def on_train_batch_begin(self, batch, logs=None):
-        if kills.get(number) == self.steps:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.steps += 1
+        here = number, next(self.steps)
+        for rank, step, name, to_job in faults:
+            if (int(rank), int(step)) == here:
+                target = psutil.Process().parents()[2].pid if to_job else os.getpid()  # wrapper, mpirun, chorosrun
+                os.kill(target, signal.Signals[name or "SIGKILL"])
 
 
 hvd.init()
@@ -45,7 +55,11 @@ strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
 with strategy.scope() if strategy else contextlib.nullcontext():
     dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
     model = keras.Sequential([keras.Input((ROWS,)), dense])
-    model.compile(optimizer if strategy else hvd.DistributedOptimizer(optimizer), Total(reduction="sum"))
+    model.compile(
+        optimizer if strategy else hvd.DistributedOptimizer(optimizer),
+        Total(reduction="sum"),
+        metrics=[Rows(name="rows")],
+    )
 rows, zeros = np.eye(ROWS, dtype="float32"), np.zeros((ROWS, 1), "float32")
 data = {"x": rows, "y": zeros, "batch_size": BATCH}
 callbacks = [Kill()]
@@ -62,6 +76,7 @@ report = {
     "size": communicator.size,
     "wrong": {str(row): float(counts[row]) for row in np.flatnonzero(counts != EPOCHS)},
     "epochs": len(history.history["loss"]),
+    "rows": history.history["rows"],
     "val_loss": history.history["val_loss"][-1],
 }
 print(json.dumps(report), flush=True)

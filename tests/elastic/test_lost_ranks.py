@@ -72,7 +72,7 @@ def test_the_same_command_goes_on_from_the_last_commit_with_fewer_ranks(tmp_path
     assert reports == []
     assert "commit-00000001.npz" in os.listdir(tmp_path / "commits" / "fit-1")
     ended, reports = fit("torch", "", ranks=2, more=commits)
-    assert "training goes on after epoch 1" in ended.err
+    assert "training goes on in epoch 2" in ended.err
     for report in reports:
         assert (report["wrong"], report["epochs"]) == ({}, 3)  # the history has the first epoch, too
 

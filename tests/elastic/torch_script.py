@@ -1,13 +1,15 @@
 """A loop of PyTorch over an ElasticSampler: counts[i] is how often example i was trained on; see ``fit_script.py``.
 
-Arguments: the kills, and ``run`` for ``hvd.elastic.run``, ``plain`` for the loop alone.
+Arguments: the faults, and ``run`` for ``hvd.elastic.run``, ``plain`` for the loop alone.
 """
 
 import json
 import os
+import re
 import signal
 import sys
 
+import psutil
 import torch
 
 import choros.torch as hvd
@@ -15,7 +17,7 @@ import choros.torch as hvd
 EXAMPLES, BATCH, EPOCHS = 103, 4, 2
 hvd.init()
 number = hvd.rank()
-kills = dict(tuple(map(int, each.split("@"))) for each in sys.argv[1].split(",") if each)
+faults = [re.fullmatch(r"(\d+)@(\d+)=?(\w*)(!?)", each).groups() for each in sys.argv[1].split(",") if each]
 counts = torch.nn.Parameter(torch.zeros(EXAMPLES))
 model = torch.nn.Module()
 model.counts = counts
@@ -30,8 +32,10 @@ steps = 0
 def train_epoch(state=None):
     global steps
     for index, rows in enumerate(loader):
-        if kills.get(number) == steps:
-            os.kill(os.getpid(), signal.SIGKILL)
+        for rank, step, name, to_job in faults:
+            if (int(rank), int(step)) == (number, steps):
+                target = psutil.Process().parents()[2].pid if to_job else os.getpid()  # wrapper, mpirun, chorosrun
+                os.kill(target, signal.Signals[name or "SIGKILL"])
         steps += 1
         optimizer.zero_grad()
         (-counts[rows].sum()).backward()

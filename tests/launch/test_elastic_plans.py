@@ -52,7 +52,9 @@ def test_bounds(given, bounds):
 
 
 def test_an_elastic_job_outlives_its_ranks():
-    started = command(job(num_proc=4, min_num_proc=2, reset_limit=5, commit_dir="/commits", env={"A": "1"}))
+    started = command(
+        job(num_proc=4, min_num_proc=2, reset_limit=5, commit_dir="/commits", commit_steps=9, env={"A": "1"})
+    )
     assert started.argv[1:3] == ("--with-ft", "ulfm")
     assert "--elastic" in started.argv
     variables = {name: value for name, value in started.environ.items() if name != "CHOROS_JOB"}
@@ -65,6 +67,7 @@ def test_an_elastic_job_outlives_its_ranks():
         "CHOROS_ELASTIC_TIMEOUT": "600",
         "CHOROS_RESET_LIMIT": "5",
         "CHOROS_COMMIT_DIR": "/commits",
+        "CHOROS_COMMIT_STEPS": "9",
         "OMPI_MCA_coll": "^han",
     }
     assert command(job(num_proc=2, min_num_proc=1), OMPI_MCA_coll="basic").environ["OMPI_MCA_coll"] == "basic"

@@ -1,12 +1,13 @@
 """What ranks can do together, and joining and leaving the job."""
 
-from choros.comm.communicator import Communicator
+from choros.comm.communicator import END, Communicator
 from choros.comm.context import (
     add_process_set,
     admit,
     global_process_set,
     init,
     is_initialized,
+    leave_alone,
     on_change,
     on_init,
     opening,
@@ -23,6 +24,7 @@ from choros.comm.work import Work
 
 __all__ = [
     "BFLOAT16",
+    "END",
     "Communicator",
     "ProcessSet",
     "Reduction",
@@ -33,6 +35,7 @@ __all__ = [
     "global_process_set",
     "init",
     "is_initialized",
+    "leave_alone",
     "on_change",
     "on_init",
     "opening",

@@ -127,6 +127,11 @@ class Communicator(ABC):
         self._asked = SHUTDOWN
         self._scratch: NDArray[np.uint8] | None = None
 
+    @property
+    def may_have_others(self) -> bool:
+        """Whether there are other members, or were, or may be."""
+        return self.size > 1 or self.elastic
+
     # ── collectives ──────────────────────────────────────────────────────────────────────────────
 
     @final

@@ -39,6 +39,7 @@ __all__ = [
     "global_process_set",
     "init",
     "is_initialized",
+    "leave_alone",
     "on_change",
     "on_init",
     "opening",
@@ -95,7 +96,7 @@ global_process_set = ProcessSet([])
 
 _log = logging.getLogger("choros")
 _job: _JobState | None = None
-#: An exception ended the main program: its rank must die, not wait for the others.
+#: An exception ended the main program, or this rank leaves the others: it must end, not wait for them.
 _crashed = False
 _listeners = _Listeners()
 _hooked = False
@@ -269,6 +270,12 @@ def admit() -> bool:
     communicator.on_change = _on_change
     events.identify(job.topology.rank)
     return True
+
+
+def leave_alone() -> None:
+    """From now on this rank of an elastic job communicates no more, also not when it ends: the others lose it."""
+    global _crashed
+    _crashed = True
 
 
 def is_initialized() -> bool:

@@ -16,9 +16,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from choros.elastic.job import elastic_job
+from choros.elastic.preemption import watch_signals
 from choros.elastic.state import State
 from choros.errors import (
     DriftError,
@@ -83,7 +85,8 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
         ranks, failures, commits = elastic_job(), 0, 0
-        with ranks.raising():
+        with ranks.raising(), ExitStack() as stack:
+            stack.callback(watch_signals(lambda: elastic_job().commits() is not None))
             must_reset, skip_sync = False, False
             state.load()
             while True:

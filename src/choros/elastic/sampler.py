@@ -12,6 +12,7 @@ from choros.comm import Reduction, global_process_set
 from choros.comm.ranks import rank, size
 from choros.elastic.job import elastic_job
 from choros.elastic.ledger import Ledger
+from choros.elastic.preemption import leave_if_asked, watch_signals
 
 __all__ = ["ElasticSampler"]
 
@@ -56,6 +57,7 @@ class ElasticSampler:
         self._ledger = Ledger.of_epoch(0, size())
         self._batch_size = 0
         elastic_job().on_change(self._changed)
+        watch_signals()
 
     @property
     def epoch(self) -> int:
@@ -74,6 +76,8 @@ class ElasticSampler:
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Records that all ranks have processed one more batch; call it after each step.
 
+        A rank that was asked to end by SIGTERM or SIGUSR1 does it here.
+
         Args:
             batch_idx: Horovod's; has no effect, as batches are processed in order.
             batch_size: the number of examples of this rank's batch, or the loader's batch size.
@@ -81,11 +85,16 @@ class ElasticSampler:
         del batch_idx
         # The last batch of another rank may have one example more.
         self._batch_size = max(self._batch_size, batch_size)
-        self._ledger = self._ledger.stepped(self._batch_size)
+        self._step(self._batch_size)
 
     def record_indices(self, indices: Sized) -> None:
         """Records that this rank has processed the next ``len(indices)`` examples, and each other rank as many."""
-        self._ledger = self._ledger.stepped(len(indices))
+        self._step(len(indices))
+
+    def _step(self, examples: int) -> None:
+        self._ledger = self._ledger.stepped(examples)
+        if not global_process_set.communicator.raises_loss:  # in elastic.run, ranks leave when they commit
+            leave_if_asked()
 
     def has_left(self) -> bool:
         """Whether the epoch has examples that no rank has processed; if so, they are sharded over the ranks.

@@ -12,6 +12,7 @@ import numpy as np
 from choros.comm import Reduction, global_process_set
 from choros.comm.ranks import rank
 from choros.elastic.job import HostUpdate, elastic_job
+from choros.elastic.preemption import end_job, job_ends, leave_if_asked
 from choros.errors import HostsUpdatedInterrupt
 from choros.parallel.objects import broadcast_object
 
@@ -68,26 +69,34 @@ class State:
     def commit(self) -> None:
         """Saves the state in memory, and on disk if the job has a directory of commits; then ``check_host_updates``.
 
-        All ranks must call it at the same step.
+        All ranks must call it at the same step. A rank that was asked to end by SIGTERM or SIGUSR1 does it here.
 
         Raises:
             HostsUpdatedInterrupt: see ``check_host_updates``.
         """
+        self._commit()
+        leave_if_asked()
+        self.check_host_updates()
+
+    def _commit(self) -> None:
         self.save()
         self.commits += 1
         store = elastic_job().commits()
         if store is not None and self._rank() == 0:
             store.write({_PICKLED: cloudpickle.dumps(self.committed())})
-        self.check_host_updates()
 
     def check_host_updates(self) -> None:
         """Raises on all ranks if one of them knows that hosts were added or will be removed.
+
+        If the job was asked to end, the state is committed here, and all ranks end.
 
         Raises:
             HostsUpdatedInterrupt: it is so; its ``skip_sync`` says that none were added.
         """
         known = max(self._update, elastic_job().pending())
         communicator = global_process_set.communicator
+        if job_ends() and communicator.allreduce(np.ones(()), Reduction.SUM, name="ranks here") == communicator.size:
+            end_job(self._commit)  # else some have joined the others, and come to the next call
         update = int(communicator.allreduce(np.array(int(known)), Reduction.MAX, name="hosts updated"))
         self._update = HostUpdate.NONE
         if update:

@@ -81,6 +81,7 @@ def run(
     tcp: bool = False,
     elastic_timeout: float | None = None,
     commit_dir: str | os.PathLike[str] | None = None,
+    commit_steps: int | None = None,
     chaos: str | None = None,
 ) -> list[Returned]:
     """Runs ``func(*args, **kwargs)`` on every rank of a new job and returns the ranks' results.
@@ -136,6 +137,7 @@ def run(
         tcp: communicate only through TCP, even if a faster network exists.
         elastic_timeout: for the ranks, as ``CHOROS_ELASTIC_TIMEOUT``. Default: 600.
         commit_dir: the directory of the job's commits, on a file system that all hosts share.
+        commit_steps: after how many steps ``fit`` commits, in the middle of an epoch too. Default: it does not.
         chaos: faults to inject, such as ``"kill:rank=1@step=17"``.
 
     Returns:
@@ -179,6 +181,7 @@ def run(
         host_discovery_script=host_discovery_script,
         elastic_timeout=elastic_timeout,
         commit_dir=commit_dir,
+        commit_steps=commit_steps,
         chaos=chaos,
         env={**variables(given), **(env or {})},
         hosts=hosts,

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from typing import final
 
-__all__ = ["PAGE_BYTES", "PROGRESS_FD", "Page", "PageContents", "open_page", "page", "read_page"]
+__all__ = ["PAGE_BYTES", "PROGRESS_FD", "Page", "PageContents", "note_end", "open_page", "page", "read_page"]
 
 #: The variable with the file descriptor of the page.
 PROGRESS_FD = "CHOROS_PROGRESS_FD"
@@ -28,6 +28,8 @@ _COUNTS = struct.Struct("<QQddd")
 _LAST = struct.Struct("<dHI?")
 _TEXT = _COUNTS.size + _LAST.size
 _MOVES = _TEXT - 1
+#: The last byte is the wrapper's: whether the whole job was asked to end.
+_END = PAGE_BYTES - 1
 #: A rank whose wait is a smaller share of a step is prompt: it was among the last.
 _PROMPT = 0.05
 
@@ -79,9 +81,14 @@ class Page:
         self._step_began = 0.0
         self._left = 0.0
 
+    @property
+    def job_is_to_end(self) -> bool:
+        """Whether chorosrun has asked all ranks to end, and not someone this one alone."""
+        return bool(self.memory[_END])
+
     def begin_collective(self, text: bytes, ranks: int) -> None:
         """Notes that all of a number of ranks have called a collective."""
-        text = text[: PAGE_BYTES - _TEXT]
+        text = text[: _END - _TEXT]
         self.memory[_TEXT : _TEXT + len(text)] = text
         _LAST.pack_into(self.memory, _COUNTS.size, time.time(), len(text), ranks, True)
 
@@ -129,6 +136,11 @@ def read_page(memory: bytes | bytearray | mmap.mmap) -> PageContents:
 
 #: The page of this process.
 page = Page(bytearray(PAGE_BYTES))
+
+
+def note_end(descriptor: int) -> None:
+    """Notes, in the wrapper, that all ranks are asked to end."""
+    os.pwrite(descriptor, b"\x01", _END)
 
 
 def open_page() -> None:

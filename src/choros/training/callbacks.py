@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
 import keras
 
 from choros.comm import global_process_set, is_initialized, topology
+from choros.config import COMMIT_DIR
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.parallel.data import Part, epochs_of_shard
+from choros.training.commits import CommitCallback
 from choros.training.keras_internals import is_built
 from choros.training.metrics import average_logs, count_examples, flat_results, global_results
 from choros.training.model_variables import model_variables
@@ -18,7 +22,13 @@ from choros.training.random_numbers import draw_by_rank
 from choros.training.trainer import Steps, attach, is_spmd
 from choros.training.variables import broadcast_variables
 
-__all__ = ["BroadcastGlobalVariablesCallback", "ElasticCallback", "EpochCallback", "MetricAverageCallback"]
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "ElasticCallback",
+    "EpochCallback",
+    "MetricAverageCallback",
+    "StepCallback",
+]
 
 
 class EpochCallback(keras.callbacks.Callback):
@@ -109,32 +119,72 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
         broadcast_variables(variables, self.root_rank)
 
 
+class StepCallback(EpochCallback):
+    """Ends a rank of an elastic job between two steps, if it or the job was asked to end.
+
+    Put it first: what the callbacks of the last batch have done is committed, and nothing of the next one.
+    """
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Ends this rank, if it is time."""
+        if self._steps is not None:
+            self._steps.begin_batch()
+
+
 @final
-class ElasticCallback(EpochCallback):
+class ElasticCallback(StepCallback):
     """Trains on what lost ranks have left over, before an epoch ends; has no effect in jobs that are not elastic.
+
+    With ``chorosrun --commit-dir``, the state is committed after each epoch, and when the job is asked to end; the same
+    command goes on from there. Put this callback first.
 
     Args:
         data: the data set that ``fit`` receives, as ``hvd.shard(…, batch_size=…)`` has returned it.
+        callbacks: other callbacks that ``fit`` receives, whose state is committed, too.
 
     Example:
         >>> ElasticCallback([]).data
         []
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, callbacks: Sequence[Any] = ()) -> None:
         super().__init__()
         self.data = data
         self._context = ExitStack()
+        directory = COMMIT_DIR.read(os.environ)
+        self._commits = CommitCallback(directory, callbacks) if directory else keras.callbacks.Callback()
+
+    def set_model(self, model: Any) -> None:
+        """Prepares the model."""
+        super().set_model(model)
+        self._commits.set_model(model)
+
+    def set_params(self, params: Any) -> None:
+        """Takes the arguments of ``fit``."""
+        super().set_params(params)
+        self._commits.set_params(params)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Follows what happens to the ranks."""
+        """Follows what happens to the ranks, and goes on from the last commit, if there is one."""
         communicator = global_process_set.communicator
         if self._steps is not None and communicator.elastic:
             epochs = epochs_of_shard(self.data, Part(communicator.rank, communicator.size))
             self._context.enter_context(self._steps.elastic(epochs))
+        self._commits.on_train_begin(logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begins the epoch, or goes on in it."""
+        super().on_epoch_begin(epoch, logs)
+        self._commits.on_epoch_begin(epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Ends the epoch's batches."""
+        super().on_epoch_end(epoch, logs)
+        self._commits.on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Ends that."""
+        self._commits.on_train_end(logs)
         self._context.close()
 
 
@@ -194,6 +244,8 @@ class MetricAverageCallback(EpochCallback):
             return
         known = {**self._training, **self._validation}
         others = {name: value for name, value in logs.items() if name not in known}
+        if not self._training.keys() & logs.keys():
+            logs.update(self._training)  # this rank had no batches in this epoch, and Keras logs no metrics
         _replace(logs, known)
         if others:
             share = None if self._steps is None else self._steps.last_share

@@ -1,4 +1,4 @@
-"""Commits of ``fit``: after each epoch its state is written to the job's directory; the next start goes on from there.
+"""Commits of ``fit``: its state is written to the job's directory after each epoch, and when the job is asked to end.
 
 ::
 
@@ -7,7 +7,8 @@
     runs/commits/fit-1/commit-00000003.npz      the script's first call of fit, after its third epoch
     runs/commits/fit-2/…                        its second call
 
-The same command, started again on any number of ranks, goes on in its call of ``fit``; calls that are complete return.
+The same command, started again on any number of ranks, goes on in its call of ``fit``, in the middle of an epoch with
+the next batch; calls that are complete return.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ import keras
 
 from choros.comm import global_process_set
 from choros.elastic.commit_store import CommitStore
+from choros.errors import ConfigError
 from choros.parallel.objects import broadcast_object
-from choros.training.keras_internals import set_initial_epoch
+from choros.training.elastic_epochs import ElasticEpochs
+from choros.training.keras_internals import set_initial_epoch, sync_jax_state
+from choros.training.metrics import merged_metrics
 from choros.training.run_state import RunState
+from choros.training.trainer import attach
 
 __all__ = ["CommitCallback"]
 
@@ -36,6 +41,9 @@ _calls = itertools.count(1)
 class CommitCallback(keras.callbacks.Callback):
     """Restores the last commit when ``fit`` begins, and writes one after each epoch; the last callback of all ranks.
 
+    In an elastic job it lets ``ElasticEpochs`` commit in the middle of an epoch. The metrics of the epoch so far, of
+    all ranks, are then in the commit, and rank 0 goes on with them.
+
     Args:
         directory: the job's directory of commits.
         callbacks: the other callbacks of ``fit``, whose state commits contain.
@@ -46,26 +54,45 @@ class CommitCallback(keras.callbacks.Callback):
         self._store = CommitStore(Path(directory) / f"fit-{next(_calls)}")
         self._callbacks = callbacks
         self._run: RunState | None = None
+        self._epochs: ElasticEpochs | None = None
         self._restored: dict[str, Any] | None = None
         self._next: int | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
         """Goes on from the last commit, which rank 0 reads, if there is one."""
         self._run = RunState(self.model, [*self._callbacks, self.model.history])
-        is_first = global_process_set.rank() == 0
+        self._epochs = attach(self.model).epochs
+        if self._epochs is not None:
+            self._epochs.commit = self._commit
+        is_first = global_process_set.communicator.rank == 0
         last = self._store.load_last() if is_first else None
         self._restored = broadcast_object(None if last is None else last.state)
-        self._restore()
-        if self._restored is not None:
-            set_initial_epoch(self.model, self._restored["epoch"])
-            if is_first:
-                after, where = self._restored["epoch"], self._store.directory
-                _log.warning("training goes on after epoch %d, from the commit in %s.", after, where)
+        if self._restored is None:
+            return
+        self._restore(self._restored | {"metrics": None})
+        epoch, position = self._restored["epoch"], self._restored["position"] or {}
+        set_initial_epoch(self.model, epoch)
+        after = f"in epoch {epoch + 1}" if position.get("ledger") else f"after epoch {epoch}"
+        if self._epochs is not None and position:
+            self._epochs.resume(position)
+        elif position.get("ledger"):
+            raise ConfigError(
+                f"the commit in {self._store.directory} is in the middle of an epoch, where only an elastic job can go "
+                "on: start it by chorosrun with --min-np."
+            )
+        if is_first:
+            _log.warning("training goes on %s, from the commit in %s.", after, self._store.directory)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
         """Commits the epoch before: Keras' history, which comes after all other callbacks, has it now."""
-        self._restore()  # that history has forgotten its epochs when training began
-        self._restored = None
+        restored, self._restored = self._restored, None
+        if restored is not None:  # that history has forgotten its epochs when training began, and metrics are reset
+            batch = None
+            if restored["metrics"] is not None and self._epochs is not None:
+                batch = self._epochs.example_batch()
+            self._restore(
+                restored if global_process_set.communicator.rank == 0 else restored | {"metrics": None}, batch
+            )
         if self._next == epoch:
             self._write(epoch)
 
@@ -78,10 +105,18 @@ class CommitCallback(keras.callbacks.Callback):
         if self._next is not None:
             self._write(self.params["epochs"])
 
-    def _restore(self) -> None:
-        if self._run is not None and self._restored is not None:
-            self._run.restore(self._restored)
+    def _restore(self, state: dict[str, Any], batch: Any = None) -> None:
+        if self._run is not None:
+            self._run.restore(state, batch)
 
-    def _write(self, epoch: int) -> None:
-        if self._run is not None and global_process_set.rank() == 0:
-            self._store.write(self._run.capture(epoch=epoch, metrics=False))
+    def _commit(self) -> None:
+        """Commits between two steps."""
+        if self._epochs is not None and self._epochs.ledger is not None:
+            sync_jax_state(self.model)
+            with merged_metrics(self.model.metrics):
+                self._write(self._epochs.ledger.epoch, metrics=True)
+
+    def _write(self, epoch: int, *, metrics: bool = False) -> None:
+        if self._run is not None and global_process_set.communicator.rank == 0:
+            position = None if self._epochs is None else self._epochs.position
+            self._store.write(self._run.capture(epoch=epoch, position=position, metrics=metrics))

@@ -12,15 +12,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, final
 
 import keras
 
 from choros.comm import global_process_set, on_change
 from choros.comm.membership import Change
+from choros.config import COMMIT_STEPS
 from choros.elastic.ledger import Ledger
+from choros.elastic.preemption import end_job, fewest_ranks, job_ends, leave_if_asked, watch_signals
 from choros.parallel.data.epochs import EpochData
+from choros.parallel.data.shard_batches import ShardBatches
 
 __all__ = ["ElasticEpochs"]
 
@@ -38,7 +44,10 @@ class ElasticEpochs:
 
     Attributes:
         ledger: that of the current epoch; ``None`` outside of epochs.
+        commit: writes a commit, between two steps; all ranks call it together. ``None``: the job has no commits.
     """
+
+    commit: Callable[[], None] | None = None
 
     def __init__(self, data: EpochData, batches: Callable[[], int], join: Callable[[], None]) -> None:
         self.ledger: Ledger | None = None
@@ -46,31 +55,70 @@ class ElasticEpochs:
         self._batches = batches
         self._join = join
         self._counted = 0
-        self._stop_listening: Callable[[], None] | None = None
+        self._resumed: Ledger | None = None
+        self._commit_steps = int(COMMIT_STEPS.number(os.environ, "steps"))
+        self._context = ExitStack()
 
     def start(self) -> None:
         """Follows what happens to the ranks, until ``stop``."""
         if self._data.doubt is not None and global_process_set.rank() == 0:
             _log.warning("if a rank is lost, not every example of the epoch is used exactly once: %s", self._data.doubt)
-        self._stop_listening = on_change(self._on_change)
+        self._context.callback(on_change(self._on_change))
+        self._context.callback(watch_signals(commits=lambda: self.commit is not None))
 
     def stop(self) -> None:
         """Ends with ``fit``."""
-        if self._stop_listening is not None:
-            self._stop_listening()
-        self._stop_listening = self.ledger = None
+        self._context.close()
+        self.ledger = None
 
     def begin(self, epoch: int) -> None:
         """Shards an epoch over the ranks, before Keras reads it."""
         communicator = global_process_set.communicator
-        self.ledger = Ledger.of_epoch(epoch, communicator.size)
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and resumed.epoch == epoch:
+            self.ledger = resumed.resumed(communicator.size, self._data.length(epoch))
+        else:
+            self.ledger = Ledger.of_epoch(epoch, communicator.size)
         self._counted = self._batches()
         self._data.begin_epoch(epoch, self.ledger.of_rank(communicator.rank))
 
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where the ranks are in the epoch, as plain values for a commit."""
+        return {"ledger": None if self.ledger is None else self.ledger.to_json(), "seed": self._data.seed}
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Makes the epoch of a ``position`` go on from there, when it begins, with the ranks that there are now."""
+        self._data.seed = position["seed"]
+        warnings.filterwarnings("ignore", "Your input ran out of data")  # Keras expects a whole epoch
+        self._resumed = None if position["ledger"] is None else Ledger.from_json(position["ledger"])
+
+    def example_batch(self) -> Any:
+        """Returns a batch, from which metrics can be built."""
+        return next(self._data.batches([ShardBatches(0, 1, range(1))], self._data.epoch))
+
+    def between_steps(self) -> None:
+        """Ends this rank if it was asked to end, or the job; all ranks call it after each of their steps."""
+        if self._job_ends:
+            self._join()  # ranks without batches come back, too
+        self._end_if_asked()
+        every, ledger = self._commit_steps, self.ledger
+        if self.commit is not None and every and ledger is not None and ledger.steps and ledger.steps % every == 0:
+            self.commit()
+
+    def commit_after_loss(self) -> None:
+        """Commits the last step, when too few ranks are left; all of them call it."""
+        if self.commit is None or global_process_set.communicator.size >= fewest_ranks():
+            return
+        try:
+            self.commit()
+        except Exception as error:  # noqa: BLE001  (the loss is what is raised)
+            _log.warning("the last step is not committed: %s: %s", type(error).__name__, error)
+
     def finish(self, model: Any) -> None:
-        """Trains on what lost ranks have left over; all ranks call it when none has batches left."""
+        """Ends the epoch's batches on all ranks at once, and trains on what lost ranks have left over."""
         communicator = global_process_set.communicator
-        self._count()
+        self._end_batches()
         while self.ledger is not None and self.ledger.lacks_owners:
             length = self._data.length(self.ledger.epoch)
             if self.ledger.is_done(length):
@@ -79,8 +127,22 @@ class ElasticEpochs:
             for batch in self._data.batches(self.ledger.of_rank(communicator.rank), self.ledger.epoch):
                 x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
                 model.train_on_batch(x, y, weights)
-            self._join()
-            self._count()
+                self.between_steps()
+            self._end_batches()
+
+    @property
+    def _job_ends(self) -> bool:
+        return self.commit is not None and job_ends()
+
+    def _end_batches(self) -> None:
+        self._join()
+        self._end_if_asked()
+
+    def _end_if_asked(self) -> None:
+        self._count()
+        if self.commit is not None and job_ends():
+            end_job(self.commit)
+        leave_if_asked()
 
     def _count(self) -> None:
         """Counts the steps that have ended since the last time."""

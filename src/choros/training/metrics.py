@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from choros.comm import Reduction, global_process_set
 from choros.training.metric_states import merged
 
-__all__ = ["average_logs", "count_examples", "flat_results", "global_metrics", "global_result", "global_results"]
+__all__ = [
+    "average_logs",
+    "count_examples",
+    "flat_results",
+    "global_metrics",
+    "global_result",
+    "global_results",
+    "merged_metrics",
+]
 
 
 def global_metrics(model: Any, *, counted: bool = False) -> dict[str, Any]:
@@ -30,7 +38,7 @@ def global_metrics(model: Any, *, counted: bool = False) -> dict[str, Any]:
     Returns:
         What the model's ``get_metrics_result`` returns, as numbers and NumPy arrays; identical on every rank.
     """
-    with _merged(() if counted else model.metrics):
+    with merged_metrics(() if counted else model.metrics):
         results = keras.tree.map_structure(_on_host, model.get_metrics_result())
     arrays = keras.tree.flatten(results)
     # The same sums may differ in the last bit between ranks, and ranks must make identical decisions.
@@ -59,12 +67,12 @@ def flat_results(results: dict[str, Any]) -> dict[str, float]:
 
 def global_result(metric: Any, result: Callable[[], Any]) -> Any:
     """Returns the value of ``result()`` while ``metric`` has the state of all ranks."""
-    with _merged([metric]):
+    with merged_metrics([metric]):
         return result()
 
 
 @contextmanager
-def _merged(metrics: Sequence[Any]) -> Iterator[None]:
+def merged_metrics(metrics: Sequence[Any]) -> Iterator[None]:
     """A context in which ``metrics`` have the states of one process that has seen all ranks' examples."""
     variables, own, everywhere = merged(metrics)
     try:

@@ -26,7 +26,7 @@ from typing import Any, final
 import keras
 
 from choros.comm import ProcessSet, Reduction, Request, global_process_set
-from choros.errors import ConfigError
+from choros.errors import ConfigError, PeerLostError
 from choros.observe.progress import page
 from choros.parallel import moments
 from choros.parallel.data import EpochData
@@ -152,6 +152,9 @@ class Steps:
         self.epochs.start()
         try:
             yield
+        except PeerLostError:
+            self.epochs.commit_after_loss()
+            raise
         finally:
             self.epochs.stop()
             self.epochs = None
@@ -162,11 +165,17 @@ class Steps:
         if self.epochs is not None:
             self.epochs.begin(epoch)
 
+    def begin_batch(self) -> None:
+        """Ends this rank before its next batch, if it or the job was asked to end."""
+        if self.epochs is not None and not any(reducer.reducer.in_update for reducer in self._reducers):
+            self.epochs.between_steps()
+
     def end_epoch(self) -> None:
         """Ends the epoch's batches on all ranks at once; what lost ranks have left over is trained on first."""
         self.in_epoch = False
-        self.join()
-        if self.epochs is not None:
+        if self.epochs is None:
+            self.join()
+        else:
             self.epochs.finish(self._model)
 
     def join(self) -> None:
@@ -291,7 +300,7 @@ def _participation(process_set: ProcessSet) -> dict[Request, Callable[[Sequence[
 
 
 def _active(process_set: ProcessSet) -> bool:
-    return bool(process_set.included()) and process_set.communicator.size > 1
+    return bool(process_set.included()) and process_set.communicator.may_have_others
 
 
 def spans_ranks() -> bool:

@@ -64,7 +64,7 @@ from choros.parallel.moments import RankMoments
 from choros.parallel.objects import broadcast_object
 from choros.parallel.structure import map_structure
 from choros.topology import shard_range
-from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
+from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback, StepCallback
 from choros.training.commits import CommitCallback
 from choros.training.keras_internals import (
     build_before_training,
@@ -189,7 +189,8 @@ class SynchronousTraining(Training):
             held_out = self._part(x, y, weights, call["validation_batch_size"] or batch_size)
             changes["validation_data"] = validation if held_out is None else held_out
             changes["validation_batch_size"] = None
-        changes["callbacks"] = self._callbacks(call["callbacks"], MetricAverageCallback(whole_tests=held_out is None))
+        callbacks = self._callbacks(call["callbacks"], MetricAverageCallback(whole_tests=held_out is None))
+        changes["callbacks"] = [StepCallback(), *callbacks] if isinstance(data, EpochData) else callbacks
         with enter_fit(), attach(model).elastic(data) if isinstance(data, EpochData) else nullcontext():
             history = call.replaced(**changes, shuffle=False, verbose=self._verbosity(call)).run()
         global_process_set.communicator.barrier()  # the files that process 0 has written exist for all processes

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from choros.errors import LaunchError, PeerLostError
+from choros.errors import PREEMPTED, LaunchError, PeerLostError
 from choros.launch.driver.failures import exception_name, headline
 from choros.launch.driver.mpirun_messages import aborted_by_mpi, explain, lost_hosts, met_shutdown
 from choros.launch.driver.stopping import Reason, signal_name
@@ -16,12 +16,10 @@ from choros.launch.plan.limits import Limits
 from choros.launch.plan.roles import CHIEF, PS, WORKER, Roles
 from choros.launch.protocol.frames import Exit
 
-__all__ = ["PREEMPTED", "Outcome", "outcome_of"]
+__all__ = ["Outcome", "outcome_of"]
 
 #: chorosrun's exit code for jobs whose exit code does not come from a rank.
 _CODES = {Reason.INTERRUPT: 130, Reason.TERMINATE: 143, Reason.TIMEOUT: 124}
-#: The exit code of a job that was asked to end, and has committed: EX_TEMPFAIL, on which schedulers requeue.
-PREEMPTED = 75
 #: MPI_ERR_UNKNOWN, with which Open MPI ends a process that loses a connection to another one.
 _MPI_ABORT = 14
 #: If processes of several roles failed, the failure of an earlier role is the cause of a later role's.
@@ -75,9 +73,10 @@ def outcome_of(job_end: JobEnd, limits: Limits) -> Outcome:
 def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
     """Returns the outcome of a job in which some ranks have failed and others have not, or that was preempted."""
     ends = [job_end.exits[rank] for rank in sorted(job_end.exits)]
-    finished = [end for end in ends if end.code == 0]
+    finished = [end for end in ends if end.code in (0, PREEMPTED)]
     missing = job_end.members - job_end.exits.keys()
-    if job_end.preempted and finished and all(end.code == 0 or not end.stopped for end in ends) and not missing:
+    preempted = job_end.preempted or any(end.code == PREEMPTED for end in finished)
+    if preempted and finished and all(end in finished or not end.stopped for end in ends) and not missing:
         line = "chorosrun: preempted: the ranks have committed and ended. The same command goes on from there."
         return Outcome(PREEMPTED, (line,))
     if job_end.reason is Reason.TOO_FEW:

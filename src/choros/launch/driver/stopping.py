@@ -3,6 +3,7 @@
 ::
 
     a rank fails, hangs SIGTERM ── 2.5 s ──► SIGKILL ── 1.5 s ──► mpirun is ended
+    too few are left    SIGTERM ── grace period, to commit ──► SIGKILL ── …
     Ctrl-C              SIGINT ── grace period ──► SIGKILL ── …
     SIGTERM, a timeout  SIGTERM ── grace period ──► SIGKILL ── …
     a second Ctrl-C     SIGKILL ── …
@@ -57,7 +58,7 @@ def stages(reason: Reason, grace: float) -> tuple[Stage, ...]:
     """
     if reason is Reason.START_TIMEOUT:
         return (_KILL,)
-    if reason in (Reason.FAILURE, Reason.TOO_FEW, Reason.STUCK, Reason.DONE):
+    if reason in (Reason.FAILURE, Reason.STUCK, Reason.DONE):
         return (Stage(signal.SIGTERM, 2.5), _KILL)
     first = signal.SIGINT if reason is Reason.INTERRUPT else signal.SIGTERM
     return (Stage(first, grace), _KILL)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from choros.errors import PREEMPTED
 from choros.launch.driver.failures import headline
 from choros.launch.driver.mpirun_messages import met_shutdown
 from choros.launch.driver.mpirun_process import MpirunProcess
@@ -105,7 +106,8 @@ class JobEnd:
     @property
     def left(self) -> int:
         """The number of ranks that have not failed."""
-        return len(self.members - {rank for rank, end in self.exits.items() if end.code and not end.stopped})
+        failed = {rank for rank, end in self.exits.items() if end.code not in (0, PREEMPTED) and not end.stopped}
+        return len(self.members - failed)
 
     @property
     def chief_is_done(self) -> bool:
@@ -414,7 +416,7 @@ class _Supervisor:
         self._job_end.exits[frame.rank] = frame
         details = {"code": frame.code, "signal": frame.signal, "seconds": frame.seconds}
         _publish(Kind.RANK_ENDED, frame.rank, frame.host, **details)
-        if frame.code != 0 and self._job_end.elastic is not None:
+        if frame.code not in (0, PREEMPTED) and self._job_end.elastic is not None:
             self._on_loss(frame, self._job_end.elastic)
         if self._job_end.exits.keys() >= self._job_end.members:
             self._release_wrappers()

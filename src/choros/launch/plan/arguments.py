@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from choros.config import CHAOS, COMMIT_DIR, MERGE_OUTPUT, START_TIMEOUT, Config
+from choros.config import CHAOS, COMMIT_DIR, COMMIT_STEPS, MERGE_OUTPUT, START_TIMEOUT, Config
 from choros.errors import ConfigError
 from choros.launch.plan.discovery import parse_discovered
 from choros.launch.plan.elastic import Elastic
@@ -110,6 +110,10 @@ class Arguments:
         help="The directory of the job's commits, on a file system that all hosts share: fit under a strategy, and "
         "hvd.elastic.run, commit there, and go on from there when the same command is started again. Default: "
         f"{COMMIT_DIR.name}.")
+    commit_steps: int | None = flag(
+        "Elastic", "--commit-steps", metavar="N", bounds=WholeNumber(0, 10**9),
+        help="Let fit commit after each N steps, too, not only after each epoch and when the job is asked to end. "
+        f"Default: {COMMIT_STEPS.name}, or 0: it does not.")
     chaos: str | None = flag(
         "Elastic", "--chaos", metavar="FAULTS",
         help="Inject faults, to see what the job does: kill:rank=1@step=17,stop:rank=2@step=30+5s,"
@@ -357,6 +361,8 @@ class Arguments:
             parse_faults(self.chaos, size)  # an error here, not in every rank
         faults = {} if self.chaos is None else {CHAOS.name: self.chaos}
         commits = {} if self.commit_dir is None else {COMMIT_DIR.name: os.path.abspath(self.commit_dir)}
+        if self.commit_steps is not None:
+            commits[COMMIT_STEPS.name] = str(self.commit_steps)
         return {**self.env, **commits, **faults, **(elastic.variables() if elastic else {})}
 
     def _hosts(self, environ: Mapping[str, str]) -> tuple[Host, ...]:

@@ -77,7 +77,7 @@ from choros.launch.wrapper.task_address import listening_problem
 from choros.launch.wrapper.transcript import ERR, EVENTS, OUT, RESULT, Transcript
 from choros.observe import EVENTS_FD, EVERY_EVENT
 from choros.observe.events import Event, Kind
-from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, PageContents, read_page
+from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, PageContents, note_end, read_page
 from choros.observe.stacks import state_of, take_stacks
 from choros.topology import Topology, detect
 from choros.transport.loop import HasFileno, Loop
@@ -210,6 +210,8 @@ class Wrapper:
             return
         if self._status is not None:
             return
+        if number in (signal.SIGTERM, signal.SIGUSR1) and self._page is not None:
+            note_end(self._page)
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             self._stopped = True
         signal_group(self._process.pid, number)

@@ -88,7 +88,7 @@ class ArrayEpochs(IndexedData):
         self._data = data
         self._n = count_rows(data)
         self._batch_size = batch_size
-        self._seed = sharding.seed if sharding.shuffle else None
+        self._shuffle = sharding.shuffle
         self._drawn: tuple[int, Any] | None = None
         check_batch_size(batch_size, sharding.part.count)
 
@@ -101,11 +101,11 @@ class ArrayEpochs(IndexedData):
         """Returns rows of the arrays."""
         first = index * self._batch_size
         start, end = (first + row for row in part.range(min(self._batch_size, self._n - first)))
-        if self._seed is None:
+        if not self._shuffle:
             return cut(self._data, start, end)
         if self._drawn is None or self._drawn[0] != epoch:
             # Keras ends an epoch before the first one, and ``ArrayBatches`` has then drawn its second order.
-            self._drawn = epoch, _order(self._n, self._seed, epoch + 1)
+            self._drawn = epoch, _order(self._n, self.seed, epoch + 1)
         indices = self._drawn[1][start:end]
         return map_structure(lambda leaf: leaf[indices], self._data)
 

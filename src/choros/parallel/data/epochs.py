@@ -33,6 +33,7 @@ class EpochData(ABC):
         doubt: why not every sample is used exactly once if a rank is lost: a sentence; ``None`` if it is.
         epoch: the epoch.
         parts: the batches on which this process trains in it.
+        seed: that of the order of examples, where the data do not determine it; the same on all ranks.
         has_begun: whether ``begin_epoch`` was called. Before that, Keras may read a batch to build the model.
     """
 
@@ -41,7 +42,7 @@ class EpochData(ABC):
     def __init__(self, sharding: Sharding) -> None:
         part = sharding.part
         self._local = part.local
-        self.epoch = sharding.epoch
+        self.epoch, self.seed = sharding.epoch, sharding.seed
         self.parts: tuple[ShardBatches, ...] = (
             ShardBatches(part.first // part.local, part.count // part.local, range(OPEN)),
         )

@@ -292,8 +292,14 @@ class GradientReducer:
 
     @property
     def active(self) -> bool:
-        """Whether there are other ranks to reduce gradients with."""
-        return bool(self.config.process_set.included()) and self.config.process_set.communicator.size > 1
+        """Whether there are other ranks to reduce gradients with, or may be: the last rank counts its steps, too."""
+        process_set = self.config.process_set
+        return bool(process_set.included()) and process_set.communicator.may_have_others
+
+    @property
+    def in_update(self) -> bool:
+        """Whether the ranks have accumulated micro-batches whose gradients they have not reduced yet."""
+        return self.batches % self.config.micro_batches > 0
 
     def reduce(
         self,

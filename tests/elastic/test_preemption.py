@@ -1,0 +1,78 @@
+"""Elastic jobs and ranks that are asked to end: real processes and signals. See ``fit_script.py`` for the faults."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.test_lost_ranks import fit
+from harness import needs
+from launch.launched import run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs("mpi4py")]
+
+
+@pytest.mark.parametrize(
+    ("framework", "api"),
+    [
+        ("torch", "strategy"),
+        pytest.param("torch", "horovod", marks=pytest.mark.nightly),
+        pytest.param("tensorflow", "strategy", marks=pytest.mark.nightly),
+        pytest.param("jax", "strategy", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_same_command_goes_on_in_the_middle_of_an_epoch(framework, api, tmp_path):
+    commits = ("--commit-dir", tmp_path)
+    for ranks, faults in ((3, "1@16=SIGTERM!"), (2, "0@4=SIGUSR1!")):
+        ended, reports = fit(framework, faults, api, ranks=ranks, code=75, more=commits)
+        assert reports == []
+        assert "preempted: the ranks have committed and ended" in ended.err
+    ended, reports = fit(framework, "", api, more=commits)
+    assert f"training goes on in epoch 2, from the commit in {tmp_path}" in ended.err
+    assert len(reports) == 3
+    for report in reports:
+        assert report["wrong"] == {}
+        assert report["rows"] == [203.0] * 3  # the metrics of the second epoch are those of all three runs
+
+
+@pytest.mark.parametrize(
+    ("framework", "api", "faults", "left"),
+    [
+        ("torch", "strategy", "0@5=SIGTERM,2@16=SIGUSR1", [1, 3]),
+        pytest.param("torch", "horovod", "0@12=SIGTERM,0@12=SIGUSR1,3@0=SIGUSR1", [1, 2], marks=pytest.mark.nightly),
+        pytest.param("tensorflow", "strategy", "0@5=SIGTERM,2@16=SIGUSR1", [1, 3], marks=pytest.mark.nightly),
+        pytest.param("jax", "strategy", "0@5=SIGTERM", [1, 2, 3], marks=pytest.mark.nightly),
+    ],
+)
+def test_a_rank_leaves_after_its_step(framework, api, faults, left):
+    ended, reports = fit(framework, faults, api, ranks=4)
+    assert sorted(report["rank"] for report in reports) == left, ended.err
+    assert all(report["wrong"] == {} for report in reports)
+    assert "it leaves after this step, and the others go on" in ended.err
+    assert ("killed by SIGUSR1" in ended.err) == ("0@12" in faults)  # the second signal
+
+
+def test_a_job_without_commits_ends_at_once():
+    _, reports = fit("torch", "0@5=SIGTERM!", code=143)
+    assert reports == []
+
+
+def loop(faults, how, ranks, code=0, more=()):
+    script = Path(__file__).with_name("torch_script.py")
+    ended = run("-np", ranks, "--min-np", 2, *more, sys.executable, script, faults, how)
+    assert ended.code == code, ended.err
+    return [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
+
+
+@pytest.mark.parametrize("how", ["plain", pytest.param("run", marks=pytest.mark.nightly)])
+def test_a_rank_leaves_a_loop_of_torch(how):
+    reports = loop("0@5=SIGTERM", how, 3)
+    assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2
+
+
+def test_a_loop_with_a_state_goes_on_in_the_middle_of_an_epoch(tmp_path):
+    commits = ("--commit-dir", tmp_path)
+    assert loop("1@5=SIGTERM!", "run", 3, 75, commits) == []
+    assert [(report["size"], report["wrong"]) for report in loop("", "run", 2, 0, commits)] == [(2, {})] * 2
