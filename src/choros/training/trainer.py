@@ -260,7 +260,9 @@ class Steps:
     def _test_step(self, examples: Any) -> ModelStep:
         # A compiled function on several devices cannot call the host.
         weighted = self.train_together and not _has_local_mesh(self._model)
-        return ModelStep(examples, global_process_set, of_all_ranks=not weighted, exchanges=lambda: self._in_test)
+        return ModelStep(
+            examples, global_process_set, of_all_ranks=not weighted, exchanges=lambda: self._in_test, trains=False
+        )
 
     def _wrap(self, kind: str, make_step: Callable[[Any], ModelStep]) -> None:
         """Wraps ``train_step(data)``, ``train_step(state, data)`` on JAX, or ``test_step``."""

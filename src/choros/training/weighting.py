@@ -57,6 +57,7 @@ class ModelStep:
         weighted: whether the loss of a rank counts by its examples; otherwise the ranks' losses are added.
         of_all_ranks: whether the batch is the global one, so that nothing has to be weighted.
         exchanges: returns whether the other ranks make this step too; asked whenever the step runs.
+        trains: whether gradients of its losses are reduced.
     """
 
     examples: Any
@@ -64,6 +65,7 @@ class ModelStep:
     weighted: bool = True
     of_all_ranks: bool = False
     exchanges: Callable[[], bool] = lambda: True
+    trains: bool = True
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -153,7 +155,7 @@ def _share_of_examples(step: ModelStep, like: Any, *, of_loss: bool = False) -> 
     def on_host(examples: int, _: NDArray[Any]) -> float:
         share = _exchanged_share(step.process_set.communicator, examples)
         if of_loss:
-            _weighted.note(step.process_set, lambda each: _inverse(_exchanged_share(each, examples)), _inverse(share))
+            _weighted.note(step, lambda each: _inverse(_exchanged_share(each, examples)), _inverse(share))
         return share
 
     return _on_host(on_host, step, like)
@@ -165,7 +167,7 @@ def _factor_of_divisor(step: ModelStep, weights: Any) -> Any:
     def on_host(examples: int, divisor: NDArray[Any]) -> float:
         own = float(divisor) if examples else 0.0
         factor = _exchanged_factor(step.process_set.communicator, own, examples)
-        _weighted.note(step.process_set, lambda each: _exchanged_factor(each, own, examples), factor)
+        _weighted.note(step, lambda each: _exchanged_factor(each, own, examples), factor)
         return factor
 
     return _on_host(on_host, step, keras.ops.sum(weights))
@@ -197,9 +199,10 @@ class _WeightedLosses:
         self._losses: list[tuple[ProcessSet, tuple[int, ...], Callable[[Communicator], float], float]] = []
         self._step_ends = False
 
-    def note(self, process_set: ProcessSet, exchange: Callable[[Communicator], float], factor: float) -> None:
+    def note(self, step: ModelStep, exchange: Callable[[Communicator], float], factor: float) -> None:
         """Notes a loss that was weighted by ``factor``, which ``exchange`` computes again."""
-        if not process_set.communicator.elastic:
+        process_set = step.process_set
+        if not (process_set.communicator.elastic and step.trains):
             return
         if self._step_ends or len(self._losses) >= _MANY:
             self._losses.clear()
