@@ -62,6 +62,7 @@ history = model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks, valid
 counts = -model.get_weights()[0][:, 0]
 report = {
     "rank": number,
+    "job": os.environ["CHOROS_JOB"],
     "same_process": os.getpid() == started,
     "size": communicator.size,
     "wrong": {str(row): float(counts[row]) for row in np.flatnonzero(counts != EPOCHS)},

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic.schedules import KINDS, Schedule
+from elastic.schedules import run as run_schedule
 from harness import FRAMEWORKS, needs
 from launch.launched import run
 
@@ -49,6 +51,14 @@ def test_fit_goes_on_without_a_rank_that_is_stopped():
     ended, reports = fit("torch", "", more=("--stall-shutdown", 2, "--chaos", "stop:rank=1@step=7+600s"))
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err
     assert "rank 1 will be killed.\nchorosrun: rank 1 was killed; 2 ranks go on.\n" in ended.err
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(9, 9 + len(KINDS)))
+def test_a_schedule_of_deaths(seed):
+    """One of each kind; ``schedules.py`` runs more, and takes their times."""
+    _, problems = run_schedule(Schedule.drawn(seed))
+    assert not problems
 
 
 def test_a_job_with_too_few_ranks_ends_with_a_clear_error():

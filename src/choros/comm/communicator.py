@@ -271,7 +271,7 @@ class Communicator(ABC):
         sender = self.launched[root] if problem is None else None
 
         def collective() -> Array:
-            rank = root if sender is None else self._rank_of(sender, "the sender of a broadcast")
+            rank = root if sender is None else self.first_left([sender], "the sender of a broadcast")
             self.agree(_broadcast_request(rank, source.dtype, source.shape, name), problem=problem)
             return self._broadcast_from(rank, source)
 
@@ -531,11 +531,21 @@ class Communicator(ABC):
                 self.on_change(Change.between(before, self.launched))
             return True
 
-    def _rank_of(self, launched: int, what: str) -> int:
-        """The present rank of a member, by its number at the launcher."""
-        if launched not in self.launched:
-            raise PeerLostError(f"{what}, rank {launched} at the start of the job, was lost.")
-        return self.launched.index(launched)
+    @final
+    def first_left(self, launched: Sequence[int], what: str) -> int:
+        """The present rank of the first of these members, numbered as the launcher does, that was not lost.
+
+        Args:
+            launched: one or more.
+            what: they are, for the error.
+
+        Raises:
+            PeerLostError: all were.
+        """
+        left = next((each for each in launched if each in self.launched), None)
+        if left is None:
+            raise PeerLostError(f"{what}, rank {launched[0]} at the start of the job, was lost.")
+        return self.launched.index(left)
 
     @final
     def agree(self, request: Request, *, value: int = 0, problem: Exception | None = None) -> list[int]:

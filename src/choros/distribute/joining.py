@@ -14,7 +14,7 @@ from choros.comm.facts import known
 from choros.distribute.cluster_resolver import tf_config_of
 from choros.errors import ConfigError
 from choros.frameworks import FRAMEWORKS, missing_backend
-from choros.parallel.objects import broadcast_object
+from choros.parallel.objects import object_of_first
 from choros.topology import TF_CONFIG, Topology
 from choros.topology.environments import RANK_LAUNCHERS
 
@@ -76,7 +76,7 @@ def join(cluster_resolver: Any = None) -> Topology:
         from choros.training.device import pin_device
 
         pin_device()
-    seed = known("seed of the strategy", lambda: broadcast_object(int(np.random.randint(2**31))))
+    seed = known("seed of the strategy", lambda: object_of_first(lambda: int(np.random.randint(2**31))))
     if sys.modules.get("tensorflow") is not None:
         import tensorflow as tf
         from tensorflow.python.eager import context

@@ -80,7 +80,8 @@ def _before_forward(module: Any, args: tuple[Any, ...]) -> None:
     hosts = [adapter.to_host(tensor) for tensor in tensors.values()]
     if are_identical(hosts):
         return
-    received = broadcast_arrays(hosts, 0, names=list(tensors))
+    heirs = global_process_set.communicator.launched  # all ranks have such values
+    received = broadcast_arrays(hosts, 0, names=list(tensors), heirs=heirs)
     for tensor, host in zip(tensors.values(), received, strict=True):
         tensor.copy_(adapter.from_host(host, tensor))  # state_dict() detaches: autograd does not see this
 

@@ -48,7 +48,8 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet 
     sent = [(path, index) for index, path in enumerate(paths_of(tree)) if isinstance(leaves[index], _SENT)]
     hosts = [_to_host(leaves[index]) for _, index in sent]
     names = [path for path, _ in sent]
-    received = broadcast_arrays(hosts, root_rank, names=names, process_set=process_set)
+    heirs = process_set.communicator.launched  # all ranks have such values
+    received = broadcast_arrays(hosts, root_rank, names=names, process_set=process_set, heirs=heirs)
     for (_, index), host in zip(sent, received, strict=True):
         leaves[index] = _from_host(host, leaves[index])
     return structure.unflatten(leaves)

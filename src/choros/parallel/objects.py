@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -12,7 +13,9 @@ from choros.comm import Communicator, ProcessSet, global_process_set
 from choros.comm.signature import Signatures
 from choros.parallel.ops import broadcast
 
-__all__ = ["allgather_object", "broadcast_object"]
+__all__ = ["allgather_object", "broadcast_object", "object_of_first"]
+
+T = TypeVar("T")
 
 
 def broadcast_object(
@@ -43,6 +46,26 @@ def broadcast_object(
     buffer = signed.pack(pickled) if is_root else np.empty(int(length) + signed.overhead, np.uint8)
     received = broadcast(buffer, root_rank, name=name, process_set=process_set)
     return obj if is_root else signed.load(received, process_set.communicator.ranks.index(root_rank))
+
+
+def object_of_first(make: Callable[[], T]) -> T:
+    """Sends what ``make`` returns on the first rank to all ranks.
+
+    If that rank is lost meanwhile, and the others go on, ``make`` is called on the first one of them.
+
+    Example:
+        >>> import choros
+        >>> choros.init()
+        >>> object_of_first(lambda: 17)
+        17
+    """
+    communicator = global_process_set.communicator
+
+    def collective() -> T:
+        obj: T = broadcast_object(make() if communicator.rank == 0 else None)
+        return obj
+
+    return communicator.atomic(collective)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:

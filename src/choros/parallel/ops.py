@@ -472,12 +472,30 @@ def _reduce_to_root(value: Any, root_rank: int, *, name: str, process_set: Proce
 
 
 def broadcast_arrays(
-    arrays: Sequence[Array], root_rank: int, *, names: Sequence[str], process_set: ProcessSet = global_process_set
+    arrays: Sequence[Array],
+    root_rank: int,
+    *,
+    names: Sequence[str],
+    process_set: ProcessSet = global_process_set,
+    heirs: Sequence[int] = (),
 ) -> list[Array]:
-    """``broadcast`` of several host arrays, each with its name."""
+    """``broadcast`` of several host arrays, each with its name.
+
+    Args:
+        arrays: see ``broadcast``.
+        root_rank: likewise.
+        names: the arrays' names.
+        process_set: see ``broadcast``.
+        heirs: the ranks, as the launcher numbers them, of which the first one that is left sends if the root is lost.
+    """
     communicator = process_set.communicator
-    root = _root_index(root_rank, process_set)
-    return [communicator.broadcast(array, root, name=name) for array, name in zip(arrays, names, strict=True)]
+    senders = [communicator.launched[_root_index(root_rank, process_set)], *heirs]
+
+    def collective() -> list[Array]:
+        root = communicator.first_left(senders, "the sender of a broadcast")
+        return [communicator.broadcast(array, root, name=name) for array, name in zip(arrays, names, strict=True)]
+
+    return communicator.atomic(collective)
 
 
 def reducescatter(

@@ -316,7 +316,7 @@ def DistributedOptimizer(
     if Reduction(op) is Reduction.ADASUM:
         if gradient_predivide_factor != 1.0:
             raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
-        alone = not process_set.included() or process_set.communicator.size == 1
+        alone = not process_set.included() or not process_set.communicator.may_have_others
         _wrap(optimizer, _GradientHook(None) if alone else _ChangeHook(compression, process_set))
         return optimizer
     device = None

@@ -24,7 +24,7 @@ import keras
 from choros.comm import global_process_set
 from choros.elastic.commit_store import CommitStore
 from choros.errors import ConfigError
-from choros.parallel.objects import broadcast_object
+from choros.parallel.objects import object_of_first
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.keras_internals import set_initial_epoch, sync_jax_state
 from choros.training.metrics import merged_metrics
@@ -65,8 +65,7 @@ class CommitCallback(keras.callbacks.Callback):
         if self._epochs is not None:
             self._epochs.commit = self._commit
         is_first = global_process_set.communicator.rank == 0
-        last = self._store.load_last() if is_first else None
-        self._restored = broadcast_object(None if last is None else last.state)
+        self._restored = object_of_first(self._last_state)
         if self._restored is None:
             return
         self._restore(self._restored | {"metrics": None})
@@ -104,6 +103,10 @@ class CommitCallback(keras.callbacks.Callback):
         """Commits that this call of ``fit`` is complete, also if it was stopped early."""
         if self._next is not None:
             self._write(self.params["epochs"])
+
+    def _last_state(self) -> dict[str, Any] | None:
+        last = self._store.load_last()
+        return None if last is None else last.state
 
     def _restore(self, state: dict[str, Any], batch: Any = None) -> None:
         if self._run is not None:

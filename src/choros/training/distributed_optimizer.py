@@ -28,7 +28,7 @@ from choros.training.keras_internals import (
 )
 from choros.training.optimizer_reducer import OptimizerReducer, tensor_of
 from choros.training.tf_context import as_one_replica
-from choros.training.variables import broadcast_variables, value_of
+from choros.training.variables import broadcast_updates, value_of
 
 __all__ = [
     "derive",
@@ -143,7 +143,7 @@ def _after_update(optimizer: Any, reducer: OptimizerReducer, variables: Sequence
         return
     if not reducer.has_state:
         apply_count(optimizer).assign_add(1)
-    broadcast_variables(variables, reducer.state_owner)
+    broadcast_updates(variables, reducer.state_owner, heirs=())  # no other rank has the new values
 
 
 _derived_classes: dict[tuple[type, type], type] = {}
@@ -241,5 +241,5 @@ def receive_weights(optimizer: Any) -> int | None:
         return root
     shared = [variable for variable in trained_variables(optimizer) if not reducer.is_local(variable)]
     process_set = reducer.reducer.config.process_set
-    broadcast_variables([*shared, *optimizer.variables], root, process_set)
+    broadcast_updates([*shared, *optimizer.variables], root, process_set, heirs=reducer.reducer.trained)
     return root

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from choros.arrays import adapter_of
 from choros.comm import Reduction, global_process_set
 from choros.parallel.objects import allgather_object
+from choros.parallel.ops import broadcast_arrays
 from choros.training.keras_internals import single_metrics
 
 __all__ = ["Rule", "merged", "watch"]
@@ -78,7 +79,8 @@ def merged(metrics: Sequence[Any]) -> tuple[list[Any], list[Array], list[Array]]
         if chosen and rule.value is not None:
             reduced = communicator.grouped_allreduce([own[index] for index in chosen], rule.value, name="metrics")
         else:
-            reduced = [communicator.broadcast(own[index], 0, name="metrics") for index in chosen]
+            names = ["metrics"] * len(chosen)
+            reduced = broadcast_arrays([own[index] for index in chosen], 0, names=names, heirs=communicator.launched)
         for index, value in zip(chosen, reduced, strict=True):
             values[index] = value
     return variables, own, values

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import Reduction, global_process_set
+from choros.parallel.ops import broadcast_arrays
 from choros.training.metric_states import merged
 
 __all__ = [
@@ -43,7 +44,8 @@ def global_metrics(model: Any, *, counted: bool = False) -> dict[str, Any]:
     arrays = keras.tree.flatten(results)
     # The same sums may differ in the last bit between ranks, and ranks must make identical decisions.
     values = np.concatenate([np.zeros(0), *(array.reshape(-1) for array in arrays)])
-    values = global_process_set.communicator.broadcast(values, 0, name="metric results")
+    heirs = global_process_set.communicator.launched
+    (values,) = broadcast_arrays([values], 0, names=["metric results"], heirs=heirs)
     parts = np.split(values, np.cumsum([array.size for array in arrays]))
     same = [
         part.reshape(array.shape) if array.ndim else float(part[0]) for part, array in zip(parts, arrays, strict=False)

@@ -17,6 +17,8 @@ __all__ = ["broadcast_updates", "broadcast_variables", "overwrite", "value_of"]
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
     """Overwrites every rank's ``variables`` with those of ``root_rank``, now or in each run of a compiled function.
 
+    If an elastic job loses that rank meanwhile, the first one that is left sends its own.
+
     Args:
         variables: Keras variables (``model.weights``, ``optimizer.variables``), or variables of a framework
             that have ``assign`` or are torch tensors; the same list on every rank.
@@ -36,9 +38,19 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
 
 
 def broadcast_updates(
-    variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    heirs: Sequence[int] | None = None,
 ) -> list[Any]:
-    """``broadcast_variables`` that returns the operations to run in a graph of TensorFlow 1."""
+    """``broadcast_variables`` that returns the operations to run in a graph of TensorFlow 1.
+
+    Args:
+        variables: see there.
+        root_rank: see there.
+        process_set: see there.
+        heirs: as for ``broadcast_arrays``; ``None``: all ranks.
+    """
     communicator = process_set.communicator
     if communicator.size == 1:
         return []
@@ -49,10 +61,12 @@ def broadcast_updates(
     adapter = adapter_of(values[0] if values else None)
 
     def on_host(hosts: Sequence[Any]) -> Sequence[Any]:
-        return broadcast_arrays(hosts, root_rank, names=names, process_set=process_set)
+        left = communicator.launched if heirs is None else heirs
+        return broadcast_arrays(hosts, root_rank, names=names, process_set=process_set, heirs=left)
 
+    is_root = process_set.ranks[communicator.rank] == root_rank
     received = adapter.host_call(on_host, values, [adapter.spec(value) for value in values])
-    if process_set.ranks[communicator.rank] == root_rank:
+    if is_root:
         return received
     return [_assign(variable, value) for variable, value in zip(variables, received, strict=True)]
 

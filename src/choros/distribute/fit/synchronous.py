@@ -61,7 +61,7 @@ from choros.parallel.data import (
 )
 from choros.parallel.identical import are_identical
 from choros.parallel.moments import RankMoments
-from choros.parallel.objects import broadcast_object
+from choros.parallel.objects import object_of_first
 from choros.parallel.structure import map_structure
 from choros.topology import shard_range
 from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback, StepCallback
@@ -281,7 +281,7 @@ class SynchronousTraining(Training):
                 return epochs_of_shard(self._batches(x), part)
             return epochs_of(x, Sharding(part, epoch=epoch))
         check_global_batch(min(batch_size or _BATCH, count_rows(x)), self._replicas.count)
-        seed = known("seed of fit", lambda: broadcast_object(int(np.random.randint(2**31))))
+        seed = known("seed of fit", lambda: object_of_first(lambda: int(np.random.randint(2**31))))
         sharding = Sharding(part, batch_size or _BATCH, bool(shuffle), seed, epoch)
         return (epochs_of if elastic else _sharded)(_packed(x, y, weights), sharding)
 
@@ -339,7 +339,7 @@ class _SynchronizeEpoch(keras.callbacks.Callback):
     """Broadcasts the initial epoch, which a backup may have changed; only process 0 reads the backup."""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        set_initial_epoch(self.model, broadcast_object(initial_epoch(self.model)))
+        set_initial_epoch(self.model, object_of_first(lambda: initial_epoch(self.model)))
 
 
 @final

@@ -248,6 +248,7 @@ class GradientReducer:
             compare nothing then. The same on all ranks.
         batches: the number of batches, micro-batches included, that the ranks have reduced together, or accumulated;
             the same on all ranks.
+        trained: once all ranks have joined, those that had a batch in the last step, as the launcher numbers them.
 
     Example:
         >>> from choros.comm.engines.threads import run_threads
@@ -282,6 +283,7 @@ class GradientReducer:
         self._weight = 1.0
         #: Those who had a batch in the last step, as the launcher numbers them.
         self._active: list[int] | None = None
+        self.trained: tuple[int, ...] = ()
         self._progress = _ReducerState()
         self.batches = 0
         #: Returns the factor of gradients whose loss was weighted for ranks of which some were lost since.
@@ -485,6 +487,7 @@ class GradientReducer:
             weights of the rank that is returned.
         """
         active, self._active = self._active, None
+        self.trained = tuple(active or ())
         launched = self.config.process_set.communicator.launched
         if active is None or set(active) >= set(launched):
             return None
