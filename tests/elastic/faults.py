@@ -12,8 +12,8 @@
 ``@commit:N``         likewise the commit N
 ====================  =============================================================================
 
-RANK is the rank's number at the start, or ``any``: the first one that comes to that moment. ``1@5=SIGTERM`` sends another
-signal, and ``1@5=SIGTERM!`` sends it to chorosrun.
+RANK is the rank's number at the start, or ``any``: the first one that comes to that moment. ``1@5=SIGTERM`` sends
+another signal, and ``1@5=SIGTERM!`` sends it to chorosrun.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ class Faults:
         self._counts[moment] += 1
         for fault in self._own:
             if (fault.moment, fault.count) == (moment, count) and (fault.rank is not None or self._is_first(fault)):
-                target = psutil.Process().parents()[2].pid if fault.to_job else os.getpid()  # wrapper, mpirun, chorosrun
+                target = (
+                    psutil.Process().parents()[2].pid if fault.to_job else os.getpid()
+                )  # wrapper, mpirun, chorosrun
                 os.kill(target, fault.signal)
 
     def _precede(self, communicator: Communicator, name: str, moment: str) -> None:

@@ -485,13 +485,16 @@ class GradientReducer:
         Returns:
             ``None`` if no rank was without a batch in that step, or there was no step; else all must receive the
             weights of the rank that is returned.
+
+        Raises:
+            PeerLostError: all that had one were lost, and with them the update.
         """
         active, self._active = self._active, None
         self.trained = tuple(active or ())
-        launched = self.config.process_set.communicator.launched
-        if active is None or set(active) >= set(launched):
+        communicator = self.config.process_set.communicator
+        if active is None or set(active) >= set(communicator.launched):
             return None
-        return next((rank for rank, each in enumerate(launched) if each in active), None)
+        return communicator.first_left(active, "the only rank with rows in the last step")
 
     @property
     def _weighted(self) -> bool:
