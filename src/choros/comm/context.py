@@ -155,7 +155,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet | Iterable[int]] | 
     communicator.on_change = _on_change
     try:
         has_other_hosts = communicator.engine == "mpi" and position.local_size < communicator.size
-        if has_other_hosts and not communicator.elastic and sys.platform.startswith("linux"):  # elastic ones recover
+        if has_other_hosts and sys.platform.startswith("linux"):
             from choros.comm.other_hosts import watch_other_hosts
 
             watch_other_hosts(communicator)

@@ -27,6 +27,7 @@ from choros.comm.engines.newcomer import NewcomerCommunicator
 from choros.comm.facts import facts, learn_facts
 from choros.comm.fusion import chunk_bytes
 from choros.comm.memory import aligned_empty
+from choros.comm.quorum import why_not_to_go_on
 from choros.comm.reduction import Reduction
 from choros.comm.waiting import LongWait
 from choros.config import AUTOTUNE_LOG, ELASTIC, MIN_NP, Config
@@ -271,7 +272,7 @@ class MpiCommunicator(Communicator):
         return self.rank == 0 and _job.admissions is not None and _job.admissions.is_someone_ready(self.launched)
 
     def _recover(self) -> None:
-        size = self.size
+        hosts, launched = self._comms.leaders, self.launched
         revoke(self._comms.world, self._comms.host, self._comms.owners)
         _job.has_lost = True
         members = dict(zip(self.launched, self.ranks, strict=True))
@@ -279,9 +280,10 @@ class MpiCommunicator(Communicator):
             made = shrunk(self._comm, self._made)
         self._take_over(made)
         self.ranks = tuple(members[each] for each in self.launched)
-        fewest = int(MIN_NP.number(os.environ, "ranks"))
-        if self is _job.communicator and self.size < fewest:
-            raise PeerLostError(f"{self.size} of {size} ranks are left, fewer than --min-np {fewest}: the job ends.")
+        left = {launched.index(each) for each in self.launched}
+        problem = why_not_to_go_on(hosts, left, int(MIN_NP.number(os.environ, "ranks")))
+        if self is _job.communicator and problem:
+            raise PeerLostError(f"{problem}: the job ends.")
 
     def _made(self, comm: MPI.Intracomm) -> _Made:
         """Makes of ``comm`` what belongs to its members; all of them call it."""
