@@ -18,7 +18,7 @@ from choros.errors import ConfigError, EngineUnavailable
 from choros.topology import ENVIRONMENTS
 from comm.starts import step_of_slurm, together
 from harness import FRAMEWORKS, free_port, needs
-from launch.namespaces import Network, two_hosts
+from launch.namespaces import Network, several_hosts
 
 pytestmark = needs("torch")  # sends the gradients of ranks that MPI did not start
 
@@ -32,7 +32,7 @@ ON_ITS_HOST = ("sh", "-c", 'exec ip netns exec "$HOST" "$@"', "sh")
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    with two_hosts(tmp_path_factory.mktemp("reach")) as network:
+    with several_hosts(tmp_path_factory.mktemp("reach")) as network:
         yield network
 
 

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces, joined by a bridge."""
+"""Several hosts on one machine: network namespaces, joined by a bridge."""
 
 import os
 import shutil
@@ -9,34 +9,44 @@ from pathlib import Path
 
 import pytest
 
-#: Host 10.77.N.1x → namespace x, with its own host name; every command is logged.
+#: Host 10.77.N.1x → namespace x, with its own host name; every command is logged. Whose link is down is not reached.
 REACH = """#!/bin/sh
 host=$1; shift
 echo "$host $*" >> {log}
+ip -n {name}-${{host##*.1}} link show eth0 up | grep -q eth0 || exit 255
 exec ip netns exec {name}-${{host##*.1}} unshare --uts sh -c "hostname host-${{host##*.1}}; $*"
 """
 
 
 @dataclass
 class Network:
-    """Two hosts, and how to reach them."""
+    """Hosts, and how to reach them.
 
-    hosts: tuple[str, str]
+    Attributes:
+        hosts: their addresses.
+        reach: a program to use instead of ssh.
+        log: the file with the commands that were run so.
+        namespaces: their namespaces.
+        ports: their ports of the bridge.
+    """
+
+    hosts: tuple[str, ...]
     reach: Path
     log: Path
-    namespaces: tuple[str, str]
+    namespaces: tuple[str, ...]
+    ports: tuple[str, ...]
 
 
 @contextmanager
-def two_hosts(directory):
-    """A block in which the hosts exist; skips the test where they cannot be created."""
+def several_hosts(directory, count=2):
+    """A block in which ``count`` hosts exist; skips the test where they cannot be created."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         pytest.skip("network namespaces need ip and unshare")
     number = free_number()
     name, bridge = f"ch{number}", f"chb{number}"
-    namespaces = (f"{name}-1", f"{name}-2")
+    namespaces = tuple(f"{name}-{host}" for host in range(1, count + 1))
     try:
         ip("addr", "add", f"10.77.{number}.1/24", "dev", bridge)
         ip("link", "set", bridge, "up")
@@ -50,7 +60,8 @@ def two_hosts(directory):
         reach, log = directory / "reach", directory / "log"
         reach.write_text(REACH.format(name=name, log=log))
         reach.chmod(0o755)
-        yield Network((f"10.77.{number}.11", f"10.77.{number}.12"), reach, log, namespaces)
+        addresses = tuple(f"10.77.{number}.1{host}" for host in range(1, count + 1))
+        yield Network(addresses, reach, log, namespaces, tuple(f"{name}v{host}" for host in range(1, count + 1)))
     finally:
         # The links first: with a namespace they would go later, and the next hosts may have their names.
         for host, namespace in enumerate(namespaces, 1):

@@ -252,6 +252,7 @@ def test_stages():
         Reason.DONE: ["SIGTERM", "SIGKILL"],
         Reason.INTERRUPT: ["SIGINT", "SIGKILL"],
         Reason.TOO_FEW: ["SIGTERM", "SIGKILL"],
+        Reason.LOST: ["SIGTERM", "SIGKILL"],
         Reason.TERMINATE: ["SIGTERM", "SIGKILL"],
         Reason.TIMEOUT: ["SIGTERM", "SIGKILL"],
         Reason.START_TIMEOUT: ["SIGKILL"],

@@ -16,7 +16,7 @@ from choros.errors import WorkerFailed
 from choros.launch.processes.directories import remove_stale
 from choros.launch.run import run as choros_run
 from launch.launched import Running, rank_script, run
-from launch.namespaces import ip, two_hosts
+from launch.namespaces import ip, several_hosts
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ PYTHON = sys.executable
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
-    with two_hosts(tmp_path_factory.mktemp("reach")) as network:
+    with several_hosts(tmp_path_factory.mktemp("reach")) as network:
         yield network
 
 

@@ -15,7 +15,7 @@ from choros.observe.timeline.summary import summarize
 from comm.starts import by_hand, together
 from harness import Job, case_names, check_case, needs, on
 from launch.launched import Running, rank_script, run
-from launch.namespaces import two_hosts
+from launch.namespaces import several_hosts
 from observe.timelines import MS, read
 
 CASES, TRAINING = "observe.timeline_cases", "observe.timeline_training_cases"
@@ -107,7 +107,7 @@ def test_two_hosts_that_share_no_directory(tmp_path: Path) -> None:
     script = rank_script(
         tmp_path / "script.py", "os.makedirs(f'own-{rank}'); os.chdir(f'own-{rank}')" + LATE + "choros.shutdown()"
     )
-    with two_hosts(tmp_path) as network:
+    with several_hosts(tmp_path) as network:
         hosts = f"{network.hosts[0]}:1,{network.hosts[1]}:1"
         ended = run(
             *("--ssh-command", network.reach, "-H", hosts, sys.executable, script),

@@ -1,4 +1,7 @@
-"""The launcher of a job: checks its hosts, plans its command, supervises it, and cleans up on this host."""
+"""The launcher of a job: checks its hosts, plans its command, supervises it, and cleans up on this host.
+
+An elastic job may be launched several times: see ``restarts.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from choros.config import LOG_LEVEL, Config
+from choros.config import LOG_LEVEL, RESTARTS, Config
 from choros.errors import LaunchError
 from choros.frameworks import keras_backend_of_ranks
 from choros.launch.driver.output import Output
@@ -58,13 +61,13 @@ def launch(
     payload: bytes | None = None,
     verbose: bool = False,
 ) -> JobEnd:
-    """Runs ``job`` to its end.
+    """Runs ``job`` to its end; an elastic one again, as long as that can be.
 
     Args:
         job: the job to run.
         mpirun: the mpirun that runs it.
         environ: the ranks' environment, to which the job adds its own variables.
-        output: receives the ranks' output.
+        output: receives the ranks' output, and is closed.
         limits: the time limits.
         payload: bytes for rank 0's standard input.
         verbose: show the command, each rank's settings and mpirun's messages; ranks log the engine they choose.
@@ -74,13 +77,38 @@ def launch(
         LaunchError: the job's directory cannot be created.
         ConfigError: an environment variable that ranks read has an invalid value.
     """
+
+    def once(job: Job, limits: Limits) -> JobEnd:
+        return _launch_once(job, mpirun, environ, output, limits, payload, verbose)
+
+    try:
+        if job.elastic is None:
+            return once(job, limits)
+        from choros.launch.driver.restarts import launch_again  # other jobs do not need it
+
+        return launch_again(job, environ, limits, once, output.show)
+    finally:
+        output.close()
+
+
+def _launch_once(
+    job: Job,
+    mpirun: Mpirun,
+    environ: Mapping[str, str],
+    output: Output,
+    limits: Limits,
+    payload: bytes | None,
+    verbose: bool,
+) -> JobEnd:
+    """Runs ``job`` once; see ``launch``."""
     began = time.monotonic()
     if verbose and not LOG_LEVEL.given(environ)[1]:
         environ = {**environ, LOG_LEVEL.name: "INFO"}
     environ = {**keras_backend_of_ranks(job.command, environ), **environ}
     shows_events = Config.from_environ({**environ, **job.environment}).log_level == "DEBUG"
     job = _with_addresses(job, environ)
-    _check_hosts(job, environ, limits, output)
+    if RESTARTS.name not in job.environment:  # else its hosts have just answered
+        _check_hosts(job, environ, limits, output)
     _warn_of_overload(job, environ, output)
     remove_stale()
     name = os.urandom(6).hex()

@@ -48,6 +48,9 @@ def outcome_of(job_end: JobEnd, limits: Limits) -> Outcome:
         job_end: how the job and its ranks ended.
         limits: the time limits, for the messages.
     """
+    if job_end.given_up:
+        line = f"chorosrun: {job_end.given_up}. With --commit-dir, the same command goes on from the last commit."
+        return Outcome(PeerLostError.exit_code, (line,))
     ends = list(job_end.exits.values())
     failures = [end for end in ends if end.code != 0 and not end.stopped]
     if job_end.elastic is not None:
@@ -75,6 +78,9 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
     ends = [job_end.exits[rank] for rank in sorted(job_end.exits)]
     finished = [end for end in ends if end.code in (0, PREEMPTED)]
     missing = job_end.members - job_end.exits.keys()
+    if job_end.preempted and not job_end.members:
+        line = "chorosrun: preempted while it waited for hosts. The same command goes on from the last commit."
+        return Outcome(PREEMPTED, (line,))
     preempted = job_end.preempted or any(end.code == PREEMPTED for end in finished)
     if preempted and finished and all(end in finished or not end.stopped for end in ends) and not missing:
         line = "chorosrun: preempted: the ranks have committed and ended. The same command goes on from there."
@@ -90,7 +96,7 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
         )
         code = last.code if raised else PeerLostError.exit_code
         return Outcome(code, lines + ((last.traceback,) if last.traceback else ()), last)
-    if job_end.reason is None and len(finished) >= 1 and job_end.left - len(missing) >= 1:
+    if job_end.reason is None and any(not end.stopped for end in finished):
         lost = [job_end.started[rank] for rank in sorted(missing) if rank in job_end.started]
         return Outcome(0, tuple(f"chorosrun: rank {start.rank} on {start.host} disappeared." for start in lost))
     return None

@@ -19,7 +19,7 @@ from choros.errors import HostUnreachable, LaunchError
 from choros.launch.plan.hosts import Host
 from choros.launch.plan.job import Ssh
 
-__all__ = ["check_hosts", "unreachable"]
+__all__ = ["answering", "check_hosts", "unreachable"]
 
 _NAME_SECONDS = 6.0
 _AT_ONCE = 128
@@ -61,6 +61,12 @@ def check_hosts(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> None:
     answers = _ask_all(names, lambda name: _log_in(name, ssh, left), left)
     _check(answers, ssh)
     _check_distinct(answers)
+
+
+def answering(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> tuple[Host, ...]:
+    """Returns those of the ``hosts`` that accept the login within ``seconds``."""
+    answers = _ask_all([host.name for host in hosts], lambda name: _log_in(name, ssh, seconds), seconds)
+    return tuple(host for host in hosts if not answers[host.name].problem)
 
 
 def _check(answers: Mapping[str, _Answer], ssh: Ssh) -> None:

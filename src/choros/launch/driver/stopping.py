@@ -30,6 +30,8 @@ class Reason(enum.Enum):
     STUCK = enum.auto()
     #: Fewer ranks of an elastic job are left than it may have.
     TOO_FEW = enum.auto()
+    #: A rank of an elastic job on several hosts has lost others, which may be alive: none goes on.
+    LOST = enum.auto()
     #: The chief ended with 0, and other processes did not end within the grace period.
     DONE = enum.auto()
     INTERRUPT = enum.auto()
@@ -58,7 +60,7 @@ def stages(reason: Reason, grace: float) -> tuple[Stage, ...]:
     """
     if reason is Reason.START_TIMEOUT:
         return (_KILL,)
-    if reason in (Reason.FAILURE, Reason.STUCK, Reason.DONE):
+    if reason in (Reason.FAILURE, Reason.LOST, Reason.STUCK, Reason.DONE):
         return (Stage(signal.SIGTERM, 2.5), _KILL)
     first = signal.SIGINT if reason is Reason.INTERRUPT else signal.SIGTERM
     return (Stage(first, grace), _KILL)

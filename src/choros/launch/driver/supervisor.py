@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from choros.errors import PREEMPTED
+from choros.errors import PREEMPTED, PeerLostError
 from choros.launch.driver.failures import headline
 from choros.launch.driver.mpirun_messages import met_shutdown
 from choros.launch.driver.mpirun_process import MpirunProcess
@@ -59,6 +59,10 @@ _PIPE_READ = 1 << 18
 _SILENT_SECONDS = 2.0
 #: A rank that has called ``shutdown`` may still need time to tear down its framework.
 _SHUTDOWN_SECONDS = 1.0
+#: From the first rank that has lost others to the last one; they do not notice it at the same moment.
+_LOST_SECONDS = 2.0
+#: How long MPI may take to connect ranks that have all come.
+_CONNECT_SECONDS = 10.0
 _RELEASE_SECONDS = 3.0
 _DRAIN_SECONDS = 1.0
 #: A rank that was killed has ended by then, also on another host.
@@ -83,6 +87,8 @@ class JobEnd:
         stuck: why a rank could not continue, if the job was stopped for that.
         elastic: the bounds of an elastic job.
         preempted: the ranks of an elastic job were asked to commit and to end.
+        unconnected: the hosts of an elastic job could not reach each other when it started.
+        given_up: what an elastic job has lost, and why it was not started again.
     """
 
     size: int
@@ -97,6 +103,8 @@ class JobEnd:
     stuck: str = ""
     elastic: Elastic | None = None
     preempted: bool = False
+    unconnected: bool = False
+    given_up: str = ""
 
     @property
     def members(self) -> set[int]:
@@ -191,6 +199,7 @@ class _Supervisor:
         self._stages: tuple[Stage, ...] = ()
         self._held_signals: list[signal.Signals] = []
         self._releasing = False
+        self._connects = False
         self._waits = Waits(
             job_end.size,
             limits.exit,
@@ -234,7 +243,7 @@ class _Supervisor:
         self._show_sentence(self._stragglers.of_job() if self._job_end.reason is None else "")
         for exit_ in self._job_end.exits.values():
             self._output.write_to_file(exit_.rank, exit_.traceback)
-        self._output.close()
+        self._output.flush()
         return self._job_end
 
     # mpirun's output ------------------------------------------------------------------------------
@@ -306,12 +315,37 @@ class _Supervisor:
         events.publish(event)
         self._check_stuck(self._waits.note(rank, event, time.time()))
         self._plan_stalls()
+        self._plan_connection()
 
     def _check_stuck(self, stuck: str) -> None:
         """Stops the job if a rank is stuck."""
         if stuck and self._job_end.reason is None:
             self._job_end.stuck = stuck
             self._stop(Reason.STUCK)
+
+    def _plan_connection(self) -> None:
+        """Schedules the end of an elastic job whose hosts do not reach each other, so that it goes on on one of them.
+
+        MPI itself would wait for minutes.
+        """
+        is_due = self._job_end.elastic is not None and len(self._hosts()) > 1 and self._waits.connecting()
+        if not is_due or self._job_end.reason is not None:
+            self._loop.cancel("connection")
+            self._connects = False
+        elif not self._connects:
+            self._connects = True
+            self._loop.set_deadline("connection", _CONNECT_SECONDS, self._on_unconnected)
+
+    def _on_unconnected(self) -> None:
+        self._job_end.unconnected = True
+        hosts = ", ".join(sorted(self._hosts()))
+        self._check_stuck(
+            f"all ranks have called init(), and are not connected after {_CONNECT_SECONDS:g} s: the hosts {hosts} must "
+            "reach each other's TCP ports. --network-interfaces selects a network"
+        )
+
+    def _hosts(self) -> set[str]:
+        return {start.host for start in self._job_end.started.values()}
 
     def _plan_stalls(self) -> None:
         seconds = self._waits.next_stall(time.time())
@@ -438,6 +472,10 @@ class _Supervisor:
         left = self._job_end.left
         if self._job_end.reason is not None:
             return
+        if end.code == PeerLostError.exit_code and len(self._hosts()) > 1:
+            # Those that have lost others, too, say so first: what they cannot reach decides where the job goes on.
+            self._loop.set_deadline("lost", _LOST_SECONDS, lambda: self._stop(Reason.LOST))
+            return
         if left < elastic.least:
             self._stop(Reason.TOO_FEW)
             return
@@ -502,7 +540,7 @@ class _Supervisor:
         self._job_end.waits = tuple(self._waits.lines(time.time()))
         for rank in sorted(self._job_end.members - self._job_end.exits.keys()):
             _publish(Kind.RANK_STOPPED, rank, reason=reason.name.lower())
-        self._loop.cancel("progress", "start", "run", "failure", "chief", "stall", "killed")
+        self._loop.cancel("progress", "start", "run", "failure", "chief", "lost", "connection", "stall", "killed")
         self._stages = stages(reason, self._limits.grace)
         if reason in (Reason.INTERRUPT, Reason.TERMINATE) and self._job_end.started:
             self._output.show(

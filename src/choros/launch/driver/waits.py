@@ -174,6 +174,11 @@ class Waits:
                 wait.since = now
         return self._never_joined()
 
+    def connecting(self) -> bool:
+        """Whether all ranks have come to ``init()``, and none has left it: MPI connects them."""
+        current = self._current()
+        return len(current) == self.size and all(wait.call == INIT for wait in current.values())
+
     def stalls(self, now: float) -> list[Stall]:
         """Returns the stalls that were not shown so far; who waits later in the same call is part of its stall."""
         due = self._waiting_since(now - self._report_seconds) if self._report_seconds else {}

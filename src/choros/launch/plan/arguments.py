@@ -19,7 +19,7 @@ from pathlib import Path
 
 from choros.config import CHAOS, COMMIT_DIR, COMMIT_STEPS, MERGE_OUTPUT, START_TIMEOUT, Config
 from choros.errors import ConfigError
-from choros.launch.plan.discovery import parse_discovered
+from choros.launch.plan.discovery import Cooldown, Discovery, parse_discovered
 from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.environment import allocated_slots, in_allocation
 from choros.launch.plan.flags import FlagValue, Seconds, WholeNumber, flag, flag_of
@@ -261,6 +261,7 @@ class Arguments:
             ),
             servers=servers,
             elastic=elastic,
+            discovery=self._discovery(),
         )
 
     def limits(self, environ: Mapping[str, str]) -> Limits:
@@ -354,6 +355,11 @@ class Arguments:
             timeout=_ELASTIC.timeout if self.elastic_timeout is None else self.elastic_timeout,
             resets=self.reset_limit,
         )
+
+    def _discovery(self) -> Discovery:
+        cooldown = None if self.cooldown_range is None else Cooldown(*self.cooldown_range)
+        script = None if self.host_discovery_script is None else os.fspath(self.host_discovery_script)
+        return Discovery(script, self.slots, cooldown)
 
     def _environment(self, elastic: Elastic | None, size: int) -> dict[str, str]:
         """Returns the variables to set for every rank."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from choros.errors import ConfigError
 from choros.launch.plan.hosts import Host, parse_line
 
-__all__ = ["FAILURES", "Cooldown", "HostHealth", "parse_discovered"]
+__all__ = ["FAILURES", "Cooldown", "Discovery", "HostHealth", "parse_discovered"]
 
 #: A host that has failed so many times is left out.
 FAILURES = 3
@@ -39,6 +39,21 @@ def parse_discovered(text: str, slots: int | None = None, where: str = "--host-d
             raise ConfigError(f"{where}, line {number} of its output: {content!r} is not `host:slots`.")
         found[host.name] = found.get(host.name, 0) + host.slots
     return tuple(Host(name, count) for name, count in found.items())
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """How the hosts of an elastic job are found out while it exists.
+
+    Attributes:
+        script: the program that prints them; ``None``: they are those that the job was given.
+        slots: the slots of hosts whose line has no number; ``None``: 1.
+        cooldown: how long a host that has failed is left out; ``None``: for the rest of the job.
+    """
+
+    script: str | None = None
+    slots: int | None = None
+    cooldown: Cooldown | None = None
 
 
 @dataclass(frozen=True)

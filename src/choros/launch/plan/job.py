@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from choros.errors import ConfigError
+from choros.launch.plan.discovery import Discovery
 from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.hosts import Host, total_slots
 from choros.launch.plan.roles import NO_ROLES, Roles
@@ -60,6 +61,7 @@ class Job:
         options: the wrappers' options.
         servers: the number of parameter servers.
         elastic: the bounds of an elastic job; ``None``: all ranks end together.
+        discovery: how its hosts are found out when it is started again.
     """
 
     command: tuple[str, ...]
@@ -75,6 +77,7 @@ class Job:
     options: WrapperOptions = field(default_factory=WrapperOptions)
     servers: int = 0
     elastic: Elastic | None = None
+    discovery: Discovery = field(default_factory=Discovery)
 
     def __post_init__(self) -> None:
         if self.size < 1:

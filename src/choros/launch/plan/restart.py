@@ -1,0 +1,198 @@
+"""What chorosrun does after an elastic job has lost mpirun, a host or a link: restart it, wait for hosts, or end. Pure.
+
+::
+
+    launch ──► its end ──► a loss? ── no ─────────────────────────────────────► the job's outcome
+       ▲                      │ yes
+       │                      ▼
+       │        ┌──────── next_step ──┬─ End: --reset-limit, --elastic-timeout ─► exit code 69
+       │        │             ▲       └─ Wait for hosts ─┐
+       │     Restart          └──────── one second ──────┘
+       └────────┘  on the hosts that are left, from the last commit
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from choros.config import CHAOS, RESTARTS, TIMELINE
+from choros.launch.plan.discovery import FAILURES
+from choros.launch.plan.elastic import Elastic
+from choros.launch.plan.hosts import Host, total_slots
+from choros.launch.plan.job import Job
+
+__all__ = ["End", "Loss", "Restart", "Wait", "cut_off", "hosts_of_ranks", "next_step", "restarted"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What an elastic job has lost, without which it cannot go on in place.
+
+    Attributes:
+        what: a sentence that says so, without its full stop.
+        hosts: the names of lost hosts.
+        cut: pairs of hosts that have lost each other.
+        started: whether all ranks had started.
+    """
+
+    what: str
+    hosts: frozenset[str] = frozenset()
+    cut: frozenset[tuple[str, str]] = frozenset()
+    started: bool = True
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start the job again.
+
+    Attributes:
+        size: its number of ranks.
+        hosts: its hosts; empty: as before.
+    """
+
+    size: int
+    hosts: tuple[Host, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Wait for hosts with slots for enough ranks.
+
+    Attributes:
+        slots: those that there are.
+    """
+
+    slots: int
+
+
+@dataclass(frozen=True)
+class End:
+    """Do not start the job again.
+
+    Attributes:
+        why: a sentence, without its full stop.
+    """
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Tries:
+    """The launches of a job so far.
+
+    Attributes:
+        restarts: how many times it was started again.
+        in_vain: how many of the last launches ended before all ranks had started.
+    """
+
+    restarts: int = 0
+    in_vain: int = 0
+
+    def after(self, loss: Loss) -> Tries:
+        """Returns the launches with one that has ended by ``loss``."""
+        return replace(self, in_vain=0 if loss.started else self.in_vain + 1)
+
+
+def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...], waited: float) -> Restart | Wait | End:
+    """Returns what to do after a loss.
+
+    Args:
+        job: the job as it was started first.
+        elastic: its bounds.
+        tries: its launches so far.
+        hosts: the hosts that answer, and are not left out.
+        waited: for how many seconds it has waited for hosts since the loss.
+
+    Example:
+        >>> elastic = Elastic(least=2, most=4, timeout=60, resets=3)
+        >>> job = Job(("train",), 4, (Host("a", 2), Host("b", 2)), elastic=elastic)
+        >>> next_step(job, elastic, Tries(), (Host("b", 2),), waited=0)
+        Restart(size=2, hosts=(Host(name='b', slots=2),))
+        >>> next_step(job, elastic, Tries(), (), waited=0)
+        Wait(slots=0)
+        >>> next_step(job, elastic, Tries(), (), waited=60)
+        End(why='after --elastic-timeout 60 s there are slots for 0 ranks, fewer than --min-np 2')
+        >>> next_step(job, elastic, Tries(restarts=3), job.hosts, waited=0)
+        End(why='--reset-limit 3 allows no further start')
+    """
+    if elastic.resets is not None and tries.restarts >= elastic.resets:
+        return End(f"--reset-limit {elastic.resets} allows no further start")
+    if tries.in_vain >= FAILURES:
+        return End(f"the last {tries.in_vain} starts have failed")
+    if not job.hosts:
+        return Restart(job.size)
+    slots = total_slots(hosts)
+    if slots >= elastic.least:
+        return Restart(min(slots, elastic.most), hosts)
+    if waited < elastic.timeout:
+        return Wait(slots)
+    return End(
+        f"after --elastic-timeout {elastic.timeout:g} s there are slots for {slots} rank{'s' * (slots != 1)}, fewer "
+        f"than --min-np {elastic.least}"
+    )
+
+
+def restarted(job: Job, step: Restart, number: int, own_names: Collection[str], environ: Mapping[str, str]) -> Job:
+    """Returns the job that is started next.
+
+    Args:
+        job: the job as it was started first.
+        step: its ranks and hosts now.
+        number: how many times it is started again.
+        own_names: this machine's names.
+        environ: the user's environment.
+
+    Its timeline gets a name of its own, so that those before are kept; faults are not injected again.
+
+    Example:
+        >>> job = Job(("train",), 4, (Host("a", 2), Host("b", 2)))
+        >>> again = restarted(job, Restart(2, (Host("b", 2),)), 1, {"a"}, {"CHOROS_TIMELINE": "logs/run.json"})
+        >>> again.size, again.remote, again.environment
+        (2, (Host(name='b', slots=2),), {'CHOROS_RESTARTS': '1', 'CHOROS_TIMELINE': 'logs/run.restart1.json'})
+    """
+    variables = {name: value for name, value in job.environment.items() if name != CHAOS.name}
+    variables[RESTARTS.name] = str(number)
+    if CHAOS.name in environ:
+        variables[CHAOS.name] = ""
+    name, timeline = TIMELINE.given({**environ, **job.environment})
+    if timeline and timeline != "DYNAMIC":
+        path = Path(timeline)
+        variables[name] = str(path.with_name(f"{path.stem}.restart{number}{path.suffix}"))
+    hosts = step.hosts or job.hosts
+    remote = tuple(host for host in hosts if host.name not in own_names)
+    return replace(job, size=step.size, hosts=hosts, remote=remote, environment=variables)
+
+
+def hosts_of_ranks(hosts: Iterable[Host], size: int) -> tuple[str, ...]:
+    """Returns the host of each rank when ``size`` ranks fill one host after the other.
+
+    Example:
+        >>> hosts_of_ranks((Host("a", 2), Host("b", 2)), 3)
+        ('a', 'a', 'b')
+    """
+    return tuple(host.name for host in hosts for _ in range(host.slots))[:size]
+
+
+def cut_off(hosts: Sequence[Host], cut: Collection[tuple[str, str]]) -> frozenset[str]:
+    """Returns the hosts to leave out so that no two of the others have lost each other.
+
+    That which has lost most; of several, that with the fewest slots, the last one of them.
+
+    Example:
+        >>> cut_off((Host("a", 2), Host("b", 2), Host("c", 2)), {("a", "b"), ("b", "c")})
+        frozenset({'b'})
+        >>> cut_off((Host("a", 1), Host("b", 2)), {("a", "b")})
+        frozenset({'a'})
+    """
+    out: frozenset[str] = frozenset()
+    names = {host.name for host in hosts}
+    pairs = {frozenset(pair) for pair in cut if set(pair) <= names}
+    while pairs:
+        count = Counter(name for pair in pairs for name in pair)
+        worst = max(enumerate(hosts), key=lambda item: (count[item[1].name], -item[1].slots, item[0]))[1].name
+        out |= {worst}
+        pairs = {pair for pair in pairs if worst not in pair}
+    return out

@@ -1,0 +1,105 @@
+"""Elastic jobs that lose mpirun, a host or a link: what is left goes on from the last commit; nothing stays."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness import needs
+from launch.launched import Running
+from launch.namespaces import ip, several_hosts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs("mpi4py")]
+
+SCRIPT = Path(__file__).with_name("restarted_script.py")
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    with several_hosts(tmp_path_factory.mktemp("reach"), 3) as network:
+        yield network
+
+
+def kill(pids):
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it died with its parent
+            os.kill(pid, signal.SIGKILL)
+
+
+def link(network, host, state):
+    ip("-n", network.namespaces[host], "link", "set", "eth0", state)
+
+
+def lose_host(network, host):
+    """As if its power were cut."""
+    done = subprocess.run(["ip", "netns", "pids", network.namespaces[host]], capture_output=True, text=True, check=True)
+    link(network, host, "down")
+    kill(map(int, done.stdout.split()))
+
+
+def isolate(network, on):
+    """Hosts reach the machine of chorosrun, but not each other."""
+    for port in network.ports:
+        subprocess.run(["bridge", "link", "set", "dev", port, "isolated", on], check=True)
+
+
+def start(tmp_path, *arguments):
+    arguments = ("--min-np", 2, "--commit-dir", tmp_path / "commits", *arguments)
+    return Running(*arguments, sys.executable, SCRIPT, env={"CHOROS_LOG_LEVEL": "WARNING"})
+
+
+def ranks_of(job):
+    return [psutil.Process(int(pid)) for pid in re.findall(r"pid=(\d+)", job.output)]
+
+
+def test_mpirun_is_killed(tmp_path):
+    with start(tmp_path, "-np", 2, "--output-dir", tmp_path / "logs") as job:
+        job.wait_for(2, "ready")
+        kill(process.pid for process in job.processes() if process.name() in ("mpirun", "prterun", "prte"))
+        ended = job.end()
+        job.assert_nothing_left()
+    assert ended.code == 0, ended.err
+    assert ended.err == (
+        "chorosrun: mpirun was killed by SIGKILL (signal 9); it is started again, with 2 ranks, and goes on from its "
+        "last commit (restart 1).\n"
+    )
+    assert sorted(re.findall(r"rank .*", ended.out)) == [f"rank {rank} restarts=1 steps={[2] * 10}" for rank in (0, 1)]
+    written = (tmp_path / "logs" / "rank.1" / "stdout").read_text()
+    assert re.findall(r"ready|restarts=1", written) == ["ready", "restarts=1"]  # of both launches
+
+
+@pytest.mark.parametrize("how", ["host", "link", "links"])
+def test_a_host_or_a_link_is_lost(network, tmp_path, how):
+    """Rank 0's host is lost; or its link, which comes back; or all hosts lose each other, but not chorosrun."""
+    hosts = ",".join(f"{host}:{slots}" for host, slots in zip(network.hosts, (1, 2, 1), strict=True))
+    try:
+        with start(tmp_path, "--ssh-command", network.reach, "-H", hosts) as job:
+            job.wait_for(4, "ready")
+            ranks = ranks_of(job)
+            if how == "host":
+                lose_host(network, 0)
+            elif how == "link":
+                link(network, 0, "down")
+            else:
+                isolate(network, "on")
+            assert not psutil.wait_procs(ranks, timeout=20)[1]  # on both sides of the link
+            job.wait_for(1, "restarts=1")
+            link(network, 0, "up")
+            isolate(network, "off")
+            ended = job.end()
+            job.assert_nothing_left()
+    finally:
+        link(network, 0, "up")
+        isolate(network, "off")
+    assert ended.code == 0, ended.err
+    size, left = (2, network.hosts[1]) if how == "links" else (3, f"{network.hosts[1]}:2,{network.hosts[2]}:1")
+    assert sorted(re.findall(r"rank .*", ended.out)) == [
+        f"rank {rank} restarts=1 steps={[4] * 4 + [size] * 6}" for rank in range(size)
+    ]
+    assert f"it is started again, with {size} ranks on {left}" in ended.err
