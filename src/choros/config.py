@@ -237,7 +237,7 @@ ELASTIC_TIMEOUT = Variable(
     (Alias("HOROVOD_ELASTIC_TIMEOUT"),),
 )
 RESET_LIMIT = Variable(
-    "CHOROS_RESET_LIMIT", "", (), "how many times the ranks of an elastic job may change; --reset-limit sets it."
+    "CHOROS_RESET_LIMIT", "", (), "how many times an elastic job may be started again; --reset-limit sets it."
 )
 PLACE = Variable(
     "CHOROS_PLACE", "", (), "the number of a rank that another one has started, in the place of a lost one."

@@ -29,7 +29,8 @@ _EXIT_CODES = (
     ("68", "a host cannot be reached"),
     (
         "69",
-        "fewer ranks of an elastic job are left than --min-np; with --commit-dir, the same command goes on",
+        "fewer ranks of an elastic job are left than --min-np, or it has lost hosts and cannot be started again; with "
+        "--commit-dir, the same command goes on",
     ),
     (
         "70",

@@ -100,11 +100,13 @@ def run(
             job elastic that ``max_num_proc`` or ``host_discovery_script`` is given for.
         max_num_proc: have no more ranks: new ones replace those that die. Default: ``num_proc``.
         slots: the slots of a discovered host whose line has no number. Default: 1.
-        reset_limit: for the ranks: how many times they may change.
-        cooldown_range: has no effect so far: hosts that fail are not left out.
+        reset_limit: how many times the job may be started again because mpirun, a host or a link was lost.
+        cooldown_range: for how many seconds a host that was lost three times is left out, at least and at most.
+            Default: for the rest of the job.
         hosts: the hosts, as ``"a:4,b:4"``. Default: this machine.
         hostfile: a file of hosts, one line ``name slots=N`` for each.
-        host_discovery_script: a program that prints the hosts, one line ``host:slots`` for each; it is run once.
+        host_discovery_script: a program that prints the hosts, one line ``host:slots`` for each; run at
+            each start of the job.
         start_timeout: seconds that connecting to the hosts and starting the ranks may take. Default:
             ``CHOROS_START_TIMEOUT``, or 30.
         ssh_port: the port of the hosts' ssh servers.
@@ -135,7 +137,7 @@ def run(
         mpirun: the mpirun to use. Default: the one installed with choros.
         binding_args: mpirun's arguments for binding and mapping, instead of choros' own binding to whole cores.
         tcp: communicate only through TCP, even if a faster network exists.
-        elastic_timeout: for the ranks, as ``CHOROS_ELASTIC_TIMEOUT``. Default: 600.
+        elastic_timeout: seconds to wait for hosts with enough slots when some were lost. Default: 600.
         commit_dir: the directory of the job's commits, on a file system that all hosts share.
         commit_steps: after how many steps ``fit`` commits, in the middle of an epoch too. Default: it does not.
         chaos: faults to inject, such as ``"kill:rank=1@step=17"``.

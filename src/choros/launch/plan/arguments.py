@@ -89,22 +89,23 @@ class Arguments:
         help="Have no more than N ranks: new ones replace those that die. Default: -np.")
     host_discovery_script: str | None = flag(
         "Elastic", "--host-discovery-script", value=FlagValue.FILE, metavar="FILE",
-        help="A program that prints the hosts of the job, one line `host:slots` for each; chorosrun runs it once, when "
-        "the job starts.")
+        help="A program that prints the hosts of the job, one line `host:slots` for each; chorosrun runs it when the "
+        "job starts, and when it is started again because a host was lost.")
     slots: int | None = flag(
         "Elastic", "--slots-per-host", metavar="N", bounds=_RANKS,
         help="The slots of a host whose line has no number. Default: 1.")
     elastic_timeout: float | None = flag(
         "Elastic", "--elastic-timeout", metavar="SECONDS", bounds=Seconds(),
-        help=f"For the ranks, as CHOROS_ELASTIC_TIMEOUT. chorosrun itself waits for no hosts. Default: "
+        help="How long to wait for hosts with slots for --min-np ranks when some were lost. Default: "
         f"{_ELASTIC.timeout:g}.")
     reset_limit: int | None = flag(
         "Elastic", "--reset-limit", metavar="N", bounds=WholeNumber(0, MOST_SLOTS),
-        help="For the ranks, as CHOROS_RESET_LIMIT: how many times they may change. Default: no limit.")
+        help="How many times the job may be started again when mpirun, a host or a link was lost. Default: no limit.")
     cooldown_range: Sequence[int] | None = flag(
         "Elastic", "--blacklist-cooldown-range", metavar="MIN MAX", value=FlagValue.TWO,
         bounds=WholeNumber(0, MOST_SLOTS),
-        help="Has no effect so far: hosts that fail are not left out.")
+        help="For how many seconds a host that was lost three times is left out: MIN, twice as long each further time, "
+        "at most MAX. Default: for the rest of the job.")
     commit_dir: str | os.PathLike[str] | None = flag(
         "Elastic", "--commit-dir", metavar="DIR",
         help="The directory of the job's commits, on a file system that all hosts share: fit under a strategy, and "

@@ -26,7 +26,7 @@ class Elastic:
         least: with fewer ranks, the job ends.
         most: the job has no more ranks.
         timeout: how many seconds it waits for hosts with slots for ``least`` ranks.
-        resets: how many times its ranks may change; ``None``: without a limit.
+        resets: how many times it may be started again; ``None``: without a limit.
 
     Example:
         >>> Elastic(least=2, most=4).variables()["CHOROS_MIN_NP"]

@@ -194,10 +194,11 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     HorovodFlag("min_num_proc", "--min-np --min-num-proc", Same(), Value.WHOLE),
     HorovodFlag("max_num_proc", "--max-np --max-num-proc", Same("without it: as many as -np"), Value.WHOLE),
     HorovodFlag("slots", "--slots-per-host", Same(), Value.WHOLE),
-    HorovodFlag("elastic_timeout", "--elastic-timeout", Same("passed to the ranks alone"), Value.WHOLE),
-    HorovodFlag("reset_limit", "--reset-limit", Same("passed to the ranks alone"), Value.WHOLE),
+    HorovodFlag("elastic_timeout", "--elastic-timeout", Same(
+        "how long chorosrun waits for hosts with enough slots when some were lost"), Value.WHOLE),
+    HorovodFlag("reset_limit", "--reset-limit", Same("how many times chorosrun starts the job again"), Value.WHOLE),
     HorovodFlag("cooldown_range", "--blacklist-cooldown-range", Same(
-        "checked, but without effect so far: hosts that fail are not left out"), Value.TWO),
+        "for hosts that have been lost three times"), Value.TWO),
 
     HorovodFlag("timeline_filename", "--timeline-filename", Sets(
         config.TIMELINE, str, "Timeline", "Write a timeline of all ranks to this file, in Chrome's trace format."),
@@ -245,7 +246,8 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
 
     HorovodFlag("hosts", "-H --hosts", Same()),
     HorovodFlag("hostfile", "-hostfile --hostfile", Same()),
-    HorovodFlag("host_discovery_script", "--host-discovery-script", Same("run once, when the job starts")),
+    HorovodFlag("host_discovery_script", "--host-discovery-script", Same(
+        "run when the job starts, and when it is started again")),
 
     HorovodFlag("use_gloo", "--gloo", Sets(
         config.ENGINE, lambda _: "torch", "Engine", "Communicate through PyTorch's Gloo instead of MPI."),

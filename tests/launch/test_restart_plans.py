@@ -1,0 +1,126 @@
+"""What chorosrun does when an elastic job has lost mpirun, a host or a link: computed, without processes."""
+
+import pytest
+
+from choros.launch.driver.losses import loss_of
+from choros.launch.driver.outcome import outcome_of
+from choros.launch.driver.stopping import Reason
+from choros.launch.driver.supervisor import JobEnd
+from choros.launch.plan.elastic import Elastic
+from choros.launch.plan.hosts import parse_hosts
+from choros.launch.plan.job import Job
+from choros.launch.plan.limits import Limits
+from choros.launch.plan.restart import End, Loss, Restart, Tries, Wait, next_step, restarted
+from choros.launch.protocol.frames import Exit, Start
+
+ELASTIC = Elastic(least=2, most=4, timeout=60.0, resets=5)
+JOB = Job(("x",), 4, parse_hosts("10.0.0.1:2,10.0.0.2:2"), elastic=ELASTIC)
+STOPPED = {"code": 143, "signal": 15, "stopped": True}
+KILLED = {"code": 137, "signal": 9}
+DAEMON_LOST = "  Remote host:   b"
+
+
+def unreachable(rank, others):
+    said = f"choros.errors.PeerLostError: the host 10.0.0.9 of ranks {others} cannot be reached any more."
+    return Exit(rank, "ab"[rank // 2], 69, tail=said)
+
+
+def end(*exits, reason=None, messages=(), started=range(4), **rest):
+    starts = {rank: Start(rank, "ab"[rank // 2], 1) for rank in started}
+    job_end = JobEnd(4, starts, {each.rank: each for each in exits}, reason, elastic=ELASTIC, **rest)
+    job_end.messages.extend(messages)
+    return job_end
+
+
+@pytest.mark.parametrize(
+    ("job_end", "loss"),
+    [
+        (
+            end(Exit(0, "a", **STOPPED), Exit(1, "a", **STOPPED), messages=[DAEMON_LOST], mpirun_code=213),
+            Loss("ranks 2, 3 on b were lost: the host went down or can no longer be reached", frozenset({"10.0.0.2"})),
+        ),
+        (end(mpirun_code=-9), Loss("mpirun was killed by SIGKILL (signal 9)")),
+        (
+            end(*(Exit(rank, "a", **STOPPED) for rank in range(4)), mpirun_code=-9),
+            Loss("mpirun was killed by SIGKILL (signal 9)"),
+        ),
+        (
+            end(unreachable(0, "2, 3"), unreachable(3, "0, 1"), Exit(1, "a", **STOPPED), reason=Reason.LOST),
+            Loss(
+                "the hosts 10.0.0.1, 10.0.0.2 have lost each other",
+                cut=frozenset({("10.0.0.1", "10.0.0.2"), ("10.0.0.2", "10.0.0.1")}),
+            ),
+        ),
+        (
+            end(Exit(2, "b", **KILLED), Exit(3, "b", **KILLED), Exit(0, "a", 69), Exit(1, "a", 69), reason=Reason.LOST),
+            Loss("ranks 2, 3 on b were lost, and not more than half of all are left"),
+        ),
+        (
+            end(reason=Reason.STUCK, stuck="…", unconnected=True),
+            Loss(
+                "the hosts 10.0.0.1, 10.0.0.2 have lost each other",
+                cut=frozenset({("10.0.0.1", "10.0.0.2")}),
+                started=False,
+            ),
+        ),
+        (end(started=[0, 1], mpirun_code=1), Loss("ranks 2, 3 could not be started", started=False)),
+    ],
+)
+def test_losses(job_end, loss):
+    assert loss_of(job_end, restarted(JOB, Restart(4, JOB.hosts), 1, (), {})) == loss
+
+
+@pytest.mark.parametrize(
+    "job_end",
+    [
+        end(*(Exit(rank, "a", 0) for rank in range(4))),
+        end(Exit(2, "b", **KILLED), *(Exit(rank, "a", 0) for rank in (0, 1, 3))),
+        end(*(Exit(rank, "a", **KILLED) for rank in (0, 1, 2)), Exit(3, "b", **STOPPED), reason=Reason.TOO_FEW),
+        end(*(Exit(rank, "a", 1, traceback="ValueError") for rank in range(4)), reason=Reason.TOO_FEW),
+        end(*(Exit(rank, "a", **STOPPED) for rank in range(4)), reason=Reason.TERMINATE),
+        end(Exit(0, "a", 0, stopped=True), reason=Reason.TERMINATE, preempted=True),
+        end(Exit(0, "a", 3), messages=["[a:00000] *** reported by process [917831681,0]"], mpirun_code=3),
+    ],
+)
+def test_no_losses(job_end):
+    assert loss_of(job_end, JOB) is None
+
+
+def test_a_first_start_that_fails_is_not_repeated():
+    assert loss_of(end(started=[0, 1], mpirun_code=1), JOB) is None
+
+
+@pytest.mark.parametrize(
+    ("tries", "hosts", "waited", "step"),
+    [
+        (Tries(), "b:2", 0, Restart(2, parse_hosts("b:2"))),
+        (Tries(), "b:2,c:8", 0, Restart(4, parse_hosts("b:2,c:8"))),
+        (Tries(), "b:1", 59, Wait(1)),
+        (Tries(), "b:1", 60, End("after --elastic-timeout 60 s there are slots for 1 rank, fewer than --min-np 2")),
+        (Tries(restarts=5), "b:2", 0, End("--reset-limit 5 allows no further start")),
+        (Tries(2, in_vain=3), "b:2", 0, End("the last 3 starts have failed")),
+    ],
+)
+def test_steps(tries, hosts, waited, step):
+    assert next_step(JOB, ELASTIC, tries, parse_hosts(hosts), waited) == step
+
+
+def test_starts_in_vain_are_counted_until_one_succeeds():
+    tries = Tries(restarts=2).after(Loss("…", started=False)).after(Loss("…", started=False))
+    assert tries == Tries(restarts=2, in_vain=2)
+    assert tries.after(Loss("…")) == Tries(restarts=2)
+
+
+def test_a_restarted_job():
+    job = Job(("x",), 4, environment={"CHOROS_CHAOS": "kill:rank=1@step=2"}, elastic=ELASTIC)
+    again = restarted(job, Restart(3, parse_hosts("a:1,b:2")), 2, {"a"}, {"HOROVOD_TIMELINE": "/t/run.json"})
+    assert again.environment == {"CHOROS_RESTARTS": "2", "HOROVOD_TIMELINE": "/t/run.restart2.json"}
+    assert (again.size, again.remote) == (3, parse_hosts("b:2"))
+
+
+def test_given_up():
+    outcome = outcome_of(end(given_up="a was lost; the job ends: why"), Limits())
+    assert outcome.exit_code == 69
+    assert outcome.lines == (
+        "chorosrun: a was lost; the job ends: why. With --commit-dir, the same command goes on from the last commit.",
+    )
