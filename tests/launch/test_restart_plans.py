@@ -63,6 +63,10 @@ def end(*exits, reason=None, messages=(), started=range(4), **rest):
                 started=False,
             ),
         ),
+        (
+            end(Exit(0, "a", 0), Exit(1, "a", **STOPPED), messages=[DAEMON_LOST], done={0}),  # it was asked to leave
+            Loss("ranks 2, 3 on b were lost: the host went down or can no longer be reached", frozenset({"10.0.0.2"})),
+        ),
         (end(started=[0, 1], mpirun_code=1), Loss("ranks 2, 3 could not be started", started=False)),
     ],
 )
@@ -75,6 +79,8 @@ def test_losses(job_end, loss):
     [
         end(*(Exit(rank, "a", 0) for rank in range(4))),
         end(Exit(2, "b", **KILLED), *(Exit(rank, "a", 0) for rank in (0, 1, 3))),
+        end(*(Exit(rank, "a", 0) for rank in (0, 1, 3))),
+        end(Exit(0, "a", 0), messages=[DAEMON_LOST], done={0, 1, 2, 3}),
         end(*(Exit(rank, "a", **KILLED) for rank in (0, 1, 2)), Exit(3, "b", **STOPPED), reason=Reason.TOO_FEW),
         end(*(Exit(rank, "a", 1, traceback="ValueError") for rank in range(4)), reason=Reason.TOO_FEW),
         end(*(Exit(rank, "a", **STOPPED) for rank in range(4)), reason=Reason.TERMINATE),

@@ -6,7 +6,7 @@ import itertools
 import re
 
 from choros.config import RESTARTS
-from choros.errors import PeerLostError
+from choros.errors import PREEMPTED, PeerLostError
 from choros.launch.driver.mpirun_messages import aborted_by_mpi, lost_hosts
 from choros.launch.driver.stopping import Reason, signal_name
 from choros.launch.driver.supervisor import JobEnd
@@ -38,17 +38,28 @@ def loss_of(job_end: JobEnd, job: Job) -> Loss | None:
         return None
     if not started and RESTARTS.name not in job.environment:
         return None
-    failed = [end for end in ends if end.code not in (0, PeerLostError.exit_code) and not end.stopped]
-    finished = [end for end in ends if end.code == 0 and not end.stopped]
-    if finished or len(job_end.members) - len(failed) < elastic.least:
+    failed = [end for end in ends if end.code not in (0, PREEMPTED, PeerLostError.exit_code) and not end.stopped]
+    if len(job_end.members) - len(failed) < elastic.least:
+        return None
+    gone = lost_hosts(job_end.messages)
+    killed = job_end.reason is None and job_end.mpirun_code < 0
+    is_certain = bool(gone) or killed or job_end.reason is not None
+    if not _interrupted(job_end) or (not is_certain and any(end.code == 0 for end in ends)):
         return None
     names = _names(job_end, job)
-    gone = lost_hosts(job_end.messages)
     cut = {(names[end.host], names[host]) for end in ends for host in _unreachable(end, job_end)}
     if job_end.unconnected:
         cut = set(itertools.combinations(sorted(set(names.values())), 2))
     hosts = frozenset(names.get(host, host) for host in gone)
     return Loss(_sentence(job_end, gone, cut, failed), hosts, frozenset(cut), started)
+
+
+def _interrupted(job_end: JobEnd) -> set[int]:
+    """The ranks that have not ended by themselves, nor failed; on one host, those of too few are not among them."""
+    several_hosts = len({start.host for start in job_end.started.values()}) > 1
+    lost = {rank for rank, end in job_end.exits.items() if several_hosts and end.code == PeerLostError.exit_code}
+    stopped = {rank for rank, end in job_end.exits.items() if end.stopped}
+    return lost | (stopped | (job_end.members - job_end.exits.keys())) - job_end.done
 
 
 def _sentence(job_end: JobEnd, gone: frozenset[str], cut: set[tuple[str, str]], failed: list[Exit]) -> str:

@@ -88,6 +88,7 @@ class JobEnd:
         elastic: the bounds of an elastic job.
         preempted: the ranks of an elastic job were asked to commit and to end.
         unconnected: the hosts of an elastic job could not reach each other when it started.
+        done: the ranks whose scripts have ended.
         given_up: what an elastic job has lost, and why it was not started again.
     """
 
@@ -104,6 +105,7 @@ class JobEnd:
     elastic: Elastic | None = None
     preempted: bool = False
     unconnected: bool = False
+    done: set[int] = field(default_factory=set)
     given_up: str = ""
 
     @property
@@ -313,6 +315,8 @@ class _Supervisor:
 
     def _on_event(self, rank: int, event: Event) -> None:
         events.publish(event)
+        if event.kind is Kind.SCRIPT_ENDED:
+            self._job_end.done.add(rank)
         self._check_stuck(self._waits.note(rank, event, time.time()))
         self._plan_stalls()
         self._plan_connection()
