@@ -185,13 +185,14 @@ class PeerLostError(EngineError):
 
     Attributes:
         ranks: the ranks that were lost, ascending; empty if the process has no rank, such as a parameter server.
+        ends_job: the ranks that are left must not go on, although the job is elastic.
     """
 
     exit_code = 69
 
-    def __init__(self, message: str = "", *, ranks: Iterable[int] = ()) -> None:
+    def __init__(self, message: str = "", *, ranks: Iterable[int] = (), ends_job: bool = False) -> None:
         super().__init__(message)
-        self.ranks = tuple(sorted(ranks))
+        self.ranks, self.ends_job = tuple(sorted(ranks)), ends_job
 
 
 class ParameterServerLost(PeerLostError):

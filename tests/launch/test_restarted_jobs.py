@@ -61,7 +61,8 @@ def ranks_of(job):
 def test_mpirun_is_killed(tmp_path):
     with start(tmp_path, "-np", 2, "--output-dir", tmp_path / "logs") as job:
         job.wait_for(2, "ready")
-        kill(process.pid for process in job.processes() if process.name() in ("mpirun", "prterun", "prte"))
+        (mpirun,) = psutil.Process(job.process.pid).children()
+        mpirun.kill()
         ended = job.end()
         job.assert_nothing_left()
     assert ended.code == 0, ended.err
@@ -74,7 +75,7 @@ def test_mpirun_is_killed(tmp_path):
     assert re.findall(r"ready|restarts=1", written) == ["ready", "restarts=1"]  # of both launches
 
 
-@pytest.mark.parametrize("how", ["host", "link", "links"])
+@pytest.mark.parametrize("how", ["host", "link", pytest.param("links", marks=pytest.mark.nightly)])
 def test_a_host_or_a_link_is_lost(network, tmp_path, how):
     """Rank 0's host is lost; or its link, which comes back; or all hosts lose each other, but not chorosrun."""
     hosts = ",".join(f"{host}:{slots}" for host, slots in zip(network.hosts, (1, 2, 1), strict=True))
@@ -89,7 +90,7 @@ def test_a_host_or_a_link_is_lost(network, tmp_path, how):
             else:
                 isolate(network, "on")
             assert not psutil.wait_procs(ranks, timeout=20)[1]  # on both sides of the link
-            job.wait_for(1, "restarts=1")
+            job.wait_for(1, "restarts=")
             link(network, 0, "up")
             isolate(network, "off")
             ended = job.end()
@@ -99,7 +100,7 @@ def test_a_host_or_a_link_is_lost(network, tmp_path, how):
         isolate(network, "off")
     assert ended.code == 0, ended.err
     size, left = (2, network.hosts[1]) if how == "links" else (3, f"{network.hosts[1]}:2,{network.hosts[2]}:1")
-    assert sorted(re.findall(r"rank .*", ended.out)) == [
-        f"rank {rank} restarts=1 steps={[4] * 4 + [size] * 6}" for rank in range(size)
+    assert sorted(re.findall(r"rank (\d) restarts=\d steps=(.*)", ended.out)) == [
+        (str(rank), str([4] * 4 + [size] * 6)) for rank in range(size)
     ]
     assert f"it is started again, with {size} ranks on {left}" in ended.err

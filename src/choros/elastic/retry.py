@@ -103,7 +103,8 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
                 except EngineError as error:
                     failures = failures + 1 if state.commits == commits else 1
                     commits = state.commits
-                    if failures == _TRIES or (isinstance(error, PeerLostError) and not ranks.survives):
+                    is_final = isinstance(error, PeerLostError) and (error.ends_job or not ranks.survives)
+                    if is_final or failures == _TRIES:
                         raise
                     _log.warning("training goes on from the last commit: %s", error)
                     state.restore()

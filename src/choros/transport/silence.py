@@ -114,5 +114,15 @@ def is_silent(end: socket.socket, limit: float) -> bool:
         return False
     state, resent, asked, since_sent, since_data, since_confirmation = _INFO.unpack(info)
     # Data that a full receiver refuses are sent again, too, and each time it confirms what it has had before.
-    unanswered = asked > 0 or (resent > 0 and since_sent < since_confirmation)
+    unanswered = asked > 0 or (resent > 0 and (since_sent < since_confirmation or not _has_route(end)))
     return bool(state == _ESTABLISHED and unanswered and min(since_data, since_confirmation) >= limit)
+
+
+def _has_route(end: socket.socket) -> bool:
+    """Whether this host could send to the other end: what its own link, being down, refuses does not count as sent."""
+    try:
+        with socket.socket(end.family, socket.SOCK_DGRAM) as probe:
+            probe.connect(end.getpeername())  # sends nothing
+    except OSError as error:
+        return error.errno not in _GIVEN_UP
+    return True

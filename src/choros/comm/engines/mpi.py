@@ -283,7 +283,7 @@ class MpiCommunicator(Communicator):
         left = {launched.index(each) for each in self.launched}
         problem = why_not_to_go_on(hosts, left, int(MIN_NP.number(os.environ, "ranks")))
         if self is _job.communicator and problem:
-            raise PeerLostError(f"{problem}: the job ends.")
+            raise PeerLostError(f"{problem}: the job ends.", ends_job=True)
 
     def _made(self, comm: MPI.Intracomm) -> _Made:
         """Makes of ``comm`` what belongs to its members; all of them call it."""

@@ -98,7 +98,7 @@ class _Waiting:
             self.health = self.health.failed(host, began)
         said = ""
         while True:
-            step = next_step(self.job, self.elastic, tries, self._hosts(loss), time.monotonic() - began)
+            step = next_step(self.job, self.elastic, tries, self._hosts(loss, tries), time.monotonic() - began)
             if not isinstance(step, Wait):
                 return step
             if self.end_of_time is not None and time.monotonic() >= self.end_of_time:
@@ -116,14 +116,14 @@ class _Waiting:
             f"now {slots}"
         )
 
-    def _hosts(self, loss: Loss) -> tuple[Host, ...]:
+    def _hosts(self, loss: Loss, tries: Tries) -> tuple[Host, ...]:
         """The hosts that answer, and are not left out."""
         hosts = self.health.usable(self._known(), time.monotonic())
         if in_slurm(self.environ):  # mpirun does without ssh
             hosts = tuple(host for host in hosts if host.name not in loss.hosts)
         else:
             hosts = self._answering(hosts)
-        out = cut_off(hosts, loss.cut)
+        out = cut_off(hosts, tries.cut)
         joined = tuple(host for host in hosts if host.name not in out)
         return joined if total_slots(joined) >= self.elastic.least else hosts
 

@@ -86,14 +86,18 @@ class Tries:
     Attributes:
         restarts: how many times it was started again.
         in_vain: how many of the last launches ended before all ranks had started.
+        cut: pairs of hosts that have lost each other since the last launch that was not in vain.
     """
 
     restarts: int = 0
     in_vain: int = 0
+    cut: frozenset[tuple[str, str]] = frozenset()
 
     def after(self, loss: Loss) -> Tries:
         """Returns the launches with one that has ended by ``loss``."""
-        return replace(self, in_vain=0 if loss.started else self.in_vain + 1)
+        if loss.started:
+            return replace(self, in_vain=0, cut=loss.cut)
+        return replace(self, in_vain=self.in_vain + 1, cut=self.cut | loss.cut)
 
 
 def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...], waited: float) -> Restart | Wait | End:
