@@ -10,7 +10,7 @@ from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.hosts import parse_hosts
 from choros.launch.plan.job import Job
 from choros.launch.plan.limits import Limits
-from choros.launch.plan.restart import End, Loss, Restart, Tries, Wait, next_step, restarted
+from choros.launch.plan.restart import End, JobLoss, Restart, Tries, WaitForHosts, next_step, restarted
 from choros.launch.protocol.frames import Exit, Start
 
 ELASTIC = Elastic(least=2, most=4, timeout=60.0, resets=5)
@@ -37,27 +37,29 @@ def end(*exits, reason=None, messages=(), started=range(4), **rest):
     [
         (
             end(Exit(0, "a", **STOPPED), Exit(1, "a", **STOPPED), messages=[DAEMON_LOST], mpirun_code=213),
-            Loss("ranks 2, 3 on b were lost: the host went down or can no longer be reached", frozenset({"10.0.0.2"})),
+            JobLoss(
+                "ranks 2, 3 on b were lost: the host went down or can no longer be reached", frozenset({"10.0.0.2"})
+            ),
         ),
-        (end(mpirun_code=-9), Loss("mpirun was killed by SIGKILL (signal 9)")),
+        (end(mpirun_code=-9), JobLoss("mpirun was killed by SIGKILL (signal 9)")),
         (
             end(*(Exit(rank, "a", **STOPPED) for rank in range(4)), mpirun_code=-9),
-            Loss("mpirun was killed by SIGKILL (signal 9)"),
+            JobLoss("mpirun was killed by SIGKILL (signal 9)"),
         ),
         (
             end(unreachable(0, "2, 3"), unreachable(3, "0, 1"), Exit(1, "a", **STOPPED), reason=Reason.LOST),
-            Loss(
+            JobLoss(
                 "the hosts 10.0.0.1, 10.0.0.2 have lost each other",
                 cut=frozenset({("10.0.0.1", "10.0.0.2"), ("10.0.0.2", "10.0.0.1")}),
             ),
         ),
         (
             end(Exit(2, "b", **KILLED), Exit(3, "b", **KILLED), Exit(0, "a", 69), Exit(1, "a", 69), reason=Reason.LOST),
-            Loss("ranks 2, 3 on b were lost, and not more than half of all are left"),
+            JobLoss("ranks 2, 3 on b were lost, and not more than half of all are left"),
         ),
         (
             end(reason=Reason.STUCK, stuck="…", unconnected=True),
-            Loss(
+            JobLoss(
                 "the hosts 10.0.0.1, 10.0.0.2 have lost each other",
                 cut=frozenset({("10.0.0.1", "10.0.0.2")}),
                 started=False,
@@ -65,9 +67,11 @@ def end(*exits, reason=None, messages=(), started=range(4), **rest):
         ),
         (
             end(Exit(0, "a", 0), Exit(1, "a", **STOPPED), messages=[DAEMON_LOST], done={0}),  # it was asked to leave
-            Loss("ranks 2, 3 on b were lost: the host went down or can no longer be reached", frozenset({"10.0.0.2"})),
+            JobLoss(
+                "ranks 2, 3 on b were lost: the host went down or can no longer be reached", frozenset({"10.0.0.2"})
+            ),
         ),
-        (end(started=[0, 1], mpirun_code=1), Loss("ranks 2, 3 could not be started", started=False)),
+        (end(started=[0, 1], mpirun_code=1), JobLoss("ranks 2, 3 could not be started", started=False)),
     ],
 )
 def test_losses(job_end, loss):
@@ -101,7 +105,7 @@ def test_a_first_start_that_fails_is_not_repeated():
     [
         (Tries(), "b:2", 0, Restart(2, parse_hosts("b:2"))),
         (Tries(), "b:2,c:8", 0, Restart(4, parse_hosts("b:2,c:8"))),
-        (Tries(), "b:1", 59, Wait(1)),
+        (Tries(), "b:1", 59, WaitForHosts(1)),
         (Tries(), "b:1", 60, End("after --elastic-timeout 60 s there are slots for 1 rank, fewer than --min-np 2")),
         (Tries(restarts=5), "b:2", 0, End("--reset-limit 5 allows no further start")),
         (Tries(2, in_vain=3), "b:2", 0, End("the last 3 starts have failed")),
@@ -112,9 +116,9 @@ def test_steps(tries, hosts, waited, step):
 
 
 def test_starts_in_vain_are_counted_until_one_succeeds():
-    tries = Tries(restarts=2).after(Loss("…", started=False)).after(Loss("…", started=False))
+    tries = Tries(restarts=2).after(JobLoss("…", started=False)).after(JobLoss("…", started=False))
     assert tries == Tries(restarts=2, in_vain=2)
-    assert tries.after(Loss("…")) == Tries(restarts=2)
+    assert tries.after(JobLoss("…")) == Tries(restarts=2)
 
 
 def test_a_restarted_job():

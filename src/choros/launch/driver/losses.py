@@ -11,7 +11,7 @@ from choros.launch.driver.mpirun_messages import aborted_by_mpi, lost_hosts
 from choros.launch.driver.stopping import Reason, signal_name
 from choros.launch.driver.supervisor import JobEnd
 from choros.launch.plan.job import Job
-from choros.launch.plan.restart import Loss, hosts_of_ranks
+from choros.launch.plan.restart import JobLoss, hosts_of_ranks
 from choros.launch.protocol.frames import Exit
 
 __all__ = ["loss_of"]
@@ -20,7 +20,7 @@ __all__ = ["loss_of"]
 _UNREACHABLE = re.compile(r"the host \S+ of ranks? ([\d, ]+) cannot be reached")
 
 
-def loss_of(job_end: JobEnd, job: Job) -> Loss | None:
+def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
     """Returns what the job has lost, without which it can be started again; ``None``: its outcome stands.
 
     That is if it has ended by itself, was stopped, has failed at its first start, or so many ranks have failed that
@@ -51,7 +51,7 @@ def loss_of(job_end: JobEnd, job: Job) -> Loss | None:
     if job_end.unconnected:
         cut = set(itertools.combinations(sorted(set(names.values())), 2))
     hosts = frozenset(names.get(host, host) for host in gone)
-    return Loss(_sentence(job_end, gone, cut, failed), hosts, frozenset(cut), started)
+    return JobLoss(_sentence(job_end, gone, cut, failed), hosts, frozenset(cut), started)
 
 
 def _interrupted(job_end: JobEnd) -> set[int]:

@@ -23,7 +23,7 @@ from choros.launch.plan.environment import in_slurm
 from choros.launch.plan.hosts import Host, total_slots
 from choros.launch.plan.job import Job
 from choros.launch.plan.limits import Limits
-from choros.launch.plan.restart import End, Loss, Restart, Tries, Wait, cut_off, next_step, restarted
+from choros.launch.plan.restart import End, JobLoss, Restart, Tries, WaitForHosts, cut_off, next_step, restarted
 
 __all__ = ["launch_again"]
 
@@ -88,7 +88,7 @@ class _Waiting:
     end_of_time: float | None
     show: Callable[[str], None]
 
-    def after(self, loss: Loss, tries: Tries) -> Restart | End | None:
+    def after(self, loss: JobLoss, tries: Tries) -> Restart | End | None:
         """Returns what to do after ``loss``, when there are hosts or it has waited long enough.
 
         ``None``: the time of the job is over.
@@ -99,7 +99,7 @@ class _Waiting:
         said = ""
         while True:
             step = next_step(self.job, self.elastic, tries, self._hosts(loss, tries), time.monotonic() - began)
-            if not isinstance(step, Wait):
+            if not isinstance(step, WaitForHosts):
                 return step
             if self.end_of_time is not None and time.monotonic() >= self.end_of_time:
                 return None
@@ -109,14 +109,14 @@ class _Waiting:
                 said = message
             time.sleep(_POLL_SECONDS)
 
-    def _waits(self, step: Wait) -> str:
+    def _waits(self, step: WaitForHosts) -> str:
         slots = f"{step.slots} slot{'s' * (step.slots != 1)}"
         return (
             f"waiting up to {self.elastic.timeout:g} s for hosts with slots for --min-np {self.elastic.least} ranks, "
             f"now {slots}"
         )
 
-    def _hosts(self, loss: Loss, tries: Tries) -> tuple[Host, ...]:
+    def _hosts(self, loss: JobLoss, tries: Tries) -> tuple[Host, ...]:
         """The hosts that answer, and are not left out."""
         hosts = self.health.usable(self._known(), time.monotonic())
         if in_slurm(self.environ):  # mpirun does without ssh

@@ -6,7 +6,7 @@
        ▲                      │ yes
        │                      ▼
        │        ┌──────── next_step ──┬─ End: --reset-limit, --elastic-timeout ─► exit code 69
-       │        │             ▲       └─ Wait for hosts ─┐
+       │        │             ▲       └─ WaitForHosts ───┐
        │     Restart          └──────── one second ──────┘
        └────────┘  on the hosts that are left, from the last commit
 """
@@ -24,11 +24,11 @@ from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.hosts import Host, total_slots
 from choros.launch.plan.job import Job
 
-__all__ = ["End", "Loss", "Restart", "Wait", "cut_off", "hosts_of_ranks", "next_step", "restarted"]
+__all__ = ["End", "JobLoss", "Restart", "WaitForHosts", "cut_off", "hosts_of_ranks", "next_step", "restarted"]
 
 
 @dataclass(frozen=True)
-class Loss:
+class JobLoss:
     """What an elastic job has lost, without which it cannot go on in place.
 
     Attributes:
@@ -58,7 +58,7 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitForHosts:
     """Wait for hosts with slots for enough ranks.
 
     Attributes:
@@ -93,14 +93,16 @@ class Tries:
     in_vain: int = 0
     cut: frozenset[tuple[str, str]] = frozenset()
 
-    def after(self, loss: Loss) -> Tries:
+    def after(self, loss: JobLoss) -> Tries:
         """Returns the launches with one that has ended by ``loss``."""
         if loss.started:
             return replace(self, in_vain=0, cut=loss.cut)
         return replace(self, in_vain=self.in_vain + 1, cut=self.cut | loss.cut)
 
 
-def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...], waited: float) -> Restart | Wait | End:
+def next_step(
+    job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...], waited: float
+) -> Restart | WaitForHosts | End:
     """Returns what to do after a loss.
 
     Args:
@@ -116,7 +118,7 @@ def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...],
         >>> next_step(job, elastic, Tries(), (Host("b", 2),), waited=0)
         Restart(size=2, hosts=(Host(name='b', slots=2),))
         >>> next_step(job, elastic, Tries(), (), waited=0)
-        Wait(slots=0)
+        WaitForHosts(slots=0)
         >>> next_step(job, elastic, Tries(), (), waited=60)
         End(why='after --elastic-timeout 60 s there are slots for 0 ranks, fewer than --min-np 2')
         >>> next_step(job, elastic, Tries(restarts=3), job.hosts, waited=0)
@@ -132,7 +134,7 @@ def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...],
     if slots >= elastic.least:
         return Restart(min(slots, elastic.most), hosts)
     if waited < elastic.timeout:
-        return Wait(slots)
+        return WaitForHosts(slots)
     return End(
         f"after --elastic-timeout {elastic.timeout:g} s there are slots for {slots} rank{'s' * (slots != 1)}, fewer "
         f"than --min-np {elastic.least}"
