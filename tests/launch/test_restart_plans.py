@@ -18,6 +18,7 @@ JOB = Job(("x",), 4, parse_hosts("10.0.0.1:2,10.0.0.2:2"), elastic=ELASTIC)
 STOPPED = {"code": 143, "signal": 15, "stopped": True}
 KILLED = {"code": 137, "signal": 9}
 DAEMON_LOST = "  Remote host:   b"
+HOST_LOST = "ranks 2, 3 on b were lost: the host went down or can no longer be reached"
 
 
 def unreachable(rank, others):
