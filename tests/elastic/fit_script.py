@@ -1,7 +1,8 @@
 """Trains a model whose weights count: row i of the data is trained on as often as weight i says.
 
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
-``faults.py``); a directory for checkpoints, if they are wanted. Prints a line of JSON on each rank.
+``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, for a strategy. Prints a
+line of JSON on each rank.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from choros.comm import global_process_set
 ROWS, BATCH, EPOCHS = 203, 16, 3
 api = sys.argv[1]
 directory = Path(sys.argv[3]) if len(sys.argv) > 3 else None
+kind = os.environ.get("FIT_DATA")
 started = os.getpid()
 
 
@@ -50,6 +52,22 @@ with strategy.scope() if strategy else contextlib.nullcontext():
     )
 rows, zeros = np.eye(ROWS, dtype="float32"), np.zeros((ROWS, 1), "float32")
 data = {"x": rows, "y": zeros, "batch_size": BATCH}
+if kind == "loader":
+    import torch
+
+    tensors = torch.utils.data.TensorDataset(torch.from_numpy(rows), torch.from_numpy(zeros))
+    generator = torch.Generator().manual_seed(1)
+    data = {"x": torch.utils.data.DataLoader(tensors, batch_size=BATCH, shuffle=True, generator=generator)}
+elif kind == "tf":
+    import tensorflow as tf
+
+    tf.random.set_seed(1)
+    data = {"x": tf.data.Dataset.from_tensor_slices((rows, zeros)).shuffle(ROWS, seed=1).batch(BATCH)}
+elif kind == "grain":
+    import grain
+
+    source = grain.MapDataset.range(ROWS).shuffle(seed=1).map(lambda row: (rows[row], zeros[row]))
+    data = {"x": source.to_iter_dataset().batch(BATCH)}
 callbacks = [faults.callback()]
 if api == "horovod":
     data = {"x": hvd.shard((rows, zeros), batch_size=BATCH, shuffle=True), "shuffle": False}

@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs("mpi4py")]
 HERE = Path(__file__).parent
 
 
-def fit(framework, kills, api="strategy", ranks=3, code=0, more=()):
+def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, data=""):
     """Trains on ``ranks`` ranks; returns how the job ended and what the ranks report that reached the end."""
     if framework not in FRAMEWORKS:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
-    arguments = ("-np", ranks, "--min-np", 2, *more, sys.executable, HERE / "fit_script.py", api, kills)
-    ended = run(*arguments, env={"KERAS_BACKEND": framework})
+    arguments = ("-np", ranks, "--min-np", least, *more, sys.executable, HERE / "fit_script.py", api, kills)
+    ended = run(*arguments, env={"KERAS_BACKEND": framework, "FIT_DATA": data})
     assert ended.code == code, ended.err
     return ended, [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
 

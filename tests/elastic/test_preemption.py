@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -52,6 +53,27 @@ def test_a_rank_leaves_after_its_step(framework, api, faults, left):
     assert all(report["wrong"] == {} for report in reports)
     assert "it leaves after this step, and the others go on" in ended.err
     assert ("killed by SIGUSR1" in ended.err) == ("0@12" in faults)  # the second signal
+
+
+@pytest.mark.parametrize(
+    "data",
+    [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("loader", "tf", "grain")] + [""],
+)
+def test_one_rank_goes_on_with_data_of_each_kind(data, tmp_path):
+    given = {"more": ("--commit-dir", tmp_path), "least": 1, "data": data}
+    fit("torch", "0@5=SIGTERM!", ranks=2, code=75, **given)
+    fit("torch", "0@2=SIGTERM", ranks=1, code=75, **given)  # the rank itself, as it is the last
+    ended, (report,) = fit("torch", "", ranks=1, **given)
+    assert (report["wrong"], report["rows"]) == ({}, [203.0] * 3), ended.err
+
+
+@pytest.mark.nightly
+def test_a_killed_job_goes_on_from_its_last_commit(tmp_path):
+    commits = ("--commit-dir", tmp_path, "--commit-steps", 4)
+    fit("torch", "0@22=SIGKILL!", code=-signal.SIGKILL, more=commits)
+    ended, reports = fit("torch", "", ranks=2, more=commits)
+    assert "training goes on in epoch 2" in ended.err
+    assert [report["wrong"] for report in reports] == [{}, {}]
 
 
 def test_a_job_without_commits_ends_at_once():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from choros.config import DEVICES, ENGINE, Config
+from choros.config import DEVICES, ELASTIC, ENGINE, Config
 from choros.errors import ChorosError, ConfigError, EngineUnavailable
 from choros.topology import NEVER_MPI, WITHOUT_MPI, Topology
 
@@ -51,17 +51,19 @@ class Situation:
         topology: the topology from the launcher's environment.
         comm: the ``comm`` argument of ``init``.
         installed: returns whether a module can be imported.
+        elastic: whether others may join the job.
     """
 
     requested: str
     topology: Topology
     comm: Any
     installed: Callable[[str], bool]
+    elastic: bool = False
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other rank."""
-        return self.topology.size == 1 and self.comm in (None, [0])
+        """Whether there is no other rank, and will be none."""
+        return self.topology.size == 1 and self.comm in (None, [0]) and not self.elastic
 
     @property
     def is_without_mpi(self) -> bool:
@@ -170,7 +172,8 @@ def select(
         >>> print(select({}, Topology(rank=1, size=4, launcher="mpirun")))
         engine mpi: mpirun started 4 ranks
     """
-    situation = Situation(Config.from_environ(environ).engine, topology, comm, installed)
+    elastic = ELASTIC.read(environ) == "1"
+    situation = Situation(Config.from_environ(environ).engine, topology, comm, installed, elastic)
     rule = next(rule for rule in CHOICES if rule.holds(situation))
     for refusal in REFUSALS:
         if refusal.engine == rule.engine and refusal.holds(situation):

@@ -29,7 +29,7 @@ from choros.arrays import adapter_of
 from choros.comm import ProcessSet, Request, global_process_set
 from choros.errors import DriftError
 
-__all__ = ["Comparison", "are_identical", "check_identical"]
+__all__ = ["Comparison", "are_identical", "check_identical", "digest"]
 
 Array = NDArray[Any]
 #: Differences up to this many units in the last place of an array's largest value are rounding: hosts may have
@@ -85,7 +85,7 @@ def are_identical(arrays: Sequence[Any], process_set: ProcessSet = global_proces
         True
     """
     communicator, request = process_set.communicator, Request("compare", f"{len(arrays)} arrays")
-    digests = communicator.atomic(lambda: communicator.agree(request, value=_digest(arrays)))
+    digests = communicator.atomic(lambda: communicator.agree(request, value=digest(arrays)))
     return len(set(digests)) == 1
 
 
@@ -120,7 +120,7 @@ def check_identical(
     if are_identical(arrays, process_set):
         return
     communicator = process_set.communicator
-    own = np.array([[_digest([array]) for array in arrays]], np.int64)
+    own = np.array([[digest([array]) for array in arrays]], np.int64)
     digests = [tuple(row) for row in communicator.allgather(own, name="digests").tolist()]
     most, others = _most_and_others(digests)
     suspects = [index for index in range(len(arrays)) if len({row[index] for row in digests}) > 1]
@@ -171,7 +171,7 @@ def _who(others: Sequence[int], ranks: Sequence[int]) -> str:
     return f" (rank{'s' if len(others) > 1 else ''} {named} {'have' if len(others) > 1 else 'has'} others than most)"
 
 
-def _digest(arrays: Sequence[Any]) -> int:
+def digest(arrays: Sequence[Any]) -> int:
     """63 bits that identify the arrays' values, shapes and dtypes."""
     digest = hashlib.blake2b(digest_size=8)
     for array in arrays:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, final
@@ -27,6 +26,9 @@ from choros.elastic.ledger import Ledger
 from choros.elastic.preemption import end_job, fewest_ranks, job_ends, leave_if_asked, watch_signals
 from choros.parallel.data.epochs import EpochData
 from choros.parallel.data.shard_batches import ShardBatches
+from choros.parallel.identical import digest
+from choros.parallel.structure import leaves
+from choros.training.keras_internals import keeping_metrics
 
 __all__ = ["ElasticEpochs"]
 
@@ -56,6 +58,7 @@ class ElasticEpochs:
         self._join = join
         self._counted = 0
         self._resumed: Ledger | None = None
+        self._order: int | None = None
         self._commit_steps = int(COMMIT_STEPS.number(os.environ, "steps"))
         self._context = ExitStack()
 
@@ -77,6 +80,7 @@ class ElasticEpochs:
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed.epoch == epoch:
             self.ledger = resumed.resumed(communicator.size, self._data.length(epoch))
+            self._check_order(epoch)
         else:
             self.ledger = Ledger.of_epoch(epoch, communicator.size)
         self._counted = self._batches()
@@ -85,17 +89,34 @@ class ElasticEpochs:
     @property
     def position(self) -> dict[str, Any]:
         """Where the ranks are in the epoch, as plain values for a commit."""
-        return {"ledger": None if self.ledger is None else self.ledger.to_json(), "seed": self._data.seed}
+        ledger = None if self.ledger is None else self.ledger.to_json()
+        return {"ledger": ledger, "seed": self._data.seed, "order": self._order}
 
     def resume(self, position: Mapping[str, Any]) -> None:
         """Makes the epoch of a ``position`` go on from there, when it begins, with the ranks that there are now."""
         self._data.seed = position["seed"]
-        warnings.filterwarnings("ignore", "Your input ran out of data")  # Keras expects a whole epoch
         self._resumed = None if position["ledger"] is None else Ledger.from_json(position["ledger"])
+        self._order = position["order"]
 
     def example_batch(self) -> Any:
         """Returns a batch, from which metrics can be built."""
-        return next(self._data.batches([ShardBatches(0, 1, range(1))], self._data.epoch))
+        batch = next(self._data.batches([ShardBatches(0, 1, range(1))], self._data.epoch))
+        self._data.begin_epoch(self._data.epoch, self._data.parts)  # a stream has drawn other seeds since
+        return batch
+
+    def _order_of(self, epoch: int) -> int:
+        """Returns a number for the order of an epoch: that of its first batch."""
+        first = next(self._data.batches([ShardBatches(0, 1, range(1))], epoch), ())
+        return digest([each for each in leaves(first) if each is not None])
+
+    def _check_order(self, epoch: int) -> None:
+        order, self._order = self._order, None
+        if order is not None and order != self._order_of(epoch) and global_process_set.communicator.rank == 0:
+            _log.warning(
+                "the data are not in the order of the run that has written the commit, so not every example of epoch "
+                "%d is used exactly once: set all seeds at the begin of the script, by keras.utils.set_random_seed.",
+                epoch + 1,
+            )
 
     def between_steps(self) -> None:
         """Ends this rank if it was asked to end, or the job; all ranks call it after each of their steps."""
@@ -111,6 +132,7 @@ class ElasticEpochs:
         if self.commit is None or global_process_set.communicator.size >= fewest_ranks():
             return
         try:
+            self._order = self._order_of(self._data.epoch)
             self.commit()
         except Exception as error:  # noqa: BLE001  (the loss is what is raised)
             _log.warning("the last step is not committed: %s: %s", type(error).__name__, error)
@@ -126,7 +148,8 @@ class ElasticEpochs:
             self.ledger = self.ledger.resharded(communicator.size, length)
             for batch in self._data.batches(self.ledger.of_rank(communicator.rank), self.ledger.epoch):
                 x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-                model.train_on_batch(x, y, weights)
+                with keeping_metrics(model):
+                    model.train_on_batch(x, y, weights)
                 self.between_steps()
             self._end_batches()
 
@@ -141,6 +164,7 @@ class ElasticEpochs:
     def _end_if_asked(self) -> None:
         self._count()
         if self.commit is not None and job_ends():
+            self._order = self._order_of(self._data.epoch)  # the data are read no more
             end_job(self.commit)
         leave_if_asked()
 

@@ -345,9 +345,44 @@ def set_initial_epoch(model: Any, epoch: int) -> None:
     model._initial_epoch = epoch
 
 
+@contextmanager
+def epochs_of_any_length() -> Iterator[None]:
+    """A context in which ``fit`` reads each epoch to its end, and expects no number of batches.
+
+    Of data of unknown length Keras would expect as many as in the first epoch, which may begin in the middle.
+    """
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
+    catch, warn = EpochIterator.catch_stop_iteration, EpochIterator._interrupted_warning
+
+    @contextmanager
+    def catching(iterator: Any) -> Iterator[None]:
+        known = iterator._num_batches
+        with catch(iterator):
+            yield
+        iterator._num_batches = known
+
+    def warning(iterator: Any) -> None:
+        if iterator.steps_per_epoch is not None:
+            warn(iterator)
+
+    EpochIterator.catch_stop_iteration, EpochIterator._interrupted_warning = catching, warning
+    try:
+        yield
+    finally:
+        EpochIterator.catch_stop_iteration, EpochIterator._interrupted_warning = catch, warn
+
+
 def build_from_batch(model: Any, batch: Any = None, iterator: Any = None) -> None:
     """Creates the variables and metrics that a model does not have yet, for batches like this one, as ``fit`` does."""
     model._symbolic_build(iterator=iterator, data_batch=batch)
+
+
+@contextmanager
+def keeping_metrics(model: Any) -> Iterator[None]:
+    """A block in which ``train_on_batch`` adds to the model's metrics, which it would reset."""
+    with _replaced(model, "reset_metrics", lambda: None):
+        yield
 
 
 def build_metrics(model: Any, batch: Any) -> None:

@@ -37,7 +37,7 @@ from choros.training.aggregation import is_aggregated_on_write
 from choros.training.distributed_optimizer import move_outwards, receive_weights, reducer_of
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.files import complete_files
-from choros.training.keras_internals import layers_of, metrics_of, optimizers_of, own_statistics
+from choros.training.keras_internals import epochs_of_any_length, layers_of, metrics_of, optimizers_of, own_statistics
 from choros.training.metric_states import watch
 from choros.training.metrics import global_metrics
 from choros.training.model_variables import model_variables
@@ -151,7 +151,8 @@ class Steps:
         self.epochs = ElasticEpochs(data, lambda: self.batches, self.join)
         self.epochs.start()
         try:
-            yield
+            with epochs_of_any_length():
+                yield
         except PeerLostError:
             self.epochs.commit_after_loss()
             raise

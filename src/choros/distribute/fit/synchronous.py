@@ -45,6 +45,7 @@ from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_fit, in_fit, in_replica
 from choros.distribute.tf_variables import settle_variables
 from choros.distribute.writing import is_writing, write_once
+from choros.elastic.job import elastic_job
 from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.data import (
@@ -173,7 +174,7 @@ class SynchronousTraining(Training):
     def fit(self, model: Any, call: KerasCall) -> Any:
         """Trains on this process's rows of each global batch."""
         self._statistics.average(model)
-        if self._replicas.count == 1:
+        if self._replicas.count == 1 and not elastic_job().survives:  # a last rank goes on as the others began
             return _run_locally(call)
         share_equally(model)
         x, y, weights, validation = _split_validation(call)

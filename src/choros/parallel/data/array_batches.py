@@ -89,7 +89,7 @@ class ArrayEpochs(IndexedData):
         self._n = count_rows(data)
         self._batch_size = batch_size
         self._shuffle = sharding.shuffle
-        self._drawn: tuple[int, Any] | None = None
+        self._drawn: tuple[tuple[int, int], Any] | None = None
         check_batch_size(batch_size, sharding.part.count)
 
     @cached_property
@@ -103,9 +103,10 @@ class ArrayEpochs(IndexedData):
         start, end = (first + row for row in part.range(min(self._batch_size, self._n - first)))
         if not self._shuffle:
             return cut(self._data, start, end)
-        if self._drawn is None or self._drawn[0] != epoch:
+        which = self.seed, epoch
+        if self._drawn is None or self._drawn[0] != which:
             # Keras ends an epoch before the first one, and ``ArrayBatches`` has then drawn its second order.
-            self._drawn = epoch, _order(self._n, self.seed, epoch + 1)
+            self._drawn = which, _order(self._n, self.seed, epoch + 1)
         indices = self._drawn[1][start:end]
         return map_structure(lambda leaf: leaf[indices], self._data)
 
