@@ -24,6 +24,7 @@ def train(state):
             print("ready", f"job={os.environ['CHOROS_JOB']}", f"pid={os.getpid()}", flush=True)
             while True:
                 communicator.allreduce(np.ones(10_000, np.float32))
+                state.check_host_updates()
         communicator.barrier()
         state.steps = [*state.steps, communicator.size]
         state.commit()

@@ -10,7 +10,7 @@ from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.hosts import parse_hosts
 from choros.launch.plan.job import Job
 from choros.launch.plan.limits import Limits
-from choros.launch.plan.restart import End, JobLoss, Restart, Tries, WaitForHosts, next_step, restarted
+from choros.launch.plan.restart import End, JobLoss, Restart, Tries, WaitForHosts, cut_off, moved, next_step, restarted
 from choros.launch.protocol.frames import Exit, Start
 
 ELASTIC = Elastic(least=2, most=4, timeout=60.0, resets=5)
@@ -127,6 +127,30 @@ def test_a_restarted_job():
     again = restarted(job, Restart(3, parse_hosts("a:1,b:2")), 2, {"a"}, {"HOROVOD_TIMELINE": "/t/run.json"})
     assert again.environment == {"CHOROS_RESTARTS": "2", "HOROVOD_TIMELINE": "/t/run.restart2.json"}
     assert (again.size, again.remote) == (3, parse_hosts("b:2"))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "step"),
+    [
+        ("b:1,a:2", None),
+        ("a:2", Restart(2, parse_hosts("a:2"))),
+        ("a:2,b:2", Restart(4, parse_hosts("a:2,b:2"))),
+        ("b:4", Restart(4, parse_hosts("b:4"))),
+        ("a:1,c:1", Restart(2, parse_hosts("a:1,c:1"))),
+        ("a:1", None),  # fewer than the least: it goes on as long as it can
+    ],
+)
+def test_hosts_that_come_and_go(hosts, step):
+    job = Job(("x",), 3, parse_hosts("a:2,b:1"), elastic=ELASTIC)
+    assert moved(job, ELASTIC, parse_hosts(hosts)) == step
+
+
+@pytest.mark.parametrize(
+    ("cut", "out"),
+    [("", ""), ("ab", "b"), ("ab bc", "b"), ("ab bc ac", "bc"), ("ax", ""), ("cd", "d")],
+)
+def test_hosts_that_are_cut_off(cut, out):
+    assert cut_off(parse_hosts("a:3,b:2,c:2,d:1"), {tuple(pair) for pair in cut.split()}) == frozenset(out)
 
 
 def test_given_up():

@@ -104,3 +104,23 @@ def test_a_host_or_a_link_is_lost(network, tmp_path, how):
         (str(rank), str([4] * 4 + [size] * 6)) for rank in range(size)
     ]
     assert f"it is started again, with {size} ranks on {left}" in ended.err
+
+
+def test_a_script_adds_a_host_and_drops_another(network, tmp_path):
+    """The ranks commit after the next step, and the job goes on there; the first host is let go."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"#!/bin/sh\necho {network.hosts[0]}:1\necho {network.hosts[1]}:1\n")
+    hosts.chmod(0o755)
+    found = ("--host-discovery-script", hosts, "--max-np", 3, "--ssh-command", network.reach)
+    with start(tmp_path, "-np", 2, *found) as job:
+        job.wait_for(2, "ready")
+        new = tmp_path / "new"
+        new.write_text(f"#!/bin/sh\necho {network.hosts[1]}:1\necho {network.hosts[2]}:2\n")
+        new.chmod(0o755)
+        new.replace(hosts)
+        ended = job.end()
+        job.assert_nothing_left()
+    assert ended.code == 0, ended.err
+    steps = re.findall(r"rank \d restarts=1 steps=(.*)", ended.out)
+    assert steps == [str([2] * 4 + [3] * 6)] * 3
+    assert f"the hosts are now {network.hosts[1]}:1,{network.hosts[2]}:2." in ended.err

@@ -12,6 +12,9 @@
 A rank that leaves needs to tell nobody: to the others it is lost in its next step, of which it has applied nothing. If
 all end, they must do so after the same step; the signal reaches them in different ones, and the notice all in the same.
 
+SIGWINCH asks for the same, of all ranks that commit, because the job goes on on other hosts then; it never ends a rank
+that does not.
+
 A second signal ends a rank at once, as does a request to end a job without commits. A handler of the program's own
 takes the place of this one.
 """
@@ -29,6 +32,7 @@ from types import FrameType
 from choros.comm import END, global_process_set, is_initialized, leave_alone
 from choros.config import MIN_NP
 from choros.errors import PREEMPTED
+from choros.observe import MOVE
 from choros.observe.progress import page
 
 __all__ = ["end_job", "fewest_ranks", "job_ends", "leave_if_asked", "watch_signals"]
@@ -73,6 +77,8 @@ def watch_signals(commits: Callable[[], bool] | None = None) -> Callable[[], Non
     watched = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     for number in watched:
         signal.signal(number, _on_signal)
+    if signal.getsignal(MOVE) is signal.SIG_DFL:
+        signal.signal(MOVE, _on_move)
 
     def stop() -> None:
         if commits is not None:
@@ -93,6 +99,12 @@ def _on_signal(number: int, _frame: FrameType | None) -> None:
     _asked.signal, _asked.ends_job = number, page.job_is_to_end or (too_few and _asked.commits())
     if _asked.ends_job:
         communicator.notice |= END
+
+
+def _on_move(number: int, _frame: FrameType | None) -> None:
+    del number
+    if _asked.commits():
+        global_process_set.communicator.notice |= END
 
 
 def fewest_ranks() -> int:

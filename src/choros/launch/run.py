@@ -106,7 +106,7 @@ def run(
         hosts: the hosts, as ``"a:4,b:4"``. Default: this machine.
         hostfile: a file of hosts, one line ``name slots=N`` for each.
         host_discovery_script: a program that prints the hosts, one line ``host:slots`` for each; run at
-            each start of the job.
+            each start of the job, and with ``commit_dir`` each second.
         start_timeout: seconds that connecting to the hosts and starting the ranks may take. Default:
             ``CHOROS_START_TIMEOUT``, or 30.
         ssh_port: the port of the hosts' ssh servers.

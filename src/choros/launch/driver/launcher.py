@@ -16,6 +16,7 @@ from pathlib import Path
 from choros.config import LOG_LEVEL, RESTARTS, Config
 from choros.errors import LaunchError
 from choros.frameworks import keras_backend_of_ranks
+from choros.launch.driver.host_watch import HostWatch
 from choros.launch.driver.output import Output
 from choros.launch.driver.rank_killer import RankKiller
 from choros.launch.driver.supervisor import JobEnd, supervise
@@ -78,8 +79,8 @@ def launch(
         ConfigError: an environment variable that ranks read has an invalid value.
     """
 
-    def once(job: Job, limits: Limits) -> JobEnd:
-        return _launch_once(job, mpirun, environ, output, limits, payload, verbose)
+    def once(job: Job, limits: Limits, hosts: HostWatch | None = None) -> JobEnd:
+        return _launch_once(job, mpirun, environ, output, limits, hosts, payload, verbose)
 
     try:
         if job.elastic is None:
@@ -97,6 +98,7 @@ def _launch_once(
     environ: Mapping[str, str],
     output: Output,
     limits: Limits,
+    hosts: HostWatch | None,
     payload: bytes | None,
     verbose: bool,
 ) -> JobEnd:
@@ -143,6 +145,7 @@ def _launch_once(
                 limits=limits,
                 frame_pipes=pipes,
                 control=control,
+                hosts=hosts,
                 payload=payload,
                 verbose=verbose,
             )

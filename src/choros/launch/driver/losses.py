@@ -59,13 +59,13 @@ def _interrupted(job_end: JobEnd) -> set[int]:
     several_hosts = len({start.host for start in job_end.started.values()}) > 1
     lost = {rank for rank, end in job_end.exits.items() if several_hosts and end.code == PeerLostError.exit_code}
     stopped = {rank for rank, end in job_end.exits.items() if end.stopped}
-    return lost | (stopped | (job_end.members - job_end.exits.keys())) - job_end.done
+    return lost | (stopped | (job_end.missing)) - job_end.done
 
 
 def _sentence(job_end: JobEnd, gone: frozenset[str], cut: set[tuple[str, str]], failed: list[Exit]) -> str:
     """What was lost; the most certain reason."""
     killed = job_end.reason is None and job_end.mpirun_code < 0
-    missing = sorted(job_end.members - job_end.exits.keys())
+    missing = sorted(job_end.missing)
     on_lost_hosts = [rank for rank in missing if rank in job_end.started and job_end.started[rank].host in gone]
     if on_lost_hosts:
         return _of(job_end, on_lost_hosts, "lost: the host went down or can no longer be reached")

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from choros.config import COMMIT_DIR
-from choros.errors import ConfigError
+from choros.errors import PREEMPTED, ConfigError
 from choros.launch.driver.discovery import run_script
 from choros.launch.driver.host_names import own_names
+from choros.launch.driver.host_watch import HostWatch
 from choros.launch.driver.losses import loss_of
 from choros.launch.driver.stopping import Reason
 from choros.launch.driver.supervisor import JobEnd
@@ -23,7 +24,7 @@ from choros.launch.plan.environment import in_slurm
 from choros.launch.plan.hosts import Host, total_slots
 from choros.launch.plan.job import Job
 from choros.launch.plan.limits import Limits
-from choros.launch.plan.restart import End, JobLoss, Restart, Tries, WaitForHosts, cut_off, next_step, restarted
+from choros.launch.plan.restart import End, JobLoss, Restart, Tries, WaitForHosts, cut_off, moved, next_step, restarted
 
 __all__ = ["launch_again"]
 
@@ -33,7 +34,7 @@ _POLL_SECONDS = 1.0
 _CAUGHT = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 #: Runs a job to its end, within a number of seconds.
-Launch = Callable[[Job, Limits], JobEnd]
+Launch = Callable[[Job, Limits, HostWatch | None], JobEnd]
 
 
 def launch_again(
@@ -49,12 +50,23 @@ def launch_again(
         show: shows a message.
     """
     end_of_time = None if limits.run is None else time.monotonic() + limits.run
-    job_end, elastic = launch(job, limits), job.elastic
+    elastic = job.elastic
     if elastic is None:
-        return job_end
+        return launch(job, limits, None)
     waiting = _Waiting(job, elastic, environ, HostHealth(job.discovery.cooldown), end_of_time, show)
     tries, current = Tries(), job
-    while (loss := loss_of(job_end, current)) is not None:
+    while True:
+        left = None if end_of_time is None else max(0.0, end_of_time - time.monotonic())
+        with _watched(waiting, current, tries) as hosts:
+            job_end = launch(current, replace(limits, run=left), hosts)
+        if job_end.move is not None and _has_moved(job_end):
+            tries = Tries(tries.restarts + 1)
+            current = restarted(job, job_end.move, tries.restarts, own_names(), environ)
+            show(f"chorosrun: the job {_again(current, job_end.move, tries.restarts, environ)}.")
+            continue
+        loss = loss_of(job_end, current)
+        if loss is None:
+            return job_end
         tries = tries.after(loss)
         try:
             with _raised():
@@ -67,10 +79,42 @@ def launch_again(
             return replace(job_end, given_up=f"{loss.what}; the job ends: {step.why}")
         tries = replace(tries, restarts=tries.restarts + 1)
         current = restarted(job, step, tries.restarts, own_names() if step.hosts else (), environ)
-        show(f"chorosrun: {loss.what}; {_again(current, step, tries.restarts, environ)}.")
-        left = None if end_of_time is None else max(0.0, end_of_time - time.monotonic())
-        job_end = launch(current, replace(limits, run=left))
-    return job_end
+        show(f"chorosrun: {loss.what}; it {_again(current, step, tries.restarts, environ)}.")
+
+
+@contextmanager
+def _watched(waiting: _Waiting, job: Job, tries: Tries) -> Iterator[HostWatch | None]:
+    """A block in which the hosts that the script prints are watched, if the job can go on on others."""
+    elastic, resets = waiting.elastic, waiting.elastic.resets
+    has_commits = bool(COMMIT_DIR.read({**waiting.environ, **job.environment}))
+    if job.discovery.script is None or not has_commits or (resets is not None and tries.restarts >= resets):
+        yield None
+        return
+    reached = {host.name for host in job.hosts}
+
+    def there() -> tuple[Host, ...]:
+        """The hosts of now; new ones when they accept the login."""
+        nonlocal reached
+        try:
+            hosts = waiting.known()
+        except ConfigError:
+            return watch.found
+        new = tuple(host for host in hosts if host.name not in reached)
+        reached = (reached & {host.name for host in hosts}) | {host.name for host in waiting.answering(new)}
+        return tuple(host for host in hosts if host.name in reached)
+
+    watch = HostWatch(there, lambda hosts: moved(job, elastic, hosts))
+    watch.start()
+    try:
+        yield watch
+    finally:
+        watch.close()
+
+
+def _has_moved(job_end: JobEnd) -> bool:
+    """Whether all ranks that were left have committed and ended, and only because hosts have changed."""
+    codes = {end.code for end in job_end.exits.values()}
+    return not job_end.preempted and job_end.reason is None and PREEMPTED in codes and not job_end.missing
 
 
 @dataclass
@@ -117,30 +161,35 @@ class _Waiting:
         )
 
     def _hosts(self, loss: JobLoss, tries: Tries) -> tuple[Host, ...]:
-        """The hosts that answer, and are not left out."""
-        hosts = self.health.usable(self._known(), time.monotonic())
-        if in_slurm(self.environ):  # mpirun does without ssh
-            hosts = tuple(host for host in hosts if host.name not in loss.hosts)
-        else:
-            hosts = self._answering(hosts)
-        out = cut_off(hosts, tries.cut)
-        joined = tuple(host for host in hosts if host.name not in out)
-        return joined if total_slots(joined) >= self.elastic.least else hosts
-
-    def _known(self) -> tuple[Host, ...]:
-        discovery = self.job.discovery
-        if discovery.script is None:
-            return self.job.hosts
+        """The hosts on which the job can be started again."""
         try:
-            return parse_discovered(run_script(discovery.script), discovery.slots)
+            known = self.known()
         except ConfigError as error:
             self.show(f"chorosrun: {error}")
             return ()
+        there = self.answering(known)
+        if in_slurm(self.environ):
+            there = tuple(host for host in there if host.name not in loss.hosts)
+        out = cut_off(there, tries.cut)
+        connected = tuple(host for host in there if host.name not in out)
+        if total_slots(connected) < self.elastic.least:
+            return there
+        for host in out:
+            self.health = self.health.failed(host, time.monotonic())
+        return connected
 
-    def _answering(self, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+    def known(self) -> tuple[Host, ...]:
+        """The hosts that the script prints, or that were given, and are not left out; a ``ConfigError`` if it fails."""
+        discovery, hosts = self.job.discovery, self.job.hosts
+        if discovery.script is not None:
+            hosts = parse_discovered(run_script(discovery.script), discovery.slots)
+        return self.health.usable(hosts, time.monotonic())
+
+    def answering(self, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+        """Those that accept the login."""
         names = own_names() if hosts else frozenset()
         remote = [host for host in hosts if host.name not in names]
-        if not remote:
+        if not remote or in_slurm(self.environ):  # there mpirun does without ssh
             return hosts
         from choros.launch.driver.preflight import answering  # takes 20 ms; other jobs do not need it
 
@@ -154,7 +203,7 @@ def _again(job: Job, step: Restart, number: int, environ: Mapping[str, str]) -> 
     commits = COMMIT_DIR.read({**environ, **job.environment})
     begins = "goes on from its last commit" if commits else "begins anew, as it has no --commit-dir"
     kind = job.roles.kind(step.size)
-    return f"it is started again, with {step.size} {kind}{where}, and {begins} (restart {number})"
+    return f"is started again, with {step.size} {kind}{where}, and {begins} (restart {number})"
 
 
 class _Signalled(Exception):

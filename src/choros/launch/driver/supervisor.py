@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from choros.errors import PREEMPTED, PeerLostError
 from choros.launch.driver.failures import headline
+from choros.launch.driver.host_watch import HostWatch
 from choros.launch.driver.mpirun_messages import met_shutdown
 from choros.launch.driver.mpirun_process import MpirunProcess
 from choros.launch.driver.output import Output
@@ -39,11 +40,12 @@ from choros.launch.driver.waits import Stall, Waits
 from choros.launch.plan.command import Command
 from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.limits import Limits
+from choros.launch.plan.restart import Restart
 from choros.launch.plan.roles import NO_ROLES, Roles
 from choros.launch.processes.control import send_text
 from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, RankProgress, Result, Stacks, Start, Text
 from choros.launch.protocol.wrapper_options import STACKS
-from choros.observe import events
+from choros.observe import MOVE, events
 from choros.observe.events import Detail, Event, Kind
 from choros.observe.stacks import STOPPED
 from choros.transport.loop import Loop
@@ -63,6 +65,7 @@ _SHUTDOWN_SECONDS = 1.0
 _LOST_SECONDS = 2.0
 #: How long MPI may take to connect ranks that have all come.
 _CONNECT_SECONDS = 10.0
+_MOVE_SECONDS = 2.0
 _RELEASE_SECONDS = 3.0
 _DRAIN_SECONDS = 1.0
 #: A rank that was killed has ended by then, also on another host.
@@ -88,6 +91,7 @@ class JobEnd:
         elastic: the bounds of an elastic job.
         preempted: the ranks of an elastic job were asked to commit and to end.
         unconnected: the hosts of an elastic job could not reach each other when it started.
+        move: how the job is to be started on the hosts of now, if they have changed.
         done: the ranks whose scripts have ended.
         given_up: what an elastic job has lost, and why it was not started again.
     """
@@ -105,6 +109,7 @@ class JobEnd:
     elastic: Elastic | None = None
     preempted: bool = False
     unconnected: bool = False
+    move: Restart | None = None
     done: set[int] = field(default_factory=set)
     given_up: str = ""
 
@@ -112,6 +117,11 @@ class JobEnd:
     def members(self) -> set[int]:
         """The ranks of the job, those that were added to it among them."""
         return {*range(self.size), *self.started}
+
+    @property
+    def missing(self) -> set[int]:
+        """The ranks that have not reported their end."""
+        return self.members - self.exits.keys()
 
     @property
     def left(self) -> int:
@@ -138,6 +148,7 @@ def supervise(
     limits: Limits,
     frame_pipes: Sequence[int] = (),
     control: socket.socket | None = None,
+    hosts: HostWatch | None = None,
     payload: bytes | None = None,
     verbose: bool = False,
 ) -> JobEnd:
@@ -154,6 +165,7 @@ def supervise(
         limits: the time limits.
         frame_pipes: the pipes through which wrappers on this host send frames.
         control: the socket at which ``choros stacks`` asks for the stacks of all ranks.
+        hosts: the hosts as they come and go.
         payload: bytes for rank 0's standard input.
         verbose: show mpirun's messages.
     """
@@ -169,6 +181,7 @@ def supervise(
             limits,
             frame_pipes,
             control,
+            hosts,
             payload,
             verbose,
             signals,
@@ -187,6 +200,7 @@ class _Supervisor:
         limits: Limits,
         frame_pipes: Sequence[int],
         control: socket.socket | None,
+        hosts: HostWatch | None,
         payload: bytes | None,
         verbose: bool,
         signals: SignalPipe,
@@ -226,6 +240,8 @@ class _Supervisor:
         self._stacks = StackRequests(self._loop, partial(self._send, STACKS) if STACKS in signal_map else None)
         if control is not None:
             self._loop.on_readable(control, partial(self._on_control, control))
+        if hosts is not None:
+            self._loop.on_readable(hosts, partial(self._on_hosts, hosts))
 
     def run(self) -> JobEnd:
         self._loop.set_deadline("progress", _SILENT_SECONDS, self._show_starting)
@@ -524,6 +540,24 @@ class _Supervisor:
         else:
             self._stop(reason)
 
+    def _on_hosts(self, hosts: HostWatch) -> None:
+        """Asks the ranks to commit and to end, if the job is to go on on other hosts."""
+        self._job_end.move = hosts.wanted()
+        if self._job_end.move is None:
+            self._loop.cancel("move")
+        elif self._job_end.reason is None and not self._job_end.preempted:
+            where = ",".join(map(str, self._job_end.move.hosts))
+            self._output.show(f"chorosrun: the hosts are now {where}. After its next commit the job goes on there.")
+            self._move()
+
+    def _move(self) -> None:
+        """Asks now and again: ranks that do not commit yet, or not any more, ignore it."""
+        if self._job_end.preempted or self._releasing:
+            return
+        if len(self._job_end.started) >= self._job_end.size:
+            self._send(MOVE)
+        self._loop.set_deadline("move", _MOVE_SECONDS, self._move)
+
     def _preempt(self) -> None:
         """Asks the ranks of an elastic job to commit and to end; without a limit at first, at once the second time."""
         if self._job_end.preempted:
@@ -544,7 +578,9 @@ class _Supervisor:
         self._job_end.waits = tuple(self._waits.lines(time.time()))
         for rank in sorted(self._job_end.members - self._job_end.exits.keys()):
             _publish(Kind.RANK_STOPPED, rank, reason=reason.name.lower())
-        self._loop.cancel("progress", "start", "run", "failure", "chief", "lost", "connection", "stall", "killed")
+        self._loop.cancel(
+            "progress", "start", "run", "failure", "chief", "lost", "connection", "move", "stall", "killed"
+        )
         self._stages = stages(reason, self._limits.grace)
         if reason in (Reason.INTERRUPT, Reason.TERMINATE) and self._job_end.started:
             self._output.show(

@@ -90,7 +90,7 @@ class Arguments:
     host_discovery_script: str | None = flag(
         "Elastic", "--host-discovery-script", value=FlagValue.FILE, metavar="FILE",
         help="A program that prints the hosts of the job, one line `host:slots` for each; chorosrun runs it when the "
-        "job starts, and when it is started again because a host was lost.")
+        "job starts, and with --commit-dir each second: the job goes on on the hosts that it prints.")
     slots: int | None = flag(
         "Elastic", "--slots-per-host", metavar="N", bounds=_RANKS,
         help="The slots of a host whose line has no number. Default: 1.")

@@ -247,7 +247,7 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     HorovodFlag("hosts", "-H --hosts", Same()),
     HorovodFlag("hostfile", "-hostfile --hostfile", Same()),
     HorovodFlag("host_discovery_script", "--host-discovery-script", Same(
-        "run when the job starts, and when it is started again")),
+        "with --commit-dir it is run each second")),
 
     HorovodFlag("use_gloo", "--gloo", Sets(
         config.ENGINE, lambda _: "torch", "Engine", "Communicate through PyTorch's Gloo instead of MPI."),

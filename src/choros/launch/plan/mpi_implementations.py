@@ -12,6 +12,7 @@ from typing import ClassVar
 from choros.errors import ConfigError
 from choros.launch.plan.job import Job, Ssh
 from choros.launch.protocol.wrapper_options import STACKS
+from choros.observe import MOVE
 
 __all__ = ["Hydra", "IntelMpi", "MpiImplementation", "Mpirun", "OpenMpi4", "OpenMpi5", "implementation_of"]
 
@@ -47,6 +48,7 @@ _OPEN_MPI_SIGNALS = {
     signal.SIGTERM: signal.SIGABRT,
     signal.SIGKILL: signal.SIGURG,
     STACKS: STACKS,
+    MOVE: signal.SIGVTALRM,
 }
 
 #: Open MPI's daemons detect a lost connection after three seconds; by default, after eight minutes.

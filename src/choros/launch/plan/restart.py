@@ -24,7 +24,7 @@ from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.hosts import Host, total_slots
 from choros.launch.plan.job import Job
 
-__all__ = ["End", "JobLoss", "Restart", "WaitForHosts", "cut_off", "hosts_of_ranks", "next_step", "restarted"]
+__all__ = ["End", "JobLoss", "Restart", "WaitForHosts", "cut_off", "hosts_of_ranks", "moved", "next_step", "restarted"]
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,30 @@ def next_step(
         f"after --elastic-timeout {elastic.timeout:g} s there are slots for {slots} rank{'s' * (slots != 1)}, fewer "
         f"than --min-np {elastic.least}"
     )
+
+
+def moved(job: Job, elastic: Elastic, hosts: tuple[Host, ...]) -> Restart | None:
+    """Returns how a running job is to be started again because its hosts have changed; ``None``: it stays as it is.
+
+    Args:
+        job: the job as it was started last.
+        elastic: its bounds.
+        hosts: the hosts that there are now.
+
+    Example:
+        >>> job = Job(("train",), 2, (Host("a", 2),))
+        >>> moved(job, Elastic(1, 4), (Host("a", 2), Host("b", 2)))
+        Restart(size=4, hosts=(Host(name='a', slots=2), Host(name='b', slots=2)))
+        >>> moved(job, Elastic(1, 2), (Host("a", 2), Host("b", 2)))
+        >>> moved(job, Elastic(1, 2), (Host("b", 2),))
+        Restart(size=2, hosts=(Host(name='b', slots=2),))
+    """
+    used, there = Counter(hosts_of_ranks(job.hosts, job.size)), {host.name: host.slots for host in hosts}
+    size = min(total_slots(hosts), elastic.most)
+    stays = all(there.get(name, 0) >= count for name, count in used.items())
+    if size < elastic.least or (stays and size <= job.size):
+        return None
+    return Restart(size, hosts)
 
 
 def restarted(job: Job, step: Restart, number: int, own_names: Collection[str], environ: Mapping[str, str]) -> Job:

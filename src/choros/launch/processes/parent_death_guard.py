@@ -17,7 +17,18 @@ __all__ = ["allow_tracing", "become_subreaper", "die_with_parent", "signal_at_pa
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
-_FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGABRT", "SIGURG", "SIGPROF")
+_FORWARDED = (
+    "SIGTERM",
+    "SIGINT",
+    "SIGHUP",
+    "SIGUSR1",
+    "SIGUSR2",
+    "SIGALRM",
+    "SIGABRT",
+    "SIGURG",
+    "SIGPROF",
+    "SIGVTALRM",
+)
 
 
 def _prctl(option: int, value: int) -> bool:

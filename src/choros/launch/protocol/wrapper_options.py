@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
+from choros.observe import MOVE
+
 __all__ = ["CLUSTER", "JOB", "RESULT_FD", "SIGNAL_MEANINGS", "STACKS", "WrapperOptions"]
 
 #: The variable with the job's unique name.
@@ -23,6 +25,7 @@ SIGNAL_MEANINGS = {
     signal.SIGURG: signal.SIGKILL,
     signal.SIGUSR1: signal.SIGUSR1,
     signal.SIGUSR2: signal.SIGUSR2,
+    signal.SIGVTALRM: MOVE,
 }
 #: The signal on which every wrapper sends its rank's stacks; mpirun forwards it, and ranks do not receive it.
 STACKS = signal.SIGPROF

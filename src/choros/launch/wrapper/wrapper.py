@@ -12,6 +12,7 @@
                    SIGALRM                  SIGALRM                      SIGINT
                    SIGABRT                  SIGABRT                      SIGTERM
                    SIGURG                   SIGURG                       SIGKILL; after its end: release
+                   SIGVTALRM                SIGVTALRM                    SIGWINCH: commit and end, as hosts have changed
                    SIGPROF                  SIGPROF                      nothing: it sends the rank's stacks
                    SIGTERM                  SIGTERM, SIGKILL 0.25 s on   SIGTERM, SIGKILL 0.1 s on
 
@@ -75,7 +76,7 @@ from choros.launch.protocol.wrapper_options import RESULT_FD, SIGNAL_MEANINGS, S
 from choros.launch.wrapper.open_mpi_fixes import repairs
 from choros.launch.wrapper.task_address import listening_problem
 from choros.launch.wrapper.transcript import ERR, EVENTS, OUT, RESULT, Transcript
-from choros.observe import EVENTS_FD, EVERY_EVENT
+from choros.observe import EVENTS_FD, EVERY_EVENT, MOVE
 from choros.observe.events import Event, Kind
 from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, PageContents, note_end, read_page
 from choros.observe.stacks import state_of, take_stacks
@@ -212,7 +213,7 @@ class Wrapper:
             return
         if number in (signal.SIGTERM, signal.SIGUSR1) and self._page is not None:
             note_end(self._page)
-        if number not in (signal.SIGUSR1, signal.SIGUSR2):
+        if number not in (signal.SIGUSR1, signal.SIGUSR2, MOVE):
             self._stopped = True
         signal_group(self._process.pid, number)
 
