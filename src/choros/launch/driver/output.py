@@ -219,10 +219,14 @@ class Output:
         self.flush()
         self._screen.show(text)
 
-    def close(self) -> None:
-        """Ends the partial line on the screen and closes the files."""
+    def finish(self) -> None:
+        """Writes all held lines and ends the partial line on the screen: no rank writes any more."""
         self.flush()
         self._screen.finish_line()
+
+    def close(self) -> None:
+        """Finishes the output and closes the files."""
+        self.finish()
         if self._files is not None:
             self._files.close()
 

@@ -261,7 +261,7 @@ class _Supervisor:
         self._show_sentence(self._stragglers.of_job() if self._job_end.reason is None else "")
         for exit_ in self._job_end.exits.values():
             self._output.write_to_file(exit_.rank, exit_.traceback)
-        self._output.flush()
+        self._output.finish()
         return self._job_end
 
     # mpirun's output ------------------------------------------------------------------------------
