@@ -91,7 +91,7 @@ def watch_signals(commits: Callable[[], bool] | None = None) -> Callable[[], Non
 
 
 def _on_signal(number: int, _frame: FrameType | None) -> None:
-    if _asked.signal or (page.job_is_to_end and not _asked.commits()):
+    if _asked.signal or not is_initialized() or (page.job_is_to_end and not _asked.commits()):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     communicator = global_process_set.communicator

@@ -89,9 +89,9 @@ class CommitCallback(keras.callbacks.Callback):
             batch = None
             if restored["metrics"] is not None and self._epochs is not None:
                 batch = self._epochs.example_batch()
-            self._restore(
-                restored if global_process_set.communicator.rank == 0 else restored | {"metrics": None}, batch
-            )
+            if batch is None or global_process_set.communicator.rank != 0:
+                restored |= {"metrics": None}
+            self._restore(restored, batch)
         if self._next == epoch:
             self._write(epoch)
 

@@ -99,8 +99,8 @@ class ElasticEpochs:
         self._order = position["order"]
 
     def example_batch(self) -> Any:
-        """Returns a batch, from which metrics can be built."""
-        batch = next(self._data.batches([ShardBatches(0, 1, range(1))], self._data.epoch))
+        """Returns a batch, from which metrics can be built; ``None`` if the data can be read only once."""
+        batch = next(self._data.batches([ShardBatches(0, 1, range(1))], self._data.epoch), None)
         self._data.begin_epoch(self._data.epoch, self._data.parts)  # a stream has drawn other seeds since
         return batch
 
