@@ -162,21 +162,17 @@ class Communicator(ABC):
         source = np.asarray(array)
         if out is None:
             return self._allreduce_all("allreduce", [source], op, name)[0]
-        registered = self.size == 1 or (self._is_registered(out) and not self.elastic)
-        in_place = out is source and op is not Reduction.ADASUM and registered
-        if not in_place or working_dtype(out.dtype) != out.dtype:
-            return self._allreduce_all("allreduce", [source], op, name, [out])[0]
-
-        def collective() -> None:
-            problem = _problem(out.dtype, op) or _problem_of_out(source, out)
-            self.agree(_request("allreduce in place", op, ((out.dtype, out.shape),), name), problem=problem)
-            flat = out.reshape(-1)
-            self.reduce_in_place(flat, working_op(out.dtype, op))
-            if op is Reduction.AVERAGE:
-                from_working(flat, flat, op, self.size)
-
-        self.atomic(collective)
-        return out
+        if out is source and not self.elastic and (self.size == 1 or self._is_registered(out)):
+            request, engine_op = _in_place(out.dtype, out.shape, op, name)
+            if request is not None and _problem_of_out(source, out) is None:
+                with self.exclusive():
+                    self.agree(request)
+                    flat = out.reshape(-1)
+                    self.reduce_in_place(flat, engine_op)
+                    if op is Reduction.AVERAGE:
+                        from_working(flat, flat, op, self.size)
+                return out
+        return self._allreduce_all("allreduce", [source], op, name, [out])[0]
 
     @final
     def grouped_allreduce(
@@ -927,7 +923,7 @@ class Communicator(ABC):
             while True:
                 message = self._queue.offer().encode()
                 header = np.array((digest_of(message), len(message)), np.int64)
-                earlier, table = table, self._control_message(request, header)
+                earlier, table = table, self._control_message(request, header).copy()
                 if earlier is None or (table != earlier).any():
                     offers = [Offer.decode(each) for each in self._share(message, table[:, 1].tolist())]
                     self._queue.plan.extend(matched(offers))
@@ -1045,7 +1041,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Gathers every rank's two integers: shape ``(size, 2)``. The one control message."""
+        """The one control message: gathers every rank's two integers; shape ``(size, 2)``; valid until the next one."""
 
     @abstractmethod
     def _allreduce(self, buffer: Array, op: Reduction) -> None:
@@ -1111,6 +1107,17 @@ def _request(collective: str, op: Reduction, kinds: tuple[Kind, ...], name: str)
     if collective != "allreduce in place":  # its memory is the callers'
         spec = CollectiveSpec(collective, tuple((dtype.name, shape) for dtype, shape in kinds), op.value)
     return Request(collective, f"op={op.value}, {each}", name, spec)
+
+
+@functools.lru_cache(maxsize=256)
+def _in_place(
+    dtype: np.dtype[np.generic], shape: tuple[int, ...], op: Reduction, name: str
+) -> tuple[Request | None, Reduction]:
+    """The request of an allreduce in place, and the engine's operation; ``None`` if engines do not reduce it so."""
+    direct = op is not Reduction.ADASUM and _problem(dtype, op) is None and working_dtype(dtype) == dtype
+    return (
+        (_request("allreduce in place", op, ((dtype, shape),), name), working_op(dtype, op)) if direct else (None, op)
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -195,7 +195,7 @@ class MpiCommunicator(Communicator):
             request = self._comm.Iallgather(header, self._table)
             core_is_shared = wait_for(request, header, self._table, describe=self._long_wait)
         idle_yield().note(core_is_shared=core_is_shared)
-        return self._table.copy()
+        return self._table
 
     def _allreduce(self, buffer: Array, op: Reduction) -> None:
         in_window = buffer.nbytes >= self.tuning.window_bytes and self._is_registered(buffer)
