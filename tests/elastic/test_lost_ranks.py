@@ -95,6 +95,37 @@ def test_a_loop_of_torch_trains_on_each_example_once(how):
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err
 
 
+def test_a_lost_rank_is_replaced_in_a_function_of_elastic_run():
+    ended = run("-np", 3, "--min-np", 2, sys.executable, HERE / "torch_script.py", "0@5", "replaced")
+    assert ended.code == 0, ended.err
+    reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
+    assert [(report["size"], report["wrong"]) for report in reports] == [(3, {})] * 3, ended.err
+
+
+@pytest.mark.parametrize(
+    ("framework", "api", "kills"),
+    [
+        ("torch", "strategy", "0@5,2@5"),  # one is replaced after the other, rank 0 among them
+        pytest.param("torch", "horovod", "0@20", marks=pytest.mark.nightly),
+        pytest.param("tensorflow", "horovod", "1@5", marks=pytest.mark.nightly),
+        pytest.param("tensorflow", "strategy", "1@5", marks=pytest.mark.nightly),
+        pytest.param("jax", "strategy", "2@5", marks=pytest.mark.nightly),
+    ],
+)
+def test_lost_ranks_are_replaced_in_fit_and_each_row_is_trained_on_once(framework, api, kills):
+    if framework not in FRAMEWORKS:
+        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+    arguments = ("-np", 3, "--min-np", 1, sys.executable, HERE / "replaced_script.py", api, kills)
+    ended = run(*arguments, env={"KERAS_BACKEND": framework})
+    assert ended.code == 0, ended.err
+    reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
+    assert sorted(report["number"] for report in reports) == [0, 1, 2], ended.err
+    assert {report["number"] for report in reports if report["new"]} == {int(kill[0]) for kill in kills.split(",")}
+    for report in reports:
+        assert (report["wrong"], report["size"], report["same_process"]) == ({}, 3, True)
+    assert len({(report["epochs"], report["val_loss"]) for report in reports}) == 1
+
+
 @pytest.mark.parametrize(
     ("victims", "what", "left"),
     [

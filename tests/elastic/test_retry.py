@@ -38,9 +38,10 @@ class Changing(ElasticJob):
     def pending(self) -> HostUpdate:
         return self.update
 
-    def admit(self) -> None:
+    def admit(self) -> bool:
         self.calls.append("admit")
         self.update = HostUpdate.NONE
+        return True
 
     def on_change(self, listener: Callable[[Mapping[int, int]], None]) -> None:
         self.listeners.append(listener)

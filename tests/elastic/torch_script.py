@@ -1,6 +1,7 @@
 """A loop of PyTorch over an ElasticSampler: counts[i] is how often example i was trained on; see ``fit_script.py``.
 
-Arguments: the faults, and ``run`` for ``hvd.elastic.run``, ``plain`` for the loop alone.
+Arguments: the faults, and ``run`` for ``hvd.elastic.run``, ``plain`` for the loop alone, ``replaced`` for ``run`` until
+all ranks are there again.
 """
 
 import json
@@ -13,10 +14,12 @@ import psutil
 import torch
 
 import choros.torch as hvd
+from choros.comm import global_process_set
 
 EXAMPLES, BATCH, EPOCHS = 103, 4, 2
 hvd.init()
-number = hvd.rank()
+number, size = hvd.rank(), hvd.size()
+is_new = global_process_set.communicator.is_new
 faults = [re.fullmatch(r"(\d+)@(\d+)=?(\w*)(!?)", each).groups() for each in sys.argv[1].split(",") if each]
 counts = torch.nn.Parameter(torch.zeros(EXAMPLES))
 model = torch.nn.Module()
@@ -33,7 +36,7 @@ def train_epoch(state=None):
     global steps
     for index, rows in enumerate(loader):
         for rank, step, name, to_job in faults:
-            if (int(rank), int(step)) == (number, steps):
+            if (int(rank), int(step)) == (number, steps) and not is_new:
                 target = psutil.Process().parents()[2].pid if to_job else os.getpid()  # wrapper, mpirun, chorosrun
                 os.kill(target, signal.Signals[name or "SIGKILL"])
         steps += 1
@@ -55,17 +58,22 @@ def plain():
 
 @hvd.elastic.run
 def train(state):
-    while state.epoch < EPOCHS:
+    while True:
         while sampler.has_left():
             train_epoch(state)
         state.epoch += 1
         sampler.set_epoch(state.epoch)
         state.commit()
+        if state.epoch >= EPOCHS and (sys.argv[2] != "replaced" or hvd.size() == size):
+            return
 
 
-if sys.argv[2] == "run":
-    train(hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0))
+epochs = EPOCHS
+if sys.argv[2] in ("run", "replaced"):
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
+    train(state)
+    epochs = state.epoch
 else:
     plain()
-wrong = {str(row): float(counts[row]) for row in range(EXAMPLES) if counts[row] != EPOCHS}
+wrong = {str(row): float(counts[row]) for row in range(EXAMPLES) if counts[row] != epochs}
 print(json.dumps({"rank": number, "size": hvd.size(), "wrong": wrong}), flush=True)

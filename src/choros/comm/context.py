@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import TracebackType
@@ -20,6 +20,7 @@ import numpy as np
 from choros.comm.communicator import NEWCOMER, SHUTDOWN, Communicator
 from choros.comm.engines.newcomer import NewcomerCommunicator
 from choros.comm.exit_code import exit_with_code_of_loss
+from choros.comm.facts import without_facts
 from choros.comm.membership import Change
 from choros.comm.process_set import ProcessSet
 from choros.comm.recording import end_recording, merge_after_crash, start_recording
@@ -202,7 +203,7 @@ def _on_change(change: Change) -> None:
     job.communicator.ranks = tuple(range(job.communicator.size))
     hosts = job.communicator.hosts()
     job.topology = Topology.from_hosts(hosts, job.communicator.rank, launcher=job.topology.launcher)
-    global_process_set.changed(job.communicator.ranks)
+    global_process_set.changed(job.communicator.ranks, admits=bool(change.joined))
     for process_set in job.process_sets.values():
         left = [change.new_ranks[rank] for rank in process_set.ranks if rank in change.new_ranks]
         process_set.changed(left)
@@ -237,15 +238,20 @@ def raising_losses() -> Iterator[None]:
     try:
         yield
     finally:
-        communicator.raises_loss = outer
+        if _job is not None:  # it may have another communicator, see admit()
+            _job.communicator.raises_loss = outer
 
 
-def opening() -> AbstractContextManager[None]:
+@contextmanager
+def opening() -> Iterator[None]:
     """A context in which new ranks take the places of lost ones in an elastic job, whenever all ranks call ``admit``.
 
     All ranks enter it at the same place of the program.
     """
-    return _current("opening()").communicator.opening()
+    job = _current("opening()")
+    # A new rank cannot become a member of process sets that exist.
+    with nullcontext() if job.process_sets else job.communicator.opening(), without_facts():
+        yield
 
 
 def admit() -> bool:
@@ -264,10 +270,12 @@ def admit() -> bool:
     communicator = job.communicator.enter()
     if communicator is None:
         return False
+    communicator.raises_loss = job.communicator.raises_loss
     job.communicator = communicator
     job.topology = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=job.topology.launcher)
     global_process_set.register(0, communicator.ranks, communicator)
     communicator.on_change = _on_change
+    events.emit(events.Kind.RANK_JOINED)
     events.identify(job.topology.rank)
     return True
 

@@ -1,50 +1,63 @@
-"""Facts: values on which ranks have agreed by chance, such as seeds. A new rank of an elastic job is told the same.
+"""Facts: objects that ranks have sent each other before they train, such as a seed. A new rank is told the same.
 
 ::
 
-    rank 0, 1, 2     known("seed", draw) ──► 17      known("seed", draw) ──► 4      facts() = {"seed": [17, 4]}
-    a new rank       known("seed", draw) ──► 17      known("seed", draw) ──► 4      the script makes the same calls
+    rank 0, 1, 2     broadcast_object(draw())    broadcast_object(path)    fit(…)        facts: 17, "runs/5"
+    a new rank       17                          "runs/5"                  fit(…)        its script makes the same calls
+
+In an opening (``context.opening``) ranks send each other the state of the training, which is no fact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["Facts", "facts", "known", "learn_facts"]
+import cloudpickle
 
-T = TypeVar("T")
-#: By name, the values in the order of the calls.
-Facts = Mapping[str, list[object]]
+__all__ = ["Facts", "facts", "learn_facts", "note_fact", "told", "without_facts"]
 
-_facts: dict[str, list[object]] = {}
-_told: Facts = {}
+#: Pickled objects, in the order of the calls.
+Facts = Sequence[bytes]
+
+#: Larger objects are not kept: a new rank has to do with its own.
+_LARGEST = 1 << 20
+_facts: list[bytes] = []
+_told: Facts = ()
+_are_noted = True
 
 
-def known(name: str, draw: Callable[[], T]) -> T:
-    """Returns what ``draw`` returns; in a new rank, what it has returned on the others, in the call of this number.
+def note_fact(pickled: bytes) -> None:
+    """Notes an object that all ranks have now."""
+    if _are_noted:
+        _facts.append(pickled if len(pickled) <= _LARGEST else b"")
 
-    Args:
-        name: what the value is.
-        draw: returns the same value on all ranks, one that can be pickled and compared.
 
-    Example:
-        >>> known("answer", lambda: 42)
-        42
-    """
-    values = _facts.setdefault(name, [])
-    earlier = _told.get(name, [])
-    value = earlier[len(values)] if len(values) < len(earlier) else draw()
-    values.append(value)
-    return value  # type: ignore[return-value]
+def told(own: Any) -> Any:
+    """Returns, in a new rank, what the others have sent each other in this call; ``own`` if it was not told."""
+    pickled = _told[len(_facts)] if _are_noted and len(_facts) < len(_told) else b""
+    note_fact(pickled)
+    return cloudpickle.loads(pickled) if pickled else own
 
 
 def facts() -> Facts:
-    """Returns all values so far: a view that grows."""
+    """Returns all facts so far: a view that grows."""
     return _facts
 
 
-def learn_facts(told: Facts) -> None:
-    """Makes ``told`` what ``known`` returns."""
+def learn_facts(facts: Facts) -> None:
+    """Makes these the facts that a new rank is told."""
     global _told
-    _told = told
+    _told = facts
+
+
+@contextmanager
+def without_facts() -> Iterator[None]:
+    """A context in which what ranks send each other is no fact."""
+    global _are_noted
+    outer, _are_noted = _are_noted, False
+    try:
+        yield
+    finally:
+        _are_noted = outer

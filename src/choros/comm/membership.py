@@ -16,6 +16,7 @@ class Membership:
         epoch: how often the set has been registered before: 0 after the first ``init()``, one more after each further
             one. The same on every rank.
         ranks: the global ranks, ascending.
+        admissions: how often this process has seen new ranks join.
 
     Example:
         >>> first = Membership(0, (0, 1))
@@ -25,10 +26,11 @@ class Membership:
 
     epoch: int
     ranks: tuple[int, ...]
+    admissions: int = 0
 
-    def successor(self, ranks: list[int]) -> Membership:
-        """The next epoch, with these ranks."""
-        return Membership(self.epoch + 1, tuple(ranks))
+    def successor(self, ranks: Sequence[int], *, admits: bool = False) -> Membership:
+        """The next epoch, with these ranks; ``admits``: there are new ones among them."""
+        return Membership(self.epoch + 1, tuple(ranks), self.admissions + admits)
 
 
 @dataclass(frozen=True)

@@ -61,11 +61,11 @@ class ProcessSet:
         self.membership = Membership(0, tuple(ranks)) if known is None else known.successor(self.ranks)
         self._communicator = communicator
 
-    def changed(self, ranks: Sequence[int]) -> None:
-        """Notes that its members have changed, or have other ranks."""
+    def changed(self, ranks: Sequence[int], *, admits: bool = False) -> None:
+        """Notes that its members have changed, or have other ranks; ``admits``: that there are new ones among them."""
         if self.membership is not None:
             self.ranks = list(ranks)
-            self.membership = self.membership.successor(self.ranks)
+            self.membership = self.membership.successor(self.ranks, admits=admits)
 
     def unregister(self) -> None:
         """Makes the set unusable and frees its communicator."""

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from choros.comm import init, is_initialized, topology
-from choros.comm.facts import known
 from choros.distribute.cluster_resolver import tf_config_of
 from choros.errors import ConfigError
 from choros.frameworks import FRAMEWORKS, missing_backend
@@ -76,7 +75,7 @@ def join(cluster_resolver: Any = None) -> Topology:
         from choros.training.device import pin_device
 
         pin_device()
-    seed = known("seed of the strategy", lambda: object_of_first(lambda: int(np.random.randint(2**31))))
+    seed = object_of_first(lambda: int(np.random.randint(2**31)))
     if sys.modules.get("tensorflow") is not None:
         import tensorflow as tf
         from tensorflow.python.eager import context

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from choros.comm import global_process_set, is_initialized, on_change, raising_losses
+from choros.comm import NEWCOMER, admit, global_process_set, is_initialized, on_change, opening, raising_losses
 from choros.config import COMMIT_DIR
 from choros.elastic.commit_store import CommitStore
 
@@ -48,12 +48,24 @@ class ElasticJob:
         """
         return raising_losses() if self.survives else nullcontext()
 
+    def opening(self) -> AbstractContextManager[None]:
+        """A block in which lost ranks are replaced whenever all ranks call ``admit``."""
+        return opening() if is_initialized() else nullcontext()
+
     def pending(self) -> HostUpdate:
         """How the ranks are about to change, as far as this process knows."""
-        return HostUpdate.NONE
+        return HostUpdate.ADDED if global_process_set.communicator.noticed & NEWCOMER else HostUpdate.NONE
 
-    def admit(self) -> None:
-        """Takes in the ranks that wait for it; returns in such a rank when it has been taken in. All ranks call it."""
+    def admit(self) -> bool:
+        """Takes in the rank that waits for it; returns in such a rank when it has been taken in. All ranks call it.
+
+        Returns:
+            Whether this rank goes on; ``False`` in a new one that comes when the others have left this block.
+        """
+        if not is_initialized():
+            return True
+        is_new = global_process_set.communicator.is_new
+        return admit() or not is_new
 
     def on_change(self, listener: Callable[[Mapping[int, int]], None]) -> None:
         """Calls ``listener`` after each change with the new rank of each rank that has stayed, by its old one."""

@@ -134,6 +134,23 @@ class Ledger:
         lots = (*self.lots[:free], _Lot(lot.parts, rank), *self.lots[free + 1 :])
         return replace(self, lots=lots, left=(*self.left, *lot.between(lot.stopped or 0, self.steps)))
 
+    def has_place(self, length: Length) -> bool:
+        """Whether a new rank can take over a lot now: one has batches left and no owner, and all owners have more.
+
+        Args:
+            length: as for ``left_over``.
+
+        Example:
+            >>> ledger = Ledger.of_epoch(0, size=2).lost({0: 0})
+            >>> ledger.has_place(lambda shard, shards: 4), ledger.stepped(4).has_place(lambda shard, shards: 4)
+            (True, False)
+        """
+        owned, free = set[bool](), set[bool]()
+        for lot in self.lots:
+            has_more = any(part.closed(length).batches for part in lot.between(self.steps))
+            (free if lot.owner is None else owned).add(has_more)
+        return not self.is_tail and True in free and False not in owned
+
     @property
     def lacks_owners(self) -> bool:
         """Whether batches may be left over."""

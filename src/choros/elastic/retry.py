@@ -17,7 +17,7 @@ import functools
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from choros.elastic.job import elastic_job
 from choros.elastic.preemption import watch_signals
@@ -57,7 +57,8 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
         func: takes a ``State``, and further arguments.
 
     Returns:
-        A function with the same arguments and result.
+        A function with the same arguments and result; ``None`` in a rank that was started in the place of a lost one
+        and comes when the others have returned.
 
     Raises:
         HorovodInternalError: ``func`` has raised it three times without a commit in between.
@@ -85,13 +86,14 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
         ranks, failures, commits = elastic_job(), 0, 0
-        with ranks.raising(), ExitStack() as stack:
+        with ranks.opening(), ranks.raising(), ExitStack() as stack:
             stack.callback(watch_signals(lambda: elastic_job().commits() is not None))
             must_reset, skip_sync = False, False
             state.load()
             while True:
                 try:
-                    ranks.admit()
+                    if not ranks.admit():
+                        return cast(R, None)
                     if must_reset:
                         reset()
                         state.on_reset()

@@ -54,6 +54,7 @@ class Kind(enum.StrEnum):
     WAITING = "waiting"
     WAITED = "waited"
     RANK_STARTED = "rank started"
+    RANK_JOINED = "rank joined"
     RANK_CRASHED = "rank crashed"
     SCRIPT_ENDED = "script ended"
     RANK_STOPPED = "rank stopped"
@@ -63,9 +64,9 @@ class Kind(enum.StrEnum):
     RECORDING = "recording"
 
 
-#: The kinds that chorosrun needs from every rank: whom it waits for, that an exception ends it, that its script has
-#: ended, but not yet its process, and the file to which it records a timeline.
-REPORTS = frozenset({Kind.WAITING, Kind.WAITED, Kind.RANK_CRASHED, Kind.SCRIPT_ENDED, Kind.RECORDING})
+#: The kinds that chorosrun needs from every rank: whom it waits for, that others have taken it in, that an exception
+#: ends it, that its script has ended, but not yet its process, and the file to which it records a timeline.
+REPORTS = frozenset({Kind.WAITING, Kind.WAITED, Kind.RANK_JOINED, Kind.RANK_CRASHED, Kind.SCRIPT_ENDED, Kind.RECORDING})
 #: The calls in which a rank joins the job, leaves it, and ends.
 INIT, SHUTDOWN, LEAVING = "init()", "shutdown()", "MPI_Finalize()"
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import Communicator, ProcessSet, global_process_set
+from choros.comm.facts import note_fact, told
 from choros.comm.signature import Signatures
 from choros.parallel.ops import broadcast
 
@@ -38,14 +39,19 @@ def broadcast_object(
         >>> broadcast_object({"epoch": 3})
         {'epoch': 3}
     """
-    name = name or "broadcast_object"
-    is_root = process_set.communicator.ranks[process_set.communicator.rank] == root_rank
+    communicator, name = process_set.communicator, name or "broadcast_object"
+    is_root = communicator.ranks[communicator.rank] == root_rank
+    if communicator.is_new:
+        return told(obj)
     pickled = cloudpickle.dumps(obj) if is_root else b""
     length = broadcast(np.int64(len(pickled)), root_rank, name=f"{name} (length)", process_set=process_set)
     signed = _Signed(process_set.communicator)
     buffer = signed.pack(pickled) if is_root else np.empty(int(length) + signed.overhead, np.uint8)
     received = broadcast(buffer, root_rank, name=name, process_set=process_set)
-    return obj if is_root else signed.load(received, process_set.communicator.ranks.index(root_rank))
+    if communicator.elastic:
+        sent = pickled if is_root else received.tobytes()
+        communicator.when_settled(lambda: note_fact(sent))
+    return obj if is_root else signed.load(received, communicator.ranks.index(root_rank))
 
 
 def object_of_first(make: Callable[[], T]) -> T:
@@ -62,7 +68,7 @@ def object_of_first(make: Callable[[], T]) -> T:
     communicator = global_process_set.communicator
 
     def collective() -> T:
-        obj: T = broadcast_object(make() if communicator.rank == 0 else None)
+        obj: T = broadcast_object(make() if communicator.rank == 0 or communicator.is_new else None)
         return obj
 
     return communicator.atomic(collective)

@@ -14,6 +14,7 @@ from choros.config import COMMIT_DIR
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.parallel.data import Part, epochs_of_shard
+from choros.training.admission import AdmissionCallback
 from choros.training.commits import CommitCallback
 from choros.training.keras_internals import is_built
 from choros.training.metrics import average_logs, count_examples, flat_results, global_results
@@ -101,7 +102,9 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
         self._left_out = {id(variable) for variable in local}
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcasts if the model is built, else schedules the broadcast."""
+        """Broadcasts if the model is built, else schedules the broadcast; a rank that came later has the weights."""
+        if self._steps is not None and self._steps.epochs is not None and self._steps.epochs.is_late:
+            return
         if is_built(self.model):
             self._broadcast()
         else:
@@ -140,29 +143,36 @@ class ElasticCallback(StepCallback):
 
     Args:
         data: the data set that ``fit`` receives, as ``hvd.shard(…, batch_size=…)`` has returned it.
-        callbacks: other callbacks that ``fit`` receives, whose state is committed, too.
+        callbacks: the other callbacks that ``fit`` receives, whose state is committed, too. If they are given, lost
+            ranks are replaced: the new ones receive that state.
 
     Example:
         >>> ElasticCallback([]).data
         []
     """
 
-    def __init__(self, data: Any, callbacks: Sequence[Any] = ()) -> None:
+    def __init__(self, data: Any, callbacks: Sequence[Any] | None = None) -> None:
         super().__init__()
         self.data = data
         self._context = ExitStack()
         directory = COMMIT_DIR.read(os.environ)
-        self._commits = CommitCallback(directory, callbacks) if directory else keras.callbacks.Callback()
+        self._parts: list[keras.callbacks.Callback] = []
+        if directory:
+            self._parts.append(CommitCallback(directory, callbacks or ()))
+        if callbacks is not None and global_process_set.communicator.elastic:
+            self._parts.append(AdmissionCallback(callbacks))
 
     def set_model(self, model: Any) -> None:
         """Prepares the model."""
         super().set_model(model)
-        self._commits.set_model(model)
+        for part in self._parts:
+            part.set_model(model)
 
     def set_params(self, params: Any) -> None:
         """Takes the arguments of ``fit``."""
         super().set_params(params)
-        self._commits.set_params(params)
+        for part in self._parts:
+            part.set_params(params)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Follows what happens to the ranks, and goes on from the last commit, if there is one."""
@@ -170,21 +180,25 @@ class ElasticCallback(StepCallback):
         if self._steps is not None and communicator.elastic:
             epochs = epochs_of_shard(self.data, Part(communicator.rank, communicator.size))
             self._context.enter_context(self._steps.elastic(epochs))
-        self._commits.on_train_begin(logs)
+        for part in self._parts:
+            part.on_train_begin(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins the epoch, or goes on in it."""
         super().on_epoch_begin(epoch, logs)
-        self._commits.on_epoch_begin(epoch, logs)
+        for part in self._parts:
+            part.on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Ends the epoch's batches."""
         super().on_epoch_end(epoch, logs)
-        self._commits.on_epoch_end(epoch, logs)
+        for part in self._parts:
+            part.on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Ends that."""
-        self._commits.on_train_end(logs)
+        for part in self._parts:
+            part.on_train_end(logs)
         self._context.close()
 
 

@@ -19,7 +19,7 @@ from typing import Any, final
 
 import keras
 
-from choros.comm import global_process_set, on_change
+from choros.comm import NEWCOMER, global_process_set, on_change
 from choros.comm.membership import Change
 from choros.config import COMMIT_STEPS
 from choros.elastic.ledger import Ledger
@@ -47,9 +47,14 @@ class ElasticEpochs:
     Attributes:
         ledger: that of the current epoch; ``None`` outside of epochs.
         commit: writes a commit, between two steps; all ranks call it together. ``None``: the job has no commits.
+        admit: takes in a new rank in the epoch of this number, between two steps, if one waits; all ranks call it
+            together. ``None``: lost ranks are not replaced.
+        is_late: whether this process was taken in by others, which are in the middle of ``fit``.
     """
 
     commit: Callable[[], None] | None = None
+    admit: Callable[[int], None] | None = None
+    is_late = False
 
     def __init__(self, data: EpochData, batches: Callable[[], int], join: Callable[[], None]) -> None:
         self.ledger: Ledger | None = None
@@ -60,6 +65,7 @@ class ElasticEpochs:
         self._resumed: Ledger | None = None
         self._order: int | None = None
         self._commit_steps = int(COMMIT_STEPS.number(os.environ, "steps"))
+        self._taken_over: Ledger | None = None
         self._context = ExitStack()
 
     def start(self) -> None:
@@ -76,9 +82,16 @@ class ElasticEpochs:
 
     def begin(self, epoch: int) -> None:
         """Shards an epoch over the ranks, before Keras reads it."""
+        self.ledger = None
+        if self.admit is not None:
+            self.admit(epoch)
         communicator = global_process_set.communicator
         resumed, self._resumed = self._resumed, None
-        if resumed is not None and resumed.epoch == epoch:
+        taken_over, self._taken_over = self._taken_over, None
+        if taken_over is not None:
+            self.ledger = taken_over
+            self._check_order(epoch)
+        elif resumed is not None and resumed.epoch == epoch:
             self.ledger = resumed.resumed(communicator.size, self._data.length(epoch))
             self._check_order(epoch)
         else:
@@ -98,6 +111,11 @@ class ElasticEpochs:
         self._resumed = None if position["ledger"] is None else Ledger.from_json(position["ledger"])
         self._order = position["order"]
 
+    def take_over(self, position: Mapping[str, Any]) -> None:
+        """Makes a ``position`` of the other ranks that of this rank, which they have taken in."""
+        self.resume(position)
+        self._taken_over, self._resumed, self.is_late = self._resumed, None, True
+
     def example_batch(self) -> Any:
         """Returns a batch, from which metrics can be built; ``None`` if the data can be read only once."""
         batch = next(self._data.batches([ShardBatches(0, 1, range(1))], self._data.epoch), None)
@@ -111,18 +129,29 @@ class ElasticEpochs:
 
     def _check_order(self, epoch: int) -> None:
         order, self._order = self._order, None
-        if order is not None and order != self._order_of(epoch) and global_process_set.communicator.rank == 0:
+        tells = self.is_late or global_process_set.communicator.rank == 0
+        if order is not None and order != self._order_of(epoch) and tells:
             _log.warning(
-                "the data are not in the order of the run that has written the commit, so not every example of epoch "
-                "%d is used exactly once: set all seeds at the begin of the script, by keras.utils.set_random_seed.",
+                "the data are not in the order of %s, so not every example of epoch %d is used exactly once: set all "
+                "seeds at the begin of the script, by keras.utils.set_random_seed.",
+                "the other ranks" if self.is_late else "the run that has written the commit",
                 epoch + 1,
             )
 
     def between_steps(self) -> None:
-        """Ends this rank if it was asked to end, or the job; all ranks call it after each of their steps."""
-        if self._job_ends:
-            self._join()  # ranks without batches come back, too
-        self._end_if_asked()
+        """Ends this rank if it was asked to end, or the job; takes new ranks in. All call it after each of their steps.
+
+        A new rank comes here next, and from then on knows what the others do.
+        """
+        while True:
+            if self._job_ends:
+                self._join()  # ranks without batches come back, too
+            self._end_if_asked()
+            if self.admit is None or not global_process_set.communicator.noticed & NEWCOMER or not self._has_place:
+                break
+            self._order = self._order_of(self._data.epoch)
+            self.admit(self._data.epoch)
+            self._order = None
         every, ledger = self._commit_steps, self.ledger
         if self.commit is not None and every and ledger is not None and ledger.steps and ledger.steps % every == 0:
             self.commit()
@@ -136,6 +165,13 @@ class ElasticEpochs:
             self.commit()
         except Exception as error:  # noqa: BLE001  (the loss is what is raised)
             _log.warning("the last step is not committed: %s: %s", type(error).__name__, error)
+
+    @property
+    def _has_place(self) -> bool:
+        """Whether a new rank can take over what a lost one has left, from the next step on."""
+        if self.ledger is None or not self._data.begins_anywhere:
+            return False
+        return self.ledger.has_place(self._data.length(self.ledger.epoch))
 
     def finish(self, model: Any) -> None:
         """Ends the epoch's batches on all ranks at once, and trains on what lost ranks have left over."""

@@ -62,6 +62,7 @@ __all__ = [
     "exclude_from_weight_decay",
     "export_like",
     "file_writers",
+    "finish_step",
     "flatten_metrics",
     "global_seed_generator",
     "has_value",
@@ -371,6 +372,14 @@ def epochs_of_any_length() -> Iterator[None]:
         yield
     finally:
         EpochIterator.catch_stop_iteration, EpochIterator._interrupted_warning = catch, warn
+
+
+def finish_step() -> None:
+    """Waits until the last step has ended, which JAX runs on while Python goes on."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        jax.effects_barrier()
 
 
 def build_from_batch(model: Any, batch: Any = None, iterator: Any = None) -> None:

@@ -25,7 +25,7 @@ from typing import Any, final
 
 import keras
 
-from choros.comm import ProcessSet, Reduction, Request, global_process_set
+from choros.comm import ProcessSet, Reduction, Request, global_process_set, opening
 from choros.errors import ConfigError, PeerLostError
 from choros.observe.progress import page
 from choros.parallel import moments
@@ -37,7 +37,14 @@ from choros.training.aggregation import is_aggregated_on_write
 from choros.training.distributed_optimizer import move_outwards, receive_weights, reducer_of
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.files import complete_files
-from choros.training.keras_internals import epochs_of_any_length, layers_of, metrics_of, optimizers_of, own_statistics
+from choros.training.keras_internals import (
+    epochs_of_any_length,
+    finish_step,
+    layers_of,
+    metrics_of,
+    optimizers_of,
+    own_statistics,
+)
 from choros.training.metric_states import watch
 from choros.training.metrics import global_metrics
 from choros.training.model_variables import model_variables
@@ -151,7 +158,7 @@ class Steps:
         self.epochs = ElasticEpochs(data, lambda: self.batches, self.join)
         self.epochs.start()
         try:
-            with epochs_of_any_length():
+            with opening(), epochs_of_any_length():
                 yield
         except PeerLostError:
             self.epochs.commit_after_loss()
@@ -167,7 +174,8 @@ class Steps:
             self.epochs.begin(epoch)
 
     def begin_batch(self) -> None:
-        """Ends this rank before its next batch, if it or the job was asked to end."""
+        """Ends this rank before its next batch, if it or the job was asked to end, or takes in a new one."""
+        finish_step()
         if self.epochs is not None and not any(reducer.reducer.in_update for reducer in self._reducers):
             self.epochs.between_steps()
 

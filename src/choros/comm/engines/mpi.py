@@ -71,8 +71,6 @@ _OPS = {
 #: Open MPI's variables with the interfaces that ranks use, or do not use, for TCP.
 _INTERFACE = "OMPI_MCA_btl_tcp_if_include"
 _INTERFACES = {_INTERFACE, "OMPI_MCA_btl_tcp_if_exclude"}
-#: How long rank 0 waits, at the end of the job, for a new rank that it must tell to end.
-_DISMISSAL_SECONDS = 2.0
 #: MPI before version 4 counts in 32 bits.
 _MESSAGE_BYTES = 1 << 30
 #: The bits that a notice may have.
@@ -461,7 +459,7 @@ def finalize() -> None:
     if _job.entrance is not None and _job.communicator is None:  # it was never taken in
         return
     if _job.admissions is not None:
-        _job.admissions.end(_DISMISSAL_SECONDS)
+        _job.admissions.end()
     while len(_meet(_job.world, leaves=True)) < _job.world.Get_size():
         pass  # others have called init() again: it raises an error there
     if not _job.has_lost:

@@ -89,23 +89,20 @@ class _NewRank:
 
     def call_in(self) -> MPI.Intracomm:
         """Tells the process to come in; returns the communicator of it and this rank."""
-        self._stop()
+        self._stopped.set()
+        self._thread.join()
         assert self._pair is not None  # noqa: S101  (it has come to an opening)
         self._pair.send(True, 1, _ANSWER)
         return self._pair
 
-    def dismiss(self, seconds: float = 0.0) -> None:
-        """Tells the process to end, if it can be told within ``seconds``."""
-        self._stop(seconds)
+    def dismiss(self) -> None:
+        """Tells the process to end, if it can be told yet; else chorosrun ends it."""
+        self._stopped.set()
         if self._pair is not None and not self.problem:
             try:
                 self._pair.isend(None, 1, _ANSWER)
             except MPI.Exception as error:
                 self.problem = str(error)
-
-    def _stop(self, seconds: float | None = None) -> None:
-        self._stopped.set()
-        self._thread.join(seconds)
 
     def _run(self) -> None:
         try:
@@ -182,8 +179,7 @@ class Admissions:
             self._new = new = None
         if new is None and self._failures < _TRIES:
             number = next(each for each in range(len(self._hosts)) if each not in launched)
-            told = {name: list(values) for name, values in self._facts.items()}
-            self._new = _NewRank(Invitation(number, self._hosts, told), self._is_over)
+            self._new = _NewRank(Invitation(number, self._hosts, list(self._facts)), self._is_over)
         return new is not None and new.at == self.number
 
     def call_in(self) -> MPI.Intracomm:
@@ -196,10 +192,10 @@ class Admissions:
         """Counts the processes that were lost in a row."""
         self._failures = 0 if admitted else self._failures + 1
 
-    def end(self, seconds: float) -> None:
+    def end(self) -> None:
         """Dismisses a new rank that has not come in."""
         if self._new is not None:
-            self._new.dismiss(seconds)
+            self._new.dismiss()
 
     def _is_over(self, number: int) -> bool:
         return number < self.number or (number == self.number and not self._open)

@@ -24,7 +24,6 @@ import numpy as np
 
 from choros.arrays import adapter_of
 from choros.comm import global_process_set
-from choros.comm.facts import known
 from choros.config import COMMIT_DIR
 from choros.distribute import datasets
 from choros.distribute.fit.call import KerasCall
@@ -65,6 +64,7 @@ from choros.parallel.moments import RankMoments
 from choros.parallel.objects import object_of_first
 from choros.parallel.structure import map_structure
 from choros.topology import shard_range
+from choros.training.admission import AdmissionCallback
 from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback, StepCallback
 from choros.training.commits import CommitCallback
 from choros.training.keras_internals import (
@@ -191,7 +191,9 @@ class SynchronousTraining(Training):
             changes["validation_data"] = validation if held_out is None else held_out
             changes["validation_batch_size"] = None
         callbacks = self._callbacks(call["callbacks"], MetricAverageCallback(whole_tests=held_out is None))
-        changes["callbacks"] = [StepCallback(), *callbacks] if isinstance(data, EpochData) else callbacks
+        if isinstance(data, EpochData):
+            callbacks = [StepCallback(), *callbacks, AdmissionCallback(callbacks)]
+        changes["callbacks"] = callbacks
         with enter_fit(), attach(model).elastic(data) if isinstance(data, EpochData) else nullcontext():
             history = call.replaced(**changes, shuffle=False, verbose=self._verbosity(call)).run()
         global_process_set.communicator.barrier()  # the files that process 0 has written exist for all processes
@@ -282,7 +284,7 @@ class SynchronousTraining(Training):
                 return epochs_of_shard(self._batches(x), part)
             return epochs_of(x, Sharding(part, epoch=epoch))
         check_global_batch(min(batch_size or _BATCH, count_rows(x)), self._replicas.count)
-        seed = known("seed of fit", lambda: object_of_first(lambda: int(np.random.randint(2**31))))
+        seed = object_of_first(lambda: int(np.random.randint(2**31)))
         sharding = Sharding(part, batch_size or _BATCH, bool(shuffle), seed, epoch)
         return (epochs_of if elastic else _sharded)(_packed(x, y, weights), sharding)
 

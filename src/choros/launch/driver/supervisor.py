@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -228,6 +228,9 @@ class _Supervisor:
         self._progress: dict[int, RankProgress] = {}
         #: The ranks that were killed because others waited for them too long.
         self._killed: set[int] = set()
+        #: The ranks that were added, and that the others have not taken in yet; and those of them that nobody needs.
+        self._newcomers: set[int] = set()
+        self._unneeded: set[int] = set()
         self._listens_in_vain = command.listens_in_vain
         self._mpirun = MpirunProcess(command, stdin=payload is not None)
         self._loop = Loop()
@@ -333,6 +336,8 @@ class _Supervisor:
         events.publish(event)
         if event.kind is Kind.SCRIPT_ENDED:
             self._job_end.done.add(rank)
+        if event.kind is Kind.RANK_JOINED:
+            self._newcomers.discard(rank)
         self._check_stuck(self._waits.note(rank, event, time.time()))
         self._plan_stalls()
         self._plan_connection()
@@ -444,6 +449,7 @@ class _Supervisor:
         if frame.added:
             self._job_end.exits.pop(frame.rank, None)
             self._killed.discard(frame.rank)
+            self._newcomers.add(frame.rank)
             self._waits.forget(frame.rank)
             self._output.show(
                 f"chorosrun: a new rank {frame.rank} was started on {frame.host}; it joins when it is ready."
@@ -467,6 +473,9 @@ class _Supervisor:
     def _on_exit(self, frame: Exit) -> None:
         if frame.rank in self._job_end.exits:  # a wrapper repeats its report until it is released
             return
+        if frame.rank in self._unneeded:
+            frame = replace(frame, code=0, signal=0, traceback="")
+        self._newcomers.discard(frame.rank)
         self._job_end.exits[frame.rank] = frame
         details = {"code": frame.code, "signal": frame.signal, "seconds": frame.seconds}
         _publish(Kind.RANK_ENDED, frame.rank, frame.host, **details)
@@ -483,9 +492,17 @@ class _Supervisor:
             self._loop.set_deadline("failure", _SHUTDOWN_SECONDS, lambda: self._stop(Reason.FAILURE))
         elif frame.code != 0 and self._job_end.elastic is None:
             self._stop(Reason.FAILURE)
+        elif self._job_end.members - self._job_end.exits.keys() <= self._newcomers:
+            self._end_newcomers()
         elif frame.code == 0:
             self._check_stuck(self._waits.ended(frame.rank, time.time()))
             self._plan_stalls()
+
+    def _end_newcomers(self) -> None:
+        """Ends the processes that were to become ranks, when all ranks have ended."""
+        for rank in self._newcomers - self._unneeded:
+            self._unneeded.add(rank)
+            self._killer.kill(self._job_end.started[rank])
 
     def _on_loss(self, end: Exit, elastic: Elastic) -> None:
         """Continues an elastic job without a rank that has failed, if enough are left."""

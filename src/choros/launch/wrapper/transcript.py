@@ -15,9 +15,12 @@ __all__ = ["ERR", "EVENTS", "OUT", "RESULT", "Transcript"]
 OUT, ERR, RESULT, EVENTS = "out", "err", "result", "events"
 #: In the event of a rank that an exception ends.
 _CRASHED = b'"kind":"rank crashed"'
-#: What Open MPI prints for each collective that a lost rank has interrupted, which choros handles.
-_NOISE = b"NBC_Progress: an error "
-_NOISY_LINES = re.compile(rb"^NBC_Progress: an error \d+ was found .*\n\n?", re.MULTILINE)
+#: What Open MPI prints for collectives that a lost rank has interrupted, and its connections, which choros handles.
+_NOISES = (b"NBC_Progress: an error ", b"[warn] Epoll ")
+_NOISY_LINES = re.compile(
+    rb"^(?:NBC_Progress: an error \d+ was found .*\n\n?|\[warn\] Epoll [A-Z]+\(\d+\) on fd \d+ failed\..*\n)",
+    re.MULTILINE,
+)
 _TAIL_LINES = 10
 #: A line in the tail is cut to this many bytes.
 _TAIL_WIDTH = 1 << 12
@@ -97,7 +100,7 @@ class Transcript:
             if self._ends_with_noise:
                 data = data.removeprefix(b"\n")  # the empty line after it
             self._ends_with_noise = False
-            if _NOISE in data:
+            if any(noise in data for noise in _NOISES):
                 self._ends_with_noise = data.endswith(b" schedule\n")
                 data = _NOISY_LINES.sub(b"", data)
             self._errors = (self._errors + data)[-_TAIL_BYTES:]

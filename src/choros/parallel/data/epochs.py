@@ -34,10 +34,12 @@ class EpochData(ABC):
         epoch: the epoch.
         parts: the batches on which this process trains in it.
         seed: that of the order of examples, where the data do not determine it; the same on all ranks.
+        begins_anywhere: whether batches are found, and counted, without reading those before.
         has_begun: whether ``begin_epoch`` was called. Before that, Keras may read a batch to build the model.
     """
 
     doubt: str | None = None
+    begins_anywhere = True
 
     def __init__(self, sharding: Sharding) -> None:
         part = sharding.part
@@ -141,6 +143,8 @@ class IndexedData(EpochData):
 
 class StreamData(EpochData):
     """Data that are read in sequence; what was read before is read again."""
+
+    begins_anywhere = False
 
     @abstractmethod
     def _global_batches(self, epoch: int) -> Iterator[Any]:

@@ -360,6 +360,7 @@ class GradientReducer:
         if membership != self._membership:
             self._membership, self._plans = membership, {}
             self._plan = None
+            self._note(common_steps={})  # a new rank has counted none
         if self._plan is None or layout != self._plan.layout:
             if layout not in self._plans:
                 if len(self._plans) == _PLANS:

@@ -170,7 +170,8 @@ class BackwardExchange:
         self._ids = [id(parameter) for parameter in parameters]
         self._plan(tuple((tuple(p.shape), self._adapter.spec(p).dtype) for p in parameters))
         self._kinds = Request("kinds of gradients", describe(self._layout))
-        self._kinds_known = not self._gathers_rows
+        #: With how many admissions of new ranks, which do not know them, the ranks have agreed on the kinds.
+        self._agreed_with: int | None = None
         self._hooks += [
             parameter.register_post_accumulate_grad_hook(functools.partial(_on_gradient, weakref.ref(self), index))
             for index, parameter in enumerate(parameters)
@@ -255,8 +256,20 @@ class BackwardExchange:
             results.update(zip(indices, work.wait(), strict=True))
         return [results[index] for index in range(len(results))]
 
+    @property
+    def _admissions(self) -> int:
+        membership = self.reducer.config.process_set.membership
+        return 0 if membership is None else membership.admissions
+
+    @property
+    def _kinds_known(self) -> bool:
+        return not self._gathers_rows or self._agreed_with == self._admissions
+
     def _agree_on_kinds(self, gradients: Sequence[Any]) -> None:
-        sparse = [gradient is not None and gradient.is_sparse and gradient.sparse_dim() == 1 for gradient in gradients]
+        sparse = [
+            isinstance(kind, RowsLayout) or (gradient is not None and gradient.is_sparse and gradient.sparse_dim() == 1)
+            for kind, gradient in zip(self._layout, gradients, strict=True)
+        ]
         communicator = self.reducer.config.process_set.communicator
         communicator.atomic(lambda: self._learn_kinds(communicator.agree(self._kinds, value=int(any(sparse))), sparse))
 
@@ -268,7 +281,7 @@ class BackwardExchange:
             index_dtype = np.dtype(np.int64)
             pairs = zip(self._layout, flags, strict=True)
             self._plan(tuple(RowsLayout(*each[:2], index_dtype) if flag else each for each, flag in pairs))
-        self._kinds_known = True
+        self._agreed_with = self._admissions
 
     def _own_gradient(self, index: int, gradient: Any) -> Any:
         """Returns the gradient as the reducer expects it: a dense tensor on its device, a host array or its rows.

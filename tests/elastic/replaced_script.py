@@ -1,0 +1,87 @@
+"""Trains, as ``fit_script.py``, until all ranks that were killed have been replaced, three epochs at least.
+
+Arguments: ``strategy`` or ``horovod``; where ranks are killed, such as ``1@5,2@70``; ``twice``: in a ``fit`` before it.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+
+import keras
+import numpy as np
+
+import choros.distribute as dist
+import choros.keras as hvd
+from choros.comm import global_process_set
+
+ROWS, BATCH = 203, 16
+api, kills = sys.argv[1], dict(tuple(map(int, each.split("@"))) for each in sys.argv[2].split(",") if each)
+started = os.getpid()
+
+
+class Total(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return y_pred[:, 0]
+
+
+class Kill(keras.callbacks.Callback):
+    steps = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if kills.get(number) == self.steps and not is_new:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.steps += 1
+        time.sleep(0.01)
+
+
+class StopWhenReplaced(keras.callbacks.Callback):
+    """Has a state, without which a new rank would stop later than the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs, self.fewest = 0, size
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.fewest = min(self.fewest, hvd.size())
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs += 1
+        self.model.stop_training = self.epochs >= 3 and hvd.size() == size > self.fewest
+
+
+hvd.init()
+number, size, is_new = hvd.rank(), hvd.size(), global_process_set.communicator.is_new
+optimizer = keras.optimizers.SGD(1.0)
+strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
+with strategy.scope() if strategy else contextlib.nullcontext():
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((ROWS,)), dense])
+    model.compile(optimizer if strategy else hvd.DistributedOptimizer(optimizer), Total(reduction="sum"))
+rows, zeros = np.eye(ROWS, dtype="float32"), np.zeros((ROWS, 1), "float32")
+data = {"x": rows, "y": zeros, "batch_size": BATCH}
+callbacks = [Kill(), StopWhenReplaced()]
+if api == "horovod":
+    data = {"x": hvd.shard((rows, zeros), batch_size=BATCH, shuffle=True), "shuffle": False}
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(), *callbacks]
+    callbacks = [hvd.callbacks.ElasticCallback(data["x"], callbacks), *callbacks]
+validation = (rows[:30], zeros[:30])
+before = int("twice" in sys.argv)
+if before:
+    model.fit(**data, epochs=1, verbose=0, callbacks=[Kill()])
+history = model.fit(**data, epochs=1000, verbose=0, callbacks=callbacks, validation_data=validation)
+counts = -model.get_weights()[0][:, 0]
+epochs = len(history.history["loss"]) + before
+report = {
+    "rank": hvd.rank(),
+    "number": number,
+    "new": is_new,
+    "same_process": os.getpid() == started,
+    "size": hvd.size(),
+    "wrong": {str(row): float(counts[row]) for row in np.flatnonzero(counts != epochs)},
+    "epochs": epochs,
+    "val_loss": history.history["val_loss"][-1],
+}
+print(json.dumps(report), flush=True)
