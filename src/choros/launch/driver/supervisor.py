@@ -507,7 +507,7 @@ class _Supervisor:
     def _on_loss(self, end: Exit, elastic: Elastic) -> None:
         """Continues an elastic job without a rank that has failed, if enough are left."""
         left = self._job_end.left
-        if self._job_end.reason is not None:
+        if self._job_end.reason is not None or end.stopped:  # stopped by its wrapper, which has lost mpirun
             return
         if end.code == PeerLostError.exit_code and len(self._hosts()) > 1:
             # Those that have lost others, too, say so first: what they cannot reach decides where the job goes on.
