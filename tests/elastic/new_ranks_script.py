@@ -1,5 +1,5 @@
 """Ranks that are killed, and replaced: arguments are their numbers, such as ``0 2``, and what new ranks do: ``join``,
-``die`` (only the first one), or ``late`` (they come when the others have ended).
+``die`` (only the first one), or ``late`` (they come when the others have ended); ``leave``: the ranks leave in order.
 
 Prints each rank's number at the launcher, its rank, and the sum of ones over all ranks.
 """
@@ -32,8 +32,13 @@ with comm.opening():
         comm.admit()
         communicator = comm.global_process_set.communicator
         steps = int(communicator.broadcast(0))
-    while steps < 20 or (choros.size() < 3 and what != "late"):
-        if str(number) in victims and steps == 5 and not place:
+    while steps < (60 if what == "leave" else 20) or (choros.size() < 3 and what not in ("late", "leave")):
+        if str(number) in victims and what == "leave":
+            communicator.notice |= comm.LEAVES
+            if steps == 7:
+                comm.leave_alone()
+                sys.exit()
+        elif str(number) in victims and steps == 5 and not place:
             os.kill(os.getpid(), signal.SIGKILL)
         total = communicator.allreduce(1.0, Reduction.SUM)
         steps += 1

@@ -132,6 +132,7 @@ def test_lost_ranks_are_replaced_in_fit_and_each_row_is_trained_on_once(framewor
         ("0 2", "join", ["number 0 is rank 1 of 3: 3", "number 1 is rank 0 of 3: 3", "number 2 is rank 2 of 3: 3"]),
         ("1", "die", ["number 0 is rank 0 of 3: 3", "number 1 is rank 2 of 3: 3", "number 2 is rank 1 of 3: 3"]),
         ("1", "late", ["number 0 is rank 0 of 2: 2", "number 2 is rank 1 of 2: 2"]),
+        ("0", "leave", ["number 1 is rank 0 of 2: 2", "number 2 is rank 1 of 2: 2"]),
     ],
 )
 def test_new_ranks_take_the_places_of_lost_ones(victims, what, left, tmp_path):
@@ -139,3 +140,4 @@ def test_new_ranks_take_the_places_of_lost_ones(victims, what, left, tmp_path):
     ended = run("-np", 3, "--min-np", 1, sys.executable, script, *victims.split(), what, cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert sorted(re.findall("number .*", ended.out)) == left, ended.err
+    assert ("a new rank" in ended.err) == (what != "leave")

@@ -1,6 +1,6 @@
 """What ranks can do together, and joining and leaving the job."""
 
-from choros.comm.communicator import END, NEWCOMER, Communicator
+from choros.comm.communicator import END, LEAVES, NEWCOMER, Communicator
 from choros.comm.context import (
     add_process_set,
     admit,
@@ -25,6 +25,7 @@ from choros.comm.work import Work
 __all__ = [
     "BFLOAT16",
     "END",
+    "LEAVES",
     "NEWCOMER",
     "Communicator",
     "ProcessSet",

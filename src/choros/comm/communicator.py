@@ -38,7 +38,7 @@ from choros.observe import events
 from choros.observe.progress import page
 from choros.topology import shard_range
 
-__all__ = ["END", "JOINED", "NEWCOMER", "SHUTDOWN", "Communicator", "MemberLost", "row_counts"]
+__all__ = ["END", "JOINED", "LEAVES", "NEWCOMER", "SHUTDOWN", "Communicator", "MemberLost", "row_counts"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,6 +58,8 @@ _ROUNDS = Schedule(longest_sleep=10e-3)
 END = 1
 #: The notice of rank 0 that a new rank waits for ``admit``.
 NEWCOMER = 2
+#: The notice of a rank that leaves after this step, in order: nobody takes its place.
+LEAVES = 4
 #: The request of a rank that ends: it matches no other, so ranks that still call a collective are notified.
 SHUTDOWN = Request(events.SHUTDOWN.removesuffix("()"))
 #: The request of a rank that has joined: it matches every request that this rank can participate in.

@@ -9,8 +9,9 @@
                    SIGTERM                                   SIGTERM      END, the notice of the rank that was first,
                                                                           in the agreement that ends step 17
 
-A rank that leaves needs to tell nobody: to the others it is lost in its next step, of which it has applied nothing. If
-all end, they must do so after the same step; the signal reaches them in different ones, and the notice all in the same.
+To the others, a rank that leaves is lost in its next step, of which it has applied nothing; by its notice ``LEAVES``
+they know that nobody is to take its place. If all end, they must do so after the same step; the signal reaches them in
+different ones, and the notice all in the same.
 
 SIGWINCH asks for the same, of all ranks that commit, because the job goes on on other hosts then; it never ends a rank
 that does not.
@@ -29,7 +30,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from choros.comm import END, global_process_set, is_initialized, leave_alone
+from choros.comm import END, LEAVES, global_process_set, is_initialized, leave_alone
 from choros.config import MIN_NP
 from choros.errors import PREEMPTED
 from choros.observe import MOVE
@@ -97,8 +98,7 @@ def _on_signal(number: int, _frame: FrameType | None) -> None:
     communicator = global_process_set.communicator
     too_few = communicator.size <= fewest_ranks()
     _asked.signal, _asked.ends_job = number, page.job_is_to_end or (too_few and _asked.commits())
-    if _asked.ends_job:
-        communicator.notice |= END
+    communicator.notice |= END if _asked.ends_job else LEAVES
 
 
 def _on_move(number: int, _frame: FrameType | None) -> None:
@@ -141,7 +141,8 @@ def leave_if_asked() -> None:
     Raises:
         SystemExit: it was asked.
     """
-    if _asked.signal and not _asked.ends_job:
+    communicator = global_process_set.communicator
+    if _asked.signal and not _asked.ends_job and (communicator.noticed & LEAVES or communicator.is_new):
         name = signal.Signals(_asked.signal).name
         _log.warning("this rank was asked to end by %s: it leaves after this step, and the others go on.", name)
         leave_alone()

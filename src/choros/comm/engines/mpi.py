@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.algorithms.algorithm import Tuning
-from choros.comm.communicator import NEWCOMER, Array, Communicator, MemberLost
+from choros.comm.communicator import LEAVES, NEWCOMER, Array, Communicator, MemberLost
 from choros.comm.engines.mpi_yielding import idle_yield
 from choros.comm.engines.newcomer import NewcomerCommunicator
 from choros.comm.facts import facts, learn_facts
@@ -278,6 +278,8 @@ class MpiCommunicator(Communicator):
             made = shrunk(self._comm, self._made)
         self._take_over(made)
         self.ranks = tuple(members[each] for each in self.launched)
+        if self is _job.communicator and _job.admissions is not None and self.noticed & LEAVES:
+            _job.admissions.let_go(members.keys() - set(self.launched))
         left = {launched.index(each) for each in self.launched}
         problem = why_not_to_go_on(hosts, left, int(MIN_NP.number(os.environ, "ranks")))
         if self is _job.communicator and problem:
@@ -415,7 +417,7 @@ def _start_new_rank(topology: Topology) -> tuple[Communicator, Topology]:
     invitation = entrance.invitation
     learn_facts(invitation.facts)
     _job.number = invitation.number
-    admissions = _job.admissions = Admissions(invitation.hosts, facts())
+    admissions = _job.admissions = Admissions(invitation.hosts, facts(), invitation.gone)
 
     def enter() -> Communicator | None:
         pair = entrance.wait(admissions.number)

@@ -26,7 +26,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Never, final
@@ -56,12 +56,14 @@ class Invitation:
     Attributes:
         number: its number at the launcher, that of the lost rank.
         hosts: for each number of the ranks at the start, the name of its host.
-        facts: what the ranks have agreed on that a new one must know, such as seeds.
+        facts: what the ranks have sent each other.
+        gone: the numbers of ranks that have left in order.
     """
 
     number: int
     hosts: tuple[str, ...]
     facts: Facts
+    gone: frozenset[int] = frozenset()
 
 
 class _NewRank:
@@ -138,15 +140,17 @@ class Admissions:
 
     Args:
         hosts: for each number of the ranks at the start, the name of its host.
-        facts: as in a ``Invitation``; what it has when a rank is started is what that rank is told.
+        facts: as in an ``Invitation``; what it has when a rank is started is what that rank is told.
+        gone: likewise.
 
     Attributes:
         number: the number of the last opening that this rank has come to.
     """
 
-    def __init__(self, hosts: Sequence[str], facts: Facts) -> None:
+    def __init__(self, hosts: Sequence[str], facts: Facts, gone: Iterable[int] = ()) -> None:
         self.number = 0
         self._hosts, self._facts = tuple(hosts), facts
+        self._gone = frozenset(gone)
         self._open = False
         self._new: _NewRank | None = None
         self._failures = 0
@@ -166,7 +170,7 @@ class Admissions:
         Args:
             launched: the numbers of the present ranks at the launcher.
         """
-        if not self._open or len(launched) >= len(self._hosts) or not SPAWN.read(os.environ):
+        if not self._open or len(launched) + len(self._gone) >= len(self._hosts) or not SPAWN.read(os.environ):
             return False
         new = self._new
         if new is not None and new.problem:
@@ -178,8 +182,8 @@ class Admissions:
             new.dismiss()
             self._new = new = None
         if new is None and self._failures < _TRIES:
-            number = next(each for each in range(len(self._hosts)) if each not in launched)
-            self._new = _NewRank(Invitation(number, self._hosts, list(self._facts)), self._is_over)
+            number = next(each for each in range(len(self._hosts)) if each not in {*launched, *self._gone})
+            self._new = _NewRank(Invitation(number, self._hosts, list(self._facts), self._gone), self._is_over)
         return new is not None and new.at == self.number
 
     def call_in(self) -> MPI.Intracomm:
@@ -187,6 +191,10 @@ class Admissions:
         assert self._new is not None  # noqa: S101  (it was ready)
         new, self._new = self._new, None
         return new.call_in()
+
+    def let_go(self, numbers: Iterable[int]) -> None:
+        """Notes that these ranks have left in order."""
+        self._gone |= frozenset(numbers)
 
     def note(self, *, admitted: bool) -> None:
         """Counts the processes that were lost in a row."""
