@@ -15,7 +15,7 @@ from choros.comm.peers import Loss, PeerWatch
 from choros.errors import PeerLostError
 from comm.starts import by_hand, together
 from harness import free_port, needs
-from launch.namespaces import Network, ip, two_hosts
+from launch.namespaces import Network, ip, several_hosts
 
 pytestmark = needs("torch")
 
@@ -106,7 +106,7 @@ while True: choros.global_process_set.communicator.allreduce(large)
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    with two_hosts(tmp_path_factory.mktemp("reach")) as network:
+    with several_hosts(tmp_path_factory.mktemp("reach")) as network:
         yield network
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.launched import CHOROSRUN, run
-from launch.namespaces import two_hosts
+from launch.namespaces import several_hosts
 from launch.real_hosts import SSH_PORTS, real_hosts, start_slurm
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ SAVE = (
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
     directory = tmp_path_factory.mktemp("hosts")
-    with two_hosts(directory) as network, real_hosts(network, directory) as hosts:
+    with several_hosts(directory) as network, real_hosts(network, directory) as hosts:
         yield hosts
 
 
