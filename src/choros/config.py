@@ -237,7 +237,10 @@ ELASTIC_TIMEOUT = Variable(
     (Alias("HOROVOD_ELASTIC_TIMEOUT"),),
 )
 RESET_LIMIT = Variable(
-    "CHOROS_RESET_LIMIT", "", (), "how many times an elastic job may be started again; --reset-limit sets it."
+    "CHOROS_RESET_LIMIT",
+    "",
+    (),
+    "how many new ranks an elastic job may take in, and how many times it is started again.",
 )
 PLACE = Variable(
     "CHOROS_PLACE", "", (), "the number of a rank that another one has started, in the place of a lost one."

@@ -2,7 +2,8 @@
 
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
 ``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, for a strategy. Prints a
-line of JSON on each rank.
+line of JSON on each rank. New ranks, which may come in time or not, end at once if NO_NEW_RANKS is set; they have no
+faults.
 """
 
 import contextlib
@@ -10,6 +11,9 @@ import json
 import os
 import sys
 from pathlib import Path
+
+if os.environ.get("CHOROS_PLACE") and os.environ.get("NO_NEW_RANKS"):
+    sys.exit()
 
 import keras
 import numpy as np
@@ -39,7 +43,7 @@ class Rows(keras.metrics.Sum):
 hvd.init()
 communicator = global_process_set.communicator
 number = communicator.rank
-faults = Faults(sys.argv[2], communicator, directory)
+faults = Faults("" if communicator.is_new else sys.argv[2], communicator, directory)
 optimizer = keras.optimizers.SGD(1.0)
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
 with strategy.scope() if strategy else contextlib.nullcontext():
@@ -82,7 +86,7 @@ report = {
     "rank": number,
     "job": os.environ["CHOROS_JOB"],
     "same_process": os.getpid() == started,
-    "size": communicator.size,
+    "size": hvd.size(),
     "wrong": {str(row): float(counts[row]) for row in np.flatnonzero(counts != EPOCHS)},
     "epochs": len(history.history["loss"]),
     "rows": history.history["rows"],

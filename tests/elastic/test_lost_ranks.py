@@ -23,7 +23,7 @@ def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, dat
     if framework not in FRAMEWORKS:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
     arguments = ("-np", ranks, "--min-np", least, *more, sys.executable, HERE / "fit_script.py", api, kills)
-    ended = run(*arguments, env={"KERAS_BACKEND": framework, "FIT_DATA": data})
+    ended = run(*arguments, env={"KERAS_BACKEND": framework, "FIT_DATA": data, "NO_NEW_RANKS": "1"})
     assert ended.code == code, ended.err
     return ended, [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
 

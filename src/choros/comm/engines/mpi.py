@@ -417,7 +417,7 @@ def _start_new_rank(topology: Topology) -> tuple[Communicator, Topology]:
     invitation = entrance.invitation
     learn_facts(invitation.facts)
     _job.number = invitation.number
-    admissions = _job.admissions = Admissions(invitation.hosts, facts(), invitation.gone)
+    admissions = _job.admissions = Admissions(invitation.hosts, facts(), invitation.gone, invitation.admitted + 1)
 
     def enter() -> Communicator | None:
         pair = entrance.wait(admissions.number)

@@ -35,7 +35,7 @@ from mpi4py import MPI
 
 from choros.comm.engines.mpi_survivors import revoke
 from choros.comm.facts import Facts
-from choros.config import SPAWN
+from choros.config import RESET_LIMIT, SPAWN
 
 __all__ = ["Admissions", "Entrance", "Invitation", "joined"]
 
@@ -58,12 +58,14 @@ class Invitation:
         hosts: for each number of the ranks at the start, the name of its host.
         facts: what the ranks have sent each other.
         gone: the numbers of ranks that have left in order.
+        admitted: how many new ranks have been taken in.
     """
 
     number: int
     hosts: tuple[str, ...]
     facts: Facts
     gone: frozenset[int] = frozenset()
+    admitted: int = 0
 
 
 class _NewRank:
@@ -142,15 +144,18 @@ class Admissions:
         hosts: for each number of the ranks at the start, the name of its host.
         facts: as in an ``Invitation``; what it has when a rank is started is what that rank is told.
         gone: likewise.
+        admitted: likewise.
 
     Attributes:
         number: the number of the last opening that this rank has come to.
     """
 
-    def __init__(self, hosts: Sequence[str], facts: Facts, gone: Iterable[int] = ()) -> None:
+    def __init__(self, hosts: Sequence[str], facts: Facts, gone: Iterable[int] = (), admitted: int = 0) -> None:
         self.number = 0
         self._hosts, self._facts = tuple(hosts), facts
         self._gone = frozenset(gone)
+        self._admitted = admitted
+        self._limit = int(RESET_LIMIT.read(os.environ) or sys.maxsize)
         self._open = False
         self._new: _NewRank | None = None
         self._failures = 0
@@ -170,7 +175,8 @@ class Admissions:
         Args:
             launched: the numbers of the present ranks at the launcher.
         """
-        if not self._open or len(launched) + len(self._gone) >= len(self._hosts) or not SPAWN.read(os.environ):
+        is_complete = len(launched) + len(self._gone) >= len(self._hosts)
+        if is_complete or not self._open or self._admitted >= self._limit or not SPAWN.read(os.environ):
             return False
         new = self._new
         if new is not None and new.problem:
@@ -183,7 +189,8 @@ class Admissions:
             self._new = new = None
         if new is None and self._failures < _TRIES:
             number = next(each for each in range(len(self._hosts)) if each not in {*launched, *self._gone})
-            self._new = _NewRank(Invitation(number, self._hosts, list(self._facts), self._gone), self._is_over)
+            invitation = Invitation(number, self._hosts, list(self._facts), self._gone, self._admitted)
+            self._new = _NewRank(invitation, self._is_over)
         return new is not None and new.at == self.number
 
     def call_in(self) -> MPI.Intracomm:
@@ -197,8 +204,9 @@ class Admissions:
         self._gone |= frozenset(numbers)
 
     def note(self, *, admitted: bool) -> None:
-        """Counts the processes that were lost in a row."""
+        """Counts new ranks that were taken in, or were lost before that."""
         self._failures = 0 if admitted else self._failures + 1
+        self._admitted += admitted
 
     def end(self) -> None:
         """Dismisses a new rank that has not come in."""
