@@ -240,7 +240,7 @@ RESET_LIMIT = Variable(
     "CHOROS_RESET_LIMIT",
     "",
     (),
-    "how many new ranks an elastic job may take in, and how many times it is started again.",
+    "how many new ranks an elastic job takes in, and how many times it is started again; --reset-limit sets it.",
 )
 PLACE = Variable(
     "CHOROS_PLACE", "", (), "the number of a rank that another one has started, in the place of a lost one."

@@ -2,8 +2,9 @@
 
     python tests/elastic/schedules.py --runs 20 --seed 0
 
-Lost ranks are replaced if there is time. Each run must finish with each row trained on exactly once an epoch, in at most 1.5 times the time of a run without
-deaths plus three seconds a death, and must leave nothing behind. Prints a line a run.
+Lost ranks are replaced if there is time. Each run must finish with each row trained on exactly once an epoch, in at
+most 1.5 times the time of a run without deaths plus three seconds a death, and must leave nothing behind. Prints a line
+a run.
 """
 
 from __future__ import annotations

@@ -22,8 +22,10 @@ def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, dat
     """Trains on ``ranks`` ranks; returns how the job ended and what the ranks report that reached the end."""
     if framework not in FRAMEWORKS:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
-    arguments = ("-np", ranks, "--min-np", least, *more, sys.executable, HERE / "fit_script.py", api, kills)
-    ended = run(*arguments, env={"KERAS_BACKEND": framework, "FIT_DATA": data, "NO_NEW_RANKS": "1"})
+    # New ranks would come in time, or not.
+    flags = ("-np", ranks, "--min-np", least, "--reset-limit", 0, *more)
+    arguments = (*flags, sys.executable, HERE / "fit_script.py", api, kills)
+    ended = run(*arguments, env={"KERAS_BACKEND": framework, "FIT_DATA": data})
     assert ended.code == code, ended.err
     return ended, [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
 
@@ -89,7 +91,8 @@ def test_the_same_command_goes_on_from_the_last_commit_with_fewer_ranks(tmp_path
 
 @pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.nightly), "run"])
 def test_a_loop_of_torch_trains_on_each_example_once(how):
-    ended = run("-np", 3, "--min-np", 2, sys.executable, HERE / "torch_script.py", "0@5", how)
+    flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
+    ended = run(*flags, sys.executable, HERE / "torch_script.py", "0@5", how)
     assert ended.code == 0, ended.err
     reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err

@@ -83,7 +83,7 @@ def test_a_job_without_commits_ends_at_once():
 
 def loop(faults, how, ranks, code=0, more=()):
     script = Path(__file__).with_name("torch_script.py")
-    ended = run("-np", ranks, "--min-np", 2, *more, sys.executable, script, faults, how)
+    ended = run("-np", ranks, "--min-np", 2, "--reset-limit", 0, *more, sys.executable, script, faults, how)
     assert ended.code == code, ended.err
     return [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
 

@@ -10,9 +10,6 @@ import re
 import signal
 import sys
 
-if os.environ.get("CHOROS_PLACE") and sys.argv[2] != "replaced":  # it may come in time, or not
-    sys.exit()
-
 import psutil
 import torch
 

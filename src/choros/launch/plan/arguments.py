@@ -100,7 +100,8 @@ class Arguments:
         f"{_ELASTIC.timeout:g}.")
     reset_limit: int | None = flag(
         "Elastic", "--reset-limit", metavar="N", bounds=WholeNumber(0, MOST_SLOTS),
-        help="How many times the job may be started again when mpirun, a host or a link was lost. Default: no limit.")
+        help="How many new ranks may take the places of lost ones, and how many times the job may be started again "
+        "when mpirun, a host or a link was lost. Default: no limit.")
     cooldown_range: Sequence[int] | None = flag(
         "Elastic", "--blacklist-cooldown-range", metavar="MIN MAX", value=FlagValue.TWO,
         bounds=WholeNumber(0, MOST_SLOTS),
