@@ -180,7 +180,8 @@ def overhead(framework: str, model: str, batch_size: int | None, common: _Common
     """Measures choros' overhead for one rank, the speedup with two ranks, and the parts of a step's communication.
 
     One rank has one core. Two ranks are compared with two independent processes of plain Keras, one on each core,
-    which is the limit of the machine. All are started by chorosrun, in the same environment.
+    which is the limit of the machine, and with an elastic job (--min-np 1). All are started by chorosrun, in the same
+    environment.
 
     \b
     Examples:

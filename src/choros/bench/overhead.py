@@ -9,15 +9,17 @@ from choros.bench.contender import CHOROS, Contender
 from choros.bench.figures import Ratios, Summary, format_seconds, ratios
 from choros.bench.report import ReportRow, Table
 from choros.bench.run import RunResult
-from choros.bench.start import chorosrun, one_core
+from choros.bench.start import chorosrun, elastic, one_core
 from choros.bench.train import sections
 
 __all__ = ["CONTENDERS", "PARTS_CONTENDER", "PART_CASES", "part_rows", "rows", "tables"]
 
 PLAIN = "plain Keras"
+ELASTIC = "choros, elastic"
 
 CONTENDERS = (
     Contender(CHOROS, chorosrun, "train_choros"),
+    Contender(ELASTIC, elastic, "train_choros"),
     Contender("choros, 1 rank", one_core, "train_choros", single=True),
     Contender(PLAIN, one_core, "train_plain", single=True),
     Contender("plain Keras, twice", chorosrun, "train_plain"),
@@ -26,7 +28,13 @@ PARTS_CONTENDER = Contender(CHOROS, chorosrun, "parts")
 PART_CASES = tuple(PartCase(part) for part in PARTS)
 
 #: The peer and the number of ranks in the rows of each contender.
-_ROWS = {CHOROS: (CHOROS, 2), "choros, 1 rank": (CHOROS, 1), PLAIN: (PLAIN, 1), "plain Keras, twice": (PLAIN, 2)}
+_ROWS = {
+    CHOROS: (CHOROS, 2),
+    ELASTIC: (ELASTIC, 2),
+    "choros, 1 rank": (CHOROS, 1),
+    PLAIN: (PLAIN, 1),
+    "plain Keras, twice": (PLAIN, 2),
+}
 
 
 def rows(result: RunResult[TrainCase], framework: str) -> list[ReportRow]:
@@ -74,6 +82,7 @@ def _notes(label: str, section: Sequence[ReportRow]) -> list[str]:
     comparisons = (
         ("time of choros, 1 rank / plain Keras", (CHOROS, 1), (PLAIN, 1), 1),
         ("speed of choros, 2 ranks / 1 rank", (CHOROS, 1), (CHOROS, 2), 2),
+        ("time of an elastic job / another one, 2 ranks", (ELASTIC, 2), (CHOROS, 2), 1),
         ("what the machine allows: plain Keras, twice / once", (PLAIN, 1), (PLAIN, 2), 2),
     )
     return [

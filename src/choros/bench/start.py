@@ -19,8 +19,8 @@ from choros.launch.plan.cores import physical_cores
 from choros.launch.plan.mpi_implementations import OpenMpi4, OpenMpi5
 
 __all__ = [
-    "LaunchCommand", "Starter", "chorosrun", "horovodrun", "jax_cluster", "logical_cpus", "mpirun", "one_core",
-    "prepared_torch", "tf_cluster", "torchrun", "xla_devices",
+    "LaunchCommand", "Starter", "chorosrun", "elastic", "horovodrun", "jax_cluster", "logical_cpus", "mpirun",
+    "one_core", "prepared_torch", "tf_cluster", "torchrun", "xla_devices",
 ]  # fmt: skip
 
 _LOCALHOST = "127.0.0.1"
@@ -51,6 +51,13 @@ def chorosrun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """
     argv = (sys.executable, "-m", "choros.launch.cli", "-np", str(ranks), "--start-timeout", "120")
     return [LaunchCommand((*argv, "--no-prefix-output", sys.executable, *program))]
+
+
+def elastic(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
+    """chorosrun with ``--min-np 1``: the ranks go on without those that are lost."""
+    (command,) = chorosrun(ranks, program)
+    at = command.argv.index("-np")
+    return [LaunchCommand((*command.argv[:at], "--min-np", "1", *command.argv[at:]), command.environ)]
 
 
 def one_core(_ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
