@@ -55,10 +55,8 @@ def test_a_rank_leaves_after_its_step(framework, api, faults, left):
     assert ("killed by SIGUSR1" in ended.err) == ("0@12" in faults)  # the second signal
 
 
-@pytest.mark.parametrize(
-    "data",
-    [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("loader", "tf", "grain")] + [""],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("data", ["", "loader", "tf", "grain"])
 def test_one_rank_goes_on_with_data_of_each_kind(data, tmp_path):
     given = {"more": ("--commit-dir", tmp_path), "least": 1, "data": data}
     fit("torch", "0@5=SIGTERM!", ranks=2, code=75, **given)
@@ -88,7 +86,8 @@ def loop(faults, how, ranks, code=0, more=()):
     return [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
 
 
-@pytest.mark.parametrize("how", ["plain", pytest.param("run", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["plain", "run"])
 def test_a_rank_leaves_a_loop_of_torch(how):
     reports = loop("0@5=SIGTERM", how, 3)
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from choros.launch.processes.directories import SESSION
 from choros.launch.protocol.frames import Stacks, Start
 from choros.observe.stacks import stack_text, state_of, take_stacks
 from choros.transport.loop import Loop
+from harness import needs
 from launch.launched import Running, rank_script, run
 
 #: Ranks 1 to 4 never call the second allreduce, each for another reason.
@@ -128,6 +130,18 @@ def test_a_job_that_stalls_is_stopped_on_request_after_the_report(tmp_path):
     report, _, outcome = ended.err.partition("longer than CHOROS_STALL_SHUTDOWN_SECONDS=2; the job was stopped.")
     assert "os.kill(os.getpid(), signal.SIGSTOP)" in report
     assert not outcome.strip()
+
+
+@needs("torch")
+@pytest.mark.slow
+def test_a_parameter_server_that_is_stopped_is_reported(tmp_path):
+    flags = ("--ps", 1, "-np", 1, "--stall-check-warning-time-seconds", 1, "--stall-shutdown", 3)
+    script = Path(__file__).with_name("stopped_server_script.py")
+    ended = run(*flags, sys.executable, script, cwd=tmp_path, env={"KERAS_BACKEND": "torch"})
+    assert ended.code == 70
+    assert re.search(r"worker 0 has waited \d+ s for ps 0 in a request to parameter server 0", ended.err), ended.err
+    assert re.search(r"ps 0 on \S+, PID \d+ is stopped by a signal", ended.err)
+    assert re.search(r"the chief has waited \d+ s for worker 0 in a function on worker 0", ended.err)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from choros.distribute.coordinator.metrics import MetricReports
 from choros.distribute.coordinator.queue import Closure, ClosureQueue
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue
 from choros.distribute.coordinator.role import CoordinatorRole
-from choros.distribute.parameter_server.cluster import Cluster
+from choros.distribute.parameter_server.cluster import Cluster, Receive
 from choros.distribute.parameter_server.jobs import wait_for_end
 from choros.distribute.parameter_server.messages import Shutdown
 from choros.distribute.parameter_server.optimizer import remote_optimizers
@@ -160,7 +160,7 @@ class Chief(CoordinatorRole):
                 self._queue.refused(str(error))
             else:
                 try:
-                    self._work(channel)
+                    self._work(channel, self._cluster.waits_for("worker", index, "a function on"))
                 except ChannelClosed as error:
                     self._queue.refused(str(error))
                     _log.warning("%s is lost; another worker runs its function again", channel.peer)
@@ -168,10 +168,10 @@ class Chief(CoordinatorRole):
                     return
             time.sleep(_POLL_SECONDS)
 
-    def _work(self, channel: Channel) -> None:
+    def _work(self, channel: Channel, receive: Receive) -> None:
         """Sends closures to a worker until the queue is closed."""
         channel.send(self._start)
-        joined: Joined | Failure = channel.receive()
+        joined: Joined | Failure = receive(channel)
         if isinstance(joined, Failure):
             channel.close()
             raise ChannelClosed(f"{channel.peer} could not join: {joined.error()}")
@@ -180,7 +180,7 @@ class Chief(CoordinatorRole):
         try:
             while (closure := self._queue.take(channel)) is not None:
                 try:
-                    reply = self._run(channel, joined, closure, known, functions)
+                    reply = self._run(channel, receive, joined, closure, known, functions)
                 except ChannelClosed:
                     self._queue.lost(channel.peer, closure)
                     raise
@@ -193,7 +193,13 @@ class Chief(CoordinatorRole):
             self._queue.remove_worker(channel)
 
     def _run(
-        self, channel: Channel, joined: Joined, closure: Closure, known: dict[Reference, int], functions: set[bytes]
+        self,
+        channel: Channel,
+        receive: Receive,
+        joined: Joined,
+        closure: Closure,
+        known: dict[Reference, int],
+        functions: set[bytes],
     ) -> Ran | Failure:
         own = self._session.objects.kinds[: len(joined.kinds)]
         if joined.kinds != own:
@@ -212,7 +218,7 @@ class Chief(CoordinatorRole):
         channel.send(
             Run(closure.key, function, pickle.PickleBuffer(closure.arguments), closure.learning_rates, definitions)
         )
-        reply: Ran | Failure = channel.receive()
+        reply: Ran | Failure = receive(channel)
         if isinstance(reply, Ran):
             functions.add(closure.key)
             known.update({each.reference: each.revision for each in definitions})

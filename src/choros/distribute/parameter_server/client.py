@@ -36,6 +36,7 @@ class Servers:
 
     Args:
         channels: one per server.
+        receives: how the next message of each of them is received.
         slots: whether this process keeps copies of the optimizers' slots.
 
     Attributes:
@@ -43,10 +44,13 @@ class Servers:
             wrap it in an error of their own.
     """
 
-    def __init__(self, channels: Sequence[Channel], *, slots: bool) -> None:
+    def __init__(
+        self, channels: Sequence[Channel], receives: Sequence[Callable[[Channel], Any]], *, slots: bool
+    ) -> None:
         self.failure: Exception | None = None
         self._lock = threading.Lock()
         self._channels = channels
+        self._receives = receives
         self._slots = slots
         self._known = [0] * len(channels)
         self._undelivered: dict[Shard, Array] = {}
@@ -110,8 +114,8 @@ class Servers:
                     if request is not None:
                         _detecting_loss(channel.send, channel, request)
                 replies = [
-                    _detecting_loss(channel.receive, channel) if request is not None else None
-                    for channel, request in zip(self._channels, requests, strict=True)
+                    _detecting_loss(receive, channel, channel) if request is not None else None
+                    for channel, receive, request in zip(self._channels, self._receives, requests, strict=True)
                 ]
             for reply in replies:
                 if isinstance(reply, Failure):

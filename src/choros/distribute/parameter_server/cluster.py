@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import os
+import select
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
+from choros.comm import is_initialized
 from choros.comm.exit_code import exit_with_code_of_loss
+from choros.comm.waiting import LongWait, Reporter
 from choros.config import Config
 from choros.distribute.parameter_server.client import Servers
 from choros.distribute.parameter_server.messages import Hello
 from choros.errors import ConfigError
+from choros.observe.listeners import start_listeners
 from choros.topology import TFConfig
 from choros.transport.address import this_host
 from choros.transport.channel import Channel, connect
 from choros.transport.secret import Key, job_key
 
-__all__ = ["CHIEF", "Cluster", "this_process"]
+__all__ = ["CHIEF", "Cluster", "Receive", "this_process"]
+
+#: How a process receives the next message of a channel.
+Receive = Callable[[Channel], Any]
+_POLL_MILLISECONDS = 250
 
 #: The name of the chief, which it proves to the others.
 CHIEF = "the chief"
@@ -69,6 +79,7 @@ class Cluster:
                 is missing.
         """
         exit_with_code_of_loss()
+        _start_listeners()
         missing = [name for name in ("worker", "ps") if not spec.as_dict().get(name)]
         if missing:
             raise ConfigError(
@@ -82,6 +93,15 @@ class Cluster:
         start_seconds = Config.from_environ(os.environ).start_timeout
         key = job_key(os.environ, [*workers, *ps])
         return cls(workers, ps, *(("chief", 0) if is_chief else (task.role, task.index)), start_seconds, key)
+
+    def rank(self, role: str, index: int) -> int:
+        """Returns the rank of a process, as ``chorosrun --ps`` numbers them: the chief, the servers, the workers."""
+        return {"chief": 0, "ps": 1 + index}.get(role, 1 + len(self.ps) + index)
+
+    def waits_for(self, role: str, index: int, call: str) -> Receive:
+        """Returns how this process receives what a worker or a parameter server sends: a long wait is reported."""
+        ranks = (self.rank(self.role, self.index), self.rank(role, index))
+        return partial(_receive, describe=lambda: LongWait(f"{call} {_name(role, index)}", ranks))
 
     @property
     def name(self) -> str:
@@ -111,7 +131,33 @@ class Cluster:
             channel = self.connect("ps", index)
             channel.send(Hello(job, this_process()))
             channels.append(channel)
-        return Servers(channels, slots=self.role == "chief")
+        receives = [self.waits_for("ps", index, "a request to") for index in range(len(self.ps))]
+        return Servers(channels, receives, slots=self.role == "chief")
+
+
+def _receive(channel: Channel, describe: Callable[[], LongWait]) -> Any:
+    """Receives the next message of a channel.
+
+    Args:
+        channel: the channel.
+        describe: returns the wait, which is reported when it is long.
+
+    Raises:
+        ChannelClosed: the peer is gone.
+    """
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    with Reporter(describe) as reporter:
+        while not poll.poll(_POLL_MILLISECONDS):
+            reporter.check()
+    return channel.receive()
+
+
+@cache
+def _start_listeners() -> None:
+    """Reports waits to chorosrun, in a process that does not call ``init()``."""
+    if not is_initialized():
+        start_listeners(Config.from_environ(os.environ), os.environ)
 
 
 def this_process() -> tuple[str, int]:

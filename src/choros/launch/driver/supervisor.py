@@ -223,6 +223,7 @@ class _Supervisor:
             limits.stall,
             limits.stall_shutdown,
             elastic=job_end.elastic is not None,
+            roles=job_end.roles,
         )
         self._stragglers = Stragglers(job_end.size, job_end.roles.names)
         self._progress: dict[int, RankProgress] = {}

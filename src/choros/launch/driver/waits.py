@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from choros.config import STALL_SHUTDOWN_SECONDS
-from choros.launch.plan.roles import NO_ROLES
+from choros.launch.plan.roles import NO_ROLES, Roles
 from choros.observe.events import INIT, LEAVING, SHUTDOWN, Event, Kind
 
 __all__ = ["Stall", "Wait", "Waits"]
@@ -96,6 +96,7 @@ class Waits:
         stall_seconds: how long a rank may wait before that is shown; 0: without a limit.
         stall_shutdown_seconds: how long a rank may wait before the job is stopped; 0: without a limit.
         elastic: MPI tells ranks that wait for one that has ended; they are not stuck, unless MPI has not started.
+        roles: how the ranks are named.
 
     Example:
         >>> waits = Waits(2)
@@ -111,6 +112,7 @@ class Waits:
     stall_seconds: float = 60.0
     stall_shutdown_seconds: float = 0.0
     elastic: bool = False
+    roles: Roles = NO_ROLES
     _waits: dict[int, dict[str, Wait]] = field(default_factory=dict)
     _ended: dict[int, float] = field(default_factory=dict)
     _how: dict[int, str] = field(default_factory=dict)
@@ -193,7 +195,7 @@ class Waits:
         advice = "" if self._resting() else ". Ctrl-C ends the job, as does --exit-timeout after its time"
         for rank in lingering:
             ended = self._scripts[rank]
-            text = f"{_ranks([rank])} has not ended, {now - ended:.0f} s after its script: {_LINGERS}{advice}"
+            text = f"{self._names([rank])} has not ended, {now - ended:.0f} s after its script: {_LINGERS}{advice}"
             stalls.append(Stall(text, (rank,), ended))
         return stalls
 
@@ -241,7 +243,7 @@ class Waits:
         ranks = [] if limit is None else self._lingering(now - limit)
         if not ranks:
             return ""
-        return f"{_ranks(ranks)} did not end within --exit-timeout {limit:g} s after the script: {_LINGERS}"
+        return f"{self._names(ranks)} did not end within --exit-timeout {limit:g} s after the script: {_LINGERS}"
 
     def next_stall(self, now: float) -> float | None:
         """Returns the seconds until ``stalls`` or ``too_long`` may return something; ``None`` if nothing stalls."""
@@ -295,7 +297,7 @@ class Waits:
             absent = sorted((self._ended.keys() - self._joined) & wait.ranks)
             if wait.call == INIT and absent and rank not in self._added:
                 how = self._how[absent[0]]
-                return f"{_ranks([rank])} waits in {wait}, and {_ranks(absent)} {how} before it called init()"
+                return f"{self._names([rank])} waits in {wait}, and {self._names(absent)} {how} before it called init()"
         return ""
 
     def _stuck(self, rank: int, seen: float) -> str:
@@ -313,10 +315,15 @@ class Waits:
             return ""
         if missing := sorted(waits[rank].ranks & gone):
             return (
-                f"{_ranks([rank])} waits in {waits[rank]}, and {_ranks(missing)} {_ENDED} without leaving "
+                f"{self._names([rank])} waits in {waits[rank]}, and {self._names(missing)} {_ENDED} without leaving "
                 "the job, as os._exit() does"
             )
-        return "ranks wait for each other: " + "; ".join(f"{_ranks([one])} in {wait}" for one, wait in stuck.items())
+        return "ranks wait for each other: " + "; ".join(
+            f"{self._names([one])} in {wait}" for one, wait in stuck.items()
+        )
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        return self.roles.names(list(ranks))
 
     def _stalls(self, waits: dict[int, Wait], now: float) -> list[Stall]:
         """Returns, for each call, the ranks that wait in it and those that have not called it."""
@@ -330,17 +337,13 @@ class Waits:
             has = "has" if len(waiting) == 1 else "have"
             seconds = f"{now - longest.since:.0f} s"
             if any(waits[rank].matched for rank in waiting):
-                text = f"{_ranks(sorted(members))} have been in {longest} for {seconds}, and it does not end"
+                text = f"{self._names(sorted(members))} have been in {longest} for {seconds}, and it does not end"
                 stalls.append(Stall(text, tuple(sorted(members)), longest.since, matched=True))
             elif missing:
-                text = f"{_ranks(waiting)} {has} waited {seconds} for {_ranks(missing)} in {longest}"
+                text = f"{self._names(waiting)} {has} waited {seconds} for {self._names(missing)} in {longest}"
                 stalls.append(Stall(text, tuple(missing), longest.since))
         return stalls
 
 
 def _can_end(wait: Wait, waits: dict[int, Wait], free: set[int]) -> bool:
     return all(rank in free or (rank in waits and waits[rank].ranks == wait.ranks) for rank in wait.ranks)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    return NO_ROLES.names(list(ranks))
