@@ -196,7 +196,12 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     HorovodFlag("slots", "--slots-per-host", Same(), Value.WHOLE),
     HorovodFlag("elastic_timeout", "--elastic-timeout", Same(
         "how long chorosrun waits for hosts with enough slots when some were lost"), Value.WHOLE),
-    HorovodFlag("reset_limit", "--reset-limit", Same("how many times chorosrun starts the job again"), Value.WHOLE),
+    HorovodFlag(
+        "reset_limit",
+        "--reset-limit",
+        Same("how many new ranks take the places of lost ones, and how many times chorosrun starts the job again"),
+        Value.WHOLE,
+    ),
     HorovodFlag("cooldown_range", "--blacklist-cooldown-range", Same(
         "for hosts that have been lost three times"), Value.TWO),
 
