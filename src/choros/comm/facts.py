@@ -1,4 +1,4 @@
-"""Facts: objects that ranks have sent each other before they train, such as a seed. A new rank is told the same.
+"""Facts: objects that ranks have sent each other before they train, such as a seed. A new rank learns the same.
 
 ::
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["Facts", "facts", "learn_facts", "note_fact", "told", "without_facts"]
+__all__ = ["Facts", "facts", "learn_facts", "learned_fact", "note_fact", "without_facts"]
 
 #: Pickled objects, in the order of the calls.
 Facts = Sequence[bytes]
@@ -24,7 +24,7 @@ Facts = Sequence[bytes]
 #: Larger objects are not kept: a new rank has to do with its own.
 _LARGEST = 1 << 20
 _facts: list[bytes] = []
-_told: Facts = ()
+_learned: Facts = ()
 _are_noted = True
 
 
@@ -34,9 +34,9 @@ def note_fact(pickled: bytes) -> None:
         _facts.append(pickled if len(pickled) <= _LARGEST else b"")
 
 
-def told(own: Any) -> Any:
-    """Returns, in a new rank, what the others have sent each other in this call; ``own`` if it was not told."""
-    pickled = _told[len(_facts)] if _are_noted and len(_facts) < len(_told) else b""
+def learned_fact(own: Any) -> Any:
+    """Returns, in a new rank, what the others have sent each other in this call; ``own`` if it has not learned it."""
+    pickled = _learned[len(_facts)] if _are_noted and len(_facts) < len(_learned) else b""
     note_fact(pickled)
     return cloudpickle.loads(pickled) if pickled else own
 
@@ -47,9 +47,9 @@ def facts() -> Facts:
 
 
 def learn_facts(facts: Facts) -> None:
-    """Makes these the facts that a new rank is told."""
-    global _told
-    _told = facts
+    """Makes these the facts of a new rank."""
+    global _learned
+    _learned = facts
 
 
 @contextmanager

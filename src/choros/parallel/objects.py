@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import Communicator, ProcessSet, global_process_set
-from choros.comm.facts import note_fact, told
+from choros.comm.facts import learned_fact, note_fact
 from choros.comm.signature import Signatures
 from choros.parallel.ops import broadcast
 
@@ -42,7 +42,7 @@ def broadcast_object(
     communicator, name = process_set.communicator, name or "broadcast_object"
     is_root = communicator.ranks[communicator.rank] == root_rank
     if communicator.is_new:
-        return told(obj)
+        return learned_fact(obj)
     pickled = cloudpickle.dumps(obj) if is_root else b""
     length = broadcast(np.int64(len(pickled)), root_rank, name=f"{name} (length)", process_set=process_set)
     signed = _Signed(process_set.communicator)

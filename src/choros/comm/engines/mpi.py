@@ -55,7 +55,7 @@ from choros.comm.algorithms.shared_memory import reserve_segments  # noqa: E402
 from choros.comm.algorithms.tuning import autotune, write_measurements  # noqa: E402
 from choros.comm.algorithms.window import WindowAllreduce  # noqa: E402
 from choros.comm.engines.mpi_admission import Admissions, Entrance, joined  # noqa: E402
-from choros.comm.engines.mpi_survivors import agreed, common_bits, is_loss, revoke, shrunk  # noqa: E402
+from choros.comm.engines.mpi_survivors import agreed, common_bits, is_loss, revoke, shrunk, unless_lost  # noqa: E402
 from choros.comm.mpi_requests import wait_for  # noqa: E402
 
 __all__ = ["MpiCommunicator", "finalize", "start"]
@@ -309,27 +309,19 @@ class MpiCommunicator(Communicator):
         """See ``mpi_admission.py``. After a loss the next collective finds these members' communicator revoked."""
         admissions = _job.admissions
         assert admissions is not None  # noqa: S101  (someone waits)
-        comm: MPI.Intracomm | None = None
-        try:
-            comm = joined(self._comm, admissions.call_in() if self.rank == 0 else None, is_new=False)
-        except MPI.Exception as error:
-            if not is_loss(error):
-                raise
-            revoke(self._comm)
+
+        def join() -> MPI.Intracomm:
+            return joined(self._comm, admissions.call_in() if self.rank == 0 else None, is_new=False)
+
+        comm = unless_lost(join, self._comm)
         admitted = agreed(self._comm, completed=comm is not None) and comm is not None and self._admit_to(comm)
         admissions.note(admitted=admitted)
         return admitted
 
     def _admit_to(self, comm: MPI.Intracomm) -> bool:
         """Makes the members of ``comm``, a new one among them, those of this communicator, if all complete it."""
-        made: _Made | None = None
         _job.has_new_ranks = _job.has_lost = True
-        try:
-            made = self._made(comm)
-        except MPI.Exception as error:
-            if not is_loss(error):
-                raise
-            revoke(comm)
+        made = unless_lost(partial(self._made, comm), comm)
         if not agreed(comm, completed=made is not None) or made is None:
             return False
         self._take_over(made)
@@ -339,12 +331,9 @@ class MpiCommunicator(Communicator):
     @classmethod
     def of_new_rank(cls, pair: MPI.Intracomm) -> MpiCommunicator | None:
         """The communicator of all ranks, which take this one in; ``None`` if one was lost meanwhile."""
-        try:
-            comm = joined(MPI.COMM_WORLD, pair, is_new=True)
-        except MPI.Exception as error:
-            if is_loss(error):
-                return None
-            raise
+        comm = unless_lost(partial(joined, MPI.COMM_WORLD, pair, is_new=True))
+        if comm is None:
+            return None
         alone = cls(MPI.Intracomm(MPI.COMM_SELF.Dup()), (0,))
         _job.communicator = alone
         return alone if alone._admit_to(comm) else None

@@ -44,14 +44,14 @@ _log = logging.getLogger("choros")
 #: After so many processes in a row that were lost before they were taken in, no other is started.
 _TRIES = 3
 _POLL_SECONDS = 0.05
-#: A new process that was told to come in, and is not a member after so many seconds, ends.
+#: A new process that was called in, and is not a member after so many seconds, ends.
 _JOIN_SECONDS = 60.0
 _HELLO, _AT, _ANSWER, _JOIN = range(4)
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a new rank is told.
+    """What a new rank receives.
 
     Attributes:
         number: its number at the launcher, that of the lost rank.
@@ -72,7 +72,7 @@ class _NewRank:
     """A process that rank 0 has started, until it is taken in.
 
     Args:
-        invitation: what it is told.
+        invitation: what it receives.
         passes: whether the opening of this number is over.
 
     Attributes:
@@ -92,7 +92,7 @@ class _NewRank:
         self._thread.start()
 
     def call_in(self) -> MPI.Intracomm:
-        """Tells the process to come in; returns the communicator of it and this rank."""
+        """Calls the process in; returns the communicator of it and this rank."""
         self._stopped.set()
         self._thread.join()
         assert self._pair is not None  # noqa: S101  (it has come to an opening)
@@ -100,7 +100,7 @@ class _NewRank:
         return self._pair
 
     def dismiss(self) -> None:
-        """Tells the process to end, if it can be told yet; else chorosrun ends it."""
+        """Asks the process to end, if it is connected; else chorosrun ends it."""
         self._stopped.set()
         if self._pair is not None and not self.problem:
             try:
@@ -127,10 +127,7 @@ class _NewRank:
         command = [each.replace("{place}", str(self.invitation.number)) for each in json.loads(SPAWN.read(os.environ))]
         child = MPI.COMM_SELF.Spawn(command[0], command[1:])
         child.Set_errhandler(MPI.ERRORS_RETURN)
-        while not child.Iprobe(0, _HELLO):
-            time.sleep(_POLL_SECONDS)
-            _check(child)
-        child.recv(source=0, tag=_HELLO)
+        _received(child, _HELLO)
         pair = MPI.Intracomm(child.Merge(high=False))
         pair.Set_errhandler(MPI.ERRORS_RETURN)
         return pair
@@ -142,7 +139,7 @@ class Admissions:
 
     Args:
         hosts: for each number of the ranks at the start, the name of its host.
-        facts: as in an ``Invitation``; what it has when a rank is started is what that rank is told.
+        facts: as in an ``Invitation``; a rank that is started receives those of that moment.
         gone: likewise.
         admitted: likewise.
 
@@ -194,7 +191,7 @@ class Admissions:
         return new is not None and new.at == self.number
 
     def call_in(self) -> MPI.Intracomm:
-        """Tells the new rank to come in; returns the communicator of it and this rank."""
+        """Calls the new rank in; returns the communicator of it and this rank."""
         assert self._new is not None  # noqa: S101  (it was ready)
         new, self._new = self._new, None
         return new.call_in()
@@ -225,7 +222,7 @@ class Entrance:
         parent: the communicator of it and that rank.
 
     Attributes:
-        invitation: what this process was told.
+        invitation: what this process has received.
     """
 
     def __init__(self, parent: MPI.Intercomm) -> None:
@@ -234,7 +231,7 @@ class Entrance:
             parent.send(None, 0, _HELLO)
             self._pair = MPI.Intracomm(parent.Merge(high=True))
             self._pair.Set_errhandler(MPI.ERRORS_RETURN)
-            self.invitation: Invitation = self._answer()
+            self.invitation: Invitation = _received(self._pair, _ANSWER)
         except MPI.Exception as error:
             self._leave(error)
 
@@ -246,18 +243,12 @@ class Entrance:
         """
         try:
             self._pair.send(opening, 0, _AT)
-            answer = self._answer()
+            answer = _received(self._pair, _ANSWER)
         except MPI.Exception as error:
             self._leave(error)
         if answer is None:
             self._leave("the others have ended")
         return self._pair if answer else None
-
-    def _answer(self) -> Any:
-        while not self._pair.Iprobe(0, _ANSWER):
-            time.sleep(_POLL_SECONDS)
-            _check(self._pair)
-        return self._pair.recv(source=0, tag=_ANSWER)
 
     def _leave(self, reason: object) -> Never:
         _log.info("this process was to become a rank, but is not needed any more: %s.", reason)
@@ -302,6 +293,14 @@ def _watched(members: MPI.Intracomm, pair: MPI.Intracomm | None, *, is_new: bool
     finally:
         done.set()
         thread.join()
+
+
+def _received(comm: MPI.Comm, tag: int) -> Any:
+    """Waits for a message of rank 0 of ``comm``, without using a core; returns it."""
+    while not comm.Iprobe(0, tag):
+        time.sleep(_POLL_SECONDS)
+        _check(comm)
+    return comm.recv(source=0, tag=tag)
 
 
 def _check(comm: MPI.Comm) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -25,7 +26,7 @@ from mpi4py import MPI
 from choros.comm.mpi_requests import wait_for
 from choros.comm.waiting import LongWait
 
-__all__ = ["agreed", "common_bits", "is_loss", "revoke", "shrunk"]
+__all__ = ["agreed", "common_bits", "is_loss", "revoke", "shrunk", "unless_lost"]
 
 T = TypeVar("T")
 
@@ -74,6 +75,17 @@ def revoke(*comms: MPI.Intracomm | None) -> None:
                 comm.Revoke()
 
 
+def unless_lost(make: Callable[[], T], *comms: MPI.Intracomm) -> T | None:
+    """Returns what ``make`` returns; ``None`` if a member was lost in it: then ``comms`` are revoked."""
+    try:
+        return make()
+    except MPI.Exception as error:
+        if not is_loss(error):
+            raise
+        revoke(*comms)
+        return None
+
+
 def shrunk(comm: MPI.Intracomm, make: Callable[[MPI.Intracomm], T]) -> T:
     """Returns what ``make`` makes of a communicator of the members that are left, on all of them.
 
@@ -84,12 +96,6 @@ def shrunk(comm: MPI.Intracomm, make: Callable[[MPI.Intracomm], T]) -> T:
     while True:
         comm = MPI.Intracomm(comm.Shrink())  # brief, as all have just agreed; Open MPI's Ishrink fails
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        made: T | None = None
-        try:
-            made = make(comm)
-        except MPI.Exception as error:
-            if not is_loss(error):
-                raise
-            revoke(comm)
+        made = unless_lost(partial(make, comm), comm)
         if agreed(comm, completed=made is not None) and made is not None:
             return made
