@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -46,16 +47,22 @@ class Running:
             text=True,
             errors="surrogateescape",
         )
-        self.output = ""
+        self._read = b""
+
+    @property
+    def output(self):
+        """What has been read of standard output."""
+        return self._read.decode(errors="surrogateescape").replace("\r\n", "\n").replace("\r", "\n")
 
     def wait_for(self, count, word, seconds=180):
-        """Reads standard output until it contains ``word`` ``count`` times; ranks print ``ready`` this way."""
+        """Reads standard output until its lines contain ``word`` ``count`` times; ranks print ``ready`` this way."""
         end = time.monotonic() + seconds
-        while self.output.count(word) < count:
-            assert time.monotonic() < end, f"no {word} in:\n{self.output}"
-            line = self.process.stdout.readline()
-            assert line, f"ended before {word}:\n{self.output}\n{self.process.stderr.read()}"
-            self.output += line
+        while self.output.rpartition("\n")[0].count(word) < count:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"no {word} in:\n{self.output}"
+            data = os.read(self.process.stdout.fileno(), 1 << 16)  # communicate() loses what readline() reads ahead
+            assert data, f"ended before {word}:\n{self.output}\n{self.process.stderr.read()}"
+            self._read += data
 
     def signal(self, number):
         self.process.send_signal(number)

@@ -1,6 +1,7 @@
 """Elastic jobs under chorosrun, with real kills: who goes on, who is started anew, and what is left behind."""
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ RANKS = Path(__file__).with_name("elastic_ranks.py")
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_others_go_on_and_a_new_rank_takes_the_place(victim):
-    ended = run("-np", 3, "--min-np", 2, "python", RANKS, victim, "replace")
+    ended = run("-np", 3, "--min-np", 2, sys.executable, RANKS, victim, "replace")
     assert (ended.code, ended.out.count("finished with 3")) == (0, 3), ended
     assert f"[{victim}] joined in the place of {victim}\n" in ended.out
     lines = [line for line in ended.err.splitlines() if line.startswith("chorosrun: ")]
@@ -25,14 +26,14 @@ def test_the_others_go_on_and_a_new_rank_takes_the_place(victim):
 
 
 def test_fewer_than_the_least_end():
-    ended = run("-np", 3, "--min-np", 2, "python", RANKS, "1,2")
+    ended = run("-np", 3, "--min-np", 2, sys.executable, RANKS, "1,2")
     assert ended.code == 69
     assert "1 of 3 ranks is left, fewer than --min-np 2: the job ends." in ended.err
 
 
 def test_a_rank_that_raises(tmp_path):
     script = rank_script(tmp_path / "a.py", "if rank == 1: raise ValueError('mine')\ntime.sleep(1)\n")
-    ended = run("-np", 2, "--min-np", 1, "python", script)
+    ended = run("-np", 2, "--min-np", 1, sys.executable, script)
     assert ended.code == 0
     assert "rank 1 on " in ended.err
     assert "failed with exit code 1 (ValueError); 1 rank goes on." in ended.err
@@ -46,7 +47,7 @@ def test_preempted(tmp_path, number):
         "for number in (signal.SIGTERM, signal.SIGUSR1): signal.signal(number, lambda *_: asked.set())\n"
         "ready()\nwhile not asked.wait(0.1): pass\nprint('committed')\n"
     )
-    with Running("-np", 2, "--min-np", 1, "python", rank_script(tmp_path / "a.py", body)) as job:
+    with Running("-np", 2, "--min-np", 1, sys.executable, rank_script(tmp_path / "a.py", body)) as job:
         job.wait_for(2, "ready")
         job.signal(number)
         ended = job.end()
@@ -57,7 +58,7 @@ def test_preempted(tmp_path, number):
 
 def test_a_second_signal_kills(tmp_path):
     body = "signal.signal(signal.SIGUSR1, signal.SIG_IGN)\nready()\ntime.sleep(600)\n"
-    with Running("-np", 2, "--min-np", 1, "python", rank_script(tmp_path / "a.py", body)) as job:
+    with Running("-np", 2, "--min-np", 1, sys.executable, rank_script(tmp_path / "a.py", body)) as job:
         job.wait_for(2, "ready")
         job.signal(signal.SIGUSR1)
         job.signal(signal.SIGTERM)

@@ -196,7 +196,11 @@ def test_values_are_on_no_command_line(tmp_path):
         (("-H", "a:1", "--hostfile", "f", "python"), 2, "give only one of them"),
         (("--mpirun", "/none", "python"), 2, "--mpirun /none: no such program"),
         (("-np", "2", "--min-np", "3", "python"), 2, "--min-np 3: the job starts with fewer ranks, -np 2."),
-        (("-np", "2", "--env", "CHOROS_ENGINE=fast", "python"), 2, "CHOROS_ENGINE='fast' is not one of auto, local"),
+        (
+            ("-np", "2", "--env", "CHOROS_ENGINE=fast", sys.executable),
+            2,
+            "CHOROS_ENGINE='fast' is not one of auto, local",
+        ),
         (("--ssh-command", "reach", "-p", "22", "python"), 2, "--ssh-command reach: it replaces ssh, so --ssh-port"),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_host_or_a_link_is_lost(network, tmp_path, how):
     size, left = (2, network.hosts[1]) if how == "links" else (3, f"{network.hosts[1]}:2,{network.hosts[2]}:1")
     assert sorted(re.findall(r"rank (\d) restarts=\d steps=(.*)", ended.out)) == [
         (str(rank), str([4] * 4 + [size] * 6)) for rank in range(size)
-    ]
+    ], ended
     assert f"it is started again, with {size} ranks on {left}" in ended.err
 
 
