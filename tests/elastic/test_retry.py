@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import choros
+from choros.arrays.host_errors import recognize_errors, remembered_errors
 from choros.elastic import job as jobs
 from choros.elastic.job import ElasticJob, HostUpdate
 from choros.elastic.retry import run, run_fn
@@ -104,6 +105,27 @@ def test_a_lost_rank_restores_the_last_commit(changing: Changing) -> None:
     assert train(state, 5, error=PeerLostError("rank 1 was lost", ranks=[1])) == "done"
     assert seen == [0, 2]
     assert changing.calls == ["raising", "admit", "sync", "restore", "admit", "callback", "sync", "ended"]
+
+
+class FrameworkError(Exception):
+    """What a framework raises in the place of an exception on the host."""
+
+
+def test_what_is_logged_is_the_sentence_of_the_host(changing: Changing, caplog: pytest.LogCaptureFixture) -> None:
+    recognize_errors(FrameworkError, lambda own: type(own.__name__, (own, FrameworkError), {}))
+
+    @run
+    def train(state: Any) -> None:
+        if state.step == 0:
+            state.step = 1
+            state.commit()
+            with contextlib.suppress(PeerLostError), remembered_errors():
+                raise PeerLostError("rank 1 was lost", ranks=[1])
+            raise FrameworkError("Graph execution error:\nDetected at\nrank 1 was lost\nin a node")
+
+    with caplog.at_level("WARNING", "choros"):
+        train(Traced(changing.calls, step=0))
+    assert caplog.messages == ["training goes on from the last commit: rank 1 was lost"]
 
 
 def test_changed_hosts_keep_the_state(changing: Changing) -> None:

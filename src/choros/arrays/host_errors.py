@@ -21,10 +21,12 @@ from typing import Any
 
 from choros.errors import ChorosError
 
-__all__ = ["recognize_errors", "remembered_errors"]
+__all__ = ["error_of_host", "recognize_errors", "remembered_errors"]
 
 #: Those of the last calls; several threads may make some.
 _remembered: deque[ChorosError] = deque(maxlen=16)
+#: The attribute of an exception of a framework that has the host's.
+_HOST_ERROR = "_choros_host_error"
 
 
 @contextmanager
@@ -52,7 +54,13 @@ def recognize_errors(theirs: Any, subclass_of: Callable[[Any], Any]) -> None:
             error = next((each for each in reversed(_remembered) if str(each) and str(each) in text), None)
         created: Exception = Exception.__new__(cls if error is None else subclass_of(type(error)), *args, **kwargs)
         if error is not None:
-            vars(created).update(vars(error))
+            vars(created).update({**vars(error), _HOST_ERROR: error})
         return created
 
     theirs.__new__ = create
+
+
+def error_of_host(error: BaseException) -> BaseException:
+    """Returns the host's exception, whose text is a sentence, if ``error`` is a framework's in its place; else it."""
+    original: BaseException = getattr(error, _HOST_ERROR, error)
+    return original

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar, cast
 
+from choros.arrays.host_errors import error_of_host
 from choros.elastic.job import elastic_job
 from choros.elastic.preemption import watch_signals
 from choros.elastic.state import State
@@ -108,7 +109,7 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
                     is_final = isinstance(error, PeerLostError) and (error.ends_job or not ranks.survives)
                     if is_final or failures == _TRIES:
                         raise
-                    _log.warning("training goes on from the last commit: %s", error)
+                    _log.warning("training goes on from the last commit: %s", error_of_host(error))
                     state.restore()
                     skip_sync = False
                 except HostsUpdatedInterrupt as interrupt:
