@@ -292,8 +292,13 @@ def test_a_sampler_goes_on_from_its_state(changing: Changing) -> None:
     assert list(other) == order[4:]
     assert len(other) == 6
     other.record_indices(order[4:7])
+    other.set_epoch(0)  # at the beginning of a function that is called again
     other.reset()
     assert list(other) == order[7:]
+    other.record_batch(1, 3)
+    assert list(other) == []
+    other.set_epoch(0)
+    assert list(other) == order
     other.set_epoch(1)
     assert sorted(other) == list(range(10))
     assert list(other) != order

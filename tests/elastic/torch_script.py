@@ -59,10 +59,10 @@ def plain():
 @hvd.elastic.run
 def train(state):
     while True:
+        sampler.set_epoch(state.epoch)  # again after each loss
         while sampler.has_left():
             train_epoch(state)
         state.epoch += 1
-        sampler.set_epoch(state.epoch)
         state.commit()
         if state.epoch >= EPOCHS and (sys.argv[2] != "replaced" or hvd.size() == size):
             return

@@ -65,13 +65,16 @@ class ElasticSampler:
         return self._ledger.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch; call it once for each, not again after a restore in its middle.
+        """Begins an epoch; goes on with one that has begun and is not done, as after a restore in its middle.
+
+        Horovod's begins it anew, and must not be called at the beginning of a function that ``elastic.run`` calls.
 
         Args:
             epoch: the epoch, which determines the order.
         """
-        self._ledger = Ledger.of_epoch(epoch, size())
-        self._batch_size = 0
+        if epoch != self.epoch or self._ledger.is_done(self._length):
+            self._ledger = Ledger.of_epoch(epoch, size())
+            self._batch_size = 0
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Records that all ranks have processed one more batch; call it after each step.
