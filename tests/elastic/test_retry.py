@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -275,6 +276,29 @@ def test_what_a_rank_leaves_over_before_the_first_batch_is_not_lost(changing: Ch
     assert list(sampler) == []
     assert sampler.has_left()
     assert list(sampler) == [0]
+
+
+@pytest.mark.usefixtures("changing")
+@pytest.mark.parametrize(("examples", "repeated"), [(17, 1), (18, 0), (19, 0), (1, 1)])
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_rank_repeats_an_example_only_in_the_place_of_a_whole_batch(
+    examples: int, repeated: int, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("choros.elastic.sampler.size", lambda: 2)
+    drawn, lengths = [], set()
+    for rank in range(2):
+        monkeypatch.setattr("choros.elastic.sampler.rank", lambda rank=rank: rank)
+        sampler = ElasticSampler(range(examples))
+        sampler.record_batch(0, 8)
+        for epoch in (1, 2):
+            sampler.set_epoch(epoch)
+            if joins:
+                assert sampler.has_left()
+            lengths.add(len(sampler))
+            drawn += list(sampler)
+    assert lengths == {math.ceil(examples / 2)}
+    assert len(drawn) == 2 * (examples + (0 if joins else repeated))
+    assert set(drawn) == set(range(examples))
 
 
 def _as_rank(rank: int, sampler: ElasticSampler) -> list[int]:

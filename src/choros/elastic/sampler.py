@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
@@ -20,8 +21,9 @@ __all__ = ["ElasticSampler"]
 class ElasticSampler:
     """Yields the indices of this rank's examples, without those that were processed (Horovod's ``ElasticSampler``).
 
-    Unlike Horovod's it repeats no example to make the ranks' numbers equal: they differ by at most one. Ranks that
-    train a different number of batches ``join()`` at the end, as with other uneven data.
+    The ranks' numbers of examples differ by at most one. In a loop without ``has_left()``, as scripts for Horovod have
+    it, a rank that would have a batch less than others repeats one example in its place. A loop with ``has_left()``
+    repeats none: its ranks may train a different number of batches, and ``join()`` at the end.
 
     With ``hvd.elastic.run``, pass it to the ``TorchState``. Without, a loop survives the loss of ranks by one line::
 
@@ -55,7 +57,8 @@ class ElasticSampler:
         self.seed = seed
         # A batch of the ledger is one example: shard k of n has the elements k, n + k, 2 n + k, … of the epoch's order.
         self._ledger = Ledger.of_epoch(0, size())
-        self._batch_size = 0
+        self._batch_size = self._last_batch_size = 0
+        self._joins = False
         elastic_job().on_change(self._changed)
         watch_signals()
 
@@ -74,7 +77,7 @@ class ElasticSampler:
         """
         if epoch != self.epoch or self._ledger.is_done(self._length):
             self._ledger = Ledger.of_epoch(epoch, size())
-            self._batch_size = 0
+            self._forget_batch_size()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Records that all ranks have processed one more batch; call it after each step.
@@ -104,6 +107,7 @@ class ElasticSampler:
 
         All ranks must call it together: at the beginning of an epoch, and when all have ended their iterations.
         """
+        self._joins = True
         steps = global_process_set.communicator.allreduce(
             np.array(self._ledger.steps), Reduction.MAX, name="examples of a sampler"
         )
@@ -116,7 +120,7 @@ class ElasticSampler:
     def reset(self) -> None:
         """Shards what no rank has processed over the ranks that there are now."""
         self._ledger = self._ledger.resharded(size(), self._length)
-        self._batch_size = 0
+        self._forget_batch_size()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the epoch, as numbers, lists and dicts."""
@@ -128,13 +132,29 @@ class ElasticSampler:
         self.reset()
 
     def __iter__(self) -> Iterator[int]:
-        order = self._order()
+        order, numbers = self._order(), self._numbers()
         for part in self._ledger.of_rank(rank()):
             for position in part.closed(self._length).batches:
                 yield order[position * part.shards + part.shard]
+        batch_size = self._batch_size or self._last_batch_size
+        if batch_size and not self._joins:
+            batches = [math.ceil(number / batch_size) for number in numbers]
+            if batches[rank()] < max(batches):
+                yield order[rank() % len(order)]
 
     def __len__(self) -> int:
-        return sum(len(part.closed(self._length).batches) for part in self._ledger.of_rank(rank()))
+        """The number of examples of the rank that has most, so that loaders have the same length on all ranks."""
+        return max(self._numbers())
+
+    def _numbers(self) -> list[int]:
+        """The number of examples that each rank has."""
+        return [
+            sum(len(part.closed(self._length).batches) for part in self._ledger.of_rank(each)) for each in range(size())
+        ]
+
+    def _forget_batch_size(self) -> None:
+        self._last_batch_size = self._batch_size or self._last_batch_size
+        self._batch_size = 0
 
     def _length(self, shard: int, shards: int) -> int:
         return len(range(shard, len(self.dataset), shards))
