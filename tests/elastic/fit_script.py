@@ -1,8 +1,8 @@
 """Trains a model whose weights count: row i of the data is trained on as often as weight i says.
 
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
-``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, for a strategy. Prints a
-line of JSON on each rank. New ranks have no faults.
+``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, for a strategy;
+FIT_MICRO_BATCHES the number of micro-batches of an update. Prints a line of JSON on each rank. New ranks have no faults.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ ROWS, BATCH, EPOCHS = 203, 16, 3
 api = sys.argv[1]
 directory = Path(sys.argv[3]) if len(sys.argv) > 3 else None
 kind = os.environ.get("FIT_DATA")
+passes = int(os.environ.get("FIT_MICRO_BATCHES", "1"))
 started = os.getpid()
 
 
@@ -40,13 +41,14 @@ hvd.init()
 communicator = global_process_set.communicator
 number = communicator.rank
 faults = Faults("" if communicator.is_new else sys.argv[2], communicator, directory)
-optimizer = keras.optimizers.SGD(1.0)
+own_passes = {"gradient_accumulation_steps": passes} if passes > 1 and api == "strategy" else {}
+optimizer = keras.optimizers.SGD(1.0, **own_passes)
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
 with strategy.scope() if strategy else contextlib.nullcontext():
     dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
     model = keras.Sequential([keras.Input((ROWS,)), dense])
     model.compile(
-        optimizer if strategy else hvd.DistributedOptimizer(optimizer),
+        optimizer if strategy else hvd.DistributedOptimizer(optimizer, backward_passes_per_step=passes),
         Total(reduction="sum"),
         metrics=[Rows(name="rows")],
     )
@@ -78,6 +80,10 @@ if directory is not None and (strategy or number == 0):  # a strategy's ranks wr
     callbacks.append(keras.callbacks.ModelCheckpoint(directory / "checkpoint.weights.h5", save_weights_only=True))
 history = model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks, validation_data=validation)
 counts = -model.get_weights()[0][:, 0]
+if passes > 1:  # of which the last update may lack some, whose gradients the optimizer has
+    scale = passes if api == "strategy" else 1  # Horovod adds the gradients of micro-batches
+    accumulated = next(each for each in model.optimizer.variables if "accumulator" in each.path)
+    counts = counts * scale + keras.ops.convert_to_numpy(accumulated)[:, 0] * scale / passes
 report = {
     "rank": number,
     "job": os.environ["CHOROS_JOB"],

@@ -108,19 +108,20 @@ class Ledger:
         """All ranks have consumed one more batch of their lots; a rank whose lot has ended stays at its end."""
         return replace(self, steps=self.steps + steps)
 
-    def lost(self, new_ranks: Mapping[int, int]) -> Self:
+    def lost(self, new_ranks: Mapping[int, int], accumulated: int = 0) -> Self:
         """Ranks were lost in the current step, which is not counted by ``steps`` yet: their batch was not consumed.
 
         Args:
             new_ranks: the new rank of each survivor, by its old one; all other ranks are lost.
+            accumulated: how many of the last steps are micro-batches of an update that is not made yet: the lost ranks'
+                part of them was not consumed either.
         """
-        return replace(self, lots=tuple(self._after_loss(lot, new_ranks) for lot in self.lots))
+        stopped = max(0, self.steps - accumulated)
+        return replace(self, lots=tuple(_after_loss(lot, new_ranks, stopped) for lot in self.lots))
 
-    def _after_loss(self, lot: _Lot, new_ranks: Mapping[int, int]) -> _Lot:
-        if lot.owner is None:
-            return lot
-        owner = new_ranks.get(lot.owner)
-        return replace(lot, owner=owner, stopped=self.steps if owner is None else None)
+    def taken_back(self, steps: int) -> Self:
+        """The last steps were micro-batches of an update that will not be made."""
+        return replace(self, steps=max(0, self.steps - steps))
 
     def joined(self, rank: int) -> Self:
         """A new rank takes over a lot without an owner from the current step on.
@@ -231,6 +232,13 @@ class Ledger:
         """Returns the ledger that ``to_json`` has written."""
         lots = tuple(_Lot(_parsed(lot["parts"]), lot["owner"], lot["stopped"]) for lot in fields["lots"])
         return cls(**{**fields, "lots": lots, "left": _parsed(fields["left"])})
+
+
+def _after_loss(lot: _Lot, new_ranks: Mapping[int, int], stopped: int) -> _Lot:
+    if lot.owner is None:
+        return lot
+    owner = new_ranks.get(lot.owner)
+    return replace(lot, owner=owner, stopped=stopped if owner is None else None)
 
 
 def _shards(first: int, size: int) -> tuple[_Lot, ...]:

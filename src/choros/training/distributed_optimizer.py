@@ -21,6 +21,7 @@ from choros.errors import ConfigError
 from choros.parallel.reduce.joining import Participation
 from choros.training.keras_internals import (
     BaseOptimizer,
+    accumulators,
     apply_count,
     export_like,
     inner_optimizers,
@@ -37,6 +38,7 @@ __all__ = [
     "own_class",
     "participation",
     "receive_weights",
+    "reduce_early",
     "reducer_of",
     "unwrap",
     "wrap",
@@ -222,6 +224,21 @@ def participation(optimizer: Any) -> Participation:
         _after_update(optimizer, reducer, variables)
 
     return reducer.participation(variables, update)
+
+
+def reduce_early(optimizer: Any) -> None:
+    """Moves what this rank's micro-batches since the last update have given into the optimizer's own accumulators.
+
+    So it is on all ranks, in commits and in files: no loss of a rank takes it away. All ranks call it together, between
+    two steps. A ``LossScaleOptimizer``'s gradients, which are not in the accumulators' scale, stay where they are.
+    """
+    reducer, own = reducer_of(optimizer), accumulators(optimizer)
+    if reducer is None or not reducer.reducer.active or not own:
+        return
+    numbers = {id(variable): number for number, variable in enumerate(trained_variables(optimizer))}
+    for variable, gradient in reducer.reduce_early():
+        if reducer.has_state:
+            own[numbers[id(variable)]].assign_add(gradient)
 
 
 def receive_weights(optimizer: Any) -> int | None:

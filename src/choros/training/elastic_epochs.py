@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import keras
 
@@ -35,14 +35,34 @@ __all__ = ["ElasticEpochs"]
 _log = logging.getLogger("choros")
 
 
+class Steps(Protocol):
+    """The steps that all ranks make together, as ``trainer.Steps``."""
+
+    @property
+    def batches(self) -> int:
+        """The number of batches on which all ranks have trained."""
+
+    @property
+    def accumulated(self) -> int:
+        """The last of these that are micro-batches of an update to come."""
+
+    def join(self) -> None:
+        """Takes part in the others' steps until no rank has batches left."""
+
+    def end_batches(self) -> None:
+        """``join``; then nothing is accumulated that a rank could take with it."""
+
+    def forget_accumulated(self) -> None:
+        """Takes back the micro-batches of the update to come."""
+
+
 @final
 class ElasticEpochs:
     """What this rank trains on in each epoch; the ledger behind it is the same on all ranks.
 
     Args:
         data: the data set of ``fit``.
-        batches: returns the number of batches on which all ranks have trained together so far.
-        join: takes part in the others' steps until no rank has batches left.
+        steps: those of the model.
 
     Attributes:
         ledger: that of the current epoch; ``None`` outside of epochs.
@@ -56,12 +76,11 @@ class ElasticEpochs:
     admit: Callable[[int], None] | None = None
     is_late = False
 
-    def __init__(self, data: EpochData, batches: Callable[[], int], join: Callable[[], None]) -> None:
+    def __init__(self, data: EpochData, steps: Steps) -> None:
         self.ledger: Ledger | None = None
         self._data = data
-        self._batches = batches
-        self._join = join
-        self._counted = 0
+        self._steps = steps
+        self._counted = self._committed = 0
         self._resumed: Ledger | None = None
         self._order: int | None = None
         self._commit_steps = int(COMMIT_STEPS.number(os.environ, "steps"))
@@ -96,7 +115,7 @@ class ElasticEpochs:
             self._check_order(epoch)
         else:
             self.ledger = Ledger.of_epoch(epoch, communicator.size)
-        self._counted = self._batches()
+        self._counted, self._committed = self._steps.batches, self.ledger.steps
         self._data.begin_epoch(epoch, self.ledger.of_rank(communicator.rank))
 
     @property
@@ -141,11 +160,13 @@ class ElasticEpochs:
     def between_steps(self) -> None:
         """Ends this rank if it was asked to end, or the job; takes new ranks in. All call it after each of their steps.
 
-        A new rank comes here next, and from then on knows what the others do.
+        A new rank comes here next, and from then on knows what the others do. Between micro-batches nothing happens.
         """
+        if self._steps.accumulated:
+            return
         while True:
             if self._job_ends:
-                self._join()  # ranks without batches come back, too
+                self._steps.join()  # ranks without batches come back, too
             self._end_if_asked()
             if self.admit is None or not global_process_set.communicator.noticed & NEWCOMER or not self._has_place:
                 break
@@ -153,7 +174,8 @@ class ElasticEpochs:
             self.admit(self._data.epoch)
             self._order = None
         every, ledger = self._commit_steps, self.ledger
-        if self.commit is not None and every and ledger is not None and ledger.steps and ledger.steps % every == 0:
+        if self.commit is not None and every and ledger is not None and ledger.steps - self._committed >= every:
+            self._committed = ledger.steps
             self.commit()
 
     def commit_after_loss(self) -> None:
@@ -161,6 +183,10 @@ class ElasticEpochs:
         if self.commit is None or global_process_set.communicator.size >= fewest_ranks():
             return
         try:
+            self._count()
+            if self.ledger is not None:
+                self.ledger = self.ledger.taken_back(self._steps.accumulated)
+            self._steps.forget_accumulated()
             self._order = self._order_of(self._data.epoch)
             self.commit()
         except Exception as error:  # noqa: BLE001  (the loss is what is raised)
@@ -181,7 +207,7 @@ class ElasticEpochs:
             length = self._data.length(self.ledger.epoch)
             if self.ledger.is_done(length):
                 return
-            self.ledger = self.ledger.resharded(communicator.size, length)
+            self.ledger, self._committed = self.ledger.resharded(communicator.size, length), 0
             for batch in self._data.batches(self.ledger.of_rank(communicator.rank), self.ledger.epoch):
                 x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
                 with keeping_metrics(model):
@@ -194,7 +220,7 @@ class ElasticEpochs:
         return self.commit is not None and job_ends()
 
     def _end_batches(self) -> None:
-        self._join()
+        self._steps.end_batches()
         self._end_if_asked()
 
     def _end_if_asked(self) -> None:
@@ -206,7 +232,7 @@ class ElasticEpochs:
 
     def _count(self) -> None:
         """Counts the steps that have ended since the last time."""
-        batches = self._batches()
+        batches = self._steps.batches
         if self.ledger is not None:
             self.ledger = self.ledger.stepped(batches - self._counted)
         self._counted = batches
@@ -214,6 +240,6 @@ class ElasticEpochs:
     def _on_change(self, change: Change) -> None:
         self._count()
         if self.ledger is not None:
-            self.ledger = self.ledger.lost(change.new_ranks)
+            self.ledger = self.ledger.lost(change.new_ranks, self._steps.accumulated)
             for rank in change.joined:
                 self.ledger = self.ledger.joined(rank)

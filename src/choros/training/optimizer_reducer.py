@@ -89,6 +89,8 @@ class OptimizerReducer:
         self._advice = advice
         self._scale_local = scale_local_gradients
         self._local: list[Any] = []
+        #: By the layout of their gradients, the variables of the steps so far.
+        self._variables: dict[GradientLayout, list[Any]] = {}
         #: Whether a comparison is due after the update, in a step that is being compiled too; and by which reducer.
         self._due: Any = None
         self._last: GradientReducer | None = None
@@ -237,6 +239,8 @@ class OptimizerReducer:
         self, reducer: GradientReducer, gradients: list[Any], variables: list[Any], micro_batches: Any, examples: Any
     ) -> list[Any]:
         config, self._last = reducer.config, reducer
+        layout = tuple(_layout(g, v) for g, v in zip(gradients, variables, strict=True))
+        self._variables[layout] = variables
         if examples is None:
             step = current_step()
             examples = 1 if step is None else step.examples
@@ -248,7 +252,6 @@ class OptimizerReducer:
                 reduced = reducer.reduce(gradients, examples=int(examples), exchange=exchange)
             self._due = reducer.due is not None
             return reduced
-        layout = tuple(_layout(g, v) for g, v in zip(gradients, variables, strict=True))
         if config.bucket_bytes is not None:
             return self._reduce_buckets(reducer, gradients, layout, examples)
 
@@ -294,6 +297,18 @@ class OptimizerReducer:
             for index, result in zip(indices, results, strict=True):
                 reduced[index] = result
         return reduced
+
+    def reduce_early(self) -> list[tuple[Any, Any]]:
+        """Reduces the gradients of micro-batches since the last update now, on all ranks together, between two steps.
+
+        Returns:
+            Variables, and the gradients that their optimizer then has to accumulate; none if there are none, or on a
+            rank that has made no step.
+        """
+        pairs = []
+        for layout, gradients in self.reducer.reduce_early().items():
+            pairs += zip(self._variables.get(layout, ()), gradients, strict=False)
+        return [(each, _adapter().to_dense(tensor_of(gradient), tuple(each.shape))) for each, gradient in pairs]
 
     def participation(
         self, variables: Sequence[Any], on_update: Callable[[list[Gradient]], None] | None = None

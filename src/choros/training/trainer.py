@@ -115,6 +115,11 @@ class Steps:
         return next((reducer.reducer.batches for reducer in self._reducers), 0)
 
     @property
+    def accumulated(self) -> int:
+        """The last of these that are micro-batches of an update to come."""
+        return max((reducer.reducer.accumulated for reducer in self._reducers), default=0)
+
+    @property
     def last_share(self) -> float | None:
         """This rank's share of the examples in the last training step; ``None`` if it is not known."""
         if is_spmd(self._model):
@@ -155,7 +160,7 @@ class Steps:
     @contextmanager
     def elastic(self, data: EpochData) -> Iterator[None]:
         """A context of ``fit`` in a job that ranks leave and join; ``data`` are those of ``fit``."""
-        self.epochs = ElasticEpochs(data, lambda: self.batches, self.join)
+        self.epochs = ElasticEpochs(data, self)
         self.epochs.start()
         try:
             with opening(), epochs_of_any_length():
@@ -176,16 +181,29 @@ class Steps:
     def begin_batch(self) -> None:
         """Ends this rank before its next batch, if it or the job was asked to end, or takes in a new one."""
         finish_step()
-        if self.epochs is not None and not any(reducer.reducer.in_update for reducer in self._reducers):
+        if self.epochs is not None:
             self.epochs.between_steps()
 
     def end_epoch(self) -> None:
         """Ends the epoch's batches on all ranks at once; what lost ranks have left over is trained on first."""
         self.in_epoch = False
         if self.epochs is None:
-            self.join()
+            self.end_batches()
         else:
             self.epochs.finish(self._model)
+
+    def end_batches(self) -> None:
+        """``join``; then the gradients of all micro-batches so far are in the optimizers, which may be saved."""
+        self.join()
+        if self.train_together and not is_spmd(self._model):
+            for optimizer in self.optimizers:
+                distributed_optimizer.reduce_early(optimizer)
+
+    def forget_accumulated(self) -> None:
+        """Takes back the micro-batches since the last update, as if this rank had not seen them."""
+        for optimizer, reducer in zip(self.optimizers, self._reducers, strict=True):
+            count = distributed_optimizer.apply_count(optimizer)
+            count.assign(count - reducer.reducer.forget_accumulated())
 
     def join(self) -> None:
         """Participates in the training steps of the ranks that still have batches, until no rank has any."""

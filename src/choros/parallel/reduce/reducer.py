@@ -209,6 +209,7 @@ class _Plan:
         buckets: in the order in which they are sent.
         request: the request of a step, that is of its last micro-batch.
         micro_batch: the request of a micro-batch before the last.
+        early: the request of an exchange before the last micro-batch.
         scales_late: whether they may be scaled after the sum.
     """
 
@@ -216,6 +217,7 @@ class _Plan:
     buckets: tuple[_Bucket, ...]
     request: Request
     micro_batch: Request
+    early: Request
     scales_late: bool
 
 
@@ -224,13 +226,17 @@ class _ReducerState:
     """How far a reducer is; a step that is made again after a rank was lost begins with that of before.
 
     Attributes:
+        batches: the batches, micro-batches included.
         steps: the steps.
         common_steps: for each layout, those for which all ranks had a batch: two models may be trained in turn.
-        pending: for each layout, the gradients of the micro-batches since the last exchange.
+        accumulated: for each layout, the number of micro-batches since the last exchange, the same on all ranks.
+        pending: for each layout, this rank's gradients of these; a rank without rows has none.
     """
 
+    batches: int = 0
     steps: int = 0
     common_steps: Mapping[GradientLayout, int] = field(default_factory=dict)
+    accumulated: Mapping[GradientLayout, int] = field(default_factory=dict)
     pending: Mapping[GradientLayout, list[Gradient]] = field(default_factory=dict)
 
 
@@ -246,8 +252,6 @@ class GradientReducer:
         heals: whether such a comparison gives ranks that differ the values of most ranks.
         due: the comparison of what ranks train, after the update that follows the last ``reduce``; ``None`` if ranks
             compare nothing then. The same on all ranks.
-        batches: the number of batches, micro-batches included, that the ranks have reduced together, or accumulated;
-            the same on all ranks.
         trained: once all ranks have joined, those that had a batch in the last step, as the launcher numbers them.
 
     Example:
@@ -284,8 +288,8 @@ class GradientReducer:
         #: Those who had a batch in the last step, as the launcher numbers them.
         self._active: list[int] | None = None
         self.trained: tuple[int, ...] = ()
-        self._progress = _ReducerState()
-        self.batches = 0
+        #: In the current step; and as of the last one that has ended on all ranks.
+        self._progress = self._settled = _ReducerState()
         #: Returns the factor of gradients whose loss was weighted for ranks of which some were lost since.
         self.correction: Callable[[], float] | None = None
         environment = Config.from_environ(os.environ)
@@ -299,9 +303,14 @@ class GradientReducer:
         return bool(process_set.included()) and process_set.communicator.may_have_others
 
     @property
-    def in_update(self) -> bool:
-        """Whether the ranks have accumulated micro-batches whose gradients they have not reduced yet."""
-        return self.batches % self.config.micro_batches > 0
+    def batches(self) -> int:
+        """The batches, micro-batches included, that all ranks have reduced together, or accumulated; the same on all."""
+        return self._settled.batches
+
+    @property
+    def accumulated(self) -> int:
+        """The last of these whose gradients are not reduced yet: if a rank is lost, its part of them is."""
+        return max(self._settled.accumulated.values(), default=0)
 
     def reduce(
         self,
@@ -332,14 +341,14 @@ class GradientReducer:
         """
         kinds = layout_of(gradients) if layout is None else layout
         communicator = self.config.process_set.communicator
-        before, factor = self._progress, self._correction()
+        factor = self._correction()
 
         def again() -> None:
             nonlocal factor
             factor = self._correction()
 
         def collective() -> list[Gradient]:
-            self._progress = before
+            self._begin_again()
             self.plan(kinds)
             self._agree(examples, exchange=exchange)
             if exchange:
@@ -354,6 +363,36 @@ class GradientReducer:
 
         return communicator.atomic(collective, again=again)
 
+    def reduce_early(self) -> dict[GradientLayout, list[Gradient]]:
+        """Reduces the gradients of the micro-batches since the last exchange, before the step's last; all call it.
+
+        ``reduce`` then returns those of later micro-batches alone: the caller accumulates these.
+
+        Returns:
+            For each layout, what ``reduce`` would return; empty if there are none.
+        """
+
+        def collective(layout: GradientLayout) -> list[Gradient]:
+            self._begin_again()
+            self.plan(layout)
+            communicator.agree(self._current.early)
+            self._note(accumulated=self._accumulated(exchange=True))
+            self._scale(1.0, same=False)
+            reduced = self._exchange(None)
+            communicator.when_settled(self._end)
+            return reduced
+
+        communicator = self.config.process_set.communicator
+        layouts = tuple(self._settled.accumulated)
+        return {each: communicator.atomic(functools.partial(collective, each)) for each in layouts}
+
+    def forget_accumulated(self) -> int:
+        """Forgets the micro-batches since the last exchange, which is not to come; returns their number."""
+        number = self.accumulated
+        self._settled = replace(self._settled, batches=self.batches - number, accumulated={}, pending={})
+        self._progress = self._settled
+        return number
+
     def plan(self, layout: GradientLayout) -> tuple[tuple[int, ...], ...]:
         """Prepares for gradients of ``layout``; returns the indices in each bucket, in the order buckets are sent."""
         membership = self.config.process_set.membership
@@ -361,6 +400,7 @@ class GradientReducer:
             self._membership, self._plans = membership, {}
             self._plan = None
             self._note(common_steps={})  # a new rank has counted none
+            self._settled = replace(self._settled, common_steps={})
         if self._plan is None or layout != self._plan.layout:
             if layout not in self._plans:
                 if len(self._plans) == _PLANS:
@@ -431,11 +471,13 @@ class GradientReducer:
                 on_update(reduced)
 
         def accumulate(counts: Sequence[int], layout: GradientLayout) -> None:
+            self._begin_again()
             self.plan(layout)
             self._begin(counts, 0, exchange=False, joined=True)
             update(zeros_of(layout))
 
         def exchange(counts: Sequence[int], layout: GradientLayout) -> None:
+            self._begin_again()
             self.plan(layout)
             self._begin(counts, 0, exchange=True, joined=True)
             if len(self._current.buckets) == 1:
@@ -513,12 +555,13 @@ class GradientReducer:
             counts += f", compared every {self._compare_every} steps, healed={self.heals}"
         arguments = f"{scales}, {counts}: {describe(layout)}; sent as {sent}"
         explain = None if config.compressor.shares_state else functools.partial(self._explain, layout)
-        step, micro_batch = (
-            Request(each, arguments, self._name, explain=explain) for each in ("gradients", "micro-batch")
+        step, micro_batch, early = (
+            Request(each, arguments, self._name, explain=explain)
+            for each in ("gradients", "micro-batch", "gradients of micro-batches")
         )
         # The sum of unscaled values may overflow float16.
         fits = all(each[1] != np.float16 for each in layout)
-        return _Plan(layout, buckets, step, micro_batch, fits and isinstance(config.compressor, NoCompression))
+        return _Plan(layout, buckets, step, micro_batch, early, fits and isinstance(config.compressor, NoCompression))
 
     @property
     def _current(self) -> _Plan:
@@ -561,11 +604,12 @@ class GradientReducer:
 
     def _exchange(self, gradients: Sequence[Gradient] | None, *, in_place: bool = False) -> list[Gradient]:
         """Reduces the gradients of the last micro-batch, and those that are pending; ``None``: this rank has none."""
-        if self._current.layout in self._progress.pending:
+        layout = self._current.layout
+        if layout in self._progress.pending:
             if gradients is not None:
                 self._accumulate(gradients)
             pending = dict(self._progress.pending)
-            gradients = pending.pop(self._current.layout)
+            gradients = pending.pop(layout)
             self._note(pending=pending)
             self._scale(1.0, same=False)
         results: dict[int, Gradient] = {}
@@ -591,8 +635,9 @@ class GradientReducer:
         self._active = [each for each, count in zip(launched, counts, strict=True) if count > 0]
         self.share = examples / sum(counts)
         self._weight = self.share if self._weighted else 1.0
-        self.config.process_set.communicator.when_settled(self._count_batch)
-        self._note(steps=self._progress.steps + exchange)
+        progress = self._progress
+        accumulated = self._accumulated(exchange=exchange)
+        self._note(batches=progress.batches + 1, steps=progress.steps + exchange, accumulated=accumulated)
         self.due = self._comparison() if exchange and len(self._active) == len(counts) else None
         if exchange:
             if not joined:
@@ -600,6 +645,13 @@ class GradientReducer:
             events.emit(Kind.STEP_BEGUN, self._name, step=self._progress.steps, examples=examples, joined=joined)
             # With several micro-batches ranks may differ in whether they have accumulated gradients of earlier ones.
             self._scale(self._weight, same=self.config.micro_batches == 1 and len(set(counts)) == 1)
+        self.config.process_set.communicator.when_settled(self._end)
+
+    def _accumulated(self, *, exchange: bool) -> dict[GradientLayout, int]:
+        """Counts one more micro-batch, or forgets those that are exchanged."""
+        accumulated, layout = dict(self._progress.accumulated), self._current.layout
+        number = accumulated.pop(layout, 0)
+        return accumulated if exchange else {**accumulated, layout: number + 1}
 
     def _comparison(self) -> Comparison | None:
         """Counts a step of all ranks; returns the comparison after it."""
@@ -613,8 +665,13 @@ class GradientReducer:
         elastic = self.correction is not None and self.config.process_set.communicator.elastic
         return self.correction() if elastic and self.correction is not None else 1.0
 
-    def _count_batch(self) -> None:
-        self.batches += 1
+    def _begin_again(self) -> None:
+        """Forgets what an attempt of this collective has noted during which a rank was lost."""
+        if self.config.process_set.communicator.elastic:
+            self._progress = self._settled
+
+    def _end(self) -> None:
+        self._settled = self._progress
 
     def _note(self, **changed: Any) -> None:
         self._progress = replace(self._progress, **changed)
