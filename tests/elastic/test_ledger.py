@@ -17,14 +17,23 @@ from choros.topology import shard_range
 
 @dataclass
 class Epoch:
-    """Ranks that train on ``batches`` global batches by a ledger, and what happens to them."""
+    """Ranks that train on ``batches`` global batches by a ledger, and what happens to them.
+
+    Rows of ``micro_batches`` batches are consumed together; until then, each rank has those of its own.
+    """
 
     rng: random.Random
     size: int
     rows: int
     batches: int
     last_rows: int
+    micro_batches: int = 1
     consumed: Counter[tuple[int, int]] = field(default_factory=Counter)
+    accumulated: int = 0
+    pending: list[list[tuple[int, int]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pending = [[] for _ in range(self.size)]
 
     def length(self, shard: int, shards: int) -> int:
         start, end = shard_range(self.last_rows, shard, shards)
@@ -42,16 +51,29 @@ class Epoch:
             own = [part.closed(self.length) for part in ledger.of_rank(rank)]
             first = next(((part, part.batches[0]) for part in own if part.batches), None)
             if first is not None:
-                self.consumed.update(self.rows_of(*first))
+                self.pending[rank] += self.rows_of(*first)
+        self.accumulated += 1
+        if self.accumulated == self.micro_batches:
+            self.exchange()
         return ledger.stepped()
+
+    def exchange(self) -> None:
+        self.consumed.update(itertools.chain(*self.pending))
+        self.pending, self.accumulated = [[] for _ in range(self.size)], 0
 
     def lose(self, ledger: Ledger) -> Ledger:
         lost = self.rng.sample(range(self.size), self.rng.randint(1, min(2, self.size - 1)))
         survivors = [rank for rank in range(self.size) if rank not in lost]
         self.size = len(survivors)
-        return ledger.lost({old: new for new, old in enumerate(survivors)})
+        self.pending = [self.pending[rank] for rank in survivors]
+        return ledger.lost({old: new for new, old in enumerate(survivors)}, self.accumulated)
 
     def between_steps(self, ledger: Ledger) -> Ledger:
+        if self.accumulated:
+            if self.rng.random() < 0.03:  # too few are left, and commit
+                ledger = ledger.taken_back(self.accumulated).resumed(self.size, self.length)
+                self.pending, self.accumulated = [[] for _ in range(self.size)], 0
+            return ledger
         if self.rng.random() < 0.15:
             ledger = ledger.joined(self.size)
             self.size += 1
@@ -60,14 +82,17 @@ class Epoch:
             self.size = self.rng.randint(1, min(5, self.rows))
             resumed = ledger.resumed if self.rng.random() < 0.5 else ledger.resharded
             ledger = resumed(self.size, self.length)
+        self.pending = [[] for _ in range(self.size)]
         return ledger
 
     def run(self) -> Ledger:
         ledger = Ledger.of_epoch(0, self.size)
-        while not ledger.is_done(self.length):
+        while not ledger.is_done(self.length) or self.accumulated:
             if not any(part.closed(self.length).batches for rank in range(self.size) for part in ledger.of_rank(rank)):
+                self.exchange()
                 ledger = ledger.resharded(self.size, self.length)
-            ledger = self.between_steps(self.step(ledger))
+            else:
+                ledger = self.between_steps(self.step(ledger))
         return ledger
 
 
@@ -75,7 +100,7 @@ class Epoch:
 def test_each_row_is_consumed_exactly_once(seed: int) -> None:
     rng = random.Random(seed)
     rows = rng.randint(5, 9)
-    epoch = Epoch(rng, rng.randint(1, 5), rows, rng.randint(1, 12), rng.randint(1, rows))
+    epoch = Epoch(rng, rng.randint(1, 5), rows, rng.randint(1, 12), rng.randint(1, rows), rng.choice([1, 1, 2, 5]))
 
     epoch.run()
 
@@ -99,6 +124,11 @@ def test_survivors_keep_their_shards() -> None:
 def test_a_batch_whose_rank_was_lost_in_its_step_is_left_over() -> None:
     ledger = Ledger.of_epoch(0, 2).stepped(2).lost({0: 0}).stepped(2)
     assert ledger.left_over(four) == (ShardBatches(1, 2, range(2, 4)),)
+
+
+def test_micro_batches_of_a_lost_rank_are_left_over() -> None:
+    ledger = Ledger.of_epoch(0, 2).stepped(3).lost({0: 0}, accumulated=2).stepped()
+    assert ledger.left_over(four) == (ShardBatches(1, 2, range(1, 4)),)
 
 
 def test_a_new_rank_takes_over_from_the_current_step() -> None:

@@ -18,14 +18,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs("mpi4py")]
 HERE = Path(__file__).parent
 
 
-def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, data=""):
+def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, data="", micro_batches=1):
     """Trains on ``ranks`` ranks; returns how the job ended and what the ranks report that reached the end."""
     if framework not in FRAMEWORKS:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
     # New ranks would come in time, or not.
     flags = ("-np", ranks, "--min-np", least, "--reset-limit", 0, *more)
     arguments = (*flags, sys.executable, HERE / "fit_script.py", api, kills)
-    ended = run(*arguments, env={"KERAS_BACKEND": framework, "FIT_DATA": data})
+    env = {"KERAS_BACKEND": framework, "FIT_DATA": data, "FIT_MICRO_BATCHES": str(micro_batches)}
+    ended = run(*arguments, env=env)
     assert ended.code == code, ended.err
     return ended, [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
 
@@ -77,13 +78,25 @@ def test_collectives_of_all_kinds_go_on(seed):
     assert len(re.findall(r"2 left", ended.out)) == 2, ended.out + ended.err
 
 
-@pytest.mark.nightly
-def test_the_same_command_goes_on_from_the_last_commit_with_fewer_ranks(tmp_path):
-    commits = ("--commit-dir", tmp_path / "commits")
-    ended, reports = fit("torch", "0@20,1@20", code=69, more=commits)  # in the second epoch
+@pytest.mark.parametrize(
+    ("framework", "api"),
+    [
+        ("torch", "strategy"),
+        pytest.param("tensorflow", "horovod", marks=pytest.mark.nightly),
+        pytest.param("jax", "strategy", marks=pytest.mark.nightly),
+    ],
+)
+def test_micro_batches_of_a_lost_rank_are_trained_on_by_others(framework, api):
+    _, reports = fit(framework, "0@6,3@15", api, ranks=4, micro_batches=4)  # two since the last update, and three
+    assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2
+
+
+def test_the_same_command_goes_on_from_the_last_step_with_fewer_ranks(tmp_path):
+    given = {"more": ("--commit-dir", tmp_path / "commits"), "micro_batches": 4}
+    ended, reports = fit("torch", "0@22,1@22", code=69, **given)  # in the second epoch, two since the last update
     assert reports == []
-    assert "commit-00000001.npz" in os.listdir(tmp_path / "commits" / "fit-1")
-    ended, reports = fit("torch", "", ranks=2, more=commits)
+    assert "commit-00000002.npz" in os.listdir(tmp_path / "commits" / "fit-1")
+    ended, reports = fit("torch", "", ranks=2, **given)
     assert "training goes on in epoch 2" in ended.err
     for report in reports:
         assert (report["wrong"], report["epochs"]) == ({}, 3)  # the history has the first epoch, too

@@ -484,13 +484,20 @@ class Communicator(ABC):
                 raise error
             return (result,)
         self._queue.abandon_plan()
-        before = self.launched
-        self._recover()
+        before, too_few = self.launched, None
+        try:
+            self._recover()
+        except PeerLostError as raised:
+            if self.launched == before:
+                raise
+            too_few = raised
         self._queue.end_turn()
         self._scratch, self._joined_for = None, 0
         change = Change.between(before, self.launched)
         if self.on_change is not None:
             self.on_change(change)
+        if too_few is not None:
+            raise too_few
         if self.raises_loss:
             raise PeerLostError(f"{self._asked}: {change}.", ranks=change.lost)
         return ()
