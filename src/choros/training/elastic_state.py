@@ -9,7 +9,8 @@ import keras
 
 from choros.arrays import adapter_of
 from choros.elastic.state import ObjectState, State
-from choros.errors import ConfigError
+from choros.errors import ConfigError, HostsUpdatedInterrupt
+from choros.training.distributed_optimizer import reduce_early, reducer_of
 from choros.training.keras_internals import is_built
 from choros.training.model_variables import model_variables
 from choros.training.variables import broadcast_variables, value_of
@@ -97,6 +98,25 @@ class KerasState(VariablesState):
         self.model = model
         self.optimizer = optimizer or getattr(model, "optimizer", None)
         super().__init__(**kwargs)
+
+    def save(self) -> None:
+        """Copies the values and the objects; the gradients of micro-batches since the last update are among them."""
+        reduce_early(self.optimizer)
+        super().save()
+
+    def restore(self) -> None:
+        """Sets the values and the objects, and forgets micro-batches since."""
+        if (reducer := reducer_of(self.optimizer)) is not None:
+            reducer.reducer.forget_accumulated()
+        super().restore()
+
+    def check_host_updates(self) -> None:
+        """See ``State``."""
+        try:
+            super().check_host_updates()
+        except HostsUpdatedInterrupt:
+            reduce_early(self.optimizer)  # a new rank takes no part in it
+            raise
 
     def tracked(self) -> Sequence[Any]:
         """Returns the variables of the model and of the optimizer."""

@@ -305,7 +305,7 @@ class OptimizerReducer:
             Variables, and the gradients that their optimizer then has to accumulate; none if there are none, or on a
             rank that has made no step.
         """
-        pairs = []
+        pairs: list[tuple[Any, Any]] = []
         for layout, gradients in self.reducer.reduce_early().items():
             pairs += zip(self._variables.get(layout, ()), gradients, strict=False)
         return [(each, _adapter().to_dense(tensor_of(gradient), tuple(each.shape))) for each, gradient in pairs]

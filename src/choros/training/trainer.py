@@ -38,6 +38,7 @@ from choros.training.distributed_optimizer import move_outwards, receive_weights
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.files import complete_files
 from choros.training.keras_internals import (
+    apply_count,
     epochs_of_any_length,
     finish_step,
     layers_of,
@@ -202,7 +203,7 @@ class Steps:
     def forget_accumulated(self) -> None:
         """Takes back the micro-batches since the last update, as if this rank had not seen them."""
         for optimizer, reducer in zip(self.optimizers, self._reducers, strict=True):
-            count = distributed_optimizer.apply_count(optimizer)
+            count = apply_count(optimizer)
             count.assign(count - reducer.reducer.forget_accumulated())
 
     def join(self) -> None:

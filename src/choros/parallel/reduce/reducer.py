@@ -19,6 +19,9 @@ micro-batch; (2) to (4) follow the last one. Micro-batches have the same weight,
     (1)   1 example:  pending += g0 *  1/1     joined
     (2)  pending                               pending
     (3)  ────────────────────── allreduce, sum ──────────────────────
+
+A rank that is lost takes what it has pending with it. At the end of an epoch's batches all ranks exchange what they
+have (``reduce_early``), and Keras' optimizers accumulate it: then it is on all of them.
 """
 
 from __future__ import annotations
@@ -304,12 +307,12 @@ class GradientReducer:
 
     @property
     def batches(self) -> int:
-        """The batches, micro-batches included, that all ranks have reduced together, or accumulated; the same on all."""
+        """The number of batches, micro-batches included, that all ranks have reduced together, or accumulated."""
         return self._settled.batches
 
     @property
     def accumulated(self) -> int:
-        """The last of these whose gradients are not reduced yet: if a rank is lost, its part of them is."""
+        """How many of the last of these are not reduced yet: if a rank is lost, its part of them is lost."""
         return max(self._settled.accumulated.values(), default=0)
 
     def reduce(
@@ -373,18 +376,22 @@ class GradientReducer:
         """
 
         def collective(layout: GradientLayout) -> list[Gradient]:
-            self._begin_again()
             self.plan(layout)
             communicator.agree(self._current.early)
-            self._note(accumulated=self._accumulated(exchange=True))
-            self._scale(1.0, same=False)
-            reduced = self._exchange(None)
-            communicator.when_settled(self._end)
-            return reduced
+            return self._exchange_early(layout)
 
         communicator = self.config.process_set.communicator
         layouts = tuple(self._settled.accumulated)
         return {each: communicator.atomic(functools.partial(collective, each)) for each in layouts}
+
+    def _exchange_early(self, layout: GradientLayout) -> list[Gradient]:
+        self._begin_again()
+        self.plan(layout)
+        self._note(accumulated=self._accumulated(exchange=True))
+        self._scale(1.0, same=False)
+        reduced = self._exchange(None)
+        self.config.process_set.communicator.when_settled(self._end)
+        return reduced
 
     def forget_accumulated(self) -> int:
         """Forgets the micro-batches since the last exchange, which is not to come; returns their number."""
@@ -485,6 +492,9 @@ class GradientReducer:
             else:
                 sum_bucket(counts, 0)
 
+        def exchange_early(_: Sequence[int], layout: GradientLayout) -> None:
+            self._exchange_early(layout)  # this rank receives the optimizer's accumulators with the weights
+
         def sum_bucket(_: Sequence[int], bucket: int) -> None:
             buckets = self._current.buckets
             received.update(zip(buckets[bucket].indices, self._sum(bucket, None), strict=True))
@@ -495,6 +505,7 @@ class GradientReducer:
         for plan in self._plans.values():
             parts[plan.request] = functools.partial(exchange, layout=plan.layout)
             parts[plan.micro_batch] = functools.partial(accumulate, layout=plan.layout)
+            parts[plan.early] = functools.partial(exchange_early, layout=plan.layout)
             # Between buckets, the backward pass of the others may call other collectives.
             parts |= {
                 _bucket_request(bucket, self._name): functools.partial(sum_bucket, bucket=bucket)
