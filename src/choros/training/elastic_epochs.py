@@ -35,7 +35,7 @@ __all__ = ["ElasticEpochs"]
 _log = logging.getLogger("choros")
 
 
-class Steps(Protocol):
+class CommonSteps(Protocol):
     """The steps that all ranks make together, as ``trainer.Steps``."""
 
     @property
@@ -76,7 +76,7 @@ class ElasticEpochs:
     admit: Callable[[int], None] | None = None
     is_late = False
 
-    def __init__(self, data: EpochData, steps: Steps) -> None:
+    def __init__(self, data: EpochData, steps: CommonSteps) -> None:
         self.ledger: Ledger | None = None
         self._data = data
         self._steps = steps
