@@ -152,22 +152,26 @@ UPDATES: dict[str, Callable[[Collective, Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")  # results of other shapes
 @pytest.mark.parametrize("program", UPDATES.values(), ids=UPDATES)
 @pytest.mark.parametrize("donated", [(), (0,)], ids=["", "donated"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "keeps"])
 def case_results_have_the_memory_of_what_they_replace(
-    program: Callable[[Collective, Any], Any], donated: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    program: Callable[[Collective, Any], Any], donated: tuple[int, ...], keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The function writes into the memory of its arguments; what the program still needs has another."""
+    """The function writes into the memory of its arguments, unless it keeps them; what is still needed has another."""
     monkeypatch.setattr(jax_host_call, "_LARGE_BYTES", 0)
     adapter, compiled = JaxArrays(), jax.default_backend() == "cpu"
 
-    def double(hosts: Sequence[NDArray], in_place: bool) -> list[NDArray]:
+    def double(hosts: Sequence[NDArray], out: Sequence[NDArray] | None) -> list[NDArray]:
         number, *arrays = hosts
-        assert in_place is compiled
+        assert (out is not None) is compiled
         assert not number.flags.writeable
-        return [np.multiply(each, number.astype(each.dtype), out=each if in_place else None) for each in arrays]
+        targets = [None] * len(arrays) if out is None else out
+        for array, target in zip(arrays, targets, strict=True):
+            assert (target is not None and np.shares_memory(array, target)) is (compiled and not keeps)
+        return [np.multiply(array, number.astype(array.dtype), out=t) for array, t in zip(arrays, targets, strict=True)]
 
     def doubled(*arrays: Any) -> list[Any]:
         specs = [adapter.spec(each) for each in arrays]
-        return adapter.host_update(double, [jnp.int32(2), *arrays], specs, replaced=len(arrays))
+        return adapter.host_update(double, [jnp.int32(2), *arrays], specs, replaced=len(arrays), keeps=keeps)
 
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     expected = program(lambda *arrays: [2 * each for each in arrays], jnp.asarray(x))
@@ -182,8 +186,8 @@ def case_results_have_the_memory_of_what_they_replace(
 def case_an_array_that_a_call_replaces_is_only_read_outside_of_jit() -> None:
     adapter, x = JaxArrays(), jnp.ones(1 << 19)
 
-    def double(hosts: Sequence[NDArray], in_place: bool) -> list[NDArray]:
-        assert not in_place
+    def double(hosts: Sequence[NDArray], out: Sequence[NDArray] | None) -> list[NDArray]:
+        assert out is None
         assert not hosts[0].flags.writeable
         return [2 * hosts[0]]
 

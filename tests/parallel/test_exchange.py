@@ -44,16 +44,17 @@ def test_arrays_are_packed_and_unpacked(
 
 @pytest.mark.parametrize("compressor", [Compression.none, Compression.fp16], ids=["none", "fp16"])
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 4.0)])
-def test_sums_in_place_are_written_into_contiguous_arrays(scales: tuple[float, float], compressor: Compressor) -> None:
+def test_sums_are_written_into_contiguous_arrays(scales: tuple[float, float], compressor: Compressor) -> None:
     communicator = LocalCommunicator()
     communicator.chunk_bytes = 8
     exchange = compressor.exchange(communicator, LAYOUT, ONE_GROUP)
     arrays = [np.arange(np.prod(shape)).reshape(shape).astype(dtype) for shape, dtype in LAYOUT]
     strided = [array[::-1].copy()[::-1] if array.ndim else array for array in arrays]
     expected = exchange.sum(arrays, *scales)
-    for given in (strided, arrays):
-        results = exchange.sum_in_place(given, *scales)
-        assert [each is array for each, array in zip(results, given, strict=True)] == [given is arrays] * len(arrays)
+    others = [np.empty_like(array) for array in arrays]
+    for given, out in ((arrays, strided), (strided, others), (arrays, arrays)):
+        results = exchange.sum_into(out, given, *scales)
+        assert [each is array for each, array in zip(results, out, strict=True)] == [out is not strided] * len(arrays)
         for result, array in zip(results, expected, strict=True):
             np.testing.assert_array_equal(result, array)
 

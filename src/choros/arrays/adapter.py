@@ -19,8 +19,8 @@ __all__ = [
 HostArray = NDArray[Any]
 #: From host arrays to host arrays.
 HostFunction = Callable[[Sequence[HostArray]], Sequence[HostArray]]
-#: The same, told whether it may write results into the arguments that they replace, and return these.
-HostUpdate = Callable[[Sequence[HostArray], bool], Sequence[HostArray]]
+#: The same, given arrays into which it may write the results that replace arguments, and return them; or ``None``.
+HostUpdate = Callable[[Sequence[HostArray], Sequence[HostArray] | None], Sequence[HostArray]]
 #: A shape and a dtype.
 ArrayLayout = tuple[tuple[int, ...], np.dtype[np.generic]]
 #: From arrays of the framework to arrays of the framework.
@@ -138,15 +138,28 @@ class ArrayAdapter(ABC):
         return [self.from_host(np.asarray(result), like) for result in results]
 
     def host_update(
-        self, function: HostUpdate, arrays: Sequence[Any], outputs: Sequence[ArraySpec], replaced: int
+        self,
+        function: HostUpdate,
+        arrays: Sequence[Any],
+        outputs: Sequence[ArraySpec],
+        replaced: int,
+        *,
+        keeps: bool = False,
     ) -> list[Any]:
         """``host_call`` of a function whose first ``replaced`` results replace as many of its last arguments.
 
         The caller uses these arguments no more, so a framework may give the function their memory for its results. They
         have the same shapes and dtypes.
+
+        Args:
+            function: see above.
+            arrays: as for ``host_call``.
+            outputs: likewise.
+            replaced: the number of arguments.
+            keeps: whether it needs their values until it returns, so that results must have other memory.
         """
-        del replaced
-        return self.host_call(lambda hosts: function(hosts, False), arrays, outputs)
+        del replaced, keeps
+        return self.host_call(lambda hosts: function(hosts, None), arrays, outputs)
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
         """Returns ``forward(arrays)`` with the gradient rule ``backward``.

@@ -53,10 +53,16 @@ class JaxArrays(ArrayAdapter):
         return _bound(HostCall(_without_updates(function), tuple(outputs)), arrays)
 
     def host_update(
-        self, function: HostUpdate, arrays: Sequence[Any], outputs: Sequence[ArraySpec], replaced: int
+        self,
+        function: HostUpdate,
+        arrays: Sequence[Any],
+        outputs: Sequence[ArraySpec],
+        replaced: int,
+        *,
+        keeps: bool = False,
     ) -> list[Any]:
         """In a compiled function on a CPU, XLA gives results the memory of arguments that it does not need any more."""
-        return _bound(HostCall(function, tuple(outputs), replaced=replaced), arrays)
+        return _bound(HostCall(function, tuple(outputs), replaced=replaced, keeps=keeps), arrays)
 
     def host_call_if(
         self, due: Any, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]

@@ -48,18 +48,20 @@ class HostCall:
     """A call of a function on the host.
 
     Attributes:
-        function: from host arrays to host arrays; it is told whether it may write into the last ``replaced`` of its
-            arguments, and return these.
+        function: from host arrays to host arrays; it is given arrays into which it may write its first ``replaced``
+            results, and return them, or ``None``.
         outputs: the shapes and dtypes of its results.
         conditional: whether the first argument is a number that says if the function is called with the others; where
             it is 0, the results are zeros.
         replaced: the number of last arguments that as many first results replace.
+        keeps: whether these arguments keep their values: the results have other memory.
     """
 
     function: HostUpdate
     outputs: tuple[ArraySpec, ...]
     conditional: bool = False
     replaced: int = 0
+    keeps: bool = False
 
     def bind(self, *arrays: Any) -> list[Any]:
         """Calls it now, or in each run of the function that is being compiled, in the order of the program.
@@ -76,7 +78,7 @@ class HostCall:
             if not due:
                 return self._zeros()
         jax.effects_barrier()  # on a GPU, a compiled function that was called earlier may still have calls to make
-        return [jnp.asarray(result) for result in self.function([np.asarray(array) for array in arrays], False)]
+        return [jnp.asarray(result) for result in self.function([np.asarray(array) for array in arrays], None)]
 
     def compiled(self, *arrays: Any) -> list[Any]:
         """The results in a compiled function."""
@@ -111,23 +113,25 @@ class HostCall:
     def _callback(self, *arrays: Any) -> list[Any]:
         @remembered_errors()
         def on_host(*hosts: Any) -> list[HostArray]:
-            return [np.asarray(result) for result in self.function([np.asarray(host) for host in hosts], False)]
+            return [np.asarray(result) for result in self.function([np.asarray(host) for host in hosts], None)]
 
         return list(io_callback(on_host, self._shapes, *arrays, ordered=True))
 
     def _callback_in_memory(self, *arrays: Any) -> list[Any]:
+        overwritten = 0 if self.keeps else self.replaced
+
         @remembered_errors()
         def on_host(_: Any, out: Sequence[Any], __: Any, *given: Any) -> None:
             targets, hosts = ([np.asarray(buffer) for buffer in buffers] for buffers in (out, given))
-            for host in hosts[: len(hosts) - self.replaced]:
+            for host in hosts[: len(hosts) - overwritten]:
                 host.flags.writeable = False
-            results = [*map(np.asarray, self.function(hosts, self.replaced > 0)), np.zeros((), np.int32)]
+            results = [*map(np.asarray, self.function(hosts, targets[: self.replaced])), np.zeros((), np.int32)]
             for target, result in zip(targets, results, strict=True):
                 if not np.may_share_memory(target, result):
                     np.copyto(target, result)
 
-        first = 1 + len(arrays) - self.replaced  # after ``begun``
-        same_memory = {first + index: index for index in range(self.replaced)}
+        first = 1 + len(arrays) - overwritten  # after ``begun``
+        same_memory = {first + index: index for index in range(overwritten)}
         shapes = [*self._shapes, _NUMBER]
         call = buffer_callback(on_host, shapes, has_side_effect=True, input_output_aliases=same_memory)
         begun = io_callback(lambda: np.int32(0), _NUMBER, ordered=True)

@@ -164,15 +164,16 @@ class Communicator(ABC):
         source = np.asarray(array)
         if out is None:
             return self._allreduce_all("allreduce", [source], op, name)[0]
-        if out is source and not self.elastic and (self.size == 1 or self._is_registered(out)):
+        if out is source and (self.size == 1 or self._is_registered(out)):
             request, engine_op = _in_place(out.dtype, out.shape, op, name)
             if request is not None and _problem_of_out(source, out) is None:
-                with self.exclusive():
-                    self.agree(request)
-                    flat = out.reshape(-1)
-                    self.reduce_in_place(flat, engine_op)
-                    if op is Reduction.AVERAGE:
-                        from_working(flat, flat, op, self.size)
+                if self.elastic:
+                    kept = out.copy()
+                    reduce = functools.partial(self._reduce_whole, request, out, engine_op, op)
+                    self.atomic(reduce, again=lambda: np.copyto(out, kept))
+                else:
+                    with self.exclusive():
+                        self._reduce_whole(request, out, engine_op, op)
                 return out
         return self._allreduce_all("allreduce", [source], op, name, [out])[0]
 
@@ -743,6 +744,14 @@ class Communicator(ABC):
             return self._reduce_and_scatter(arrays, op)
 
         return self.atomic(reduce_and_scatter)
+
+    def _reduce_whole(self, request: Request, out: Array, engine_op: Reduction, op: Reduction) -> None:
+        """Reduces an array in place, without copies."""
+        self.agree(request)
+        flat = out.reshape(-1)
+        self.reduce_in_place(flat, engine_op)
+        if op is Reduction.AVERAGE:
+            from_working(flat, flat, op, self.size)
 
     # ── the collectives' data, once all ranks have agreed ────────────────────────────────────────
 

@@ -65,17 +65,19 @@ class _GradientReduction:
         paths = [paths_of(params)[index] for index in compared]
         outputs = [_ADAPTER.spec(gradient) for gradient in trained.values()]
         arrays = [_as_count(examples), *trained.values()]
-        *reduced, due = _ADAPTER.host_update(self._on_host, arrays, [*outputs, _FLAG], replaced=len(trained))
+        outputs.append(_FLAG)
+        keeps = self.reducer.may_repeat
+        *reduced, due = _ADAPTER.host_update(self._on_host, arrays, outputs, replaced=len(trained), keeps=keeps)
         self._compare_if(due, paths, list(compared.values()))
         for index, gradient in zip(trained, reduced, strict=True):
             leaves[index] = gradient
         return structure.unflatten(leaves)
 
-    def _on_host(self, hosts: Sequence[Array], in_place: bool) -> list[Array]:
+    def _on_host(self, hosts: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
         counts, *gradients = hosts
         if (counts != counts.flat[0]).any():  # several models, under jax.vmap
             raise ConfigError("update(examples=…) cannot differ between the models of jax.vmap: pass one number.")
-        reduced = self.reducer.reduce(gradients, examples=int(counts.flat[0]), in_place=in_place)
+        reduced = self.reducer.reduce(gradients, examples=int(counts.flat[0]), out=out)
         return [*reduced, np.asarray(self.reducer.due is not None, np.int32)]
 
     def _compare_if(self, due: Any, paths: list[str], values: list[Any]) -> None:

@@ -65,7 +65,6 @@ class ElasticEpochs:
         steps: those of the model.
 
     Attributes:
-        ledger: that of the current epoch; ``None`` outside of epochs.
         commit: writes a commit, between two steps; all ranks call it together. ``None``: the job has no commits.
         admit: takes in a new rank in the epoch of this number, between two steps, if one waits; all ranks call it
             together. ``None``: lost ranks are not replaced.
@@ -77,15 +76,28 @@ class ElasticEpochs:
     is_late = False
 
     def __init__(self, data: EpochData, steps: CommonSteps) -> None:
-        self.ledger: Ledger | None = None
         self._data = data
         self._steps = steps
+        self._ledger: Ledger | None = None
         self._counted = self._committed = 0
         self._resumed: Ledger | None = None
         self._order: int | None = None
         self._commit_steps = int(COMMIT_STEPS.number(os.environ, "steps"))
         self._taken_over: Ledger | None = None
         self._context = ExitStack()
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """That of the current epoch; ``None`` outside of epochs."""
+        batches = self._steps.batches
+        if self._ledger is not None and batches > self._counted:
+            self._ledger = self._ledger.stepped(batches - self._counted)
+        self._counted = batches
+        return self._ledger
+
+    @ledger.setter
+    def ledger(self, ledger: Ledger | None) -> None:
+        self._ledger, self._counted = ledger, self._steps.batches
 
     def start(self) -> None:
         """Follows what happens to the ranks, until ``stop``."""
@@ -115,14 +127,14 @@ class ElasticEpochs:
             self._check_order(epoch)
         else:
             self.ledger = Ledger.of_epoch(epoch, communicator.size)
-        self._counted, self._committed = self._steps.batches, self.ledger.steps
+        self._committed = self.ledger.steps
         self._data.begin_epoch(epoch, self.ledger.of_rank(communicator.rank))
 
     @property
     def position(self) -> dict[str, Any]:
         """Where the ranks are in the epoch, as plain values for a commit."""
-        ledger = None if self.ledger is None else self.ledger.to_json()
-        return {"ledger": ledger, "seed": self._data.seed, "order": self._order}
+        ledger = self.ledger
+        return {"ledger": None if ledger is None else ledger.to_json(), "seed": self._data.seed, "order": self._order}
 
     def resume(self, position: Mapping[str, Any]) -> None:
         """Makes the epoch of a ``position`` go on from there, when it begins, with the ranks that there are now."""
@@ -164,17 +176,20 @@ class ElasticEpochs:
         """
         if self._steps.accumulated:
             return
-        while True:
+        communicator = global_process_set.communicator
+        while communicator.noticed or communicator.is_new:
             if self._job_ends:
                 self._steps.join()  # ranks without batches come back, too
             self._end_if_asked()
-            if self.admit is None or not global_process_set.communicator.noticed & NEWCOMER or not self._has_place:
+            if self.admit is None or not communicator.noticed & NEWCOMER or not self._has_place:
                 break
             self._order = self._order_of(self._data.epoch)
             self.admit(self._data.epoch)
             self._order = None
-        every, ledger = self._commit_steps, self.ledger
-        if self.commit is not None and every and ledger is not None and ledger.steps - self._committed >= every:
+        if self.commit is None or not self._commit_steps:
+            return
+        ledger = self.ledger
+        if ledger is not None and ledger.steps - self._committed >= self._commit_steps:
             self._committed = ledger.steps
             self.commit()
 
@@ -183,9 +198,8 @@ class ElasticEpochs:
         if self.commit is None or global_process_set.communicator.size >= fewest_ranks():
             return
         try:
-            self._count()
-            if self.ledger is not None:
-                self.ledger = self.ledger.taken_back(self._steps.accumulated)
+            if (ledger := self.ledger) is not None:
+                self.ledger = ledger.taken_back(self._steps.accumulated)
             self._steps.forget_accumulated()
             self._order = self._order_of(self._data.epoch)
             self.commit()
@@ -224,22 +238,16 @@ class ElasticEpochs:
         self._end_if_asked()
 
     def _end_if_asked(self) -> None:
-        self._count()
         if self.commit is not None and job_ends():
             self._order = self._order_of(self._data.epoch)  # the data are read no more
             end_job(self.commit)
         leave_if_asked()
 
-    def _count(self) -> None:
-        """Counts the steps that have ended since the last time."""
-        batches = self._steps.batches
-        if self.ledger is not None:
-            self.ledger = self.ledger.stepped(batches - self._counted)
-        self._counted = batches
-
     def _on_change(self, change: Change) -> None:
-        self._count()
-        if self.ledger is not None:
-            self.ledger = self.ledger.lost(change.new_ranks, self._steps.accumulated)
-            for rank in change.joined:
-                self.ledger = self.ledger.joined(rank)
+        ledger = self.ledger
+        if ledger is None:
+            return
+        ledger = ledger.lost(change.new_ranks, self._steps.accumulated)
+        for rank in change.joined:
+            ledger = ledger.joined(rank)
+        self.ledger = ledger

@@ -255,13 +255,14 @@ class OptimizerReducer:
         if config.bucket_bytes is not None:
             return self._reduce_buckets(reducer, gradients, layout, examples)
 
-        def on_host(hosts: Sequence[Array], own: list[Gradient], in_place: bool) -> list[Gradient]:
+        def on_host(hosts: Sequence[Array], own: list[Gradient], out: Sequence[Array] | None) -> list[Gradient]:
             done, count = map(int, hosts)
             exchange = (done + 1) % config.micro_batches == 0
-            return reducer.reduce(own, examples=count, exchange=exchange, layout=layout, in_place=in_place)
+            return reducer.reduce(own, examples=count, exchange=exchange, layout=layout, out=out)
 
         numbers, flag = (micro_batches, examples), lambda: reducer.due is not None
-        reduced, self._due = _host_call(on_host, numbers, gradients, layout, config.device, flag)
+        keeps = reducer.may_repeat
+        reduced, self._due = _host_call(on_host, numbers, gradients, layout, config.device, flag, keeps=keeps)
         return reduced
 
     def _reduce_during_backward(self, gradients: list[Any], parameters: list[Any]) -> list[Any]:
@@ -280,20 +281,21 @@ class OptimizerReducer:
 
         The calls have side effects, so the frameworks keep them in this order on every rank.
         """
-        reduced = list(gradients)
+        reduced, flag = list(gradients), lambda: reducer.due is not None
         for bucket, indices in enumerate(reducer.plan(layout)):
 
             def on_host(
-                hosts: Sequence[Array], own: list[Gradient], in_place: bool, bucket: int = bucket
+                hosts: Sequence[Array], own: list[Gradient], out: Sequence[Array] | None, bucket: int = bucket
             ) -> list[Gradient]:
                 if bucket == 0:
                     reducer.plan(layout)
                     reducer.begin(int(hosts[0]))
-                return reducer.send(bucket, own, in_place=in_place)
+                return reducer.send(bucket, own, out=out)
 
             part = tuple(layout[index] for index in indices)
             own, device = [gradients[index] for index in indices], reducer.config.device
-            results, self._due = _host_call(on_host, (examples,), own, part, device, lambda: reducer.due is not None)
+            keeps = reducer.may_repeat
+            results, self._due = _host_call(on_host, (examples,), own, part, device, flag, keeps=keeps)
             for index, result in zip(indices, results, strict=True):
                 reduced[index] = result
         return reduced
@@ -344,18 +346,21 @@ def tensor_of(gradient: Gradient) -> Any:
 
 
 def _host_call(
-    function: Callable[[Sequence[Array], list[Gradient], bool], Sequence[Gradient]],
+    function: Callable[[Sequence[Array], list[Gradient], Sequence[Array] | None], Sequence[Gradient]],
     numbers: Sequence[Any],
     gradients: Sequence[Any],
     layout: GradientLayout,
     device: Any,
     flag: Callable[[], bool],
+    *,
+    keeps: bool,
 ) -> tuple[list[Any], Any]:
-    """Calls ``function(numbers, gradients, in_place)`` on the host, from any step; it returns gradients of ``layout``.
+    """Calls ``function(numbers, gradients, out)`` on the host, from any step; it returns gradients of ``layout``.
 
     A sparse gradient is passed as two arrays, its indices and its values, whose numbers of rows vary. If gradients are
-    reduced on a ``device``, all are passed as tensors, and dense ones stay there. ``in_place`` is whether ``function``
-    may write its results into ``gradients``.
+    reduced on a ``device``, all are passed as tensors, and dense ones stay there. ``out`` are arrays into
+    which ``function`` may write its results, or ``None``: those of ``gradients``, unless it ``keeps`` these until it
+    returns.
 
     Returns:
         The gradients, and the number that ``flag()`` has on the host after the call.
@@ -366,10 +371,10 @@ def _host_call(
         rows = adapter.rows_of(gradient)
         inputs += (gradient,) if rows is None else rows[:2]
 
-    def on_host(hosts: Sequence[Array], in_place: bool = False) -> list[Array]:
+    def on_host(hosts: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
         results: list[Array] = []
         own = _joined(hosts[len(numbers) :], layout, _rows_on_host)
-        for result in function(hosts[: len(numbers)], own, in_place):
+        for result in function(hosts[: len(numbers)], own, out):
             results += (result.indices, result.values) if isinstance(result, SparseRows) else (result,)
         return [*results, np.asarray(flag(), np.int32)]
 
@@ -385,7 +390,7 @@ def _host_call(
     elif any(isinstance(each, RowsLayout) for each in layout):
         *results, flagged = adapter.host_call(on_host, inputs, outputs)
     else:
-        *results, flagged = adapter.host_update(on_host, inputs, outputs, replaced=len(gradients))
+        *results, flagged = adapter.host_update(on_host, inputs, outputs, replaced=len(gradients), keeps=keeps)
     return _joined(results, layout, adapter.from_rows), flagged
 
 

@@ -113,6 +113,9 @@ def number_and_last(rows: Iterable[int]) -> tuple[int, int]:
 class IndexedData(EpochData):
     """Data whose batches are found by index."""
 
+    #: The current ``parts``, their epoch, and those of them that exist.
+    _own: tuple[tuple[ShardBatches, ...], int, list[ShardBatches]] | None = None
+
     @abstractmethod
     def rows(self, part: Part, index: int, epoch: int) -> Any:
         """Returns the rows of ``part`` in batch ``index`` of an epoch."""
@@ -130,15 +133,22 @@ class IndexedData(EpochData):
 
     def number(self) -> int:
         """Returns how many batches the current ``parts`` have."""
-        return sum(len(each.batches) for each in self.closed(self.parts, self.epoch))
+        return sum(len(each.batches) for each in self._current())
 
     def at(self, position: int) -> Any:
         """Returns batch ``position`` of the current ``parts``."""
-        for each in self.closed(self.parts, self.epoch):
+        for each in self._current():
             if position < len(each.batches):
                 return self.rows(each.part(self._local), each.batches[position], self.epoch)
             position -= len(each.batches)
         raise IndexError(position)
+
+    def _current(self) -> list[ShardBatches]:
+        """Returns those of the current ``parts`` that exist; other threads may read the last epoch's."""
+        own, parts, epoch = self._own, self.parts, self.epoch
+        if own is None or own[0] is not parts or own[1] != epoch:
+            own = self._own = parts, epoch, self.closed(parts, epoch)
+        return own[2]
 
 
 class StreamData(EpochData):

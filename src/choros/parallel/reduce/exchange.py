@@ -41,6 +41,7 @@ class Exchange(ABC):
             New arrays of the layout's shapes and dtypes, the same on every rank.
         """
 
-    def sum_in_place(self, arrays: Sequence[Any], before: float, after: float) -> list[Any]:
-        """``sum``, which may overwrite ``arrays`` and return them."""
+    def sum_into(self, out: Sequence[Any], arrays: Sequence[Any], before: float, after: float) -> list[Any]:
+        """``sum``, which may write the results into ``out``, maybe ``arrays`` themselves, and return these."""
+        del out
         return self.sum(arrays, before, after)

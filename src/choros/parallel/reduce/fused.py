@@ -41,21 +41,21 @@ class FusedExchange(Exchange):
             views(buffer, flat, self._layout, results)
         return results
 
-    def sum_in_place(self, arrays: Sequence[Array], before: float, after: float) -> list[Array]:
-        """Writes a chunk's sum where the chunk has just been read, and is still in the caches."""
-        if not all(array.flags.c_contiguous for array in arrays):
+    def sum_into(self, out: Sequence[Array], arrays: Sequence[Array], before: float, after: float) -> list[Array]:
+        """See ``Exchange``; in place, it writes a chunk where it has just read it, and it is still in the caches."""
+        if not all(array.flags.c_contiguous for array in out):
             return self.sum(arrays, before, after)
-        flats = [array.reshape(-1) for array in arrays]
+        flats, targets = [array.reshape(-1) for array in arrays], [array.reshape(-1) for array in out]
 
         def drain(message: Array, chunk: Chunk) -> None:
             start = 0
-            for part in parts(chunk, flats):
+            for part in parts(chunk, targets):
                 _scale_into(part, message[start : start + part.size], after)
                 start += part.size
 
         for buffer in self._buffers:
             self._sum(buffer, flats, before, drain)
-        return list(arrays)
+        return list(out)
 
     def _sum(
         self,

@@ -48,7 +48,7 @@ from choros.parallel.compression import Compression, Compressor, check_compresso
 from choros.parallel.compression.casts import NoCompression
 from choros.parallel.identical import Comparison
 from choros.parallel.reduce.device import DeviceExchange, TensorDevice
-from choros.parallel.reduce.exchange import Exchange
+from choros.parallel.reduce.exchange import Array, Exchange
 from choros.parallel.reduce.gradients import (
     Gradient,
     GradientLayout,
@@ -306,6 +306,11 @@ class GradientReducer:
         return bool(process_set.included()) and process_set.communicator.may_have_others
 
     @property
+    def may_repeat(self) -> bool:
+        """Whether a step may be made again, with the same gradients, because a rank was lost in it."""
+        return bool(self.config.process_set.included()) and self.config.process_set.communicator.elastic
+
+    @property
     def batches(self) -> int:
         """The number of batches, micro-batches included, that all ranks have reduced together, or accumulated."""
         return self._settled.batches
@@ -322,7 +327,7 @@ class GradientReducer:
         examples: int,
         exchange: bool = True,
         layout: GradientLayout | None = None,
-        in_place: bool = False,
+        out: Sequence[Array] | None = None,
     ) -> list[Gradient]:
         """Reduces this step's gradients over all ranks.
 
@@ -332,10 +337,10 @@ class GradientReducer:
             exchange: whether this is the last micro-batch of the step, after which ranks reduce; the gradients of
                 earlier ones are accumulated here, and zeros are returned for them.
             layout: the gradients' shapes and dtypes, where they are known already.
-            in_place: whether results may be written into ``gradients``, and these returned.
+            out: arrays into which the results may be written; ``gradients`` themselves, unless this ``may_repeat``.
 
         Returns:
-            New arrays, or ``gradients`` if ``in_place``. After the last micro-batch, the sum over the micro-batches of
+            ``out``, or new arrays. After the last micro-batch, the sum over the micro-batches of
             their reduced gradients, because the optimizer that accumulates micro-batches divides by their number;
             *times* that number if ``config.average_micro_batches`` is false.
 
@@ -356,7 +361,7 @@ class GradientReducer:
             self._agree(examples, exchange=exchange)
             if exchange:
                 own = corrected() if examples else None
-                return self._exchange(own, in_place=in_place and not communicator.elastic)
+                return self._exchange(own, out)
             if examples:
                 self._accumulate(corrected())
             return [zeros_like(gradient) for gradient in gradients]
@@ -425,19 +430,19 @@ class GradientReducer:
         self._agree(examples, exchange=True)
         self._contributes = examples > 0
 
-    def send(self, bucket: int, gradients: Sequence[Gradient], *, in_place: bool = False) -> list[Gradient]:
+    def send(self, bucket: int, gradients: Sequence[Gradient], *, out: Sequence[Array] | None = None) -> list[Gradient]:
         """Reduces one bucket; every rank sends the buckets in the order of ``plan``.
 
         Args:
             bucket: its position in the plan.
             gradients: the gradients at the indices that the plan lists for it.
-            in_place: as for ``reduce``.
+            out: as for ``reduce``.
         """
 
         def collective() -> list[Gradient]:
             if bucket > 0:
                 self._agree_on_bucket(bucket)
-            return self._sum(bucket, gradients if self._contributes else None, in_place=in_place)
+            return self._sum(bucket, gradients if self._contributes else None, out)
 
         return self.config.process_set.communicator.atomic(collective)
 
@@ -613,7 +618,7 @@ class GradientReducer:
                 parts = [earlier + part for earlier, part in zip(pending, parts, strict=True)]
         self._note(pending={**self._progress.pending, self._current.layout: parts})
 
-    def _exchange(self, gradients: Sequence[Gradient] | None, *, in_place: bool = False) -> list[Gradient]:
+    def _exchange(self, gradients: Sequence[Gradient] | None, out: Sequence[Array] | None = None) -> list[Gradient]:
         """Reduces the gradients of the last micro-batch, and those that are pending; ``None``: this rank has none."""
         layout = self._current.layout
         if layout in self._progress.pending:
@@ -628,7 +633,8 @@ class GradientReducer:
             if number > 0:
                 self._agree_on_bucket(number)
             own = None if gradients is None else [gradients[index] for index in bucket.indices]
-            results.update(zip(bucket.indices, self._sum(number, own, in_place=in_place), strict=True))
+            targets = None if out is None else [out[index] for index in bucket.indices]
+            results.update(zip(bucket.indices, self._sum(number, own, targets), strict=True))
         return [results[index] for index in range(len(results))]
 
     def _agree(self, examples: int, *, exchange: bool) -> None:
@@ -705,16 +711,18 @@ class GradientReducer:
         """Between buckets the user's program runs: another collective of one rank must not be matched with this one."""
         self.config.process_set.communicator.agree(_bucket_request(bucket, self._name))
 
-    def _sum(self, bucket: int, gradients: Sequence[Gradient] | None, *, in_place: bool = False) -> list[Gradient]:
+    def _sum(
+        self, bucket: int, gradients: Sequence[Gradient] | None, out: Sequence[Array] | None = None
+    ) -> list[Gradient]:
         buckets = self._current.buckets
         # Infinities are detected by the loss scale: NumPy must not warn of them.
         events.emit(Kind.BUCKET_BEGUN, self._name, bucket=bucket, arrays=len(buckets[bucket].indices))
         with np.errstate(over="ignore", invalid="ignore"):
             exchange = buckets[bucket].exchange
-            if gradients is None or not in_place:
+            if gradients is None or out is None:
                 reduced = exchange.sum(gradients, *self._scales)
             else:
-                reduced = exchange.sum_in_place(gradients, *self._scales)
+                reduced = exchange.sum_into(out, gradients, *self._scales)
         events.emit(Kind.BUCKET_DONE, self._name, bucket=bucket)
         if bucket == len(buckets) - 1:
             events.emit(Kind.STEP_DONE, self._name, step=self._progress.steps)
