@@ -27,9 +27,10 @@ def die():
 
 if number in dying:
     threading.Thread(target=die, daemon=True).start()
+shared = communicator.empty(300_000)
 order, done, begun = random.Random(7), False, time.monotonic()
 while not done:
-    size, kind = order.choice([10, 5_000, 300_000]), order.randrange(4)
+    size, kind = order.choice([10, 5_000, 300_000]), order.randrange(5)
     if kind == 0:
         result = communicator.allreduce(np.full(size, number + 1.0, np.float32), Reduction.SUM)
         assert (result == sum(each + 1 for each in communicator.launched)).all()
@@ -38,6 +39,10 @@ while not done:
     elif kind == 2:
         rows = communicator.reducescatter(np.ones((size // 10, 4), np.float32), Reduction.SUM)
         assert (rows == communicator.size).all()
+    elif kind == 3:
+        shared.fill(number + 1.0)
+        communicator.allreduce(shared, Reduction.SUM, out=shared)
+        assert (shared == sum(each + 1 for each in communicator.launched)).all()
     else:
         before = communicator.size
         works = [communicator.start_named(f"{each}", communicator.allreduce, [1.0], Reduction.SUM) for each in "ab"]

@@ -166,7 +166,8 @@ def case_results_have_the_memory_of_what_they_replace(
         assert not number.flags.writeable
         targets = [None] * len(arrays) if out is None else out
         for array, target in zip(arrays, targets, strict=True):
-            assert (target is not None and np.shares_memory(array, target)) is (compiled and not keeps)
+            in_place = target is not None and np.shares_memory(array, target)
+            assert in_place is (compiled and not keeps and array.size > 0)
         return [np.multiply(array, number.astype(array.dtype), out=t) for array, t in zip(arrays, targets, strict=True)]
 
     def doubled(*arrays: Any) -> list[Any]:
