@@ -93,6 +93,22 @@ def test_examples(framework: str, installed: Path) -> None:
         check_figures(example, lines)
 
 
+@pytest.mark.program
+@pytest.mark.parametrize(
+    ("framework", "example"),
+    [
+        ("torch", "pytorch_mnist_elastic"),
+        pytest.param("tensorflow", "tensorflow2_keras_mnist_elastic", marks=pytest.mark.nightly),
+    ],
+)
+def test_elastic_examples_go_on_when_rank_0_is_killed(framework: str, example: str, installed: Path) -> None:
+    launcher = [installed / "bin" / "horovodrun", "-np", 3, "--min-np", 2, "--chaos", "kill:rank=0@step=40"]
+    script = ROOT / "compat" / "horovod" / "examples" / f"{example}.py"
+    printed = output(installed, *launcher, sys.executable, script, framework=framework)
+    assert printed.count("Process 0 of 2 goes on\n") == 1
+    check_figures(example, printed)
+
+
 def check_figures(example: str, lines: str) -> None:
     if "benchmark" in example:
         assert re.search(r"^On 2 [CG]PU\(s\): [\d.]+ \+- [\d.]+ images/s$", lines, re.MULTILINE), lines

@@ -1,5 +1,6 @@
 """Ranks that are killed, and replaced: arguments are their numbers, such as ``0 2``, and what new ranks do: ``join``,
-``die`` (only the first one), or ``late`` (they come when the others have ended); ``leave``: the ranks leave in order.
+``die`` (only the first one), or ``late`` (they come when the others have left the opening: they wait there);
+``leave``: the ranks leave in order.
 
 Prints each rank's number at the launcher, its rank, and the sum of ones over all ranks.
 """
@@ -29,9 +30,10 @@ with comm.opening():
             os.kill(os.getpid(), signal.SIGKILL)
         while what == "late" and not Path("ended").exists():
             time.sleep(0.05)
-        comm.admit()
+        Path("came").touch()
+        is_member = comm.admit()
         communicator = comm.global_process_set.communicator
-        steps = int(communicator.broadcast(0))
+        steps = int(communicator.broadcast(0)) if is_member else 20
     while steps < (60 if what == "leave" else 20) or (choros.size() < 3 and what not in ("late", "leave")):
         if str(number) in victims and what == "leave":
             communicator.notice |= comm.LEAVES
@@ -47,4 +49,8 @@ with comm.opening():
             communicator.broadcast(steps)
     total = communicator.allreduce(1.0, Reduction.SUM)
 Path("ended").touch()
+if what == "late" and not place:
+    while not Path("came").exists():
+        time.sleep(0.05)
+    time.sleep(1)  # in which it would print, too
 print(f"number {number} is rank {choros.rank()} of {choros.size()}: {total:g}", flush=True)

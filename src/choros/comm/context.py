@@ -258,8 +258,8 @@ def admit() -> bool:
     """Takes in a new rank, as the last one, if one waits; all ranks call it, in an ``opening``.
 
     Returns:
-        Whether there is a new rank now. In a new rank, which waits here until it is taken in: ``False`` if this opening
-        is over for the others.
+        Whether there is a new rank now. In a new rank, which waits here until it is taken in: ``False`` if the others
+        are in a later opening.
 
     Raises:
         SystemExit: in a process that was to become a rank, if it is not needed any more.
@@ -267,13 +267,14 @@ def admit() -> bool:
     job = _current("admit()")
     if not isinstance(job.communicator, NewcomerCommunicator):
         return bool(job.communicator.noticed & NEWCOMER) and job.communicator.admit()
-    communicator = job.communicator.enter()
-    if communicator is None:
-        return False
+    entered = job.communicator.enter()
+    communicator = entered or job.communicator.as_last()
     communicator.raises_loss = job.communicator.raises_loss
     job.communicator = communicator
     job.topology = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=job.topology.launcher)
     global_process_set.register(0, communicator.ranks, communicator)
+    if entered is None:
+        return False
     communicator.on_change = _on_change
     events.emit(events.Kind.RANK_JOINED)
     events.identify(job.topology.rank)

@@ -56,15 +56,20 @@ class ElasticJob:
         """How the ranks are about to change, as far as this process knows."""
         return HostUpdate.ADDED if global_process_set.communicator.noticed & NEWCOMER else HostUpdate.NONE
 
+    @property
+    def is_new(self) -> bool:
+        """Whether this process waits to be taken in."""
+        return is_initialized() and global_process_set.communicator.is_new
+
     def admit(self) -> bool:
         """Takes in the rank that waits for it; returns in such a rank when it has been taken in. All ranks call it.
 
         Returns:
-            Whether this rank goes on; ``False`` in a new one that comes when the others have left this block.
+            Whether this rank goes on; ``False`` in a new one when the others are in a later block.
         """
         if not is_initialized():
             return True
-        is_new = global_process_set.communicator.is_new
+        is_new = self.is_new
         return admit() or not is_new
 
     def on_change(self, listener: Callable[[Mapping[int, int]], None]) -> None:

@@ -59,7 +59,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 
     Returns:
         A function with the same arguments and result; ``None`` in a rank that was started in the place of a lost one
-        and comes when the others have returned.
+        and comes when the others are in a later function.
 
     Raises:
         HorovodInternalError: ``func`` has raised it three times without a commit in between.
@@ -89,7 +89,8 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
         ranks, failures, commits = elastic_job(), 0, 0
         with ranks.opening(), ranks.raising(), ExitStack() as stack:
             stack.callback(watch_signals(lambda: elastic_job().commits() is not None))
-            must_reset, skip_sync = False, False
+            # A new rank calls the callbacks, too: they may communicate.
+            must_reset, skip_sync = ranks.is_new, False
             state.load()
             while True:
                 try:

@@ -44,6 +44,8 @@ class State:
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Adds functions without arguments that are called when the ranks have changed, before the next ``sync``.
 
+        All ranks call them, new ones too, so they may communicate.
+
         Args:
             callbacks: for example one that scales the learning rate by ``hvd.size()``.
         """

@@ -53,7 +53,7 @@ class AdmissionCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
         """Waits, in a new rank, until the others take it in, and goes on where they are.
 
-        If this call of ``fit`` is over for the others, it ends at once.
+        If the others are in a later call of ``fit``, this one ends at once.
         """
         self._run = RunState(self.model, [*self._callbacks, self.model.history])
         self._epochs.admit = self._admit

@@ -12,7 +12,8 @@
     ────── come in ───────► Create_intercomm, Merge ◄──────► Create_intercomm, Merge
 
 An *opening* is a part of the program, such as a call of ``fit``, in which all ranks ask again and again whether a new
-one waits. All have the same openings in the same order. A new rank that comes to one that is over passes it by.
+one waits. All have the same openings in the same order. A new rank that comes to one that is over waits for the next
+one, and passes it by when that begins; so it does not run what comes after the last one, such as saving the model.
 
 If rank 0 is lost meanwhile, the new process leaves, and the next rank 0 starts another. If the new process is lost,
 rank 0 starts another, a few times.
@@ -73,7 +74,7 @@ class _NewRank:
 
     Args:
         invitation: what it receives.
-        passes: whether the opening of this number is over.
+        passes: whether the opening of this number is over, and another one has begun.
 
     Attributes:
         invitation: the argument.
@@ -187,7 +188,7 @@ class Admissions:
         if new is None and self._failures < _TRIES:
             number = next(each for each in range(len(self._hosts)) if each not in {*launched, *self._gone})
             invitation = Invitation(number, self._hosts, list(self._facts), self._gone, self._admitted)
-            self._new = _NewRank(invitation, self._is_over)
+            self._new = _NewRank(invitation, lambda number: number < self.number)
         return new is not None and new.at == self.number
 
     def call_in(self) -> MPI.Intracomm:
@@ -209,9 +210,6 @@ class Admissions:
         """Dismisses a new rank that has not come in."""
         if self._new is not None:
             self._new.dismiss()
-
-    def _is_over(self, number: int) -> bool:
-        return number < self.number or (number == self.number and not self._open)
 
 
 @final

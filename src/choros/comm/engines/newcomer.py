@@ -10,7 +10,8 @@
     allgather([7])                           [7, 7, 7]
     fit(…), or a function of elastic.run     waits until the others take it in, and gets their state
 
-So a script comes to where it trains, whatever it makes of the ranks before.
+So a script comes to where it trains, whatever it makes of the ranks before. If the others are in their second ``fit``
+by then, it passes the first by, and is the last rank from there on: its model is not trained, and not to be saved.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class NewcomerCommunicator(Communicator):
         rank: this process among them.
         hosts: for each of them, the name of its host.
         opening: see ``Communicator.opening``.
-        enter: waits in an opening; returns the communicator of all ranks, or ``None`` if that opening is over.
+        enter: waits in an opening; returns the communicator of all ranks, or ``None`` if the others are in a later one.
 
     Example:
         >>> NewcomerCommunicator(1, ["a", "a", "b"]).allgather([7])
@@ -66,6 +67,10 @@ class NewcomerCommunicator(Communicator):
     def opening(self) -> AbstractContextManager[None]:
         """See ``Communicator``."""
         return self._opening()
+
+    def as_last(self) -> NewcomerCommunicator:
+        """Returns the communicator of the same ranks, of which this process is the last one."""
+        return NewcomerCommunicator(self.size - 1, self._hosts, self._opening, self.enter)
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.tile(header, (self.size, 1))
