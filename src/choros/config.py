@@ -243,13 +243,22 @@ RESET_LIMIT = Variable(
     "how many new ranks an elastic job takes in, and how many times it is started again; --reset-limit sets it.",
 )
 PLACE = Variable(
-    "CHOROS_PLACE", "", (), "the number of a rank that another one has started, in the place of a lost one."
+    "CHOROS_PLACE",
+    "",
+    (),
+    "of a rank that another one has started: its number, and for each number the first one on the same host.",
+)
+PLACES = Variable(
+    "CHOROS_PLACES",
+    "",
+    (),
+    "the hosts of an elastic job's ranks, of those to which it may grow too, with commas; chorosrun sets it.",
 )
 SPAWN = Variable(
     "CHOROS_SPAWN",
     "",
     (),
-    "the command that starts a new rank of an elastic job: a JSON list, in which {place} stands for the rank's number; "
+    "the command that starts a new rank of an elastic job: a JSON list, in which {place} stands for its CHOROS_PLACE; "
     "chorosrun sets it.",
 )
 COMMIT_DIR = Variable(
@@ -298,6 +307,7 @@ VARIABLES: tuple[Variable, ...] = (
     ELASTIC_TIMEOUT,
     RESET_LIMIT,
     PLACE,
+    PLACES,
     SPAWN,
     COMMIT_DIR,
     COMMIT_STEPS,

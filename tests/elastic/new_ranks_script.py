@@ -18,7 +18,7 @@ from choros.comm import Reduction
 *victims, what = sys.argv[1:]
 place = os.environ.get("CHOROS_PLACE")
 choros.init()
-number = int(place or choros.rank())
+number = int(place.split(",")[0]) if place else choros.rank()
 communicator = comm.global_process_set.communicator
 assert communicator.is_new == bool(place)
 assert communicator.allgather([7]).tolist() == [7] * 3  # of a new rank, too

@@ -1,4 +1,5 @@
-"""Trains, as ``fit_script.py``, until all ranks that were killed have been replaced, three epochs at least.
+"""Trains, as ``fit_script.py``, until all ranks that were killed have been replaced, and the job has as many as it may
+have, three epochs at least.
 
 Arguments: ``strategy`` or ``horovod``; where ranks are killed, such as ``1@5,2@70``; ``twice``: in a ``fit`` before it.
 """
@@ -49,11 +50,12 @@ class StopWhenReplaced(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self.epochs += 1
-        self.model.stop_training = self.epochs >= 3 and hvd.size() == size > self.fewest
+        self.model.stop_training = self.epochs >= 3 and hvd.size() == most > self.fewest
 
 
 hvd.init()
 number, size, is_new = hvd.rank(), hvd.size(), global_process_set.communicator.is_new
+most = int(os.environ["CHOROS_MAX_NP"])
 optimizer = keras.optimizers.SGD(1.0)
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
 with strategy.scope() if strategy else contextlib.nullcontext():

@@ -129,17 +129,28 @@ def test_a_lost_rank_is_replaced_in_a_function_of_elastic_run():
     ],
 )
 def test_lost_ranks_are_replaced_in_fit_and_each_row_is_trained_on_once(framework, api, kills):
+    new = new_ranks_of_fit(framework, api, kills, "-np", 3)
+    assert new == {int(kill[0]) for kill in kills.split(",")}
+
+
+def test_a_job_grows_in_fit():
+    """From one rank to three, of which two come at once or one after the other."""
+    assert new_ranks_of_fit("torch", "strategy", "", "-H", "localhost:4", "-np", 1, "--max-np", 3) == {1, 2}
+
+
+def new_ranks_of_fit(framework, api, kills, *flags):
+    """Trains until there are three ranks; returns the numbers of those that were started later."""
     if framework not in FRAMEWORKS:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
-    arguments = ("-np", 3, "--min-np", 1, sys.executable, HERE / "replaced_script.py", api, kills)
+    arguments = (*flags, "--min-np", 1, sys.executable, HERE / "replaced_script.py", api, kills)
     ended = run(*arguments, env={"KERAS_BACKEND": framework})
     assert ended.code == 0, ended.err
     reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
     assert sorted(report["number"] for report in reports) == [0, 1, 2], ended.err
-    assert {report["number"] for report in reports if report["new"]} == {int(kill[0]) for kill in kills.split(",")}
     for report in reports:
         assert (report["wrong"], report["size"], report["same_process"]) == ({}, 3, True)
     assert len({(report["epochs"], report["val_loss"]) for report in reports}) == 1
+    return {report["number"] for report in reports if report["new"]}
 
 
 @pytest.mark.parametrize(

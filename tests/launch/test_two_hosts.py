@@ -82,6 +82,15 @@ def test_a_rank_on_the_other_host_that_is_stopped(network, tmp_path, elastic):
     assert "os.kill(os.getpid(), signal.SIGSTOP)" in ended.err
 
 
+def test_a_lost_rank_on_the_other_host_is_replaced_there(network, tmp_path):
+    script = Path(__file__).parents[1] / "elastic" / "new_ranks_script.py"
+    flags = ("--ssh-command", network.reach, "-H", hosts_of(network, 1, 2), "--min-np", 1)
+    ended = run(*flags, PYTHON, script, "2", "join", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert sorted(re.findall("number .*", ended.out)) == [f"number {rank} is rank {rank} of 3: 3" for rank in range(3)]
+    assert "chorosrun: a new rank 2 was started on host-2;" in ended.err
+
+
 def test_parameter_servers_on_two_hosts(network, tmp_path):
     """The worker on the other host reaches chief and ps at the addresses in its TF_CONFIG."""
     script = tmp_path / "s.py"

@@ -155,11 +155,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet | Iterable[int]] | 
     global_process_set.register(0, range(communicator.size), communicator)
     communicator.on_change = _on_change
     try:
-        has_other_hosts = communicator.engine == "mpi" and position.local_size < communicator.size
-        if has_other_hosts and sys.platform.startswith("linux"):
-            from choros.comm.other_hosts import watch_other_hosts
-
-            watch_other_hosts(communicator)
+        _watch_other_hosts(_job)
         if config.timeline is not None:
             start_recording(communicator, config.timeline, mark_cycles=config.mark_cycles)
         for process_set in _sets_of_all_ranks(communicator, sets):
@@ -266,7 +262,10 @@ def admit() -> bool:
     """
     job = _current("admit()")
     if not isinstance(job.communicator, NewcomerCommunicator):
-        return bool(job.communicator.noticed & NEWCOMER) and job.communicator.admit()
+        if not (job.communicator.noticed & NEWCOMER and job.communicator.admit()):
+            return False
+        _watch_other_hosts(job)
+        return True
     entered = job.communicator.enter()
     communicator = entered or job.communicator.as_last()
     communicator.raises_loss = job.communicator.raises_loss
@@ -278,7 +277,18 @@ def admit() -> bool:
     communicator.on_change = _on_change
     events.emit(events.Kind.RANK_JOINED)
     events.identify(job.topology.rank)
+    _watch_other_hosts(job)
     return True
+
+
+def _watch_other_hosts(job: _JobState) -> None:
+    """Looks at the connections to other hosts, if there are any; all ranks call it."""
+    communicator = job.communicator
+    has_other_hosts = communicator.engine == "mpi" and job.topology.local_size < communicator.size
+    if has_other_hosts and not communicator.is_new and sys.platform.startswith("linux"):
+        from choros.comm.other_hosts import watch_other_hosts
+
+        watch_other_hosts(communicator)
 
 
 def leave_alone() -> None:

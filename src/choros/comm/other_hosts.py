@@ -3,7 +3,7 @@
 ::
 
     rank 0 on a                              rank 2 on b
-    addresses of a ──────── allgather ─────── addresses of b     in init(), of jobs on several hosts
+    addresses of a ──────── allgather ─────── addresses of b     of jobs on several hosts: in init(), with each new rank
     looks at MPI's connections to b    ╳     looks at those to a
     ends: rank 2 cannot be reached           ends: ranks 0 and 1 cannot be reached. No rank is left on a host
                                              that chorosrun does not reach
@@ -39,21 +39,22 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 #: How often new connections are looked for.
 _NEW_SECONDS = 2.0
 
-#: By its address, the ranks on another host; those of the last ``init()``.
-_ranks_at: dict[str, list[int]] = {}
+#: By its address, the ranks on another host, as the launcher numbers them.
+_ranks_at: Mapping[str, list[int]] = {}
 _started = False
 
 
 def watch_other_hosts(communicator: Communicator) -> None:
     """Starts to look at this process's connections to the hosts of other ranks; all ranks call it."""
-    global _started
+    global _ranks_at, _started
     own = _own_addresses()
     text = " ".join(own).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
     rows = communicator.allgather(np.frombuffer(text, np.uint8)[None], name="addresses of hosts")
-    _ranks_at.clear()
-    for rank, row in enumerate(rows):
+    ranks_at: dict[str, list[int]] = {}
+    for number, row in zip(communicator.launched, rows, strict=True):
         for address in set(row.tobytes().decode().split()) - set(own):
-            _ranks_at.setdefault(address, []).append(communicator.ranks[rank])
+            ranks_at.setdefault(address, []).append(number)
+    _ranks_at = ranks_at
     if not _started:
         _started = True
         threading.Thread(target=_look, name="choros: other hosts", daemon=True).start()

@@ -113,14 +113,14 @@ def _mpirun_or_error(path: str | None) -> Mpirun | str:
 
 def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
     colour = use_colour(os.environ, os.isatty(1) and os.isatty(2))
-    prefix = arguments.prefix(job.size)
+    prefix = arguments.prefix(job.most)
     timestamp = arguments.prefix_output_with_timestamp
     screen = Screen(
         DescriptorSink(1), DescriptorSink(2), prefix=prefix, colour=colour, roles=job.roles, timestamp=timestamp
     )
     directory = arguments.output_dir
     files = Files(Path(directory), job.most, job.roles) if directory else None
-    output = Output(screen, files, LineMerger(job.most) if arguments.merge(job.size, os.environ) else None)
+    output = Output(screen, files, LineMerger(job.most) if arguments.merge(job.most, os.environ) else None)
     limits = arguments.limits(os.environ)
     outcome = outcome_of(launch(job, mpirun, os.environ, output, limits, verbose=arguments.verbose), limits)
     for line in outcome.lines:

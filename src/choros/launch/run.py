@@ -214,14 +214,14 @@ def run(
     screen = Screen(
         _TextSink(sys.stdout),
         _TextSink(sys.stderr),
-        prefix=arguments.prefix(job.size),
+        prefix=arguments.prefix(job.most),
         colour=False,
         timestamp=prefix_output_with_timestamp,
     )
     for sentence in unused(given, in_python=True):
         screen.show(f"choros.run: {sentence}")
     files = Files(Path(output_dir), job.most) if output_dir is not None else None
-    output = Output(screen, files, LineMerger(job.most) if arguments.merge(job.size, os.environ) else None)
+    output = Output(screen, files, LineMerger(job.most) if arguments.merge(job.most, os.environ) else None)
     payload = pack(FunctionCall(func, args, kwargs or {}))
     job_end = launch(job, detect_mpirun(mpirun), os.environ, output, limits, payload=payload, verbose=bool(verbose))
     _raise_failure(job_end, limits)

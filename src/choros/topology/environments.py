@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from choros.config import MAX_NP, PLACE
+from choros.config import PLACE
 from choros.errors import ConfigError
 from choros.topology.slurm import expand_counts
 from choros.topology.tf_config import TF_CONFIG, read_tf_config, split_address
@@ -166,9 +166,9 @@ def detect(environ: Environ) -> Topology:
         1
     """
     if place := PLACE.read(environ):  # to mpirun it is the only rank of a job of its own
-        rank, launched = int(place), OPEN_MPI.read(environ) or Topology()
-        size = max(int(MAX_NP.read(environ) or 1), rank + 1)
-        return replace(launched, rank=rank, size=size, local_rank=rank, local_size=size)
+        rank, *hosts = place.split(",")
+        launched = OPEN_MPI.read(environ) or Topology()
+        return Topology.from_hosts(hosts, int(rank), launcher=launched.launcher)
     found: list[tuple[str, Topology]] = []
     for environment in RANK_LAUNCHERS:
         topology = environment.read(environ)

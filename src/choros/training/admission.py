@@ -75,14 +75,16 @@ class AdmissionCallback(keras.callbacks.Callback):
         if received is not None and received["position"]["ledger"] is not None and self._run is not None:
             self._run.restore(received["run"])
 
-    def _admit(self, epoch: int) -> None:
+    def _admit(self, epoch: int) -> bool:
         """Takes in a new rank, between two steps, if one waits; sends it the state of rank 0, which is an older one."""
         if self._received is not None and self._run is not None:
             self._run.restore(self._received["run"])  # callbacks have set it back when training began
-            return
+            if self._received["position"]["ledger"] is not None:  # the others are in the middle of the epoch
+                return False
         if not admit():
-            return
+            return False
         state = None
         if global_process_set.rank() == 0 and self._run is not None:
             state = {"position": self._epochs.position, "run": self._run.capture(epoch=epoch, metrics=False)}
         broadcast_object(state)
+        return True

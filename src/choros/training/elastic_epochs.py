@@ -67,12 +67,12 @@ class ElasticEpochs:
     Attributes:
         commit: writes a commit, between two steps; all ranks call it together. ``None``: the job has no commits.
         admit: takes in a new rank in the epoch of this number, between two steps, if one waits; all ranks call it
-            together. ``None``: lost ranks are not replaced.
+            together. It returns whether there is one. ``None``: the job has no new ranks.
         is_late: whether this process was taken in by others, which are in the middle of ``fit``.
     """
 
     commit: Callable[[], None] | None = None
-    admit: Callable[[int], None] | None = None
+    admit: Callable[[int], bool] | None = None
     is_late = False
 
     def __init__(self, data: EpochData, steps: CommonSteps) -> None:
@@ -114,8 +114,8 @@ class ElasticEpochs:
     def begin(self, epoch: int) -> None:
         """Shards an epoch over the ranks, before Keras reads it."""
         self.ledger = None
-        if self.admit is not None:
-            self.admit(epoch)
+        while self.admit is not None and self.admit(epoch):
+            pass
         communicator = global_process_set.communicator
         resumed, self._resumed = self._resumed, None
         taken_over, self._taken_over = self._taken_over, None

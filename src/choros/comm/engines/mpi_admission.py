@@ -1,4 +1,4 @@
-"""New ranks of an elastic job: rank 0 starts one in the place of a lost one; all take it in between two collectives.
+"""New ranks of an elastic job: rank 0 starts them in places that are free; all take them in between two collectives.
 
 ::
 
@@ -15,8 +15,8 @@ An *opening* is a part of the program, such as a call of ``fit``, in which all r
 one waits. All have the same openings in the same order. A new rank that comes to one that is over waits for the next
 one, and passes it by when that begins; so it does not run what comes after the last one, such as saving the model.
 
-If rank 0 is lost meanwhile, the new process leaves, and the next rank 0 starts another. If the new process is lost,
-rank 0 starts another, a few times.
+If rank 0 is lost meanwhile, new processes leave, and the next rank 0 starts others. If a new process is lost, rank 0
+starts another, a few times. It starts them one after the other; several may wait in an opening.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Never, final
+from typing import Any, Never, Self, final
 
 from mpi4py import MPI
 
@@ -38,7 +38,7 @@ from choros.comm.engines.mpi_survivors import revoke
 from choros.comm.facts import Facts
 from choros.config import RESET_LIMIT, SPAWN
 
-__all__ = ["Admissions", "Entrance", "Invitation", "joined"]
+__all__ = ["Admissions", "Entrance", "Invitation", "Places", "joined"]
 
 _log = logging.getLogger("choros")
 
@@ -51,22 +51,63 @@ _HELLO, _AT, _ANSWER, _JOIN = range(4)
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where the ranks of a job may be; the numbers are those of the launcher.
+
+    Attributes:
+        size: the number of ranks at the start, which have the first places.
+        hosts: for each place, the name of its host.
+        leaders: for each place, the first one on the same host.
+
+    Example:
+        >>> places = Places.of(3, ["a", "a", "b", "b"])
+        >>> places.leaders, places.known_to(1), places.known_to(3)
+        ((0, 0, 2, 2), (0, 0, 2), (0, 0, 2, 2))
+    """
+
+    size: int
+    hosts: tuple[str, ...]
+    leaders: tuple[int, ...]
+
+    @classmethod
+    def of(cls, size: int, hosts: Sequence[str]) -> Self:
+        """Returns the places on ``hosts``."""
+        return cls(size, tuple(hosts), tuple(map(hosts.index, hosts)))
+
+    def free(self, taken: Container[int], present: Sequence[int], *, far: bool) -> int | None:
+        """Returns the first place where a rank can be started; ``None`` if there is none.
+
+        Args:
+            taken: places that are not free.
+            present: those of the present ranks. On a host without ranks Open MPI starts none.
+            far: whether it may be on another host than that of the first of the present ranks.
+        """
+        leaders = {self.leaders[each] for each in (present if far else present[:1])}
+        free = (place for place in range(len(self.hosts)) if place not in taken)
+        return next((place for place in free if self.leaders[place] in leaders), None)
+
+    def are_near(self, place: int, other: int) -> bool:
+        """Whether two places are on the same host."""
+        return self.leaders[place] == self.leaders[other]
+
+    def known_to(self, number: int) -> tuple[int, ...]:
+        """Returns the leaders of all ranks that a new one takes to exist: those of the start, and itself."""
+        return self.leaders[: max(self.size, number + 1)]
+
+
+@dataclass(frozen=True)
 class Invitation:
     """What a new rank receives.
 
     Attributes:
-        number: its number at the launcher, that of the lost rank.
-        hosts: for each number of the ranks at the start, the name of its host.
+        number: its number at the launcher.
+        places: where ranks may be.
         facts: what the ranks have sent each other.
-        gone: the numbers of ranks that have left in order.
-        admitted: how many new ranks have been taken in.
     """
 
     number: int
-    hosts: tuple[str, ...]
+    places: Places
     facts: Facts
-    gone: frozenset[int] = frozenset()
-    admitted: int = 0
 
 
 class _NewRank:
@@ -92,12 +133,17 @@ class _NewRank:
         self._thread = threading.Thread(target=self._run, name="choros: a new rank", daemon=True)
         self._thread.start()
 
-    def call_in(self) -> MPI.Intracomm:
-        """Calls the process in; returns the communicator of it and this rank."""
+    @property
+    def is_connected(self) -> bool:
+        """Whether it has called ``init()``."""
+        return self._pair is not None
+
+    def call_in(self, gone: frozenset[int], admitted: int) -> MPI.Intracomm:
+        """Calls the process in, with the arguments of its ``Admissions.begin``; returns the communicator with it."""
         self._stopped.set()
         self._thread.join()
         assert self._pair is not None  # noqa: S101  (it has come to an opening)
-        self._pair.send(True, 1, _ANSWER)
+        self._pair.send((gone, admitted), 1, _ANSWER)
         return self._pair
 
     def dismiss(self) -> None:
@@ -125,8 +171,13 @@ class _NewRank:
             self.problem = error.Get_error_string()
 
     def _meet(self) -> MPI.Intracomm:
-        command = [each.replace("{place}", str(self.invitation.number)) for each in json.loads(SPAWN.read(os.environ))]
-        child = MPI.COMM_SELF.Spawn(command[0], command[1:])
+        number, places = self.invitation.number, self.invitation.places
+        place = ",".join(map(str, (number, *places.known_to(number))))
+        command = [each.replace("{place}", place) for each in json.loads(SPAWN.read(os.environ))]
+        info = MPI.INFO_NULL
+        if len(set(places.hosts)) > 1:
+            info = MPI.Info.Create({"host": places.hosts[number]})
+        child = MPI.COMM_SELF.Spawn(command[0], command[1:], info=info)
         child.Set_errhandler(MPI.ERRORS_RETURN)
         _received(child, _HELLO)
         pair = MPI.Intracomm(child.Merge(high=False))
@@ -136,27 +187,27 @@ class _NewRank:
 
 @final
 class Admissions:
-    """The openings of this job, and the new rank that is under way.
+    """The openings of this job, and the new ranks that are under way.
 
     Args:
-        hosts: for each number of the ranks at the start, the name of its host.
+        places: where ranks may be.
         facts: as in an ``Invitation``; a rank that is started receives those of that moment.
-        gone: likewise.
-        admitted: likewise.
 
     Attributes:
         number: the number of the last opening that this rank has come to.
     """
 
-    def __init__(self, hosts: Sequence[str], facts: Facts, gone: Iterable[int] = (), admitted: int = 0) -> None:
+    def __init__(self, places: Places, facts: Facts) -> None:
         self.number = 0
-        self._hosts, self._facts = tuple(hosts), facts
-        self._gone = frozenset(gone)
-        self._admitted = admitted
+        self._places, self._facts = places, facts
+        self._gone = frozenset[int]()
+        self._admitted = 0
         self._limit = int(RESET_LIMIT.read(os.environ) or sys.maxsize)
         self._open = False
-        self._new: _NewRank | None = None
+        self._new: list[_NewRank] = []
         self._failures = 0
+        #: Whether this rank has started one on another host. Open MPI does not connect it to a second one.
+        self._has_far = False
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -168,38 +219,44 @@ class Admissions:
             self._open = False
 
     def is_someone_ready(self, launched: Sequence[int]) -> bool:
-        """Whether a new rank waits to be taken in; starts one if one of the first ranks is missing. Rank 0 calls it.
+        """Whether a new rank waits to be taken in; starts one if a place is free. Rank 0 calls it.
 
         Args:
             launched: the numbers of the present ranks at the launcher.
         """
-        is_complete = len(launched) + len(self._gone) >= len(self._hosts)
-        if is_complete or not self._open or self._admitted >= self._limit or not SPAWN.read(os.environ):
+        if len(launched) + len(self._gone) >= len(self._places.hosts) or not self._open or not SPAWN.read(os.environ):
             return False
-        new = self._new
-        if new is not None and new.problem:
-            self._failures += 1
-            if self._failures == _TRIES:
-                _log.warning("no further rank is started: %d have ended before they could join.", _TRIES)
-            self._new = new = None
-        if new is not None and new.invitation.facts != self._facts:  # it runs the script with others
-            new.dismiss()
-            self._new = new = None
-        if new is None and self._failures < _TRIES:
-            number = next(each for each in range(len(self._hosts)) if each not in {*launched, *self._gone})
-            invitation = Invitation(number, self._hosts, list(self._facts), self._gone, self._admitted)
-            self._new = _NewRank(invitation, lambda number: number < self.number)
-        return new is not None and new.at == self.number
+        for new in self._new:
+            if new.problem:
+                self._failures += 1
+                if self._failures == _TRIES:
+                    _log.warning("no further rank is started: %d have ended before they could join.", _TRIES)
+            elif new.invitation.facts != self._facts:  # it runs the script with others
+                new.dismiss()
+        self._new = [new for new in self._new if not new.problem and new.invitation.facts == self._facts]
+        may_start = all(new.is_connected for new in self._new) and self._failures < _TRIES
+        if may_start and self._admitted + len(self._new) < self._limit:
+            taken = {*launched, *self._gone, *(new.invitation.number for new in self._new)}
+            number = self._places.free(taken, launched, far=not self._has_far)
+            if number is not None:
+                self._has_far = self._has_far or not self._places.are_near(number, launched[0])
+                invitation = Invitation(number, self._places, list(self._facts))
+                self._new.append(_NewRank(invitation, lambda number: number < self.number))
+        return any(new.at == self.number for new in self._new)
 
     def call_in(self) -> MPI.Intracomm:
-        """Calls the new rank in; returns the communicator of it and this rank."""
-        assert self._new is not None  # noqa: S101  (it was ready)
-        new, self._new = self._new, None
-        return new.call_in()
+        """Calls a new rank in; returns the communicator of it and this rank."""
+        new = next(new for new in self._new if new.at == self.number)
+        self._new.remove(new)
+        return new.call_in(self._gone, self._admitted + 1)
 
     def let_go(self, numbers: Iterable[int]) -> None:
         """Notes that these ranks have left in order."""
         self._gone |= frozenset(numbers)
+
+    def begin(self, gone: frozenset[int], admitted: int) -> None:
+        """Takes over, in a new rank, which ranks have left in order, and how many new ones were taken in."""
+        self._gone, self._admitted = gone, admitted
 
     def note(self, *, admitted: bool) -> None:
         """Counts new ranks that were taken in, or were lost before that."""
@@ -207,9 +264,9 @@ class Admissions:
         self._admitted += admitted
 
     def end(self) -> None:
-        """Dismisses a new rank that has not come in."""
-        if self._new is not None:
-            self._new.dismiss()
+        """Dismisses the new ranks that have not come in."""
+        for new in self._new:
+            new.dismiss()
 
 
 @final
@@ -233,8 +290,9 @@ class Entrance:
         except MPI.Exception as error:
             self._leave(error)
 
-    def wait(self, opening: int) -> MPI.Intracomm | None:
-        """Waits in an opening; returns the communicator with the rank that has started this one, or ``None``: pass by.
+    def wait(self, opening: int) -> tuple[MPI.Intracomm, frozenset[int], int] | None:
+        """Waits in an opening; returns the communicator with the rank that has started this one, and the arguments of
+        ``Admissions.begin``; or ``None``: pass by.
 
         Raises:
             SystemExit: the others have ended, or this process is not needed.
@@ -246,7 +304,7 @@ class Entrance:
             self._leave(error)
         if answer is None:
             self._leave("the others have ended")
-        return self._pair if answer else None
+        return (self._pair, *answer) if answer else None
 
     def _leave(self, reason: object) -> Never:
         _log.info("this process was to become a rank, but is not needed any more: %s.", reason)
@@ -262,11 +320,14 @@ def joined(members: MPI.Intracomm, pair: MPI.Intracomm | None, *, is_new: bool) 
         is_new: whether this is the new rank.
 
     Raises:
-        MPI.Exception: one of them was lost.
+        MPI.Exception: one of them was lost, or, which comes to the same, MPI has not connected the new rank.
     """
     with _watched(members, pair, is_new=is_new):
-        between = members.Create_intercomm(0, pair or members, 0 if is_new else 1, _JOIN)
-        comm = MPI.Intracomm(between.Merge(high=is_new))
+        try:
+            between = members.Create_intercomm(0, pair or members, 0 if is_new else 1, _JOIN)
+            comm = MPI.Intracomm(between.Merge(high=is_new))
+        except MPI.Exception as error:
+            raise MPI.Exception(MPI.ERR_PROC_FAILED) from error
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         return comm
 

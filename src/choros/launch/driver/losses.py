@@ -10,8 +10,9 @@ from choros.errors import PREEMPTED, PeerLostError
 from choros.launch.driver.mpirun_messages import aborted_by_mpi, lost_hosts
 from choros.launch.driver.stopping import Reason, signal_name
 from choros.launch.driver.supervisor import JobEnd
+from choros.launch.plan.hosts import hosts_of_ranks
 from choros.launch.plan.job import Job
-from choros.launch.plan.restart import JobLoss, hosts_of_ranks
+from choros.launch.plan.restart import JobLoss
 from choros.launch.protocol.frames import Exit
 
 __all__ = ["loss_of"]

@@ -33,7 +33,7 @@ class Stragglers:
     """Finds the stragglers of each period, and of the job.
 
     Attributes:
-        size: the number of ranks.
+        size: the number of ranks at the start.
         name: returns the name of ranks.
 
     Example:
@@ -55,9 +55,9 @@ class Stragglers:
         """Records what a rank has done; returns a sentence if a period is over, and it has new stragglers."""
         self._now[progress.rank] = progress
         self._reported.add(progress.rank)
-        if len(self._reported) < self.size:
+        if len(self._reported) < max(self.size, len(self._now)):
             return ""
-        periods = [_since(self._earlier.get(rank, _NOTHING), self._now[rank]) for rank in range(self.size)]
+        periods = [_since(self._earlier.get(rank, _NOTHING), self._now[rank]) for rank in sorted(self._now)]
         found = _stragglers(periods)
         self._earlier, self._reported = dict(self._now), set()
         if not found or found == self._shown:
@@ -69,13 +69,13 @@ class Stragglers:
         """Returns a sentence about the whole job; empty if it has no stragglers."""
         if len(self._now) < self.size:
             return ""
-        whole = [self._now[rank] for rank in range(self.size)]
+        whole = [self._now[rank] for rank in sorted(self._now)]
         found = _stragglers(whole)
         return self._sentence(found, whole) if found and found != self._shown else ""
 
     def _sentence(self, found: Sequence[int], periods: Sequence[RankProgress]) -> str:
         waited = min(_share(each.waiting, each) for each in periods if each.rank not in found)
-        first = periods[found[0]]
+        first = next(each for each in periods if each.rank == found[0])
         loading, waiting = _share(first.loading, first), _share(first.waiting, first)
         parts = [f"computed {max(0.0, 1 - loading - waiting):.0%}"]
         parts += [f"loaded data {loading:.0%}"] if loading >= 0.005 else []

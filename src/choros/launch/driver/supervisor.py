@@ -420,7 +420,7 @@ class _Supervisor:
 
     def _running(self, ranks: Iterable[int]) -> list[int]:
         """Those of the ranks whose wrappers can be asked: none before all have started."""
-        started = len(self._job_end.started) == self._job_end.size
+        started = len(self._job_end.started) >= self._job_end.size
         return [rank for rank in ranks if started and rank not in self._job_end.exits]
 
     def _report_on(self, rank: int, stacks: Mapping[int, Stacks]) -> RankReport:
@@ -435,7 +435,7 @@ class _Supervisor:
             client, _ = control.accept()
         except OSError:  # it has gone
             return
-        ranks = range(self._job_end.size)
+        ranks = sorted(self._job_end.members)
 
         def send(stacks: Mapping[int, Stacks]) -> None:
             send_text(client, job_report([self._report_on(rank, stacks) for rank in ranks]))
@@ -466,7 +466,7 @@ class _Supervisor:
         if frame.rank == 0 and self._payload is not None:
             os.set_blocking(self._mpirun.stdin, False)
             self._loop.on_writable(self._mpirun.stdin, self._feed)
-        if len(self._job_end.started) == self._job_end.size:
+        if len(self._job_end.started) == self._job_end.size and not frame.added:
             self._loop.cancel("start")
             for number in self._held_signals:
                 self._send(number)

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from choros.config import PLACES
 from choros.errors import ConfigError
 from choros.launch.plan.environment import for_srun, forwarded, in_allocation, without_launchers
-from choros.launch.plan.hosts import ranks_per_host
+from choros.launch.plan.hosts import hosts_of_ranks, ranks_per_host
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
 from choros.launch.protocol.wrapper_options import JOB, WrapperOptions
@@ -66,6 +67,8 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
     full = {**without_launchers(environ), **for_srun(environ), **mpirun.environment(), **job.environment, JOB: name}
     if job.elastic is not None:
         full.setdefault(_COLLECTIVES, _WITHOUT_HAN)
+        if job.hosts and _maps_by_default(job):
+            full[PLACES.name] = ",".join(hosts_of_ranks(job.hosts, job.most))
     interfaces = ",".join(job.network_interfaces)
     for variable in _INTERFACE_VARIABLES if interfaces and "/" not in interfaces else ():
         full.setdefault(variable, interfaces)
@@ -79,5 +82,10 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
 def _options(job: Job) -> WrapperOptions:
     """Returns the wrappers' options, with the number of ranks of each host if the numbers differ."""
     counts = ranks_per_host(job.hosts, job.size)
-    default_mapping = not job.binding_args and not job.mpi_args
-    return replace(job.options, ranks_per_host=counts) if default_mapping and len(set(counts)) > 1 else job.options
+    differ = len(set(counts)) > 1
+    return replace(job.options, ranks_per_host=counts) if _maps_by_default(job) and differ else job.options
+
+
+def _maps_by_default(job: Job) -> bool:
+    """Whether mpirun fills one host after the other."""
+    return not job.binding_args and not job.mpi_args

@@ -5,7 +5,7 @@
     --min-np 2      -np 3       --max-np 4
         │             │             │
         ▼             ▼             ▼
-    fewer: it ends    it starts     it grows to: a new rank takes the place of one that is lost
+    fewer: it ends    it starts     it grows to, on hosts with free slots
 """
 
 from __future__ import annotations

@@ -9,7 +9,16 @@ from pathlib import Path
 
 from choros.errors import ConfigError
 
-__all__ = ["MOST_SLOTS", "Host", "parse_hostfile", "parse_hosts", "parse_line", "ranks_per_host", "total_slots"]
+__all__ = [
+    "MOST_SLOTS",
+    "Host",
+    "hosts_of_ranks",
+    "parse_hostfile",
+    "parse_hosts",
+    "parse_line",
+    "ranks_per_host",
+    "total_slots",
+]
 
 #: More ranks than any machine can run: a larger number is a mistake.
 MOST_SLOTS = 1 << 20
@@ -118,3 +127,13 @@ def ranks_per_host(hosts: Iterable[Host], size: int) -> tuple[int, ...]:
         counts.append(min(host.slots, size))
         size -= counts[-1]
     return tuple(count for count in counts if count)
+
+
+def hosts_of_ranks(hosts: Iterable[Host], size: int) -> tuple[str, ...]:
+    """Returns the host of each rank when ``size`` ranks fill one host after the other.
+
+    Example:
+        >>> hosts_of_ranks((Host("a", 2), Host("b", 2)), 3)
+        ('a', 'a', 'b')
+    """
+    return tuple(host.name for host in hosts for _ in range(host.slots))[:size]

@@ -14,17 +14,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from choros.config import CHAOS, RESTARTS, TIMELINE
 from choros.launch.plan.discovery import FAILURES
 from choros.launch.plan.elastic import Elastic
-from choros.launch.plan.hosts import Host, total_slots
+from choros.launch.plan.hosts import Host, hosts_of_ranks, total_slots
 from choros.launch.plan.job import Job
 
-__all__ = ["End", "JobLoss", "Restart", "WaitForHosts", "cut_off", "hosts_of_ranks", "moved", "next_step", "restarted"]
+__all__ = ["End", "JobLoss", "Restart", "WaitForHosts", "cut_off", "moved", "next_step", "restarted"]
 
 
 @dataclass(frozen=True)
@@ -194,16 +194,6 @@ def restarted(job: Job, step: Restart, number: int, own_names: Collection[str], 
     hosts = step.hosts or job.hosts
     remote = tuple(host for host in hosts if host.name not in own_names)
     return replace(job, size=step.size, hosts=hosts, remote=remote, environment=variables)
-
-
-def hosts_of_ranks(hosts: Iterable[Host], size: int) -> tuple[str, ...]:
-    """Returns the host of each rank when ``size`` ranks fill one host after the other.
-
-    Example:
-        >>> hosts_of_ranks((Host("a", 2), Host("b", 2)), 3)
-        ('a', 'a', 'b')
-    """
-    return tuple(host.name for host in hosts for _ in range(host.slots))[:size]
 
 
 def cut_off(hosts: Sequence[Host], cut: Collection[tuple[str, str]]) -> frozenset[str]:

@@ -249,7 +249,7 @@ class Wrapper:
         self._send_all(self._transcript.release())
         self._transcript = Transcript(self._topology.rank)
         process = self._start()
-        added = self._options.place >= 0
+        added = bool(self._options.place)
         self._send(Start(self._topology.rank, self._host, process.pid, self._restarts, ended_by, added))
         self._loop.repeat("progress", _PROGRESS_SECONDS, self._send_progress)
         limits = [each.number(self._environ, "seconds") for each in (STALL_SECONDS, STALL_SHUTDOWN_SECONDS)]
@@ -302,8 +302,8 @@ class Wrapper:
         return process
 
     def _spawn_command(self) -> list[str]:
-        """Returns the argv that starts a further rank of an elastic job; ``{place}`` in it stands for its number."""
-        options = replace(self._options, place=-1, stdin=False, ranks_per_host=()).arguments()
+        """Returns the argv that starts a further rank of an elastic job; ``{place}`` in it stands for its place."""
+        options = replace(self._options, place=(), stdin=False, ranks_per_host=()).arguments()
         return [sys.executable, "-I", "-S", sys.argv[0], *options, "--place={place}", "--", *self._command]
 
     def _send_progress(self) -> None:
@@ -485,8 +485,8 @@ def main() -> None:
     """Runs the wrapper with the options and the command in ``sys.argv``."""
     options, command = WrapperOptions.parse(sys.argv[1:])
     os.environ.update(repairs(os.environ, options.ranks_per_host))
-    if options.place >= 0:
-        os.environ[PLACE.name] = str(options.place)
+    if options.place:
+        os.environ[PLACE.name] = ",".join(map(str, options.place))
     try:
         topology = detect(os.environ)
     except ChorosError as error:
