@@ -197,7 +197,7 @@ def overhead(framework: str, model: str, batch_size: int | None, common: _Common
             result = session.run(contenders, training.cases(model, batch_size), 2, effort, f"{name}: ")
             session.rows += costs.rows(result, name)
         brief = Effort(common.rounds, _CALLS_SECONDS, many_runs=True)
-        parts = session.run([costs.PARTS_CONTENDER], costs.PART_CASES, 2, brief)
+        parts = session.run(chosen(costs.PARTS_CONTENDERS, common.only), costs.PART_CASES, 2, brief)
         session.rows += costs.part_rows(parts)
     steps = [row for row in session.rows if "framework" in row.facts]
     title = "training step, 1 and 2 ranks"

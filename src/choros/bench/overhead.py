@@ -12,7 +12,7 @@ from choros.bench.run import RunResult
 from choros.bench.start import chorosrun, elastic, one_core
 from choros.bench.train import sections
 
-__all__ = ["CONTENDERS", "PARTS_CONTENDER", "PART_CASES", "part_rows", "rows", "tables"]
+__all__ = ["CONTENDERS", "PARTS_CONTENDERS", "PART_CASES", "part_rows", "rows", "tables"]
 
 PLAIN = "plain Keras"
 ELASTIC = "choros, elastic"
@@ -24,7 +24,7 @@ CONTENDERS = (
     Contender(PLAIN, one_core, "train_plain", single=True),
     Contender("plain Keras, twice", chorosrun, "train_plain"),
 )
-PARTS_CONTENDER = Contender(CHOROS, chorosrun, "parts")
+PARTS_CONTENDERS = (Contender(CHOROS, chorosrun, "parts"), Contender(ELASTIC, elastic, "parts"))
 PART_CASES = tuple(PartCase(part) for part in PARTS)
 
 #: The peer and the number of ranks in the rows of each contender.
@@ -62,10 +62,14 @@ def tables(measured: Sequence[ReportRow]) -> list[Table]:
         tuple((label, tuple(map(_cells, section))) for label, section in steps),
         tuple(note for label, section in steps for note in _notes(label, section)),
     )
-    parts = [row for row in measured if "part" in row.facts]
-    lines = tuple((row.facts["part"], *_times(row.summary)) for row in parts)
-    title = "communication, 2 ranks"
-    return [training, Table(title, ("", "best", "median", "CPU"), (("the CNN's gradients", lines),))]
+    title, labels = "communication, 2 ranks", {CHOROS: "the CNN's gradients", ELASTIC: "in an elastic job"}
+    parts = tuple((label, lines) for peer, label in labels.items() if (lines := _part_lines(measured, peer)))
+    return [training, Table(title, ("", "best", "median", "CPU"), parts)]
+
+
+def _part_lines(measured: Sequence[ReportRow], peer: str) -> tuple[tuple[str, ...], ...]:
+    rows = [row for row in measured if "part" in row.facts and row.peer == peer]
+    return tuple((row.facts["part"], *_times(row.summary)) for row in rows)
 
 
 def _cells(row: ReportRow) -> tuple[str, ...]:
