@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness import needs
+from harness import FRAMEWORKS, needs
 from launch.launched import Running
 from launch.namespaces import ip, several_hosts
 
@@ -24,6 +24,11 @@ SCRIPT = Path(__file__).with_name("restarted_script.py")
 def network(tmp_path_factory):
     with several_hosts(tmp_path_factory.mktemp("reach"), 3) as network:
         yield network
+
+
+def backend():
+    """The framework that starts soonest, of those that are tested."""
+    return next(name for name in ("torch", "jax", "tensorflow") if name in FRAMEWORKS)
 
 
 def kill(pids):
@@ -73,6 +78,20 @@ def test_mpirun_is_killed(tmp_path):
     assert sorted(re.findall(r"rank .*", ended.out)) == [f"rank {rank} restarts=1 steps={[2] * 10}" for rank in (0, 1)]
     written = (tmp_path / "logs" / "rank.1" / "stdout").read_text()
     assert re.findall(r"ready|restarts=1", written) == ["ready", "restarts=1"]  # of both launches
+
+
+def test_fit_goes_on_in_the_middle_of_an_epoch_when_mpirun_was_killed(tmp_path):
+    script = Path(__file__).with_name("restarted_fit_script.py")
+    flags = ("-np", 2, "--min-np", 1, "--commit-dir", tmp_path / "commits", "--commit-steps", 3)
+    with Running(*flags, sys.executable, script, env={"KERAS_BACKEND": backend()}) as job:
+        job.wait_for(2, "ready")
+        (mpirun,) = psutil.Process(job.process.pid).children()
+        mpirun.kill()
+        ended = job.end()
+        job.assert_nothing_left()
+    assert ended.code == 0, ended.err
+    assert re.findall("restarts=.*", ended.out) == ["restarts=1 wrong=[] epochs=2"] * 2
+    assert "training goes on in epoch 1, from the commit in" in ended.err
 
 
 @pytest.mark.parametrize("how", ["host", "link", pytest.param("links", marks=pytest.mark.nightly)])
