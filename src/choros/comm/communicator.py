@@ -550,7 +550,10 @@ class Communicator(ABC):
         """
         left = next((each for each in launched if each in self.launched), None)
         if left is None:
-            raise PeerLostError(f"{what}, rank {launched[0]} at the start of the job, was lost.")
+            raise PeerLostError(
+                f"{what}, rank {launched[0]} at the start of the job, was lost, and no other rank has its values: "
+                "start the job again, from its last commit or checkpoint. A function of hvd.elastic.run goes on by itself."
+            )
         return self.launched.index(left)
 
     @final
