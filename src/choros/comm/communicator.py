@@ -552,7 +552,7 @@ class Communicator(ABC):
         if left is None:
             raise PeerLostError(
                 f"{what}, rank {launched[0]} at the start of the job, was lost, and no other rank has its values: "
-                "start the job again, from its last commit or checkpoint. A function of hvd.elastic.run goes on by itself."
+                "start the job again, from its last commit. A function of hvd.elastic.run goes on by itself."
             )
         return self.launched.index(left)
 
