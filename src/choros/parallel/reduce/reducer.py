@@ -39,7 +39,7 @@ import numpy as np
 from choros.comm import ProcessSet, Reduction, Request, global_process_set
 from choros.comm.fusion import Layout
 from choros.comm.membership import Membership
-from choros.config import COMPARE_EVERY, Config
+from choros.config import COMPARE_EVERY, ELASTIC, Config
 from choros.errors import ConfigError, EngineError
 from choros.observe import events
 from choros.observe.events import Kind
@@ -78,13 +78,16 @@ def bucket_bytes(*, accelerated: bool, device: TensorDevice | None) -> int | Non
 
     ``CHOROS_OVERLAP`` decides; by default only gradients of accelerators are sent during the backward pass, because on
     a CPU the reduction would compete with it for cores. Tensors that stay on a GPU are reduced after the backward pass,
-    in the stream that computes them.
+    in the stream that computes them. In an elastic job none are sent before the others: when a rank is lost, all
+    gradients of the step are reduced again.
 
     Args:
         accelerated: whether the model is on an accelerator.
         device: as in ``ReduceConfig``.
     """
     if device is not None and device.type != "cpu":
+        return None
+    if ELASTIC.read(os.environ) == "1":
         return None
     overlap = Config.from_environ(os.environ).overlap
     return _BUCKET_BYTES if (accelerated if overlap is None else overlap) else None
