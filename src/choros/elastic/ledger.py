@@ -123,6 +123,26 @@ class Ledger:
         """The last steps were micro-batches of an update that will not be made."""
         return replace(self, steps=max(0, self.steps - steps))
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The steps, and for each lot the step in which its owner was lost, or -1."""
+        return (self.steps, *(-1 if lot.stopped is None else lot.stopped for lot in self.lots))
+
+    def counted(self, counts: Iterable[int]) -> Self:
+        """The ledger with these ``counts``: ranks that were at their end have counted fewer steps than others.
+
+        Example:
+            >>> ledger = Ledger.of_epoch(0, size=2)
+            >>> ahead, at_end = ledger.stepped(9).lost({0: 0}), ledger.stepped(8).lost({0: 0})
+            >>> at_end.counts, at_end.counted(map(max, ahead.counts, at_end.counts)) == ahead
+            ((8, -1, 8), True)
+        """
+        steps, *stopped = counts
+        lots = zip(self.lots, stopped, strict=True)
+        return replace(
+            self, steps=steps, lots=tuple(lot if stop < 0 else replace(lot, stopped=stop) for lot, stop in lots)
+        )
+
     def joined(self, rank: int) -> Self:
         """A new rank takes over a lot without an owner from the current step on.
 

@@ -108,10 +108,10 @@ class ElasticSampler:
         All ranks must call it together: at the beginning of an epoch, and when all have ended their iterations.
         """
         self._joins = True
-        steps = global_process_set.communicator.allreduce(
-            np.array(self._ledger.steps), Reduction.MAX, name="examples of a sampler"
+        counts = global_process_set.communicator.allreduce(
+            np.array(self._ledger.counts), Reduction.MAX, name="examples of a sampler"
         )
-        self._ledger = self._ledger.stepped(int(steps) - self._ledger.steps)
+        self._ledger = self._ledger.counted(counts.tolist())
         if self._ledger.is_done(self._length):
             return False
         self.reset()
