@@ -94,5 +94,6 @@ report = {
     "epochs": len(history.history["loss"]),
     "rows": history.history["rows"],
     "val_loss": history.history["val_loss"][-1],
+    "val_rows": history.history["val_rows"],
 }
 print(json.dumps(report), flush=True)

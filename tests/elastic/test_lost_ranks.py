@@ -46,6 +46,7 @@ def test_fit_goes_on_and_trains_on_each_row_once(framework, api, kills, left):
     for report in reports:
         assert report["wrong"] == {}
         assert (report["size"], report["epochs"], report["same_process"]) == (len(left), 3, True)
+        assert report["val_rows"] == [30 * (1 if api == "strategy" else len(left))] * 3
     assert len({report["val_loss"] for report in reports}) == 1
     assert "lost" in ended.err
 

@@ -25,7 +25,7 @@ from choros.config import COMMIT_STEPS
 from choros.elastic.ledger import Ledger
 from choros.elastic.preemption import end_job, fewest_ranks, job_ends, leave_if_asked, watch_signals
 from choros.parallel.data.epochs import EpochData
-from choros.parallel.data.shard_batches import ShardBatches
+from choros.parallel.data.shard_batches import OPEN, ShardBatches
 from choros.parallel.identical import digest
 from choros.parallel.structure import leaves
 from choros.training.keras_internals import keeping_metrics
@@ -63,6 +63,7 @@ class ElasticEpochs:
     Args:
         data: the data set of ``fit``.
         steps: those of the model.
+        validation: the data of its validation, if each of them shards them anew.
 
     Attributes:
         commit: writes a commit, between two steps; all ranks call it together. ``None``: the job has no commits.
@@ -75,8 +76,9 @@ class ElasticEpochs:
     admit: Callable[[int], bool] | None = None
     is_late = False
 
-    def __init__(self, data: EpochData, steps: CommonSteps) -> None:
+    def __init__(self, data: EpochData, steps: CommonSteps, validation: EpochData | None = None) -> None:
         self._data = data
+        self._validation = validation
         self._steps = steps
         self._ledger: Ledger | None = None
         self._counted = self._committed = 0
@@ -129,6 +131,12 @@ class ElasticEpochs:
             self.ledger = Ledger.of_epoch(epoch, communicator.size)
         self._committed = self.ledger.steps
         self._data.begin_epoch(epoch, self.ledger.of_rank(communicator.rank))
+
+    def begin_test(self) -> None:
+        """Shards the validation data over the ranks that there are, before Keras reads them."""
+        if self._validation is not None:
+            communicator = global_process_set.communicator
+            self._validation.begin_epoch(0, [ShardBatches(communicator.rank, communicator.size, range(OPEN))])
 
     @property
     def position(self) -> dict[str, Any]:

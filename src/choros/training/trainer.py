@@ -159,9 +159,14 @@ class Steps:
         self._rows_may_lack = True
 
     @contextmanager
-    def elastic(self, data: EpochData) -> Iterator[None]:
-        """A context of ``fit`` in a job that ranks leave and join; ``data`` are those of ``fit``."""
-        self.epochs = ElasticEpochs(data, self)
+    def elastic(self, data: EpochData, validation: Any = None) -> Iterator[None]:
+        """A context of ``fit`` in a job that ranks leave and join.
+
+        Args:
+            data: those of ``fit``.
+            validation: those for its validation; if they are ``EpochData``, each validation shards them anew.
+        """
+        self.epochs = ElasticEpochs(data, self, validation if isinstance(validation, EpochData) else None)
         self.epochs.start()
         try:
             with opening(), epochs_of_any_length():
@@ -228,6 +233,8 @@ class Steps:
 
         So ``evaluate`` returns them, and passes them to callbacks.
         """
+        if self.epochs is not None:
+            self.epochs.begin_test()
         self._in_test, self.test_results = _active(global_process_set), None
         if self._in_test:
             # Bypasses Keras' attribute tracking; Keras' method is called in each step, and once at the end.

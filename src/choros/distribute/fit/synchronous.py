@@ -187,14 +187,16 @@ class SynchronousTraining(Training):
         held_out = None
         if validation is not None:
             x, y, weights = keras.utils.unpack_x_y_sample_weight(validation)
-            held_out = self._part(x, y, weights, call["validation_batch_size"] or batch_size)
-            changes["validation_data"] = validation if held_out is None else held_out
+            size, elastic = call["validation_batch_size"] or batch_size, isinstance(data, EpochData)
+            held_out = self._part(x, y, weights, size, elastic=elastic)
+            own = held_out.data if isinstance(held_out, EpochData) else held_out
+            changes["validation_data"] = validation if own is None else own
             changes["validation_batch_size"] = None
         callbacks = self._callbacks(call["callbacks"], MetricAverageCallback(whole_tests=held_out is None))
         if isinstance(data, EpochData):
             callbacks = [StepCallback(), *callbacks, AdmissionCallback(callbacks)]
         changes["callbacks"] = callbacks
-        with enter_fit(), attach(model).elastic(data) if isinstance(data, EpochData) else nullcontext():
+        with enter_fit(), attach(model).elastic(data, held_out) if isinstance(data, EpochData) else nullcontext():
             history = call.replaced(**changes, shuffle=False, verbose=self._verbosity(call)).run()
         global_process_set.communicator.barrier()  # the files that process 0 has written exist for all processes
         return history
@@ -288,8 +290,20 @@ class SynchronousTraining(Training):
         sharding = Sharding(part, batch_size or _BATCH, bool(shuffle), seed, epoch)
         return (epochs_of if elastic else _sharded)(_packed(x, y, weights), sharding)
 
-    def _part(self, x: Any, y: Any, weights: Any, batch_size: int | None, steps: int | None = None) -> Any:
-        """Returns this process's part of evaluation data; ``None`` if there are fewer rows than processes."""
+    def _part(
+        self,
+        x: Any,
+        y: Any,
+        weights: Any,
+        batch_size: int | None,
+        steps: int | None = None,
+        *,
+        elastic: bool = False,
+    ) -> Any:
+        """Returns this process's part of evaluation data; ``None`` if there are fewer rows than processes.
+
+        With ``elastic``, arrays are returned as ``EpochData``, of which any process can read any part.
+        """
         if not are_arrays(x):
             return self._batches(x)
         data = _packed(x, y, weights)
@@ -297,7 +311,8 @@ class SynchronousTraining(Training):
         rows = count_rows(x) if steps is None else min(count_rows(x), steps * size)
         if rows < self._replicas.count:
             return None
-        return _sharded(cut(data, 0, rows), Sharding(self._part_of_batches(), max(size, self._replicas.count)))
+        sharding = Sharding(self._part_of_batches(), max(size, self._replicas.count))
+        return (epochs_of if elastic else _sharded)(cut(data, 0, rows), sharding)
 
     def _part_of_batches(self) -> Part:
         return Part(self._replicas.first, self._replicas.count)
