@@ -209,7 +209,8 @@ START_TIMEOUT = Variable(
     "CHOROS_START_TIMEOUT",
     "300",
     (),
-    "the seconds within which ranks that are started without MPI must connect to each other.",
+    "the seconds within which ranks that are started without MPI must connect to each other, and a new rank of an "
+    "elastic job must call init().",
     (Alias("HOROVOD_START_TIMEOUT"),),
 )
 UNREACHABLE_SECONDS = Variable(

@@ -1,6 +1,6 @@
 """Ranks that are killed, and replaced: arguments are their numbers, such as ``0 2``, and what new ranks do: ``join``,
-``die`` (only the first one), or ``late`` (they come when the others have left the opening: they wait there);
-``leave``: the ranks leave in order.
+``die`` (only the first one, or ``early``, before ``init()``), or ``late`` (they come when the others have left the
+opening: they wait there); ``leave``: the ranks leave in order.
 
 Prints each rank's number at the launcher, its rank, and the sum of ones over all ranks.
 """
@@ -17,6 +17,9 @@ from choros.comm import Reduction
 
 *victims, what = sys.argv[1:]
 place = os.environ.get("CHOROS_PLACE")
+if place and what == "early" and not Path("died").exists():
+    Path("died").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
 choros.init()
 number = int(place.split(",")[0]) if place else choros.rank()
 communicator = comm.global_process_set.communicator

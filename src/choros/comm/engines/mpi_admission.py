@@ -36,7 +36,7 @@ from mpi4py import MPI
 
 from choros.comm.engines.mpi_survivors import revoke
 from choros.comm.facts import Facts
-from choros.config import RESET_LIMIT, SPAWN
+from choros.config import RESET_LIMIT, SPAWN, START_TIMEOUT
 
 __all__ = ["Admissions", "Entrance", "Invitation", "Places", "joined"]
 
@@ -129,6 +129,7 @@ class _NewRank:
         self.problem = ""
         self._passes = passes
         self._pair: MPI.Intracomm | None = None
+        self._overdue = time.monotonic() + START_TIMEOUT.number(os.environ, "seconds")
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="choros: a new rank", daemon=True)
         self._thread.start()
@@ -137,6 +138,12 @@ class _NewRank:
     def is_connected(self) -> bool:
         """Whether it has called ``init()``."""
         return self._pair is not None
+
+    def check(self) -> None:
+        """Gives it up if it has not called ``init()`` in time: MPI does not tell that it has ended before that."""
+        if not self.is_connected and time.monotonic() > self._overdue and not self.problem:
+            self.problem = "it has not called init() in time"
+            self._stopped.set()
 
     def call_in(self, gone: frozenset[int], admitted: int) -> MPI.Intracomm:
         """Calls the process in, with the arguments of its ``Admissions.begin``; returns the communicator with it."""
@@ -159,6 +166,8 @@ class _NewRank:
         try:
             pair = self._meet()
             pair.send(self.invitation, 1, _ANSWER)
+            if self._stopped.is_set():  # given up
+                pair.send(None, 1, _ANSWER)
             self._pair = pair
             while not self._stopped.wait(_POLL_SECONDS):
                 _check(pair)
@@ -227,6 +236,7 @@ class Admissions:
         if len(launched) + len(self._gone) >= len(self._places.hosts) or not self._open or not SPAWN.read(os.environ):
             return False
         for new in self._new:
+            new.check()
             if new.problem:
                 self._failures += 1
                 if self._failures == _TRIES:
