@@ -243,14 +243,14 @@ RESET_LIMIT = Variable(
     (),
     "how many new ranks an elastic job takes in, and how many times it is started again; --reset-limit sets it.",
 )
-PLACE = Variable(
-    "CHOROS_PLACE",
+NEW_RANK = Variable(
+    "CHOROS_NEW_RANK",
     "",
     (),
     "of a rank that another one has started: its number, and for each number the first one on the same host.",
 )
-PLACES = Variable(
-    "CHOROS_PLACES",
+SLOTS = Variable(
+    "CHOROS_SLOTS",
     "",
     (),
     "the hosts of an elastic job's ranks, of those to which it may grow too, with commas; chorosrun sets it.",
@@ -259,8 +259,8 @@ SPAWN = Variable(
     "CHOROS_SPAWN",
     "",
     (),
-    "the command that starts a new rank of an elastic job: a JSON list, in which {place} stands for its CHOROS_PLACE; "
-    "chorosrun sets it.",
+    "the command that starts a new rank of an elastic job: a JSON list, in which {new_rank} stands for its "
+    "CHOROS_NEW_RANK; chorosrun sets it.",
 )
 COMMIT_DIR = Variable(
     "CHOROS_COMMIT_DIR", "", (), "the directory of the job's commits; --commit-dir sets it. It is on all hosts."
@@ -307,8 +307,8 @@ VARIABLES: tuple[Variable, ...] = (
     MAX_NP,
     ELASTIC_TIMEOUT,
     RESET_LIMIT,
-    PLACE,
-    PLACES,
+    NEW_RANK,
+    SLOTS,
     SPAWN,
     COMMIT_DIR,
     COMMIT_STEPS,

@@ -16,18 +16,18 @@ from choros import comm
 from choros.comm import Reduction
 
 *victims, what = sys.argv[1:]
-place = os.environ.get("CHOROS_PLACE")
-if place and what == "early" and not Path("died").exists():
+new_rank = os.environ.get("CHOROS_NEW_RANK")
+if new_rank and what == "early" and not Path("died").exists():
     Path("died").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 choros.init()
-number = int(place.split(",")[0]) if place else choros.rank()
+number = int(new_rank.split(",")[0]) if new_rank else choros.rank()
 communicator = comm.global_process_set.communicator
-assert communicator.is_new == bool(place)
+assert communicator.is_new == bool(new_rank)
 assert communicator.allgather([7]).tolist() == [7] * 3  # of a new rank, too
 steps = 0
 with comm.opening():
-    if place:
+    if new_rank:
         if what == "die" and not Path("died").exists():
             Path("died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -43,7 +43,7 @@ with comm.opening():
             if steps == 7:
                 comm.leave_alone()
                 sys.exit()
-        elif str(number) in victims and steps == 5 and not place:
+        elif str(number) in victims and steps == 5 and not new_rank:
             os.kill(os.getpid(), signal.SIGKILL)
         total = communicator.allreduce(1.0, Reduction.SUM)
         steps += 1
@@ -52,7 +52,7 @@ with comm.opening():
             communicator.broadcast(steps)
     total = communicator.allreduce(1.0, Reduction.SUM)
 Path("ended").touch()
-if what == "late" and not place:
+if what == "late" and not new_rank:
     while not Path("came").exists():
         time.sleep(0.05)
     time.sleep(1)  # in which it would print, too

@@ -40,7 +40,7 @@ def replaced(comm, place):
     """The communicator with a further rank, which rank 0 starts while the others wait for it."""
     pair = comm
     if comm.rank == 0:
-        argv = [item.replace("{place}", f"{place},0,0,0,0") for item in json.loads(os.environ["CHOROS_SPAWN"])]
+        argv = [item.replace("{new_rank}", f"{place},0,0,0,0") for item in json.loads(os.environ["CHOROS_SPAWN"])]
         started = []
         thread = threading.Thread(target=lambda: started.append(MPI.COMM_SELF.Spawn(argv[0], argv[1:])))
         thread.start()

@@ -58,7 +58,7 @@ _ROUNDS = Schedule(longest_sleep=10e-3)
 END = 1
 #: The notice of rank 0 that a new rank waits for ``admit``.
 NEWCOMER = 2
-#: The notice of a rank that leaves after this step, in order: nobody takes its place.
+#: The notice of a rank that leaves after this step, in order: it is not replaced.
 LEAVES = 4
 #: The request of a rank that ends: it matches no other, so ranks that still call a collective are notified.
 SHUTDOWN = Request(events.SHUTDOWN.removesuffix("()"))

@@ -10,7 +10,7 @@
                                                                           in the agreement that ends step 17
 
 To the others, a rank that leaves is lost in its next step, of which it has applied nothing; by its notice ``LEAVES``
-they know that nobody is to take its place. If all end, they must do so after the same step; the signal reaches them in
+they know that it is not to be replaced. If all end, they must do so after the same step; the signal reaches them in
 different ones, and the notice all in the same.
 
 SIGWINCH asks for the same, of all ranks that commit, because the job goes on on other hosts then; it never ends a rank

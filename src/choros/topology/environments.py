@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from choros.config import PLACE
+from choros.config import NEW_RANK
 from choros.errors import ConfigError
 from choros.topology.slurm import expand_counts
 from choros.topology.tf_config import TF_CONFIG, read_tf_config, split_address
@@ -165,8 +165,8 @@ def detect(environ: Environ) -> Topology:
         >>> detect({}).size
         1
     """
-    if place := PLACE.read(environ):  # to mpirun it is the only rank of a job of its own
-        rank, *hosts = place.split(",")
+    if new_rank := NEW_RANK.read(environ):  # to mpirun it is the only rank of a job of its own
+        rank, *hosts = new_rank.split(",")
         launched = OPEN_MPI.read(environ) or Topology()
         return Topology.from_hosts(hosts, int(rank), launcher=launched.launcher)
     found: list[tuple[str, Topology]] = []

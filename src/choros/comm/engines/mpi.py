@@ -30,7 +30,7 @@ from choros.comm.memory import aligned_empty
 from choros.comm.quorum import why_not_to_go_on
 from choros.comm.reduction import Reduction
 from choros.comm.waiting import LongWait
-from choros.config import AUTOTUNE_LOG, ELASTIC, MIN_NP, PLACES, Config
+from choros.config import AUTOTUNE_LOG, ELASTIC, MIN_NP, SLOTS, Config
 from choros.errors import ConfigError, EngineError, EngineUnavailable, PeerLostError
 from choros.observe.events import INIT, LEAVING
 from choros.topology import Topology
@@ -54,7 +54,7 @@ from choros.comm.algorithms.hosts import HostRanks  # noqa: E402
 from choros.comm.algorithms.shared_memory import reserve_segments  # noqa: E402
 from choros.comm.algorithms.tuning import autotune, write_measurements  # noqa: E402
 from choros.comm.algorithms.window import WindowAllreduce  # noqa: E402
-from choros.comm.engines.mpi_admission import Admissions, Entrance, Places, joined  # noqa: E402
+from choros.comm.engines.mpi_admission import Admissions, Entrance, RankSlots, joined  # noqa: E402
 from choros.comm.engines.mpi_survivors import agreed, common_bits, is_loss, revoke, shrunk, unless_lost  # noqa: E402
 from choros.comm.mpi_requests import wait_for  # noqa: E402
 
@@ -360,7 +360,7 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
         EngineError: another rank has left the job for good.
     """
     if not MPI.Is_initialized():
-        one_host = topology.local_size == topology.size and len(set(PLACES.read(os.environ).split(","))) == 1
+        one_host = topology.local_size == topology.size and len(set(SLOTS.read(os.environ).split(","))) == 1
         if one_host and sys.platform.startswith("linux") and not _INTERFACES & os.environ.keys():
             os.environ[_INTERFACE] = INTERFACE  # the address at which ranks reach each other's sockets
         loopback = new_sockets_on_loopback() if os.environ.get(_INTERFACE) == INTERFACE else nullcontext()
@@ -393,8 +393,8 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     _job.communicator = communicator
     if comm is None and is_elastic(os.environ):
         own = os.environ.get("PMIX_HOSTNAME") or this_host()
-        hosts = PLACES.read(os.environ).split(",") if PLACES.read(os.environ) else world.allgather(own)
-        _job.admissions = Admissions(Places.of(communicator.size, hosts), facts())
+        hosts = SLOTS.read(os.environ).split(",") if SLOTS.read(os.environ) else world.allgather(own)
+        _job.admissions = Admissions(RankSlots.of(communicator.size, hosts), facts())
     _tune(communicator)
     position = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
     return communicator, position
@@ -408,8 +408,8 @@ def _start_new_rank(topology: Topology) -> tuple[Communicator, Topology]:
     invitation = entrance.invitation
     learn_facts(invitation.facts)
     _job.number = invitation.number
-    admissions = _job.admissions = Admissions(invitation.places, facts())
-    hosts = [str(leader) for leader in invitation.places.known_to(invitation.number)]
+    admissions = _job.admissions = Admissions(invitation.slots, facts())
+    hosts = [str(leader) for leader in invitation.slots.known_to(invitation.number)]
 
     def enter() -> Communicator | None:
         answer = entrance.wait(admissions.number)

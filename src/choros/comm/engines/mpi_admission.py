@@ -1,4 +1,4 @@
-"""New ranks of an elastic job: rank 0 starts them in places that are free; all take them in between two collectives.
+"""New ranks of an elastic job: rank 0 starts them in slots that are free; all take them in between two collectives.
 
 ::
 
@@ -38,7 +38,7 @@ from choros.comm.engines.mpi_survivors import revoke
 from choros.comm.facts import Facts
 from choros.config import RESET_LIMIT, SPAWN, START_TIMEOUT
 
-__all__ = ["Admissions", "Entrance", "Invitation", "Places", "joined"]
+__all__ = ["Admissions", "Entrance", "Invitation", "RankSlots", "joined"]
 
 _log = logging.getLogger("choros")
 
@@ -51,17 +51,17 @@ _HELLO, _AT, _ANSWER, _JOIN = range(4)
 
 
 @dataclass(frozen=True)
-class Places:
+class RankSlots:
     """Where the ranks of a job may be; the numbers are those of the launcher.
 
     Attributes:
-        size: the number of ranks at the start, which have the first places.
-        hosts: for each place, the name of its host.
-        leaders: for each place, the first one on the same host.
+        size: the number of ranks at the start, which have the first slots.
+        hosts: for each slot, the name of its host.
+        leaders: for each slot, the first one on the same host.
 
     Example:
-        >>> places = Places.of(3, ["a", "a", "b", "b"])
-        >>> places.leaders, places.known_to(1), places.known_to(3)
+        >>> slots = RankSlots.of(3, ["a", "a", "b", "b"])
+        >>> slots.leaders, slots.known_to(1), slots.known_to(3)
         ((0, 0, 2, 2), (0, 0, 2), (0, 0, 2, 2))
     """
 
@@ -71,24 +71,24 @@ class Places:
 
     @classmethod
     def of(cls, size: int, hosts: Sequence[str]) -> Self:
-        """Returns the places on ``hosts``."""
+        """Returns the slots on ``hosts``."""
         return cls(size, tuple(hosts), tuple(map(hosts.index, hosts)))
 
     def free(self, taken: Container[int], present: Sequence[int], *, far: bool) -> int | None:
-        """Returns the first place where a rank can be started; ``None`` if there is none.
+        """Returns the first slot where a rank can be started; ``None`` if there is none.
 
         Args:
-            taken: places that are not free.
+            taken: slots that are not free.
             present: those of the present ranks. On a host without ranks Open MPI starts none.
             far: whether it may be on another host than that of the first of the present ranks.
         """
         leaders = {self.leaders[each] for each in (present if far else present[:1])}
-        free = (place for place in range(len(self.hosts)) if place not in taken)
-        return next((place for place in free if self.leaders[place] in leaders), None)
+        free = (slot for slot in range(len(self.hosts)) if slot not in taken)
+        return next((slot for slot in free if self.leaders[slot] in leaders), None)
 
-    def are_near(self, place: int, other: int) -> bool:
-        """Whether two places are on the same host."""
-        return self.leaders[place] == self.leaders[other]
+    def are_near(self, slot: int, other: int) -> bool:
+        """Whether two slots are on the same host."""
+        return self.leaders[slot] == self.leaders[other]
 
     def known_to(self, number: int) -> tuple[int, ...]:
         """Returns the leaders of all ranks that a new one takes to exist: those of the start, and itself."""
@@ -101,12 +101,12 @@ class Invitation:
 
     Attributes:
         number: its number at the launcher.
-        places: where ranks may be.
+        slots: where ranks may be.
         facts: what the ranks have sent each other.
     """
 
     number: int
-    places: Places
+    slots: RankSlots
     facts: Facts
 
 
@@ -180,12 +180,12 @@ class _NewRank:
             self.problem = error.Get_error_string()
 
     def _meet(self) -> MPI.Intracomm:
-        number, places = self.invitation.number, self.invitation.places
-        place = ",".join(map(str, (number, *places.known_to(number))))
-        command = [each.replace("{place}", place) for each in json.loads(SPAWN.read(os.environ))]
+        number, slots = self.invitation.number, self.invitation.slots
+        new_rank = ",".join(map(str, (number, *slots.known_to(number))))
+        command = [each.replace("{new_rank}", new_rank) for each in json.loads(SPAWN.read(os.environ))]
         info = MPI.INFO_NULL
-        if len(set(places.hosts)) > 1:
-            info = MPI.Info.Create({"host": places.hosts[number]})
+        if len(set(slots.hosts)) > 1:
+            info = MPI.Info.Create({"host": slots.hosts[number]})
         child = MPI.COMM_SELF.Spawn(command[0], command[1:], info=info)
         child.Set_errhandler(MPI.ERRORS_RETURN)
         _received(child, _HELLO)
@@ -199,16 +199,16 @@ class Admissions:
     """The openings of this job, and the new ranks that are under way.
 
     Args:
-        places: where ranks may be.
+        slots: where ranks may be.
         facts: as in an ``Invitation``; a rank that is started receives those of that moment.
 
     Attributes:
         number: the number of the last opening that this rank has come to.
     """
 
-    def __init__(self, places: Places, facts: Facts) -> None:
+    def __init__(self, slots: RankSlots, facts: Facts) -> None:
         self.number = 0
-        self._places, self._facts = places, facts
+        self._slots, self._facts = slots, facts
         self._gone = frozenset[int]()
         self._admitted = 0
         self._limit = int(RESET_LIMIT.read(os.environ) or sys.maxsize)
@@ -228,12 +228,12 @@ class Admissions:
             self._open = False
 
     def is_someone_ready(self, launched: Sequence[int]) -> bool:
-        """Whether a new rank waits to be taken in; starts one if a place is free. Rank 0 calls it.
+        """Whether a new rank waits to be taken in; starts one if a slot is free. Rank 0 calls it.
 
         Args:
             launched: the numbers of the present ranks at the launcher.
         """
-        if len(launched) + len(self._gone) >= len(self._places.hosts) or not self._open or not SPAWN.read(os.environ):
+        if len(launched) + len(self._gone) >= len(self._slots.hosts) or not self._open or not SPAWN.read(os.environ):
             return False
         for new in self._new:
             new.check()
@@ -247,10 +247,10 @@ class Admissions:
         may_start = all(new.is_connected for new in self._new) and self._failures < _TRIES
         if may_start and self._admitted + len(self._new) < self._limit:
             taken = {*launched, *self._gone, *(new.invitation.number for new in self._new)}
-            number = self._places.free(taken, launched, far=not self._has_far)
+            number = self._slots.free(taken, launched, far=not self._has_far)
             if number is not None:
-                self._has_far = self._has_far or not self._places.are_near(number, launched[0])
-                invitation = Invitation(number, self._places, list(self._facts))
+                self._has_far = self._has_far or not self._slots.are_near(number, launched[0])
+                invitation = Invitation(number, self._slots, list(self._facts))
                 self._new.append(_NewRank(invitation, lambda number: number < self.number))
         return any(new.at == self.number for new in self._new)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from choros.config import PLACES
+from choros.config import SLOTS
 from choros.errors import ConfigError
 from choros.launch.plan.environment import for_srun, forwarded, in_allocation, without_launchers
 from choros.launch.plan.hosts import hosts_of_ranks, ranks_per_host
@@ -68,7 +68,7 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
     if job.elastic is not None:
         full.setdefault(_COLLECTIVES, _WITHOUT_HAN)
         if job.hosts and _maps_by_default(job):
-            full[PLACES.name] = ",".join(hosts_of_ranks(job.hosts, job.most))
+            full[SLOTS.name] = ",".join(hosts_of_ranks(job.hosts, job.most))
     interfaces = ",".join(job.network_interfaces)
     for variable in _INTERFACE_VARIABLES if interfaces and "/" not in interfaces else ():
         full.setdefault(variable, interfaces)

@@ -43,7 +43,7 @@ class WrapperOptions:
         ranks_per_host: the number of ranks of each host, if they differ and chorosrun has assigned them.
         restarts: how many times a worker of a job with parameter servers is restarted after a signal has ended it.
         elastic: the other ranks may go on without this one, so the wrapper ends when its rank does.
-        place: of a rank that another one starts: its number, and for each number the first one on the same host.
+        new_rank: of a rank that another one starts: its number, and for each number the first one on the same host.
     """
 
     bind: bool = True
@@ -53,7 +53,7 @@ class WrapperOptions:
     ranks_per_host: tuple[int, ...] = ()
     restarts: int = 0
     elastic: bool = False
-    place: tuple[int, ...] = ()
+    new_rank: tuple[int, ...] = ()
 
     def arguments(self) -> list[str]:
         """Returns the options as command-line arguments.

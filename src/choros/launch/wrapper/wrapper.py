@@ -49,7 +49,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from choros.config import PLACE, SPAWN, STALL_SECONDS, STALL_SHUTDOWN_SECONDS
+from choros.config import NEW_RANK, SPAWN, STALL_SECONDS, STALL_SHUTDOWN_SECONDS
 from choros.errors import ChorosError, LaunchError
 from choros.launch.plan.cluster import role_in, task_environment
 from choros.launch.plan.cores import share_of
@@ -249,7 +249,7 @@ class Wrapper:
         self._send_all(self._transcript.release())
         self._transcript = Transcript(self._topology.rank)
         process = self._start()
-        added = bool(self._options.place)
+        added = bool(self._options.new_rank)
         self._send(Start(self._topology.rank, self._host, process.pid, self._restarts, ended_by, added))
         self._loop.repeat("progress", _PROGRESS_SECONDS, self._send_progress)
         limits = [each.number(self._environ, "seconds") for each in (STALL_SECONDS, STALL_SHUTDOWN_SECONDS)]
@@ -302,9 +302,9 @@ class Wrapper:
         return process
 
     def _spawn_command(self) -> list[str]:
-        """Returns the argv that starts a further rank of an elastic job; ``{place}`` in it stands for its place."""
-        options = replace(self._options, place=(), stdin=False, ranks_per_host=()).arguments()
-        return [sys.executable, "-I", "-S", sys.argv[0], *options, "--place={place}", "--", *self._command]
+        """Returns the argv that starts a further rank of an elastic job; ``{new_rank}`` stands for that option."""
+        options = replace(self._options, new_rank=(), stdin=False, ranks_per_host=()).arguments()
+        return [sys.executable, "-I", "-S", sys.argv[0], *options, "--new-rank={new_rank}", "--", *self._command]
 
     def _send_progress(self) -> None:
         """Sends what the rank has written to its page, if it has."""
@@ -485,8 +485,8 @@ def main() -> None:
     """Runs the wrapper with the options and the command in ``sys.argv``."""
     options, command = WrapperOptions.parse(sys.argv[1:])
     os.environ.update(repairs(os.environ, options.ranks_per_host))
-    if options.place:
-        os.environ[PLACE.name] = ",".join(map(str, options.place))
+    if options.new_rank:
+        os.environ[NEW_RANK.name] = ",".join(map(str, options.new_rank))
     try:
         topology = detect(os.environ)
     except ChorosError as error:
