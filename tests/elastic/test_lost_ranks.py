@@ -177,3 +177,11 @@ def test_new_ranks_take_the_places_of_lost_ones(victims, what, left, tmp_path):
     assert ended.code == 0, ended.err
     assert sorted(re.findall("number .*", ended.out)) == left, ended.err
     assert ("a new rank" in ended.err) == (what != "leave")
+
+
+@pytest.mark.parametrize("moment", ["join", "broadcast_parameters", "broadcast_optimizer_state"])
+def test_ranks_that_join_early_get_the_last_ones_weights_though_another_is_lost(moment):
+    flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
+    ended = run(*flags, sys.executable, HERE / "join_script.py", moment)
+    assert ended.code == 0, ended.err
+    assert re.findall("1 of 2: .*", ended.out) == ["1 of 2: 10.031, -1.969"] * 2

@@ -99,7 +99,8 @@ class Communicator(ABC):
         notice: bits, such as ``END``, that an elastic engine tells all other ranks with the agreement at the end of the
             next collective, without a message of their own.
         noticed: the bits that any rank has told with the last one; the same on all ranks.
-        last_joined: the member that was the last to ``join``, the last time; ``None`` if all did at the same time.
+        last_joined: the members that were the last to ``join``, the last time, as the launcher numbers them; none if
+            all did at the same time.
     """
 
     engine: ClassVar[str]
@@ -120,11 +121,12 @@ class Communicator(ABC):
         self.on_change: Callable[[Change], None] | None = None
         self._when_settled: list[Callable[[], None]] = []
         self.notice = self.noticed = 0
-        self.last_joined: int | None = None
-        #: By the digest of a request, how a rank that has joined takes part; and in how many it has.
+        self.last_joined: tuple[int, ...] = ()
+        #: The members that had not joined at the last collective, if others had; as the launcher numbers them.
+        self._not_joined: tuple[int, ...] = ()
+        #: By the digest of a request, how a rank that has joined takes part.
         self._specs: dict[int, CollectiveSpec] = {}
         self._explanation = b""
-        self._joined_for = 0
         self._over = ""
         self._asked = SHUTDOWN
         self._scratch: NDArray[np.uint8] | None = None
@@ -493,7 +495,7 @@ class Communicator(ABC):
                 raise
             too_few = raised
         self._queue.end_turn()
-        self._scratch, self._joined_for = None, 0
+        self._scratch = None
         change = Change.between(before, self.launched)
         if self.on_change is not None:
             self.on_change(change)
@@ -532,7 +534,7 @@ class Communicator(ABC):
             before, self.noticed = self.launched, 0
             if not self._admit():
                 return False
-            self._scratch, self._joined_for = None, 0
+            self._scratch = None
             if self.on_change is not None:
                 self.on_change(Change.between(before, self.launched))
             return True
@@ -578,6 +580,7 @@ class Communicator(ABC):
         else:
             if problem is not None:
                 raise problem
+            self._not_joined = ()
             return [value for _, value in gathered]
         if self._joined_ranks_take_part(request, gathered):
             self._check_root(request, gathered)
@@ -617,6 +620,7 @@ class Communicator(ABC):
         """
         while not self.atomic(functools.partial(self._join_once, requests, take_part, learn)):
             pass
+        self.last_joined, self._not_joined = self._not_joined, ()
 
     def _join_once(
         self,
@@ -625,14 +629,10 @@ class Communicator(ABC):
         learn: Callable[[bytes], Sequence[Request]] | None,
     ) -> bool:
         """Participates in one collective; returns whether all ranks have joined."""
-        gathered = self._gather(JOINED, self._joined_for)
+        gathered = self._gather(JOINED, 0)
         digests = {digest for digest, _ in gathered if digest != JOINED.digest}
         if not digests:
-            self._joined_for = 0
-            joined_for = [value for _, value in gathered]
-            self.last_joined = joined_for.index(min(joined_for)) if any(joined_for) else None
             return True
-        self._joined_for += 1
         if len(digests) > 1 and SHUTDOWN.digest not in digests:
             self._compare(JOINED)  # the others' calls differ; they report it
             return False
@@ -964,6 +964,10 @@ class Communicator(ABC):
         digests = {digest for digest, _ in gathered}
         if JOINED.digest not in digests or len(digests) > 2:
             return False
+        not_joined = tuple(
+            member for member, (digest, _) in zip(self.launched, gathered, strict=True) if digest != JOINED.digest
+        )
+        self.when_settled(lambda: setattr(self, "_not_joined", not_joined))
         message, sign = b"" if request.spec is None else request.spec.encode(), 1
         if request.explain is not None:
             message, sign = request.explain(), -1

@@ -214,7 +214,8 @@ def join() -> int:
     parts: dict[Any, Any] = {}
     for each in active:
         parts |= each.reducer.participation(each.layout or ())
-    return process_set.ranks[joining.join(process_set.communicator, parts) or 0]
+    joining.join(process_set.communicator, parts)
+    return process_set.ranks[joining.last_to_join(process_set.communicator)]
 
 
 def _trained(tree: Any) -> dict[int, Any]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from choros.comm import Communicator, ProcessSet, global_process_set
 from choros.comm.facts import learned_fact, note_fact
 from choros.comm.signature import Signatures
-from choros.parallel.ops import broadcast
+from choros.parallel.ops import root_index
 
 __all__ = ["allgather_object", "broadcast_object", "object_of_first"]
 
@@ -40,18 +40,20 @@ def broadcast_object(
         {'epoch': 3}
     """
     communicator, name = process_set.communicator, name or "broadcast_object"
-    is_root = communicator.ranks[communicator.rank] == root_rank
     if communicator.is_new:
         return learned_fact(obj)
+    root = root_index(root_rank, process_set)
+    is_root, sender = communicator.rank == root, communicator.launched[root]
     pickled = cloudpickle.dumps(obj) if is_root else b""
-    length = broadcast(np.int64(len(pickled)), root_rank, name=f"{name} (length)", process_set=process_set)
-    signed = _Signed(process_set.communicator)
+    length = communicator.broadcast(np.int64(len(pickled)), root, name=f"{name} (length)")
+    signed = _Signed(communicator)
     buffer = signed.pack(pickled) if is_root else np.empty(int(length) + signed.overhead, np.uint8)
-    received = broadcast(buffer, root_rank, name=name, process_set=process_set)
+    root = communicator.first_left([sender], "the sender of an object")  # other ranks may have been lost meanwhile
+    received = communicator.broadcast(buffer, root, name=name)
     if communicator.elastic:
         sent = pickled if is_root else received.tobytes()
         communicator.when_settled(lambda: note_fact(sent))
-    return obj if is_root else signed.load(received, communicator.ranks.index(root_rank))
+    return obj if is_root else signed.load(received, communicator.launched.index(sender))
 
 
 def object_of_first(make: Callable[[], T]) -> T:
@@ -91,9 +93,11 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     communicator = process_set.communicator
     name = name or "allgather_object"
     pickled = cloudpickle.dumps(obj)
-    lengths = communicator.allgather(np.int64(len(pickled)), name=f"{name} (length)")
-    signed = _Signed(communicator)
-    gathered = communicator.allgather(signed.pack(pickled), name=name)
+    members: tuple[int, ...] = ()
+    while members != communicator.launched:  # else a rank was lost in between
+        lengths = communicator.allgather(np.int64(len(pickled)), name=f"{name} (length)")
+        members, signed = communicator.launched, _Signed(communicator)
+        gathered = communicator.allgather(signed.pack(pickled), name=name)
     parts = np.split(gathered, np.cumsum(lengths + signed.overhead)[:-1])
     return [signed.load(part, rank) for rank, part in enumerate(parts)]
 

@@ -443,7 +443,7 @@ def broadcast(
         gradients: the convention of its gradient.
     """
     communicator = process_set.communicator
-    root = _root_index(root_rank, process_set)
+    root = root_index(root_rank, process_set)
     factor = gradients.factor("broadcast", communicator.size)
 
     def backward(upstream: Sequence[Any]) -> Sequence[Any]:
@@ -459,7 +459,7 @@ def broadcast(
 def _reduce_to_root(value: Any, root_rank: int, *, name: str, process_set: ProcessSet) -> Any:
     """The adjoint of ``broadcast``: the sum of all ranks' values on the root, zeros on the other ranks."""
     communicator = process_set.communicator
-    is_root = communicator.rank == _root_index(root_rank, process_set)
+    is_root = communicator.rank == root_index(root_rank, process_set)
 
     def reduce(host: Array) -> Array:
         total = communicator.allreduce(host, Reduction.SUM, name=name)
@@ -489,13 +489,12 @@ def broadcast_arrays(
         heirs: the ranks, as the launcher numbers them, of which the first one that is left sends if the root is lost.
     """
     communicator = process_set.communicator
-    senders = [communicator.launched[_root_index(root_rank, process_set)], *heirs]
-
-    def collective() -> list[Array]:
-        root = communicator.first_left(senders, "the sender of a broadcast")
-        return [communicator.broadcast(array, root, name=name) for array, name in zip(arrays, names, strict=True)]
-
-    return communicator.atomic(collective)
+    senders = [communicator.launched[root_index(root_rank, process_set)], *heirs]
+    # Not together: ranks that have joined take part in one collective at a time.
+    return [
+        communicator.broadcast(array, communicator.first_left(senders, "the sender of a broadcast"), name=name)
+        for array, name in zip(arrays, names, strict=True)
+    ]
 
 
 def reducescatter(
@@ -684,7 +683,7 @@ def _converted(value: Any, like: Any) -> Any:
     return value if adapter_of(value) is adapter else adapter.from_host(np.asarray(value), like)
 
 
-def _root_index(root_rank: int, process_set: ProcessSet) -> int:
+def root_index(root_rank: int, process_set: ProcessSet) -> int:
     if root_rank not in process_set.communicator.ranks:
         raise ConfigError(f"root_rank={root_rank} is not one of the participating ranks {process_set.ranks}.")
     return process_set.communicator.ranks.index(root_rank)

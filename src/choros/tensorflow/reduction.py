@@ -93,7 +93,8 @@ def join_all() -> int:
         if reducer.config.process_set is global_process_set and reducer.share is not None:
             parts |= reducer.participation(())
     learn = functools.partial(GradientReducer.learned, process_set=global_process_set, configure=placed)
-    return joining.join(communicator, parts, learn) or 0
+    joining.join(communicator, parts, learn)
+    return joining.last_to_join(communicator)
 
 
 @final

@@ -389,19 +389,23 @@ def join(device: int = -1) -> int:
     parts: dict[Any, Any] = {}
     for exchange in reversed(exchanges):
         exchange.participate(parts)
-    last = joining.join(process_set.communicator, parts)
-    if last is None:
-        return process_set.ranks[0]
-    root = process_set.ranks[last]
-    # Ranks collect optimizers that are no longer used at different times.
-    numbers = allgather_object([hooks[each].number for each in optimizers], "join", process_set)
-    everywhere = set.intersection(*map(set, numbers))
-    for optimizer in (each for each in optimizers if hooks[each].number in everywhere):
-        parameters = ((str(index), parameter) for index, parameter in enumerate(_trained(optimizer)))
-        broadcast_parameters(parameters, root, process_set)
-        if hooks[optimizer].shares_state:
-            broadcast_optimizer_state(optimizer, root, process_set=process_set)
-    return root
+    communicator = process_set.communicator
+    joining.join(communicator, parts)
+
+    def receive() -> int:
+        root = process_set.ranks[joining.last_to_join(communicator)]
+        if communicator.last_joined:
+            # Ranks collect optimizers that are no longer used at different times.
+            numbers = allgather_object([hooks[each].number for each in optimizers], "join", process_set)
+            everywhere = set.intersection(*map(set, numbers))
+            for optimizer in (each for each in optimizers if hooks[each].number in everywhere):
+                parameters = ((str(index), parameter) for index, parameter in enumerate(_trained(optimizer)))
+                broadcast_parameters(parameters, root, process_set)
+                if hooks[optimizer].shares_state:
+                    broadcast_optimizer_state(optimizer, root, process_set=process_set)
+        return root
+
+    return communicator.atomic(receive)
 
 
 def _wrap(optimizer: Any, hook: _GradientHook | _ChangeHook) -> None:

@@ -241,22 +241,22 @@ def reduce_early(optimizer: Any) -> None:
             own[numbers[id(variable)]].assign_add(gradient)
 
 
-def receive_weights(optimizer: Any) -> int | None:
+def receive_weights(optimizer: Any) -> tuple[int, ...]:
     """Ends an epoch, once all ranks have joined.
 
     Ranks that had no batches in the last step receive the weights and the optimizer's state of a rank that had one, so
     that all ranks end the epoch with identical values, the learning rate included.
 
     Returns:
-        The global rank that had a batch, if another one had none.
+        The ranks that had a batch, as the launcher numbers them, if another one had none.
     """
     reducer = reducer_of(optimizer)
     if reducer is None or (last := reducer.reducer.last_active()) is None:
-        return None
-    root = reducer.reducer.config.process_set.ranks[last]
+        return ()
+    trained = reducer.reducer.trained
     if reducer.state_owner is not None:
-        return root
+        return trained
     shared = [variable for variable in trained_variables(optimizer) if not reducer.is_local(variable)]
     process_set = reducer.reducer.config.process_set
-    broadcast_updates([*shared, *optimizer.variables], root, process_set, heirs=reducer.reducer.trained)
-    return root
+    broadcast_updates([*shared, *optimizer.variables], process_set.ranks[last], process_set, heirs=trained)
+    return trained

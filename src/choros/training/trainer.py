@@ -51,7 +51,7 @@ from choros.training.metrics import global_metrics
 from choros.training.model_variables import model_variables
 from choros.training.normalization import is_synchronized, synchronizing
 from choros.training.optimizer_reducer import OptimizerReducer
-from choros.training.variables import broadcast_variables
+from choros.training.variables import broadcast_updates, broadcast_variables
 from choros.training.weighting import ModelStep, current_step, run_step
 
 __all__ = ["Steps", "attach", "is_spmd", "spans_ranks"]
@@ -222,9 +222,11 @@ class Steps:
             for optimizer in self.optimizers:
                 participation.update(distributed_optimizer.participation(optimizer))
             joining.join(self.process_set.communicator, participation)
-            last = [receive_weights(optimizer) for optimizer in self.optimizers]
-            if (rank := next((rank for rank in last if rank is not None), None)) is not None:
-                broadcast_variables(self._assigned_together, rank, self.process_set)
+            trained = [receive_weights(optimizer) for optimizer in self.optimizers]
+            if heirs := next(filter(None, trained), ()):
+                index = self.process_set.communicator.first_left(heirs, "the only rank with rows in the last step")
+                root = self.process_set.ranks[index]
+                broadcast_updates(self._assigned_together, root, self.process_set, heirs=heirs)
 
     # tests ------------------------------------------------------------------------------------------
 

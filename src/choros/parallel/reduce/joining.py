@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from choros.comm import Communicator, Request
 
-__all__ = ["Participation", "join"]
+__all__ = ["Participation", "join", "last_to_join"]
 
 #: For each request in which a joined rank can participate, its part after the control message: it receives the value
 #: of each rank.
@@ -27,7 +27,7 @@ def join(
     communicator: Communicator,
     participation: Participation,
     learn: Callable[[bytes], Participation] | None = None,
-) -> int | None:
+) -> None:
     """Participates in the other ranks' collectives until all ranks have joined.
 
     The communicator's own collectives need not be in ``participation``.
@@ -36,9 +36,6 @@ def join(
         communicator: the ranks.
         participation: the others' requests that this rank knows.
         learn: returns those that another rank's message explains, see ``Request.explain``.
-
-    Returns:
-        The member that was the last to join; ``None`` if all joined at the same time.
 
     Raises:
         MismatchError: on all ranks, if this one cannot participate in the others' next collective.
@@ -57,4 +54,12 @@ def join(
         take_part,
         requests_of if learn else None,
     )
-    return communicator.last_joined
+
+
+def last_to_join(communicator: Communicator) -> int:
+    """Returns the first member that was among the last to ``join``, the last time, and is left.
+
+    Raises:
+        PeerLostError: all of these were lost, and with them what they have done alone.
+    """
+    return communicator.first_left(communicator.last_joined or communicator.launched, "the last rank that had batches")
