@@ -70,6 +70,7 @@ def test_a_job_with_too_few_ranks_ends_with_a_clear_error():
     ended = run("-np", 4, "--min-np", 3, sys.executable, HERE / "collectives_script.py", 0)
     assert ended.code == 69
     assert "2 of 4 ranks are left, fewer than --min-np 3" in ended.err, ended.err
+    assert "2 go on" not in ended.err
     assert ended.out == ""
 
 

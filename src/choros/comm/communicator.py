@@ -496,7 +496,7 @@ class Communicator(ABC):
             too_few = raised
         self._queue.end_turn()
         self._scratch = None
-        change = Change.between(before, self.launched)
+        change = Change.between(before, self.launched, ends_job=too_few is not None)
         if self.on_change is not None:
             self.on_change(change)
         if too_few is not None:

@@ -41,6 +41,7 @@ class Change:
         new_ranks: the rank of each member that has stayed, by its rank before.
         lost: the ranks, as they were before, of those that were lost.
         joined: the ranks of those that are new.
+        ends_job: whether those that are left must not go on.
 
     Example:
         >>> change = Change.between((0, 1, 2), (0, 2, 3))
@@ -48,20 +49,24 @@ class Change:
         ({0: 0, 2: 1}, (1,), (2,))
         >>> str(change)
         'rank 1 of 3 was lost, 1 has joined, 3 go on'
+        >>> str(Change.between((0, 1, 2), (0,), ends_job=True))
+        'ranks 1, 2 of 3 were lost, 1 is left'
     """
 
     new_ranks: Mapping[int, int]
     lost: tuple[int, ...]
     joined: tuple[int, ...]
+    ends_job: bool = False
 
     @classmethod
-    def between(cls, before: Sequence[int], after: Sequence[int]) -> Change:
+    def between(cls, before: Sequence[int], after: Sequence[int], *, ends_job: bool = False) -> Change:
         """Returns the change, from numbers that identify the members before and after it."""
         stayed = {rank: after.index(member) for rank, member in enumerate(before) if member in after}
         return cls(
             new_ranks=stayed,
             lost=tuple(rank for rank in range(len(before)) if rank not in stayed),
             joined=tuple(rank for rank, member in enumerate(after) if member not in before),
+            ends_job=ends_job,
         )
 
     def __str__(self) -> str:
@@ -72,4 +77,6 @@ class Change:
             parts.append(f"{ranks} of {total} {'were' if len(self.lost) > 1 else 'was'} lost")
         if self.joined:
             parts.append(f"{len(self.joined)} {'have' if len(self.joined) > 1 else 'has'} joined")
-        return ", ".join([*parts, f"{len(self.new_ranks) + len(self.joined)} go on"])
+        number = len(self.new_ranks) + len(self.joined)
+        do = ("is left", "are left") if self.ends_job else ("goes on", "go on")
+        return ", ".join([*parts, f"{number} {do[number > 1]}"])
