@@ -2,6 +2,7 @@
 
 ====================  =============================================================================
 ``RANK@N``            before the rank's step N; the first is 0
+``@ended:N``          after the rank's step N, before its next call
 ``@validation:N``     before its batch N of validation
 ``@primitive:N``      before its call N of the engine: within a collective, or before its end is settled
 ``@broadcast:N``      before it sends or receives broadcast N: those of the first weights come first
@@ -98,6 +99,7 @@ class Faults:
         """The callback of ``fit`` for steps and batches of validation."""
         return keras.callbacks.LambdaCallback(
             on_train_batch_begin=lambda batch, logs: self.come("step"),
+            on_train_batch_end=lambda batch, logs: self.come("ended"),
             on_test_batch_begin=lambda batch, logs: self.come("validation"),
         )
 

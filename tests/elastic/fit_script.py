@@ -2,7 +2,7 @@
 
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
 ``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, for a strategy;
-FIT_MICRO_BATCHES the number of micro-batches of an update. Prints a line of JSON on each rank. New ranks have no
+FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows. Prints a line of JSON on each rank. New ranks have no
 faults.
 """
 
@@ -20,7 +20,7 @@ import choros.distribute as dist
 import choros.keras as hvd
 from choros.comm import global_process_set
 
-ROWS, BATCH, EPOCHS = 203, 16, 3
+ROWS, BATCH, EPOCHS = int(os.environ.get("FIT_ROWS", "203")), 16, 3
 api = sys.argv[1]
 directory = Path(sys.argv[3]) if len(sys.argv) > 3 else None
 kind = os.environ.get("FIT_DATA")

@@ -18,15 +18,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs("mpi4py")]
 HERE = Path(__file__).parent
 
 
-def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, data="", micro_batches=1):
+def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, **settings):
     """Trains on ``ranks`` ranks; returns how the job ended and what the ranks report that reached the end."""
     if framework not in FRAMEWORKS:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
     # New ranks would come in time, or not.
     flags = ("-np", ranks, "--min-np", least, "--reset-limit", 0, *more)
     arguments = (*flags, sys.executable, HERE / "fit_script.py", api, kills)
-    env = {"KERAS_BACKEND": framework, "FIT_DATA": data, "FIT_MICRO_BATCHES": str(micro_batches)}
-    ended = run(*arguments, env=env)
+    env = {f"FIT_{name.upper()}": str(value) for name, value in settings.items()}
+    ended = run(*arguments, env={"KERAS_BACKEND": framework, **env})
     assert ended.code == code, ended.err
     return ended, [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
 
@@ -50,6 +50,19 @@ def test_fit_goes_on_and_trains_on_each_row_once(framework, api, kills, left):
             assert report["val_rows"] == [30] * 3
     assert len({report["val_loss"] for report in reports}) == 1
     assert "lost" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("framework", "api"),
+    [
+        ("torch", "strategy"),
+        pytest.param("tensorflow", "horovod", marks=pytest.mark.nightly),
+        pytest.param("jax", "strategy", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_last_step_is_kept_if_the_only_rank_with_rows_dies_after_it(framework, api):
+    ended, reports = fit(framework, "0@ended:12", api, rows=193)  # of which the last batch has one
+    assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err
 
 
 def test_fit_goes_on_without_a_rank_that_is_stopped():

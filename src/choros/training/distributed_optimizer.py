@@ -209,21 +209,25 @@ def participation(optimizer: Any) -> Participation:
     """How a rank without batches participates in the updates of an optimizer; nothing, if that is not built.
 
     If only one rank makes the updates, it makes them even when it has no more batches itself, and the other ranks
-    receive its weights each time.
+    receive its weights each time. In an elastic job every rank makes them, so that none is lost with the last rank that
+    has batches.
     """
     reducer = reducer_of(optimizer)
     variables = trained_variables(optimizer)
     if reducer is None or not reducer.reducer.active or not variables:
         return {}
-    if reducer.state_owner is None:
-        return reducer.participation([variable for variable in variables if not reducer.is_local(variable)])
+    communicator = reducer.reducer.config.process_set.communicator
 
-    def update(reduced: list[Any]) -> None:
-        if reducer.has_state:
-            own_class(optimizer).apply(optimizer, list(map(tensor_of, reduced)), variables)
-        _after_update(optimizer, reducer, variables)
+    def update(reduced: list[Any], trained: Sequence[Any]) -> None:
+        _apply_reduced(optimizer, list(map(tensor_of, reduced)), trained)
 
-    return reducer.participation(variables, update)
+    def update_when_settled(reduced: list[Any], trained: Sequence[Any]) -> None:
+        communicator.when_settled(lambda: update(reduced, trained))
+
+    if reducer.state_owner is not None:
+        return reducer.participation(variables, update)
+    shared = [variable for variable in variables if not reducer.is_local(variable)]
+    return reducer.participation(shared, update_when_settled if communicator.elastic else None)
 
 
 def reduce_early(optimizer: Any) -> None:
@@ -248,15 +252,18 @@ def receive_weights(optimizer: Any) -> tuple[int, ...]:
     that all ranks end the epoch with identical values, the learning rate included.
 
     Returns:
-        The ranks that had a batch, as the launcher numbers them, if another one had none.
+        The ranks that have made the last update, those that had a batch first, as the launcher numbers them; none if all
+        had one.
     """
     reducer = reducer_of(optimizer)
-    if reducer is None or (last := reducer.reducer.last_active()) is None:
+    if reducer is None:
         return ()
-    trained = reducer.reducer.trained
-    if reducer.state_owner is not None:
-        return trained
-    shared = [variable for variable in trained_variables(optimizer) if not reducer.is_local(variable)]
     process_set = reducer.reducer.config.process_set
-    broadcast_updates([*shared, *optimizer.variables], process_set.ranks[last], process_set, heirs=trained)
-    return trained
+    heirs = process_set.communicator.launched if reducer.state_owner is None and process_set.included() else ()
+    if (last := reducer.reducer.last_active(heirs)) is None:
+        return ()
+    made = (*reducer.reducer.trained, *heirs)
+    if reducer.state_owner is None:
+        shared = [variable for variable in trained_variables(optimizer) if not reducer.is_local(variable)]
+        broadcast_updates([*shared, *optimizer.variables], process_set.ranks[last], process_set, heirs=made)
+    return made

@@ -26,7 +26,7 @@ from choros.errors import ConfigError
 from choros.parallel.compression import Compressor
 from choros.parallel.identical import check_identical
 from choros.parallel.reduce.device import TensorDevice, device_to_reduce_on
-from choros.parallel.reduce.gradients import Gradient, GradientLayout
+from choros.parallel.reduce.gradients import Gradient, GradientLayout, layout_of
 from choros.parallel.reduce.joining import Participation
 from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket_bytes
 from choros.parallel.reduce.sparse import RowsLayout, SparseRows
@@ -313,16 +313,27 @@ class OptimizerReducer:
         return [(each, _adapter().to_dense(tensor_of(gradient), tuple(each.shape))) for each, gradient in pairs]
 
     def participation(
-        self, variables: Sequence[Any], on_update: Callable[[list[Gradient]], None] | None = None
+        self, variables: Sequence[Any], on_update: Callable[[list[Gradient], Sequence[Any]], None] | None = None
     ) -> Participation:
-        """``GradientReducer.participation`` for the gradients of ``variables``; those of embeddings may be sparse."""
+        """``GradientReducer.participation`` for the gradients of ``variables``; those of embeddings may be sparse.
+
+        Args:
+            variables: all that may have gradients.
+            on_update: called with the gradients of each of the others' steps, and the variables to which they belong.
+        """
+
+        def update(reduced: list[Gradient]) -> None:
+            trained = self._variables.get(layout_of(reduced), variables)
+            if on_update is not None and len(trained) == len(reduced):  # else this rank has never made such a step
+                on_update(reduced, trained)
+
         dense = tuple((tuple(v.shape), _dtype(v)) for v in variables)
         sparse = []
         if keras.backend.backend() == "tensorflow" and not self._sparse_as_dense and any(map(is_embedding, variables)):
             for index_dtype in (np.dtype(np.int32), np.dtype(np.int64)):
                 pairs = zip(variables, dense, strict=True)
                 sparse.append(tuple(RowsLayout(*each, index_dtype) if is_embedding(v) else each for v, each in pairs))
-        return self.reducer.participation(dense, on_update, sparse)
+        return self.reducer.participation(dense, update, sparse)
 
 
 def _replaced(values: list[Any], new: Mapping[int, Any]) -> list[Any]:

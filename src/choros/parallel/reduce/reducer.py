@@ -541,22 +541,25 @@ class GradientReducer:
         settings, name, layout = cloudpickle.loads(message)
         return cls(configure(ReduceConfig(**settings, process_set=process_set)), name).participation(layout)
 
-    def last_active(self) -> int | None:
+    def last_active(self, heirs: Sequence[int] = ()) -> int | None:
         """Returns a rank (of the process set) that had a batch in the last step, once all ranks have joined.
+
+        Args:
+            heirs: others that have made its update, as the launcher numbers them.
 
         Returns:
             ``None`` if no rank was without a batch in that step, or there was no step; else all must receive the
             weights of the rank that is returned.
 
         Raises:
-            PeerLostError: all that had one were lost, and with them the update.
+            PeerLostError: all that have made the update were lost.
         """
         active, self._active = self._active, None
         self.trained = tuple(active or ())
         communicator = self.config.process_set.communicator
         if active is None or set(active) >= set(communicator.launched):
             return None
-        return communicator.first_left(active, "the only rank with rows in the last step")
+        return communicator.first_left([*active, *heirs], "the only rank with rows in the last step")
 
     @property
     def _weighted(self) -> bool:
