@@ -2,8 +2,8 @@
 
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
 ``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, for a strategy;
-FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows. Prints a line of JSON on each rank. New ranks have no
-faults.
+FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows. Prints a line of JSON on each rank.
+New ranks have no faults.
 """
 
 import contextlib
@@ -92,6 +92,7 @@ report = {
     "size": hvd.size(),
     "wrong": {str(row): float(counts[row]) for row in np.flatnonzero(counts != EPOCHS)},
     "epochs": len(history.history["loss"]),
+    "updates": int(model.optimizer.iterations),
     "rows": history.history["rows"],
     "val_loss": history.history["val_loss"][-1],
     "val_rows": history.history["val_rows"],

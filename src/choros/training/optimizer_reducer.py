@@ -323,9 +323,8 @@ class OptimizerReducer:
         """
 
         def update(reduced: list[Gradient]) -> None:
-            trained = self._variables.get(layout_of(reduced), variables)
-            if on_update is not None and len(trained) == len(reduced):  # else this rank has never made such a step
-                on_update(reduced, trained)
+            if on_update is not None:
+                on_update(reduced, self._variables.get(layout_of(reduced), variables))
 
         dense = tuple((tuple(v.shape), _dtype(v)) for v in variables)
         sparse = []

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import keras
@@ -273,6 +273,20 @@ class Steps:
         together = {id(each) for each in self._assigned_together}
         return [each for each in self._model.non_trainable_weights if id(each) not in together]
 
+    def _once_read(self, data: Any) -> AbstractContextManager[Any]:
+        """A block of TensorFlow whose operations run once there is a batch.
+
+        Keras' step counts an update even if it finds no more batches. Ranks of an elastic job that have no more make
+        the updates of the others, and count those.
+        """
+        if keras.backend.backend() != "tensorflow" or not self.process_set.communicator.elastic:
+            return nullcontext()
+        import tensorflow as tf
+
+        leaves = tf.nest.flatten(data, expand_composites=True)
+        block: AbstractContextManager[Any] = tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)])
+        return block
+
     def _absent(self, examples: Any) -> Any:
         """Whether a batch has no rows; a tensor where the step is compiled for batches of any number of rows."""
         if isinstance(examples, int):
@@ -317,7 +331,7 @@ class Steps:
                 page.enter_train_step()
             examples = _examples(args[-1])
             this = make_step(examples)
-            with run_step(this), synchronizing():
+            with run_step(this), synchronizing(), self._once_read(args[-1]):
                 absent = False if this.of_all_ranks else self._absent(examples)
                 if absent is False:
                     done = own(*args)
