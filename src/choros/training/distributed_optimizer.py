@@ -252,8 +252,8 @@ def receive_weights(optimizer: Any) -> tuple[int, ...]:
     that all ranks end the epoch with identical values, the learning rate included.
 
     Returns:
-        The ranks that have made the last update, those that had a batch first, as the launcher numbers them; none if all
-        had one.
+        The ranks that have made the last update, those that had a batch first, as the launcher numbers them; none if
+        all had one.
     """
     reducer = reducer_of(optimizer)
     if reducer is None:
