@@ -36,14 +36,14 @@ def python(name: str, script: str, needs: Sequence[str] = ()) -> Contender:
     return Contender(name, start, "unused", needs=needs)
 
 
-def run(tmp_path: Path, *contenders: Contender, many_runs: bool = True) -> RunResult[float]:
-    effort = Effort(rounds=3, seconds=0.004, many_runs=many_runs)
+def run(tmp_path: Path, *contenders: Contender, many_runs: bool = True, starts: int = 1) -> RunResult[float]:
+    effort = Effort(rounds=3, seconds=0.004, many_runs=many_runs, starts=starts)
     return run_contenders(contenders, [0.001, 0.002], 2, effort, tmp_path, lambda _text: None)
 
 
-@pytest.mark.parametrize("many_runs", [True, False])
-def test_every_contender_runs_all_rounds(tmp_path: Path, many_runs: bool) -> None:
-    result = run(tmp_path, python("a", PROGRAM), python("b", PROGRAM), many_runs=many_runs)
+@pytest.mark.parametrize(("many_runs", "starts"), [(True, 1), (False, 2)])
+def test_every_contender_runs_all_rounds(tmp_path: Path, many_runs: bool, starts: int) -> None:
+    result = run(tmp_path, python("a", PROGRAM), python("b", PROGRAM), many_runs=many_runs, starts=starts)
     assert list(result.summaries) == [(0.001, "a"), (0.001, "b"), (0.002, "a"), (0.002, "b")]
     assert all(summary.best_s >= case for (case, _), summary in result.summaries.items())
     assert result.skipped == []

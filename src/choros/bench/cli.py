@@ -175,20 +175,29 @@ def train(framework: str, model: str, batch_size: int | None, ranks: int, common
 @_FRAMEWORK
 @click.option("--model", type=click.Choice(list(MODELS)), default="cnn", show_default=True, help=_MODEL_HELP)
 @_BATCH
+@click.option(
+    "--starts",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="How often all contenders are started, for as many rounds each time: two starts of one job differ.",
+)
 @_with_common(_STEPS_SECONDS)
-def overhead(framework: str, model: str, batch_size: int | None, common: _Common) -> int:
+def overhead(framework: str, model: str, batch_size: int | None, starts: int, common: _Common) -> int:
     """Measures choros' overhead for one rank, the speedup with two ranks, and the parts of a step's communication.
 
     One rank has one core. Two ranks are compared with two independent processes of plain Keras, one on each core,
-    which is the limit of the machine, and with an elastic job (--min-np 1). All are started by chorosrun, in the same
-    environment.
+    which is the limit of the machine; with an elastic job (--min-np 1); and with the same job, started again, which
+    shows how much two jobs that are the same differ by. All are started by chorosrun, in the same environment.
 
     \b
     Examples:
       choros bench overhead
       choros bench overhead --framework tensorflow --batch-size 2048 --rounds 30
+      choros bench overhead --only "choros, elastic" --only "choros, again" --rounds 8 --starts 8
     """
-    session, effort = common.session(), Effort(common.rounds, common.burst, many_runs=False, fewest=_FEWEST_STEPS)
+    session = common.session()
+    effort = Effort(common.rounds, common.burst, many_runs=False, fewest=_FEWEST_STEPS, starts=starts)
     check_names(common.only, [each.name for each in costs.CONTENDERS])
     wanted = training.frameworks(framework, _installed())
     with session:

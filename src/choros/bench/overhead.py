@@ -16,10 +16,12 @@ __all__ = ["CONTENDERS", "PARTS_CONTENDERS", "PART_CASES", "part_rows", "rows", 
 
 PLAIN = "plain Keras"
 ELASTIC = "choros, elastic"
+AGAIN = "choros, again"
 
 CONTENDERS = (
     Contender(CHOROS, chorosrun, "train_choros"),
     Contender(ELASTIC, elastic, "train_choros"),
+    Contender(AGAIN, chorosrun, "train_choros"),
     Contender("choros, 1 rank", one_core, "train_choros", single=True),
     Contender(PLAIN, one_core, "train_plain", single=True),
     Contender("plain Keras, twice", chorosrun, "train_plain"),
@@ -31,6 +33,7 @@ PART_CASES = tuple(PartCase(part) for part in PARTS)
 _ROWS = {
     CHOROS: (CHOROS, 2),
     ELASTIC: (ELASTIC, 2),
+    AGAIN: (AGAIN, 2),
     "choros, 1 rank": (CHOROS, 1),
     PLAIN: (PLAIN, 1),
     "plain Keras, twice": (PLAIN, 2),
@@ -87,6 +90,7 @@ def _notes(label: str, section: Sequence[ReportRow]) -> list[str]:
         ("time of choros, 1 rank / plain Keras", (CHOROS, 1), (PLAIN, 1), 1),
         ("speed of choros, 2 ranks / 1 rank", (CHOROS, 1), (CHOROS, 2), 2),
         ("time of an elastic job / another one, 2 ranks", (ELASTIC, 2), (CHOROS, 2), 1),
+        ("what two jobs that are the same differ by", (AGAIN, 2), (CHOROS, 2), 1),
         ("what the machine allows: plain Keras, twice / once", (PLAIN, 1), (PLAIN, 2), 2),
     )
     return [

@@ -9,8 +9,9 @@
     case B    …
 
 One trial runs at a time; the processes of the other contenders block. Each round starts with another contender:
-otherwise the cache contents that a trial leaves behind would always affect the same successor. A contender that
-fails is skipped from then on, and the reason is recorded.
+otherwise the cache contents that a trial leaves behind would always affect the same successor. All of it can be
+repeated with processes that are started anew: two starts of one job differ by some percent. A contender that fails is
+skipped from then on, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ class Effort:
         many_runs: whether a trial is many runs of one unit of work, each behind a barrier, rather than one run of
             many units.
         fewest: the least units of work in a trial, whatever they take: a run may have a fixed cost.
+        starts: how often all contenders are started, for as many rounds each time.
     """
 
     rounds: int
     seconds: float
     many_runs: bool
     fewest: int = 1
+    starts: int = 1
 
     def split(self, units: int) -> tuple[int, int]:
         """Returns (runs, units of each run) for a trial of ``units`` units of work."""
@@ -126,6 +129,26 @@ def run_contenders(
         show_progress: called with a line of text before each trial.
     """
     result: RunResult[Case] = RunResult()
+    trials: dict[tuple[Case, str], list[Trial]] = {}
+    for start in range(effort.starts):
+        names = [skipped.name for skipped in result.skipped]
+        left = [contender for contender in rotated(contenders, start) if contender.name not in names]
+        _run_start(left, cases, ranks, effort, directory, result, trials, show_progress)
+    wanted = effort.starts * effort.rounds
+    result.summaries.update({each: summarise(found) for each, found in trials.items() if len(found) == wanted})
+    return result
+
+
+def _run_start(
+    contenders: Sequence[Contender],
+    cases: Sequence[Case],
+    ranks: int,
+    effort: Effort,
+    directory: Path,
+    result: RunResult[Case],
+    trials: dict[tuple[Case, str], list[Trial]],
+    show_progress: Callable[[str], None],
+) -> None:
     with ExitStack() as stack:
         groups = []
         for contender in contenders:
@@ -136,10 +159,9 @@ def run_contenders(
             if _attempt(group, result, "", group.start):
                 groups.append(group)
         for case in cases:
-            _run_case(case, groups, effort, result, show_progress)
+            _run_case(case, groups, effort, result, trials, show_progress)
         for group in groups:
             group.request_stop()  # all groups, before waiting for the first to end
-    return result
 
 
 def _run_case(
@@ -147,10 +169,12 @@ def _run_case(
     groups: list[ProcessGroup],
     effort: Effort,
     result: RunResult[Case],
+    trials: dict[tuple[Case, str], list[Trial]],
     show_progress: Callable[[str], None],
 ) -> None:
     units: dict[ProcessGroup, int] = {}
-    trials: dict[ProcessGroup, list[Trial]] = {group: [] for group in groups}
+    for group in groups:
+        trials.setdefault((case, group.contender.name), [])
 
     def warm_up(group: ProcessGroup) -> None:
         units[group] = 1
@@ -159,7 +183,8 @@ def _run_case(
             units[group] = units_for(effort, group.run(case, *effort.split(units[group])))
 
     def run_trial(group: ProcessGroup) -> None:
-        trials[group].append(group.run(case, *effort.split(units[group])))
+        trial = group.run(case, *effort.split(units[group]))
+        trials[case, group.contender.name].append(trial)
 
     for number in range(effort.rounds + 1):
         act, what = (run_trial, f"round {number} of {effort.rounds}") if number else (warm_up, "warming up")
@@ -167,8 +192,6 @@ def _run_case(
             show_progress(f"{case}: {what}, {group.contender.name}")
             if not _attempt(group, result, f", from {case} on", partial(act, group)):
                 groups.remove(group)
-    for group in groups:
-        result.summaries[case, group.contender.name] = summarise(trials[group])
 
 
 def _attempt(group: ProcessGroup, result: RunResult[Any], since: str, act: Callable[[], None]) -> bool:
