@@ -5,6 +5,7 @@
 ``@ended:N``          after the rank's step N, before its next call
 ``@validation:N``     before its batch N of validation
 ``@primitive:N``      before its call N of the engine: within a collective, or before its end is settled
+``@bucket:N``         before it reduces bucket N of gradients, counted over all steps, after ranks have agreed on it
 ``@broadcast:N``      before it sends or receives broadcast N: those of the first weights come first
 ``@recovery:N``       when it notices the loss N of others, before it becomes a member of those that are left
 ``@shrunk:N``         when those that are left have met, and make what belongs to them
@@ -35,6 +36,7 @@ import choros
 from choros import durable
 from choros.comm.communicator import Communicator
 from choros.comm.engines import mpi
+from choros.observe import events
 
 _FAULT = re.compile(r"(?P<rank>\d+|any)@((?P<moment>\w+):)?(?P<count>\d+)(=(?P<signal>\w+)(?P<to_job>!?))?")
 #: Files whose names contain the text belong to the moment.
@@ -89,6 +91,7 @@ class Faults:
             self._precede(communicator, name, "primitive")
         self._precede(communicator, "_broadcast", "broadcast")
         self._precede(communicator, "_recover", "recovery")
+        events.listen(lambda _: self.come("bucket"), [events.Kind.BUCKET_BEGUN])
         shrunk = mpi.shrunk
         mpi.shrunk = lambda comm, make: shrunk(comm, lambda new: self.come("shrunk") or make(new))
         replace = durable.replace

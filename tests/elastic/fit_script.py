@@ -2,8 +2,8 @@
 
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
 ``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, for a strategy;
-FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows. Prints a line of JSON on each rank.
-New ranks have no faults.
+FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows. With CHOROS_OVERLAP=1 there are three
+layers of weights, and each is a bucket. Prints a line of JSON on each rank. New ranks have no faults.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from faults import Faults
 import choros.distribute as dist
 import choros.keras as hvd
 from choros.comm import global_process_set
+from choros.parallel.reduce import reducer
 
 ROWS, BATCH, EPOCHS = int(os.environ.get("FIT_ROWS", "203")), 16, 3
 api = sys.argv[1]
@@ -46,8 +47,11 @@ own_passes = {"gradient_accumulation_steps": passes} if passes > 1 and api == "s
 optimizer = keras.optimizers.SGD(1.0, **own_passes)
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
 with strategy.scope() if strategy else contextlib.nullcontext():
-    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-    model = keras.Sequential([keras.Input((ROWS,)), dense])
+    given, layers = keras.Input((ROWS,)), 1
+    if os.environ.get("CHOROS_OVERLAP") == "1":
+        layers, reducer._BUCKET_BYTES = 3, 1
+    dense = [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")(given) for _ in range(layers)]
+    model = keras.Model(given, sum(dense[1:], dense[0]))
     model.compile(
         optimizer if strategy else hvd.DistributedOptimizer(optimizer, backward_passes_per_step=passes),
         Total(reduction="sum"),
@@ -80,17 +84,17 @@ validation = (rows[:30], zeros[:30])
 if directory is not None and (strategy or number == 0):  # a strategy's ranks write one file, Horovod's all write
     callbacks.append(keras.callbacks.ModelCheckpoint(directory / "checkpoint.weights.h5", save_weights_only=True))
 history = model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks, validation_data=validation)
-counts = -model.get_weights()[0][:, 0]
+counts = -np.concatenate(model.get_weights(), axis=1)
 if passes > 1:  # of which the last update may lack some, whose gradients the optimizer has
     scale = passes if api == "strategy" else 1  # Horovod adds the gradients of micro-batches
     accumulated = next(each for each in model.optimizer.variables if "accumulator" in each.path)
-    counts = counts * scale + keras.ops.convert_to_numpy(accumulated)[:, 0] * scale / passes
+    counts = counts * scale + keras.ops.convert_to_numpy(accumulated) * scale / passes
 report = {
     "rank": number,
     "job": os.environ["CHOROS_JOB"],
     "same_process": os.getpid() == started,
     "size": hvd.size(),
-    "wrong": {str(row): float(counts[row]) for row in np.flatnonzero(counts != EPOCHS)},
+    "wrong": {str(row): counts[row].tolist() for row in np.flatnonzero((counts != EPOCHS).any(axis=1))},
     "epochs": len(history.history["loss"]),
     "updates": int(model.optimizer.iterations),
     "rows": history.history["rows"],

@@ -66,6 +66,22 @@ def test_the_last_step_is_kept_if_the_only_rank_with_rows_dies_after_it(framewor
     assert [(each["size"], each["wrong"], each["updates"]) for each in reports] == [expected] * 2, ended.err
 
 
+@pytest.mark.parametrize(
+    ("framework", "api", "kills"),
+    [
+        ("torch", "strategy", "1@bucket:13,0@bucket:26"),  # of three buckets: the second, and later the last
+        pytest.param("torch", "horovod", "1@bucket:12,3@bucket:13", marks=pytest.mark.nightly),
+        pytest.param("torch", "strategy", "1@bucket:13,3@recovery:0", marks=pytest.mark.nightly),
+        pytest.param("tensorflow", "strategy", "1@bucket:13,0@bucket:26", marks=pytest.mark.nightly),
+        pytest.param("jax", "horovod", "1@bucket:13,0@bucket:26", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_step_whose_gradients_were_sent_in_part_is_made_again(framework, api, kills, monkeypatch):
+    monkeypatch.setenv("CHOROS_OVERLAP", "1")
+    _, reports = fit(framework, kills, api, ranks=4)
+    assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2
+
+
 def test_fit_goes_on_without_a_rank_that_is_stopped():
     ended, reports = fit("torch", "", more=("--stall-shutdown", 2, "--chaos", "stop:rank=1@step=7+600s"))
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err
@@ -119,10 +135,18 @@ def test_the_same_command_goes_on_from_the_last_step_with_fewer_ranks(tmp_path):
         assert (report["wrong"], report["epochs"]) == ({}, 3)  # the history has the first epoch, too
 
 
-@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.nightly), "run"])
-def test_a_loop_of_torch_trains_on_each_example_once(how):
+@pytest.mark.parametrize(
+    ("how", "kills", "env"),
+    [
+        pytest.param("plain", "0@5", {}, marks=pytest.mark.nightly),
+        ("plain", "0@5:bucket", {"CHOROS_OVERLAP": "1"}),
+        ("run", "0@5", {}),
+        pytest.param("run", "0@5:bucket", {"CHOROS_OVERLAP": "1"}, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_loop_of_torch_trains_on_each_example_once(how, kills, env):
     flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
-    ended = run(*flags, sys.executable, HERE / "torch_script.py", "0@5", how)
+    ended = run(*flags, sys.executable, HERE / "torch_script.py", kills, how, env=env)
     assert ended.code == 0, ended.err
     reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err

@@ -1,7 +1,8 @@
 """A loop of PyTorch over an ElasticSampler: counts[i] is how often example i was trained on; see ``fit_script.py``.
 
 Arguments: the faults, and ``run`` for ``hvd.elastic.run``, ``plain`` for the loop alone, ``replaced`` for ``run`` until
-all ranks are there again.
+all ranks are there again. A fault ``1@5`` kills rank 1 before its step 5; ``1@5:bucket`` in it, before its second
+bucket of gradients: with CHOROS_OVERLAP=1 there are three lists of counts, each of which is a bucket.
 """
 
 import json
@@ -15,33 +16,45 @@ import torch
 
 import choros.torch as hvd
 from choros.comm import global_process_set
+from choros.observe import events
+from choros.parallel.reduce import reducer
 
 EXAMPLES, BATCH, EPOCHS = 103, 4, 2
 hvd.init()
 number, size = hvd.rank(), hvd.size()
 is_new = global_process_set.communicator.is_new
-faults = [re.fullmatch(r"(\d+)@(\d+)=?(\w*)(!?)", each).groups() for each in sys.argv[1].split(",") if each]
-counts = torch.nn.Parameter(torch.zeros(EXAMPLES))
+faults = [re.fullmatch(r"(\d+)@(\d+)(:bucket|)=?(\w*)(!?)", each).groups() for each in sys.argv[1].split(",") if each]
+lists = 1
+if os.environ.get("CHOROS_OVERLAP") == "1":
+    lists, reducer._BUCKET_BYTES = 3, 1
+counts = [torch.nn.Parameter(torch.zeros(EXAMPLES)) for _ in range(lists)]
 model = torch.nn.Module()
-model.counts = counts
+model.counts = torch.nn.ParameterList(counts)
 optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD([counts], lr=1.0), op=hvd.Sum, named_parameters=[("counts", counts)]
+    torch.optim.SGD(counts, lr=1.0), op=hvd.Sum, named_parameters=model.named_parameters()
 )
 sampler = hvd.elastic.ElasticSampler(range(EXAMPLES), seed=3)
 loader = torch.utils.data.DataLoader(range(EXAMPLES), batch_size=BATCH, sampler=sampler)
 steps = 0
 
 
+def come(step, moment=""):
+    for *fault, name, to_job in faults:
+        if fault == [str(number), str(step), moment] and not is_new:
+            target = psutil.Process().parents()[2].pid if to_job else os.getpid()  # wrapper, mpirun, chorosrun
+            os.kill(target, signal.Signals[name or "SIGKILL"])
+
+
+events.listen(lambda event: event.details["bucket"] == 1 and come(steps - 1, ":bucket"), [events.Kind.BUCKET_BEGUN])
+
+
 def train_epoch(state=None):
     global steps
     for index, rows in enumerate(loader):
-        for rank, step, name, to_job in faults:
-            if (int(rank), int(step)) == (number, steps) and not is_new:
-                target = psutil.Process().parents()[2].pid if to_job else os.getpid()  # wrapper, mpirun, chorosrun
-                os.kill(target, signal.Signals[name or "SIGKILL"])
+        come(steps)
         steps += 1
         optimizer.zero_grad()
-        (-counts[rows].sum()).backward()
+        (-sum(each[rows].sum() for each in counts)).backward()
         optimizer.step()
         sampler.record_batch(index, BATCH)
         if state is not None and index % 3 == 2:
@@ -75,5 +88,5 @@ if sys.argv[2] in ("run", "replaced"):
     epochs = state.epoch
 else:
     plain()
-wrong = {str(row): float(counts[row]) for row in range(EXAMPLES) if counts[row] != epochs}
+wrong = {str(row): float(each[row]) for each in counts for row in range(EXAMPLES) if each[row] != epochs}
 print(json.dumps({"rank": number, "size": hvd.size(), "wrong": wrong}), flush=True)

@@ -52,9 +52,8 @@ def test_a_step_in_buckets_is_one_step(steps: list[Event]) -> None:
         mine = reducer(communicator, bucket_bytes=1 << 18)
         buckets = mine.plan(LAYOUT)
         assert len(buckets) > 1
-        mine.begin(4)
         for number, indices in enumerate(buckets):
-            mine.send(number, [GRADIENTS[index] for index in indices])
+            mine.send(number, [GRADIENTS[index] for index in indices], examples=4)
 
     run_threads(train, 2)
     assert sorted(event.kind.value for event in steps) == ["step begun"] * 2 + ["step done"] * 2

@@ -50,5 +50,3 @@ def test_overlap(setting: str, devices: list[str], expected: bool, monkeypatch: 
     monkeypatch.setenv("CHOROS_OVERLAP", setting)
     accelerated = any(device != "cpu" for device in devices)
     assert (bucket_bytes(accelerated=accelerated, device=None) is not None) is expected
-    monkeypatch.setenv("CHOROS_ELASTIC", "1")
-    assert bucket_bytes(accelerated=accelerated, device=None) is None

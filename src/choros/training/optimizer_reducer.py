@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -279,24 +280,44 @@ class OptimizerReducer:
     ) -> list[Any]:
         """Makes one host call per bucket: a compiled step can make it as soon as the bucket's gradients are computed.
 
-        The calls have side effects, so the frameworks keep them in this order on every rank.
+        The calls have side effects, so the frameworks keep them in this order on every rank. Each returns the reduced
+        gradients of its bucket; in an elastic job, where all are reduced again if a rank is lost, the last one returns
+        all of them.
         """
-        reduced, flag = list(gradients), lambda: reducer.due is not None
-        for bucket, indices in enumerate(reducer.plan(layout)):
+        reduced, flag, keeps = list(gradients), lambda: reducer.due is not None, reducer.may_repeat
+        buckets, everything, device = reducer.plan(layout), tuple(range(len(layout))), reducer.config.device
+        kept: dict[int, Gradient] = {}
+        sums: dict[int, Gradient] = {}
+        for bucket, indices in enumerate(buckets):
+            returned = indices if not keeps else everything if bucket == len(buckets) - 1 else ()
 
             def on_host(
-                hosts: Sequence[Array], own: list[Gradient], out: Sequence[Array] | None, bucket: int = bucket
+                hosts: Sequence[Array],
+                own: list[Gradient],
+                out: Sequence[Array] | None,
+                bucket: int = bucket,
+                indices: tuple[int, ...] = indices,
+                returned: tuple[int, ...] = returned,
             ) -> list[Gradient]:
                 if bucket == 0:
                     reducer.plan(layout)
-                    reducer.begin(int(hosts[0]))
-                return reducer.send(bucket, own, out=out)
+                if keeps:  # the framework's memory has other values after this call
+                    own, out = own if returned else [copy.deepcopy(each) for each in own], None
+                    kept.update(zip(indices, own, strict=True))
+                examples = int(hosts[0])
+                results = reducer.send(bucket, own, examples=examples, out=out)
+                sums.update(zip(indices, results or (), strict=results is not None))
+                if results is None and returned:
+                    again = reducer.reduce([kept[index] for index in everything], examples=examples, layout=layout)
+                    sums.update(enumerate(again))
+                if returned:
+                    kept.clear()
+                return [sums.pop(index) for index in returned]
 
-            part = tuple(layout[index] for index in indices)
-            own, device = [gradients[index] for index in indices], reducer.config.device
-            keeps = reducer.may_repeat
-            results, self._due = _host_call(on_host, (examples,), own, part, device, flag, keeps=keeps)
-            for index, result in zip(indices, results, strict=True):
+            part, results_layout = (tuple(layout[index] for index in each) for each in (indices, returned))
+            own = [gradients[index] for index in indices]
+            results, self._due = _host_call(on_host, (examples,), own, part, device, flag, results_layout, keeps=keeps)
+            for index, result in zip(returned, results, strict=True):
                 reduced[index] = result
         return reduced
 
@@ -362,10 +383,13 @@ def _host_call(
     layout: GradientLayout,
     device: Any,
     flag: Callable[[], bool],
+    returned: GradientLayout | None = None,
     *,
     keeps: bool,
 ) -> tuple[list[Any], Any]:
-    """Calls ``function(numbers, gradients, out)`` on the host, from any step; it returns gradients of ``layout``.
+    """Calls ``function(numbers, gradients, out)`` on the host, from any step.
+
+    The gradients are those of ``layout``; it returns those of ``returned``, by default as many as it is given.
 
     A sparse gradient is passed as two arrays, its indices and its values, whose numbers of rows vary. If gradients are
     reduced on a ``device``, all are passed as tensors, and dense ones stay there. ``out`` are arrays into
@@ -375,7 +399,7 @@ def _host_call(
     Returns:
         The gradients, and the number that ``flag()`` has on the host after the call.
     """
-    adapter = _adapter()
+    adapter, returned = _adapter(), layout if returned is None else returned
     inputs = [keras.ops.convert_to_tensor(number, "int32") for number in numbers]
     for gradient in gradients:
         rows = adapter.rows_of(gradient)
@@ -389,7 +413,7 @@ def _host_call(
         return [*results, np.asarray(flag(), np.int32)]
 
     outputs: list[ArraySpec] = []
-    for each in layout:
+    for each in returned:
         if isinstance(each, RowsLayout):
             outputs += ArraySpec((None,), each.index_dtype), ArraySpec((None, *each.shape[1:]), each.dtype)
         else:
@@ -397,11 +421,11 @@ def _host_call(
     outputs.append(_FLAG)
     if device is not None:
         *results, flagged = device_adapter(device.framework).device_call(on_host, inputs, outputs)
-    elif any(isinstance(each, RowsLayout) for each in layout):
+    elif returned != layout or any(isinstance(each, RowsLayout) for each in layout):
         *results, flagged = adapter.host_call(on_host, inputs, outputs)
     else:
         *results, flagged = adapter.host_update(on_host, inputs, outputs, replaced=len(gradients), keeps=keeps)
-    return _joined(results, layout, adapter.from_rows), flagged
+    return _joined(results, returned, adapter.from_rows), flagged
 
 
 def _rows_on_host(indices: Any, values: Any, shape: tuple[int, ...]) -> SparseRows:

@@ -39,7 +39,7 @@ import numpy as np
 from choros.comm import ProcessSet, Reduction, Request, global_process_set
 from choros.comm.fusion import Layout
 from choros.comm.membership import Membership
-from choros.config import COMPARE_EVERY, ELASTIC, Config
+from choros.config import COMPARE_EVERY, Config
 from choros.errors import ConfigError, EngineError
 from choros.observe import events
 from choros.observe.events import Kind
@@ -78,16 +78,13 @@ def bucket_bytes(*, accelerated: bool, device: TensorDevice | None) -> int | Non
 
     ``CHOROS_OVERLAP`` decides; by default only gradients of accelerators are sent during the backward pass, because on
     a CPU the reduction would compete with it for cores. Tensors that stay on a GPU are reduced after the backward pass,
-    in the stream that computes them. In an elastic job none are sent before the others: when a rank is lost, all
-    gradients of the step are reduced again.
+    in the stream that computes them.
 
     Args:
         accelerated: whether the model is on an accelerator.
         device: as in ``ReduceConfig``.
     """
     if device is not None and device.type != "cpu":
-        return None
-    if ELASTIC.read(os.environ) == "1":
         return None
     overlap = Config.from_environ(os.environ).overlap
     return _BUCKET_BYTES if (accelerated if overlap is None else overlap) else None
@@ -214,6 +211,7 @@ class _Plan:
         layout: their shapes and dtypes.
         buckets: in the order in which they are sent.
         request: the request of a step, that is of its last micro-batch.
+        first_bucket: the request of the first bucket of a step whose buckets are sent one by one.
         micro_batch: the request of a micro-batch before the last.
         early: the request of an exchange before the last micro-batch.
         scales_late: whether they may be scaled after the sum.
@@ -222,6 +220,7 @@ class _Plan:
     layout: GradientLayout
     buckets: tuple[_Bucket, ...]
     request: Request
+    first_bucket: Request
     micro_batch: Request
     early: Request
     scales_late: bool
@@ -287,7 +286,7 @@ class GradientReducer:
         self._plans: dict[GradientLayout, _Plan] = {}
         self._plan: _Plan | None = None
         self._scales = (1.0, 1.0)
-        self._contributes = True
+        self._factor = 1.0
         #: This rank's share of the examples in the last step of all ranks; ``None`` before the first step.
         self.share: float | None = None
         self._weight = 1.0
@@ -361,16 +360,12 @@ class GradientReducer:
         def collective() -> list[Gradient]:
             self._begin_again()
             self.plan(kinds)
-            self._agree(examples, exchange=exchange)
+            self._agree(self._current.request if exchange else self._current.micro_batch, examples, exchange=exchange)
             if exchange:
-                own = corrected() if examples else None
-                return self._exchange(own, out)
+                return self._exchange(_times(factor, gradients) if examples else None, out)
             if examples:
-                self._accumulate(corrected())
+                self._accumulate(_times(factor, gradients))
             return [zeros_like(gradient) for gradient in gradients]
-
-        def corrected() -> Sequence[Gradient]:
-            return gradients if factor == 1.0 else [gradient * factor for gradient in gradients]
 
         return communicator.atomic(collective, again=again)
 
@@ -397,9 +392,7 @@ class GradientReducer:
         self.plan(layout)
         self._note(accumulated=self._accumulated(exchange=True))
         self._scale(1.0, same=False)
-        reduced = self._exchange(None)
-        self.config.process_set.communicator.when_settled(self._end)
-        return reduced
+        return self._exchange(None)
 
     def forget_accumulated(self) -> int:
         """Forgets the micro-batches since the last exchange, which is not to come; returns their number."""
@@ -424,30 +417,56 @@ class GradientReducer:
             self._plan = self._plans[layout]
         return tuple(bucket.indices for bucket in self._plan.buckets)
 
-    def begin(self, examples: int) -> None:
-        """Starts a step whose buckets are sent one by one, each as soon as it is full; call ``plan`` first.
+    def send(
+        self, bucket: int, gradients: Sequence[Gradient], *, examples: int, out: Sequence[Array] | None = None
+    ) -> list[Gradient] | None:
+        """Reduces one bucket of a step as soon as it is full; call ``plan`` first.
 
-        Args:
-            examples: as for ``reduce``.
-        """
-        self._agree(examples, exchange=True)
-        self._contributes = examples > 0
+        Every rank sends all buckets in the order of the plan. If a rank is lost after the first one, the shares of the
+        examples, and some of the sums, are those of the ranks before: ``reduce`` then makes the step again::
 
-    def send(self, bucket: int, gradients: Sequence[Gradient], *, out: Sequence[Array] | None = None) -> list[Gradient]:
-        """Reduces one bucket; every rank sends the buckets in the order of ``plan``.
+                      rank 0           rank 1           rank 2
+            bucket 0  shares, sum      shares, sum      shares, sum
+            bucket 1  sum              sum              killed
+            bucket 2  None             None
+            reduce    shares, sums     shares, sums                    of the gradients in all buckets
 
         Args:
             bucket: its position in the plan.
             gradients: the gradients at the indices that the plan lists for it.
+            examples: as for ``reduce``; the same for all buckets.
             out: as for ``reduce``.
+
+        Returns:
+            As ``reduce``; ``None`` if a rank was lost in this step. If the last bucket's are ``None``, call ``reduce``
+            with all gradients.
         """
+        layout, communicator = self._current.layout, self.config.process_set.communicator
 
-        def collective() -> list[Gradient]:
-            if bucket > 0:
-                self._agree_on_bucket(bucket)
-            return self._sum(bucket, gradients if self._contributes else None, out)
+        def correct() -> None:
+            self._factor = self._correction()
 
-        return self.config.process_set.communicator.atomic(collective)
+        def collective() -> list[Gradient] | None:
+            if bucket == 0:
+                self._begin_again()
+                self.plan(layout)
+                self._agree(self._current.first_bucket, examples, exchange=True)
+            else:
+                # Between buckets the user's program runs: its collective on one rank must not be matched with this one.
+                communicator.agree(_bucket_request(bucket, self._name))
+            return self._sum_unless_lost(bucket, _times(self._factor, gradients) if examples else None, out)
+
+        if bucket > 0:
+            return communicator.atomic(collective)
+        correct()
+        return communicator.atomic(collective, again=correct)
+
+    def _sum_unless_lost(
+        self, bucket: int, gradients: Sequence[Gradient] | None, out: Sequence[Array] | None = None
+    ) -> list[Gradient] | None:
+        """``_sum``, unless the first bucket's shares were those of other ranks: the same on all of them."""
+        lost = self._membership != self.config.process_set.membership
+        return None if lost else self._sum(bucket, gradients, out)
 
     def join(
         self,
@@ -495,23 +514,31 @@ class GradientReducer:
             self._begin_again()
             self.plan(layout)
             self._begin(counts, 0, exchange=True, joined=True)
-            if len(self._current.buckets) == 1:
-                update(self._exchange(None))
-            else:
-                sum_bucket(counts, 0)
+            update(self._exchange(None))
+
+        def sum_first_bucket(counts: Sequence[int], layout: GradientLayout) -> None:
+            self._begin_again()
+            self.plan(layout)
+            self._begin(counts, 0, exchange=True, joined=True)
+            received.clear()
+            sum_bucket(counts, 0)
 
         def exchange_early(_: Sequence[int], layout: GradientLayout) -> None:
             self._exchange_early(layout)  # this rank receives the optimizer's accumulators with the weights
 
         def sum_bucket(_: Sequence[int], bucket: int) -> None:
             buckets = self._current.buckets
-            received.update(zip(buckets[bucket].indices, self._sum(bucket, None), strict=True))
+            sums = self._sum_unless_lost(bucket, None)
+            if sums is None:
+                return
+            received.update(zip(buckets[bucket].indices, sums, strict=True))
             if bucket == len(buckets) - 1:
                 update([received.pop(index) for index in sorted(received)])
 
         parts: dict[Request, Callable[[Sequence[int]], None]] = {}
         for plan in self._plans.values():
             parts[plan.request] = functools.partial(exchange, layout=plan.layout)
+            parts[plan.first_bucket] = functools.partial(sum_first_bucket, layout=plan.layout)
             parts[plan.micro_batch] = functools.partial(accumulate, layout=plan.layout)
             parts[plan.early] = functools.partial(exchange_early, layout=plan.layout)
             # Between buckets, the backward pass of the others may call other collectives.
@@ -577,13 +604,14 @@ class GradientReducer:
             counts += f", compared every {self._compare_every} steps, healed={self.heals}"
         arguments = f"{scales}, {counts}: {describe(layout)}; sent as {sent}"
         explain = None if config.compressor.shares_state else functools.partial(self._explain, layout)
-        step, micro_batch, early = (
+        step, first_bucket, micro_batch, early = (
             Request(each, arguments, self._name, explain=explain)
-            for each in ("gradients", "micro-batch", "gradients of micro-batches")
+            for each in ("gradients", "gradients in buckets", "micro-batch", "gradients of micro-batches")
         )
         # The sum of unscaled values may overflow float16.
         fits = all(each[1] != np.float16 for each in layout)
-        return _Plan(layout, buckets, step, micro_batch, early, fits and isinstance(config.compressor, NoCompression))
+        late = fits and isinstance(config.compressor, NoCompression)
+        return _Plan(layout, buckets, step, first_bucket, micro_batch, early, scales_late=late)
 
     @property
     def _current(self) -> _Plan:
@@ -636,18 +664,14 @@ class GradientReducer:
             self._scale(1.0, same=False)
         results: dict[int, Gradient] = {}
         for number, bucket in enumerate(self._current.buckets):
-            if number > 0:
-                self._agree_on_bucket(number)
             own = None if gradients is None else [gradients[index] for index in bucket.indices]
             targets = None if out is None else [out[index] for index in bucket.indices]
             results.update(zip(bucket.indices, self._sum(number, own, targets), strict=True))
         return [results[index] for index in range(len(results))]
 
-    def _agree(self, examples: int, *, exchange: bool) -> None:
+    def _agree(self, request: Request, examples: int, *, exchange: bool) -> None:
         """Exchanges the control message of a step, or of a micro-batch before its last."""
-        plan, communicator = self._current, self.config.process_set.communicator
-        request = plan.request if exchange else plan.micro_batch
-        counts = communicator.atomic(lambda: communicator.agree(request, value=examples))
+        counts = self.config.process_set.communicator.agree(request, value=examples)
         self._begin(counts, examples, exchange=exchange, joined=False)
 
     def _begin(self, counts: Sequence[int], examples: int, *, exchange: bool, joined: bool) -> None:
@@ -668,7 +692,8 @@ class GradientReducer:
             events.emit(Kind.STEP_BEGUN, self._name, step=self._progress.steps, examples=examples, joined=joined)
             # With several micro-batches ranks may differ in whether they have accumulated gradients of earlier ones.
             self._scale(self._weight, same=self.config.micro_batches == 1 and len(set(counts)) == 1)
-        self.config.process_set.communicator.when_settled(self._end)
+        else:
+            self.config.process_set.communicator.when_settled(self._end)
 
     def _accumulated(self, *, exchange: bool) -> dict[GradientLayout, int]:
         """Counts one more micro-batch, or forgets those that are exchanged."""
@@ -713,10 +738,6 @@ class GradientReducer:
         # A factor that is the same on all ranks is applied while unpacking, where it costs nothing.
         self._scales = (1.0, before * after) if same and self._current.scales_late else (before, after)
 
-    def _agree_on_bucket(self, bucket: int) -> None:
-        """Between buckets the user's program runs: another collective of one rank must not be matched with this one."""
-        self.config.process_set.communicator.agree(_bucket_request(bucket, self._name))
-
     def _sum(
         self, bucket: int, gradients: Sequence[Gradient] | None, out: Sequence[Array] | None = None
     ) -> list[Gradient]:
@@ -732,7 +753,12 @@ class GradientReducer:
         events.emit(Kind.BUCKET_DONE, self._name, bucket=bucket)
         if bucket == len(buckets) - 1:
             events.emit(Kind.STEP_DONE, self._name, step=self._progress.steps)
+            self.config.process_set.communicator.when_settled(self._end)
         return reduced
+
+
+def _times(factor: float, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
+    return gradients if factor == 1.0 else [gradient * factor for gradient in gradients]
 
 
 @functools.lru_cache(maxsize=256)

@@ -6,11 +6,12 @@ Ranks may fill buckets in different orders, but all of them send buckets in the 
 
     this thread      g9 g8 g7 │ g4 │ g6 g5 │ g3 g2 g1 g0 │ combine: wait ──► reduced gradients
                               ▼            ▼             ▼              ▲
-    queue's thread     begin, send 0     send 1        send 2 ──────────┘
+    queue's thread        send 0         send 1        send 2 ──────────┘
                        g9 g8 g7        g6 g5 g4     g3 g2 g1 g0
 
 A parameter that the backward pass did not reach leaves its bucket incomplete; ``combine`` uses zeros for it, and sends
-that bucket and those after it. Without overlap hooks only count, and ``combine`` reduces all gradients at once.
+that bucket and those after it. If a rank was lost meanwhile, it reduces all gradients again. Without overlap hooks only
+count, and ``combine`` reduces all gradients at once.
 
 The rows of sparse gradients, as those of embeddings with ``sparse=True``, can be gathered (``sparse.py``). Only
 gradients tell which are sparse, and a rank may lack one. So no bucket of the first step is sent early, and ranks agree
@@ -60,7 +61,7 @@ class _Step:
     micro_batches: list[int]
     missing: list[int]
     complete: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    works: list[Work[list[Array]]] = field(default_factory=list)
+    works: list[Work[list[Array] | None]] = field(default_factory=list)
 
 
 @final
@@ -217,14 +218,13 @@ class BackwardExchange:
         works.append(communicator.start(self._send, bucket, own, works[-1] if works else None, self._examples() or 1))
 
     def _send(
-        self, bucket: int, gradients: Sequence[Array], previous: Work[list[Array]] | None, examples: int
-    ) -> list[Array]:
+        self, bucket: int, gradients: Sequence[Array], previous: Work[list[Array] | None] | None, examples: int
+    ) -> list[Array] | None:
         if previous is None:
             self.reducer.plan(self._layout)
-            self.reducer.begin(examples)
         else:
             previous.wait()  # It has ended; its error is raised here, too.
-        return self.reducer.send(bucket, gradients)
+        return self.reducer.send(bucket, gradients, examples=examples)
 
     def _finish(self, gradients: Sequence[Any]) -> list[Array]:
         """Sends the remaining gradients and waits for all buckets."""
@@ -233,11 +233,7 @@ class BackwardExchange:
         if not self._kinds_known:
             self._agree_on_kinds(gradients)
         try:
-            if self._overlap:
-                results = self._finish_buckets(gradients)
-            else:
-                own = [self._own_gradient(index, gradient) for index, gradient in enumerate(gradients)]
-                results = self.reducer.reduce(own, examples=self._examples() or 1)
+            results = self._finish_buckets(gradients) if self._overlap else self._reduce_at_once(gradients)
         finally:
             self._step = self._new_step()
         if changed:
@@ -253,8 +249,15 @@ class BackwardExchange:
             self._start_next(gradients.__getitem__)
         results: dict[int, Array] = {}
         for indices, work in zip(self._buckets, self._step.works, strict=True):
-            results.update(zip(indices, work.wait(), strict=True))
+            sums = work.wait()
+            results.update(zip(indices, sums or (), strict=sums is not None))
+        if sums is None:  # a rank was lost
+            return self._reduce_at_once(gradients)
         return [results[index] for index in range(len(results))]
+
+    def _reduce_at_once(self, gradients: Sequence[Any]) -> list[Array]:
+        own = [self._own_gradient(index, gradient) for index, gradient in enumerate(gradients)]
+        return self.reducer.reduce(own, examples=self._examples() or 1)
 
     @property
     def _admissions(self) -> int:
