@@ -1,9 +1,10 @@
 """Trains a model whose weights count: row i of the data is trained on as often as weight i says.
 
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
-``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, for a strategy;
-FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows. With CHOROS_OVERLAP=1 there are three
-layers of weights, and each is a bucket. Prints a line of JSON on each rank. New ranks have no faults.
+``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, for a strategy, with the
+seed of ``loader``; FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows. With
+CHOROS_OVERLAP=1 there are three layers of weights, and each is a bucket. Prints a line of JSON on each rank. New ranks
+have no faults.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from choros.parallel.reduce import reducer
 ROWS, BATCH, EPOCHS = int(os.environ.get("FIT_ROWS", "203")), 16, 3
 api = sys.argv[1]
 directory = Path(sys.argv[3]) if len(sys.argv) > 3 else None
-kind = os.environ.get("FIT_DATA")
+kind, _, seed = os.environ.get("FIT_DATA", "").partition(":")
 passes = int(os.environ.get("FIT_MICRO_BATCHES", "1"))
 started = os.getpid()
 
@@ -63,7 +64,7 @@ if kind == "loader":
     import torch
 
     tensors = torch.utils.data.TensorDataset(torch.from_numpy(rows), torch.from_numpy(zeros))
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(int(seed or 1))
     data = {"x": torch.utils.data.DataLoader(tensors, batch_size=BATCH, shuffle=True, generator=generator)}
 elif kind == "tf":
     import tensorflow as tf

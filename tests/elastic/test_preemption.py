@@ -74,6 +74,15 @@ def test_a_killed_job_goes_on_from_its_last_commit(tmp_path):
     assert [report["wrong"] for report in reports] == [{}, {}]
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_job_that_goes_on_with_data_in_another_order_says_so(seed, tmp_path):
+    given = {"more": ("--commit-dir", tmp_path, "--commit-steps", 4), "least": 1, "ranks": 1}
+    fit("torch", "0@6=SIGKILL!", code=-signal.SIGKILL, data="loader:1", **given)
+    ended, (report,) = fit("torch", "", data=f"loader:{seed}", **given)
+    assert "training goes on in epoch 1" in ended.err
+    assert (report["wrong"] != {}) == ("the data are not in the order of the run" in ended.err) == (seed == 2)
+
+
 def test_a_job_without_commits_ends_at_once():
     _, reports = fit("torch", "0@5=SIGTERM!", code=143)
     assert reports == []

@@ -84,6 +84,11 @@ class Running:
                     found.append(process)
         return found
 
+    def daemons(self):
+        """The directories of mpirun's daemons, which are named after their processes."""
+        named = (Path(f"/tmp/prted.{process.pid}") for process in self.processes())
+        return [directory for directory in named if directory.exists()]
+
     def assert_nothing_runs(self, seconds=30):
         """Checks that no process of the job runs after ``seconds``."""
         end = time.monotonic() + seconds

@@ -59,6 +59,20 @@ def test_only_unlocked_directories_are_stale(tmp_path):
     assert os.listdir(tmp_path) == ["choros-unrelated"]
 
 
+def test_the_directory_of_a_daemon_that_was_killed_is_stale_with_its_job(tmp_path):
+    daemons = [tmp_path / "prted.1", tmp_path / "prted.2"]
+    jobs = [shared_memory({JOB: name}, 1, [tmp_path]) for name in "ab"]
+    for job, daemon in zip(jobs, daemons, strict=True):
+        daemon.mkdir()
+        job.note_daemon(daemon)
+        (job.path / "segment.0").touch()
+    jobs[0].release(".0")
+    os.close(jobs[1]._descriptor)  # it was killed
+    assert sorted(os.listdir(tmp_path)) == ["choros-job-b", "prted.1", "prted.2"]
+    remove_stale(tmp_path)
+    assert os.listdir(tmp_path) == ["prted.1"]  # its daemon removes it
+
+
 def test_remove(tmp_path):
     directory = Directory.acquire(tmp_path / "x")
     (directory.path / "file").touch()

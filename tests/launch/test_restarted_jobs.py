@@ -101,7 +101,7 @@ def test_a_host_or_a_link_is_lost(network, tmp_path, how):
     try:
         with start(tmp_path, "--ssh-command", network.reach, "-H", hosts) as job:
             job.wait_for(4, "ready")
-            ranks = ranks_of(job)
+            ranks, daemons = ranks_of(job), job.daemons()
             if how == "host":
                 lose_host(network, 0)
             elif how == "link":
@@ -114,6 +114,8 @@ def test_a_host_or_a_link_is_lost(network, tmp_path, how):
             isolate(network, "off")
             ended = job.end()
             job.assert_nothing_left()
+        assert len(daemons) == 3
+        assert not [directory for directory in daemons if directory.exists()]
     finally:
         link(network, 0, "up")
         isolate(network, "off")

@@ -130,6 +130,8 @@ class ElasticEpochs:
         else:
             self.ledger = Ledger.of_epoch(epoch, communicator.size)
         self._committed = self.ledger.steps
+        if self.commit is not None and self._commit_steps:  # later, the data are being read
+            self._order = self._order_of(epoch)
         self._data.begin_epoch(epoch, self.ledger.of_rank(communicator.rank))
 
     def begin_test(self) -> None:
@@ -191,9 +193,9 @@ class ElasticEpochs:
             self._end_if_asked()
             if self.admit is None or not communicator.noticed & NEWCOMER or not self._has_place:
                 break
-            self._order = self._order_of(self._data.epoch)
+            order, self._order = self._order, self._order_of(self._data.epoch)
             self.admit(self._data.epoch)
-            self._order = None
+            self._order = order
         if self.commit is None or not self._commit_steps:
             return
         ledger = self.ledger

@@ -4,11 +4,12 @@ Open MPI leaves its segments in ``/dev/shm`` when ranks are killed. In a separat
 found and removed: by the last rank that ends, by chorosrun, or, if all were killed at once, by the same user's next
 job. Where ``/dev/shm`` is too small, as it may be in a container, they are in the directory for temporary files. A
 process that uses a directory holds a lock on it, which the kernel releases when the process ends; a directory without
-a lock is stale.
+a lock is stale. On other hosts it has a link to the directory of mpirun's daemon, which is stale with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,7 @@ class Directory:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
+        self._daemon: Path | None = None
 
     @classmethod
     def acquire(cls, path: Path) -> Directory | None:
@@ -70,10 +72,18 @@ class Directory:
             os.close(descriptor)
         return None
 
+    def note_daemon(self, path: Path) -> None:
+        """Notes that ``path`` belongs to mpirun's daemon, which removes it unless it is killed."""
+        self._daemon = self.path / path.name
+        with contextlib.suppress(OSError):  # another rank has
+            self._daemon.symlink_to(path)
+
     def release(self, suffix: str) -> None:
         """Removes a rank's segments, and the directory after the last rank. Other ranks have theirs mapped already."""
         for segment in self.path.glob(f"*{suffix}"):
             segment.unlink(missing_ok=True)
+        if self._daemon is not None and list(self.path.glob("*")) == [self._daemon]:
+            self._daemon.unlink(missing_ok=True)
         try:
             self.path.rmdir()
         except OSError:  # not the last rank
@@ -116,9 +126,9 @@ def segment_suffix(environ: Mapping[str, str], local_rank: int) -> str:
 
 
 def remove_shared_memory(job: str) -> None:
-    """Removes a job's directories for shared memory."""
+    """Removes a job's directories for shared memory on this host, and those of daemons that were killed."""
     for root in (_SHARED_MEMORY, temporary()):
-        _remove_tree(root / (_MEMORY + job))
+        _remove_with_daemons(root / (_MEMORY + job))
 
 
 def _free(root: Path) -> int:
@@ -158,11 +168,17 @@ def _remove_if_stale(path: Path) -> None:
     try:
         if os.fstat(descriptor).st_uid == os.getuid():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_tree(path)
+            _remove_with_daemons(path)
     except OSError:  # another process has locked it
         return
     finally:
         os.close(descriptor)
+
+
+def _remove_with_daemons(path: Path) -> None:
+    for daemon in filter(Path.is_symlink, path.glob("*")):
+        _remove_tree(daemon.readlink())
+    _remove_tree(path)
 
 
 def _remove_tree(path: Path) -> None:

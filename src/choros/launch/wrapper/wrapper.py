@@ -236,6 +236,9 @@ class Wrapper:
         self._memory = shared_memory(environ, self._topology.local_size)
         if self._memory is not None:
             environ[VARIABLE] = str(self._memory.path)
+            session = _session()
+            if session is not None and not session.name.startswith(SESSION):  # that one is chorosrun's to remove
+                self._memory.note_daemon(session)
         if self._options.elastic:
             environ[SPAWN.name] = json.dumps(self._spawn_command())
         one_host = self._topology.local_size == self._topology.size
@@ -443,12 +446,19 @@ class Wrapper:
         """Removes this rank's shared memory, and mpirun's directory if mpirun is dead."""
         if self._memory is not None:
             self._memory.release(segment_suffix(os.environ, self._topology.local_rank))
-        session = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
-        if os.getppid() != self._mpirun and session.is_absolute():  # mpirun is dead and cannot do it
-            created_by_choros = session.parent.name.startswith(SESSION)
+        session = _session()
+        if os.getppid() != self._mpirun and session is not None:  # mpirun is dead and cannot do it
             import shutil  # imports three compression libraries, for this rare case
 
-            shutil.rmtree(session.parent if created_by_choros else session, ignore_errors=True)
+            shutil.rmtree(session, ignore_errors=True)
+
+
+def _session() -> Path | None:
+    """Returns the directory of mpirun, or of its daemon on this host."""
+    session = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
+    if not session.is_absolute():
+        return None
+    return session.parent if session.parent.name.startswith(SESSION) else session
 
 
 def _memory(size: int, old: int | None) -> int | None:
