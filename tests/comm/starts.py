@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,13 @@ def by_hand(ranks: int) -> list[Environ]:
     """The environment of each rank: only the required variables."""
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     return [{**common, "RANK": str(rank)} for rank in range(ranks)]
+
+
+def of_tf_config(ranks: int) -> list[Environ]:
+    """The environment of each worker of a TensorFlow cluster on this host."""
+    cluster = {"worker": [f"127.0.0.1:{free_port()}" for _ in range(ranks)]}
+    tasks = [{"type": "worker", "index": rank} for rank in range(ranks)]
+    return [{"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})} for task in tasks]
 
 
 def step_of_slurm(ranks: int) -> list[Environ]:

@@ -2,11 +2,12 @@
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from comm.starts import by_hand, together
+from comm.starts import Environ, by_hand, of_tf_config, together
 from harness import needs
 
 pytestmark = needs("torch")
@@ -40,11 +41,13 @@ communicator.barrier(name="the end")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped", [1, 0])
-def test_a_rank_that_is_stopped_is_reported_by_the_first_that_waits(tmp_path: Path, stopped: int) -> None:
+@pytest.mark.parametrize(("start", "stopped"), [(by_hand, 1), (by_hand, 0), (of_tf_config, 1)])
+def test_a_rank_that_is_stopped_is_reported_by_the_first_that_waits(
+    tmp_path: Path, start: Callable[[int], list[Environ]], stopped: int
+) -> None:
     """Rank 0 has the store in which the others look who else waits."""
     argv = [sys.executable, "-c", STOPS, str(tmp_path / "flag"), str(stopped)]
-    outcomes = together(argv, [{**environ, "CHOROS_STALL_SECONDS": "2"} for environ in by_hand(3)])
+    outcomes = together(argv, [{**environ, "CHOROS_STALL_SECONDS": "2"} for environ in start(3)])
     assert [code for code, _ in outcomes] == [0, 0, 0], outcomes
     reports = [output for _, output in outcomes if f"s for rank {stopped} in allreduce(name='loss'" in output]
     assert len(reports) == (1 if stopped else 2), outcomes  # without the store, each reports for itself

@@ -80,6 +80,29 @@ def test_mpirun_is_killed(tmp_path):
     assert re.findall(r"ready|restarts=1", written) == ["ready", "restarts=1"]  # of both launches
 
 
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--reset-limit", 0), "--reset-limit 0"),
+        (("--elastic-timeout", 1), "after --elastic-timeout 1 s there are slots for 0 ranks, fewer than --min-np 2"),
+    ],
+)
+def test_a_job_that_is_not_started_again_says_why(tmp_path, flags, why):
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"#!/bin/sh\ntest -e {tmp_path}/lost || echo localhost:2\n")
+    hosts.chmod(0o755)
+    with start(tmp_path, "-np", 2, "--host-discovery-script", hosts, *flags) as job:
+        job.wait_for(2, "ready")
+        (mpirun,) = psutil.Process(job.process.pid).children()
+        (tmp_path / "lost").touch()
+        mpirun.kill()
+        ended = job.end()
+        job.assert_nothing_left()
+    assert ended.code == 69
+    assert "mpirun was killed by SIGKILL (signal 9); the job ends: " in ended.err, ended.err
+    assert why in ended.err
+
+
 def test_fit_goes_on_in_the_middle_of_an_epoch_when_mpirun_was_killed(tmp_path):
     script = Path(__file__).with_name("restarted_fit_script.py")
     flags = ("-np", 2, "--min-np", 1, "--commit-dir", tmp_path / "commits", "--commit-steps", 3)
