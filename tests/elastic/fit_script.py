@@ -2,9 +2,9 @@
 
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
 ``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, for a strategy, with the
-seed of ``loader``; FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows. With
-CHOROS_OVERLAP=1 there are three layers of weights, and each is a bucket. Prints a line of JSON on each rank. New ranks
-have no faults.
+seed of ``loader``; FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows, FIT_VERBOSE what
+``fit`` prints. With CHOROS_OVERLAP=1 there are three layers of weights, and each is a
+bucket. Prints a line of JSON on each rank. New ranks have no faults.
 """
 
 import contextlib
@@ -84,7 +84,11 @@ if api == "horovod":
 validation = (rows[:30], zeros[:30])
 if directory is not None and (strategy or number == 0):  # a strategy's ranks write one file, Horovod's all write
     callbacks.append(keras.callbacks.ModelCheckpoint(directory / "checkpoint.weights.h5", save_weights_only=True))
-history = model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks, validation_data=validation)
+if directory is not None and strategy:
+    callbacks.append(keras.callbacks.CSVLogger(directory / "log.csv"))
+    callbacks.append(keras.callbacks.BackupAndRestore(directory / "backup", delete_checkpoint=False))
+verbose = int(os.environ.get("FIT_VERBOSE", "0"))
+history = model.fit(**data, epochs=EPOCHS, verbose=verbose, callbacks=callbacks, validation_data=validation)
 counts = -np.concatenate(model.get_weights(), axis=1)
 if passes > 1:  # of which the last update may lack some, whose gradients the optimizer has
     scale = passes if api == "strategy" else 1  # Horovod adds the gradients of micro-batches

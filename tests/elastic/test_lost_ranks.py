@@ -18,13 +18,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs("mpi4py")]
 HERE = Path(__file__).parent
 
 
-def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, **settings):
+def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, directory=None, **settings):
     """Trains on ``ranks`` ranks; returns how the job ended and what the ranks report that reached the end."""
     if framework not in FRAMEWORKS:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
     # New ranks would come in time, or not.
     flags = ("-np", ranks, "--min-np", least, "--reset-limit", 0, *more)
-    arguments = (*flags, sys.executable, HERE / "fit_script.py", api, kills)
+    arguments = (
+        *flags,
+        sys.executable,
+        HERE / "fit_script.py",
+        api,
+        kills,
+        *([] if directory is None else [directory]),
+    )
     env = {f"FIT_{name.upper()}": str(value) for name, value in settings.items()}
     ended = run(*arguments, env={"KERAS_BACKEND": framework, **env})
     assert ended.code == code, ended.err
@@ -80,6 +87,16 @@ def test_a_step_whose_gradients_were_sent_in_part_is_made_again(framework, api, 
     monkeypatch.setenv("CHOROS_OVERLAP", "1")
     _, reports = fit(framework, kills, api, ranks=4)
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2
+
+
+@pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.nightly)])
+def test_the_next_rank_0_goes_on_with_what_only_rank_0_prints_and_writes(framework, tmp_path):
+    ended, reports = fit(framework, "0@17", ranks=2, least=1, directory=tmp_path, verbose=2)
+    assert [report["wrong"] for report in reports] == [{}], ended.err
+    assert [row.partition(",")[0] for row in (tmp_path / "log.csv").read_text().split()] == ["epoch", "0", "1", "2"]
+    assert json.loads((tmp_path / "backup" / "training_metadata.json").read_text())["epoch"] == 3
+    assert re.findall(r"Epoch (\d)/3", ended.out) == ["1", "2", "2", "3"]
+    assert len(re.findall("13/13.* loss: .* val_loss: ", ended.out)) == 3
 
 
 def test_fit_goes_on_without_a_rank_that_is_stopped():

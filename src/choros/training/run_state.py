@@ -26,6 +26,7 @@ from choros.arrays import adapter_of
 from choros.elastic.state_file import is_plain
 from choros.errors import ConfigError
 from choros.training.distributed_optimizer import reducer_of
+from choros.training.first_rank import FirstRankCallback
 from choros.training.keras_internals import (
     build_metrics,
     global_seed_generator,
@@ -46,6 +47,8 @@ _OF_PROCESS = frozenset(
         *("_writers", "_prev_summary_state", "_is_tracing", "_profiler_started"),
     ]
 )
+#: Callbacks without a state of their own.
+_OUTPUT = ("ProgbarLogger", "VerbosityCallback")
 
 
 @final
@@ -74,7 +77,8 @@ class RunState:
 
     def __init__(self, model: Any, callbacks: Sequence[Any]) -> None:
         self._model = model
-        self._callbacks = [each for each in callbacks if type(each).__name__ != "ProgbarLogger"]  # output only
+        own = [each.callback if isinstance(each, FirstRankCallback) else each for each in callbacks]
+        self._callbacks = [each for each in own if type(each).__name__ not in _OUTPUT]
         self._configured = [_configuration(each) for each in self._callbacks]
 
     def capture(self, *, epoch: int, position: Any = None, metrics: bool = True) -> dict[str, Any]:

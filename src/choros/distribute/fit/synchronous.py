@@ -67,6 +67,7 @@ from choros.topology import shard_range
 from choros.training.admission import AdmissionCallback
 from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback, StepCallback
 from choros.training.commits import CommitCallback
+from choros.training.first_rank import FirstRankCallback, VerbosityCallback
 from choros.training.keras_internals import (
     build_before_training,
     flatten_metrics,
@@ -192,12 +193,15 @@ class SynchronousTraining(Training):
             own = held_out.data if isinstance(held_out, EpochData) else held_out
             changes["validation_data"] = validation if own is None else own
             changes["validation_batch_size"] = None
+        verbose = self._verbosity(call)
         callbacks = self._callbacks(call["callbacks"], MetricAverageCallback(whole_tests=held_out is None))
         if isinstance(data, EpochData):
-            callbacks = [StepCallback(), *callbacks, AdmissionCallback(callbacks)]
+            if call["verbose"]:  # Keras' own progress bar would end with rank 0
+                callbacks.append(FirstRankCallback(keras.callbacks.ProgbarLogger(), call["verbose"]))
+            callbacks, verbose = [StepCallback(), *callbacks, AdmissionCallback(callbacks)], 0
         changes["callbacks"] = callbacks
         with enter_fit(), attach(model).elastic(data, held_out) if isinstance(data, EpochData) else nullcontext():
-            history = call.replaced(**changes, shuffle=False, verbose=self._verbosity(call)).run()
+            history = call.replaced(**changes, shuffle=False, verbose=verbose).run()
         global_process_set.communicator.barrier()  # the files that process 0 has written exist for all processes
         return history
 
@@ -324,22 +328,32 @@ class SynchronousTraining(Training):
 
     def _callbacks(self, given: Any, averaging: MetricAverageCallback) -> list[Any]:
         """Returns choros' callbacks, then the user's, which so see equal weights and global metrics."""
-        others = self._callbacks_of_rank(given)
+        others = self._callbacks_of_rank(given, elastic=global_process_set.communicator.elastic)
         backups = [each for each in others if isinstance(each, keras.callbacks.BackupAndRestore)]
         others = [each for each in others if each not in backups]
-        own_backups = backups if self._replicas.first == 0 else []
+        if global_process_set.communicator.elastic:
+            own_backups = [FirstRankCallback(each) for each in backups]
+        else:
+            own_backups = backups if self._replicas.first == 0 else []
         synchronizing = (_SynchronizeEpoch(), BroadcastGlobalVariablesCallback(0), _AverageStatistics())
         callbacks = [averaging, *own_backups, *synchronizing, *others]
         directory = COMMIT_DIR.read(os.environ)
         return [*callbacks, CommitCallback(directory, callbacks)] if directory else callbacks
 
-    def _callbacks_of_rank(self, given: Any) -> list[Any]:
-        """Returns the user's callbacks; on ranks other than 0, without those that only write, and with no output."""
+    def _callbacks_of_rank(self, given: Any, *, elastic: bool = False) -> list[Any]:
+        """Returns the user's callbacks; on ranks other than 0, without those that only write, and with no output.
+
+        With ``elastic``, a rank that becomes rank 0 goes on with these.
+        """
         if isinstance(given, keras.callbacks.CallbackList):
             raise ConfigError(
                 "callbacks is a CallbackList, to which a strategy cannot add its own callbacks: pass a list instead."
             )
         callbacks = list(keras.tree.flatten(given)) if given else []
+        if elastic:
+            writers = [each for each in callbacks if type(each).__name__ in _WRITERS]
+            wrapped = [FirstRankCallback(each) if each in writers else each for each in callbacks]
+            return [VerbosityCallback(callbacks), *wrapped]
         if self._replicas.first == 0:
             return callbacks
         quiet = [each for each in callbacks if type(each).__name__ not in _WRITERS]

@@ -1,0 +1,118 @@
+"""Callbacks that only rank 0 calls, because they write files or print: if it is lost, the next rank 0 goes on.
+
+::
+
+              rank 0                 rank 1, then 0                              rank 2, then 1
+    epoch 1   writes a row           -                                           -
+    epoch 2   kill -9                begins, in epoch 2; writes a row            -
+    epoch 3                          writes a row                                -
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import keras
+
+from choros.comm import global_process_set
+
+__all__ = ["FirstRankCallback", "VerbosityCallback", "is_first"]
+
+
+def is_first() -> bool:
+    """Whether this is rank 0 at present; not a new rank before the others have taken it in."""
+    communicator = global_process_set.communicator
+    return communicator.rank == 0 and not communicator.is_new
+
+
+def _passed_on(hook: str) -> Callable[..., None]:
+    def call(self: FirstRankCallback, *arguments: Any, **named: Any) -> None:
+        self.pass_on(hook, *arguments, **named)
+
+    return call
+
+
+@final
+class FirstRankCallback(keras.callbacks.Callback):
+    """Calls another callback of ``fit`` on rank 0 alone.
+
+    A rank that becomes rank 0 begins it first, as ``fit`` would; a ``CSVLogger`` then adds to its file, and
+    ``BackupAndRestore``, which would load its backup, does not begin.
+
+    Args:
+        callback: the callback; every rank has one.
+        verbose: what it takes to be that of ``fit``; ``None``: that of ``fit``.
+
+    Example:
+        >>> FirstRankCallback(keras.callbacks.CSVLogger("log.csv")).callback.filename
+        'log.csv'
+    """
+
+    def __init__(self, callback: Any, verbose: Any = None) -> None:
+        super().__init__()
+        self.callback = callback
+        self.async_safe = getattr(callback, "async_safe", False)
+        self._verbose = verbose
+        self._begun = False
+        self._epoch: int | None = None
+
+    def set_params(self, params: Any) -> None:
+        """Passes them on."""
+        super().set_params(params)
+        self.callback.set_params(params if self._verbose is None else {**params, "verbose": self._verbose})
+
+    def set_model(self, model: Any) -> None:
+        """Passes the model on."""
+        super().set_model(model)
+        self.callback.set_model(model)
+
+    def pass_on(self, hook: str, *arguments: Any, **named: Any) -> None:
+        """Calls a method of the callback, if this is rank 0."""
+        if is_first():
+            if not self._begun and hook != "on_train_begin":
+                self._begin(None if hook == "on_epoch_begin" else self._epoch)
+            self._begun = True
+            getattr(self.callback, hook)(*arguments, **named)
+
+    def _begin(self, epoch: int | None) -> None:
+        if hasattr(self.callback, "append"):
+            self.callback.append = True
+        if not isinstance(self.callback, keras.callbacks.BackupAndRestore):
+            self.callback.on_train_begin()
+        if epoch is not None:
+            self.callback.on_epoch_begin(epoch)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Passes it on, and remembers the epoch."""
+        self._epoch = epoch
+        self.pass_on("on_epoch_begin", epoch, logs)
+
+    on_epoch_end = _passed_on("on_epoch_end")
+    on_train_begin, on_train_end = _passed_on("on_train_begin"), _passed_on("on_train_end")
+    on_test_begin, on_test_end = _passed_on("on_test_begin"), _passed_on("on_test_end")
+    on_train_batch_begin, on_train_batch_end = _passed_on("on_train_batch_begin"), _passed_on("on_train_batch_end")
+    on_test_batch_begin, on_test_batch_end = _passed_on("on_test_batch_begin"), _passed_on("on_test_batch_end")
+
+
+@final
+class VerbosityCallback(keras.callbacks.Callback):
+    """Lets callbacks print on rank 0 alone, from the beginning of each epoch on; put it before them.
+
+    Args:
+        callbacks: those of ``fit``; of these, Keras' own that have ``verbose``.
+    """
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        super().__init__()
+        own = [each for each in callbacks if type(each).__module__.partition(".")[0] == "keras"]
+        self._verbose = [(each, each.verbose) for each in own if hasattr(each, "verbose")]
+
+    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
+        """Sets ``verbose`` of the others."""
+        for each, verbose in self._verbose:
+            each.verbose = verbose if is_first() else 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
+        """Sets ``verbose`` of the others."""
+        self.on_train_begin()
