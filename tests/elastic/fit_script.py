@@ -3,8 +3,8 @@
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
 ``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, for a strategy, with the
 seed of ``loader``; FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows, FIT_VERBOSE what
-``fit`` prints. With CHOROS_OVERLAP=1 there are three layers of weights, and each is a
-bucket. Prints a line of JSON on each rank. New ranks have no faults.
+``fit`` prints, FIT_SCALED whether the loss is scaled. With CHOROS_OVERLAP=1 there are three layers of weights, and each
+is a bucket. Prints a line of JSON on each rank. New ranks have no faults.
 """
 
 import contextlib
@@ -46,6 +46,8 @@ number = communicator.rank
 faults = Faults("" if communicator.is_new else sys.argv[2], communicator, directory)
 own_passes = {"gradient_accumulation_steps": passes} if passes > 1 and api == "strategy" else {}
 optimizer = keras.optimizers.SGD(1.0, **own_passes)
+if "FIT_SCALED" in os.environ:
+    optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
 with strategy.scope() if strategy else contextlib.nullcontext():
     given, layers = keras.Input((ROWS,)), 1

@@ -89,6 +89,12 @@ def test_a_step_whose_gradients_were_sent_in_part_is_made_again(framework, api, 
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2
 
 
+@pytest.mark.parametrize("framework", ["jax", pytest.param("torch", marks=pytest.mark.nightly)])
+def test_a_scaled_loss_of_which_some_ranks_have_no_rows(framework):
+    ended, reports = fit(framework, "", rows=193, scaled=1)
+    assert [(report["size"], report["wrong"]) for report in reports] == [(3, {})] * 3, ended.err
+
+
 @pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.nightly)])
 def test_the_next_rank_0_goes_on_with_what_only_rank_0_prints_and_writes(framework, tmp_path):
     ended, reports = fit(framework, "0@17", ranks=2, least=1, directory=tmp_path, verbose=2)

@@ -227,7 +227,15 @@ def participation(optimizer: Any) -> Participation:
     if reducer.state_owner is not None:
         return reducer.participation(variables, update)
     shared = [variable for variable in variables if not reducer.is_local(variable)]
-    return reducer.participation(shared, update_when_settled if communicator.elastic else None)
+    return reducer.participation(shared, update_when_settled if _makes_updates_of_others(optimizer) else None)
+
+
+def _makes_updates_of_others(optimizer: Any) -> bool:
+    """Whether all ranks make an update of which only some have rows."""
+    if keras.backend.backend() == "jax" and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return False  # its ``apply`` works in compiled steps alone
+    process_set = reducer_of(optimizer).reducer.config.process_set  # type: ignore[union-attr]
+    return bool(process_set.included()) and process_set.communicator.elastic
 
 
 def reduce_early(optimizer: Any) -> None:
@@ -259,7 +267,7 @@ def receive_weights(optimizer: Any) -> tuple[int, ...]:
     if reducer is None:
         return ()
     process_set = reducer.reducer.config.process_set
-    heirs = process_set.communicator.launched if reducer.state_owner is None and process_set.included() else ()
+    heirs = process_set.communicator.launched if _makes_updates_of_others(optimizer) else ()
     if (last := reducer.reducer.last_active(heirs)) is None:
         return ()
     made = (*reducer.reducer.trained, *heirs)
