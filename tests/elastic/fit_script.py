@@ -1,10 +1,10 @@
 """Trains a model whose weights count: row i of the data is trained on as often as weight i says.
 
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
-``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, for a strategy, with the
-seed of ``loader``; FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows, FIT_VERBOSE what
-``fit`` prints, FIT_SCALED whether the loss is scaled. With CHOROS_OVERLAP=1 there are three layers of weights, and each
-is a bucket. Prints a line of JSON on each rank. New ranks have no faults.
+``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, with the seed of
+``loader``; FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows, FIT_HELD_OUT that of rows
+for validation, FIT_VERBOSE what ``fit`` prints, FIT_SCALED whether the loss is scaled. With CHOROS_OVERLAP=1 there are
+three layers of weights, and each is a bucket. Prints a line of JSON on each rank. New ranks have no faults.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ api = sys.argv[1]
 directory = Path(sys.argv[3]) if len(sys.argv) > 3 else None
 kind, _, seed = os.environ.get("FIT_DATA", "").partition(":")
 passes = int(os.environ.get("FIT_MICRO_BATCHES", "1"))
+held_out = int(os.environ.get("FIT_HELD_OUT", "30"))
 started = os.getpid()
 
 
@@ -38,6 +39,45 @@ class Total(keras.losses.Loss):
 class Rows(keras.metrics.Sum):
     def update_state(self, y_true, y_pred, sample_weight=None):
         super().update_state(keras.ops.ones_like(y_true))
+
+
+class Labels(keras.metrics.Sum):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(y_true)
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return -(-len(self.x) // BATCH)
+
+    def __getitem__(self, index):
+        chosen = slice(index * BATCH, (index + 1) * BATCH)
+        return self.x[chosen], self.y[chosen]
+
+
+def dataset(x, y):
+    """A data set of the wanted kind, or a tuple of arrays."""
+    if kind == "loader":
+        import torch
+
+        tensors = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        generator = torch.Generator().manual_seed(int(seed or 1))
+        return torch.utils.data.DataLoader(tensors, batch_size=BATCH, shuffle=True, generator=generator)
+    if kind == "tf":
+        import tensorflow as tf
+
+        tf.random.set_seed(1)
+        return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=1).batch(BATCH)
+    if kind == "grain":
+        import grain
+
+        source = grain.MapDataset.range(len(x)).shuffle(seed=1).map(lambda row: (x[row], y[row]))
+        return source.to_iter_dataset().batch(BATCH)
+    return Batches(x, y) if kind == "py_dataset" else (x, y)
 
 
 hvd.init()
@@ -58,32 +98,17 @@ with strategy.scope() if strategy else contextlib.nullcontext():
     model.compile(
         optimizer if strategy else hvd.DistributedOptimizer(optimizer, backward_passes_per_step=passes),
         Total(reduction="sum"),
-        metrics=[Rows(name="rows")],
+        metrics=[Rows(name="rows"), Labels(name="labels")],
     )
 rows, zeros = np.eye(ROWS, dtype="float32"), np.zeros((ROWS, 1), "float32")
-data = {"x": rows, "y": zeros, "batch_size": BATCH}
-if kind == "loader":
-    import torch
-
-    tensors = torch.utils.data.TensorDataset(torch.from_numpy(rows), torch.from_numpy(zeros))
-    generator = torch.Generator().manual_seed(int(seed or 1))
-    data = {"x": torch.utils.data.DataLoader(tensors, batch_size=BATCH, shuffle=True, generator=generator)}
-elif kind == "tf":
-    import tensorflow as tf
-
-    tf.random.set_seed(1)
-    data = {"x": tf.data.Dataset.from_tensor_slices((rows, zeros)).shuffle(ROWS, seed=1).batch(BATCH)}
-elif kind == "grain":
-    import grain
-
-    source = grain.MapDataset.range(ROWS).shuffle(seed=1).map(lambda row: (rows[row], zeros[row]))
-    data = {"x": source.to_iter_dataset().batch(BATCH)}
+validation = dataset(rows[:held_out], np.arange(held_out, dtype="float32")[:, None])
+data = {"x": dataset(rows, zeros)} if kind else {"x": rows, "y": zeros, "batch_size": BATCH}
 callbacks = [faults.callback()]
 if api == "horovod":
     data = {"x": hvd.shard((rows, zeros), batch_size=BATCH, shuffle=True), "shuffle": False}
+    validation = hvd.shard(validation, batch_size=None if kind else BATCH)
     own = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
     callbacks = [*own, hvd.callbacks.ElasticCallback(data["x"]), *callbacks]
-validation = (rows[:30], zeros[:30])
 if directory is not None and (strategy or number == 0):  # a strategy's ranks write one file, Horovod's all write
     callbacks.append(keras.callbacks.ModelCheckpoint(directory / "checkpoint.weights.h5", save_weights_only=True))
 if directory is not None and strategy:
@@ -105,7 +130,8 @@ report = {
     "epochs": len(history.history["loss"]),
     "updates": int(model.optimizer.iterations),
     "rows": history.history["rows"],
-    "val_loss": history.history["val_loss"][-1],
+    "val_loss": history.history["val_loss"],
     "val_rows": history.history["val_rows"],
+    "val_labels": history.history["val_labels"],
 }
 print(json.dumps(report), flush=True)

@@ -38,6 +38,15 @@ def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, dir
     return ended, [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
 
 
+def check_validation(report, held_out=30, batch=16):
+    """The metrics of each epoch are those of one process that evaluates each row once."""
+    assert report["val_rows"] == [held_out] * 3
+    assert report["val_labels"] == [held_out * (held_out - 1) / 2] * 3
+    batches = [min(batch, held_out - first) for first in range(0, held_out, batch)]
+    loss = sum(rows**2 for rows in batches) / held_out  # a sum in each batch, and the mean of these
+    assert report["val_loss"] == pytest.approx([-loss * epoch for epoch in (1, 2, 3)])
+
+
 @pytest.mark.parametrize(
     ("framework", "api", "kills", "left"),
     [
@@ -53,9 +62,7 @@ def test_fit_goes_on_and_trains_on_each_row_once(framework, api, kills, left):
     for report in reports:
         assert report["wrong"] == {}
         assert (report["size"], report["epochs"], report["same_process"]) == (len(left), 3, True)
-        if api == "strategy":  # whose ranks share the validation data
-            assert report["val_rows"] == [30] * 3
-    assert len({report["val_loss"] for report in reports}) == 1
+        check_validation(report)
     assert "lost" in ended.err
 
 
@@ -103,6 +110,40 @@ def test_the_next_rank_0_goes_on_with_what_only_rank_0_prints_and_writes(framewo
     assert json.loads((tmp_path / "backup" / "training_metadata.json").read_text())["epoch"] == 3
     assert re.findall(r"Epoch (\d)/3", ended.out) == ["1", "2", "2", "3"]
     assert len(re.findall("13/13.* loss: .* val_loss: ", ended.out)) == 3
+
+
+@pytest.mark.parametrize(
+    ("framework", "api", "data"),
+    [
+        ("torch", "horovod", "loader"),
+        pytest.param("torch", "strategy", "grain", marks=pytest.mark.nightly),
+        pytest.param("torch", "strategy", "py_dataset", marks=pytest.mark.nightly),
+        pytest.param("tensorflow", "strategy", "tf", marks=pytest.mark.nightly),
+        pytest.param("tensorflow", "horovod", "py_dataset", marks=pytest.mark.nightly),
+        pytest.param("jax", "strategy", "", marks=pytest.mark.nightly),
+        pytest.param("jax", "horovod", "", marks=pytest.mark.nightly),
+    ],
+)
+def test_validation_is_made_again_without_ranks_that_are_lost_in_it(framework, api, data):
+    """One is lost in a step before it, one in the middle of it, and one when it is made again."""
+    ended, (report,) = fit(framework, "0@5,1@validation:1,2@validation:2", api, ranks=4, least=1, data=data)
+    assert (report["rank"], report["size"], report["wrong"]) == (3, 1, {}), ended.err
+    check_validation(report)
+
+
+@pytest.mark.parametrize(
+    ("framework", "data"),
+    [
+        ("torch", "py_dataset"),
+        pytest.param("tensorflow", "", marks=pytest.mark.nightly),
+        pytest.param("jax", "", marks=pytest.mark.nightly),
+    ],
+)
+def test_ranks_without_rows_for_validation_have_the_metrics_of_the_others(framework, data):
+    ended, reports = fit(framework, "0@validation:0", ranks=4, data=data, held_out=2)
+    assert [(report["size"], report["wrong"]) for report in reports] == [(3, {})] * 3, ended.err
+    for report in reports:
+        check_validation(report, held_out=2)
 
 
 def test_fit_goes_on_without_a_rank_that_is_stopped():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.test_lost_ranks import fit
+from elastic.test_lost_ranks import check_validation, fit
 from harness import needs
 from launch.launched import run
 
@@ -39,9 +39,30 @@ def test_the_same_command_goes_on_in_the_middle_of_an_epoch(framework, api, tmp_
 
 
 @pytest.mark.parametrize(
+    ("framework", "api"),
+    [
+        ("torch", "strategy"),
+        pytest.param("torch", "horovod", marks=pytest.mark.nightly),
+        pytest.param("tensorflow", "strategy", marks=pytest.mark.nightly),
+        pytest.param("jax", "strategy", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_same_command_makes_the_validation_that_was_interrupted(framework, api, tmp_path):
+    commits = ("--commit-dir", tmp_path)
+    ended, reports = fit(framework, "1@validation:2=SIGTERM!", api, code=75, more=commits)  # in the second one
+    assert reports == []
+    ended, reports = fit(framework, "", api, ranks=2, more=commits)
+    assert f"training goes on in epoch 2, from the commit in {tmp_path}" in ended.err
+    assert len(reports) == 2
+    for report in reports:
+        assert (report["wrong"], report["rows"]) == ({}, [203.0] * 3)
+        check_validation(report)
+
+
+@pytest.mark.parametrize(
     ("framework", "api", "faults", "left"),
     [
-        ("torch", "strategy", "0@5=SIGTERM,2@16=SIGUSR1", [1, 3]),
+        ("torch", "strategy", "0@5=SIGTERM,2@validation:2=SIGUSR1", [1, 3]),
         pytest.param("torch", "horovod", "0@12=SIGTERM,0@12=SIGUSR1,3@0=SIGUSR1", [1, 2], marks=pytest.mark.nightly),
         pytest.param("tensorflow", "strategy", "0@5=SIGTERM,2@16=SIGUSR1", [1, 3], marks=pytest.mark.nightly),
         pytest.param("jax", "strategy", "0@5=SIGTERM", [1, 2, 3], marks=pytest.mark.nightly),
@@ -50,7 +71,9 @@ def test_the_same_command_goes_on_in_the_middle_of_an_epoch(framework, api, tmp_
 def test_a_rank_leaves_after_its_step(framework, api, faults, left):
     ended, reports = fit(framework, faults, api, ranks=4)
     assert sorted(report["rank"] for report in reports) == left, ended.err
-    assert all(report["wrong"] == {} for report in reports)
+    for report in reports:
+        assert report["wrong"] == {}
+        check_validation(report)
     assert "it leaves after this step, and the others go on" in ended.err
     assert ("killed by SIGUSR1" in ended.err) == ("0@12" in faults)  # the second signal
 

@@ -239,6 +239,11 @@ class MetricAverageCallback(EpochCallback):
         if self._steps is not None and not self._whole_tests:
             self._steps.begin_test()
 
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Ends this rank or begins again, in an elastic job, if it is time."""
+        if self._steps is not None:
+            self._steps.begin_test_batch()
+
     def on_test_end(self, logs: Any = None) -> None:
         """Replaces the metrics of ``evaluate``, or stores them for the end of the epoch."""
         if self._steps is None or self._whole_tests:
@@ -258,8 +263,9 @@ class MetricAverageCallback(EpochCallback):
             return
         known = {**self._training, **self._validation}
         others = {name: value for name, value in logs.items() if name not in known}
-        if not self._training.keys() & logs.keys():
-            logs.update(self._training)  # this rank had no batches in this epoch, and Keras logs no metrics
+        for results in (self._training, self._validation):
+            if not results.keys() & logs.keys():
+                logs.update(results)  # this rank had no batches, and Keras logs no metrics
         _replace(logs, known)
         if others:
             share = None if self._steps is None else self._steps.last_share

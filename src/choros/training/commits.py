@@ -23,6 +23,7 @@ import keras
 
 from choros.comm import global_process_set
 from choros.elastic.commit_store import CommitStore
+from choros.elastic.preemption import end_job
 from choros.errors import ConfigError
 from choros.parallel.objects import object_of_first
 from choros.training.elastic_epochs import ElasticEpochs
@@ -103,6 +104,8 @@ class CommitCallback(keras.callbacks.Callback):
         """Commits that this call of ``fit`` is complete, also if it was stopped early."""
         if self._next is not None:
             self._write(self.params["epochs"])
+        if self._epochs is not None and self._epochs.job_ends:
+            end_job(lambda: self._write(self.params["epochs"]))
 
     def _last_state(self) -> dict[str, Any] | None:
         last = self._store.load_last()
@@ -113,8 +116,12 @@ class CommitCallback(keras.callbacks.Callback):
             self._run.restore(state, batch)
 
     def _commit(self) -> None:
-        """Commits between two steps."""
-        if self._epochs is not None and self._epochs.ledger is not None:
+        """Commits between two steps, or in a validation, whose metrics are not needed: it will be made again."""
+        if self._epochs is None or self._epochs.ledger is None:
+            return
+        if attach(self.model).in_test:
+            self._write(self._epochs.ledger.epoch)
+        else:
             sync_jax_state(self.model)
             with merged_metrics(self.model.metrics):
                 self._write(self._epochs.ledger.epoch, metrics=True)

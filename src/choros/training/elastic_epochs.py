@@ -25,7 +25,7 @@ from choros.config import COMMIT_STEPS
 from choros.elastic.ledger import Ledger
 from choros.elastic.preemption import end_job, fewest_ranks, job_ends, leave_if_asked, watch_signals
 from choros.parallel.data.epochs import EpochData
-from choros.parallel.data.shard_batches import OPEN, ShardBatches
+from choros.parallel.data.shard_batches import ShardBatches
 from choros.parallel.identical import digest
 from choros.parallel.structure import leaves
 from choros.training.keras_internals import keeping_metrics
@@ -63,7 +63,6 @@ class ElasticEpochs:
     Args:
         data: the data set of ``fit``.
         steps: those of the model.
-        validation: the data of its validation, if each of them shards them anew.
 
     Attributes:
         commit: writes a commit, between two steps; all ranks call it together. ``None``: the job has no commits.
@@ -76,9 +75,8 @@ class ElasticEpochs:
     admit: Callable[[int], bool] | None = None
     is_late = False
 
-    def __init__(self, data: EpochData, steps: CommonSteps, validation: EpochData | None = None) -> None:
+    def __init__(self, data: EpochData, steps: CommonSteps) -> None:
         self._data = data
-        self._validation = validation
         self._steps = steps
         self._ledger: Ledger | None = None
         self._counted = self._committed = 0
@@ -134,11 +132,10 @@ class ElasticEpochs:
             self._order = self._order_of(epoch)
         self._data.begin_epoch(epoch, self.ledger.of_rank(communicator.rank))
 
-    def begin_test(self) -> None:
-        """Shards the validation data over the ranks that there are, before Keras reads them."""
-        if self._validation is not None:
-            communicator = global_process_set.communicator
-            self._validation.begin_epoch(0, [ShardBatches(communicator.rank, communicator.size, range(OPEN))])
+    @property
+    def epoch(self) -> int:
+        """The current epoch."""
+        return self._data.epoch
 
     @property
     def position(self) -> dict[str, Any]:
@@ -188,7 +185,7 @@ class ElasticEpochs:
             return
         communicator = global_process_set.communicator
         while communicator.noticed or communicator.is_new:
-            if self._job_ends:
+            if self.job_ends:
                 self._steps.join()  # ranks without batches come back, too
             self._end_if_asked()
             if self.admit is None or not communicator.noticed & NEWCOMER or not self._has_place:
@@ -240,17 +237,22 @@ class ElasticEpochs:
             self._end_batches()
 
     @property
-    def _job_ends(self) -> bool:
+    def job_ends(self) -> bool:
+        """Whether all ranks are to commit and end."""
         return self.commit is not None and job_ends()
+
+    def end_if_job_ends(self) -> None:
+        """Commits and ends this rank, if all are to; all ranks call it together."""
+        if self.commit is not None and job_ends():
+            self._order = self._order_of(self._data.epoch)  # the data are read no more
+            end_job(self.commit)
 
     def _end_batches(self) -> None:
         self._steps.end_batches()
         self._end_if_asked()
 
     def _end_if_asked(self) -> None:
-        if self.commit is not None and job_ends():
-            self._order = self._order_of(self._data.epoch)  # the data are read no more
-            end_job(self.commit)
+        self.end_if_job_ends()
         leave_if_asked()
 
     def _on_change(self, change: Change) -> None:

@@ -50,6 +50,7 @@ __all__ = [
     "BaseOptimizer",
     "MultiOptimizer",
     "Trainer",
+    "abandon_test",
     "accumulators",
     "apply_count",
     "apply_mask",
@@ -65,6 +66,7 @@ __all__ = [
     "finish_step",
     "flatten_metrics",
     "global_seed_generator",
+    "has_metrics",
     "has_value",
     "in_stateless_scope",
     "in_symbolic_scope",
@@ -399,6 +401,17 @@ def build_metrics(model: Any, batch: Any) -> None:
     metrics = model._compile_metrics
     if model.built and metrics is not None and not metrics.built:
         build_from_batch(model, batch)
+
+
+def has_metrics(model: Any) -> bool:
+    """Whether the variables of the metrics given to ``compile`` exist."""
+    return model._compile_metrics is None or model._compile_metrics.built
+
+
+def abandon_test(callbacks: Any) -> None:
+    """Takes back ``on_test_begin``: a list of callbacks counts it until ``on_test_end``."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks._on_end()
 
 
 def is_built(model: Any) -> bool:

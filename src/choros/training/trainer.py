@@ -21,23 +21,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import keras
 
 from choros.comm import ProcessSet, Reduction, Request, global_process_set, opening
+from choros.elastic.preemption import leave_if_asked
 from choros.errors import ConfigError, PeerLostError
 from choros.observe.progress import page
 from choros.parallel import moments
-from choros.parallel.data import EpochData
+from choros.parallel.data import EpochData, epochs_behind
 from choros.parallel.reduce import joining
-from choros.training import aggregation, distributed_optimizer, weighting
+from choros.training import aggregation, distributed_optimizer, elastic_evaluation, weighting
 from choros.training.absent_rows import step_without_rows
 from choros.training.aggregation import is_aggregated_on_write
 from choros.training.distributed_optimizer import move_outwards, receive_weights, reducer_of
 from choros.training.elastic_epochs import ElasticEpochs
+from choros.training.elastic_evaluation import ElasticEvaluation, RanksHaveChanged
 from choros.training.files import complete_files
 from choros.training.keras_internals import (
+    abandon_test,
     apply_count,
     epochs_of_any_length,
     finish_step,
@@ -55,6 +58,8 @@ from choros.training.variables import broadcast_updates, broadcast_variables
 from choros.training.weighting import ModelStep, current_step, run_step
 
 __all__ = ["Steps", "attach", "is_spmd", "spans_ranks"]
+
+T = TypeVar("T")
 
 _SPMD = "_choros_spmd_trainer"
 _STEPS = "_choros_steps"
@@ -85,6 +90,7 @@ class Steps:
         optimizers: the distributed optimizers that its training step may apply; other ranks have as many.
         in_epoch: whether more batches may come this epoch.
         epochs: what this rank trains on in a job that ranks leave and join; ``None`` in others.
+        in_test: whether all ranks are in an evaluation together.
         test_results: the results of the last evaluation by all ranks together; ``None`` before its end.
     """
 
@@ -94,10 +100,12 @@ class Steps:
         self.epochs: ElasticEpochs | None = None
         self._rows_may_lack = False
         self.test_results: dict[str, Any] | None = None
+        self.in_test = False
         self._model = model
-        self._in_test = False
+        self._evaluation = ElasticEvaluation(model)
         #: By kind of step, the wrapper, which may be wrapped once more by the SPMD trainer.
         self._wrapped: dict[str, Any] = {}
+        self._evaluate: Any = None
         complete_files(model)
 
     @property
@@ -145,6 +153,8 @@ class Steps:
             self._wrap("train", self._train_step)
         if _active(global_process_set):
             self._wrap("test", self._test_step)
+        if global_process_set.communicator.elastic:
+            self._wrap_evaluate()
         if self.optimizers and (mesh := _mesh()) is not None and not hasattr(model, _SPMD):
             _make_spmd(model, mesh)
             self._wrapped = {kind: getattr(model, f"{kind}_step") for kind in self._wrapped}
@@ -159,14 +169,9 @@ class Steps:
         self._rows_may_lack = True
 
     @contextmanager
-    def elastic(self, data: EpochData, validation: Any = None) -> Iterator[None]:
-        """A context of ``fit`` in a job that ranks leave and join.
-
-        Args:
-            data: those of ``fit``.
-            validation: those for its validation; if they are ``EpochData``, each validation shards them anew.
-        """
-        self.epochs = ElasticEpochs(data, self, validation if isinstance(validation, EpochData) else None)
+    def elastic(self, data: EpochData) -> Iterator[None]:
+        """A context of ``fit`` in a job that ranks leave and join; ``data`` are those of ``fit``."""
+        self.epochs = ElasticEpochs(data, self)
         self.epochs.start()
         try:
             with opening(), epochs_of_any_length():
@@ -230,28 +235,68 @@ class Steps:
 
     # tests ------------------------------------------------------------------------------------------
 
+    def evaluate(self, evaluate: Callable[[], T], data: EpochData | None) -> T:
+        """Returns ``evaluate()``; in an elastic job, of the ranks that are there until its end.
+
+        Args:
+            evaluate: evaluates this rank's part.
+            data: the data, which are sharded over the ranks; ``None`` if nothing can.
+        """
+        if not global_process_set.communicator.elastic:
+            return evaluate()
+        return self._evaluation.run(evaluate, data, 0 if self.epochs is None else self.epochs.epoch)
+
     def begin_test(self) -> None:
         """Begins an evaluation by all ranks together, whose metrics are those of all examples on every rank.
 
         So ``evaluate`` returns them, and passes them to callbacks.
         """
-        if self.epochs is not None:
-            self.epochs.begin_test()
-        self._in_test, self.test_results = _active(global_process_set), None
-        if self._in_test:
+        self._evaluation.begin()
+        self.in_test, self.test_results = _active(global_process_set), None
+        if self.in_test:
             # Bypasses Keras' attribute tracking; Keras' method is called in each step, and once at the end.
             object.__setattr__(self._model, "get_metrics_result", self._metrics_result)
 
+    def begin_test_batch(self) -> None:
+        """In an elastic job, ends the evaluation before its end if ranks were lost, or this rank or the job is to end.
+
+        Raises:
+            RanksHaveChanged: it begins again.
+            SystemExit: this rank ends.
+        """
+        if not (self.in_test and global_process_set.communicator.elastic and self._evaluation.begin_batch()):
+            return
+        finish_step()
+        self._evaluation.meet()
+        if self._evaluation.has_changed or (self.epochs is not None and self.epochs.job_ends):
+            self._join_test()  # ranks without batches come back, too
+            raise RanksHaveChanged
+        leave_if_asked()
+
     def end_test(self) -> dict[str, Any]:
-        """Ends it when no rank has batches left; returns the results of all metrics."""
+        """Ends it when no rank has batches left; returns the results of all metrics.
+
+        Raises:
+            RanksHaveChanged: it begins again.
+            SystemExit: the job ends.
+        """
         self._model.__dict__.pop("get_metrics_result", None)
-        if self._in_test:
-            self._in_test = False
-            everyone = global_process_set
-            joining.join(everyone.communicator, _participation(everyone))
+        if self.in_test:
+            self._join_test()
+            self.in_test = False
         if self.test_results is None:
-            self.test_results = global_metrics(self._model)
+            results = global_metrics(self._model)
+            self._evaluation.check()
+            self.test_results = results
         return self.test_results
+
+    def _join_test(self) -> None:
+        """Participates in the others' test steps until no rank goes on with this evaluation."""
+        everyone = global_process_set
+        joining.join(everyone.communicator, {**_participation(everyone), **elastic_evaluation.participation()})
+        if self.epochs is not None:
+            self.epochs.end_if_job_ends()
+        self._evaluation.check()
 
     def _metrics_result(self) -> Any:
         return self.end_test() if current_step() is None else type(self._model).get_metrics_result(self._model)
@@ -312,7 +357,7 @@ class Steps:
         # A compiled function on several devices cannot call the host.
         weighted = self.train_together and not _has_local_mesh(self._model)
         return ModelStep(
-            examples, global_process_set, of_all_ranks=not weighted, exchanges=lambda: self._in_test, trains=False
+            examples, global_process_set, of_all_ranks=not weighted, exchanges=lambda: self.in_test, trains=False
         )
 
     def _wrap(self, kind: str, make_step: Callable[[Any], ModelStep]) -> None:
@@ -344,6 +389,27 @@ class Steps:
         self._wrapped[kind] = step
         setattr(model, name, step)
         setattr(model, f"{kind}_function", None)
+
+    def _wrap_evaluate(self) -> None:
+        """Wraps ``evaluate``, which ``fit`` calls, too, for data that each evaluation can shard anew."""
+        model, own = self._model, self._model.evaluate
+        if own is self._evaluate:
+            return
+
+        @functools.wraps(own)
+        def evaluate(x: Any = None, *args: Any, **kwargs: Any) -> Any:
+            def run() -> Any:
+                try:
+                    return own(x, *args, **kwargs)
+                except RanksHaveChanged:
+                    abandon_test(kwargs.get("callbacks"))
+                    raise
+
+            return self.evaluate(run, epochs_behind(x))
+
+        self._evaluate = evaluate
+        # Bypasses Keras' attribute tracking: the function is not part of the model.
+        object.__setattr__(model, "evaluate", evaluate)
 
 
 def _participation(process_set: ProcessSet) -> dict[Request, Callable[[Sequence[int]], None]]:

@@ -23,6 +23,7 @@ from choros.distribute.fit.call import KerasCall
 from choros.parallel.data import are_arrays, count_rows, cut, kind_of
 from choros.parallel.objects import allgather_object
 from choros.topology import shard_range
+from choros.training.elastic_evaluation import RanksHaveChanged
 
 __all__ = ["order_of_rows", "predict_rows"]
 
@@ -35,8 +36,11 @@ def predict_rows(call: KerasCall, rank: int, size: int, *, distributed: bool = F
         rank: this process.
         size: the number of processes.
         distributed: whether the batches are this process's rows of global batches already.
+
+    Raises:
+        RanksHaveChanged: a process was lost meanwhile, in an elastic job: call this again.
     """
-    data = call["x"]
+    data, ranks = call["x"], global_process_set.communicator.launched
     if size == 1:
         return call.run()
     if are_arrays(data):
@@ -45,7 +49,7 @@ def predict_rows(call: KerasCall, rank: int, size: int, *, distributed: bool = F
             return call.run()
         start, end = shard_range(rows, rank, size)
         outputs = call.replaced(x=cut(data, start, end)).run()
-        return _gather_outputs(outputs, [end - start])
+        return _gather_outputs(outputs, [end - start], ranks)
     batches: Iterator[Any] = itertools.islice(kind_of(data).batches(data), call["steps"])
     first = next(batches, None)
     if first is None:
@@ -66,7 +70,7 @@ def predict_rows(call: KerasCall, rank: int, size: int, *, distributed: bool = F
         if not any(counts):  # no rows, of the outputs' shapes
             yield (cut(inputs, 0, 0),)
 
-    return _gather_outputs(call.replaced(x=own_batches(), steps=None).run(), counts)
+    return _gather_outputs(call.replaced(x=own_batches(), steps=None).run(), counts, ranks)
 
 
 def order_of_rows(counts: list[list[int]]) -> NDArray[np.int64]:
@@ -92,10 +96,12 @@ def _inputs(batch: Any) -> Any:
     return keras.utils.unpack_x_y_sample_weight(batch)[0]
 
 
-def _gather_outputs(outputs: Any, counts: list[int]) -> Any:
+def _gather_outputs(outputs: Any, counts: list[int], ranks: tuple[int, ...]) -> Any:
+    communicator = global_process_set.communicator
     order = order_of_rows(allgather_object(counts))
-
-    def gathered(output: Any) -> Any:
-        return global_process_set.communicator.allgather(np.asarray(output), name="predictions")[order]
-
-    return keras.tree.map_structure(gathered, outputs)
+    gathered = keras.tree.map_structure(
+        lambda output: communicator.allgather(np.asarray(output), name="predictions"), outputs
+    )
+    if communicator.launched != ranks:
+        raise RanksHaveChanged
+    return keras.tree.map_structure(lambda output: output[order], gathered)

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -55,6 +56,8 @@ from choros.parallel.data import (
     check_global_batch,
     count_rows,
     cut,
+    data_of,
+    epochs_behind,
     epochs_of,
     epochs_of_shard,
     kind_of,
@@ -67,6 +70,7 @@ from choros.topology import shard_range
 from choros.training.admission import AdmissionCallback
 from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback, StepCallback
 from choros.training.commits import CommitCallback
+from choros.training.elastic_evaluation import repeated
 from choros.training.first_rank import FirstRankCallback, VerbosityCallback
 from choros.training.keras_internals import (
     build_before_training,
@@ -85,6 +89,7 @@ from choros.training.trainer import attach
 
 __all__ = ["SynchronousTraining"]
 
+_log = logging.getLogger("choros")
 _BATCH = 32
 #: Callbacks of Keras that write files or send messages, which only one process must do.
 _WRITERS = ("TensorBoard", "CSVLogger", "RemoteMonitor")
@@ -188,10 +193,8 @@ class SynchronousTraining(Training):
         held_out = None
         if validation is not None:
             x, y, weights = keras.utils.unpack_x_y_sample_weight(validation)
-            size, elastic = call["validation_batch_size"] or batch_size, isinstance(data, EpochData)
-            held_out = self._part(x, y, weights, size, elastic=elastic)
-            own = held_out.data if isinstance(held_out, EpochData) else held_out
-            changes["validation_data"] = validation if own is None else own
+            held_out = self._part(x, y, weights, call["validation_batch_size"] or batch_size)
+            changes["validation_data"] = validation if held_out is None else held_out
             changes["validation_batch_size"] = None
         verbose = self._verbosity(call)
         callbacks = self._callbacks(call["callbacks"], MetricAverageCallback(whole_tests=held_out is None))
@@ -200,7 +203,7 @@ class SynchronousTraining(Training):
                 callbacks.append(FirstRankCallback(keras.callbacks.ProgbarLogger(), call["verbose"]))
             callbacks, verbose = [StepCallback(), *callbacks, AdmissionCallback(callbacks)], 0
         changes["callbacks"] = callbacks
-        with enter_fit(), attach(model).elastic(data, held_out) if isinstance(data, EpochData) else nullcontext():
+        with enter_fit(), attach(model).elastic(data) if isinstance(data, EpochData) else nullcontext():
             history = call.replaced(**changes, shuffle=False, verbose=verbose).run()
         global_process_set.communicator.barrier()  # the files that process 0 has written exist for all processes
         return history
@@ -219,8 +222,11 @@ class SynchronousTraining(Training):
         if not are_arrays(call["x"]):
             attach(model).expect_absent_rows()
         changes = {"x": data, "y": None, "sample_weight": None, "batch_size": None, "steps": steps}
+        own = call.replaced(**changes, callbacks=[MetricAverageCallback(), *callbacks], return_dict=True)
         with enter_fit():
-            return call.replaced(**changes, callbacks=[MetricAverageCallback(), *callbacks]).run()
+            results = attach(model).evaluate(own.run, epochs_behind(data))
+        results = results or flat_results(attach(model).test_results or {})  # Keras has none of a process without rows
+        return results if call["return_dict"] else flatten_metrics(model, results)
 
     def predict(self, model: Any, call: KerasCall) -> Any:
         """Predicts this process's rows, then gathers the outputs of all processes."""
@@ -230,7 +236,9 @@ class SynchronousTraining(Training):
             call = call.replaced(x=cut(call["x"], 0, call["steps"] * (call["batch_size"] or _BATCH)), steps=None)
         distributed = datasets.is_distributed(call["x"])
         with enter_fit():
-            return predict_rows(call, self._replicas.first, self._replicas.count, distributed=distributed)
+            return repeated(
+                lambda: predict_rows(call, self._replicas.first, self._replicas.count, distributed=distributed)
+            )
 
     def train_on_batch(self, model: Any, call: KerasCall) -> Any:
         """Trains one step on this process's rows."""
@@ -247,7 +255,7 @@ class SynchronousTraining(Training):
         """Predicts this process's rows, then gathers the outputs of all processes."""
         self._statistics.average(model)
         with enter_fit():
-            return predict_rows(call, self._replicas.first, self._replicas.count)
+            return repeated(lambda: predict_rows(call, self._replicas.first, self._replicas.count))
 
     def save(self, write: Callable[[], Any], path: str) -> Any:
         """Writes on the first of the processes that name this path."""
@@ -294,29 +302,33 @@ class SynchronousTraining(Training):
         sharding = Sharding(part, batch_size or _BATCH, bool(shuffle), seed, epoch)
         return (epochs_of if elastic else _sharded)(_packed(x, y, weights), sharding)
 
-    def _part(
-        self,
-        x: Any,
-        y: Any,
-        weights: Any,
-        batch_size: int | None,
-        steps: int | None = None,
-        *,
-        elastic: bool = False,
-    ) -> Any:
+    def _part(self, x: Any, y: Any, weights: Any, batch_size: int | None, steps: int | None = None) -> Any:
         """Returns this process's part of evaluation data; ``None`` if there are fewer rows than processes.
 
-        With ``elastic``, arrays are returned as ``EpochData``, of which any process can read any part.
+        In an elastic job each evaluation shards them anew, if any process can read them all.
         """
+        elastic = global_process_set.communicator.elastic
         if not are_arrays(x):
-            return self._batches(x)
-        data = _packed(x, y, weights)
+            return self._elastic_part(x) if elastic else self._batches(x)
         size = batch_size or _BATCH
         rows = count_rows(x) if steps is None else min(count_rows(x), steps * size)
+        data = cut(_packed(x, y, weights), 0, rows)
+        if elastic:
+            return data_of(epochs_of(data, Sharding(Part(0, 1), size)))
         if rows < self._replicas.count:
             return None
-        sharding = Sharding(self._part_of_batches(), max(size, self._replicas.count))
-        return (epochs_of if elastic else _sharded)(cut(data, 0, rows), sharding)
+        return _sharded(data, Sharding(self._part_of_batches(), max(size, self._replicas.count)))
+
+    def _elastic_part(self, batches: Any) -> Any:
+        doubt = "they are distributed already. Pass the original data set."
+        if not datasets.is_distributed(batches):
+            epochs = epochs_of(batches, Sharding(Part(0, 1)))
+            if epochs.doubt is None:
+                return data_of(epochs)
+            doubt = epochs.doubt
+        if self._replicas.first == 0:
+            _log.warning("if a rank is lost, no other one evaluates its part of the data: %s", doubt)
+        return self._batches(batches)
 
     def _part_of_batches(self) -> Part:
         return Part(self._replicas.first, self._replicas.count)

@@ -12,7 +12,16 @@
 
 from choros.parallel.data.epochs import EpochData
 from choros.parallel.data.kind import DataKind, LocalBatches
-from choros.parallel.data.kinds import are_arrays, elastic_shard, epochs_of, epochs_of_shard, kind_of, remember_source
+from choros.parallel.data.kinds import (
+    are_arrays,
+    data_of,
+    elastic_shard,
+    epochs_behind,
+    epochs_of,
+    epochs_of_shard,
+    kind_of,
+    remember_source,
+)
 from choros.parallel.data.part import Part, check_global_batch, checked, count_rows, cut
 from choros.parallel.data.sharding import Sharding
 
@@ -27,7 +36,9 @@ __all__ = [
     "checked",
     "count_rows",
     "cut",
+    "data_of",
     "elastic_shard",
+    "epochs_behind",
     "epochs_of",
     "epochs_of_shard",
     "kind_of",

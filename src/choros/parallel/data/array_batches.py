@@ -110,8 +110,9 @@ class ArrayEpochs(IndexedData):
         indices = self._drawn[1][start:end]
         return map_structure(lambda leaf: leaf[indices], self._data)
 
-    def _count(self, epoch: int) -> tuple[int, int]:
-        return -(-self._n // self._batch_size), (self._n - 1) % self._batch_size + 1
+    def _count(self, epoch: int) -> tuple[int, int, int]:
+        size = self._batch_size
+        return -(-self._n // size), min(size, self._n), (self._n - 1) % size + 1
 
 
 def _order(n: int, seed: int, epoch: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from choros.errors import ConfigError
-from choros.parallel.data.epochs import EpochData, StreamData, number_and_last
+from choros.parallel.data.epochs import EpochData, StreamData, counted
 from choros.parallel.data.kind import DataKind, LocalBatches
 from choros.parallel.data.part import Part, check_global_batch, checked, count_rows, cut, without_last_empty
 from choros.parallel.data.shard_batches import ShardBatches
@@ -260,8 +260,8 @@ class _LoaderEpochs(EpochData):
                 self._generator.manual_seed(int(seed) >> 1)
         yield from self._sampler
 
-    def _count(self, epoch: int) -> tuple[int, int]:
-        return number_and_last(map(len, self._order_of(epoch)))
+    def _count(self, epoch: int) -> tuple[int, int, int]:
+        return counted(map(len, self._order_of(epoch)))
 
 
 @final

@@ -20,7 +20,7 @@ from choros.parallel.data.part import Part, count_rows, without_last_empty
 from choros.parallel.data.shard_batches import OPEN, Length, ShardBatches
 from choros.parallel.data.sharding import Sharding
 
-__all__ = ["EpochData", "FixedData", "IndexedData", "StreamData", "number_and_last"]
+__all__ = ["EpochData", "FixedData", "IndexedData", "StreamData", "counted"]
 
 
 class EpochData(ABC):
@@ -35,7 +35,6 @@ class EpochData(ABC):
         parts: the batches on which this process trains in it.
         seed: that of the order of examples, where the data do not determine it; the same on all ranks.
         begins_anywhere: whether batches are found, and counted, without reading those before.
-        has_begun: whether ``begin_epoch`` was called. Before that, Keras may read a batch to build the model.
     """
 
     doubt: str | None = None
@@ -48,8 +47,7 @@ class EpochData(ABC):
         self.parts: tuple[ShardBatches, ...] = (
             ShardBatches(part.first // part.local, part.count // part.local, range(OPEN)),
         )
-        self.has_begun = False
-        self._counted: tuple[int, tuple[int, int]] | None = None
+        self._counted: tuple[int, tuple[int, int, int]] | None = None
 
     @property
     @abstractmethod
@@ -66,7 +64,7 @@ class EpochData(ABC):
             epoch: the epoch.
             parts: the batches on which this process trains in it, in order; empty if it trains on none.
         """
-        self.epoch, self.parts, self.has_begun = epoch, tuple(parts), True
+        self.epoch, self.parts = epoch, tuple(parts)
 
     @abstractmethod
     def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
@@ -78,8 +76,8 @@ class EpochData(ABC):
         """
 
     @abstractmethod
-    def _count(self, epoch: int) -> tuple[int, int]:
-        """Returns the number of global batches of an epoch, and the number of rows of the last one."""
+    def _count(self, epoch: int) -> tuple[int, int, int]:
+        """Returns the number of global batches of an epoch, the rows of a full one, and those of the last one."""
 
     def length(self, epoch: int) -> Length:
         """Returns the function that returns the number of batches in which shard ``k`` of ``n`` has rows.
@@ -88,26 +86,28 @@ class EpochData(ABC):
         """
         if self._counted is None or self._counted[0] != epoch:
             self._counted = epoch, self._count(epoch)
-        number, last_rows = self._counted[1]
+        number, full, last = self._counted[1]
 
         def length(shard: int, shards: int) -> int:
-            start, end = ShardBatches(shard, shards, range(0)).part(self._local).range(last_rows)
-            return number if end > start else max(0, number - 1)
+            part = ShardBatches(shard, shards, range(0)).part(self._local)
+            if part.has_rows_of(last):
+                return number
+            return max(0, number - 1) if part.has_rows_of(full) else 0
 
         return length
 
 
-def number_and_last(rows: Iterable[int]) -> tuple[int, int]:
-    """Returns the number of batches, and the rows of the last one, from the numbers of their rows.
+def counted(rows: Iterable[int]) -> tuple[int, int, int]:
+    """Returns the number of batches, the rows of a full one, and of the last one, from the numbers of their rows.
 
     Example:
-        >>> number_and_last([4, 4, 3]), number_and_last([])
-        ((3, 3), (0, 0))
+        >>> counted([4, 4, 3]), counted([])
+        ((3, 4, 3), (0, 0, 0))
     """
-    number, last_rows = 0, 0
-    for number, last_rows in enumerate(rows, 1):  # noqa: B007  (their last values are the result)
-        pass
-    return number, last_rows
+    number, full, last = 0, 0, 0
+    for number, last in enumerate(rows, 1):  # noqa: B007  (their last values are the result)
+        full = max(full, last)
+    return number, full, last
 
 
 class IndexedData(EpochData):
@@ -178,8 +178,8 @@ class StreamData(EpochData):
             if index == last:
                 return
 
-    def _count(self, epoch: int) -> tuple[int, int]:
-        return number_and_last(map(count_rows, self._global_batches(epoch)))
+    def _count(self, epoch: int) -> tuple[int, int, int]:
+        return counted(map(count_rows, self._global_batches(epoch)))
 
 
 @final
@@ -208,5 +208,5 @@ class FixedData(EpochData):
         """Yields nothing."""
         return iter(())
 
-    def _count(self, epoch: int) -> tuple[int, int]:
-        return 0, 0
+    def _count(self, epoch: int) -> tuple[int, int, int]:
+        return 0, 0, 0

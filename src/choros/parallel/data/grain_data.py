@@ -113,9 +113,10 @@ class _MapEpochs(IndexedData):
         """Returns rows of a batch."""
         return part.of(self._batches[index])
 
-    def _count(self, epoch: int) -> tuple[int, int]:
+    def _count(self, epoch: int) -> tuple[int, int, int]:
         number = len(self._batches)
-        return number, count_rows(self._batches[number - 1]) if number else 0
+        full, last = (count_rows(self._batches[index]) if number else 0 for index in (0, number - 1))
+        return number, full, last
 
 
 @final

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 from choros.parallel.data.arrays import ArrayKind
 from choros.parallel.data.epochs import EpochData, FixedData
@@ -15,7 +15,16 @@ from choros.parallel.data.part import Part
 from choros.parallel.data.sharding import Sharding
 from choros.parallel.structure import leaves
 
-__all__ = ["are_arrays", "elastic_shard", "epochs_of", "epochs_of_shard", "kind_of", "remember_source"]
+__all__ = [
+    "are_arrays",
+    "data_of",
+    "elastic_shard",
+    "epochs_behind",
+    "epochs_of",
+    "epochs_of_shard",
+    "kind_of",
+    "remember_source",
+]
 
 #: The attribute of a shard that has the data set and the ``Sharding`` which it was made from.
 _SOURCE = "_choros_source"
@@ -93,11 +102,21 @@ def elastic_shard(data: Any, sharding: Sharding) -> Any:
     if sharding.batch_size is None and not kind_of(data).has_batches:
         return None
     epochs = epochs_of(data, sharding)
-    if epochs.doubt is not None:
-        return None
+    return data_of(epochs) if epochs.doubt is None else None
+
+
+def data_of(epochs: EpochData) -> Any:
+    """Returns ``epochs.data``, of which ``epochs_behind`` returns ``epochs`` if other processes can read them."""
     own = epochs.data
-    object.__setattr__(own, _EPOCHS, epochs)
+    if epochs.doubt is None:
+        object.__setattr__(own, _EPOCHS, epochs)
     return own
+
+
+def epochs_behind(data: Any) -> EpochData | None:
+    """Returns the epochs of which ``data`` are the shard of this process; ``None`` if others cannot read them."""
+    epochs: EpochData | None = getattr(data, _EPOCHS, None)
+    return epochs
 
 
 def epochs_of(data: Any, sharding: Sharding) -> EpochData:
@@ -120,8 +139,8 @@ def epochs_of_shard(data: Any, part: Part) -> EpochData:
         data: what Keras' ``fit`` receives.
         part: that of this process.
     """
-    if epochs := getattr(data, _EPOCHS, None):
-        return cast(EpochData, epochs)
+    if epochs := epochs_behind(data):
+        return epochs
     if source := getattr(data, _SOURCE, None):
         return epochs_of(*source)
     doubt = (

@@ -42,6 +42,11 @@ class Part:
         _, end = shard_range(rows, self.first + self.local - 1, self.count)
         return start, end
 
+    def has_rows_of(self, rows: int) -> bool:
+        """Whether the process has rows in a batch of ``rows`` rows."""
+        start, end = self.range(rows)
+        return end > start
+
     def of(self, batch: Any) -> Any:
         """Returns the process's rows of ``batch``, maybe none."""
         return cut(batch, *self.range(count_rows(batch)))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, final
 
 import keras
 
 from choros.parallel.data.epochs import IndexedData
+from choros.parallel.data.part import Part
 
 __all__ = ["PartsDataset"]
 
@@ -20,8 +22,8 @@ class PartsDataset(keras.utils.PyDataset):
 
     Args:
         source: the data.
-        longest: the number of global batches. Keras asks for the number of batches once, before the first epoch; an
-            epoch may have fewer, but not more.
+        longest: the number of global batches. Keras asks for the number of batches before epochs; an epoch may have
+            fewer, but not more.
         workers: the number of threads that read; with one, batches are read when Keras asks for them.
         ahead: the number of batches that they may read before.
     """
@@ -34,16 +36,27 @@ class PartsDataset(keras.utils.PyDataset):
         self._ahead = ahead
         self._read: dict[int, Future[Any]] = {}
         self._parts = source.parts
+        self._begins = False
+
+    def on_epoch_begin(self) -> None:
+        """Next, Keras asks for the number of batches that it reads in this epoch."""
+        self._begins = True
 
     @property
     def num_batches(self) -> int:
-        """The number of batches in this epoch."""
-        return self._source.number() if self._source.has_begun else self._longest
+        """The number of batches in the epoch that begins; else the largest possible."""
+        return self._source.number() if self._begins else self._longest
 
     def __len__(self) -> int:
-        return self.num_batches
+        return self._source.number()
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> Any:
+        self._begins = False
+        if index >= len(self):  # this process has fewer batches, or none, and Keras builds the model from one
+            return self._source.rows(Part(0, 1), index, self._source.epoch)
         if self._readers is None:
             return self._source.at(index)
         if index == 0 or self._parts is not self._source.parts:

@@ -133,9 +133,10 @@ class PyDatasetEpochs(IndexedData):
         """Returns rows of a batch."""
         return part.of(self._inner[index])
 
-    def _count(self, epoch: int) -> tuple[int, int]:
+    def _count(self, epoch: int) -> tuple[int, int, int]:
         number = self._inner.num_batches
-        return number, count_rows(self._inner[number - 1]) if number else 0
+        full, last = (count_rows(self._inner[index]) if number else 0 for index in (0, number - 1))
+        return number, full, last
 
 
 KIND = PyDatasetKind()

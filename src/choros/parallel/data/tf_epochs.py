@@ -85,12 +85,12 @@ class TfEpochs(StreamData):
     def _rows(self, part: Part, batch: Any) -> Any:
         return rows_of(batch, part.first, part.count, part.local)
 
-    def _count(self, epoch: int) -> tuple[int, int]:
+    def _count(self, epoch: int) -> tuple[int, int, int]:
         known = count_examples(self._batches)
         if known is None:
             return super()._count(epoch)
         examples, size = known
-        return -(-examples // size), (examples - 1) % size + 1
+        return -(-examples // size), min(examples, size), (examples - 1) % size + 1
 
 
 def _order_of(dataset: Any, batch_size: int | None) -> _SeedOrder:
