@@ -131,6 +131,17 @@ def test_validation_is_made_again_without_ranks_that_are_lost_in_it(framework, a
     check_validation(report)
 
 
+@pytest.mark.parametrize("kind", ["tensorflow", "loader", pytest.param("batches", marks=pytest.mark.nightly)])
+def test_a_data_set_that_was_distributed_once_is_sharded_over_the_ranks_of_each_epoch(kind):
+    ended = run("-np", 3, "--min-np", 2, sys.executable, HERE / "distributed_script.py", kind)
+    assert ended.code == 0, ended.err
+    assert re.findall("epoch [12]: .*", ended.out) == [
+        f"epoch {epoch}: 5 steps, 50 rows, 50 different, sum 1225" for epoch in (1, 2)
+    ]
+    assert "epoch 0: 5 steps, 33 rows, 33 different" in ended.out  # those of the ranks that are left: shards 0 and 2
+    assert ended.err.count("if a rank is lost in a loop of your own") == 1
+
+
 @pytest.mark.parametrize(
     ("framework", "data"),
     [

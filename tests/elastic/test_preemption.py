@@ -86,6 +86,8 @@ def test_one_rank_goes_on_with_data_of_each_kind(data, tmp_path):
     fit("torch", "0@2=SIGTERM", ranks=1, code=75, **given)  # the rank itself, as it is the last
     ended, (report,) = fit("torch", "", ranks=1, **given)
     assert (report["wrong"], report["rows"]) == ({}, [203.0] * 3), ended.err
+    ended, _ = fit("torch", "", ranks=1, **given)
+    assert "all epochs of this fit are in the commit in" in ended.err
 
 
 @pytest.mark.nightly
@@ -125,7 +127,8 @@ def test_a_rank_leaves_a_loop_of_torch(how):
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2
 
 
-def test_a_loop_with_a_state_goes_on_in_the_middle_of_an_epoch(tmp_path):
+@pytest.mark.parametrize("step", [5, 6])  # of nine: the job ends when it next commits, in step 5 or in step 8
+def test_a_loop_with_a_state_goes_on_after_the_last_commit(step, tmp_path):
     commits = ("--commit-dir", tmp_path)
-    assert loop("1@5=SIGTERM!", "run", 3, 75, commits) == []
+    assert loop(f"1@{step}=SIGTERM!", "run", 3, 75, commits) == []
     assert [(report["size"], report["wrong"]) for report in loop("", "run", 2, 0, commits)] == [(2, {})] * 2

@@ -326,4 +326,10 @@ def test_a_sampler_goes_on_from_its_state(changing: Changing) -> None:
     other.set_epoch(1)
     assert sorted(other) == list(range(10))
     assert list(other) != order
+    other.record_batch(0, 10)
+    sampler.load_state_dict(other.state_dict())  # that of the last commit of an epoch
+    sampler.set_epoch(1)
+    assert list(sampler) == []
+    sampler.set_epoch(2)
+    assert sorted(sampler) == list(range(10))
     assert list(ElasticSampler(range(4), shuffle=False)) == [0, 1, 2, 3]

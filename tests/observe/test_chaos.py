@@ -24,6 +24,11 @@ def test_random_kills_are_drawn_from_the_seed():
     assert any(drawn != parse_faults(f"random-kills=3@step=5-9,seed={seed}", 4) for seed in range(3))
 
 
+def test_random_kills_are_in_the_first_hundred_steps_if_none_are_given():
+    given = "kill:rank=1@step=17,stop:rank=2@step=30+5s,seed=7,random-kills=3"
+    assert parse_faults(given, 4) == parse_faults(f"{given}@step=1-100", 4)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -33,7 +38,7 @@ def test_random_kills_are_drawn_from_the_seed():
         ("stop:rank=1@step=2", "a stop, and no kill, has a time."),
         ("kill:rank=4@step=2", "rank 4, step 2: the job has ranks 0 to 3."),
         ("kill:rank=1@step=0", "rank 1, step 0:"),
-        ("random-kills=3", "'random-kills=3' is no fault."),
+        ("random-kills=3@step=9", "'random-kills=3@step=9' is no fault."),
         ("random-kills=5@step=1-2", "asks for 5 of 4 ranks at 1-2."),
         ("random-kills=1@step=3-2", "asks for 1 of 4 ranks at 3-2."),
     ],
@@ -51,11 +56,13 @@ from choros.observe import events
 from choros.observe.events import Kind
 from choros.observe.listeners import start_listeners
 os.environ["CHOROS_CHAOS"] = sys.argv[1]
-start_listeners(Config.from_environ(os.environ))
+started = start_listeners(Config.from_environ(os.environ))
 for step in range(3):
     began = time.monotonic()
     events.emit(Kind.STEP_BEGUN)
     print(step + 1, time.monotonic() - began > 0.3, flush=True)
+for stop in started:
+    stop()
 """
 
 
@@ -75,3 +82,9 @@ def test_a_rank_is_stopped_for_a_time():
     ended = steps("stop:rank=0@step=2+0.5s")
     assert (ended.returncode, ended.stdout) == (0, "1 False\n2 True\n3 False\n"), ended.stderr
     assert time.monotonic() - began > 0.5
+
+
+def test_a_fault_whose_step_never_comes_is_reported():
+    ended = steps("kill:rank=0@step=4")
+    assert (ended.returncode, ended.stderr) == (
+        0, "--chaos: rank 0 ends after 3 steps; it was to be killed in step 4.\n")  # fmt: skip

@@ -88,7 +88,7 @@ class NumbersKind(DataKind):
 
 def test_the_other_methods_follow_from_the_batches() -> None:
     kind, data, part = NumbersKind(), Numbers(4, 4, 1), Part(1, 2)
-    own = kind.local_batches(data, part)
+    own = kind.local_batches(data, lambda: part)
     for _ in range(2):
         assert [rows.tolist() for rows in own.start()] == [[2, 3], [2, 3], []]
     assert own.length() is None
@@ -112,5 +112,5 @@ def test_a_list_of_arrays_is_one_structure_to_shard_and_batches_to_a_strategy() 
     data = [np.arange(4), np.arange(4)]
     assert [rows.tolist() for rows in kind_of(data).shard(data, Sharding(Part(0, 4)))] == [[0], [0]]
     assert [rows.tolist() for rows in kind_of(data).split(data, Part(1, 2))] == [[2, 3], [2, 3]]
-    own = kind_of(data).local_batches(data, Part(0, 2))
+    own = kind_of(data).local_batches(data, lambda: Part(0, 2))
     assert own.length() == 2

@@ -58,7 +58,7 @@ class ElasticSampler:
         # A batch of the ledger is one example: shard k of n has the elements k, n + k, 2 n + k, … of the epoch's order.
         self._ledger = Ledger.of_epoch(0, size())
         self._batch_size = self._last_batch_size = 0
-        self._joins = False
+        self._joins = self._restored = False
         elastic_job().on_change(self._changed)
         watch_signals()
 
@@ -68,14 +68,15 @@ class ElasticSampler:
         return self._ledger.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch; goes on with one that has begun and is not done, as after a restore in its middle.
+        """Begins an epoch; goes on with one that has begun and is not done, or that was done in the restored state.
 
         Horovod's begins it anew, and must not be called at the beginning of a function that ``elastic.run`` calls.
 
         Args:
             epoch: the epoch, which determines the order.
         """
-        if epoch != self.epoch or self._ledger.is_done(self._length):
+        restored, self._restored = self._restored, False
+        if epoch != self.epoch or (self._ledger.is_done(self._length) and not restored):
             self._ledger = Ledger.of_epoch(epoch, size())
             self._forget_batch_size()
 
@@ -129,6 +130,7 @@ class ElasticSampler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from ``state_dict()``, maybe of another number of ranks."""
         self._ledger = Ledger.from_json(state_dict)
+        self._restored = True
         self.reset()
 
     def __iter__(self) -> Iterator[int]:

@@ -2,7 +2,7 @@
 
 ::
 
-    kill:rank=1@step=17,stop:rank=2@step=30+5s,random-kills=3@step=1-100,seed=7
+    kill:rank=1@step=17,stop:rank=2@step=30+5s,random-kills=3@step=1-50,seed=7
 
 A listener of the begin of steps injects them, so that a job without faults has no cost. Ranks are those that chorosrun
 shows; a rank that takes the place of a killed one is not killed again.
@@ -10,6 +10,7 @@ shows; a rank that takes the place of a killed one is not killed again.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -17,21 +18,24 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import final
 
 from choros.config import CHAOS, Config
 from choros.errors import ConfigError
 from choros.observe.events import Event, Kind, Listener
 from choros.topology import detect
 
-__all__ = ["Fault", "kinds", "make", "parse_faults", "wanted"]
+__all__ = ["Fault", "close", "kinds", "make", "parse_faults", "wanted"]
+
+_log = logging.getLogger("choros")
 
 _FAULT = re.compile(r"(?P<kind>kill|stop):rank=(?P<rank>\d+)@step=(?P<step>\d+)(?:\+(?P<seconds>\d+(?:\.\d+)?)s)?")
-_RANDOM = re.compile(r"random-kills=(?P<count>\d+)@step=(?P<first>\d+)-(?P<last>\d+)")
+_RANDOM = re.compile(r"random-kills=(?P<count>\d+)(?:@step=(?P<first>\d+)-(?P<last>\d+))?")
 _SEED = re.compile(r"seed=(\d+)")
 _GRAMMAR = (
     "Write faults with commas between them: kill:rank=1@step=17 (SIGKILL when the step begins), "
-    "stop:rank=2@step=30+5s (SIGSTOP, for 5 seconds), random-kills=3@step=1-100 (three ranks, each at one of these "
-    "steps, drawn from seed=7). The first step is 1."
+    "stop:rank=2@step=30+5s (SIGSTOP, for 5 seconds), random-kills=3@step=1-50 (three ranks, each at one of these "
+    "steps, by default the first hundred, drawn from seed=7). The first step is 1."
 )
 
 
@@ -81,7 +85,7 @@ def parse_faults(text: str, size: int) -> tuple[Fault, ...]:
         else:
             raise ConfigError(f"--chaos {text!r}: {part!r} is no fault. {_GRAMMAR}")
     for draw in draws:
-        count, first, last = (int(draw[name]) for name in ("count", "first", "last"))
+        count, first, last = map(int, (draw["count"], draw["first"] or 1, draw["last"] or 100))
         if count > size or first > last:
             raise ConfigError(
                 f"--chaos {text!r}: {draw[0]!r} asks for {count} of {size} ranks at {first}-{last}. {_GRAMMAR}"
@@ -113,17 +117,29 @@ def make(config: Config, environ: Mapping[str, str]) -> Listener:  # noqa: ARG00
     return _Injector([fault for fault in faults if fault.rank == own.rank])
 
 
+def close(listener: Listener) -> None:
+    """Warns of faults of this rank whose steps it has not made."""
+    if isinstance(listener, _Injector) and (
+        later := [fault for fault in listener.faults if fault.step > listener.steps]
+    ):
+        _log.warning(
+            "--chaos: rank %d ends after %d steps; it was to be %s in step %d.",
+            later[0].rank, listener.steps, "stopped" if later[0].seconds else "killed", later[0].step,
+        )  # fmt: skip
+
+
+@final
 class _Injector:
     """Counts the steps of this process, and injects its faults."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
-        self._faults = faults
-        self._steps = 0
+        self.faults = faults
+        self.steps = 0
 
     def __call__(self, _event: Event) -> None:
-        self._steps += 1
-        for fault in self._faults:
-            if fault.step == self._steps:
+        self.steps += 1
+        for fault in self.faults:
+            if fault.step == self.steps:
                 _inject(fault)
 
 

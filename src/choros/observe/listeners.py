@@ -44,7 +44,7 @@ class ListenerSpec:
 
 LISTENERS: tuple[ListenerSpec, ...] = (
     ListenerSpec(pipe.wanted, pipe.make, pipe.kinds),  # to the wrapper, which forwards them to chorosrun
-    ListenerSpec(chaos.wanted, chaos.make, chaos.kinds),  # chorosrun --chaos
+    ListenerSpec(chaos.wanted, chaos.make, chaos.kinds, chaos.close),  # chorosrun --chaos
     ListenerSpec(log.wanted, log.make),  # CHOROS_LOG_LEVEL=debug without chorosrun
 )
 

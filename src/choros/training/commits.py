@@ -72,7 +72,6 @@ class CommitCallback(keras.callbacks.Callback):
         self._restore(self._restored | {"metrics": None})
         epoch, position = self._restored["epoch"], self._restored["position"] or {}
         set_initial_epoch(self.model, epoch)
-        after = f"in epoch {epoch + 1}" if position.get("ledger") else f"after epoch {epoch}"
         if self._epochs is not None and position:
             self._epochs.resume(position)
         elif position.get("ledger"):
@@ -80,8 +79,14 @@ class CommitCallback(keras.callbacks.Callback):
                 f"the commit in {self._store.directory} is in the middle of an epoch, where only an elastic job can go "
                 "on: start it by chorosrun with --min-np."
             )
-        if is_first:
-            _log.warning("training goes on %s, from the commit in %s.", after, self._store.directory)
+        if not is_first:
+            return
+        where = self._store.directory
+        if epoch >= self.params["epochs"]:
+            _log.warning("all epochs of this fit are in the commit in %s: to train anew, choose another one.", where)
+        else:
+            after = f"in epoch {epoch + 1}" if position.get("ledger") else f"after epoch {epoch}"
+            _log.warning("training goes on %s, from the commit in %s.", after, where)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
         """Commits the epoch before: Keras' history, which comes after all other callbacks, has it now."""
@@ -102,6 +107,8 @@ class CommitCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
         """Commits that this call of ``fit`` is complete, also if it was stopped early."""
+        if self._epochs is not None:
+            self._epochs.ledger = None  # no epoch goes on
         if self._next is not None:
             self._write(self.params["epochs"])
         if self._epochs is not None and self._epochs.job_ends:

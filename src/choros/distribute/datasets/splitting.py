@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
+from choros.comm import global_process_set
 from choros.distribute.datasets.distributed import DistributedDataset, pad_batches, to_replicas
 from choros.distribute.datasets.marks import for_fit_of, is_marked, mark
 from choros.distribute.input_context import InputContext
@@ -13,6 +16,8 @@ from choros.errors import ConfigError
 from choros.parallel.data import Part, kind_of
 
 __all__ = ["distribute", "from_function", "is_distributed", "split_batches"]
+
+_log = logging.getLogger("choros")
 
 
 def distribute(dataset: Any, replicas: Replicas) -> Any:
@@ -25,7 +30,8 @@ def distribute(dataset: Any, replicas: Replicas) -> Any:
 
     Returns:
         A ``tf.data.Dataset`` for a ``tf.data.Dataset``, else a ``DistributedDataset``. All replicas get the same
-        number of batches, of which some may have no rows.
+        number of batches, of which some may have no rows. If ranks are lost, later iterations are sharded over the
+        others.
 
     Raises:
         ConfigError: the kind is unknown, the first batch is smaller than the number of replicas, or replicas would not
@@ -36,7 +42,9 @@ def distribute(dataset: Any, replicas: Replicas) -> Any:
     if is_distributed(dataset):
         raise ConfigError("the data set has been distributed to the replicas already: pass the original one.")
     local = replicas.local_count
-    own = kind_of(dataset).local_batches(dataset, _part(replicas))
+    if local < replicas.count and global_process_set.communicator.elastic:
+        _warn_of_losses()
+    own = kind_of(dataset).local_batches(dataset, partial(_part, replicas))
 
     def for_fit() -> Any:
         return split_batches(dataset, replicas)
@@ -88,6 +96,15 @@ def split_batches(data: Any, replicas: Replicas) -> Any:
     if replicas.local_count == replicas.count:
         return data
     return kind_of(data).split(data, _part(replicas))
+
+
+@cache
+def _warn_of_losses() -> None:
+    if global_process_set.rank() == 0:
+        _log.warning(
+            "if a rank is lost in a loop of your own, what it has left of a distributed data set is not used; the next "
+            "iteration is sharded over the ranks that are left. model.fit uses each example once."
+        )
 
 
 def _part(replicas: Replicas) -> Part:

@@ -119,7 +119,7 @@ class Arguments:
     chaos: str | None = flag(
         "Elastic", "--chaos", metavar="FAULTS",
         help="Inject faults, to see what the job does: kill:rank=1@step=17,stop:rank=2@step=30+5s,"
-        "random-kills=3@step=1-100,seed=7.")
+        "random-kills=3@step=1-50,seed=7.")
     hosts: str | None = flag(
         "Hosts", "-H", "--hosts", metavar="HOST:SLOTS,...",
         help="The hosts, with the number of slots (ranks) of each.")

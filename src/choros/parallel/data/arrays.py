@@ -6,7 +6,7 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -52,7 +52,7 @@ class ArrayKind(DataKind):
 
         return ArrayEpochs(data, sharding.batch_size, sharding)
 
-    def local_batches(self, data: Any, part: Part) -> LocalBatches:
+    def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
         """Returns the process's rows of each batch of an iterable."""
         if (
             not isinstance(data, Iterable)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, final
 
@@ -36,7 +36,7 @@ class DataLoaderKind(DataKind):
             check_global_batch(data.batch_size, part.count)
         return _split(data, part)
 
-    def local_batches(self, data: Any, part: Part) -> LocalBatches:
+    def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
         """Returns the process's rows of each batch; every process loads all of a stream."""
         if _is_stream(data):
             return super().local_batches(data, part)
@@ -94,18 +94,28 @@ class _LoadedParts:
 
     Args:
         loader: a loader of global batches.
-        part: the process's part of each.
+        part: returns the process's part of each, when an iteration starts.
     """
 
-    def __init__(self, loader: Any, part: Part) -> None:
-        if loader.batch_size is not None:
-            check_global_batch(loader.batch_size, part.count)
-        self._rows: deque[int] = deque()
-        self._loader = _with_sampler(loader, _sampler_part(loader, part, None, 0, self._rows, keep_empty=True))
+    #: A part, the loader of it, and the numbers of rows that it has loaded.
+    _last: tuple[Part, Any, deque[int]] | None = None
+
+    def __init__(self, loader: Any, part: Callable[[], Part]) -> None:
+        self._source, self._part = loader, part
+        self._parts(part())
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            yield batch if self._rows.popleft() else cut(batch, 0, 0)
+        loader, rows = self._parts(self._part())
+        return (batch if rows.popleft() else cut(batch, 0, 0) for batch in loader)
+
+    def _parts(self, part: Part) -> tuple[Any, deque[int]]:
+        if self._last is None or self._last[0] != part:
+            if self._source.batch_size is not None:
+                check_global_batch(self._source.batch_size, part.count)
+            rows: deque[int] = deque()
+            sampler = _sampler_part(self._source, part, None, 0, rows, keep_empty=True)
+            self._last = part, _with_sampler(self._source, sampler), rows
+        return self._last[1:]
 
 
 def _with_sampler(loader: Any, sampler: Any) -> Any:

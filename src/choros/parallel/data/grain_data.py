@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, final
 
@@ -53,7 +53,7 @@ class GrainKind(DataKind):
             return _MapEpochs(batches, sharding)
         return _IterEpochs(batches, sharding)
 
-    def local_batches(self, data: Any, part: Part) -> LocalBatches:
+    def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
         """Returns the process's rows of each batch, as for any iterable."""
         _reject_loader(data)
         return super().local_batches(data, part)

@@ -19,7 +19,7 @@ class LocalBatches:
     """A process's rows of each global batch, maybe none, so that all processes have the same number of batches.
 
     Attributes:
-        start: starts an iteration.
+        start: starts an iteration, over the process's part of then.
         length: returns the number of batches; ``None`` if it is not known.
         dataset: a data set of the same kind that yields them; ``None`` if the kind has no such data set.
     """
@@ -67,19 +67,25 @@ class DataKind(ABC):
         Raises:
             ConfigError: ``data`` has no batches or too small ones, or its order may differ between processes.
         """
-        own = self.local_batches(data, part)
+        own = self.local_batches(data, lambda: part)
         return without_last_empty(own.start(), count_rows)
 
-    def local_batches(self, data: Any, part: Part) -> LocalBatches:
+    def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
         """Returns the process's rows of each batch, maybe none, for a custom loop under a strategy.
+
+        Args:
+            data: the data set.
+            part: returns the process's part, which may change between two iterations.
 
         Raises:
             ConfigError: as ``split``.
         """
-        return LocalBatches(
-            lambda: (part.of(batch) for batch in checked(self.batches(data), part.count, count_rows)),
-            lambda: self.length(data),
-        )
+
+        def start() -> Iterator[Any]:
+            own = part()
+            return (own.of(batch) for batch in checked(self.batches(data), own.count, count_rows))
+
+        return LocalBatches(start, lambda: self.length(data))
 
     def epochs(self, data: Any, sharding: Sharding) -> EpochData:
         """Returns the epochs of ``data``, of which any process can read any shard; all processes must call this."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
+import numpy as np
+
+from choros.comm import global_process_set
 from choros.errors import ConfigError
 from choros.parallel.data.epochs import EpochData, FixedData
 from choros.parallel.data.kind import DataKind, LocalBatches
@@ -34,9 +37,9 @@ class TfDataKind(DataKind):
         """Returns a ``Dataset`` of this process's part, by the auto-shard policy."""
         return _auto_shard(data, part, keep_empty=False)
 
-    def local_batches(self, data: Any, part: Part) -> LocalBatches:
-        """Returns the batches of this process's part, by the auto-shard policy."""
-        own = _auto_shard(data, part, keep_empty=True)
+    def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
+        """Returns the batches of this process's part, by the auto-shard policy; under ``FILE`` and others, of now."""
+        own = _auto_shard(data, part(), keep_empty=True, later=part)
         return LocalBatches(lambda: iter(own), lambda: self.length(own), own)
 
     def epochs(self, data: Any, sharding: Sharding) -> EpochData:
@@ -69,7 +72,7 @@ class TfDataKind(DataKind):
         return chain(data)
 
 
-def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool) -> Any:
+def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool, later: Callable[[], Part] | None = None) -> Any:
     """Returns this process's part of ``dataset``, by its auto-shard policy.
 
     Args:
@@ -77,6 +80,7 @@ def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool) -> Any:
         part: the process's part of each.
         keep_empty: whether all processes must have the same number of batches. Otherwise a process leaves out the last
             ones if it has no rows of them, where that is known before they are read.
+        later: returns the process's part of later iterations, if ranks may be lost.
 
     Raises:
         ConfigError: ``dataset`` has no batches or too small ones, or its order may differ between processes.
@@ -91,6 +95,8 @@ def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool) -> Any:
             check_order(dataset)
         options = tf.data.Options()
         options.deterministic = True
+        if later is not None and global_process_set.communicator.elastic:
+            return _changing_rows(dataset, later).with_options(options)
         keep_empty = keep_empty or count_examples(dataset) is None
         return split_rows(dataset, part, keep_empty=keep_empty).with_options(options)
     own = own_files(dataset, policy, pipeline, global_batch)
@@ -123,16 +129,43 @@ def split_rows(batches: Any, part: Part, *, keep_empty: bool = False) -> Any:
     """
     import tensorflow as tf
 
-    def rows(*elements: Any) -> Any:
-        return rows_of(elements[0] if len(elements) == 1 else elements, part.first, part.count, part.local)
-
-    parts = batches.map(rows, num_parallel_calls=tf.data.AUTOTUNE)
+    parts = _rows(batches, part.first, part.count, part.local)
     number = int(batches.cardinality())
     if keep_empty or number == tf.data.INFINITE_CARDINALITY:
         return parts
     parts = parts.filter(lambda *elements: count_rows(elements) > 0)
     known = _count_own(batches, part)
     return parts if known is None else parts.apply(tf.data.experimental.assert_cardinality(known))
+
+
+def _changing_rows(batches: Any, part: Callable[[], Part]) -> Any:
+    """Returns a data set of the rows of ``part()``, which each iteration calls once, when it begins."""
+    import tensorflow as tf
+
+    local = part().local
+
+    def position() -> Any:
+        now = part()
+        return np.array([now.first, now.count], np.int32)
+
+    def asked(_: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(position, [], tf.int32), [2])
+
+    def rows(position: Any) -> Any:
+        return _rows(batches, position[0], position[1], local)
+
+    own = tf.data.Dataset.from_tensors(0).map(asked).flat_map(rows)
+    number = int(batches.cardinality())
+    return own if number == tf.data.UNKNOWN_CARDINALITY else own.apply(tf.data.experimental.assert_cardinality(number))
+
+
+def _rows(batches: Any, first: Any, count: Any, local: int) -> Any:
+    import tensorflow as tf
+
+    def rows(*elements: Any) -> Any:
+        return rows_of(elements[0] if len(elements) == 1 else elements, first, count, local)
+
+    return batches.map(rows, num_parallel_calls=tf.data.AUTOTUNE)
 
 
 def _count_own(batches: Any, part: Part) -> int | None:
