@@ -108,7 +108,7 @@ if api == "horovod":
     data = {"x": hvd.shard((rows, zeros), batch_size=BATCH, shuffle=True), "shuffle": False}
     validation = hvd.shard(validation, batch_size=None if kind else BATCH)
     own = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
-    callbacks = [*own, hvd.callbacks.ElasticCallback(data["x"]), *callbacks]
+    callbacks = [hvd.callbacks.ElasticCallback(data["x"], own), *own, *callbacks]
 if directory is not None and (strategy or number == 0):  # a strategy's ranks write one file, Horovod's all write
     callbacks.append(keras.callbacks.ModelCheckpoint(directory / "checkpoint.weights.h5", save_weights_only=True))
 if directory is not None and strategy:

@@ -145,9 +145,9 @@ def test_a_data_set_that_was_distributed_once_is_sharded_over_the_ranks_of_each_
 @pytest.mark.parametrize(
     ("framework", "data"),
     [
-        ("torch", "py_dataset"),
+        ("jax", ""),
+        pytest.param("torch", "py_dataset", marks=pytest.mark.nightly),
         pytest.param("tensorflow", "", marks=pytest.mark.nightly),
-        pytest.param("jax", "", marks=pytest.mark.nightly),
     ],
 )
 def test_ranks_without_rows_for_validation_have_the_metrics_of_the_others(framework, data):

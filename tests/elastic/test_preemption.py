@@ -41,10 +41,10 @@ def test_the_same_command_goes_on_in_the_middle_of_an_epoch(framework, api, tmp_
 @pytest.mark.parametrize(
     ("framework", "api"),
     [
-        ("torch", "strategy"),
+        ("jax", "horovod"),
+        pytest.param("torch", "strategy", marks=pytest.mark.nightly),
         pytest.param("torch", "horovod", marks=pytest.mark.nightly),
         pytest.param("tensorflow", "strategy", marks=pytest.mark.nightly),
-        pytest.param("jax", "strategy", marks=pytest.mark.nightly),
     ],
 )
 def test_the_same_command_makes_the_validation_that_was_interrupted(framework, api, tmp_path):

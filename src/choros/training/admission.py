@@ -18,20 +18,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-import keras
-
 from choros.comm import admit, global_process_set
 from choros.parallel.objects import broadcast_object
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.keras_internals import build_from_batch, is_built, set_initial_epoch
-from choros.training.run_state import RunState
+from choros.training.run_state import RestoringCallback, RunState
 from choros.training.trainer import attach
 
 __all__ = ["AdmissionCallback"]
 
 
 @final
-class AdmissionCallback(keras.callbacks.Callback):
+class AdmissionCallback(RestoringCallback):
     """Takes new ranks in during ``fit``; the last callback of all ranks, in an elastic job.
 
     Args:
@@ -41,7 +39,6 @@ class AdmissionCallback(keras.callbacks.Callback):
     def __init__(self, callbacks: Sequence[Any]) -> None:
         super().__init__()
         self._callbacks = callbacks
-        self._run: RunState | None = None
         self._received: dict[str, Any] | None = None
 
     @property
@@ -74,6 +71,7 @@ class AdmissionCallback(keras.callbacks.Callback):
         received, self._received = self._received, None
         if received is not None and received["position"]["ledger"] is not None and self._run is not None:
             self._run.restore(received["run"])
+            self._goes_on = received["run"]
 
     def _admit(self, epoch: int) -> bool:
         """Takes in a new rank, between two steps, if one waits; sends it the state of rank 0, which is an older one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, final
@@ -20,6 +21,7 @@ from choros.training.keras_internals import is_built
 from choros.training.metrics import average_logs, count_examples, flat_results, global_results
 from choros.training.model_variables import model_variables
 from choros.training.random_numbers import draw_by_rank
+from choros.training.run_state import RestoringCallback
 from choros.training.trainer import Steps, attach, is_spmd
 from choros.training.variables import broadcast_variables
 
@@ -155,8 +157,9 @@ class ElasticCallback(StepCallback):
         super().__init__()
         self.data = data
         self._context = ExitStack()
+        weakref.finalize(self, self._context.close)  # before Python ends, if an exception ends fit
         directory = COMMIT_DIR.read(os.environ)
-        self._parts: list[keras.callbacks.Callback] = []
+        self._parts: list[RestoringCallback] = []
         if directory:
             self._parts.append(CommitCallback(directory, callbacks or ()))
         if callbacks is not None and global_process_set.communicator.elastic:
@@ -189,8 +192,19 @@ class ElasticCallback(StepCallback):
         for part in self._parts:
             part.on_epoch_begin(epoch, logs)
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Ends this rank, if it is time."""
+        self._restore_callbacks()
+        super().on_train_batch_begin(batch, logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Ends the epoch's batches, in ``fit``."""
+        self._restore_callbacks()
+        super().on_test_begin(logs)
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Ends the epoch's batches."""
+        self._restore_callbacks()
         super().on_epoch_end(epoch, logs)
         for part in self._parts:
             part.on_epoch_end(epoch, logs)
@@ -200,6 +214,10 @@ class ElasticCallback(StepCallback):
         for part in self._parts:
             part.on_train_end(logs)
         self._context.close()
+
+    def _restore_callbacks(self) -> None:
+        for part in self._parts:
+            part.restore_callbacks()
 
 
 @final

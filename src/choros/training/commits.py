@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-import keras
-
 from choros.comm import global_process_set
 from choros.elastic.commit_store import CommitStore
 from choros.elastic.preemption import end_job
@@ -29,7 +27,7 @@ from choros.parallel.objects import object_of_first
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.keras_internals import set_initial_epoch, sync_jax_state
 from choros.training.metrics import merged_metrics
-from choros.training.run_state import RunState
+from choros.training.run_state import RestoringCallback, RunState
 from choros.training.trainer import attach
 
 __all__ = ["CommitCallback"]
@@ -39,7 +37,7 @@ _calls = itertools.count(1)
 
 
 @final
-class CommitCallback(keras.callbacks.Callback):
+class CommitCallback(RestoringCallback):
     """Restores the last commit when ``fit`` begins, and writes one after each epoch; the last callback of all ranks.
 
     In an elastic job it lets ``ElasticEpochs`` commit in the middle of an epoch. The metrics of the epoch so far, of
@@ -54,7 +52,6 @@ class CommitCallback(keras.callbacks.Callback):
         super().__init__()
         self._store = CommitStore(Path(directory) / f"fit-{next(_calls)}")
         self._callbacks = callbacks
-        self._run: RunState | None = None
         self._epochs: ElasticEpochs | None = None
         self._restored: dict[str, Any] | None = None
         self._next: int | None = None
@@ -98,6 +95,7 @@ class CommitCallback(keras.callbacks.Callback):
             if batch is None or global_process_set.communicator.rank != 0:
                 restored |= {"metrics": None}
             self._restore(restored, batch)
+            self._goes_on = restored if restored["in_epoch"] else None
         if self._next == epoch:
             self._write(epoch)
 
@@ -127,13 +125,14 @@ class CommitCallback(keras.callbacks.Callback):
         if self._epochs is None or self._epochs.ledger is None:
             return
         if attach(self.model).in_test:
-            self._write(self._epochs.ledger.epoch)
+            self._write(self._epochs.ledger.epoch, in_epoch=True)
         else:
             sync_jax_state(self.model)
             with merged_metrics(self.model.metrics):
-                self._write(self._epochs.ledger.epoch, metrics=True)
+                self._write(self._epochs.ledger.epoch, in_epoch=True, metrics=True)
 
-    def _write(self, epoch: int, *, metrics: bool = False) -> None:
+    def _write(self, epoch: int, *, in_epoch: bool = False, metrics: bool = False) -> None:
         if self._run is not None and global_process_set.communicator.rank == 0:
             position = None if self._epochs is None else self._epochs.position
-            self._store.write(self._run.capture(epoch=epoch, position=position, metrics=metrics))
+            state = self._run.capture(epoch=epoch, position=position, metrics=metrics)
+            self._store.write(state | {"in_epoch": in_epoch})

@@ -350,9 +350,10 @@ def set_initial_epoch(model: Any, epoch: int) -> None:
 
 @contextmanager
 def epochs_of_any_length() -> Iterator[None]:
-    """A context in which ``fit`` reads each epoch to its end, and expects no number of batches.
+    """A context in which ``fit`` and ``evaluate`` read their data to the end, and expect no number of batches.
 
-    Of data of unknown length Keras would expect as many as in the first epoch, which may begin in the middle.
+    Of data of unknown length Keras would expect as many as in the first epoch, which may begin in the middle. On JAX,
+    data without batches would leave the variables without values, or with older ones.
     """
     from keras.src.trainers.epoch_iterator import EpochIterator
 
@@ -371,9 +372,76 @@ def epochs_of_any_length() -> Iterator[None]:
 
     EpochIterator.catch_stop_iteration, EpochIterator._interrupted_warning = catching, warning
     try:
-        yield
+        with _kept_jax_state():
+            yield
     finally:
         EpochIterator.catch_stop_iteration, EpochIterator._interrupted_warning = catch, warn
+
+
+@contextmanager
+def _kept_jax_state() -> Iterator[None]:
+    """A context in which Keras, which takes the variables' values before it asks for the first batch, can return them.
+
+    It returns them by ``jax_state_sync``.
+    """
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    from keras.src.backend.jax.trainer import JAXTrainer
+
+    take = JAXTrainer._get_jax_state
+
+    def taking(model: Any, *, purge_model_variables: bool = False, **wanted: bool) -> Any:
+        state = take(model, purge_model_variables=purge_model_variables, **wanted)
+        if purge_model_variables:
+            model._jax_state = dict(zip((each for each in JAX_STATE if wanted.get(each)), state, strict=True))
+        return state
+
+    JAXTrainer._get_jax_state = taking
+    try:
+        yield
+    finally:
+        JAXTrainer._get_jax_state = take
+
+
+@contextmanager
+def first_epoch_without_batches(model: Any) -> Iterator[None]:
+    """A context in which the first epoch of ``fit`` may have no batches, on JAX: Keras needs the logs of one.
+
+    Callbacks then see one batch, after which the metrics are what they were.
+    """
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    make, has_logs = model.make_train_function, False
+    own: Any = None
+
+    def train(state: Any, iterator: Any) -> Any:
+        nonlocal has_logs
+        try:
+            results = own(state, iterator)
+        except StopIteration:
+            if has_logs:
+                raise
+            model.jax_state_sync()
+            results = model.get_metrics_result(), state
+        has_logs = True
+        return results
+
+    def wrap(force: bool = False) -> None:
+        nonlocal own
+        make(force)
+        if model.train_function is not train:
+            own, model.train_function = model.train_function, train
+
+    if model.train_function is not None:  # fit has made it already
+        wrap()
+    with _replaced(model, "make_train_function", wrap):
+        try:
+            yield
+        finally:
+            if model.train_function is train:
+                model.train_function = own
 
 
 def finish_step() -> None:

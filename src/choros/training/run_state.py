@@ -37,7 +37,7 @@ from choros.training.keras_internals import (
 )
 from choros.training.random_numbers import random_streams, set_random_streams
 
-__all__ = ["RunState"]
+__all__ = ["RestoringCallback", "RunState"]
 
 #: What ``fit`` gives callbacks; and what Keras' own set in each process: the sign of ``min_delta``, with a comparison,
 #: which is a function; of TensorBoard, what belongs to its writers and to the profiler.
@@ -146,16 +146,37 @@ class RunState:
                 current = local_value(variable)
                 variable.assign(adapter_of(current).from_host(np.array(value), current))
         model.stop_training = state["stop_training"]
+        self.restore_callbacks(state)
+        set_random_streams(state["random"])
+
+    def restore_callbacks(self, state: dict[str, Any]) -> None:
+        """Restores the callbacks' part of a state alone."""
         for key, callback in zip(_keys(self._callbacks), self._callbacks, strict=True):
             if key in state["callbacks"]:
                 _restore(callback, copy.deepcopy(state["callbacks"][key]))
-        set_random_streams(state["random"])
 
     def _optimizers(self) -> list[Any]:
         own = getattr(self._model, "optimizer", None)
         if own is not None and not own.built:
             own.build(self._model.trainable_variables)
         return [each for each in optimizers_of(self._model) if each.built]
+
+
+class RestoringCallback(keras.callbacks.Callback):
+    """The base class of callbacks that restore a run, before other callbacks in the list or after them.
+
+    When an epoch goes on in its middle, callbacks begin it once more, and set what it has counted so far to zero.
+    """
+
+    _run: RunState | None = None
+    #: The state from which an epoch goes on in its middle, until all callbacks have begun it.
+    _goes_on: dict[str, Any] | None = None
+
+    def restore_callbacks(self) -> None:
+        """Restores them once more after the beginning of such an epoch; call it before anything else happens in it."""
+        state, self._goes_on = self._goes_on, None
+        if state is not None and self._run is not None:
+            self._run.restore_callbacks(state)
 
 
 def _state_of(optimizer: Any) -> list[Any]:

@@ -44,6 +44,7 @@ from choros.training.keras_internals import (
     apply_count,
     epochs_of_any_length,
     finish_step,
+    first_epoch_without_batches,
     layers_of,
     metrics_of,
     optimizers_of,
@@ -174,7 +175,7 @@ class Steps:
         self.epochs = ElasticEpochs(data, self)
         self.epochs.start()
         try:
-            with opening(), epochs_of_any_length():
+            with opening(), epochs_of_any_length(), first_epoch_without_batches(self._model):
                 yield
         except PeerLostError:
             self.epochs.commit_after_loss()
