@@ -148,6 +148,14 @@ def case_tf_data_without_a_seed_is_an_error():
         epochs_of(tf.data.Dataset.from_tensor_slices((X, X)).batch(1), sharding())
 
 
+def case_tf_data_without_an_end_are_in_doubt():
+    import tensorflow as tf
+
+    epochs = epochs_of(tf.data.Dataset.from_tensor_slices((X, X)).batch(BATCH).repeat(), sharding())
+    assert "is repeated without end" in str(epochs.doubt)
+    assert not epochs.has_end
+
+
 def case_tf_data_that_processes_read_in_part_is_in_doubt():
     import tensorflow as tf
 
@@ -172,6 +180,13 @@ def case_a_data_loader():
     check(shuffled, shuffled=True)
     loader = torch_data.DataLoader(source, batch_size=BATCH, shuffle=True)
     check(lambda: epochs_of(loader, sharding()), shuffled=True)
+
+    loader = torch_data.DataLoader(source, batch_size=BATCH, num_workers=1, persistent_workers=True)
+    epochs = epochs_of(loader, sharding(0, 1))
+    being_read = iter(epochs.data)
+    first = rows([next(being_read)])
+    assert rows(epochs.batches([ShardBatches(0, 1, range(1))], 0)) == first  # meanwhile
+    assert len(rows(being_read)) == -(-N // BATCH) - 1
 
 
 def case_a_data_loader_whose_order_may_differ_is_in_doubt():

@@ -3,8 +3,9 @@
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
 ``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, with the seed of
 ``loader``; FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows, FIT_HELD_OUT that of rows
-for validation, FIT_VERBOSE what ``fit`` prints, FIT_SCALED whether the loss is scaled. With CHOROS_OVERLAP=1 there are
-three layers of weights, and each is a bucket. Prints a line of JSON on each rank. New ranks have no faults.
+for validation, FIT_STEPS that of steps of an epoch, FIT_VERBOSE what ``fit`` prints, FIT_SCALED whether the loss is
+scaled. With CHOROS_OVERLAP=1 there are three layers of weights, and each is a bucket. Prints a line of JSON on each
+rank. New ranks have no faults.
 """
 
 import contextlib
@@ -85,7 +86,8 @@ communicator = global_process_set.communicator
 number = communicator.rank
 faults = Faults("" if communicator.is_new else sys.argv[2], communicator, directory)
 own_passes = {"gradient_accumulation_steps": passes} if passes > 1 and api == "strategy" else {}
-optimizer = keras.optimizers.SGD(1.0, **own_passes)
+weight = 2.0 if api == "strategy" and passes == 1 and not kind else 1.0  # of the only class
+optimizer = keras.optimizers.SGD(1 / weight, **own_passes)
 if "FIT_SCALED" in os.environ:
     optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
@@ -103,6 +105,8 @@ with strategy.scope() if strategy else contextlib.nullcontext():
 rows, zeros = np.eye(ROWS, dtype="float32"), np.zeros((ROWS, 1), "float32")
 validation = dataset(rows[:held_out], np.arange(held_out, dtype="float32")[:, None])
 data = {"x": dataset(rows, zeros)} if kind else {"x": rows, "y": zeros, "batch_size": BATCH}
+if weight > 1:
+    data["class_weight"] = {0: weight}
 callbacks = [faults.callback()]
 if api == "horovod":
     data = {"x": hvd.shard((rows, zeros), batch_size=BATCH, shuffle=True), "shuffle": False}
@@ -114,6 +118,8 @@ if directory is not None and (strategy or number == 0):  # a strategy's ranks wr
 if directory is not None and strategy:
     callbacks.append(keras.callbacks.CSVLogger(directory / "log.csv"))
     callbacks.append(keras.callbacks.BackupAndRestore(directory / "backup", delete_checkpoint=False))
+if "FIT_STEPS" in os.environ:
+    data["steps_per_epoch"] = int(os.environ["FIT_STEPS"])
 verbose = int(os.environ.get("FIT_VERBOSE", "0"))
 history = model.fit(**data, epochs=EPOCHS, verbose=verbose, callbacks=callbacks, validation_data=validation)
 counts = -np.concatenate(model.get_weights(), axis=1)

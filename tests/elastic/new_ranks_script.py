@@ -15,6 +15,7 @@ import choros
 from choros import comm
 from choros.comm import Reduction
 
+NOTICE = 128
 *victims, what = sys.argv[1:]
 new_rank = os.environ.get("CHOROS_NEW_RANK")
 if new_rank and what == "early" and not Path("died").exists():
@@ -34,6 +35,7 @@ with comm.opening():
         while what == "late" and not Path("ended").exists():
             time.sleep(0.05)
         Path("came").touch()
+        communicator.notice |= NOTICE
         is_member = comm.admit()
         communicator = comm.global_process_set.communicator
         steps = int(communicator.broadcast(0)) if is_member else 20
@@ -51,6 +53,7 @@ with comm.opening():
         if comm.admit():
             communicator.broadcast(steps)
     total = communicator.allreduce(1.0, Reduction.SUM)
+assert what != "join" or communicator.noticed & NOTICE  # what a new rank was told while it waited
 Path("ended").touch()
 if what == "late" and not new_rank:
     while not Path("came").exists():

@@ -1,7 +1,8 @@
 """Trains, as ``fit_script.py``, until all ranks that were killed have been replaced, and the job has as many as it may
 have, three epochs at least.
 
-Arguments: ``strategy`` or ``horovod``; where ranks are killed, such as ``1@5,2@70``; ``twice``: in a ``fit`` before it.
+Arguments: ``strategy`` or ``horovod``; where ranks are killed, such as ``1@5,2@70``; ``twice``: in a ``fit`` before it;
+``waits``: the others wait in the middle of the epoch for a new rank.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import numpy as np
 
 import choros.distribute as dist
 import choros.keras as hvd
-from choros.comm import global_process_set
+from choros.comm import NEWCOMER, global_process_set
 
 ROWS, BATCH = 203, 16
 api, kills = sys.argv[1], dict(tuple(map(int, each.split("@"))) for each in sys.argv[2].split(",") if each)
@@ -28,10 +29,18 @@ class Total(keras.losses.Loss):
         return y_pred[:, 0]
 
 
+class Rows(keras.metrics.Sum):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(keras.ops.ones_like(y_true))
+
+
 class Kill(keras.callbacks.Callback):
     steps = 0
 
     def on_train_batch_begin(self, batch, logs=None):
+        while "waits" in sys.argv and self.steps == 6 and not is_new and not communicator.noticed & NEWCOMER:
+            communicator.barrier()
+            time.sleep(0.01)
         if kills.get(number) == self.steps and not is_new:
             os.kill(os.getpid(), signal.SIGKILL)
         self.steps += 1
@@ -54,14 +63,16 @@ class StopWhenReplaced(keras.callbacks.Callback):
 
 
 hvd.init()
-number, size, is_new = hvd.rank(), hvd.size(), global_process_set.communicator.is_new
+communicator = global_process_set.communicator
+number, size, is_new = hvd.rank(), hvd.size(), communicator.is_new
 most = int(os.environ["CHOROS_MAX_NP"])
 optimizer = keras.optimizers.SGD(1.0)
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
 with strategy.scope() if strategy else contextlib.nullcontext():
     dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
     model = keras.Sequential([keras.Input((ROWS,)), dense])
-    model.compile(optimizer if strategy else hvd.DistributedOptimizer(optimizer), Total(reduction="sum"))
+    optimizer = optimizer if strategy else hvd.DistributedOptimizer(optimizer)
+    model.compile(optimizer, Total(reduction="sum"), metrics=[Rows(name="rows")])
 rows, zeros = np.eye(ROWS, dtype="float32"), np.zeros((ROWS, 1), "float32")
 data = {"x": rows, "y": zeros, "batch_size": BATCH}
 callbacks = [Kill(), StopWhenReplaced()]

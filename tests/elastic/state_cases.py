@@ -10,7 +10,7 @@ import pytest
 
 import choros.keras as hvd
 from choros.errors import ConfigError
-from choros.parallel.objects import allgather_object
+from choros.parallel.objects import allgather_object, object_of_first
 
 X = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
 Y = X @ np.ones((3, 1), "float32")
@@ -248,3 +248,13 @@ def case_jax_parameters_are_objects():
     train(state)
     assert calls == [[0.0, 0.0], [0.0, 0.0]]
     assert state.params["w"].tolist() == [1.0, 1.0]
+
+
+def case_an_error_of_the_first_rank_is_raised_on_all():
+    def fail() -> None:
+        assert hvd.rank() == 0
+        raise ConfigError("all commits are damaged.")
+
+    with pytest.raises(ConfigError, match="damaged"):
+        object_of_first(fail)
+    assert object_of_first(hvd.rank) == 0

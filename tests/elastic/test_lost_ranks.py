@@ -66,6 +66,15 @@ def test_fit_goes_on_and_trains_on_each_row_once(framework, api, kills, left):
     assert "lost" in ended.err
 
 
+def test_epochs_of_some_steps_stay_as_long_as_they_are():
+    ended, reports = fit("torch", "1@2", "horovod", steps=4)
+    assert "with steps_per_epoch, epochs do not end with the data" in ended.err
+    assert len(reports) == 2
+    for report in reports:
+        assert report["updates"] == 3 * 4
+        assert max(report["rows"]) <= 4 * 16
+
+
 @pytest.mark.parametrize(
     ("framework", "api"),
     [
@@ -214,6 +223,7 @@ def test_the_same_command_goes_on_from_the_last_step_with_fewer_ranks(tmp_path):
     ("how", "kills", "env"),
     [
         pytest.param("plain", "0@5", {}, marks=pytest.mark.nightly),
+        ("plain", "1@7:left", {"EXAMPLES": "74"}),  # when it and another have made 7 steps, and one 6
         ("plain", "0@5:bucket", {"CHOROS_OVERLAP": "1"}),
         ("run", "0@5", {}),
         pytest.param("run", "0@5:bucket", {"CHOROS_OVERLAP": "1"}, marks=pytest.mark.nightly),
@@ -234,6 +244,14 @@ def test_a_lost_rank_is_replaced_in_a_function_of_elastic_run():
     assert [(report["size"], report["wrong"]) for report in reports] == [(3, {})] * 3, ended.err
 
 
+def test_a_rank_that_is_lost_in_a_validation_of_elastic_run_is_replaced():
+    ended = run("-np", 3, "--min-np", 2, sys.executable, HERE / "run_script.py", env={"KERAS_BACKEND": "torch"})
+    assert ended.code == 0, ended.err
+    reports = sorted((json.loads(report) for report in re.findall(r"{.*}", ended.out)), key=lambda each: each["number"])
+    expected = {"size": 3, "epoch": 4, "rows": [[96.0, 30.0]]}
+    assert reports == [{"number": number, **expected} for number in range(3)], ended.err
+
+
 @pytest.mark.parametrize(
     ("framework", "api", "kills"),
     [
@@ -249,16 +267,21 @@ def test_lost_ranks_are_replaced_in_fit_and_each_row_is_trained_on_once(framewor
     assert new == {int(kill[0]) for kill in kills.split(",")}
 
 
+def test_a_lost_rank_is_replaced_in_the_middle_of_an_epoch(tmp_path):
+    commits = ("--commit-dir", tmp_path, "--commit-steps", 4)
+    assert new_ranks_of_fit("torch", "strategy", "1@1", "-np", 3, *commits, more=["waits"], epochs=3) == {1}
+
+
 def test_a_job_grows_in_fit():
     """From one rank to three, of which two come at once or one after the other."""
     assert new_ranks_of_fit("torch", "strategy", "", "-H", "localhost:4", "-np", 1, "--max-np", 3) == {1, 2}
 
 
-def new_ranks_of_fit(framework, api, kills, *flags):
-    """Trains until there are three ranks; returns the numbers of those that were started later."""
+def new_ranks_of_fit(framework, api, kills, *flags, more=(), epochs=None):
+    """Trains until there are three ranks, in ``epochs`` epochs; returns the numbers of those that are new."""
     if framework not in FRAMEWORKS:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
-    arguments = (*flags, "--min-np", 1, sys.executable, HERE / "replaced_script.py", api, kills)
+    arguments = (*flags, "--min-np", 1, sys.executable, HERE / "replaced_script.py", api, kills, *more)
     ended = run(*arguments, env={"KERAS_BACKEND": framework})
     assert ended.code == 0, ended.err
     reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
@@ -266,6 +289,7 @@ def new_ranks_of_fit(framework, api, kills, *flags):
     for report in reports:
         assert (report["wrong"], report["size"], report["same_process"]) == ({}, 3, True)
     assert len({(report["epochs"], report["val_loss"]) for report in reports}) == 1
+    assert epochs in (None, reports[0]["epochs"])
     return {report["number"] for report in reports if report["new"]}
 
 

@@ -2,7 +2,8 @@
 
 Arguments: the faults, and ``run`` for ``hvd.elastic.run``, ``plain`` for the loop alone, ``replaced`` for ``run`` until
 all ranks are there again. A fault ``1@5`` kills rank 1 before its step 5; ``1@5:bucket`` in it, before its second
-bucket of gradients: with CHOROS_OVERLAP=1 there are three lists of counts, each of which is a bucket.
+bucket of gradients: with CHOROS_OVERLAP=1 there are three lists of counts, each of which is a bucket; ``1@5:left``
+before it asks, after 5 steps, what is left. EXAMPLES is their number.
 """
 
 import json
@@ -19,11 +20,13 @@ from choros.comm import global_process_set
 from choros.observe import events
 from choros.parallel.reduce import reducer
 
-EXAMPLES, BATCH, EPOCHS = 103, 4, 2
+EXAMPLES, BATCH, EPOCHS = int(os.environ.get("EXAMPLES", "103")), 4, 2
 hvd.init()
 number, size = hvd.rank(), hvd.size()
 is_new = global_process_set.communicator.is_new
-faults = [re.fullmatch(r"(\d+)@(\d+)(:bucket|)=?(\w*)(!?)", each).groups() for each in sys.argv[1].split(",") if each]
+faults = [
+    re.fullmatch(r"(\d+)@(\d+)(:bucket|:left|)=?(\w*)(!?)", each).groups() for each in sys.argv[1].split(",") if each
+]
 lists = 1
 if os.environ.get("CHOROS_OVERLAP") == "1":
     lists, reducer._BUCKET_BYTES = 3, 1
@@ -65,7 +68,7 @@ def train_epoch(state=None):
 def plain():
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
-        while sampler.has_left():
+        while come(steps, ":left") or sampler.has_left():
             train_epoch()
 
 

@@ -268,12 +268,13 @@ def admit() -> bool:
         return True
     entered = job.communicator.enter()
     communicator = entered or job.communicator.as_last()
-    communicator.raises_loss = job.communicator.raises_loss
+    communicator.raises_loss, communicator.notice = job.communicator.raises_loss, job.communicator.notice
     job.communicator = communicator
     job.topology = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=job.topology.launcher)
     global_process_set.register(0, communicator.ranks, communicator)
     if entered is None:
         return False
+    global_process_set.changed(communicator.ranks, admits=True)  # what this process knew of all ranks, it knew alone
     communicator.on_change = _on_change
     events.emit(events.Kind.RANK_JOINED)
     events.identify(job.topology.rank)

@@ -89,11 +89,13 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
         ranks, failures, commits = elastic_job(), 0, 0
         with ranks.opening(), ranks.raising(), ExitStack() as stack:
             stack.callback(watch_signals(lambda: elastic_job().commits() is not None))
-            # A new rank calls the callbacks, too: they may communicate.
-            must_reset, skip_sync = ranks.is_new, False
-            state.load()
+            # A new rank calls the callbacks, too: they may communicate. It receives the state of the others.
+            must_reset, must_load, skip_sync = ranks.is_new, not ranks.is_new, False
             while True:
                 try:
+                    if must_load:
+                        state.load()
+                        must_load = False
                     if not ranks.admit():
                         return cast(R, None)
                     if must_reset:

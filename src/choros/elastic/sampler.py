@@ -109,8 +109,9 @@ class ElasticSampler:
         All ranks must call it together: at the beginning of an epoch, and when all have ended their iterations.
         """
         self._joins = True
-        counts = global_process_set.communicator.allreduce(
-            np.array(self._ledger.counts), Reduction.MAX, name="examples of a sampler"
+        communicator, name = global_process_set.communicator, "examples of a sampler"
+        counts = communicator.atomic(  # a rank that is lost in it changes the counts
+            lambda: communicator.allreduce(np.array(self._ledger.counts), Reduction.MAX, name=name)
         )
         self._ledger = self._ledger.counted(counts.tolist())
         if self._ledger.is_done(self._length):

@@ -14,7 +14,7 @@ from choros.comm.ranks import rank
 from choros.elastic.job import HostUpdate, elastic_job
 from choros.elastic.preemption import end_job, job_ends, leave_if_asked
 from choros.errors import HostsUpdatedInterrupt
-from choros.parallel.objects import broadcast_object
+from choros.parallel.objects import broadcast_object, object_of_first
 
 __all__ = ["ObjectState", "State"]
 
@@ -105,9 +105,12 @@ class State:
             raise HostsUpdatedInterrupt(skip_sync=update == HostUpdate.REMOVED)
 
     def load(self) -> None:
-        """Loads the last commit on disk, if there is one, on rank 0: ``sync`` sends it to the others."""
+        """Loads the last commit on disk, if there is one, on all ranks: any of them may be lost before ``sync``.
+
+        All ranks must call it together.
+        """
         store = elastic_job().commits()
-        last = store.load_last() if store is not None and self._rank() == 0 else None
+        last = None if store is None else object_of_first(store.load_last)
         if last is not None:
             self.use(cloudpickle.loads(last.state[_PICKLED]))
             self.restore()

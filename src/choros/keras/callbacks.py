@@ -90,6 +90,7 @@ class LearningRateScheduleCallback(EpochCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Determines the values of arguments that are ``None``."""
+        super().on_train_begin(logs)
         rate = learning_rate_of(innermost(self.model.optimizer))
         if not isinstance(rate, keras.Variable):
             raise ConfigError(
@@ -238,6 +239,7 @@ class BestModelCheckpoint(EpochCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Checks that there is a path, before an epoch has been trained."""
+        super().on_train_begin(logs)
         if self.filepath is None:
             raise ConfigError("BestModelCheckpoint needs the path of the file to save: pass filepath='….keras'.")
 

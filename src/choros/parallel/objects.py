@@ -61,6 +61,9 @@ def object_of_first(make: Callable[[], T]) -> T:
 
     If that rank is lost meanwhile, and the others go on, ``make`` is called on the first one of them.
 
+    Raises:
+        Exception: that of ``make``, on all ranks.
+
     Example:
         >>> import choros
         >>> choros.init()
@@ -70,8 +73,18 @@ def object_of_first(make: Callable[[], T]) -> T:
     communicator = global_process_set.communicator
 
     def collective() -> T:
-        obj: T = broadcast_object(make() if communicator.rank == 0 or communicator.is_new else None)
-        return obj
+        made: Any = None
+        error: Exception | None = None
+        if communicator.rank == 0 or communicator.is_new:
+            try:
+                made = make()
+            except Exception as raised:  # noqa: BLE001  (the others would wait for what was made)
+                error = raised
+        made, error = broadcast_object((made, error))
+        if error is not None:
+            raise error
+        own: T = made
+        return own
 
     return communicator.atomic(collective)
 

@@ -59,6 +59,11 @@ class EpochCallback(keras.callbacks.Callback):
         draw_by_rank(model)
         self._steps = attach(model)
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begins anew, also after a ``fit`` that an exception has ended."""
+        if self._steps is not None:
+            self._steps.begin_training()
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Marks that batches may come, so that the rank joins at their end."""
         if self._steps is not None and self._steps.optimizers and not self._steps.in_epoch:
@@ -105,6 +110,7 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts if the model is built, else schedules the broadcast; a rank that came later has the weights."""
+        super().on_train_begin(logs)
         if self._steps is not None and self._steps.epochs is not None and self._steps.epochs.is_late:
             return
         if is_built(self.model):
@@ -179,9 +185,13 @@ class ElasticCallback(StepCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Follows what happens to the ranks, and goes on from the last commit, if there is one."""
+        super().on_train_begin(logs)
         communicator = global_process_set.communicator
         if self._steps is not None and communicator.elastic:
             epochs = epochs_of_shard(self.data, Part(communicator.rank, communicator.size))
+            steps = (self.params or {}).get("steps")
+            if steps is not None and epochs.begins_anywhere and steps != epochs.length(0)(0, 1):
+                epochs.end_early()
             self._context.enter_context(self._steps.elastic(epochs))
         for part in self._parts:
             part.on_train_begin(logs)

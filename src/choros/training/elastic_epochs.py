@@ -63,6 +63,7 @@ class ElasticEpochs:
     Args:
         data: the data set of ``fit``.
         steps: those of the model.
+        class_weight: that of ``fit``.
 
     Attributes:
         commit: writes a commit, between two steps; all ranks call it together. ``None``: the job has no commits.
@@ -75,9 +76,10 @@ class ElasticEpochs:
     admit: Callable[[int], bool] | None = None
     is_late = False
 
-    def __init__(self, data: EpochData, steps: CommonSteps) -> None:
+    def __init__(self, data: EpochData, steps: CommonSteps, class_weight: Mapping[int, float] | None = None) -> None:
         self._data = data
         self._steps = steps
+        self._class_weight = class_weight
         self._ledger: Ledger | None = None
         self._counted = self._committed = 0
         self._resumed: Ledger | None = None
@@ -114,10 +116,10 @@ class ElasticEpochs:
     def begin(self, epoch: int) -> None:
         """Shards an epoch over the ranks, before Keras reads it."""
         self.ledger = None
-        while self.admit is not None and self.admit(epoch):
-            pass
         communicator = global_process_set.communicator
         resumed, self._resumed = self._resumed, None
+        while resumed is None and self.admit is not None and self.admit(epoch):  # a new rank knows no resumed epoch
+            pass
         taken_over, self._taken_over = self._taken_over, None
         if taken_over is not None:
             self.ledger = taken_over
@@ -191,7 +193,8 @@ class ElasticEpochs:
             if self.admit is None or not communicator.noticed & NEWCOMER or not self._has_place:
                 break
             order, self._order = self._order, self._order_of(self._data.epoch)
-            self.admit(self._data.epoch)
+            if self.admit(self._data.epoch) and self.ledger is not None:
+                self._committed = self.ledger.steps  # a new rank counts from here
             self._order = order
         if self.commit is None or not self._commit_steps:
             return
@@ -216,7 +219,7 @@ class ElasticEpochs:
     @property
     def _has_place(self) -> bool:
         """Whether a new rank can take over what a lost one has left, from the next step on."""
-        if self.ledger is None or not self._data.begins_anywhere:
+        if self.ledger is None or not (self._data.begins_anywhere and self._data.has_end):
             return False
         return self.ledger.has_place(self._data.length(self.ledger.epoch))
 
@@ -224,7 +227,7 @@ class ElasticEpochs:
         """Ends the epoch's batches on all ranks at once, and trains on what lost ranks have left over."""
         communicator = global_process_set.communicator
         self._end_batches()
-        while self.ledger is not None and self.ledger.lacks_owners:
+        while self.ledger is not None and self.ledger.lacks_owners and self._data.has_end:
             length = self._data.length(self.ledger.epoch)
             if self.ledger.is_done(length):
                 return
@@ -232,7 +235,7 @@ class ElasticEpochs:
             for batch in self._data.batches(self.ledger.of_rank(communicator.rank), self.ledger.epoch):
                 x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
                 with keeping_metrics(model):
-                    model.train_on_batch(x, y, weights)
+                    model.train_on_batch(x, y, weights, self._class_weight)
                 self.between_steps()
             self._end_batches()
 

@@ -48,6 +48,8 @@ _DECLARED = {"sum": Rule.SUM, "mean": Rule.MEAN}
 #: For metrics of the user's: the arguments of an update, as arrays of zeros, and the rules once they are known.
 _arguments: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _rules: weakref.WeakKeyDictionary[Any, list[Rule]] = weakref.WeakKeyDictionary()
+#: With how many admissions of new ranks, which do not know them, the ranks have agreed on the rules.
+_agreed_with: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def watch(metric: Any) -> None:
@@ -87,14 +89,17 @@ def merged(metrics: Sequence[Any]) -> tuple[list[Any], list[Array], list[Array]]
 
 
 def _rules_of(metrics: Sequence[Any]) -> list[Rule]:
-    unknown = [metric for metric in metrics if not _is_keras_own(metric) and metric not in _rules]
+    membership = global_process_set.membership
+    admissions = 0 if membership is None else membership.admissions
+    unknown = [each for each in metrics if not _is_keras_own(each) and _agreed_with.get(each) != admissions]
     if unknown:
         # A rank that has had no batches yet cannot try, and all ranks must merge identically.
-        tried = allgather_object([_try(metric) for metric in unknown], name="rules of metrics")
+        known = [_rules.get(metric) or _try(metric) for metric in unknown]
+        tried = allgather_object(known, name="rules of metrics")
         for metric, *found in zip(unknown, *tried, strict=True):
             rules = next((rules for rules in found if rules is not None), None)
             if rules is not None:
-                _rules[metric] = rules
+                _rules[metric], _agreed_with[metric] = rules, admissions
     return [
         rule
         for metric in metrics

@@ -19,7 +19,7 @@ object; nothing of it is saved with the model:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, final
 
@@ -170,19 +170,25 @@ class Steps:
         self._rows_may_lack = True
 
     @contextmanager
-    def elastic(self, data: EpochData) -> Iterator[None]:
-        """A context of ``fit`` in a job that ranks leave and join; ``data`` are those of ``fit``."""
-        self.epochs = ElasticEpochs(data, self)
-        self.epochs.start()
+    def elastic(self, data: EpochData, class_weight: Mapping[int, float] | None = None) -> Iterator[None]:
+        """A context of ``fit`` in a job that ranks leave and join; the arguments are those of ``fit``."""
+        epochs = self.epochs = ElasticEpochs(data, self, class_weight)
+        epochs.start()
         try:
             with opening(), epochs_of_any_length(), first_epoch_without_batches(self._model):
                 yield
         except PeerLostError:
-            self.epochs.commit_after_loss()
+            epochs.commit_after_loss()
             raise
         finally:
-            self.epochs.stop()
-            self.epochs = None
+            epochs.stop()
+            if self.epochs is epochs:
+                self.epochs = None
+
+    def begin_training(self) -> None:
+        """Forgets what an earlier ``fit`` was doing when an exception ended it, such as the loss of a rank."""
+        self.in_epoch = self.in_test = False
+        self._model.__dict__.pop("get_metrics_result", None)
 
     def begin_epoch(self, epoch: int) -> None:
         """Marks that batches may come, so that the rank joins at their end."""

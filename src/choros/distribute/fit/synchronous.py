@@ -186,6 +186,8 @@ class SynchronousTraining(Training):
         x, y, weights, validation = _split_validation(call)
         batch_size = call["batch_size"]
         data = self._training_data(x, y, weights, batch_size, shuffle=call["shuffle"], epoch=call["initial_epoch"])
+        if isinstance(data, EpochData) and call["steps_per_epoch"] is not None:
+            data.end_early()
         if not (are_arrays(x) and (validation is None or are_arrays(validation))):
             attach(model).expect_absent_rows()
         own = data.data if isinstance(data, EpochData) else data
@@ -203,7 +205,8 @@ class SynchronousTraining(Training):
                 callbacks.append(FirstRankCallback(keras.callbacks.ProgbarLogger(), call["verbose"]))
             callbacks, verbose = [StepCallback(), *callbacks, AdmissionCallback(callbacks)], 0
         changes["callbacks"] = callbacks
-        with enter_fit(), attach(model).elastic(data) if isinstance(data, EpochData) else nullcontext():
+        elastic = isinstance(data, EpochData)
+        with enter_fit(), attach(model).elastic(data, call["class_weight"]) if elastic else nullcontext():
             history = call.replaced(**changes, shuffle=False, verbose=verbose).run()
         global_process_set.communicator.barrier()  # the files that process 0 has written exist for all processes
         return history

@@ -208,8 +208,7 @@ class _LoaderEpochs(EpochData):
         self._order = loader.sampler
         self._generator = getattr(self._order, "generator", None)
         self._state = None if self._generator is None else self._generator.get_state()
-        self._reading: tuple[Iterable[ShardBatches], int] | None = None
-        self._loader = _with_sampler(loader, self._sampler_of_parts())
+        self._source = loader
         if not self._is_repeatable(loader):
             self.doubt = (
                 f"the order of the DataLoader's {type(self._order).__name__} may differ when it is read again. Give it "
@@ -223,17 +222,9 @@ class _LoaderEpochs(EpochData):
         sequential = type(self._order) is torch_data.SequentialSampler
         return own and (sequential or self._generator is not None or hasattr(self._order, "set_epoch"))
 
-    @property
+    @cached_property
     def data(self) -> Any:
         """A ``DataLoader``."""
-        return self._loader
-
-    def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
-        """Loads the examples of ``parts``."""
-        self._reading = parts, epoch
-        yield from self._loader
-
-    def _sampler_of_parts(self) -> Any:
         import torch.utils.data as torch_data
 
         source = self
@@ -243,11 +234,13 @@ class _LoaderEpochs(EpochData):
                 return len(source._sampler)
 
             def __iter__(self) -> Iterator[list[int]]:
-                parts, epoch = source._reading or (source.parts, source.epoch)
-                source._reading = None
-                return source._indices(tuple(parts), epoch)
+                return source._indices(source.parts, source.epoch)
 
-        return PartsSampler()
+        return _with_sampler(self._source, PartsSampler())
+
+    def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
+        """Loads the examples of ``parts``; with workers of its own, as ``data`` may be read meanwhile."""
+        yield from _with_sampler(self._source, self._indices(tuple(parts), epoch))
 
     def _indices(self, parts: Sequence[ShardBatches], epoch: int) -> Iterator[list[int]]:
         """Yields the indices of the examples of each batch of ``parts``."""

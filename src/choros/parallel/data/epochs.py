@@ -35,10 +35,11 @@ class EpochData(ABC):
         parts: the batches on which this process trains in it.
         seed: that of the order of examples, where the data do not determine it; the same on all ranks.
         begins_anywhere: whether batches are found, and counted, without reading those before.
+        has_end: whether an epoch ends with the data; else it is not known what lost ranks leave over.
     """
 
     doubt: str | None = None
-    begins_anywhere = True
+    begins_anywhere = has_end = True
 
     def __init__(self, sharding: Sharding) -> None:
         part = sharding.part
@@ -66,6 +67,11 @@ class EpochData(ABC):
         """
         self.epoch, self.parts = epoch, tuple(parts)
 
+    def end_early(self) -> None:
+        """Notes that epochs do not end with the data, because ``fit`` has ``steps_per_epoch``."""
+        self.has_end = False
+        self.doubt = self.doubt or "with steps_per_epoch, epochs do not end with the data. Leave it out."
+
     @abstractmethod
     def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
         """Yields the rows of ``parts``, one batch of one shard after the other.
@@ -82,7 +88,7 @@ class EpochData(ABC):
     def length(self, epoch: int) -> Length:
         """Returns the function that returns the number of batches in which shard ``k`` of ``n`` has rows.
 
-        Data whose number of batches is not known are read once. No rank waits for others.
+        Data whose number of batches is not known are read once; they must have an end. No rank waits for others.
         """
         if self._counted is None or self._counted[0] != epoch:
             self._counted = epoch, self._count(epoch)

@@ -37,6 +37,8 @@ class TfEpochs(StreamData):
         check_order(dataset)
         self._order = _order_of(dataset, sharding.batch_size)
         self._batches = self._order.batches
+        if int(self._batches.cardinality()) == tf.data.INFINITE_CARDINALITY:
+            self.has_end, self.doubt = False, "the tf.data.Dataset is repeated without end. Leave repeat() out."
         with tf.device("CPU:0"):
             #: The current part: the first batch and the end, the first replica and the number of replicas.
             self._now = tf.Variable([0] * 4, dtype=tf.int64, trainable=False)
