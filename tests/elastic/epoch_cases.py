@@ -13,7 +13,7 @@ import pytest
 import choros.keras as hvd
 from choros.elastic.ledger import Ledger
 from choros.errors import ConfigError
-from choros.parallel.data import EpochData, Part, Sharding, epochs_of, epochs_of_shard
+from choros.parallel.data import EpochData, Part, Sharding, epochs_of, epochs_of_shard, epochs_of_steps
 from choros.parallel.data.shard_batches import OPEN, ShardBatches
 
 N, BATCH = 22, 5
@@ -138,6 +138,27 @@ def case_tf_data():
     check(lambda: epochs_of(filtered, sharding()))
 
 
+def case_tf_data_that_do_not_end():
+    import tensorflow as tf
+
+    def endless() -> EpochData:
+        source = tf.data.Dataset.from_tensor_slices((X, X)).shuffle(N, seed=3).repeat().batch(BATCH)
+        return epochs_of_steps(epochs_of(source, sharding()), 3, Part(0, 2))
+
+    one, late = endless(), endless()
+    wanted, iterator, seen = [ShardBatches(1, 2, range(OPEN))], iter(()), []
+    for epoch in range(3):  # as in Keras, of whose ``fit`` two epochs are a pass and a little more
+        one.begin_epoch(epoch, wanted)
+        assert one.goes_on == (epoch > 0)
+        iterator = iterator if one.goes_on else iter(one.data)
+        seen.append(rows(next(iterator) for _ in range(3)))
+    assert [rows(late.batches([ShardBatches(1, 2, range(3))], epoch)) for epoch in range(3)] == seen
+    assert shard_of(late, 2, 1, 2, start=1) == seen[2][1:]
+    assert [one.number_of_batches, one.length(2)(1, 2)] == [3, 3]
+    one.begin_epoch(3, [ShardBatches(0, 1, range(OPEN))])  # as one rank is left
+    assert not one.goes_on
+
+
 def case_tf_data_without_a_seed_is_an_error():
     import tensorflow as tf
 
@@ -146,14 +167,6 @@ def case_tf_data_without_a_seed_is_an_error():
         epochs_of(source.batch(BATCH), sharding())
     with pytest.raises(ConfigError, match="is smaller than the 2 replicas"):
         epochs_of(tf.data.Dataset.from_tensor_slices((X, X)).batch(1), sharding())
-
-
-def case_tf_data_without_an_end_are_in_doubt():
-    import tensorflow as tf
-
-    epochs = epochs_of(tf.data.Dataset.from_tensor_slices((X, X)).batch(BATCH).repeat(), sharding())
-    assert "is repeated without end" in str(epochs.doubt)
-    assert not epochs.has_end
 
 
 def case_tf_data_that_processes_read_in_part_is_in_doubt():

@@ -3,9 +3,9 @@
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
 ``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, with the seed of
 ``loader``; FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows, FIT_HELD_OUT that of rows
-for validation, FIT_STEPS that of steps of an epoch, FIT_VERBOSE what ``fit`` prints, FIT_SCALED whether the loss is
-scaled. With CHOROS_OVERLAP=1 there are three layers of weights, and each is a bucket. Prints a line of JSON on each
-rank. New ranks have no faults.
+for validation, FIT_STEPS that of steps of an epoch, of which three are one pass then, FIT_VERBOSE what ``fit`` prints,
+FIT_SCALED whether the loss is scaled. With CHOROS_OVERLAP=1 there are three layers of weights, and each is a bucket.
+Prints a line of JSON on each rank. New ranks have no faults.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ directory = Path(sys.argv[3]) if len(sys.argv) > 3 else None
 kind, _, seed = os.environ.get("FIT_DATA", "").partition(":")
 passes = int(os.environ.get("FIT_MICRO_BATCHES", "1"))
 held_out = int(os.environ.get("FIT_HELD_OUT", "30"))
+steps = int(os.environ["FIT_STEPS"]) if "FIT_STEPS" in os.environ else None
 started = os.getpid()
 
 
@@ -118,21 +119,21 @@ if directory is not None and (strategy or number == 0):  # a strategy's ranks wr
 if directory is not None and strategy:
     callbacks.append(keras.callbacks.CSVLogger(directory / "log.csv"))
     callbacks.append(keras.callbacks.BackupAndRestore(directory / "backup", delete_checkpoint=False))
-if "FIT_STEPS" in os.environ:
-    data["steps_per_epoch"] = int(os.environ["FIT_STEPS"])
 verbose = int(os.environ.get("FIT_VERBOSE", "0"))
-history = model.fit(**data, epochs=EPOCHS, verbose=verbose, callbacks=callbacks, validation_data=validation)
+options = {"epochs": EPOCHS, "steps_per_epoch": steps, "verbose": verbose, "callbacks": callbacks}
+history = model.fit(**data, **options, validation_data=validation)
 counts = -np.concatenate(model.get_weights(), axis=1)
 if passes > 1:  # of which the last update may lack some, whose gradients the optimizer has
     scale = passes if api == "strategy" else 1  # Horovod adds the gradients of micro-batches
     accumulated = next(each for each in model.optimizer.variables if "accumulator" in each.path)
     counts = counts * scale + keras.ops.convert_to_numpy(accumulated) * scale / passes
+times = 1 if steps else EPOCHS
 report = {
     "rank": number,
     "job": os.environ["CHOROS_JOB"],
     "same_process": os.getpid() == started,
     "size": hvd.size(),
-    "wrong": {str(row): counts[row].tolist() for row in np.flatnonzero((counts != EPOCHS).any(axis=1))},
+    "wrong": {str(row): counts[row].tolist() for row in np.flatnonzero((counts != times).any(axis=1))},
     "epochs": len(history.history["loss"]),
     "updates": int(model.optimizer.iterations),
     "rows": history.history["rows"],

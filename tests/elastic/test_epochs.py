@@ -15,9 +15,9 @@ ON = {
     "case_arrays_have_the_order_that_they_have_without_elastic_training": "torch",
     "case_grain": "torch",
     "case_tf_data": "tensorflow",
+    "case_tf_data_that_do_not_end": "tensorflow",
     "case_tf_data_that_processes_read_in_part_is_in_doubt": "tensorflow",
     "case_tf_data_without_a_seed_is_an_error": "tensorflow",
-    "case_tf_data_without_an_end_are_in_doubt": "tensorflow",
     "case_what_shard_returns_remembers_its_source": "torch",
     "case_what_the_program_has_sharded_is_in_doubt": "torch",
 }

@@ -66,13 +66,19 @@ def test_fit_goes_on_and_trains_on_each_row_once(framework, api, kills, left):
     assert "lost" in ended.err
 
 
-def test_epochs_of_some_steps_stay_as_long_as_they_are():
-    ended, reports = fit("torch", "1@2", "horovod", steps=4)
-    assert "with steps_per_epoch, epochs do not end with the data" in ended.err
-    assert len(reports) == 2
-    for report in reports:
-        assert report["updates"] == 3 * 4
-        assert max(report["rows"]) <= 4 * 16
+@pytest.mark.parametrize(
+    ("framework", "api", "data"),
+    [
+        ("torch", "strategy", "loader"),
+        pytest.param("tensorflow", "strategy", "tf", marks=pytest.mark.nightly),
+        ("torch", "horovod", ""),
+        pytest.param("tensorflow", "horovod", "", marks=pytest.mark.nightly),
+        pytest.param("jax", "strategy", "", marks=pytest.mark.nightly),
+    ],
+)
+def test_epochs_of_fewer_steps_go_on_where_the_one_before_has_ended(framework, api, data):
+    _, reports = fit(framework, "1@7", api, data=data, steps=5)
+    assert [(report["wrong"], report["epochs"]) for report in reports] == [({}, 3)] * 2
 
 
 @pytest.mark.parametrize(

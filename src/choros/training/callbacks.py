@@ -14,7 +14,7 @@ from choros.comm import global_process_set, is_initialized, topology
 from choros.config import COMMIT_DIR
 from choros.observe import events
 from choros.observe.events import Kind
-from choros.parallel.data import Part, epochs_of_shard
+from choros.parallel.data import Part, epochs_of_shard, epochs_of_steps
 from choros.training.admission import AdmissionCallback
 from choros.training.commits import CommitCallback
 from choros.training.keras_internals import is_built
@@ -188,11 +188,12 @@ class ElasticCallback(StepCallback):
         super().on_train_begin(logs)
         communicator = global_process_set.communicator
         if self._steps is not None and communicator.elastic:
-            epochs = epochs_of_shard(self.data, Part(communicator.rank, communicator.size))
-            steps = (self.params or {}).get("steps")
-            if steps is not None and epochs.begins_anywhere and steps != epochs.length(0)(0, 1):
-                epochs.end_early()
-            self._context.enter_context(self._steps.elastic(epochs))
+            part = Part(communicator.rank, communicator.size)
+            epochs = epochs_of_shard(self.data, part)
+            steps, number = self.params.get("steps"), epochs.number_of_batches
+            if steps is not None and number is not None and steps >= number - 1:
+                steps = None  # not steps_per_epoch, but the number of this rank's batches
+            self._context.enter_context(self._steps.elastic(epochs_of_steps(epochs, steps, part)))
         for part in self._parts:
             part.on_train_begin(logs)
 

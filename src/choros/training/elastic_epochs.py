@@ -219,7 +219,7 @@ class ElasticEpochs:
     @property
     def _has_place(self) -> bool:
         """Whether a new rank can take over what a lost one has left, from the next step on."""
-        if self.ledger is None or not (self._data.begins_anywhere and self._data.has_end):
+        if self.ledger is None or not self._data.begins_anywhere:
             return False
         return self.ledger.has_place(self._data.length(self.ledger.epoch))
 
@@ -227,7 +227,7 @@ class ElasticEpochs:
         """Ends the epoch's batches on all ranks at once, and trains on what lost ranks have left over."""
         communicator = global_process_set.communicator
         self._end_batches()
-        while self.ledger is not None and self.ledger.lacks_owners and self._data.has_end:
+        while self.ledger is not None and self.ledger.lacks_owners:
             length = self._data.length(self.ledger.epoch)
             if self.ledger.is_done(length):
                 return

@@ -349,15 +349,19 @@ def set_initial_epoch(model: Any, epoch: int) -> None:
 
 
 @contextmanager
-def epochs_of_any_length() -> Iterator[None]:
+def epochs_of_any_length(goes_on: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """A context in which ``fit`` and ``evaluate`` read their data to the end, and expect no number of batches.
 
-    Of data of unknown length Keras would expect as many as in the first epoch, which may begin in the middle. On JAX,
-    data without batches would leave the variables without values, or with older ones.
+    Of data of unknown length Keras would expect as many as in the first epoch, which may begin in the middle. With
+    ``steps_per_epoch``, it would go on with the iterator of the epoch before. On JAX, data without batches would leave
+    the variables without values, or with older ones.
+
+    Args:
+        goes_on: whether it shall go on with that, at the beginning of an epoch.
     """
     from keras.src.trainers.epoch_iterator import EpochIterator
 
-    catch, warn = EpochIterator.catch_stop_iteration, EpochIterator._interrupted_warning
+    catch, warn, begin = EpochIterator.catch_stop_iteration, EpochIterator._interrupted_warning, EpochIterator.__iter__
 
     @contextmanager
     def catching(iterator: Any) -> Iterator[None]:
@@ -370,12 +374,19 @@ def epochs_of_any_length() -> Iterator[None]:
         if iterator.steps_per_epoch is not None:
             warn(iterator)
 
+    def beginning(iterator: Any) -> Any:
+        if not goes_on():
+            iterator._current_iterator = None
+        return begin(iterator)
+
     EpochIterator.catch_stop_iteration, EpochIterator._interrupted_warning = catching, warning
+    EpochIterator.__iter__ = beginning
     try:
         with _kept_jax_state():
             yield
     finally:
         EpochIterator.catch_stop_iteration, EpochIterator._interrupted_warning = catch, warn
+        EpochIterator.__iter__ = begin
 
 
 @contextmanager

@@ -175,7 +175,7 @@ class Steps:
         epochs = self.epochs = ElasticEpochs(data, self, class_weight)
         epochs.start()
         try:
-            with opening(), epochs_of_any_length(), first_epoch_without_batches(self._model):
+            with opening(), epochs_of_any_length(lambda: data.goes_on), first_epoch_without_batches(self._model):
                 yield
         except PeerLostError:
             epochs.commit_after_loss()

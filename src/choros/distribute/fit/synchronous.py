@@ -60,6 +60,7 @@ from choros.parallel.data import (
     epochs_behind,
     epochs_of,
     epochs_of_shard,
+    epochs_of_steps,
     kind_of,
 )
 from choros.parallel.identical import are_identical
@@ -186,10 +187,10 @@ class SynchronousTraining(Training):
         x, y, weights, validation = _split_validation(call)
         batch_size = call["batch_size"]
         data = self._training_data(x, y, weights, batch_size, shuffle=call["shuffle"], epoch=call["initial_epoch"])
-        if isinstance(data, EpochData) and call["steps_per_epoch"] is not None:
-            data.end_early()
         if not (are_arrays(x) and (validation is None or are_arrays(validation))):
             attach(model).expect_absent_rows()
+        if isinstance(data, EpochData):
+            data = epochs_of_steps(data, call["steps_per_epoch"], self._part_of_batches())
         own = data.data if isinstance(data, EpochData) else data
         changes = {"x": own, "y": None, "sample_weight": None, "batch_size": None, "validation_split": 0.0}
         held_out = None

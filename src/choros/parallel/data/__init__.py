@@ -24,6 +24,7 @@ from choros.parallel.data.kinds import (
 )
 from choros.parallel.data.part import Part, check_global_batch, checked, count_rows, cut
 from choros.parallel.data.sharding import Sharding
+from choros.parallel.data.steps_of_epoch import epochs_of_steps
 
 __all__ = [
     "DataKind",
@@ -41,6 +42,7 @@ __all__ = [
     "epochs_behind",
     "epochs_of",
     "epochs_of_shard",
+    "epochs_of_steps",
     "kind_of",
     "remember_source",
 ]

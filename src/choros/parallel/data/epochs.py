@@ -35,11 +35,12 @@ class EpochData(ABC):
         parts: the batches on which this process trains in it.
         seed: that of the order of examples, where the data do not determine it; the same on all ranks.
         begins_anywhere: whether batches are found, and counted, without reading those before.
-        has_end: whether an epoch ends with the data; else it is not known what lost ranks leave over.
+        goes_on: whether the next epoch is read from the last iteration of ``data``, and not from a new one.
     """
 
     doubt: str | None = None
-    begins_anywhere = has_end = True
+    begins_anywhere = True
+    goes_on = False
 
     def __init__(self, sharding: Sharding) -> None:
         part = sharding.part
@@ -67,11 +68,6 @@ class EpochData(ABC):
         """
         self.epoch, self.parts = epoch, tuple(parts)
 
-    def end_early(self) -> None:
-        """Notes that epochs do not end with the data, because ``fit`` has ``steps_per_epoch``."""
-        self.has_end = False
-        self.doubt = self.doubt or "with steps_per_epoch, epochs do not end with the data. Leave it out."
-
     @abstractmethod
     def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
         """Yields the rows of ``parts``, one batch of one shard after the other.
@@ -84,6 +80,11 @@ class EpochData(ABC):
     @abstractmethod
     def _count(self, epoch: int) -> tuple[int, int, int]:
         """Returns the number of global batches of an epoch, the rows of a full one, and those of the last one."""
+
+    @property
+    def number_of_batches(self) -> int | None:
+        """The number of global batches of the current epoch, ``OPEN`` if they do not end; ``None``: it is not known."""
+        return self.length(self.epoch)(0, 1)
 
     def length(self, epoch: int) -> Length:
         """Returns the function that returns the number of batches in which shard ``k`` of ``n`` has rows.
@@ -162,6 +163,11 @@ class StreamData(EpochData):
 
     begins_anywhere = False
 
+    @property
+    def number_of_batches(self) -> int | None:
+        """Not known before they are read."""
+        return None
+
     @abstractmethod
     def _global_batches(self, epoch: int) -> Iterator[Any]:
         """Yields the global batches of an epoch."""
@@ -197,6 +203,8 @@ class FixedData(EpochData):
         data: returns them.
         doubt: why: a sentence.
     """
+
+    goes_on = True
 
     def __init__(self, sharding: Sharding, data: Callable[[], Any], doubt: str) -> None:
         super().__init__(sharding)

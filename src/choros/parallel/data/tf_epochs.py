@@ -8,7 +8,7 @@ from typing import Any, final
 
 from choros.parallel.data.epochs import StreamData
 from choros.parallel.data.part import Part
-from choros.parallel.data.shard_batches import ShardBatches
+from choros.parallel.data.shard_batches import OPEN, ShardBatches
 from choros.parallel.data.sharding import Sharding
 from choros.parallel.data.tf_auto_shard import chain, check_order
 from choros.parallel.data.tf_padding import count_rows
@@ -37,8 +37,6 @@ class TfEpochs(StreamData):
         check_order(dataset)
         self._order = _order_of(dataset, sharding.batch_size)
         self._batches = self._order.batches
-        if int(self._batches.cardinality()) == tf.data.INFINITE_CARDINALITY:
-            self.has_end, self.doubt = False, "the tf.data.Dataset is repeated without end. Leave repeat() out."
         with tf.device("CPU:0"):
             #: The current part: the first batch and the end, the first replica and the number of replicas.
             self._now = tf.Variable([0] * 4, dtype=tf.int64, trainable=False)
@@ -87,7 +85,17 @@ class TfEpochs(StreamData):
     def _rows(self, part: Part, batch: Any) -> Any:
         return rows_of(batch, part.first, part.count, part.local)
 
+    @property
+    def number_of_batches(self) -> int | None:
+        """As TensorFlow knows it."""
+        import tensorflow as tf
+
+        number = int(self._batches.cardinality())
+        return OPEN if number == tf.data.INFINITE_CARDINALITY else None if number < 0 else number
+
     def _count(self, epoch: int) -> tuple[int, int, int]:
+        if self.number_of_batches == OPEN:
+            return OPEN, OPEN, OPEN
         known = count_examples(self._batches)
         if known is None:
             return super()._count(epoch)
