@@ -21,6 +21,7 @@ from faults import Faults
 import choros.distribute as dist
 import choros.keras as hvd
 from choros.comm import global_process_set
+from choros.observe import events
 from choros.parallel.reduce import reducer
 
 ROWS, BATCH, EPOCHS = int(os.environ.get("FIT_ROWS", "203")), 16, 3
@@ -83,6 +84,8 @@ def dataset(x, y):
 
 
 hvd.init()
+begun = []
+events.listen(begun.append, [events.Kind.STEP_BEGUN])
 communicator = global_process_set.communicator
 number = communicator.rank
 faults = Faults("" if communicator.is_new else sys.argv[2], communicator, directory)
@@ -135,6 +138,7 @@ report = {
     "size": hvd.size(),
     "wrong": {str(row): counts[row].tolist() for row in np.flatnonzero((counts != times).any(axis=1))},
     "epochs": len(history.history["loss"]),
+    "begun": len(begun),
     "updates": int(model.optimizer.iterations),
     "rows": history.history["rows"],
     "val_loss": history.history["val_loss"],

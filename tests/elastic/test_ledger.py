@@ -168,6 +168,14 @@ def test_a_resumed_job_divides_what_nobody_has_begun_anew(size: int) -> None:
     assert ledger.stepped(2).left_over(four) == (ShardBatches(1, 2, range(1, 2)),)
 
 
+def test_a_job_that_is_resumed_in_the_tail_has_no_other_batches() -> None:
+    tail = Ledger.of_epoch(5, 4).lost({0: 0, 3: 1}).stepped(4).resharded(2, four).stepped()
+    resumed = tail.resumed(3, four)
+    assert [resumed.of_rank(rank) for rank in range(3)] == [()] * 3
+    assert resumed.lacks_owners
+    assert resumed.left_over(four) == tail.left_over(four)
+
+
 def test_the_next_epoch_has_as_many_shards_as_ranks() -> None:
     ledger = Ledger.of_epoch(0, 3).lost({1: 0, 2: 1}).stepped(4).next_epoch(2)
     assert ledger == Ledger.of_epoch(1, 2)

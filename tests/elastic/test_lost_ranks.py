@@ -62,6 +62,7 @@ def test_fit_goes_on_and_trains_on_each_row_once(framework, api, kills, left):
     for report in reports:
         assert report["wrong"] == {}
         assert (report["size"], report["epochs"], report["same_process"]) == (len(left), 3, True)
+        assert report["begun"] == report["updates"]
         check_validation(report)
     assert "lost" in ended.err
 

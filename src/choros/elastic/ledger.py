@@ -226,14 +226,15 @@ class Ledger:
         """The ledger of a job that goes on with ``size`` ranks from a commit.
 
         The global batches that no rank has begun are divided into ``size`` shards; batches of which only some shards
-        were consumed stay left over for the end of the epoch.
+        were consumed stay left over for the end of the epoch. So does all that is left of a tail: then the epoch has no
+        batches before.
 
         Args:
             size: the number of ranks.
             length: as for ``left_over``.
         """
         if self.is_tail:
-            return self.resharded(size, length)
+            return replace(self, lots=(), steps=0, left=self.left_over(length))
         stopped = (part for lot in self.lots if lot.owner is None for part in lot.between(lot.stopped or 0, self.steps))
         return replace(
             self, lots=_shards(self.position, size), steps=0, left=(*self.left, *stopped), first=self.position

@@ -295,6 +295,8 @@ class GradientReducer:
         self.trained: tuple[int, ...] = ()
         #: In the current step; and as of the last one that has ended on all ranks.
         self._progress = self._settled = _ReducerState()
+        #: The last step that has begun; it may be made again.
+        self._begun = 0
         #: Returns the factor of gradients whose loss was weighted for ranks of which some were lost since.
         self.correction: Callable[[], float] | None = None
         environment = Config.from_environ(os.environ)
@@ -686,10 +688,12 @@ class GradientReducer:
         accumulated = self._accumulated(exchange=exchange)
         self._note(batches=progress.batches + 1, steps=progress.steps + exchange, accumulated=accumulated)
         self.due = self._comparison() if exchange and len(self._active) == len(counts) else None
-        if exchange:
+        if exchange and self._progress.steps != self._begun:
+            self._begun = self._progress.steps
             if not joined:
                 page.note_step()
-            events.emit(Kind.STEP_BEGUN, self._name, step=self._progress.steps, examples=examples, joined=joined)
+            events.emit(Kind.STEP_BEGUN, self._name, step=self._begun, examples=examples, joined=joined)
+        if exchange:
             # With several micro-batches ranks may differ in whether they have accumulated gradients of earlier ones.
             self._scale(self._weight, same=self.config.micro_batches == 1 and len(set(counts)) == 1)
         else:
