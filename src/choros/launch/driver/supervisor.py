@@ -92,7 +92,7 @@ class JobEnd:
         preempted: the ranks of an elastic job were asked to commit and to end.
         unconnected: the hosts of an elastic job could not reach each other when it started.
         move: how the job is to be started on the hosts of now, if they have changed.
-        done: the ranks whose scripts have ended.
+        done: the ranks whose scripts have ended, or were not needed any more.
         given_up: what an elastic job has lost, and why it was not started again.
     """
 
@@ -503,6 +503,7 @@ class _Supervisor:
         """Ends the processes that were to become ranks, when all ranks have ended."""
         for rank in self._newcomers - self._unneeded:
             self._unneeded.add(rank)
+            self._job_end.done.add(rank)  # so that it is no loss if mpirun fails now
             self._killer.kill(self._job_end.started[rank])
 
     def _on_loss(self, end: Exit, elastic: Elastic) -> None:
