@@ -187,6 +187,12 @@ def test_a_schedule_of_deaths(seed):
     assert not problems
 
 
+def test_ranks_leave_in_order_though_another_is_lost_at_the_end():
+    script = "import os, choros; choros.init(); choros.comm.global_process_set.rank() == 1 and os.kill(os.getpid(), 9)"
+    ended = run("-np", 3, "--min-np", 2, "--reset-limit", 0, sys.executable, "-c", script)
+    assert (ended.code, "Exception ignored" in ended.err) == (0, False), ended.err
+
+
 def test_a_job_with_too_few_ranks_ends_with_a_clear_error():
     ended = run("-np", 4, "--min-np", 3, sys.executable, HERE / "collectives_script.py", 0)
     assert ended.code == 69

@@ -173,11 +173,14 @@ def shutdown() -> None:
     A rank that still calls a collective gets a ``MismatchError`` that says this one has shut down.
     """
     global _job
-    job, _job = _job, None
+    job = _job
     if job is None:
         return
     try:
-        end_recording(job.communicator, SHUTDOWN)
+        try:
+            end_recording(job.communicator, SHUTDOWN)
+        finally:
+            _job = None  # not before: a rank may be lost in it
     except (MismatchError, EngineError) as error:
         # Another rank has ended, or has received the shutdown and continues. What is collective can no longer be freed.
         job.finalize = _nothing
