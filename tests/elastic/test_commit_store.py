@@ -1,5 +1,6 @@
 """Commits on disk: what they hold, and what is loaded after kills and damages."""
 
+import errno
 import json
 import math
 import random
@@ -61,6 +62,23 @@ def test_the_last_two_are_kept(tmp_path: Path) -> None:
     assert store.load_last() is None
     assert [store.write({"epoch": epoch}) for epoch in range(4)] == [1, 2, 3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["commit-00000003.npz", "commit-00000004.npz"]
+
+
+def test_a_full_disk_is_reported_and_the_last_commit_stays(tmp_path: Path, caplog, monkeypatch) -> None:
+    store = CommitStore(tmp_path)
+    assert store.write({"step": 1}) == 1
+
+    def fill(path: Path, _state: object) -> None:
+        path.write_bytes(b"begun")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("choros.elastic.commit_store.write_state", fill)
+        assert store.write({"step": 2}) is None
+    assert f"commit 2 in {tmp_path} is not written, training goes on without it: [Errno 28]" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["commit-00000001.npz"]
+    assert store.load_last().state == {"step": 1}
+    assert store.write({"step": 3}) == 2
 
 
 def test_of_a_damaged_commit_nothing_is_loaded(tmp_path: Path, caplog) -> None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -25,6 +26,7 @@ __all__ = ["Commit", "CommitStore"]
 _log = logging.getLogger("choros")
 _NAME = re.compile(r"commit-(\d+)\.npz")
 _KEPT = 2
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -61,24 +63,32 @@ class CommitStore:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
 
-    def write(self, state: Any) -> int:
+    def write(self, state: Any) -> int | None:
         """Writes a commit; when this returns, it is on the disk. The last two are kept.
+
+        If the disk is full, a warning says so: training goes on, and the last commit is still there.
 
         Args:
             state: dicts, lists and tuples of NumPy arrays of any dtype, bytes, numbers, strings, booleans and ``None``.
 
         Returns:
-            The commit's number.
+            The commit's number; ``None`` if the disk is full.
 
         Raises:
             ConfigError: something else is in the state.
-            OSError: it could not be written; the last commit is still there.
+            OSError: it could not be written for another reason; the last commit is still there.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         earlier = self._files()
         number = max(earlier, default=0) + 1
-        with unfinished(self.directory / f"commit-{number:08}.npz") as file:
-            write_state(file, state)
+        try:
+            with unfinished(self.directory / f"commit-{number:08}.npz") as file:
+                write_state(file, state)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            _log.warning("commit %d in %s is not written, training goes on without it: %s.", number, self.directory, error)
+            return None
         for old in sorted(earlier)[: 1 - _KEPT]:
             earlier[old].unlink()
         return number

@@ -26,8 +26,8 @@ class HostUpdate(enum.IntEnum):
 class Commits(Protocol):
     """Commits on disk."""
 
-    def write(self, state: Any) -> int:
-        """Writes a commit: dicts and lists of arrays, bytes, numbers and strings; returns its number."""
+    def write(self, state: Any) -> int | None:
+        """Writes a commit: dicts and lists of arrays, bytes, numbers and strings; returns its number, if any."""
 
     def load_last(self) -> Any:
         """Returns an object whose ``state`` was written last; ``None`` if there is none."""
