@@ -87,7 +87,8 @@ class CommitStore:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            _log.warning("commit %d in %s is not written, training goes on without it: %s.", number, self.directory, error)
+            message = "commit %d in %s is not written, training goes on without it: %s."
+            _log.warning(message, number, self.directory, error)
             return None
         for old in sorted(earlier)[: 1 - _KEPT]:
             earlier[old].unlink()
