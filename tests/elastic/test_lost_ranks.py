@@ -72,7 +72,7 @@ def test_fit_goes_on_and_trains_on_each_row_once(framework, api, kills, left):
     [
         ("torch", "strategy", "loader"),
         pytest.param("tensorflow", "strategy", "tf", marks=pytest.mark.nightly),
-        ("torch", "horovod", ""),
+        pytest.param("torch", "horovod", "", marks=pytest.mark.nightly),
         pytest.param("tensorflow", "horovod", "", marks=pytest.mark.nightly),
         pytest.param("jax", "strategy", "", marks=pytest.mark.nightly),
     ],
@@ -85,7 +85,7 @@ def test_epochs_of_fewer_steps_go_on_where_the_one_before_has_ended(framework, a
 @pytest.mark.parametrize(
     ("framework", "api"),
     [
-        ("torch", "strategy"),
+        pytest.param("torch", "strategy", marks=pytest.mark.nightly),
         ("tensorflow", "horovod"),
         pytest.param("jax", "strategy", marks=pytest.mark.nightly),
     ],
@@ -147,7 +147,10 @@ def test_validation_is_made_again_without_ranks_that_are_lost_in_it(framework, a
     check_validation(report)
 
 
-@pytest.mark.parametrize("kind", ["tensorflow", "loader", pytest.param("batches", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kind",
+    ["tensorflow", *[pytest.param(kind, marks=pytest.mark.nightly) for kind in ("loader", "batches")]],
+)
 def test_a_data_set_that_was_distributed_once_is_sharded_over_the_ranks_of_each_epoch(kind):
     ended = run("-np", 3, "--min-np", 2, sys.executable, HERE / "distributed_script.py", kind)
     assert ended.code == 0, ended.err
@@ -237,7 +240,7 @@ def test_the_same_command_goes_on_from_the_last_step_with_fewer_ranks(tmp_path):
     [
         pytest.param("plain", "0@5", {}, marks=pytest.mark.nightly),
         ("plain", "1@7:left", {"EXAMPLES": "74"}),  # when it and another have made 7 steps, and one 6
-        ("plain", "0@5:bucket", {"CHOROS_OVERLAP": "1"}),
+        pytest.param("plain", "0@5:bucket", {"CHOROS_OVERLAP": "1"}, marks=pytest.mark.nightly),
         ("run", "0@5", {}),
         pytest.param("run", "0@5:bucket", {"CHOROS_OVERLAP": "1"}, marks=pytest.mark.nightly),
     ],

@@ -99,7 +99,7 @@ def test_a_killed_job_goes_on_from_its_last_commit(tmp_path):
     assert [report["wrong"] for report in reports] == [{}, {}]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_job_that_goes_on_with_data_in_another_order_says_so(seed, tmp_path):
     given = {"more": ("--commit-dir", tmp_path, "--commit-steps", 4), "least": 1, "ranks": 1}
     fit("torch", "0@6=SIGKILL!", code=-signal.SIGKILL, data="loader:1", **given)
@@ -109,7 +109,7 @@ def test_a_job_that_goes_on_with_data_in_another_order_says_so(seed, tmp_path):
 
 
 def test_a_job_without_commits_ends_at_once():
-    _, reports = fit("torch", "0@5=SIGTERM!", code=143)
+    _, reports = fit("torch", "0@5=SIGTERM!", ranks=2, code=143)
     assert reports == []
 
 
@@ -127,7 +127,8 @@ def test_a_rank_leaves_a_loop_of_torch(how):
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2
 
 
-@pytest.mark.parametrize("step", [5, 6])  # of nine: the job ends when it next commits, in step 5 or in step 8
+# Of nine: the job ends when it next commits, in step 5 or in step 8.
+@pytest.mark.parametrize("step", [pytest.param(5, marks=pytest.mark.nightly), 6])
 def test_a_loop_with_a_state_goes_on_after_the_last_commit(step, tmp_path):
     commits = ("--commit-dir", tmp_path)
     assert loop(f"1@{step}=SIGTERM!", "run", 3, 75, commits) == []

@@ -16,6 +16,7 @@ import psutil
 CHOROSRUN = (sys.executable, "-P", "-m", "choros.launch.cli")
 #: A variable in the environment of every test job, which identifies its processes.
 TAG = "CHOROS_TEST_TAG"
+HIDDEN_JAX = str(Path(__file__).parent.parent / "hidden_jax")
 #: What chorosrun shows if the start takes long, as on a busy machine.
 SLOW_START = re.compile(r"^chorosrun: starting \d+ \w+ …\n", re.MULTILINE)
 
@@ -36,6 +37,8 @@ class Running:
     def __init__(self, *arguments, env=None, cwd=None, start=CHOROSRUN):
         self.tag = f"{os.getpid()}-{time.monotonic_ns()}"
         environ = {**os.environ, **(env or {}), TAG: self.tag}
+        if environ.get("KERAS_BACKEND", "jax") != "jax":
+            environ["PYTHONPATH"] = os.pathsep.join([HIDDEN_JAX, *filter(None, [environ.get("PYTHONPATH")])])
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [*start, *map(str, arguments)],
