@@ -363,6 +363,41 @@ def case_batches_of_a_data_loader():
     check_data(data_loader)
 
 
+def case_epochs_of_some_steps_go_on_where_the_one_before_has_ended():
+    own = {"torch": data_loader, "tensorflow": tf_data, "jax": Batches}[BACKEND]
+    for given in (data(), (Batches(),), (own(),)):
+        ours, theirs = both()
+        batch_size = BATCH if len(given) == 2 else None
+        with pytest.warns(UserWarning, match="ran out of data"):  # in epoch 3, which has one step
+            histories = [fit(model, *given, batch_size=batch_size, steps_per_epoch=2) for model in (ours, theirs)]
+        assert_same_weights(ours, theirs)
+        assert_same_history(*histories)
+
+
+def case_batches_of_a_py_dataset_are_shuffled():
+    class Recorded(Batches):
+        def __init__(self):
+            super().__init__()
+            self.read, self.epochs = [], []
+
+        def __getitem__(self, index):
+            self.read.append(index)
+            return super().__getitem__(index)
+
+        def on_epoch_end(self):
+            self.epochs.append(self.read)
+            self.read = []
+
+    with strategy().scope():
+        model = build()
+    batches = Recorded()
+    fit(model, batches, epochs=3, shuffle=True)
+    orders = [read[:4] for read in batches.epochs[-3:]]  # in the fifth, a replica has no rows
+    assert [sorted(order) for order in orders] == [[0, 1, 2, 3]] * 3
+    assert orders[1:] != orders[:-1]
+    assert allgather_object(orders) == [orders] * choros.size()
+
+
 def case_batches_of_a_generator():
     ours, theirs = both()
     histories = [fit(model, generator(), steps_per_epoch=N // BATCH, epochs=2) for model in (ours, theirs)]

@@ -20,6 +20,7 @@ ON_SOME = {
     "case_batches_of_tf_data": "tensorflow",
     "case_batches_of_a_data_loader": "torch",
     "case_batches_of_a_generator": "torch",
+    "case_batches_of_a_py_dataset_are_shuffled": "torch",
     "case_predictions_of_batches_of_one_row": "torch",
     # Keras' callbacks and files; JAX differs most, as it has the weights elsewhere during an epoch.
     "case_callbacks_receive_global_metrics": "jax",

@@ -36,7 +36,8 @@ def shard(
               rank's examples are loaded. Random samplers that have no generator get one with the same seed.
             - Grain ``MapDataset`` or ``IterDataset`` of examples.
         batch_size: the number of examples in a batch of *all* ranks together.
-        shuffle: for arrays with ``batch_size``: whether to draw a new order of all examples each epoch.
+        shuffle: for arrays with ``batch_size``: whether to draw a new order of all examples each epoch; for a
+            ``PyDataset``: of its batches, but for the last one.
         seed: the seed of the shuffle; the same on all ranks.
         initial_epoch: the epoch at which training resumes; the shuffle continues with its order.
 
@@ -59,7 +60,8 @@ def shard(
     kind = kind_of(data)
     if shuffle and not kind.shuffles:
         raise ConfigError(
-            f"shuffle=True is for arrays; shuffle the {type(data).__name__} itself, in the same order on all ranks."
+            "shuffle=True is for arrays and for the batches of a PyDataset; shuffle the "
+            f"{type(data).__name__} itself, in the same order on all ranks."
         )
     sharding = Sharding(Part(here.rank, here.size), batch_size, shuffle, seed, initial_epoch)
     if global_process_set.communicator.elastic and (own := elastic_shard(data, sharding)) is not None:

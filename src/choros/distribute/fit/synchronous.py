@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, final
 
 import keras
@@ -52,6 +53,7 @@ from choros.parallel.data import (
     EpochData,
     Part,
     Sharding,
+    StepsOfEpoch,
     are_arrays,
     check_global_batch,
     count_rows,
@@ -186,11 +188,9 @@ class SynchronousTraining(Training):
         share_equally(model)
         x, y, weights, validation = _split_validation(call)
         batch_size = call["batch_size"]
-        data = self._training_data(x, y, weights, batch_size, shuffle=call["shuffle"], epoch=call["initial_epoch"])
+        data = self._training_data(call, x, y, weights)
         if not (are_arrays(x) and (validation is None or are_arrays(validation))):
             attach(model).expect_absent_rows()
-        if isinstance(data, EpochData):
-            data = epochs_of_steps(data, call["steps_per_epoch"], self._part_of_batches())
         own = data.data if isinstance(data, EpochData) else data
         changes = {"x": own, "y": None, "sample_weight": None, "batch_size": None, "validation_split": 0.0}
         held_out = None
@@ -201,13 +201,13 @@ class SynchronousTraining(Training):
             changes["validation_batch_size"] = None
         verbose = self._verbosity(call)
         callbacks = self._callbacks(call["callbacks"], MetricAverageCallback(whole_tests=held_out is None))
-        if isinstance(data, EpochData):
+        if global_process_set.communicator.elastic:
             if call["verbose"]:  # Keras' own progress bar would end with rank 0
                 callbacks.append(FirstRankCallback(keras.callbacks.ProgbarLogger(), call["verbose"]))
             callbacks, verbose = [StepCallback(), *callbacks, AdmissionCallback(callbacks)], 0
         changes["callbacks"] = callbacks
-        elastic = isinstance(data, EpochData)
-        with enter_fit(), attach(model).elastic(data, call["class_weight"]) if elastic else nullcontext():
+        by_epoch = isinstance(data, EpochData)
+        with enter_fit(), attach(model).elastic(data, call["class_weight"]) if by_epoch else nullcontext():
             history = call.replaced(**changes, shuffle=False, verbose=verbose).run()
         global_process_set.communicator.barrier()  # the files that process 0 has written exist for all processes
         return history
@@ -292,19 +292,25 @@ class SynchronousTraining(Training):
 
     # data ---------------------------------------------------------------------------------------
 
-    def _training_data(self, x: Any, y: Any, weights: Any, batch_size: int | None, *, shuffle: Any, epoch: int) -> Any:
-        """Returns what Keras' ``fit`` trains on; in an elastic job as ``EpochData``."""
-        elastic, part = global_process_set.communicator.elastic, self._part_of_batches()
-        if not are_arrays(x):
-            if not elastic:
-                return self._batches(x)
-            if datasets.is_distributed(x):
-                return epochs_of_shard(self._batches(x), part)
-            return epochs_of(x, Sharding(part, epoch=epoch))
-        check_global_batch(min(batch_size or _BATCH, count_rows(x)), self._replicas.count)
-        seed = object_of_first(lambda: int(np.random.randint(2**31)))
-        sharding = Sharding(part, batch_size or _BATCH, bool(shuffle), seed, epoch)
-        return (epochs_of if elastic else _sharded)(_packed(x, y, weights), sharding)
+    def _training_data(self, call: KerasCall, x: Any, y: Any, weights: Any) -> Any:
+        """Returns what ``fit`` trains on; as ``EpochData`` in elastic jobs, and if an epoch is a part of the data."""
+        elastic, part, steps = global_process_set.communicator.elastic, self._part_of_batches(), call["steps_per_epoch"]
+        if datasets.is_distributed(x):
+            own = self._batches(x)
+            return epochs_of_steps(epochs_of_shard(own, part), steps, part) if elastic else own
+        sharding = Sharding(part, epoch=call["initial_epoch"])
+        in_batches = kind_of(x).has_batches
+        if are_arrays(x):
+            sharding = replace(sharding, batch_size=call["batch_size"] or _BATCH)
+            check_global_batch(min(call["batch_size"] or _BATCH, count_rows(x)), part.count)
+            x = _packed(x, y, weights)
+        if call["shuffle"] and (sharding.batch_size or in_batches) and kind_of(x).shuffles:
+            sharding = replace(sharding, shuffle=True, seed=object_of_first(lambda: int(np.random.randint(2**31))))
+        if elastic or steps is not None:
+            epochs = epochs_of_steps(epochs_of(x, sharding), steps, part)
+            if elastic or (isinstance(epochs, StepsOfEpoch) and epochs.doubt is None):
+                return epochs
+        return _sharded(x, sharding) if sharding.batch_size or sharding.shuffle else self._batches(x)
 
     def _part(self, x: Any, y: Any, weights: Any, batch_size: int | None, steps: int | None = None) -> Any:
         """Returns this process's part of evaluation data; ``None`` if there are fewer rows than processes.

@@ -24,7 +24,7 @@ from choros.parallel.data.kinds import (
 )
 from choros.parallel.data.part import Part, check_global_batch, checked, count_rows, cut
 from choros.parallel.data.sharding import Sharding
-from choros.parallel.data.steps_of_epoch import epochs_of_steps
+from choros.parallel.data.steps_of_epoch import StepsOfEpoch, epochs_of_steps
 
 __all__ = [
     "DataKind",
@@ -32,6 +32,7 @@ __all__ = [
     "LocalBatches",
     "Part",
     "Sharding",
+    "StepsOfEpoch",
     "are_arrays",
     "check_global_batch",
     "checked",

@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import Any, final
 
 import keras
-import numpy as np
 
 from choros.parallel.data.epochs import IndexedData
+from choros.parallel.data.order import order_of
 from choros.parallel.data.part import Part, count_rows, cut
 from choros.parallel.data.parts_dataset import PartsDataset
 from choros.parallel.data.shard import batch_ranges, check_batch_size
@@ -38,7 +38,7 @@ class ArrayBatches(keras.utils.PyDataset):
         self._shuffle = sharding.shuffle
         self._seed = sharding.seed
         self._epoch = sharding.epoch
-        self._order = self._draw()
+        self._is_read = False
         self._split = part.count > 1
         self._last: int | None = None
 
@@ -47,10 +47,11 @@ class ArrayBatches(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Any:
         self._check_order(index)
+        self._is_read = self._is_read or index == len(self) - 1
         start, end = self._ranges[index]
-        if self._order is None:
+        if not self._shuffle:
             return cut(self._data, start, end)
-        indices = self._order[start:end]
+        indices = order_of(self._n, self._seed, self._epoch)[start:end]
         return map_structure(lambda leaf: leaf[indices], self._data)
 
     def _check_order(self, index: int) -> None:
@@ -65,12 +66,12 @@ class ArrayBatches(keras.utils.PyDataset):
         self._last = index
 
     def on_epoch_end(self) -> None:
-        """Draws a new order, the same on all ranks."""
-        self._epoch += 1
-        self._order = self._draw()
+        """The next order, the same on all ranks, follows if the batches were read to the end.
 
-    def _draw(self) -> Any:
-        return _order(self._n, self._seed, self._epoch) if self._shuffle else None
+        Keras calls this before the first epoch, too, and with ``steps_per_epoch`` when some are still to be read.
+        """
+        if self._is_read:
+            self._epoch, self._is_read = self._epoch + 1, False
 
 
 @final
@@ -89,7 +90,6 @@ class ArrayEpochs(IndexedData):
         self._n = count_rows(data)
         self._batch_size = batch_size
         self._shuffle = sharding.shuffle
-        self._drawn: tuple[tuple[int, int], Any] | None = None
         check_batch_size(batch_size, sharding.part.count)
 
     @cached_property
@@ -103,17 +103,9 @@ class ArrayEpochs(IndexedData):
         start, end = (first + row for row in part.range(min(self._batch_size, self._n - first)))
         if not self._shuffle:
             return cut(self._data, start, end)
-        which = self.seed, epoch
-        if self._drawn is None or self._drawn[0] != which:
-            # Keras ends an epoch before the first one, and ``ArrayBatches`` has then drawn its second order.
-            self._drawn = which, _order(self._n, self.seed, epoch + 1)
-        indices = self._drawn[1][start:end]
+        indices = order_of(self._n, self.seed, epoch)[start:end]
         return map_structure(lambda leaf: leaf[indices], self._data)
 
     def _count(self, epoch: int) -> tuple[int, int, int]:
         size = self._batch_size
         return -(-self._n // size), min(size, self._n), (self._n - 1) % size + 1
-
-
-def _order(n: int, seed: int, epoch: int) -> Any:
-    return np.random.default_rng((seed, epoch)).permutation(n)

@@ -12,6 +12,7 @@ import keras
 from choros.errors import ConfigError
 from choros.parallel.data.epochs import EpochData, FixedData, IndexedData
 from choros.parallel.data.kind import DataKind
+from choros.parallel.data.order import shuffled_batch
 from choros.parallel.data.part import Part, check_global_batch, count_rows
 from choros.parallel.data.parts_dataset import PartsDataset
 from choros.parallel.data.shard_batches import ShardBatches
@@ -22,24 +23,28 @@ __all__ = ["KIND", "PyDatasetEpochs", "PyDatasetKind", "PyDatasetPart"]
 
 @final
 class PyDatasetKind(DataKind):
-    """``keras.utils.PyDataset``: its batches are the global ones, and each process produces all of each."""
+    """``keras.utils.PyDataset``: its batches are the global ones, and each process produces all of each.
 
+    What is shuffled is the order of its batches, as in Keras; but the last one stays the last.
+    """
+
+    shuffles: ClassVar[bool] = True
     has_batches: ClassVar[bool] = True
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         """Returns a ``PyDataset`` of the process's rows."""
-        batch_size = sharding.batch_size
-        if batch_size is not None and (own := count_rows(data[0])) != batch_size:
+        batch_size, own = sharding.batch_size, count_rows(data[0])
+        if batch_size not in (None, own):
             raise ConfigError(
                 f"the PyDataset's batches have {own} examples, but batch_size={batch_size}. Its batches are the global "
                 "ones: give it that batch size, or remove batch_size."
             )
-        return PyDatasetPart(data, sharding.part)
+        check_global_batch(own, sharding.part.count)
+        return PyDatasetPart(data, sharding)
 
     def split(self, data: Any, part: Part) -> Any:
         """Returns a ``PyDataset`` of the process's rows."""
-        check_global_batch(count_rows(data[0]), part.count)
-        return PyDatasetPart(data, part)
+        return self.shard(data, Sharding(part))
 
     def epochs(self, data: Any, sharding: Sharding) -> EpochData:
         """Returns the epochs of the data set, if it has an end."""
@@ -68,14 +73,20 @@ class PyDatasetKind(DataKind):
 
 @final
 class PyDatasetPart(keras.utils.PyDataset):
-    """The process's rows of each batch of another ``PyDataset``, without the last one if it has none in it."""
+    """The process's rows of each batch of another ``PyDataset``, without the last one if it has none in it.
 
-    def __init__(self, inner: Any, part: Part) -> None:
+    Args:
+        inner: the data set of global batches.
+        sharding: the process's part, and the order of the batches.
+    """
+
+    def __init__(self, inner: Any, sharding: Sharding) -> None:
         super().__init__(
             workers=inner.workers, use_multiprocessing=inner.use_multiprocessing, max_queue_size=inner.max_queue_size
         )
         self._inner = inner
-        self._part = part
+        self._part = part = sharding.part
+        self._sharding, self._epoch = sharding, sharding.epoch
         batches: int | None = inner.num_batches
         if batches and count_rows(part.of(inner[batches - 1])) == 0:
             batches -= 1
@@ -90,6 +101,9 @@ class PyDatasetPart(keras.utils.PyDataset):
         return self._batches or 0
 
     def __getitem__(self, index: int) -> Any:
+        number = self._inner.num_batches
+        if self._sharding.shuffle and number is not None:
+            index = shuffled_batch(index, number, self._sharding.seed, self._epoch)
         return self._part.of(self._inner[index])
 
     def on_epoch_begin(self) -> None:
@@ -97,8 +111,9 @@ class PyDatasetPart(keras.utils.PyDataset):
         self._inner.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Calls the inner data set's method."""
+        """Calls the inner data set's method, and draws a new order, the same on all processes."""
         self._inner.on_epoch_end()
+        self._epoch += 1
 
 
 @final
@@ -113,6 +128,7 @@ class PyDatasetEpochs(IndexedData):
     def __init__(self, inner: Any, sharding: Sharding) -> None:
         super().__init__(sharding)
         self._inner = inner
+        self._shuffles = sharding.shuffle
         self._ended = 0
 
     @cached_property
@@ -131,6 +147,8 @@ class PyDatasetEpochs(IndexedData):
 
     def rows(self, part: Part, index: int, epoch: int) -> Any:
         """Returns rows of a batch."""
+        if self._shuffles:
+            index = shuffled_batch(index, self._inner.num_batches, self.seed, epoch)
         return part.of(self._inner[index])
 
     def _count(self, epoch: int) -> tuple[int, int, int]:

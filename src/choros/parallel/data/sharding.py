@@ -16,7 +16,8 @@ class Sharding:
     Attributes:
         part: the process's part of each global batch.
         batch_size: the number of examples in a global batch; ``None`` if not given.
-        shuffle: whether examples are drawn in a new order each epoch, the same on all processes.
+        shuffle: whether examples, or the batches of a ``PyDataset``, come in a new order each epoch, the same on all
+            processes.
         seed: the seed of that order, and of samplers without a generator.
         epoch: the epoch whose order comes first.
     """
