@@ -351,9 +351,12 @@ def case_shuffle_continues_after_resuming():
         return np.concatenate([part[i] for i in range(len(part))]).tolist()
 
     x = np.arange(UNEVEN)
-    unbroken = hvd.shard(x, batch_size=BATCH, shuffle=True)
+    unbroken, resumed = (hvd.shard(x, batch_size=BATCH, shuffle=True, initial_epoch=epoch) for epoch in range(2))
+    first = unbroken[0].tolist()
+    unbroken.on_epoch_end()  # with steps_per_epoch: the next epoch goes on with this order
+    assert order(unbroken)[: len(first)] == first
     unbroken.on_epoch_end()
-    assert order(unbroken) == order(hvd.shard(x, batch_size=BATCH, shuffle=True, initial_epoch=1))
+    assert order(unbroken) == order(resumed)
 
 
 def case_shard_of_arrays_is_the_index_split():
