@@ -21,9 +21,11 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, TypeVar, final
 
+from choros.errors import ChorosError
 from choros.observe import events
 from choros.observe.events import Event, Kind
 from choros.observe.progress import page, read_page
@@ -33,12 +35,14 @@ from choros.transport.address import this_host
 if TYPE_CHECKING:
     from choros.comm.store import RendezvousStore
 
-__all__ = ["StallWatch"]
+__all__ = ["StallWatch", "answer_of", "ranks_text"]
 
 #: Rank 0 answers in less, unless it is stopped.
 _ANSWER_SECONDS = 1.0
 #: Another rank that waits has written it by then.
 _REPORT_SECONDS = 1.5
+
+T = TypeVar("T")
 
 _log = logging.getLogger("choros")
 
@@ -136,19 +140,11 @@ class StallWatch:
         return wait.since + max(self._seconds, _REPORT_SECONDS)
 
     def _tell(self, wait: _OwnWait | None) -> None:
-        self._ask(lambda: self._store.set(f"waits {self._rank}", b"" if wait is None else wait.call.encode()))
-
-    def _ask(self, ask: Callable[[], Any]) -> Any:
-        """What the store answers; ``None`` if it does not."""
-        answers: list[Any] = []
-        thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
-        thread.start()
-        thread.join(_ANSWER_SECONDS)
-        return answers[0] if answers else None
+        answer_of(lambda: self._store.set(f"waits {self._rank}", b"" if wait is None else wait.call.encode()))
 
     def _report(self, wait: _OwnWait) -> None:
         """Logs a report, if this is the first of the ranks that wait."""
-        calls = self._ask(lambda: self._store.get_all([f"waits {rank}" for rank in wait.ranks]))
+        calls = answer_of(lambda: self._store.get_all([f"waits {rank}" for rank in wait.ranks]))
         if calls is None:
             present, missing, unknown = [self._rank], [0], " The others ask rank 0 for whom they wait."
         else:
@@ -162,8 +158,8 @@ class StallWatch:
         last = read_page(page.memory)
         what = f" All have made {last.last}, {time.time() - last.last_time:.0f} s ago." if last.last else ""
         parts = [
-            f"{_ranks(present)} {'has' if len(present) == 1 else 'have'} waited {time.time() - wait.since:.0f} s for "
-            f"{_ranks(missing)} in {wait.call}{at}, since {since}.{what}{unknown}"
+            f"{ranks_text(present)} {'has' if len(present) == 1 else 'have'} waited {time.time() - wait.since:.0f} s "
+            f"for {ranks_text(missing)} in {wait.call}{at}, since {since}.{what}{unknown}"
         ]
         parts += [textwrap.indent(self._describe(rank), "  ") for rank in missing[:8]]
         _log.warning("%s", "\n".join(parts))
@@ -178,6 +174,26 @@ class StallWatch:
         return f"{head} {state}{resume}\n{textwrap.indent(take_stacks(process.pid), '  ')}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def answer_of(ask: Callable[[], T]) -> T | None:
+    """What ``ask``, a question to the store, returns; ``None`` if rank 0 does not answer, or is lost."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with suppress(ChorosError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS)
+    return answers[0] if answers else None
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """The names of some ranks.
+
+    Example:
+        >>> ranks_text([1]), ranks_text([0, 2])
+        ('rank 1', 'ranks 0, 2')
+    """
     listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'' if len(ranks) == 1 else 's'} {listed}"

@@ -55,6 +55,7 @@ from choros.comm.store import (
     store_over,
     translated,
 )
+from choros.comm.straggler_watch import StragglerWatch
 
 __all__ = ["TorchCommunicator", "finalize", "start"]
 
@@ -65,6 +66,7 @@ _GLOO_DTYPES = frozenset(
 
 _starts = itertools.count()
 _stall_watch: StallWatch | None = None
+_straggler_watch: StragglerWatch | None = None
 _log = logging.getLogger("choros")
 
 
@@ -226,8 +228,10 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
     name = f"choros {next(_starts)}"
     peers = peers_of(store)
     watch = None
-    if isinstance(store, RendezvousStore) and topology.launcher in WITHOUT_MPI and config.stall_seconds:
-        watch = StallWatch(store, topology.rank, config.stall_seconds)
+    if isinstance(store, RendezvousStore) and topology.launcher in WITHOUT_MPI:
+        if config.stall_seconds:
+            watch = StallWatch(store, topology.rank, config.stall_seconds)
+        _watch_stragglers(store, topology)
     store, signatures = dist.PrefixStore(name, store), signatures.branch(name)
     locations = exchange_locations(store, topology.rank, topology.size, address, seconds)
     _watch_stalls(watch, topology.size)
@@ -246,6 +250,8 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
 def finalize() -> None:
     """Tells the other ranks, and ends MPI if it was the control plane; call it once, when the process ends."""
     _watch_stalls(None)
+    if _straggler_watch is not None:
+        _straggler_watch.stop()
     leave_stores()
     mpi = sys.modules.get("choros.comm.engines.mpi")
     if mpi is not None:
@@ -260,6 +266,13 @@ def _watch_stalls(watch: StallWatch | None, size: int = 0) -> None:
     if watch is not None:
         watch.start(size)
     _stall_watch = watch
+
+
+def _watch_stragglers(store: RendezvousStore, topology: Topology) -> None:
+    """Begins with the first start."""
+    global _straggler_watch
+    if _straggler_watch is None:
+        _straggler_watch = StragglerWatch(store, topology.rank, topology.size)
 
 
 def _warn_of_open_network(hosts: Sequence[str]) -> None:

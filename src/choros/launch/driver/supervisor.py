@@ -35,7 +35,6 @@ from choros.launch.driver.rank_killer import RankKiller
 from choros.launch.driver.stack_requests import StackRequests
 from choros.launch.driver.stall_report import RankReport, job_report, stall_report
 from choros.launch.driver.stopping import Reason, Stage, signal_name, stages
-from choros.launch.driver.stragglers import Stragglers
 from choros.launch.driver.waits import Stall, Waits
 from choros.launch.plan.command import Command
 from choros.launch.plan.elastic import Elastic
@@ -48,6 +47,7 @@ from choros.launch.protocol.wrapper_options import STACKS
 from choros.observe import MOVE, events
 from choros.observe.events import Detail, Event, Kind
 from choros.observe.stacks import STOPPED
+from choros.observe.stragglers import Stragglers
 from choros.transport.loop import Loop
 from choros.transport.signal_pipe import SignalPipe, wake_only
 
@@ -315,7 +315,7 @@ class _Supervisor:
 
     def _on_progress(self, frame: RankProgress) -> None:
         self._progress[frame.rank] = frame
-        self._show_sentence(self._stragglers.note(frame) if frame.rank not in self._job_end.exits else "")
+        self._show_sentence(self._stragglers.note(frame.rank_steps) if frame.rank not in self._job_end.exits else "")
 
     def _show_sentence(self, sentence: str) -> None:
         if sentence:

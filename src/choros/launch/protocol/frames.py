@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import final
 
+from choros.observe.stragglers import RankSteps
+
 __all__ = [
     "MARK",
     "Events",
@@ -133,6 +135,11 @@ class RankProgress:
     loading: float = 0.0
     last: str = ""
     ago: float = 0.0
+
+    @property
+    def rank_steps(self) -> RankSteps:
+        """The steps alone."""
+        return RankSteps(self.rank, self.steps, self.prompt_steps, self.seconds, self.waiting, self.loading)
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,37 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from choros.launch.protocol.frames import RankProgress
-
-__all__ = ["Stragglers"]
+__all__ = ["RankSteps", "Stragglers"]
 
 _FEWEST_STEPS = 20
 _PROMPT_SHARE = 0.8
 _OTHERS_PROMPT_SHARE = 0.5
 _SHORT_WAIT = 0.05
 _LONG_WAIT = 0.1
-_NOTHING = RankProgress(-1)
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """The training steps of a rank: what ``choros.observe.progress.PageContents`` has of them.
+
+    Attributes:
+        rank: the rank.
+        steps: their number.
+        prompt_steps: that of those in which it hardly waited, because it was among the last.
+        seconds: the time that they took.
+        waiting: the part of it in which it waited for other ranks.
+        loading: the part of it in which it loaded data.
+    """
+
+    rank: int
+    steps: int = 0
+    prompt_steps: int = 0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    loading: float = 0.0
+
+
+_NOTHING = RankSteps(-1)
 
 
 @dataclass
@@ -38,23 +59,23 @@ class Stragglers:
 
     Example:
         >>> stragglers = Stragglers(2, lambda ranks: f"rank {ranks[0]}")
-        >>> stragglers.note(RankProgress(0, steps=100, prompt_steps=3, seconds=60.0, waiting=24.0))
+        >>> stragglers.note(RankSteps(0, steps=100, prompt_steps=3, seconds=60.0, waiting=24.0))
         ''
-        >>> stragglers.note(RankProgress(1, steps=100, prompt_steps=98, seconds=60.0, waiting=0.6, loading=40.2))[:72]
+        >>> stragglers.note(RankSteps(1, steps=100, prompt_steps=98, seconds=60.0, waiting=0.6, loading=40.2))[:72]
         'rank 1 is slower than the others, which waited 40 % of the time for it i'
     """
 
     size: int
     name: Callable[[Sequence[int]], str]
-    _now: dict[int, RankProgress] = field(default_factory=dict)
-    _earlier: Mapping[int, RankProgress] = field(default_factory=dict)
+    _now: dict[int, RankSteps] = field(default_factory=dict)
+    _earlier: Mapping[int, RankSteps] = field(default_factory=dict)
     _reported: set[int] = field(default_factory=set)
     _shown: tuple[int, ...] = ()
 
-    def note(self, progress: RankProgress) -> str:
+    def note(self, done: RankSteps) -> str:
         """Records what a rank has done; returns a sentence if a period is over, and it has new stragglers."""
-        self._now[progress.rank] = progress
-        self._reported.add(progress.rank)
+        self._now[done.rank] = done
+        self._reported.add(done.rank)
         if len(self._reported) < max(self.size, len(self._now)):
             return ""
         periods = [_since(self._earlier.get(rank, _NOTHING), self._now[rank]) for rank in sorted(self._now)]
@@ -73,7 +94,7 @@ class Stragglers:
         found = _stragglers(whole)
         return self._sentence(found, whole) if found and found != self._shown else ""
 
-    def _sentence(self, found: Sequence[int], periods: Sequence[RankProgress]) -> str:
+    def _sentence(self, found: Sequence[int], periods: Sequence[RankSteps]) -> str:
         waited = min(_share(each.waiting, each) for each in periods if each.rank not in found)
         first = next(each for each in periods if each.rank == found[0])
         loading, waiting = _share(first.loading, first), _share(first.waiting, first)
@@ -90,8 +111,8 @@ class Stragglers:
         return text.replace("%", " %")
 
 
-def _since(earlier: RankProgress, now: RankProgress) -> RankProgress:
-    return RankProgress(
+def _since(earlier: RankSteps, now: RankSteps) -> RankSteps:
+    return RankSteps(
         now.rank,
         now.steps - earlier.steps,
         now.prompt_steps - earlier.prompt_steps,
@@ -101,7 +122,7 @@ def _since(earlier: RankProgress, now: RankProgress) -> RankProgress:
     )
 
 
-def _stragglers(periods: Sequence[RankProgress]) -> tuple[int, ...]:
+def _stragglers(periods: Sequence[RankSteps]) -> tuple[int, ...]:
     if min(each.steps for each in periods) < _FEWEST_STEPS:
         return ()
     found = tuple(
@@ -117,5 +138,5 @@ def _stragglers(periods: Sequence[RankProgress]) -> tuple[int, ...]:
     return found if wait and 0 < len(found) <= len(others) else ()
 
 
-def _share(seconds: float, period: RankProgress) -> float:
+def _share(seconds: float, period: RankSteps) -> float:
     return seconds / period.seconds if period.seconds > 0 else 0.0

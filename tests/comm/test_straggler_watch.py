@@ -1,0 +1,43 @@
+"""Ranks that MPI did not start: rank 0 names those for which the others wait in each step."""
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from comm.starts import Environ, by_hand, of_tf_config, together
+from harness import needs
+
+pytestmark = needs("torch")
+
+#: Steps in which rank 1 never waits, and the others always do.
+STEPS = """
+import choros, time
+from choros.observe.progress import page
+choros.init()
+rank = choros.rank()
+for _ in range(25):
+    page.note_wait(0.0 if rank == 1 else 1e9)
+    page.note_step()
+    time.sleep(0.001)
+choros.shutdown()
+choros.init()  # ranks may leave and join; it is said once
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [by_hand, of_tf_config])
+def test_a_slow_rank_is_named_at_the_end(start: Callable[[int], list[Environ]]) -> None:
+    (code, output), *others = together([sys.executable, "-c", STEPS], start(3))
+    assert [code, *(code for code, _ in others)] == [0, 0, 0], (output, others)
+    expected = "rank 1 is slower than the others, which waited 100 % of the time for it in 24 steps (0 s)."
+    assert output.count(expected) == 1, output
+    assert "It computed 100 % and waited 0 %." in output
+    assert not any("slower" in output for _, output in others)
+
+
+@pytest.mark.slow
+def test_ranks_that_leave_without_a_word_do_not_keep_the_first_one() -> None:
+    script = STEPS + "import os\nos._exit(0) if rank else None"
+    outcomes = together([sys.executable, "-c", script], by_hand(2), timeout=60)
+    assert "slower" not in outcomes[0][1]
