@@ -103,10 +103,14 @@ class Reporter:
     Args:
         describe: returns the wait; ``None``: it is not reported.
         schedule: when it is reported.
+        transfer: the seconds that it lasts if all ranks are there, because messages take time: no wait for others.
     """
 
-    def __init__(self, describe: Callable[[], LongWait] | None, schedule: Schedule = WAITING) -> None:
+    def __init__(
+        self, describe: Callable[[], LongWait] | None, schedule: Schedule = WAITING, transfer: float = 0.0
+    ) -> None:
         self._describe = describe
+        self._transfer = transfer
         self._schedule = schedule
         self._begin = time.perf_counter()
         self._due = schedule.report_seconds
@@ -125,7 +129,7 @@ class Reporter:
         return waited
 
     def __exit__(self, *_: object) -> None:
-        page.note_wait(time.perf_counter() - self._begin)
+        page.note_wait(max(0.0, time.perf_counter() - self._begin - self._transfer))
         if self._wait is not None:
             self._wait.end()
 

@@ -7,6 +7,7 @@ and the user's script can call ``init_process_group`` itself.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -91,7 +92,10 @@ def own_address(locations: Sequence[Location], rank: int) -> str:
 
 
 def wait_on_host(
-    work: Any, describe: Callable[[], LongWait] | None = None, check: Callable[[], None] = lambda: None
+    work: Any,
+    describe: Callable[[], LongWait] | None = None,
+    check: Callable[[], None] = lambda: None,
+    transfer: float = math.inf,
 ) -> None:
     """Waits for a collective of tensors in host memory; raises its error.
 
@@ -101,8 +105,9 @@ def wait_on_host(
         work: the collective.
         describe: returns the wait, to report it; ``None``: it is not reported.
         check: raises the error that ends the wait.
+        transfer: the seconds that it takes if all ranks are there; infinite if they are.
     """
-    with Reporter(describe) as reporter:
+    with Reporter(describe, transfer=transfer) as reporter:
         while not work.is_completed():
             with suppress(RuntimeError):
                 work.wait(_NAP)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -63,6 +64,8 @@ __all__ = ["TorchCommunicator", "finalize", "start"]
 _GLOO_DTYPES = frozenset(
     np.dtype(name) for name in ("int8", "uint8", "int32", "int64", "float16", "float32", "float64")
 )
+#: What Gloo, whose threads sleep, takes to exchange a few bytes on a busy machine.
+_EXCHANGE_SECONDS = 2e-3
 
 _starts = itertools.count()
 _stall_watch: StallWatch | None = None
@@ -125,12 +128,12 @@ class TorchCommunicator(Communicator):
     def _waits_in(self) -> str:
         return f"{self._asked} at {caller() or 'unknown location'}"
 
-    def _wait(self, what: str, start: Callable[[], Any]) -> None:
-        """Starts a collective of Gloo's, or some, and waits for it."""
+    def _wait(self, what: str, start: Callable[[], Any], transfer: float = math.inf) -> None:
+        """Starts a collective of Gloo's, or some, and waits for it: for the data if all ranks have agreed before."""
         with self.peers.explaining(self.launched, self._waits_in), translated(what):
             started = start()
             for work in started if isinstance(started, list) else [started]:
-                wait_on_host(work, self._long_wait, self.check_peers)
+                wait_on_host(work, self._long_wait, self.check_peers, transfer)
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         table = np.empty(2 * self.size, np.int64)
@@ -138,6 +141,7 @@ class TorchCommunicator(Communicator):
         self._wait(
             "the check of a collective",
             lambda: self._group._allgather_base(torch.from_numpy(table), torch.from_numpy(header)),
+            _EXCHANGE_SECONDS,
         )
         return table.reshape(self.size, 2)
 
