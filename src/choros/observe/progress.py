@@ -86,6 +86,11 @@ class Page:
         """Whether chorosrun has asked all ranks to end, and not someone this one alone."""
         return bool(self.memory[_END])
 
+    @property
+    def waited(self) -> float:
+        """The seconds that this rank has waited for others since its last step."""
+        return self._waited
+
     def begin_collective(self, text: bytes, ranks: int) -> None:
         """Notes that all of a number of ranks have called a collective."""
         text = text[: _END - _TEXT]

@@ -20,6 +20,7 @@ from choros.distribute.coordinator.metrics import MetricReports
 from choros.distribute.coordinator.queue import Closure, ClosureQueue
 from choros.distribute.coordinator.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue
 from choros.distribute.coordinator.role import CoordinatorRole
+from choros.distribute.coordinator.slow_workers import WorkerTimes
 from choros.distribute.parameter_server.cluster import Cluster, Receive
 from choros.distribute.parameter_server.jobs import wait_for_end
 from choros.distribute.parameter_server.messages import Shutdown
@@ -38,6 +39,8 @@ _END_SECONDS = 10.0
 #: How long one attempt to connect to a worker lasts.
 _ATTEMPT_SECONDS = 1.0
 _POLL_SECONDS = 0.05
+#: How often workers are compared.
+_TIMES_SECONDS = 60.0
 
 
 @final
@@ -71,6 +74,9 @@ class Chief(CoordinatorRole):
         self._queue = ClosureQueue(Clocks(max_staleness), cluster.start_seconds)
         self._reports = MetricReports(session.objects)
         self._definitions = Definitions(session, self._reference)
+        self._times = WorkerTimes()
+        self._times_lock = threading.Lock()
+        self._times_due = time.monotonic() + _TIMES_SECONDS
         self._used = False
         self._flushed = True
         self._ending = threading.Event()
@@ -245,6 +251,15 @@ class Chief(CoordinatorRole):
             return
         self._reports.add(ran.metrics)
         self._queue.done(channel, closure, result)
+        with self._times_lock:
+            self._times.note(channel.peer, closure.name, ran.seconds, ran.waiting)
+            if time.monotonic() >= self._times_due:
+                self._compare_workers()
+
+    def _compare_workers(self) -> None:
+        self._times_due = time.monotonic() + _TIMES_SECONDS
+        if sentence := self._times.sentence():
+            _log.warning("%s.", sentence)
 
     def close(self) -> None:
         """Shuts down workers and servers at the end of the script; waits for workers that do not listen yet, and for
@@ -256,5 +271,7 @@ class Chief(CoordinatorRole):
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._ending.set()
+        with self._times_lock:
+            self._compare_workers()
         self._session.servers.shutdown()
         wait_for_end(self._start.job)

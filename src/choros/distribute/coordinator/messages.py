@@ -75,7 +75,11 @@ class Ran:
     Attributes:
         result: the pickled result.
         metrics: the metrics that the function updated.
+        seconds: the time that it took, with the values that it has got from the servers.
+        waiting: the part of it in which the worker waited for the servers.
     """
 
     result: Any
     metrics: Report
+    seconds: float = 0.0
+    waiting: float = 0.0

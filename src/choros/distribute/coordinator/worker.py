@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, Queue
@@ -25,6 +26,7 @@ from choros.distribute.parameter_server.signals import leave_signals_to_the_chie
 from choros.errors import StrategyError
 from choros.observe import events
 from choros.observe.events import Kind
+from choros.observe.progress import page
 from choros.transport.channel import Channel, ChannelClosed
 from choros.transport.listener import Listener
 from choros.transport.remote_errors import Failure
@@ -155,14 +157,16 @@ class Worker(CoordinatorRole):
             for number, remote in remote_optimizers(self.objects).items():
                 if number in message.learning_rates:
                     remote.learning_rate = message.learning_rates[number]
+            began, waited = time.perf_counter(), page.waited
             session.pull()
             reset_metrics(self.objects)
             name = getattr(function, "__name__", type(function).__name__)
             with events.span(Kind.STEP_BEGUN, Kind.STEP_DONE, name):
                 result = function(*args, **kwargs)
             session.push_statistics()
+            times = time.perf_counter() - began, page.waited - waited
             pickled = pickle.PickleBuffer(closures.dumps(result, self.objects.reference))
-            return Ran(pickled, count_metrics(self.objects))
+            return Ran(pickled, count_metrics(self.objects), *times)
         except Exception as error:  # noqa: BLE001  (every error of a function is reported to the chief)
             cause, session.servers.failure = session.servers.failure, None
             return Failure.of(cause or error)
