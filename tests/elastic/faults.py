@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class Faults:
         self._own = [fault for fault in faults if fault.rank in (None, communicator.rank)]
         self._counts: Counter[str] = Counter()
         self._directory = directory
+        self._communicator = communicator
         for name in _PRIMITIVES:
             self._precede(communicator, name, "primitive")
         self._precede(communicator, "_broadcast", "broadcast")
@@ -116,6 +118,8 @@ class Faults:
                     psutil.Process().parents()[2].pid if fault.to_job else os.getpid()
                 )  # wrapper, mpirun, chorosrun
                 os.kill(target, fault.signal)
+                while fault.to_job and fault.signal != signal.SIGKILL and not self._communicator.notice:
+                    time.sleep(0.01)  # until chorosrun has asked this rank, which so is in this step
 
     def _precede(self, communicator: Communicator, name: str, moment: str) -> None:
         method: Callable[..., Any] = getattr(communicator, name)
