@@ -23,7 +23,7 @@ def test_a_slow_worker_is_named() -> None:
 def test_workers_that_are_not_slow() -> None:
     assert not sentence({"worker 0": 0.1, "worker 1": 0.14})
     assert not sentence({"worker 0": 0.1})
-    assert not sentence({"worker 0": 0.1, "worker 1": 1.0}, runs=10)  # too few to tell
+    assert not sentence({"worker 0": 0.1, "worker 1": 1.0}, runs=10)  # too few runs
 
 
 def test_functions_are_compared_with_themselves() -> None:

@@ -118,8 +118,10 @@ class Faults:
                     psutil.Process().parents()[2].pid if fault.to_job else os.getpid()
                 )  # wrapper, mpirun, chorosrun
                 os.kill(target, fault.signal)
+                # chorosrun asks this rank by a signal, which must come in this step. It may have come already, so that
+                # signal.pause() would not end.
                 while fault.to_job and fault.signal != signal.SIGKILL and not self._communicator.notice:
-                    time.sleep(0.01)  # until chorosrun has asked this rank, which so is in this step
+                    time.sleep(0.01)
 
     def _precede(self, communicator: Communicator, name: str, moment: str) -> None:
         method: Callable[..., Any] = getattr(communicator, name)

@@ -1,9 +1,9 @@
-"""Stragglers of a job that chorosrun does not watch: the ranks tell rank 0 their steps, and it names the slow ones.
+"""Stragglers of a job that chorosrun does not watch: the ranks send rank 0 their steps, and it names the slow ones.
 
 ::
 
-    each rank    once a minute, and when it ends ── "steps R" ──► store of rank 0
-    rank 0       once a minute, and when all have ended: compares them ──► a sentence in the log
+    each rank    once a minute ── "steps R", at its end ── "last steps R" ──► store of rank 0
+    rank 0       once a minute, and when all have written their last: compares them ──► a sentence in the log
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class StragglerWatch:
         self._ended.set()
         if not self._own().steps:
             return
-        answer_of(lambda: self._tell("last steps"))
+        answer_of(lambda: self._send("last steps"))
         if self._rank == 0:
             answer_of(lambda: self._store.wait(self._keys("last steps"), timedelta(seconds=_END_SECONDS)))
-            self._say(self._compare("last steps") or self._stragglers.of_job())
+            self._log_sentence(self._compare("last steps") or self._stragglers.of_job())
 
     def _watch(self) -> None:
         while not self._ended.wait(_PERIOD_SECONDS):
-            answer_of(lambda: self._tell("steps"))
+            answer_of(lambda: self._send("steps"))
             if self._rank == 0:
-                self._say(self._compare("steps"))
+                self._log_sentence(self._compare("steps"))
 
     def _own(self) -> RankSteps:
         done = read_page(page.memory)
@@ -72,11 +72,11 @@ class StragglerWatch:
     def _keys(self, name: str) -> list[str]:
         return [f"{name} {rank}" for rank in range(len(self._read))]
 
-    def _tell(self, name: str) -> None:
+    def _send(self, name: str) -> None:
         self._store.set(f"{name} {self._rank}", json.dumps(asdict(self._own())))
 
     def _compare(self, name: str) -> str:
-        """Reads what the ranks have told since the last time; returns what is to be said about it."""
+        """Reads the steps of all ranks; returns a sentence if there are new stragglers."""
         values = answer_of(lambda: self._store.get_all(self._keys(name))) or self._read
         sentences = [
             self._stragglers.note(RankSteps(**json.loads(new)))
@@ -86,6 +86,6 @@ class StragglerWatch:
         self._read = values
         return "".join(sentences)
 
-    def _say(self, sentence: str) -> None:
+    def _log_sentence(self, sentence: str) -> None:
         if sentence:
             _log.warning("%s.", sentence)

@@ -298,13 +298,12 @@ class SynchronousTraining(Training):
         if datasets.is_distributed(x):
             own = self._batches(x)
             return epochs_of_steps(epochs_of_shard(own, part), steps, part) if elastic else own
-        sharding = Sharding(part, epoch=call["initial_epoch"])
-        in_batches = kind_of(x).has_batches
+        sharding, kind = Sharding(part, epoch=call["initial_epoch"]), kind_of(x)
         if are_arrays(x):
-            sharding = replace(sharding, batch_size=call["batch_size"] or _BATCH)
-            check_global_batch(min(call["batch_size"] or _BATCH, count_rows(x)), part.count)
-            x = _packed(x, y, weights)
-        if call["shuffle"] and (sharding.batch_size or in_batches) and kind_of(x).shuffles:
+            size = call["batch_size"] or _BATCH
+            check_global_batch(min(size, count_rows(x)), part.count)
+            sharding, x = replace(sharding, batch_size=size), _packed(x, y, weights)
+        if call["shuffle"] and kind.shuffles and (sharding.batch_size or kind.has_batches):
             sharding = replace(sharding, shuffle=True, seed=object_of_first(lambda: int(np.random.randint(2**31))))
         if elastic or steps is not None:
             epochs = epochs_of_steps(epochs_of(x, sharding), steps, part)
