@@ -59,7 +59,8 @@ def test_only_unlocked_directories_are_stale(tmp_path):
     assert os.listdir(tmp_path) == ["choros-unrelated"]
 
 
-def test_the_directory_of_a_daemon_that_was_killed_is_stale_with_its_job(tmp_path):
+def test_the_directory_of_a_daemon_that_was_killed_is_stale_with_its_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     daemons = [tmp_path / "prted.1", tmp_path / "prted.2"]
     jobs = [shared_memory({JOB: name}, 1, [tmp_path]) for name in "ab"]
     for job, daemon in zip(jobs, daemons, strict=True):

@@ -1,4 +1,4 @@
-"""Whose processes are at the other end of this process's connections within the host, as the kernel knows.
+"""Whose processes are at the other end of this host's connections, as the kernel knows.
 
 For connections that a library makes, such as Gloo, which connects ranks without asking who they are. Linux only:
 elsewhere nothing is checked.
@@ -12,23 +12,38 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from choros.errors import EngineError
 
-__all__ = ["connections_of_this_user", "remote_addresses"]
+__all__ = [
+    "ELSEWHERE", "End", "connections_of_this_user", "remote_addresses", "sockets_of", "users_connected_to",
+]  # fmt: skip
 
+#: In place of a user: the other end is on another host, or has ended.
+ELSEWHERE = -1
 _ESTABLISHED = "01"
+
+#: An address and a port.
+End = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class _Connection:
-    """A row of the kernel's table: one end of a connection, and the user who owns it."""
+    """One end of a connection.
 
-    local: str
-    remote: str
+    Attributes:
+        local: the address and port of this end.
+        remote: those of the other one.
+        user: who owns this end.
+        inode: the number of its socket; 0 if no process has accepted it yet.
+    """
+
+    local: End
+    remote: End
     user: int
-    inode: str
+    inode: int
 
 
 @contextmanager
@@ -38,52 +53,79 @@ def connections_of_this_user() -> Iterator[None]:
     Raises:
         EngineError: at its end, if a process of another user is at the other end of a new connection.
     """
-    before = _own_sockets()
+    before = sockets_of()
     yield
-    new = _own_sockets() - before
-    table = {(each.local, each.remote): each for each in _established()}
-    for connection in [each for each in table.values() if each.inode in new]:
-        other = table.get((connection.remote, connection.local))
-        if other is not None and other.user != os.geteuid():
+    new = sockets_of().keys() - before.keys()
+    for connection, user in _with_users(_connections()):
+        if connection.inode in new and user not in (ELSEWHERE, os.geteuid()):
             raise EngineError(
-                f"a process of another user (uid {other.user}) has connected to this one in place of a rank. Start "
+                f"a process of another user (uid {user}) has connected to this one in place of a rank. Start "
                 "the job again; if it happens again, that user interferes."
             )
 
 
+def users_connected_to(ports: set[int]) -> dict[int, int]:
+    """Returns the users of other ends of the connections to these ports of this host, by the socket's number.
+
+    Connections that no process has accepted yet have the number 0.
+    """
+    return {end.inode: user for end, user in _with_users(_connections()) if end.local[1] in ports}
+
+
 def remote_addresses() -> dict[int, str]:
     """Returns the address at the other end of each established TCP connection on this host, by the socket's inode."""
-    return {int(each.inode[len("socket:[") : -1]): _address(each.remote) for each in _established()}
+    return {each.inode: each.remote[0] for each in _connections()}
 
 
-def _address(text: str) -> str:
-    """The IP address in a row of the kernel's table.
+def _connections() -> list[_Connection]:
+    """Returns both ends of all established TCP connections within this host, and one of those with others."""
+    return [
+        _Connection(_end(row[1]), _end(row[2]), int(row[7]), int(row[9])) for row in _rows() if row[3] == _ESTABLISHED
+    ]
+
+
+def sockets_of(pid: int | None = None) -> dict[int, int]:
+    """Returns the descriptors of a process's sockets, by the sockets' numbers; by default of this process."""
+    directory = f"/proc/{pid or 'self'}/fd"
+    found = {}
+    with suppress(OSError):
+        for name in os.listdir(directory):
+            with suppress(OSError):
+                target = os.readlink(f"{directory}/{name}")
+                if target.startswith("socket:["):
+                    found[int(target[8:-1])] = int(name)
+    return found
+
+
+def _with_users(ends: list[_Connection]) -> Iterator[tuple[_Connection, int]]:
+    """Each end with the user of the other one."""
+    users = {(end.local, end.remote): end.user for end in ends}
+    for end in ends:
+        yield end, users.get((end.remote, end.local), ELSEWHERE)
+
+
+def _rows() -> Iterator[list[str]]:
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            yield from map(str.split, Path(f"/proc/self/net/{table}").read_text().splitlines()[1:])
+
+
+def _end(text: str) -> End:
+    """The address and port in a row of the kernel's table.
 
     Example:
-        >>> _address("0100007F:1F90"), _address("0000000000000000FFFF00000100007F:1F90")
-        ('127.0.0.1', '127.0.0.1')
+        >>> _end("0100007F:1F90"), _end("0000000000000000FFFF00000100007F:1F90")
+        (('127.0.0.1', 8080), ('127.0.0.1', 8080))
     """
-    words = bytes.fromhex(text.partition(":")[0])
+    address, _, port = text.partition(":")
+    return _address(address), int(port, 16)
+
+
+@cache
+def _address(text: str) -> str:
+    words = bytes.fromhex(text)
     packed = b"".join(
         words[start : start + 4][:: -1 if sys.byteorder == "little" else 1] for start in range(0, len(words), 4)
     )
     ip = ipaddress.ip_address(packed)
     return str(getattr(ip, "ipv4_mapped", None) or ip)
-
-
-def _own_sockets() -> set[str]:
-    found = set()
-    with suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):
-                found.add(os.readlink(f"/proc/self/fd/{name}"))
-    return found
-
-
-def _established() -> Iterator[_Connection]:
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _ESTABLISHED:
-                    yield _Connection(fields[1], fields[2], int(fields[7]), f"socket:[{fields[9]}]")

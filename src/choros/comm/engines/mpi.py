@@ -35,7 +35,7 @@ from choros.errors import ConfigError, EngineError, EngineUnavailable, PeerLostE
 from choros.observe.events import INIT, LEAVING
 from choros.topology import Topology
 from choros.transport.address import this_host
-from choros.transport.loopback import INTERFACE, new_sockets_on_loopback
+from choros.transport.gate import INTERFACE, new_listeners
 
 # choros does both: a rank that dies of an exception must not wait for the others in MPI_Finalize.
 mpi4py.rc.initialize = False
@@ -55,6 +55,7 @@ from choros.comm.algorithms.shared_memory import reserve_segments  # noqa: E402
 from choros.comm.algorithms.tuning import autotune, write_measurements  # noqa: E402
 from choros.comm.algorithms.window import WindowAllreduce  # noqa: E402
 from choros.comm.engines.mpi_admission import Admissions, Entrance, RankSlots, joined  # noqa: E402
+from choros.comm.engines.mpi_gate import RankGate, meet_in_memory  # noqa: E402
 from choros.comm.engines.mpi_survivors import agreed, common_bits, is_loss, revoke, shrunk, unless_lost  # noqa: E402
 from choros.comm.mpi_requests import wait_for  # noqa: E402
 
@@ -311,7 +312,8 @@ class MpiCommunicator(Communicator):
         assert admissions is not None  # noqa: S101  (someone waits)
 
         def join() -> MPI.Intracomm:
-            return joined(self._comm, admissions.call_in() if self.rank == 0 else None, is_new=False)
+            with _job.gate.opened():
+                return joined(self._comm, admissions.call_in() if self.rank == 0 else None, is_new=False)
 
         comm = unless_lost(join, self._comm)
         admitted = agreed(self._comm, completed=comm is not None) and comm is not None and self._admit_to(comm)
@@ -331,7 +333,8 @@ class MpiCommunicator(Communicator):
     @classmethod
     def of_new_rank(cls, pair: MPI.Intracomm) -> MpiCommunicator | None:
         """The communicator of all ranks, which take this one in; ``None`` if one was lost meanwhile."""
-        comm = unless_lost(partial(joined, MPI.COMM_WORLD, pair, is_new=True))
+        with _job.gate.opened():
+            comm = unless_lost(partial(joined, MPI.COMM_WORLD, pair, is_new=True))
         if comm is None:
             return None
         alone = cls(MPI.Intracomm(MPI.COMM_SELF.Dup()), (0,))
@@ -363,9 +366,10 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
         one_host = topology.local_size == topology.size and len(set(SLOTS.read(os.environ).split(","))) == 1
         if one_host and sys.platform.startswith("linux") and not _INTERFACES & os.environ.keys():
             os.environ[_INTERFACE] = INTERFACE  # the address at which ranks reach each other's sockets
-        loopback = new_sockets_on_loopback() if os.environ.get(_INTERFACE) == INTERFACE else nullcontext()
-        with _translated("MPI_Init"), loopback:
+        on_loopback = os.environ.get(_INTERFACE) == INTERFACE
+        with _translated("MPI_Init"), new_listeners() if on_loopback else nullcontext(set[int]()) as sockets:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _job.gate = RankGate(sockets if meet_in_memory(os.environ) else ())
         if is_elastic(os.environ):  # errors of a lost peer may be raised on these, too
             MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
             MPI.COMM_SELF.Set_errhandler(MPI.ERRORS_RETURN)
@@ -394,7 +398,7 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     if comm is None and is_elastic(os.environ):
         own = os.environ.get("PMIX_HOSTNAME") or this_host()
         hosts = SLOTS.read(os.environ).split(",") if SLOTS.read(os.environ) else world.allgather(own)
-        _job.admissions = Admissions(RankSlots.of(communicator.size, hosts), facts())
+        _job.admissions = Admissions(RankSlots.of(communicator.size, hosts), facts(), _job.gate)
     _tune(communicator)
     position = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
     return communicator, position
@@ -408,7 +412,7 @@ def _start_new_rank(topology: Topology) -> tuple[Communicator, Topology]:
     invitation = entrance.invitation
     learn_facts(invitation.facts)
     _job.number = invitation.number
-    admissions = _job.admissions = Admissions(invitation.slots, facts())
+    admissions = _job.admissions = Admissions(invitation.slots, facts(), _job.gate)
     hosts = [str(leader) for leader in invitation.slots.known_to(invitation.number)]
 
     def enter() -> Communicator | None:
@@ -510,6 +514,7 @@ class _MpiJob:
         has_lost: whether ranks were lost. Then MPI cannot be finalized: Open MPI sometimes waits for them.
         has_new_ranks: whether ranks have been started in their places.
         world: the ranks that are left, to meet at the end; separate from ``communicator``, which may be closed.
+        gate: the gate before MPI's sockets.
         admissions: where new ranks take the places of lost ones; ``None`` if they cannot.
         entrance: how this process becomes a rank, if another rank has started it.
     """
@@ -517,6 +522,7 @@ class _MpiJob:
     communicator: MpiCommunicator | None = None
     has_lost = has_new_ranks = False
     world: MPI.Intracomm = MPI.COMM_WORLD
+    gate = RankGate()
     admissions: Admissions | None = None
     entrance: Entrance | None = None
 

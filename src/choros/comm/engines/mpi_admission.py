@@ -34,6 +34,7 @@ from typing import Any, Never, Self, final
 
 from mpi4py import MPI
 
+from choros.comm.engines.mpi_gate import RankGate, greet
 from choros.comm.engines.mpi_survivors import revoke
 from choros.comm.facts import Facts
 from choros.config import RESET_LIMIT, SPAWN, START_TIMEOUT
@@ -116,6 +117,7 @@ class _NewRank:
     Args:
         invitation: what it receives.
         passes: whether the opening of this number is over, and another one has begun.
+        gate: the gate before this rank.
 
     Attributes:
         invitation: the argument.
@@ -123,11 +125,12 @@ class _NewRank:
         problem: why it will not come; empty if it may.
     """
 
-    def __init__(self, invitation: Invitation, passes: Callable[[int], bool]) -> None:
+    def __init__(self, invitation: Invitation, passes: Callable[[int], bool], gate: RankGate) -> None:
         self.invitation = invitation
         self.at: int | None = None
         self.problem = ""
         self._passes = passes
+        self._gate = gate
         self._pair: MPI.Intracomm | None = None
         self._overdue = time.monotonic() + START_TIMEOUT.number(os.environ, "seconds")
         self._stopped = threading.Event()
@@ -164,7 +167,8 @@ class _NewRank:
 
     def _run(self) -> None:
         try:
-            pair = self._meet()
+            with self._gate.opened():
+                pair = self._meet()
             pair.send(self.invitation, 1, _ANSWER)
             if self._stopped.is_set():  # given up
                 pair.send(None, 1, _ANSWER)
@@ -201,14 +205,15 @@ class Admissions:
     Args:
         slots: where ranks may be.
         facts: as in an ``Invitation``; a rank that is started receives those of that moment.
+        gate: the gate before this rank.
 
     Attributes:
         number: the number of the last opening that this rank has come to.
     """
 
-    def __init__(self, slots: RankSlots, facts: Facts) -> None:
+    def __init__(self, slots: RankSlots, facts: Facts, gate: RankGate) -> None:
         self.number = 0
-        self._slots, self._facts = slots, facts
+        self._slots, self._facts, self._gate = slots, facts, gate
         self._gone = frozenset[int]()
         self._admitted = 0
         self._limit = int(RESET_LIMIT.read(os.environ) or sys.maxsize)
@@ -251,7 +256,7 @@ class Admissions:
             if number is not None:
                 self._has_far = self._has_far or not self._slots.are_near(number, launched[0])
                 invitation = Invitation(number, self._slots, list(self._facts))
-                self._new.append(_NewRank(invitation, lambda number: number < self.number))
+                self._new.append(_NewRank(invitation, lambda number: number < self.number, self._gate))
         return any(new.at == self.number for new in self._new)
 
     def call_in(self) -> MPI.Intracomm:
@@ -336,9 +341,10 @@ def joined(members: MPI.Intracomm, pair: MPI.Intracomm | None, *, is_new: bool) 
         try:
             between = members.Create_intercomm(0, pair or members, 0 if is_new else 1, _JOIN)
             comm = MPI.Intracomm(between.Merge(high=is_new))
+            comm.Set_errhandler(MPI.ERRORS_RETURN)
+            greet(comm, is_new=is_new)
         except MPI.Exception as error:
             raise MPI.Exception(MPI.ERR_PROC_FAILED) from error
-        comm.Set_errhandler(MPI.ERRORS_RETURN)
         return comm
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +31,10 @@ from choros.launch.processes.control import control_socket
 from choros.launch.processes.directories import (
     SESSION,
     SESSION_BYTES,
+    Directory,
     remove_shared_memory,
     remove_stale,
+    reserve_shared_memory,
     session_directory,
     temporary,
 )
@@ -114,8 +116,10 @@ def _launch_once(
     _warn_of_overload(job, environ, output)
     remove_stale()
     name = os.urandom(6).hex()
+    memory = reserve_shared_memory(name)
     session = session_directory(name)
     if session is None:
+        _release(name, memory)
         raise LaunchError(
             f"the job needs a directory in {temporary()}, which is read-only or has less than {SESSION_BYTES >> 20} "
             "MiB left. Set TMPDIR to another one."
@@ -153,7 +157,13 @@ def _launch_once(
         if stop_listening is not None:
             stop_listening()
         session.remove()
-        remove_shared_memory(name)
+        _release(name, memory)
+
+
+def _release(name: str, memory: Sequence[Directory]) -> None:
+    remove_shared_memory(name)
+    for directory in memory:
+        directory.unlock()
 
 
 def _show_events(output: Output) -> Callable[[], None]:

@@ -1,13 +1,17 @@
-"""The mpirun process: runs in its own session; when it ends, every process of that session is ended."""
+"""The mpirun process: runs in its own session, behind a gate; when it ends, every process of that session is ended."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+from choros.errors import LaunchError
+from choros.launch.driver.mpirun_gate import MpirunGate
 from choros.launch.plan.command import Command
 from choros.launch.processes import parent_death_guard
 
@@ -17,34 +21,61 @@ __all__ = ["MpirunProcess"]
 _END_SECONDS = 3.0
 #: How long its children may outlive it: wrappers that clean up, ssh clients that see the connection close.
 _CHILDREN_GRACE = 2.0
+#: How often mpirun is started again because somebody has connected to it.
+_TRIES = 5
 
 
 class MpirunProcess:
     """Starts ``command`` under a parent-death guard: it is killed when this process dies."""
 
     def __init__(self, command: Command, *, stdin: bool) -> None:
+        self._command = command
+        self._start(stdin=stdin)
+        for _ in range(_TRIES if command.gate else 0):
+            self._gate.wait(self.has_ended)
+            if not self._gate.intruders:
+                break
+            self.send(signal.SIGKILL)
+            self.finish()
+            self._start(stdin=stdin)
+        self.stdin = self._popen.stdin.fileno() if self._popen.stdin is not None else -1
+        self.stdout = self._popen.stdout.fileno() if self._popen.stdout is not None else -1
+        self.stderr = self._popen.stderr.fileno() if self._popen.stderr is not None else -1
+
+    def _start(self, *, stdin: bool) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", parent_death_guard.__file__, str(os.getpid()), *command.argv],
-            env=dict(command.environ),
+            [sys.executable, "-I", "-S", parent_death_guard.__file__, str(os.getpid()), *self._command.argv],
+            env={**self._command.environ, **_namespace(self._command)},
             stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
         )
-        self.stdin = self._popen.stdin.fileno() if self._popen.stdin is not None else -1
-        self.stdout = self._popen.stdout.fileno() if self._popen.stdout is not None else -1
-        self.stderr = self._popen.stderr.fileno() if self._popen.stderr is not None else -1
+        self._gate = MpirunGate(self._popen.pid)
+
+    def look_at_gate(self) -> None:
+        """Closes the gate before further sockets of mpirun."""
+        self._gate.look()
+
+    def close_gate(self) -> bool:
+        """Closes the gate for good, and gives wrappers its key; returns ``False`` if the kernel allows no gate.
+
+        Raises:
+            LaunchError: another user's process was connected.
+        """
+        self._gate.look()
+        if self._gate.intruders:
+            users = ", ".join(map(str, sorted(self._gate.intruders)))
+            raise LaunchError(
+                f"a process of another user (uid {users}) connects to mpirun whenever it starts. Ask that user, or an "
+                "administrator, to end it."
+            )
+        return self._gate.give_key(Path(self._command.gate))
 
     def send(self, number: signal.Signals) -> None:
         """Sends mpirun a signal if it is still running."""
         self._popen.send_signal(number)
-
-    def stop_listening(self) -> None:
-        """Closes mpirun's sockets for daemons on other hosts to all; nothing changes where that is not allowed."""
-        from choros.transport.loopback import drop_connections  # imports sockets
-
-        drop_connections(self._popen.pid)
 
     def has_ended(self) -> bool:
         """Returns whether mpirun has ended; its children may still hold its pipes open."""
@@ -86,6 +117,11 @@ class MpirunProcess:
             except (ProcessLookupError, PermissionError):
                 continue
         return found
+
+
+def _namespace(command: Command) -> dict[str, str]:
+    """The name of the job for mpirun and its clients, which nobody guesses; other hosts show it in a command line."""
+    return {"PMIX_SERVER_NSPACE": f"choros-{secrets.token_hex(16)}"} if command.gate else {}
 
 
 def _pids() -> list[int]:

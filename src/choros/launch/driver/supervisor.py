@@ -59,6 +59,7 @@ __all__ = ["JobEnd", "supervise"]
 _MESSAGES = 400
 _PIPE_READ = 1 << 18
 _SILENT_SECONDS = 2.0
+_GATE_SECONDS = 0.001
 #: A rank that has called ``shutdown`` may still need time to tear down its framework.
 _SHUTDOWN_SECONDS = 1.0
 #: From the first rank that has lost others to the last one; they do not notice it at the same moment.
@@ -232,7 +233,7 @@ class _Supervisor:
         #: The ranks that were added, and that the others have not taken in yet; and those of them that nobody needs.
         self._newcomers: set[int] = set()
         self._unneeded: set[int] = set()
-        self._listens_in_vain = command.listens_in_vain
+        self._gate_is_open = bool(command.gate)
         self._mpirun = MpirunProcess(command, stdin=payload is not None)
         self._loop = Loop()
         self._pipes = {self._mpirun.stdout, self._mpirun.stderr}
@@ -248,6 +249,8 @@ class _Supervisor:
             self._loop.on_readable(hosts, partial(self._on_hosts, hosts))
 
     def run(self) -> JobEnd:
+        if self._gate_is_open:
+            self._loop.repeat("gate", _GATE_SECONDS, self._mpirun.look_at_gate)
         self._loop.set_deadline("progress", _SILENT_SECONDS, self._show_starting)
         self._loop.set_deadline("start", self._limits.start, lambda: self._stop(Reason.START_TIMEOUT))
         if self._limits.run is not None:
@@ -443,9 +446,8 @@ class _Supervisor:
         self._stacks.ask(self._running(ranks), send)
 
     def _on_start(self, frame: Start) -> None:
-        if self._listens_in_vain:  # it listens by now
-            self._listens_in_vain = False
-            self._mpirun.stop_listening()
+        if self._gate_is_open:
+            self._close_gate()
         self._job_end.started[frame.rank] = frame
         if frame.added:
             self._job_end.exits.pop(frame.rank, None)
@@ -470,6 +472,16 @@ class _Supervisor:
             self._loop.cancel("start")
             for number in self._held_signals:
                 self._send(number)
+
+    def _close_gate(self) -> None:
+        """mpirun has opened all of its sockets, and wrappers wait for the key."""
+        self._gate_is_open = False
+        self._loop.cancel("gate")
+        if not self._mpirun.close_gate():
+            self._output.show(
+                "chorosrun: the kernel, or this container, does not let this job close mpirun's sockets: another user "
+                "of this machine could run commands as you through them. See docs/security.md."
+            )
 
     def _on_exit(self, frame: Exit) -> None:
         if frame.rank in self._job_end.exits:  # a wrapper repeats its report until it is released

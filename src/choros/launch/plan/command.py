@@ -36,13 +36,13 @@ class Command:
         argv: its arguments, the program first.
         environ: its complete environment.
         one_host: all ranks run on this host.
-        listens_in_vain: it listens for other hosts, of which the job has none.
+        gate: the directory for the key of the gate before an mpirun that listens; empty: other hosts connect to it.
     """
 
     argv: tuple[str, ...]
     environ: Mapping[str, str]
     one_host: bool = False
-    listens_in_vain: bool = False
+    gate: str = ""
 
     def __str__(self) -> str:
         return shlex.join(self.argv)
@@ -74,9 +74,10 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
         full.setdefault(variable, interfaces)
     one_host = not job.remote and (bool(job.hosts) or not in_allocation(environ))
     forward = [] if one_host else forwarded(full)
+    gated = one_host and mpirun.implementation.listens and sys.platform.startswith("linux")
     argv = [mpirun.path, *mpirun.implementation.arguments(job, session, root, forward)]
-    argv += [sys.executable, *_WRAPPER, *_options(job).arguments(), "--", *job.command]
-    return Command(tuple(argv), full, one_host, listens_in_vain=mpirun.implementation.listens and one_host)
+    argv += [sys.executable, *_WRAPPER, *replace(_options(job), gated=gated).arguments(), "--", *job.command]
+    return Command(tuple(argv), full, one_host, gate=session if gated else "")
 
 
 def _options(job: Job) -> WrapperOptions:

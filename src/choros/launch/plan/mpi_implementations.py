@@ -26,7 +26,7 @@ class MpiImplementation(ABC):
     signal_map: ClassVar[Mapping[signal.Signals, signal.Signals]]
     #: The arguments with which ranks outlive others that are killed; empty if they cannot.
     surviving: ClassVar[tuple[str, ...]] = ()
-    #: Whether this mpirun listens for its daemons on other hosts even if the job runs on one.
+    #: Whether this mpirun listens, for ranks and for its daemons on other hosts, even if the job runs on one.
     listens: ClassVar[bool] = False
 
     @abstractmethod

@@ -28,7 +28,8 @@ THREADS = (
 _TRANSPORTS = "OMPI_MCA_btl"
 #: Those for fabrics between hosts: on a machine without one, the search takes a second.
 _FABRICS = ("ofi", "uct")
-_SHARED_MEMORY = ("sm",)
+#: All that ranks of one host need. Without others, MPI listens nowhere.
+_SHARED_MEMORY = "self,sm"
 
 
 def rank_settings(
@@ -37,6 +38,7 @@ def rank_settings(
     platform: str = sys.platform,
     *,
     one_host: bool = False,
+    elastic: bool = False,
     has_memory: bool = True,
 ) -> dict[str, str]:
     """Returns the variables to add to ``environ`` for a rank with ``share`` of its host's cores.
@@ -46,6 +48,7 @@ def rank_settings(
         share: the rank's cores and number of threads.
         platform: as ``sys.platform``.
         one_host: whether the whole job runs on this host.
+        elastic: whether ranks may join later, which MPI connects through TCP.
         has_memory: whether there is room for Open MPI's shared memory; otherwise ranks communicate through TCP.
 
     Raises:
@@ -64,8 +67,10 @@ def rank_settings(
     wanted["TF_NUM_INTEROP_THREADS"] = "1" if share.threads == 1 else "2"
     if share.oversubscribed:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    excluded = (*(_FABRICS if one_host else ()), *(() if has_memory else _SHARED_MEMORY))
-    if excluded:
+    if one_host and has_memory and not elastic:
+        wanted[_TRANSPORTS] = _SHARED_MEMORY
+    elif one_host or not has_memory:
+        excluded = (*(_FABRICS if one_host else ()), *(() if has_memory else ("sm",)))
         wanted[_TRANSPORTS] = "^" + ",".join(excluded)
     added = {name: value for name, value in wanted.items() if name not in environ}
     return added | allocator_settings(environ, platform)

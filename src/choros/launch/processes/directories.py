@@ -4,7 +4,10 @@ Open MPI leaves its segments in ``/dev/shm`` when ranks are killed. In a separat
 found and removed: by the last rank that ends, by chorosrun, or, if all were killed at once, by the same user's next
 job. Where ``/dev/shm`` is too small, as it may be in a container, they are in the directory for temporary files. A
 process that uses a directory holds a lock on it, which the kernel releases when the process ends; a directory without
-a lock is stale. On other hosts it has a link to the directory of mpirun's daemon, which is stale with it.
+a lock is stale. On other hosts it notes the name of the directory of mpirun's daemon, which is stale with it.
+
+Others may create what they like beside these directories, in ``/dev/shm`` and ``/tmp``: so only a directory that this
+user owns is used or removed, which is checked on its descriptor, and no link is followed.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from choros.launch.protocol.wrapper_options import JOB
@@ -22,8 +27,10 @@ __all__ = [
     "SESSION_BYTES",
     "VARIABLE",
     "Directory",
+    "remove_owned",
     "remove_shared_memory",
     "remove_stale",
+    "reserve_shared_memory",
     "segment_suffix",
     "session_directory",
     "shared_memory",
@@ -35,6 +42,8 @@ VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 #: The prefixes of mpirun's directories and of those for shared memory.
 SESSION = "choros-session-"
 _MEMORY = "choros-job-"
+#: The prefix of a note of a daemon's directory, and the name of such a directory.
+_NOTE, _DAEMON = "daemon.", re.compile(r"prted\.\d+")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 #: mpirun's files are maps, which end a process by SIGBUS if there is no room for them.
 SESSION_BYTES = 4 << 20
@@ -59,13 +68,13 @@ class Directory:
         for _ in range(3):  # another job may remove it as stale before it is locked
             try:
                 path.mkdir(mode=0o700, parents=False, exist_ok=True)
-                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                descriptor = _opened(path)
             except OSError:
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
                 locked, current = os.fstat(descriptor), path.lstat()
-                if locked.st_uid == os.getuid() and locked.st_ino == current.st_ino:
+                if locked.st_uid == os.geteuid() and locked.st_ino == current.st_ino:
                     return cls(path, descriptor)
             except OSError:
                 pass
@@ -74,9 +83,10 @@ class Directory:
 
     def note_daemon(self, path: Path) -> None:
         """Notes that ``path`` belongs to mpirun's daemon, which removes it unless it is killed."""
-        self._daemon = self.path / path.name
-        with contextlib.suppress(OSError):  # another rank has
-            self._daemon.symlink_to(path)
+        if path.parent == temporary() and _DAEMON.fullmatch(path.name):
+            self._daemon = self.path / (_NOTE + path.name)
+            with contextlib.suppress(OSError):  # no room
+                self._daemon.touch()
 
     def release(self, suffix: str) -> None:
         """Removes a rank's segments, and the directory after the last rank. Other ranks have theirs mapped already."""
@@ -91,7 +101,11 @@ class Directory:
 
     def remove(self) -> None:
         """Removes the directory and its contents."""
-        _remove_tree(self.path)
+        remove_owned(self.path)
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Ends the use of the directory by this process."""
         os.close(self._descriptor)
 
 
@@ -123,6 +137,22 @@ def segment_suffix(environ: Mapping[str, str], local_rank: int) -> str:
     if not number.isdecimal():
         return f".{local_rank}"
     return f"{int(number):04x}.{environ.get('OMPI_COMM_WORLD_LOCAL_RANK', local_rank)}"
+
+
+def reserve_shared_memory(job: str) -> list[Directory]:
+    """Creates a job's directories for shared memory on this host, before others can learn the job's name.
+
+    Raises:
+        FileExistsError: somebody else has one of this name.
+    """
+    directories = []
+    for path in [root / (_MEMORY + job) for root in (_SHARED_MEMORY, temporary())]:
+        directory = Directory.acquire(path)
+        if directory is not None:
+            directories.append(directory)
+        elif os.path.lexists(path):
+            raise FileExistsError(path)
+    return directories
 
 
 def remove_shared_memory(job: str) -> None:
@@ -161,27 +191,39 @@ def remove_stale(*roots: Path) -> None:
 
 
 def _remove_if_stale(path: Path) -> None:
+    with contextlib.suppress(OSError), _owned(path) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process may have locked it
+        _remove_with_daemons(path)
+
+
+def _remove_with_daemons(path: Path) -> None:
+    with contextlib.suppress(OSError), _owned(path) as descriptor:
+        for name in os.listdir(descriptor):
+            if name.startswith(_NOTE) and _DAEMON.fullmatch(name.removeprefix(_NOTE)):
+                remove_owned(temporary() / name.removeprefix(_NOTE))
+    remove_owned(path)
+
+
+def remove_owned(path: Path) -> None:
+    """Removes a directory and its contents, if it belongs to this user and is no link."""
+    import shutil  # imports three compression libraries
+
+    with contextlib.suppress(OSError), _owned(path) as descriptor:
+        shutil.rmtree(".", ignore_errors=True, dir_fd=descriptor)
+        path.rmdir()
+
+
+@contextmanager
+def _owned(path: Path) -> Iterator[int]:
+    """The descriptor of a directory of this user; raises an ``OSError`` if it is none."""
+    descriptor = _opened(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return
-    try:
-        if os.fstat(descriptor).st_uid == os.getuid():
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_with_daemons(path)
-    except OSError:  # another process has locked it
-        return
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(f"{path} belongs to another user")
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _remove_with_daemons(path: Path) -> None:
-    for daemon in filter(Path.is_symlink, path.glob("*")):
-        _remove_tree(daemon.readlink())
-    _remove_tree(path)
-
-
-def _remove_tree(path: Path) -> None:
-    import shutil  # imports three compression libraries
-
-    shutil.rmtree(path, ignore_errors=True)
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -42,6 +42,7 @@ class WrapperOptions:
         events: the rank sends all of its events; otherwise those that chorosrun itself needs.
         ranks_per_host: the number of ranks of each host, if they differ and chorosrun has assigned them.
         restarts: how many times a worker of a job with parameter servers is restarted after a signal has ended it.
+        gated: mpirun is behind a gate, of which this process has the key.
         elastic: the other ranks may go on without this one, so the wrapper ends when its rank does.
         new_rank: of a rank that another one starts: its number, and for each number the first one on the same host.
     """
@@ -52,6 +53,7 @@ class WrapperOptions:
     events: bool = False
     ranks_per_host: tuple[int, ...] = ()
     restarts: int = 0
+    gated: bool = False
     elastic: bool = False
     new_rank: tuple[int, ...] = ()
 

@@ -59,6 +59,7 @@ from choros.launch.processes.directories import (
     SESSION,
     VARIABLE,
     Directory,
+    remove_owned,
     remove_stale,
     segment_suffix,
     shared_memory,
@@ -242,8 +243,18 @@ class Wrapper:
         if self._options.elastic:
             environ[SPAWN.name] = json.dumps(self._spawn_command())
         one_host = self._topology.local_size == self._topology.size
-        environ |= rank_settings(environ, share, one_host=one_host, has_memory=VARIABLE in environ)
-        self._environ = environ
+        environ |= rank_settings(
+            environ, share, one_host=one_host, elastic=self._options.elastic, has_memory=VARIABLE in environ
+        )
+        self._environ = environ | self._way_to_mpirun()
+
+    def _way_to_mpirun(self) -> dict[str, str]:
+        """The variables that lead the rank to mpirun, if that is behind a gate."""
+        if not self._options.gated or role_in(os.environ, self._topology.rank) is not None:
+            return {}
+        from choros.launch.wrapper.pmix_proxy import PmixProxy  # imports sockets
+
+        return PmixProxy(os.environ).variables
 
     def _run_once(self) -> None:
         """Runs the command until it and its process tree have ended and all of its output has been read."""
@@ -448,9 +459,7 @@ class Wrapper:
             self._memory.release(segment_suffix(os.environ, self._topology.local_rank))
         session = _session()
         if os.getppid() != self._mpirun and session is not None:  # mpirun is dead and cannot do it
-            import shutil  # imports three compression libraries, for this rare case
-
-            shutil.rmtree(session, ignore_errors=True)
+            remove_owned(session)
 
 
 def _session() -> Path | None:

@@ -1,0 +1,96 @@
+"""The proxy between a rank and mpirun, which only who has the job's key can reach (``driver/mpirun_gate.py``).
+
+::
+
+    rank ── PMIx ──► 127.0.0.1, this proxy ── signed ──► gate │ mpirun
+                       ▲ a process of this user? as the kernel knows
+
+Open MPI's library in the rank connects to the address in its environment, and cannot sign.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import final
+
+from choros.launch.processes.gate_key import wait_for_key
+from choros.transport.gate import Gate, connect_signed
+from choros.transport.peers import users_connected_to
+
+__all__ = ["PmixProxy"]
+
+_BYTES = 1 << 16
+_CONNECT_SECONDS = 10.0
+_WAITING = 512
+#: The variables with the address of mpirun, for clients of several versions of PMIx.
+_VARIABLE = "PMIX_SERVER_URI"
+_ADDRESS = re.compile(r"tcp[46]://\[?([\d.:a-f]+?)\]?:(\d+)")
+
+
+@final
+class PmixProxy:
+    """Connects a rank, and its children, to mpirun.
+
+    Args:
+        environ: the environment in which mpirun has started this process.
+
+    Attributes:
+        variables: those of the rank's environment that lead to this proxy.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._listening = socket.create_server(("127.0.0.1", 0), backlog=_WAITING)
+        self._listening.setblocking(False)
+        self._gate = Gate(os.getpid(), sockets=[os.fstat(self._listening.fileno()).st_ino])
+        here = "tcp4://{}:{}".format(*self._listening.getsockname())
+        uris = {name: uri for name, uri in environ.items() if name.startswith(_VARIABLE)}
+        self.variables = {name: _ADDRESS.sub(here, uri) for name, uri in uris.items()}
+        addresses = [match for uri in uris.values() if (match := _ADDRESS.search(uri))]
+        self._mpirun = (addresses[0][1], int(addresses[0][2]))
+        threading.Thread(target=self._serve, name="choros: proxy", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            select.select([self._listening], [], [])
+            waiting: list[socket.socket] = []
+            with suppress(OSError):  # there are no more
+                while len(waiting) < _WAITING:
+                    waiting.append(self._listening.accept()[0])
+            users = users_connected_to({self._listening.getsockname()[1]})
+            for end in waiting:
+                if users.get(os.fstat(end.fileno()).st_ino) == os.geteuid():
+                    self._gate.close()  # nobody else connects meanwhile
+                    threading.Thread(target=self._connect, args=(end,), name="choros: proxy", daemon=True).start()
+                else:
+                    end.close()
+
+    def _connect(self, rank: socket.socket) -> None:
+        """Passes on what the rank and mpirun send each other."""
+        rank.setblocking(True)
+        with (
+            rank,
+            suppress(OSError),
+            connect_signed(self._mpirun, wait_for_key(self._environ), _CONNECT_SECONDS) as mpirun,
+        ):
+            answers = threading.Thread(target=_pass_on, args=(mpirun, rank), name="choros: proxy", daemon=True)
+            answers.start()
+            _pass_on(rank, mpirun)
+            answers.join()
+        self._gate.open()
+
+
+def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+    """Sends what ``source`` receives, until one of both ends; then ends both."""
+    with suppress(OSError):
+        while data := source.recv(_BYTES):
+            sink.sendall(data)
+    for end in (source, sink):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,204 @@
+"""Gates: the kernel closes sockets at which a library listens to all who do not have a key.
+
+Open MPI and its mpirun listen, at all addresses of the host, even if all ranks run on one; no parameter changes that.
+mpirun believes what a client says of its user, and a rank what another one says of its number. So a gate is put before
+their sockets, from outside of the library::
+
+    another user ─── SYN ───────────────►╳│
+                                          │ TCP_MD5SIG (RFC 2385): the kernel drops packets without a signature
+    who has the key ─ SYN, signed ───────►│──► accept()
+                                         gate
+
+This needs no rights, only the descriptor: mpirun's is duplicated from a child of this process (``pidfd_getfd``). Who
+has connected before the gate was closed is *expelled*. Linux only, from 5.7 on, and only where containers allow it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import final
+
+from choros.transport.peers import End, sockets_of, users_connected_to
+
+__all__ = ["INTERFACE", "Gate", "connect_signed", "new_key", "new_listeners"]
+
+#: The name of the loopback interface.
+INTERFACE = "lo"
+#: The longest key that the kernel takes.
+_KEY_BYTES = 80
+#: The prefixes of length 0, which are all addresses, for each kind of socket.
+_ALL_ADDRESSES = {
+    socket.AF_INET: [(socket.AF_INET, "0.0.0.0")],  # noqa: S104
+    socket.AF_INET6: [(socket.AF_INET6, "::"), (socket.AF_INET6, "::ffff:0.0.0.0")],
+}
+#: Linux' numbers of a system call, of an option of TCP, and of its flag that the address is a prefix.
+_PIDFD_GETFD = 438
+_TCP_MD5SIG_EXT = 32
+_PREFIX = 1
+
+
+def new_key() -> bytes:
+    """Returns a new key."""
+    return secrets.token_bytes(_KEY_BYTES)
+
+
+@final
+class Gate:
+    """The gate before sockets at which a process listens.
+
+    Args:
+        pid: the process: this one, or a child of it.
+        key: the key; by default one that nobody has.
+        sockets: the numbers of its sockets; by default all at which it listens at the time of a call.
+
+    """
+
+    def __init__(self, pid: int, key: bytes = b"", sockets: Iterable[int] | None = None) -> None:
+        self._pid = pid
+        self._key = key or new_key()
+        self._chosen = None if sockets is None else frozenset(sockets)
+        self._examined: set[int] = set()
+
+    def sockets(self) -> dict[int, End]:
+        """Returns where the process listens, by the sockets' numbers; none if the kernel does not show them."""
+        found: dict[int, End] = {}
+
+        def note(number: int, end: socket.socket) -> None:
+            if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and end.family in _ALL_ADDRESSES:
+                found[number] = end.getsockname()[:2]
+
+        own = sockets_of(self._pid)
+        self._with_each(own if self._chosen is None else own.keys() & self._chosen, note)
+        return found
+
+    def close(self) -> bool:
+        """Closes the gate, and ends connections that the process has not accepted yet.
+
+        Returns whether the kernel allows it for all of the sockets, and there are any.
+        """
+
+        def close(_number: int, listening: socket.socket) -> None:
+            _require(listening, self._key)
+            _end_waiting(listening)
+
+        sockets = self.sockets()
+        return bool(sockets) and self._with_each(sockets, close) == len(sockets)
+
+    def open(self) -> None:
+        """Opens the gate."""
+        self._with_each(self.sockets(), lambda _number, listening: _require(listening, b""))
+
+    def expel(self) -> set[int]:
+        """Ends connections that the process has accepted from other users since the last call; returns these users.
+
+        Among them is ``peers.ELSEWHERE`` if one came from another host, or has ended since.
+        """
+        ports = {port for _, port in self.sockets().values()}
+        accepted: set[int] = set()
+
+        def note(number: int, end: socket.socket) -> None:
+            if end.getpeername() and end.getsockname()[1] in ports:
+                accepted.add(number)
+
+        self._with_each(sockets_of(self._pid).keys() - self._examined, note)
+        self._examined |= accepted
+        if not accepted:  # the kernel's table takes it milliseconds
+            return set()
+        strangers = {
+            number: user
+            for number, user in users_connected_to(ports).items()
+            if number in accepted and user != os.geteuid()
+        }
+        self._with_each(strangers, lambda _number, connection: connection.shutdown(socket.SHUT_RDWR))
+        return set(strangers.values())
+
+    def _with_each(self, sockets: Iterable[int], action: Callable[[int, socket.socket], None]) -> int:
+        """Calls ``action`` with the process's sockets of these numbers; returns how many times it succeeded."""
+        own, count = sockets_of(self._pid), 0
+        for number in sockets:
+            with suppress(OSError, KeyError), _duplicate(self._pid, own[number]) as duplicate:
+                action(number, duplicate)
+                count += 1
+        return count
+
+
+@contextmanager
+def new_listeners() -> Iterator[set[int]]:
+    """A context in which a library begins to listen, in this process; at its end those sockets are bound to loopback.
+
+    Yields the set to which their numbers are added then.
+    """
+    everything = Gate(os.getpid())
+    before, new = everything.sockets().keys(), set[int]()
+    yield new
+    new |= everything.sockets().keys() - before
+    if hasattr(socket, "SO_BINDTODEVICE"):
+        Gate(os.getpid(), sockets=new)._with_each(new, _bind_to_loopback)
+
+
+def connect_signed(address: End, key: bytes, seconds: float) -> socket.socket:
+    """Connects to a socket behind a gate; without a key, to one without a gate.
+
+    Raises:
+        OSError: it does not answer for ``seconds``.
+    """
+    connection = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    try:
+        if key:
+            _require(connection, key)
+        connection.settimeout(seconds)
+        connection.connect(address)
+        connection.settimeout(None)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _require(end: socket.socket, key: bytes) -> None:
+    """Has the kernel sign what this socket sends, and drop what it receives unsigned; without a key, not any more."""
+    for family, address in _ALL_ADDRESSES[end.family]:
+        packed = socket.inet_pton(family, address)
+        # struct sockaddr_in or sockaddr_in6: family, port, for IPv6 flow information, address
+        name = struct.pack("=HH", end.family, 0) + (b"" if family == socket.AF_INET else bytes(4)) + packed
+        signature = struct.pack("=128sBBHi80s", name, _PREFIX, 0, len(key), 0, key)
+        end.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, signature)
+
+
+def _end_waiting(listening: socket.socket) -> None:
+    """Accepts and ends the connections that wait to be accepted."""
+    while select.select([listening], [], [], 0)[0]:
+        try:
+            connection, _ = listening.accept()
+        except BlockingIOError:  # its owner was faster
+            return
+        connection.close()
+
+
+def _bind_to_loopback(_number: int, listening: socket.socket) -> None:
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, INTERFACE.encode())
+
+
+def _duplicate(pid: int, descriptor: int) -> socket.socket:
+    """Returns another process's socket, or this one's; raises an ``OSError`` if the kernel does not allow it."""
+    if pid == os.getpid():
+        return socket.socket(fileno=os.dup(descriptor))
+    if not sys.platform.startswith("linux"):
+        raise OSError("only Linux has pidfd_getfd")
+    import ctypes  # takes 5 ms, which only some processes need
+
+    handle = os.pidfd_open(pid)
+    try:
+        duplicate = ctypes.CDLL(None).syscall(_PIDFD_GETFD, handle, descriptor, 0)
+    finally:
+        os.close(handle)
+    if duplicate < 0:
+        raise OSError("pidfd_getfd is not allowed")
+    return socket.socket(fileno=duplicate)
