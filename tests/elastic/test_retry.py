@@ -55,7 +55,7 @@ class Changing(ElasticJob):
         self.written.append(state)
         return len(self.written)
 
-    def load_last(self) -> Any:
+    def load_last(self, *, own: bool = False) -> Any:
         return SimpleNamespace(state=self.written[-1]) if self.written else None
 
 

@@ -13,13 +13,16 @@ import errno
 import logging
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, BinaryIO, final
 
 from choros.durable import unfinished
 from choros.elastic.state_file import read_state, write_state
 from choros.errors import ConfigError
+from choros.ownership import WRITABLE, problem_with
 
 __all__ = ["Commit", "CommitStore"]
 
@@ -78,12 +81,13 @@ class CommitStore:
             ConfigError: something else is in the state.
             OSError: it could not be written for another reason; the last commit is still there.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o777 & ~WRITABLE, parents=True, exist_ok=True)
         earlier = self._files()
         number = max(earlier, default=0) + 1
         try:
             with unfinished(self.directory / f"commit-{number:08}.npz") as file:
                 write_state(file, state)
+                file.chmod(file.stat().st_mode & ~WRITABLE)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
@@ -94,16 +98,22 @@ class CommitStore:
             earlier[old].unlink()
         return number
 
-    def load_last(self) -> Commit | None:
+    def load_last(self, *, own: bool = False) -> Commit | None:
         """Returns the last complete commit; ``None`` if there are no commits.
 
+        Args:
+            own: it must be a file that only this user can have written, since what it holds is unpickled.
+
         Raises:
-            ConfigError: there are commits, but all of them are damaged.
+            ConfigError: there are commits, but all of them are damaged, or another user could have written them.
         """
         files = self._files()
         for number in sorted(files, reverse=True):
             try:
-                return Commit(number, read_state(files[number]))
+                with self._opened(files[number].name, own=own) as file:
+                    return Commit(number, read_state(file))
+            except ConfigError:
+                raise
             except Exception as error:  # noqa: BLE001  (what a damaged file raises depends on where it is damaged)
                 _log.warning("%s is damaged, and not loaded: %s: %s", files[number], type(error).__name__, error)
         if files:
@@ -113,8 +123,31 @@ class CommitStore:
             )
         return None
 
+    @contextmanager
+    def _opened(self, name: str, *, own: bool) -> Iterator[BinaryIO]:
+        """A file of the directory; each step is relative to what was checked, so that nothing takes its place."""
+        directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        flags = os.O_NOFOLLOW if own else 0
+        try:
+            with open(name, "rb", opener=lambda file, mode: os.open(file, mode | flags, dir_fd=directory)) as file:
+                if own:
+                    _check_own(self.directory, directory)
+                    _check_own(self.directory / name, file.fileno())
+                yield file
+        finally:
+            os.close(directory)
+
     def _files(self) -> dict[int, Path]:
         if not self.directory.is_dir():
             return {}
         found = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
         return {int(match[1]): path for match, path in found if match is not None}
+
+
+def _check_own(path: Path, descriptor: int) -> None:
+    problem = problem_with(path, os.fstat(descriptor))
+    if problem:
+        raise ConfigError(
+            f"{problem}. Who can write a commit of hvd.elastic.run can run code in this job. If it is yours: "
+            f"chmod go-w {path}. Else choose another --commit-dir."
+        )

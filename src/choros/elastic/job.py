@@ -29,7 +29,7 @@ class Commits(Protocol):
     def write(self, state: Any) -> int | None:
         """Writes a commit: dicts and lists of arrays, bytes, numbers and strings; returns its number, if any."""
 
-    def load_last(self) -> Any:
+    def load_last(self, *, own: bool = False) -> Any:
         """Returns an object whose ``state`` was written last; ``None`` if there is none."""
 
 

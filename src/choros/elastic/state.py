@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -110,7 +111,7 @@ class State:
         All ranks must call it together.
         """
         store = elastic_job().commits()
-        last = None if store is None else object_of_first(store.load_last)
+        last = None if store is None else object_of_first(partial(store.load_last, own=True))
         if last is not None:
             self.use(cloudpickle.loads(last.state[_PICKLED]))
             self.restore()

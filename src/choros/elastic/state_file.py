@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -45,9 +45,9 @@ def write_state(path: str | os.PathLike[str], state: Any) -> None:
         np.savez(file, **arrays)
 
 
-def read_state(path: str | os.PathLike[str]) -> Any:
-    """Returns the state of a file of ``write_state``; any error says that the file is damaged."""
-    with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
+def read_state(opened: BinaryIO) -> Any:
+    """Returns the state of an opened file of ``write_state``; any error says that the file is damaged."""
+    with np.load(opened, allow_pickle=False) as file:
         if (damaged := file.zip.testzip()) is not None:
             raise ValueError(f"{damaged} has another checksum")
         return _decoded(json.loads(file[_STATE].tobytes()), file)

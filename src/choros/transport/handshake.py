@@ -210,9 +210,13 @@ class _Ends:
 
     def _receive_greeting(self) -> _Greeting:
         magic, nonce, path, *lengths = _GREETING.unpack(self._receive(_GREETING.size))
+        stranger = EngineError("the process there is none of this version of choros: check the addresses.")
         if magic != _MAGIC:
-            raise EngineError("the process there is none of this version of choros: check the addresses.")
-        name, peer = (self._receive(length).decode(errors="replace") for length in lengths)
+            raise stranger
+        try:
+            name, peer = (self._receive(length).decode() for length in lengths)
+        except UnicodeDecodeError as error:
+            raise stranger from error
         return _Greeting(nonce, path, name, peer)
 
     def _send(self, data: bytes) -> None:

@@ -24,6 +24,7 @@ __all__ = ["Listener"]
 _UNPROVEN = 64
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_SECONDS = 0.05
+_WARNINGS = 10
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Listener:
         self._name = name
         self._serve = serve
         self.refusal = ""
+        self._refusals = 0
         self._closed = False
         self._lock = threading.Lock()
         self._unproven: list[socket.socket] = []
@@ -105,8 +107,7 @@ class Listener:
             if isinstance(error, Cut):  # it has ended, or will connect again
                 _log.info("%s", refusal)
             else:
-                _log.warning("%s", refusal)
-                self.refusal = refusal
+                self._warn(refusal)
             return
         finally:
             with self._lock, contextlib.suppress(ValueError):
@@ -117,6 +118,15 @@ class Listener:
         except ChannelClosed:
             return  # It ended before it had identified itself.
         self._serve(channel, first)
+
+    def _warn(self, refusal: str) -> None:
+        """Warns of a refusal; of many, which anybody may cause, only of the first ones."""
+        with self._lock:
+            self._refusals += 1
+            count, self.refusal = self._refusals, refusal
+        if count <= _WARNINGS:
+            further = " Further ones are not logged." if count == _WARNINGS else ""
+            _log.warning("%s%s", refusal, further)
 
     @staticmethod
     def _start(target: Callable[..., None], *args: Any) -> None:

@@ -18,12 +18,12 @@ from pathlib import Path
 from choros.errors import EngineError
 
 __all__ = [
-    "ELSEWHERE", "End", "connections_of_this_user", "remote_addresses", "sockets_of", "users_connected_to",
+    "ELSEWHERE", "End", "connections_of_this_user", "ports_of", "remote_addresses", "sockets_of", "users_connected_to",
 ]  # fmt: skip
 
 #: In place of a user: the other end is on another host, or has ended.
 ELSEWHERE = -1
-_ESTABLISHED = "01"
+_ESTABLISHED, _LISTENS = "01", "0A"
 
 #: An address and a port.
 End = tuple[str, int]
@@ -70,6 +70,12 @@ def users_connected_to(ports: set[int]) -> dict[int, int]:
     Connections that no process has accepted yet have the number 0.
     """
     return {end.inode: user for end, user in _with_users(_connections()) if end.local[1] in ports}
+
+
+def ports_of(pid: int) -> set[int]:
+    """Returns the ports at which a process of this user listens."""
+    own = sockets_of(pid)
+    return {_end(row[1])[1] for row in _rows() if row[3] == _LISTENS and int(row[9]) in own}
 
 
 def remote_addresses() -> dict[int, str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from choros.config import SECRET
 from choros.errors import ConfigError
+from choros.ownership import READABLE, problem_with
 from choros.topology import split_address
 from choros.transport.address import is_loopback
 
@@ -192,8 +193,6 @@ def _create(opened: int) -> None:
 
 
 def _check(path: Path, status: os.stat_result) -> None:
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ConfigError(
-            f"{path} must belong to this user (uid {os.geteuid()}) alone: its owner is {status.st_uid} and its mode "
-            f"{stat.S_IMODE(status.st_mode):o}. Delete it, and it is created anew. Or set {SECRET.name}. {_how_to()}"
-        )
+    problem = problem_with(path, status, READABLE)
+    if problem:
+        raise ConfigError(f"{problem}. Delete it, and it is created anew. Or set {SECRET.name}. {_how_to()}")

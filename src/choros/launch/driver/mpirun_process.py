@@ -77,6 +77,13 @@ class MpirunProcess:
         """Sends mpirun a signal if it is still running."""
         self._popen.send_signal(number)
 
+    def strangers(self) -> list[int]:
+        """Returns the other users of this host whose processes are connected to mpirun."""
+        from choros.transport.peers import ELSEWHERE, ports_of, users_connected_to  # a rare case
+
+        users = set(users_connected_to(ports_of(self._popen.pid)).values())
+        return sorted(users - {os.geteuid(), ELSEWHERE})
+
     def has_ended(self) -> bool:
         """Returns whether mpirun has ended; its children may still hold its pipes open."""
         return self._popen.poll() is not None

@@ -353,25 +353,30 @@ class _Supervisor:
             self._stop(Reason.STUCK)
 
     def _plan_connection(self) -> None:
-        """Schedules the end of an elastic job whose hosts do not reach each other, so that it goes on on one of them.
+        """Schedules the end of a job that MPI does not start although all ranks have come: it would wait for ever.
 
-        MPI itself would wait for minutes.
+        An elastic job whose hosts do not reach each other soon goes on on one of them.
         """
-        is_due = self._job_end.elastic is not None and len(self._hosts()) > 1 and self._waits.connecting()
-        if not is_due or self._job_end.reason is not None:
+        if not self._waits.connecting() or self._job_end.reason is not None:
             self._loop.cancel("connection")
             self._connects = False
         elif not self._connects:
             self._connects = True
-            self._loop.set_deadline("connection", _CONNECT_SECONDS, self._on_unconnected)
+            several = self._job_end.elastic is not None and len(self._hosts()) > 1
+            seconds = _CONNECT_SECONDS if several else self._limits.start
+            self._loop.set_deadline("connection", seconds, partial(self._on_unconnected, seconds, several))
 
-    def _on_unconnected(self) -> None:
-        self._job_end.unconnected = True
+    def _on_unconnected(self, seconds: float, several: bool) -> None:
+        self._job_end.unconnected = several
         hosts = ", ".join(sorted(self._hosts()))
-        self._check_stuck(
-            f"all ranks have called init(), and are not connected after {_CONNECT_SECONDS:g} s: the hosts {hosts} must "
-            "reach each other's TCP ports. --network-interfaces selects a network"
+        cause = (
+            f"the hosts {hosts} must reach each other's TCP ports. --network-interfaces selects a network"
+            if len(self._hosts()) > 1
+            else "MPI_Init does not return"
         )
+        for user in self._mpirun.strangers():
+            cause += f"; a process of another user (uid {user}) is connected to mpirun, which may wait for it"
+        self._check_stuck(f"all ranks have called init(), and are not connected after {seconds:g} s: {cause}")
 
     def _hosts(self) -> set[str]:
         return {start.host for start in self._job_end.started.values()}
