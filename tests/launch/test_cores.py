@@ -105,7 +105,8 @@ def test_allocator_settings_are_only_for_linux():
 
 def test_fabrics_are_excluded_on_one_host():
     share = Share(bind=(0,), threads=1)
-    assert rank_settings({}, share, one_host=True)["OMPI_MCA_btl"] == "^ofi,uct"
+    assert rank_settings({}, share, one_host=True)["OMPI_MCA_btl"] == "self,sm"  # which listen nowhere
+    assert rank_settings({}, share, one_host=True, elastic=True)["OMPI_MCA_btl"] == "^ofi,uct"
     assert "OMPI_MCA_btl" not in rank_settings({}, share)
     assert rank_settings({}, share, has_memory=False)["OMPI_MCA_btl"] == "^sm"
     assert rank_settings({}, share, one_host=True, has_memory=False)["OMPI_MCA_btl"] == "^ofi,uct,sm"

@@ -16,7 +16,7 @@ import pytest
 from choros.errors import EngineError
 from choros.transport.channel import ChannelClosed, connect
 from choros.transport.endpoint import connect_within
-from choros.transport.handshake import Cut, Seal, accept_proof, offer_proof
+from choros.transport.handshake import _GREETING, _MAGIC, Cut, Seal, accept_proof, offer_proof
 from choros.transport.listener import Listener
 from choros.transport.secret import Key
 from ranks.job import free_port
@@ -222,3 +222,21 @@ def test_seals_of_both_directions_and_of_each_section_differ():
     one, other = Seal(b"1"), Seal(b"2")
     tags = [each.next() for each in (one, one, other)]
     assert len({tag.digest() for tag in tags}) == 3
+
+
+def test_greetings_that_are_no_text_are_refused_and_few_of_them_are_logged(address, served, caplog):
+    kind, _, path = address.partition(":")
+    for _ in range(30):
+        with socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET) as end:
+            end.connect(path if kind == "unix" else (kind, int(path)))
+            end.sendall(_GREETING.pack(_MAGIC, bytes(32), bytes(32), 200, 200) + b"\xff" * 400)
+            end.settimeout(60)
+            with contextlib.suppress(ConnectionError):
+                assert end.recv(1) == b""
+    refusals = [record for record in caplog.records if "is none of this version of choros" in record.getMessage()]
+    assert len(refusals) == 10
+    assert refusals[-1].getMessage().endswith("Further ones are not logged.")
+    with contextlib.closing(connect(address, Key(SECRET), "worker 0", "ps 0", 60)) as channel:
+        channel.send("first")
+        assert channel.receive() == "hello"
+    assert served == ["first"]

@@ -42,6 +42,8 @@ _ALL_ADDRESSES = {
 _PIDFD_GETFD = 438
 _TCP_MD5SIG_EXT = 32
 _PREFIX = 1
+#: tcpi_bytes_received in struct tcp_info.
+_RECEIVED = slice(128, 136)
 
 
 def new_key() -> bytes:
@@ -96,15 +98,18 @@ class Gate:
         self._with_each(self.sockets(), lambda _number, listening: _require(listening, b""))
 
     def expel(self) -> set[int]:
-        """Ends connections that the process has accepted from other users since the last call; returns these users.
+        """Ends connections that the process has accepted from other users since the last call.
 
-        Among them is ``peers.ELSEWHERE`` if one came from another host, or has ended since.
+        Returns those users who have sent something; among them is ``peers.ELSEWHERE`` if it came from another host, or
+        its sender has ended since.
         """
         ports = {port for _, port in self.sockets().values()}
+        if not ports:
+            return set()
         accepted: set[int] = set()
 
         def note(number: int, end: socket.socket) -> None:
-            if end.getpeername() and end.getsockname()[1] in ports:
+            if end.family in _ALL_ADDRESSES and end.getpeername() and end.getsockname()[1] in ports:
                 accepted.add(number)
 
         self._with_each(sockets_of(self._pid).keys() - self._examined, note)
@@ -116,8 +121,15 @@ class Gate:
             for number, user in users_connected_to(ports).items()
             if number in accepted and user != os.geteuid()
         }
-        self._with_each(strangers, lambda _number, connection: connection.shutdown(socket.SHUT_RDWR))
-        return set(strangers.values())
+        senders: set[int] = set()
+
+        def end(number: int, connection: socket.socket) -> None:
+            connection.shutdown(socket.SHUT_RDWR)
+            if _received(connection):
+                senders.add(strangers[number])
+
+        self._with_each(strangers, end)
+        return senders
 
     def _with_each(self, sockets: Iterable[int], action: Callable[[int, socket.socket], None]) -> int:
         """Calls ``action`` with the process's sockets of these numbers; returns how many times it succeeded."""
@@ -180,6 +192,12 @@ def _end_waiting(listening: socket.socket) -> None:
         except BlockingIOError:  # its owner was faster
             return
         connection.close()
+
+
+def _received(connection: socket.socket) -> int:
+    """Returns how many bytes a connection has received."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.stop)
+    return int.from_bytes(info[_RECEIVED], sys.byteorder)
 
 
 def _bind_to_loopback(_number: int, listening: socket.socket) -> None:

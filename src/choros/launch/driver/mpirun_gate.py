@@ -11,7 +11,7 @@
         │ key ──────────────► wrappers connect, signed
 
 mpirun knows its job only after it has begun to listen, so nothing can be asked of it before. If this process was not
-scheduled in that moment, and somebody was in, mpirun is started again.
+scheduled in that moment, and somebody has sent it something, mpirun is started again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MpirunGate:
         pid: its process.
 
     Attributes:
-        intruders: the users whose processes were connected to it for longer than a moment.
+        intruders: the users whose processes have sent it something in more than a moment.
     """
 
     def __init__(self, pid: int) -> None:

@@ -22,7 +22,7 @@ _END_SECONDS = 3.0
 #: How long its children may outlive it: wrappers that clean up, ssh clients that see the connection close.
 _CHILDREN_GRACE = 2.0
 #: How often mpirun is started again because somebody has connected to it.
-_TRIES = 5
+_TRIES = 20
 
 
 class MpirunProcess:

@@ -1,0 +1,193 @@
+"""Other users of the machine run no code in a job, remove nothing, and neither stop nor delay it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import cloudpickle
+import psutil
+import pytest
+
+from choros.elastic.commit_store import CommitStore
+from choros.transport.peers import ports_of
+from launch.attacks import connect_to_all, plant_links, pmix_library, spawn
+from launch.launched import CHOROSRUN, Running
+from launch.users import OTHER, VICTIM, as_user, in_own_network, process_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gates need Linux"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of other users"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    # What one test does to the jobs of a user, it does to those of another test.
+    pytest.mark.xdist_group("other users"),
+]
+RANKS = Path(__file__).with_name("joining_ranks.py")
+USERS = pytest.mark.parametrize("user", [0, VICTIM], ids=["root", "user"])
+WAITS = """
+import sys, time
+from pathlib import Path
+import choros
+from choros.parallel.objects import allgather_object
+choros.init()
+print("ready", flush=True)
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+print("sum", sum(allgather_object(choros.rank())), flush=True)
+"""
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory that every user can enter and write."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+def started_by(user: int) -> Sequence[str]:
+    return CHOROSRUN if user == 0 else (*as_user(user), *CHOROSRUN)
+
+
+@contextmanager
+def job(user: int, shared: Path, *arguments: str) -> Iterator[tuple[Running, Callable[[], None]]]:
+    """A job of two ranks of ``user`` that have come, and what lets it end; it ends well."""
+    script = shared / "script.py"
+    script.write_text(WAITS)
+    with Running(*arguments, "-np", "2", sys.executable, script, shared / "end", start=started_by(user)) as running:
+
+        def end() -> None:
+            (shared / "end").touch()
+
+        yield running, end
+        ended = running.end()
+        assert ended.code == 0, ended.err
+        assert ended.out.count("sum 1") == 2
+        running.assert_nothing_left()
+
+
+@USERS
+def test_no_directory_is_removed_that_others_have_linked(user: int, shared: Path) -> None:
+    precious = shared / "thesis"
+    precious.mkdir()
+    (precious / "chapter").write_text("text")
+    os.chown(precious, user, user)
+    with process_of(OTHER, partial(plant_links, precious)):
+        time.sleep(0.5)
+        with job(user, shared) as (running, end):
+            running.wait_for(2, "ready")
+            end()
+    assert (precious / "chapter").read_text() == "text"
+    for root in ("/tmp", "/dev/shm"):
+        for path in Path(root).glob("*"):
+            if path.lstat().st_uid == OTHER:
+                subprocess.run(["rm", "-rf", str(path)], check=True)
+
+
+@USERS
+@pytest.mark.parametrize("arguments", [(), ("--min-np", "1")], ids=["plain", "elastic"])
+def test_who_connects_to_all_sockets_of_a_job_neither_stops_nor_delays_it(
+    user: int, arguments: Sequence[str], shared: Path
+) -> None:
+    """It does so within a millisecond, before the ranks. Without gates, the job would never start."""
+
+    def attacked() -> None:
+        _, writes = os.pipe()
+        with process_of(OTHER, partial(connect_to_all, user, writes)), job(user, shared, *arguments) as (running, end):
+            running.wait_for(2, "ready", seconds=30)
+            end()
+
+    in_own_network(attacked)
+
+
+@USERS
+def test_nor_does_it_when_a_new_rank_joins(user: int) -> None:
+    """MPI connects the new rank through sockets that are open meanwhile; connections of others are ended."""
+
+    def attacked() -> None:
+        _, writes = os.pipe()
+        start = started_by(user)
+        with (
+            process_of(OTHER, partial(connect_to_all, user, writes)),
+            Running("-np", 3, "--min-np", 2, sys.executable, RANKS, start=start) as running,
+        ):
+            ended = running.end(seconds=60)
+        assert (ended.code, ended.out.count("finished with 3")) == (0, 3), ended
+
+    in_own_network(attacked)
+
+
+@USERS
+def test_mpirun_runs_no_command_for_another_user(user: int, shared: Path) -> None:
+    """Who claims to be the job's user, and even knows the job's name, which is secret."""
+    marker = shared / "ran"
+    library = pmix_library()
+    with job(user, shared) as (running, end):
+        running.wait_for(2, "ready")
+        processes = running.processes()
+        mpirun = next(process for process in processes if process.name() in ("prterun", "mpirun"))
+        rank = next(process for process in processes if "PMIX_NAMESPACE" in process.environ())
+        namespace = rank.environ()["PMIX_NAMESPACE"]
+        assert ports_of(mpirun.pid)
+        ports = set().union(*(ports_of(process.pid) for process in processes))
+        for port in ports:
+            with process_of(OTHER, partial(spawn, user, namespace, port, marker, library)):
+                time.sleep(1)
+        assert not marker.exists()
+        end()
+
+
+class _Touches:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+@USERS
+@pytest.mark.parametrize("theirs", ["directory", "file", "mode"])
+def test_no_commit_is_unpickled_that_others_can_have_written(user: int, theirs: str, shared: Path) -> None:
+    commits, marker = shared / "commits", shared / "ran"
+    CommitStore(commits).write({"pickled state": cloudpickle.dumps({"steps": _Touches(marker)})})
+    (file,) = commits.glob("*.npz")
+    for path, is_theirs in ((commits, theirs == "directory"), (file, theirs == "file")):
+        os.chown(path, *[OTHER if is_theirs else user] * 2)
+    if theirs == "mode":
+        commits.chmod(0o777)
+    command = ["-np", 1, "--commit-dir", commits, sys.executable, RANKS]
+    with Running(*command, start=started_by(user)) as running:
+        ended = running.end()
+    assert ended.code == 1
+    assert "ConfigError: " in ended.err
+    assert f"must belong to this user (uid {user}) and be writable by nobody else" in ended.err
+    assert not marker.exists()
+
+
+def test_mpirun_without_a_gate_runs_commands_of_another_user(shared: Path) -> None:
+    """So the test above tries what would succeed."""
+    marker = shared / "ran"
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    mpirun = str(Path(sys.executable).with_name("mpirun"))
+    with subprocess.Popen([mpirun, *root, "--oversubscribe", "-np", "1", "sleep", "30"]) as process:
+        end = time.monotonic() + 20
+        while not psutil.Process(process.pid).children() and time.monotonic() < end:
+            time.sleep(0.05)
+        sockets = psutil.Process(process.pid).net_connections("tcp")
+        port = next(each.laddr.port for each in sockets if each.laddr.ip == "127.0.0.1")
+        namespace = f"prterun-{os.uname().nodename}-{process.pid}@1"
+        with process_of(OTHER, partial(spawn, 0, namespace, port, marker, pmix_library())):
+            while not marker.exists() and time.monotonic() < end:
+                time.sleep(0.05)
+        process.terminate()
+    assert marker.exists()
