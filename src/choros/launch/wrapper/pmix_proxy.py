@@ -15,12 +15,13 @@ import re
 import select
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import final
 
 from choros.launch.processes.gate_key import wait_for_key
-from choros.transport.gate import Gate, connect_signed
+from choros.transport.gate import connect_signed
 from choros.transport.peers import users_connected_to
 
 __all__ = ["PmixProxy"]
@@ -28,6 +29,7 @@ __all__ = ["PmixProxy"]
 _BYTES = 1 << 16
 _CONNECT_SECONDS = 10.0
 _WAITING = 512
+_PAUSE_SECONDS = 0.005
 #: The variables with the address of mpirun, for clients of several versions of PMIx.
 _VARIABLE = "PMIX_SERVER_URI"
 _ADDRESS = re.compile(r"tcp[46]://\[?([\d.:a-f]+?)\]?:(\d+)")
@@ -48,7 +50,6 @@ class PmixProxy:
         self._environ = environ
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=_WAITING)
         self._listening.setblocking(False)
-        self._gate = Gate(os.getpid(), sockets=[os.fstat(self._listening.fileno()).st_ino])
         here = "tcp4://{}:{}".format(*self._listening.getsockname())
         uris = {name: uri for name, uri in environ.items() if name.startswith(_VARIABLE)}
         self.variables = {name: _ADDRESS.sub(here, uri) for name, uri in uris.items()}
@@ -66,10 +67,10 @@ class PmixProxy:
             users = users_connected_to({self._listening.getsockname()[1]})
             for end in waiting:
                 if users.get(os.fstat(end.fileno()).st_ino) == os.geteuid():
-                    self._gate.close()  # nobody else connects meanwhile
                     threading.Thread(target=self._connect, args=(end,), name="choros: proxy", daemon=True).start()
                 else:
                     end.close()
+            time.sleep(_PAUSE_SECONDS)  # who connects again and again takes little of this core
 
     def _connect(self, rank: socket.socket) -> None:
         """Passes on what the rank and mpirun send each other."""
@@ -83,7 +84,6 @@ class PmixProxy:
             answers.start()
             _pass_on(rank, mpirun)
             answers.join()
-        self._gate.open()
 
 
 def _pass_on(source: socket.socket, sink: socket.socket) -> None:
