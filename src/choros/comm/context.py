@@ -177,10 +177,13 @@ def shutdown() -> None:
     if job is None:
         return
     try:
+        size = job.communicator.size
         try:
             end_recording(job.communicator, SHUTDOWN)
         finally:
             _job = None  # not before: a rank may be lost in it
+        if job.communicator.size > 1 or size == 1:  # else this rank waited here, and the others have not come
+            events.emit(events.Kind.FINISHED, events.SHUTDOWN)
     except (MismatchError, EngineError) as error:
         # Another rank has ended, or has received the shutdown and continues. What is collective can no longer be freed.
         job.finalize = _nothing

@@ -57,6 +57,7 @@ class Kind(enum.StrEnum):
     RANK_JOINED = "rank joined"
     RANK_CRASHED = "rank crashed"
     SCRIPT_ENDED = "script ended"
+    FINISHED = "finished"
     RANK_STOPPED = "rank stopped"
     RANK_ENDED = "rank ended"
     COMMIT = "commit"
@@ -65,8 +66,11 @@ class Kind(enum.StrEnum):
 
 
 #: The kinds that chorosrun needs from every rank: whom it waits for, that others have taken it in, that an exception
-#: ends it, that its script has ended, but not yet its process, and the file to which it records a timeline.
-REPORTS = frozenset({Kind.WAITING, Kind.WAITED, Kind.RANK_JOINED, Kind.RANK_CRASHED, Kind.SCRIPT_ENDED, Kind.RECORDING})
+#: ends it, that its script has ended, but not yet its process, that it has left the job together with the others, and
+#: the file to which it records a timeline.
+REPORTS = frozenset(
+    {Kind.WAITING, Kind.WAITED, Kind.RANK_JOINED, Kind.RANK_CRASHED, Kind.SCRIPT_ENDED, Kind.FINISHED, Kind.RECORDING}
+)
 #: The calls in which a rank joins the job, leaves it, and ends.
 INIT, SHUTDOWN, LEAVING = "init()", "shutdown()", "MPI_Finalize()"
 

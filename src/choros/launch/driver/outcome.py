@@ -96,9 +96,15 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
         )
         code = last.code if raised else PeerLostError.exit_code
         return Outcome(code, lines + ((last.traceback,) if last.traceback else ()), last)
-    if job_end.reason is None and any(not end.stopped for end in finished):
+    if job_end.reason is None and any(map(job_end.has_finished, job_end.exits)):
         lost = [job_end.started[rank] for rank in sorted(missing) if rank in job_end.started]
         return Outcome(0, tuple(f"chorosrun: rank {start.rank} on {start.host} disappeared." for start in lost))
+    if job_end.reason is None and not missing and all(end.code == 0 for end in ends):
+        line = (
+            "chorosrun: all ranks have left, and none has made the job's last step: they were asked to end, or ended "
+            "before the others. Without --commit-dir nothing is saved."
+        )
+        return Outcome(_CODES[Reason.TERMINATE], (line,))
     return None
 
 

@@ -45,7 +45,7 @@ from choros.launch.processes.control import send_text
 from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, RankProgress, Result, Stacks, Start, Text
 from choros.launch.protocol.wrapper_options import STACKS
 from choros.observe import MOVE, events
-from choros.observe.events import Detail, Event, Kind
+from choros.observe.events import INIT, Detail, Event, Kind
 from choros.observe.stacks import STOPPED
 from choros.observe.stragglers import Stragglers
 from choros.transport.loop import Loop
@@ -94,6 +94,8 @@ class JobEnd:
         unconnected: the hosts of an elastic job could not reach each other when it started.
         move: how the job is to be started on the hosts of now, if they have changed.
         done: the ranks whose scripts have ended, or were not needed any more.
+        initialized: the ranks that have called ``init()``.
+        together: the ranks that have left the job together with all others that were left.
         given_up: what an elastic job has lost, and why it was not started again.
     """
 
@@ -112,6 +114,8 @@ class JobEnd:
     unconnected: bool = False
     move: Restart | None = None
     done: set[int] = field(default_factory=set)
+    initialized: set[int] = field(default_factory=set)
+    together: set[int] = field(default_factory=set)
     given_up: str = ""
 
     @property
@@ -129,6 +133,14 @@ class JobEnd:
         """The number of ranks that have not failed."""
         failed = {rank for rank, end in self.exits.items() if end.code not in (0, PREEMPTED) and not end.stopped}
         return len(self.members - failed)
+
+    def has_finished(self, rank: int) -> bool:
+        """Whether a rank has made the job's last step: it ended with 0, and did not leave while others went on."""
+        end = self.exits.get(rank)
+        if end is None or end.code != 0 or end.stopped:
+            return False
+        is_new = rank in self.started and self.started[rank].added
+        return rank in self.together or (rank not in self.initialized and not is_new)
 
     @property
     def chief_is_done(self) -> bool:
@@ -340,6 +352,11 @@ class _Supervisor:
         events.publish(event)
         if event.kind is Kind.SCRIPT_ENDED:
             self._job_end.done.add(rank)
+        if event.kind is Kind.FINISHED:
+            self._job_end.together.add(rank)
+        if event.kind is Kind.WAITING and event.name == INIT:
+            self._job_end.initialized.add(rank)
+            self._job_end.together.discard(rank)
         if event.kind is Kind.RANK_JOINED:
             self._newcomers.discard(rank)
         self._check_stuck(self._waits.note(rank, event, time.time()))

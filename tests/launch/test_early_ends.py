@@ -1,0 +1,32 @@
+"""The exit code of an elastic job says whether its training was finished: by a rank that made the last step."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.launched import run
+
+pytestmark = pytest.mark.slow
+SCRIPT = Path(__file__).with_name("early_ends_script.py")
+
+#: How ranks end, at which step; the exit code; how many ranks make the last step; a part of what chorosrun says.
+ENDS = [
+    ("1:2:exit,0:3:kill,2:3:kill", 1, 0, "(MismatchError)"),
+    ("1:2:_exit,0:4:raise,2:4:raise", 1, 0, "(ValueError)"),
+    ("1:2:_exit,0:4:kill,2:5:kill", 137, 0, "was killed by SIGKILL"),
+    ("1:2:leave,0:5:raise,2:5:raise", 1, 0, "(ValueError)"),
+    ("1:2:leave,0:5:kill,2:5:kill", 137, 0, "was killed by SIGKILL"),
+    ("0:2:leave,1:2:leave,2:2:leave", 143, 0, "all ranks have left, and none has made the job's last step"),
+    ("1:2:kill", 0, 2, "2 ranks go on"),
+    ("1:2:raise", 0, 2, "2 ranks go on"),
+    ("1:2:leave", 0, 2, "it leaves after this step, and the others go on"),
+    ("1:2:_exit", 0, 2, ""),
+]
+
+
+@pytest.mark.parametrize(("ends", "code", "finished", "says"), ENDS, ids=[each[0] for each in ENDS])
+def test_only_ranks_that_made_the_last_step_have_finished(ends, code, finished, says):
+    ended = run("-np", 3, "--min-np", 1, sys.executable, SCRIPT, ends)
+    assert (ended.code, ended.out.count("made the last step")) == (code, finished), ended
+    assert says in ended.err
