@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 
 import choros
 from choros.elastic.preemption import leave_if_asked, watch_signals

@@ -4,18 +4,49 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, final
 
-__all__ = ["Handler", "SignalPipe", "wake_only"]
+__all__ = ["Handler", "SignalPipe", "read_sender", "signal_with_sender", "wake_only"]
+
+#: The size of Linux' struct signalfd_siginfo, and where in it the sender's process number is.
+_INFO_BYTES, _SENDER = 128, slice(12, 16)
+#: The size of a signal set of glibc and musl.
+_SET_BYTES = 128
 
 Handler = Callable[[int, FrameType | None], None]
 
 
 def wake_only(number: int, frame: FrameType | None) -> None:
     """A handler that does nothing, because Python itself writes the signal's number to the pipe."""
+
+
+def signal_with_sender(number: signal.Signals) -> int | None:
+    """Returns a descriptor from which ``read_sender`` reads who has sent this signal; ``None`` if the system has none.
+
+    The signal is blocked from now on, also in children, which must unblock it.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    import ctypes  # takes 5 ms
+
+    libc = ctypes.CDLL(None)
+    chosen = ctypes.create_string_buffer(_SET_BYTES)
+    libc.sigemptyset(chosen)
+    libc.sigaddset(chosen, int(number))
+    descriptor = int(libc.signalfd(-1, chosen, os.O_CLOEXEC | os.O_NONBLOCK))
+    if descriptor < 0:
+        return None
+    signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    return descriptor
+
+
+def read_sender(descriptor: int) -> int:
+    """Returns the process that has sent the signal; 0 if it is not visible here."""
+    return int.from_bytes(os.read(descriptor, _INFO_BYTES)[_SENDER], sys.byteorder)
 
 
 @final

@@ -15,6 +15,7 @@
                    SIGVTALRM                SIGVTALRM                    SIGWINCH: commit and end, as hosts have changed
                    SIGPROF                  SIGPROF                      nothing: it sends the rank's stacks
                    SIGTERM                  SIGTERM, SIGKILL 0.25 s on   SIGTERM, SIGKILL 0.1 s on
+    from anybody else                       SIGTERM                      SIGTERM, as if it had been sent there
 
 When mpirun receives SIGINT or SIGTERM, it kills the job, which leaves no time to save; so chorosrun sends other
 signals for these two, which mpirun forwards.
@@ -83,7 +84,7 @@ from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, PageContents, note_
 from choros.observe.stacks import state_of, take_stacks
 from choros.topology import Topology, detect
 from choros.transport.loop import HasFileno, Loop
-from choros.transport.signal_pipe import SignalPipe, wake_only
+from choros.transport.signal_pipe import SignalPipe, read_sender, signal_with_sender, wake_only
 
 __all__ = ["Wrapper", "main"]
 
@@ -169,7 +170,12 @@ class Wrapper:
 
     def _listen(self) -> None:
         """Installs the signal handlers, which wake the loop; from now on no signal ends the wrapper by itself."""
-        handlers = dict.fromkeys((*SIGNAL_MEANINGS, signal.SIGTERM), self._on_signal)
+        handlers = dict.fromkeys(SIGNAL_MEANINGS, self._on_signal)
+        senders = signal_with_sender(signal.SIGTERM)
+        if senders is None:
+            handlers[signal.SIGTERM] = self._on_signal
+        else:
+            self._loop.on_readable(senders, partial(self._on_sender, senders))
         pipe = SignalPipe({**handlers, signal.SIGCHLD: wake_only, STACKS: self._on_stacks_wanted})
         pipe.open()  # never closed: a later signal would end the wrapper
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
@@ -184,6 +190,13 @@ class Wrapper:
         pipe.read()  # the signals' handlers have run; SIGCHLD is left: a child or mpirun has ended
         self._reap()
         self._check_parent()
+
+    def _on_sender(self, senders: int) -> None:
+        """SIGTERM has arrived: mpirun ends the job, or somebody ends this rank, by its wrapper."""
+        if read_sender(senders) == self._mpirun:
+            self._on_signal(signal.SIGTERM, None)
+        elif self._process is not None and self._status is None:
+            signal_group(self._process.pid, signal.SIGTERM)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGTERM:  # from mpirun itself: SIGKILL follows at once
@@ -490,6 +503,7 @@ def _become_rank(wrapper: int) -> None:
     allow_tracing(wrapper)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def _start_error(program: str, error: OSError) -> _NotStarted:
