@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from choros.errors import LaunchError
-from choros.launch.driver.mpirun_gate import MpirunGate
 from choros.launch.plan.command import Command
 from choros.launch.processes import parent_death_guard
+
+if TYPE_CHECKING:
+    from choros.launch.driver.mpirun_gate import MpirunGate
 
 __all__ = ["MpirunProcess"]
 
@@ -52,7 +54,9 @@ class MpirunProcess:
             bufsize=0,
             start_new_session=True,
         )
-        self._gate = MpirunGate(self._popen.pid)
+        from choros.launch.driver.mpirun_gate import MpirunGate  # imports sockets, which --help does not need
+
+        self._gate: MpirunGate = MpirunGate(self._popen.pid)
 
     def look_at_gate(self) -> None:
         """Closes the gate before further sockets of mpirun."""
@@ -128,7 +132,7 @@ class MpirunProcess:
 
 def _namespace(command: Command) -> dict[str, str]:
     """The name of the job for mpirun and its clients, which nobody guesses; other hosts show it in a command line."""
-    return {"PMIX_SERVER_NSPACE": f"choros-{secrets.token_hex(16)}"} if command.gate else {}
+    return {"PMIX_SERVER_NSPACE": f"choros-{os.urandom(16).hex()}"} if command.gate else {}
 
 
 def _pids() -> list[int]:
