@@ -18,7 +18,7 @@ import pytest
 
 from choros.elastic.commit_store import CommitStore
 from choros.transport.peers import ports_of
-from launch.attacks import connect_to_all, plant_links, pmix_library, spawn
+from launch.attacks import connect_to_all, plant_links, pmix_library, read_everything, spawn
 from launch.launched import CHOROSRUN, Running
 from launch.users import OTHER, VICTIM, as_user, in_own_network, process_of
 
@@ -43,6 +43,29 @@ while not Path(sys.argv[1]).exists():
     time.sleep(0.01)
 print("sum", sum(allgather_object(choros.rank())), flush=True)
 """
+FUNCTION = """
+import choros
+
+def total():
+    from choros.parallel.objects import allgather_object
+    choros.init()
+    return sum(allgather_object(choros.rank()))
+
+if __name__ == "__main__":
+    print("sums", choros.run(total, num_proc=2))
+"""
+SERVERS = """
+import keras, numpy
+from choros import distribute
+
+strategy = distribute.ParameterServerStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    model.optimizer.build(model.trainable_variables)
+model.fit(numpy.ones((32, 4)), numpy.ones((32, 3)), batch_size=8, verbose=0)
+print("trained", flush=True)
+"""
 
 
 @pytest.fixture
@@ -58,11 +81,20 @@ def started_by(user: int) -> Sequence[str]:
 
 
 @contextmanager
-def job(user: int, shared: Path, *arguments: str) -> Iterator[tuple[Running, Callable[[], None]]]:
-    """A job of two ranks of ``user`` that have come, and what lets it end; it ends well."""
-    script = shared / "script.py"
+def job(
+    user: int, shared: Path, *arguments: str, own_directory: bool = False
+) -> Iterator[tuple[Running, Callable[[], None]]]:
+    """A job of two ranks of ``user`` that have come, and what lets it end; it ends well.
+
+    With ``own_directory`` its temporary files are in ``shared / "tmp"``.
+    """
+    script, temporary = shared / "script.py", shared / "tmp"
     script.write_text(WAITS)
-    with Running(*arguments, "-np", "2", sys.executable, script, shared / "end", start=started_by(user)) as running:
+    temporary.mkdir()
+    temporary.chmod(0o1777)
+    environ = {"TMPDIR": str(temporary)} if own_directory else {}
+    command = [*arguments, "-np", "2", sys.executable, script, shared / "end"]
+    with Running(*command, start=started_by(user), env=environ) as running:
 
         def end() -> None:
             (shared / "end").touch()
@@ -106,6 +138,53 @@ def test_who_connects_to_all_sockets_of_a_job_neither_stops_nor_delays_it(
             end()
 
     in_own_network(attacked)
+
+
+@USERS
+@pytest.mark.parametrize(
+    ("script", "start", "says"),
+    [
+        pytest.param(FUNCTION, [sys.executable], "sums [1, 1]", id="choros.run"),
+        pytest.param(SERVERS, [*CHOROSRUN, "--ps", 1, "-np", 1, sys.executable], "trained", id="ps",
+                     marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
+def test_nor_one_of_a_function_or_of_parameter_servers(
+    user: int, script: str, start: Sequence[object], says: str, shared: Path
+) -> None:
+    (shared / "script.py").write_text(script)
+    as_this_user = as_user(user) if user else []
+
+    def attacked() -> None:
+        _, writes = os.pipe()
+        begin = [*as_this_user, *map(str, start), str(shared / "script.py")]
+        environ = {"KERAS_BACKEND": "torch"}
+        with (
+            process_of(OTHER, partial(connect_to_all, user, writes)),
+            Running(start=begin, env=environ) as running,
+        ):
+            ended = running.end(seconds=60)
+        assert ended.code == 0, ended
+        assert says in ended.out
+
+    in_own_network(attacked)
+
+
+@USERS
+@pytest.mark.parametrize("arguments", [(), ("--min-np", "1")], ids=["plain", "elastic"])
+def test_nothing_of_a_job_can_be_read(user: int, arguments: Sequence[str], shared: Path) -> None:
+    """Neither files that its processes have open or have made, nor their environments."""
+    result = shared / "read"
+    with job(user, shared, *arguments, own_directory=True) as (running, end):
+        running.wait_for(2, "ready")
+        assert list((shared / "tmp").iterdir())
+        pids = [running.process.pid, *(process.pid for process in running.processes())]
+        with process_of(OTHER, partial(read_everything, user, pids, [shared / "tmp", Path("/dev/shm")], result)):
+            deadline = time.monotonic() + 20
+            while not result.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        end()
+    assert result.read_text().splitlines() == ["all"]
 
 
 @USERS
@@ -172,6 +251,17 @@ def test_no_commit_is_unpickled_that_others_can_have_written(user: int, theirs: 
     assert "ConfigError: " in ended.err
     assert f"must belong to this user (uid {user}) and be writable by nobody else" in ended.err
     assert not marker.exists()
+
+
+def test_a_job_without_gates_says_what_others_can_do(shared: Path) -> None:
+    start = [sys.executable, str(Path(__file__).with_name("without_gates.py")), *CHOROSRUN]
+    script = shared / "script.py"
+    script.write_text(WAITS)
+    (shared / "end").touch()
+    with Running("-np", 2, sys.executable, script, shared / "end", start=start) as running:
+        ended = running.end()
+    assert (ended.code, ended.out.count("sum 1")) == (0, 2), ended
+    assert ended.err.count("another user of this machine could run commands as you") == 1
 
 
 def test_mpirun_without_a_gate_runs_commands_of_another_user(shared: Path) -> None:
