@@ -107,6 +107,18 @@ def check(make: Make, *args: Any, evaluate: bool = True, plain: Make | None = No
     assert_same_results(own_results, results)
 
 
+def check_horovod(make: Make, data: Any, batch_size: int | None = BATCH) -> None:
+    """Trains with ``DistributedOptimizer`` on this rank's rows, and in plain Keras on all of them."""
+    theirs, arrays = make(), isinstance(data, tuple)
+    history = fit(theirs, *(data if arrays else (data,)), batch_size=batch_size if arrays else None)
+    ours = make()
+    ours.optimizer = hvd.DistributedOptimizer(ours.optimizer)
+    start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+    part = hvd.shard(data, batch_size=batch_size)
+    own_history = fit(ours, part, batch_size=None, callbacks=start)
+    assert_same(ours, weights(theirs), (own_history, history))
+
+
 MSE = keras.losses.MeanSquaredError
 
 
@@ -217,6 +229,29 @@ def case_added_loss_that_is_a_mean():
     check(make, numbers(N, FEATURES), numbers(N, 2))
 
 
+class Vector(keras.layers.Layer):
+    """Adds a loss of one number a row, as keras.io's end-point layers do: Keras adds them up."""
+
+    def call(self, x):
+        self.add_loss(0.02 * keras.ops.sum(keras.ops.square(x), axis=-1))
+        return x
+
+
+def with_vector_added() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(4, "tanh"), Vector(), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=JIT)
+    return model
+
+
+def case_added_loss_that_is_a_vector():
+    check(with_vector_added, numbers(N, FEATURES), numbers(N, 2))
+
+
+def case_added_loss_that_is_a_vector_in_horovods_face():
+    check_horovod(with_vector_added, (numbers(N, FEATURES), numbers(N, 2)))
+
+
 def case_accumulation_of_a_sum():
     optimizer = lambda: keras.optimizers.SGD(0.004, gradient_accumulation_steps=3)  # noqa: E731
     check(lambda: dense(MSE(reduction="sum"), optimizer=optimizer()), numbers(N, FEATURES), numbers(N, 2))
@@ -295,6 +330,108 @@ def case_evaluation_in_horovods_face():
 
 
 # ── training steps of one's own ──────────────────────────────────────────────────────────────────────
+
+
+class OwnGradient(keras.Model):
+    """A ``train_step`` of TensorFlow that differentiates a loss of one number a row, as keras.io's siamese network."""
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = 0.05 * tf.reduce_mean(tf.square(y - self(x, training=True)), axis=-1)
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.own_loss.update_state(loss)
+        return {"own_loss": self.own_loss.result()}
+
+    @functools.cached_property
+    def own_loss(self):
+        return keras.metrics.Mean(name="own_loss")
+
+    @property
+    def metrics(self):
+        return [self.own_loss]
+
+
+def of_a_vector(**compile_args: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    x = keras.Input((FEATURES,))
+    model = OwnGradient(x, keras.layers.Dense(2)(keras.layers.Dense(8, activation="tanh")(x)))
+    model.compile(keras.optimizers.SGD(0.05), jit_compile=JIT, **compile_args)
+    return model
+
+
+def case_gradient_of_a_vector():
+    check(of_a_vector, numbers(N, FEATURES), numbers(N, 2), evaluate=False)
+    check_horovod(of_a_vector, (numbers(N, FEATURES), numbers(N, 2)))
+
+
+def case_gradient_of_a_vector_eagerly():
+    check(lambda: of_a_vector(run_eagerly=True), numbers(N, FEATURES), numbers(N, 2), evaluate=False)
+
+
+class TwoParts(keras.Model):
+    """Learns from unlabelled rows, and from fewer labelled ones, as keras.io's SimCLR, AdaMatch and FixMatch do."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(1)
+        self.encoder = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(6, activation="tanh")])
+        self.probe = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        self.loss_of_rows = MSE(reduction=reduction)
+        self.built = True
+
+    def call(self, x):
+        return self.encoder(x)
+
+    def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+        labelled, labels = y
+        unlabelled = self.loss_of_rows(keras.ops.zeros_like(y_pred), y_pred)
+        return 0.3 * unlabelled + MSE()(labels, self.probe(self.encoder(labelled)))
+
+    def compute_metrics(self, x, y, y_pred, sample_weight):
+        return self.get_metrics_result()
+
+
+def two_parts(reduction: str = "sum_over_batch_size") -> TwoParts:
+    model = TwoParts(reduction)
+    model.compile(keras.optimizers.SGD(0.05), jit_compile=JIT)
+    return model
+
+
+class Pairs(keras.utils.PyDataset):
+    """Batches of 13 unlabelled rows and 5 labelled ones; the last has 4 and 1."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        few, many = slice(5 * index, min(5 * index + 5, 11)), slice(13 * index, min(13 * index + 13, 30))
+        return numbers(30, FEATURES)[many], (numbers(11, FEATURES, seed=1)[few], numbers(11, 1, seed=2)[few])
+
+
+def zipped() -> Any:
+    import tensorflow as tf
+
+    labelled = tf.data.Dataset.from_tensor_slices((numbers(11, FEATURES, seed=1), numbers(11, 1, seed=2))).batch(5)
+    return tf.data.Dataset.zip((tf.data.Dataset.from_tensor_slices(numbers(30, FEATURES)).batch(13), labelled))
+
+
+def case_parts_with_different_numbers_of_rows():
+    check(two_parts, Pairs(), batch_size=None, evaluate=False)
+    check_horovod(two_parts, Pairs(), batch_size=None)
+
+
+def case_parts_of_which_one_is_summed():
+    check(lambda: two_parts("sum"), Pairs(), batch_size=None, evaluate=False)
+
+
+def case_zipped_data_sets():
+    for batches in (zipped(), zipped().map(lambda *parts: parts).repeat(2)):
+        check(two_parts, batches, batch_size=None, evaluate=False)
+    check_horovod(two_parts, zipped(), batch_size=13)
 
 
 class Adversaries(keras.Model):

@@ -16,13 +16,24 @@ ON_SOME = {
     "case_masks_and_weights_of_a_batch_of_one_row_in_the_middle": "torch",
     "case_accumulation_of_a_sum": "torch tensorflow",
     "case_metric_that_keeps_a_maximum_and_a_minimum": "torch jax",
+    "case_gradient_of_a_vector": "tensorflow",  # others differentiate scalars only
+    "case_gradient_of_a_vector_eagerly": "tensorflow",
+    "case_added_loss_that_is_a_vector_in_horovods_face": "torch tensorflow",
+    "case_zipped_data_sets": "tensorflow",
+    "case_parts_of_which_one_is_summed": "torch",
     # Keras' trainer on JAX has the state of one optimizer.
     "case_two_optimizers": "torch tensorflow",
     "case_two_optimizers_and_a_sum": "torch",
     "case_two_optimizers_in_horovods_face": "torch",
 }
 #: The cases of three ranks, on one framework.
-CORE = ("case_sum", "case_masked_sequences", "case_plain_function_and_confusion_matrices", "case_two_optimizers")
+CORE = (
+    "case_sum",
+    "case_masked_sequences",
+    "case_plain_function_and_confusion_matrices",
+    "case_two_optimizers",
+    "case_parts_with_different_numbers_of_rows",
+)
 
 
 @on_frameworks(MODULE, ON_SOME, CORE)

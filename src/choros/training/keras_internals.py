@@ -57,6 +57,7 @@ __all__ = [
     "build_before_training",
     "build_from_batch",
     "build_metrics",
+    "computes_own_loss",
     "decays",
     "deserialize_sharing",
     "drop_empty_gradients",
@@ -218,26 +219,35 @@ def export_like(derived: type, base: type) -> None:
 
 
 @contextmanager
-def patched_reductions(reduce_loss: Callable[..., Any], reduce_samples: Callable[..., Any]) -> Iterator[None]:
-    """A context in which losses, ``Mean`` and ``Sum`` reduce their values with these functions.
+def patched_reductions(
+    reduce_loss: Callable[..., Any], reduce_samples: Callable[..., Any], sum_added: Callable[..., Any]
+) -> Iterator[None]:
+    """A context in which losses, ``Mean``, ``Sum`` and values of ``add_loss`` are reduced with these functions.
 
     Args:
         reduce_loss: in place of ``reduce_weighted_values``, through which all of Keras' losses go; receives Keras' own
             function, then its arguments.
         reduce_samples: in place of ``reduce_to_samplewise_values``, through which all means and sums go; likewise.
+        sum_added: in place of the model's method that sums each value of ``add_loss``; likewise.
     """
     patches = (
         (losses, "reduce_weighted_values", reduce_loss),
         (reduction_metrics, "reduce_to_samplewise_values", reduce_samples),
+        (Trainer, "_aggregate_additional_loss", sum_added),
     )
-    kept = [(module, name, getattr(module, name)) for module, name, _ in patches]
-    for (module, name, replacement), (_, _, own) in zip(patches, kept, strict=True):
-        setattr(module, name, functools.partial(replacement, own))
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    for (owner, name, replacement), (_, _, own) in zip(patches, kept, strict=True):
+        setattr(owner, name, _calling(replacement, own))
     try:
         yield
     finally:
-        for module, name, own in kept:
-            setattr(module, name, own)
+        for owner, name, own in kept:
+            setattr(owner, name, own)
+
+
+def _calling(replacement: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, or method, that calls ``replacement(own, …)``."""
+    return lambda *args, **kwargs: replacement(own, *args, **kwargs)
 
 
 # models, layers, variables ----------------------------------------------------------------------
@@ -453,6 +463,14 @@ def first_epoch_without_batches(model: Any) -> Iterator[None]:
         finally:
             if model.train_function is train:
                 model.train_function = own
+
+
+def computes_own_loss(model: Any) -> bool:
+    """Whether a model's class has a training step or a loss of its own, which Keras has no flag for."""
+    return any(
+        not getattr(type(model), name).__module__.startswith(f"{keras.__name__}.src.")
+        for name in ("train_step", "compute_loss")
+    )
 
 
 def finish_step() -> None:

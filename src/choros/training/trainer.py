@@ -30,7 +30,7 @@ from choros.elastic.preemption import leave_if_asked
 from choros.errors import ConfigError, PeerLostError
 from choros.observe.progress import page
 from choros.parallel import moments
-from choros.parallel.data import EpochData, epochs_behind
+from choros.parallel.data import EpochData, epochs_behind, rows_differ
 from choros.parallel.reduce import joining
 from choros.training import aggregation, distributed_optimizer, elastic_evaluation, weighting
 from choros.training.absent_rows import step_without_rows
@@ -42,6 +42,7 @@ from choros.training.files import complete_files
 from choros.training.keras_internals import (
     abandon_test,
     apply_count,
+    computes_own_loss,
     epochs_of_any_length,
     finish_step,
     first_epoch_without_batches,
@@ -100,6 +101,8 @@ class Steps:
         self.in_epoch = False
         self.epochs: ElasticEpochs | None = None
         self._rows_may_lack = False
+        #: ``ModelStep.vectors``.
+        self._vectors: dict[str, bool] = {}
         self.test_results: dict[str, Any] | None = None
         self.in_test = False
         self._model = model
@@ -356,18 +359,19 @@ class Steps:
                 "training step together: give all optimizers of a model the same process set."
             )
 
-    def _train_step(self, examples: Any) -> ModelStep:
+    def _train_step(self, examples: Any, **batch: Any) -> ModelStep:
         weighted = all(reducer.reducer.config.op is Reduction.AVERAGE for reducer in self._reducers)
-        return ModelStep(examples, self.process_set, weighted, of_all_ranks=is_spmd(self._model))
+        own: dict[str, Any] = {"of_all_ranks": is_spmd(self._model), "vectors": self._vectors}
+        return ModelStep(examples, self.process_set, weighted, **own, **batch)
 
-    def _test_step(self, examples: Any) -> ModelStep:
+    def _test_step(self, examples: Any, **batch: Any) -> ModelStep:
         # A compiled function on several devices cannot call the host.
         weighted = self.train_together and not _has_local_mesh(self._model)
-        return ModelStep(
-            examples, global_process_set, of_all_ranks=not weighted, exchanges=lambda: self.in_test, trains=False
-        )
+        exchanges, vectors = lambda: self.in_test, self._vectors
+        own: dict[str, Any] = {"of_all_ranks": not weighted, "exchanges": exchanges, "vectors": vectors}
+        return ModelStep(examples, global_process_set, trains=False, **own, **batch)
 
-    def _wrap(self, kind: str, make_step: Callable[[Any], ModelStep]) -> None:
+    def _wrap(self, kind: str, make_step: Callable[..., ModelStep]) -> None:
         """Wraps ``train_step(data)``, ``train_step(state, data)`` on JAX, or ``test_step``."""
         model, name = self._model, f"{kind}_step"
         timed = kind == "train" and keras.backend.backend() == "torch"  # others trace it once
@@ -381,8 +385,10 @@ class Steps:
                 return own(*args)
             if timed:
                 page.enter_train_step()
-            examples = _examples(args[-1])
-            this = make_step(examples)
+            rows = _rows(args[-1], parts=rows_differ() and computes_own_loss(model))
+            known = frozenset(rows if all(isinstance(each, int) for each in rows) else ())
+            examples = rows[0] if len(rows) == 1 else max(known, default=None) or keras.ops.max(rows)
+            this = make_step(examples, rows=known, by_part=len(rows) > 1)
             with run_step(this), synchronizing(), self._once_read(args[-1]):
                 absent = False if this.of_all_ranks else self._absent(examples)
                 if absent is False:
@@ -461,7 +467,7 @@ def _trains_with_all(model: Any) -> bool:
     return reducer is not None and reducer.reduces_all
 
 
-def _examples(data: Any) -> Any:
-    """The first dimension of the batch's first array: a number, or a tensor if the shape is not known."""
-    first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
-    return keras.ops.shape(first)[0]
+def _rows(data: Any, *, parts: bool) -> list[Any]:
+    """The number of rows of each of a batch's ``parts``, or of its first array; tensors if they are not known."""
+    arrays = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    return [keras.ops.shape(each)[0] for each in (arrays if parts else arrays[:1])]

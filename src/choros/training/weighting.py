@@ -6,7 +6,8 @@ over the ranks is the loss of the global batch::
 
     the loss divides by            the factor on this rank
     examples (Keras' default)      1: nothing is exchanged
-    nothing (sum)                  global examples / examples
+    rows of a part of the batch    as weights: parts with different numbers of rows have different shares
+    nothing (sum, or a vector)     global examples / examples
     weights, or unmasked steps     (divisor / global divisor) * (global examples / examples)
 
 A ``Mean`` that is given one number for a whole batch counts it as one: here it counts as this rank's share of the
@@ -34,6 +35,7 @@ from numpy.typing import NDArray
 from choros.arrays import ArraySpec, framework_adapter
 from choros.comm import Communicator, ProcessSet, Reduction, Request
 from choros.parallel.reduce.joining import Participation
+from choros.training.differentiation import scaled_gradients
 from choros.training.keras_internals import apply_mask, patched_reductions
 
 __all__ = ["ModelStep", "correction", "current_step", "participation", "run_step", "step_of_this_thread"]
@@ -51,13 +53,16 @@ class ModelStep:
     """A step of a model on this rank.
 
     Attributes:
-        examples: the number of examples in its batch: a number, or a tensor in a compiled function. With 0 it computes
-            on a row that counts nowhere (``absent_rows.py``).
+        examples: the number of examples in its batch, of the array with the most: a number, or a tensor in a compiled
+            function. With 0 it computes on a row that counts nowhere (``absent_rows.py``).
         process_set: the ranks that train together.
         weighted: whether the loss of a rank counts by its examples; otherwise the ranks' losses are added.
         of_all_ranks: whether the batch is the global one, so that nothing has to be weighted.
         exchanges: returns whether the other ranks make this step too; asked whenever the step runs.
         trains: whether gradients of its losses are reduced.
+        rows: the numbers of rows of the batch's arrays; empty in a function that is compiled for any.
+        by_part: whether arrays of a batch may have different numbers of rows, so that means do not divide by examples.
+        vectors: which of the losses that are vectors have rows, as earlier batches have shown.
     """
 
     examples: Any
@@ -66,6 +71,9 @@ class ModelStep:
     of_all_ranks: bool = False
     exchanges: Callable[[], bool] = lambda: True
     trains: bool = True
+    rows: frozenset[int] = frozenset()
+    by_part: bool = False
+    vectors: dict[str, bool] = field(default_factory=dict)
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -93,7 +101,7 @@ def run_step(step: ModelStep) -> Iterator[None]:
         if step.of_all_ranks:
             yield
         else:
-            with patched_reductions(_reduce_loss, _reduce_samples):
+            with patched_reductions(_reduce_loss, _reduce_samples, _sum_added), scaled_gradients(_factor_of_gradients):
                 yield
     finally:
         _current = outer
@@ -120,15 +128,19 @@ def _reduce_loss(
     step = step_of_this_thread()
     weighted = sample_weight is not None or mask is not None
     is_scalar = len(getattr(values, "shape", ())) == 0 and not weighted
-    weights = None  # those by whose sum the loss is divided
+    divisor = None  # unless it is the number of values in the rows of the batch
     if step is not None and reduction == "mean_with_sample_weight" and weighted:
         given = None if sample_weight is None else keras.ops.copy(sample_weight)  # Keras multiplies torch's in place
-        weights = apply_mask(given, mask, keras.backend.floatx(), reduction)
-    elif step is not None and reduction in ("mean", "sum_over_batch_size"):
-        weights = mask
+        divisor = keras.ops.sum(apply_mask(given, mask, keras.backend.floatx(), reduction))
+    elif step is not None and reduction in ("mean", "sum_over_batch_size", "mean_with_sample_weight"):
+        if mask is not None:
+            divisor = keras.ops.sum(keras.ops.cast(mask, "float32"))
+        elif step.by_part and not is_scalar:
+            divisor = keras.ops.shape(values)[0]
     loss = own(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-    if step is not None and weights is not None:
-        return loss * keras.ops.cast(_factor_of_divisor(step, keras.ops.cast(weights, "float32")), loss.dtype)
+    if step is not None and divisor is not None:
+        loss = keras.ops.sum(loss)  # of no rows, Keras returns no number
+        return loss * keras.ops.cast(_factor_of_divisor(step, keras.ops.cast(divisor, "float32")), loss.dtype)
     if step is not None and reduction == "sum" and not is_scalar:
         return loss / keras.ops.cast(_share_of_examples(step, loss, of_loss=True), loss.dtype)
     return loss
@@ -142,6 +154,44 @@ def _reduce_samples(own: Callable[..., Any], values: Any, sample_weight: Any, re
         return values, sample_weight
     share = keras.ops.cast(_share_of_examples(step, values), values.dtype)
     return values * share, share
+
+
+def _sum_added(own: Callable[..., Any], model: Any, value: Any) -> Any:
+    """Keras' sum of a value of ``add_loss``, called as ``own``: over all ranks' rows, if the value has any."""
+    loss, step = own(model, value), step_of_this_thread()
+    if step is None or not _has_rows(step, value, "add_loss"):
+        return loss
+    return loss / keras.ops.cast(_share_of_examples(step, loss, of_loss=True), loss.dtype)
+
+
+def _factor_of_gradients(target: Any) -> Any:
+    """The factor of the gradients of ``target``, of a vector those of its sum; ``None`` for 1."""
+    step = step_of_this_thread()
+    if step is None or not (step.trains and step.weighted and _has_rows(step, target, "gradient")):
+        return None
+    return 1 / _share_of_examples(step, step.examples, of_loss=True)
+
+
+def _has_rows(step: ModelStep, values: Any, name: str) -> bool:
+    """Whether losses are those of rows; with one row on this rank, a length of 1 is told by the batches before.
+
+    Args:
+        step: the step.
+        values: the losses.
+        name: of what they are; all that have this name and as many axes have rows, or none of them.
+    """
+    shape = getattr(values, "shape", ())
+    if getattr(shape, "rank", 0) is None or None in shape:  # of TensorFlow
+        return True
+    lengths = [int(length) for length in shape]
+    if not step.rows:
+        return False
+    name = f"{name}, {len(lengths)}"
+    if any(rows != 1 for rows in step.rows) or name not in step.vectors:
+        step.vectors[name] = any(
+            length % rows == 0 if rows else length == 0 for length in lengths for rows in step.rows
+        )
+    return step.vectors[name]
 
 
 def step_of_this_thread() -> ModelStep | None:
@@ -161,8 +211,8 @@ def _share_of_examples(step: ModelStep, like: Any, *, of_loss: bool = False) -> 
     return _on_host(on_host, step, like)
 
 
-def _factor_of_divisor(step: ModelStep, weights: Any) -> Any:
-    """The factor of a loss that divides by the sum of ``weights``."""
+def _factor_of_divisor(step: ModelStep, divisor: Any) -> Any:
+    """The factor of a loss that divides by ``divisor``."""
 
     def on_host(examples: int, divisor: NDArray[Any]) -> float:
         own = float(divisor) if examples else 0.0
@@ -170,7 +220,7 @@ def _factor_of_divisor(step: ModelStep, weights: Any) -> Any:
         _weighted.note(step, lambda each: _exchanged_factor(each, own, examples), factor)
         return factor
 
-    return _on_host(on_host, step, keras.ops.sum(weights))
+    return _on_host(on_host, step, divisor)
 
 
 def _exchanged_share(communicator: Communicator, examples: int) -> float:

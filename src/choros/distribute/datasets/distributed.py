@@ -19,9 +19,8 @@ import numpy as np
 from choros.comm import global_process_set
 from choros.distribute.replicas import Replicas
 from choros.distribute.values import per_replica
-from choros.parallel.data import count_rows, cut
+from choros.parallel.data import Part, cut
 from choros.parallel.objects import allgather_object
-from choros.topology import shard_range
 
 __all__ = ["DistributedDataset", "pad_batches", "to_replicas"]
 
@@ -73,8 +72,7 @@ def to_replicas(batch: Any, local: int) -> Any:
     """
     if local == 1:
         return batch
-    rows = count_rows(batch)
-    return per_replica([cut(batch, *shard_range(rows, replica, local)) for replica in range(local)])
+    return per_replica([Part(replica, local).of(batch) for replica in range(local)])
 
 
 def pad_batches(batches: Iterable[Any], replicas: Replicas) -> Iterator[Any]:

@@ -69,7 +69,6 @@ from choros.parallel.identical import are_identical
 from choros.parallel.moments import RankMoments
 from choros.parallel.objects import object_of_first
 from choros.parallel.structure import map_structure
-from choros.topology import shard_range
 from choros.training.admission import AdmissionCallback
 from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback, StepCallback
 from choros.training.commits import CommitCallback
@@ -276,12 +275,12 @@ class SynchronousTraining(Training):
         steps = attach(model)
         if (model.test_function if is_test else model.train_function) is None:
             check_global_batch(rows, self._replicas.count)  # its first step builds the model and the metrics
-        start, end = shard_range(rows, self._replicas.first, self._replicas.count)
-        own = {name: cut(call[name], start, end) for name in ("x", "y", "sample_weight")}
+        part = self._part_of_batches()
+        own = {name: part.of(call[name]) for name in ("x", "y", "sample_weight")}
         if is_test:
             steps.begin_test()
         with enter_fit():
-            if start < end:
+            if part.has_rows_of(rows):
                 call.replaced(**own, return_dict=True).run()
             else:
                 model.reset_metrics()

@@ -22,7 +22,7 @@ from choros.parallel.data.kinds import (
     kind_of,
     remember_source,
 )
-from choros.parallel.data.part import Part, check_global_batch, checked, count_rows, cut
+from choros.parallel.data.part import Part, check_global_batch, checked, count_rows, cut, rows_differ
 from choros.parallel.data.sharding import Sharding
 from choros.parallel.data.steps_of_epoch import StepsOfEpoch, epochs_of_steps
 
@@ -46,4 +46,5 @@ __all__ = [
     "epochs_of_steps",
     "kind_of",
     "remember_source",
+    "rows_differ",
 ]

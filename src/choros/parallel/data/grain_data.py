@@ -9,7 +9,7 @@ from typing import Any, final
 from choros.errors import ConfigError
 from choros.parallel.data.epochs import EpochData, IndexedData, StreamData
 from choros.parallel.data.kind import DataKind, LocalBatches
-from choros.parallel.data.part import Part, count_rows
+from choros.parallel.data.part import Part, count_rows, note_rows
 from choros.parallel.data.shard import example_indices
 from choros.parallel.data.sharding import Sharding
 from choros.topology import shard_range
@@ -49,6 +49,7 @@ class GrainKind(DataKind):
 
         _reject_loader(data)
         batches = data if sharding.batch_size is None else data.batch(sharding.batch_size)
+        _note(batches)
         if isinstance(data, grain.MapDataset):
             return _MapEpochs(batches, sharding)
         return _IterEpochs(batches, sharding)
@@ -63,11 +64,15 @@ def _split(batches: Any, part: Part) -> Any:
     """The process's rows of each batch; the last batch of a ``MapDataset`` only if it has any."""
     import grain
 
-    parts = batches.map(part.of)
-    if not isinstance(batches, grain.MapDataset):
+    parts, number = batches.map(part.of), len(batches) if isinstance(batches, grain.MapDataset) else None
+    _note(batches)
+    if number is None:
         return parts
-    number = len(batches)
     return parts[: number - 1] if number and count_rows(parts[number - 1]) == 0 else parts
+
+
+def _note(batches: Any) -> None:
+    note_rows(next(iter(batches), None))
 
 
 def _reject_loader(data: Any) -> None:

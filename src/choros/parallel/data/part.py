@@ -1,4 +1,12 @@
-"""A process's part of each global batch: its rows."""
+"""A process's part of each global batch: its rows.
+
+The arrays of a batch may have different numbers of rows, such as unlabelled examples beside fewer labelled ones: each
+is cut by its own::
+
+    batch           x 0 1 2 3 4 5   y 0 1 2
+    process 0         0 1 2           0 1
+    process 1               3 4 5         2
+"""
 
 from __future__ import annotations
 
@@ -10,12 +18,23 @@ from choros.errors import ConfigError
 from choros.parallel.structure import leaves, map_structure
 from choros.topology import shard_range
 
-__all__ = ["Part", "check_global_batch", "checked", "count_rows", "cut", "without_last_empty"]
+__all__ = [
+    "Part",
+    "check_global_batch",
+    "checked",
+    "count_rows",
+    "cut",
+    "note_rows",
+    "rows_differ",
+    "without_last_empty",
+]
 
 T = TypeVar("T")
 
 _LATER = "; later batches may have fewer"
 _LAST = "; only the last batch of a DataLoader may have fewer"
+#: Kinds of batches that data sets of this program have.
+_known: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -48,26 +67,42 @@ class Part:
         return end > start
 
     def of(self, batch: Any) -> Any:
-        """Returns the process's rows of ``batch``, maybe none."""
-        return cut(batch, *self.range(count_rows(batch)))
+        """Returns the process's rows of each array of ``batch``, maybe none; ``None`` stays ``None``."""
+        return map_structure(lambda leaf: cut(leaf, *self.range(count_rows(leaf))), batch)
 
 
 def count_rows(batch: Any) -> int:
-    """The number of rows of a batch of arrays.
+    """The number of rows of a batch of arrays: of the one that has the most, of which a process has some if of any.
 
     Example:
         >>> import numpy as np
-        >>> count_rows({"x": np.zeros((3, 2)), "y": None})
-        3
+        >>> count_rows({"x": np.zeros((3, 2)), "y": None}), count_rows((np.zeros(2), np.zeros(5)))
+        (3, 5)
     """
-    first = next(iter(leaves(batch)), None)
-    shape = getattr(first, "shape", None)
-    if not shape:
-        raise ConfigError(
-            f"a batch must be an array, or a tuple, list or dict of arrays, with one row per example; this one is a "
-            f"{type(batch).__name__}{'' if first is batch else f' of a {type(first).__name__}'}."
-        )
-    return int(shape[0])
+    arrays = leaves(batch) or [None]
+    for each in arrays:
+        if not getattr(each, "shape", None):
+            raise ConfigError(
+                f"a batch must be an array, or a tuple, list or dict of arrays, with one row per example; this one is "
+                f"a {type(batch).__name__}{'' if each is batch else f' of a {type(each).__name__}'}."
+            )
+    return max(int(each.shape[0]) for each in arrays)
+
+
+def note_rows(first: Any, *, may_differ: bool = False) -> None:
+    """Notes, before any step and on all processes, whether the arrays of a batch have different numbers of rows.
+
+    Args:
+        first: the first global batch of a data set; or ``None``.
+        may_differ: whether they have, or may have, where this is known without a batch.
+    """
+    if may_differ or len({leaf.shape[0] for leaf in leaves(first) if getattr(leaf, "shape", None)}) > 1:
+        _known.add("different rows")
+
+
+def rows_differ() -> bool:
+    """Whether ``note_rows`` has noted such batches in this process."""
+    return bool(_known)
 
 
 def cut(batch: Any, start: int, end: int) -> Any:
@@ -102,6 +137,8 @@ def checked(batches: Iterable[T], replicas: int, count: Callable[[T], int], *, o
         if rows is not None:
             check_global_batch(rows, replicas, _LAST if only_last else _LATER)
         own = count(batch)
+        if rows is None:
+            note_rows(batch)
         if own:
             rows = own if rows is None or only_last else replicas
             yield batch

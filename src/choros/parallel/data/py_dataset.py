@@ -13,7 +13,7 @@ from choros.errors import ConfigError
 from choros.parallel.data.epochs import EpochData, FixedData, IndexedData
 from choros.parallel.data.kind import DataKind
 from choros.parallel.data.order import shuffled_batch
-from choros.parallel.data.part import Part, check_global_batch, count_rows
+from choros.parallel.data.part import Part, check_global_batch, count_rows, note_rows
 from choros.parallel.data.parts_dataset import PartsDataset
 from choros.parallel.data.shard_batches import ShardBatches
 from choros.parallel.data.sharding import Sharding
@@ -33,7 +33,9 @@ class PyDatasetKind(DataKind):
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         """Returns a ``PyDataset`` of the process's rows."""
-        batch_size, own = sharding.batch_size, count_rows(data[0])
+        batch_size, first = sharding.batch_size, data[0]
+        own = count_rows(first)
+        note_rows(first)
         if batch_size not in (None, own):
             raise ConfigError(
                 f"the PyDataset's batches have {own} examples, but batch_size={batch_size}. Its batches are the global "

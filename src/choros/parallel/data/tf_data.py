@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -11,7 +12,7 @@ from choros.comm import global_process_set
 from choros.errors import ConfigError
 from choros.parallel.data.epochs import EpochData, FixedData
 from choros.parallel.data.kind import DataKind, LocalBatches
-from choros.parallel.data.part import Part, check_global_batch
+from choros.parallel.data.part import Part, check_global_batch, note_rows
 from choros.parallel.data.shard import batch_ranges
 from choros.parallel.data.sharding import Sharding
 from choros.parallel.data.tf_auto_shard import AutoShardPolicy, InputPipeline, chain, check_order, own_files, policy_of
@@ -31,7 +32,7 @@ class TfDataKind(DataKind):
         part = sharding.part
         if sharding.batch_size is None:
             return data.shard(part.count, part.first)
-        return split_rows(data.batch(sharding.batch_size), part)
+        return split_rows(_batched(data, sharding.batch_size), part)
 
     def split(self, data: Any, part: Part) -> Any:
         """Returns a ``Dataset`` of this process's part, by the auto-shard policy."""
@@ -51,9 +52,9 @@ class TfDataKind(DataKind):
                 "options.experimental_distribute.auto_shard_policy to DATA."
             )
             return FixedData(sharding, lambda: self.split(data, sharding.part), doubt)
-        batches = data if sharding.batch_size is None else data.batch(sharding.batch_size)
+        batches = data if sharding.batch_size is None else _batched(data, sharding.batch_size)
         _check_batches(batches, sharding.part)
-        return TfEpochs(data, sharding)
+        return TfEpochs(data, replace(sharding, batch_size=None) if batches is data else sharding)
 
     def batch_rows(self, data: Any) -> int | None:
         """Returns the number of rows in the static shape."""
@@ -116,7 +117,27 @@ def _check_batches(dataset: Any, part: Part) -> int:
     global_batch = int(compute_batch_size(dataset))
     if global_batch >= 0:
         check_global_batch(global_batch, part.count)
+    sizes = _sizes_of_parts(dataset)
+    note_rows(None, may_differ=len(sizes) > 1 or sizes == {-1})
     return global_batch
+
+
+def _batched(dataset: Any, batch_size: int) -> Any:
+    """Returns the batches of ``batch_size`` examples; ``dataset`` if a part of its batches has that size already."""
+    sizes = _sizes_of_parts(dataset)
+    if len(sizes) == 1 or batch_size not in sizes:
+        return dataset.batch(batch_size)
+    note_rows(None, may_differ=True)
+    return dataset
+
+
+def _sizes_of_parts(dataset: Any) -> set[int]:
+    """Returns the batch sizes of the data sets that were zipped to ``dataset``; -1 for one that is not known."""
+    from tensorflow.python.data.experimental.ops.distribute import compute_batch_size
+
+    while len(inputs := dataset._inputs()) == 1 and not hasattr(dataset, "_batch_size"):
+        (dataset,) = inputs
+    return {int(compute_batch_size(each)) for each in inputs} if len(inputs) > 1 else set()
 
 
 def split_rows(batches: Any, part: Part, *, keep_empty: bool = False) -> Any:

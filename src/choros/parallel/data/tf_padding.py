@@ -17,10 +17,10 @@ __all__ = ["count_rows", "padded"]
 
 
 def count_rows(batch: Any) -> Any:
-    """The number of rows, as a tensor."""
+    """The number of rows of the tensor that has the most, as a tensor."""
     import tensorflow as tf
 
-    return tf.shape(tf.nest.flatten(batch)[0])[0]
+    return tf.reduce_max([tf.shape(leaf)[0] for leaf in tf.nest.flatten(batch)])
 
 
 def padded(own: Any) -> Any:

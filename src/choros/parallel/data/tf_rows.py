@@ -13,9 +13,11 @@ def rows_of(batch: Any, first: Any, count: Any, local: int) -> Any:
     """Returns the rows of ``Part(first, count, local)``, whose numbers may be tensors."""
     import tensorflow as tf
 
-    share, remainder = count_rows(batch) // count, count_rows(batch) % count
-    start, end = (replica * share + tf.minimum(replica, remainder) for replica in (first, first + local))
-    return tf.nest.map_structure(lambda leaf: _rows(leaf, start, end), batch)
+    def of(leaf: Any) -> Any:
+        share, remainder = count_rows(leaf) // count, count_rows(leaf) % count
+        return _rows(leaf, *(replica * share + tf.minimum(replica, remainder) for replica in (first, first + local)))
+
+    return tf.nest.map_structure(of, batch)
 
 
 def _rows(leaf: Any, start: Any, end: Any) -> Any:
