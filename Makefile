@@ -14,10 +14,10 @@ else
 TENSORFLOW ?= tensorflow
 endif
 
-.PHONY: help train test test-all test-quick test-gpu matrix coverage install check docs clean
+.PHONY: help train test test-all test-quick test-gpu test-versions matrix coverage install check docs clean
 
 help:  ## Say what there is to make
-	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
 
 train: $(VENV)/trains  ## Train the digits CNN on two processes with TensorFlow
 	KERAS_BACKEND=tensorflow TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/chorosrun -np 2 --no-prefix-output $(BIN)/python examples/mnist_horovod.py
@@ -37,6 +37,9 @@ test-quick: install  ## Run the tests of one framework on two ranks, and those t
 
 test-gpu:  ## Train on this machine's GPUs, with the frameworks of this Python that support them: make test-gpu BIN=/usr/bin
 	$(BIN)/python -m pytest tests/gpu
+
+test-versions: install  ## Try a wheel with each Python found, and each framework's oldest and newest release: make test-versions ONLY="3.13 jax"
+	cd tests && ../$(BIN)/python -m versions.run --tensorflow $(TENSORFLOW) $(ONLY)
 
 matrix: install  ## Compare all of the transparency matrix that docs/transparency/ lacks, and write docs/transparency.md
 	cd tests && ../$(BIN)/python -m training.matrix_run

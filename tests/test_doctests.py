@@ -14,8 +14,8 @@ import choros
 from harness import FRAMEWORKS
 
 PACKAGE = Path(choros.__file__).parent
-#: What examples import beside choros and the frameworks.
-NEEDED = {"choros.jax.optimizer": "optax"}
+#: What examples import beside choros, and the framework of its package.
+NEEDED = {"choros.comm.engines.device_group": "torch", "choros.jax.optimizer": "optax"}
 
 
 def with_examples(of: str = "") -> list[str]:
@@ -39,8 +39,8 @@ def _leave() -> Iterator[None]:
 
 @pytest.mark.parametrize("module", with_examples())
 def test_examples(module: str) -> None:
-    if module in NEEDED:
-        pytest.importorskip(NEEDED[module])
+    for needed in {module.split(".")[1], NEEDED.get(module)} & {"torch", "jax", "optax"}:
+        pytest.importorskip(needed)
     failed, attempted = doctest.testmod(import_module(module))
     assert not failed
     assert attempted

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import FRAMEWORKS, ROOT, TESTS
+from harness import FRAMEWORKS, TESTS
 
 
 def tables() -> dict[str, list[Path]]:
@@ -28,7 +28,7 @@ def test_names_and_signatures(face: str) -> None:
     framework = own if own in ("torch", "tensorflow", "jax") else FRAMEWORKS[-1]
     if framework not in FRAMEWORKS:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
-    environ = {**os.environ, "KERAS_BACKEND": framework, "PYTHONPATH": str(ROOT / "src")}
+    environ = {**os.environ, "KERAS_BACKEND": framework}
     command = [sys.executable, TESTS / "horovod_names" / "compare.py", *tables()[face]]
     done = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
     assert done.stdout.splitlines() == []

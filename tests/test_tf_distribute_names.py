@@ -1,6 +1,5 @@
 """The names and signatures of ``choros.distribute`` are those of the tables, and these are TensorFlow's."""
 
-import os
 import subprocess
 import sys
 import tomllib
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import ROOT, TESTS, needs
+from harness import TESTS, needs
 from horovod_names.compare import differences
 
 TABLES = sorted((TESTS / "tf_distribute_names").glob("*.toml"))
@@ -23,8 +22,7 @@ def test_names_and_signatures(table: Path) -> None:
 @needs("tensorflow")
 def test_tables_have_all_names_of_tensorflow() -> None:
     command = [sys.executable, TESTS / "tf_distribute_names" / "parse.py", "--check", *TABLES]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
     assert done.stdout.splitlines() == []
 
 

@@ -158,7 +158,7 @@ TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZ
     [
         ({"CHOROS_ENGINE": "nccl"}, ConfigError, "CHOROS_ENGINE='nccl' is not one of auto, local, mpi"),
         ({**TWO_RANKS, "CHOROS_ENGINE": "local"}, ConfigError, "is for one rank, but torchrun started 2"),
-        (TWO_RANKS, EngineUnavailable, "Start the script with chorosrun -np 2"),
+        (TWO_RANKS, EngineUnavailable, "tart the script with chorosrun -np 2"),
     ],
 )
 def test_environment_that_no_engine_supports(

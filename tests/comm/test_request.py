@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 import choros
+from choros.comm import request
 from choros.comm.request import Request, caller
 
 
@@ -38,8 +39,11 @@ def test_caller_is_the_innermost_line_outside_of_choros() -> None:
     assert caller() == f"{__file__}:{line}"
 
 
-def test_caller_may_be_in_a_folder_beside_choros() -> None:
-    beside = f"{Path(choros.__file__).parent}_experiments/train.py"
+def test_caller_may_be_in_a_folder_beside_choros(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Elsewhere than in site-packages, where no script is.
+    package = request._PACKAGE.replace(str(Path(choros.__file__).parents[1]), "/home/me")
+    monkeypatch.setattr(request, "_PACKAGE", package)
+    beside = "/home/me/choros_experiments/train.py"
     names = {"caller": caller}
     exec(compile("location = caller()", beside, "exec"), names)
     assert names["location"] == f"{beside}:1"

@@ -7,13 +7,16 @@ from choros.distribute import datasets
 from choros.distribute.replicas import Replicas
 from choros.parallel.data import Part
 from choros.parallel.data.tf_auto_shard import InputPipeline
-from harness import FRAMEWORKS, Job, case_names, check_case, on
+from harness import FRAMEWORKS, Job, case_names, check_case, needs, on
 
 MODULE = "distribute.dataset_cases"
 #: The data sets of all frameworks are in these cases; only the arrays in the lists of batches depend on the framework.
 FRAMEWORK = FRAMEWORKS[-1]
 
 
+@needs("tensorflow")
+@needs("torch")
+@needs("grain")
 @on(Job(2, FRAMEWORK))
 @pytest.mark.parametrize("case", case_names(MODULE))
 def test_two_replicas(case: str, job: Job) -> None:
