@@ -67,12 +67,12 @@ class OwnStep(keras.Model):
 
 def apply_gradients(loss_on: Callable[[], Any], model: keras.Model, optimizer: Any) -> Any:
     """Makes one update on TensorFlow or PyTorch; returns the loss."""
-    weights = model.trainable_weights
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
         with tf.GradientTape() as tape:
             loss = loss_on()
+        weights = model.trainable_weights  # the loss may have created them
         optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         return loss
     import torch
@@ -80,6 +80,7 @@ def apply_gradients(loss_on: Callable[[], Any], model: keras.Model, optimizer: A
     model.zero_grad()
     loss = loss_on()
     loss.backward()
+    weights = model.trainable_weights
     with torch.no_grad():
         optimizer.apply([weight.value.grad for weight in weights], weights)
     return loss.detach()

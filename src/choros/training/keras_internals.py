@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,9 @@ __all__ = [
     "accumulators",
     "apply_count",
     "apply_mask",
-    "build_before_training",
     "build_from_batch",
     "build_metrics",
+    "built_before_training",
     "computes_own_loss",
     "decays",
     "deserialize_sharing",
@@ -481,9 +481,29 @@ def finish_step() -> None:
         jax.effects_barrier()
 
 
-def build_from_batch(model: Any, batch: Any = None, iterator: Any = None) -> None:
-    """Creates the variables and metrics that a model does not have yet, for batches like this one, as ``fit`` does."""
-    model._symbolic_build(iterator=iterator, data_batch=batch)
+def build_from_batch(model: Any, batch: Any = None, iterator: Any = None) -> bool:
+    """Creates the variables and metrics that a model does not have yet, for batches like this one, as ``fit`` does.
+
+    On TensorFlow, where no model is built before its first step, one with a ``train_step`` of its own has them created
+    by that: it is traced, not run. Only the step knows what of the batch is whose input, and such a model may have no
+    ``call``. A step that runs eagerly cannot be traced: Keras calls the model, if that succeeds.
+
+    Returns:
+        Whether they exist.
+    """
+    has_own_step = keras.backend.backend() == "tensorflow" and type(model).train_step is not Model.train_step
+    if has_own_step and not model.run_eagerly:
+        import tensorflow as tf
+
+        if batch is None:
+            batch = next(next(iter(iterator))[-1])
+        step = tf.function(tf.autograph.experimental.do_not_convert(lambda batch: model.train_step(batch)))
+        model._autoconvert_optionals(step.get_concrete_function)(batch)
+        return True
+    with suppress(Exception) if has_own_step else nullcontext():
+        model._symbolic_build(iterator=iterator, data_batch=batch)
+        return True
+    return False
 
 
 @contextmanager
@@ -515,28 +535,31 @@ def is_built(model: Any) -> bool:
     """Whether a model and all layers that it uses have their variables, when ``fit`` begins.
 
     ``model.build(shape)`` of a subclass without a ``build`` of its own marks the model as built, not its layers. On
-    TensorFlow they are then built by the first batch, unless by ``build_before_training``.
+    TensorFlow they are then built by the first batch, unless by ``built_before_training``.
     """
-    if not model.built:
-        return False
-    early = keras.backend.backend() != "tensorflow" or hasattr(model, _BUILT)
-    return early or all(layer.built for layer in layers_of(model))
+
+    def waits(layer: Any) -> bool:
+        is_container = type(layer).build is Layer.build and type(layer).call is Model.call
+        return not (layer.built or is_container)
+
+    is_early = hasattr(model, _BUILT) or (model.built and keras.backend.backend() != "tensorflow")
+    return is_early or not any(map(waits, layers_of(model)))
 
 
-def build_before_training(model: Any) -> None:
-    """Makes ``fit`` build a model of unknown input shape from its first batch, before it trains.
+@contextmanager
+def built_before_training(model: Any) -> Iterator[None]:
+    """A context in which ``fit`` builds a model of unknown input shape from its first batch, before it trains.
 
     Keras does so on the other frameworks. On TensorFlow it would build the model in the first step, which is too late:
     replicas must have identical weights before it.
     """
 
     def build(iterator: Any = None, data_batch: Any = None) -> None:
-        if not model.built or not all(layer.built for layer in layers_of(model)):
-            build_from_batch(model, data_batch, iterator)
+        if not is_built(model) and build_from_batch(model, data_batch, iterator):
             object.__setattr__(model, _BUILT, True)
 
-    # Bypasses Keras' attribute tracking: the function is not part of the model.
-    object.__setattr__(model, "_maybe_symbolic_build", build)
+    with _replaced(model, "_maybe_symbolic_build", build) if keras.backend.backend() == "tensorflow" else nullcontext():
+        yield
 
 
 def file_writers() -> list[tuple[Any, str]]:

@@ -79,7 +79,8 @@ class DeviceTraining(Training):
     def compile(self, model: Any, call: KerasCall) -> None:
         """Compiles the model; patches it, the first time, to run its steps on all devices."""
         call.run()
-        self.optimizer_created(model.optimizer)
+        if model.optimizer is not None:
+            self.optimizer_created(model.optimizer)
         if model not in self._patched:
             SpmdTrainer(model, self._mesh, _SingleProcess(), lambda: True)
             self._patched.add(model)

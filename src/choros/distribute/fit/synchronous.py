@@ -75,7 +75,7 @@ from choros.training.commits import CommitCallback
 from choros.training.elastic_evaluation import repeated
 from choros.training.first_rank import FirstRankCallback, VerbosityCallback
 from choros.training.keras_internals import (
-    build_before_training,
+    built_before_training,
     flatten_metrics,
     has_value,
     initial_epoch,
@@ -175,9 +175,8 @@ class SynchronousTraining(Training):
     def compile(self, model: Any, call: KerasCall) -> None:
         """Compiles the model, and patches its optimizer if it was created outside of the scope."""
         call.run()
-        distribute_optimizer(model.optimizer, self._replicas, self._state_owner)
-        if keras.backend.backend() == "tensorflow":
-            build_before_training(model)
+        if model.optimizer is not None:  # a step of its own may have others
+            distribute_optimizer(model.optimizer, self._replicas, self._state_owner)
 
     def fit(self, model: Any, call: KerasCall) -> Any:
         """Trains on this process's rows of each global batch."""
@@ -185,11 +184,12 @@ class SynchronousTraining(Training):
         if self._replicas.count == 1 and not elastic_job().survives:  # a last rank goes on as the others began
             return _run_locally(call)
         share_equally(model)
+        steps = attach(model)
         x, y, weights, validation = _split_validation(call)
         batch_size = call["batch_size"]
         data = self._training_data(call, x, y, weights)
         if not (are_arrays(x) and (validation is None or are_arrays(validation))):
-            attach(model).expect_absent_rows()
+            steps.expect_absent_rows()
         own = data.data if isinstance(data, EpochData) else data
         changes = {"x": own, "y": None, "sample_weight": None, "batch_size": None, "validation_split": 0.0}
         held_out = None
@@ -205,8 +205,8 @@ class SynchronousTraining(Training):
                 callbacks.append(FirstRankCallback(keras.callbacks.ProgbarLogger(), call["verbose"]))
             callbacks, verbose = [StepCallback(), *callbacks, AdmissionCallback(callbacks)], 0
         changes["callbacks"] = callbacks
-        by_epoch = isinstance(data, EpochData)
-        with enter_fit(), attach(model).elastic(data, call["class_weight"]) if by_epoch else nullcontext():
+        elastic = steps.elastic(data, call["class_weight"]) if isinstance(data, EpochData) else nullcontext()
+        with enter_fit(), built_before_training(model), elastic:
             history = call.replaced(**changes, shuffle=False, verbose=verbose).run()
         global_process_set.communicator.barrier()  # the files that process 0 has written exist for all processes
         return history

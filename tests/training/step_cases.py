@@ -1,0 +1,229 @@
+"""Models with a ``train_step`` of their own, and none or another ``call``: what is built before, and what a step gets.
+
+Run by ``test_steps.py`` on two ranks of each framework. The last of three batches has one row: one rank gets none.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+
+import choros
+import choros.keras as hvd
+from choros import distribute
+from choros.parallel.objects import broadcast_object
+from ranks.reference import of_one_rank
+from training.matrix_cases import apply_gradients
+
+BACKEND = keras.backend.backend()
+JIT = False if BACKEND == "tensorflow" else "auto"
+FEATURES, CODES, BATCH, N = 5, 2, 12, 25
+ROADS = ("strategy", "horovod")
+
+
+@functools.cache
+def strategy() -> distribute.Strategy:
+    return distribute.MirroredStrategy()
+
+
+def rows(n: int = N, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(n, FEATURES)).astype("float32")
+
+
+def weights(model: keras.Model) -> list[np.ndarray]:
+    return [np.array(keras.ops.convert_to_numpy(weight.value)) for weight in model.weights]
+
+
+def layers(*units: int, width: int | None) -> keras.Sequential:
+    """A network; it infers its input's width if that is not given."""
+    given = [] if width is None else [keras.Input((width,))]
+    return keras.Sequential([*given, *(keras.layers.Dense(each, activation="tanh") for each in units)])
+
+
+class Autoencoder(keras.Model):
+    """As the VAE of keras.io: two networks, no ``call``; the metric of its loss is its own."""
+
+    def __init__(self, *, known: bool = True) -> None:
+        super().__init__()
+        self.encoder = layers(4, CODES, width=FEATURES if known else None)
+        self.decoder = layers(4, FEATURES, width=CODES if known else None)
+        self.own_loss = keras.metrics.Mean(name="own_loss")
+        self.built = BACKEND != "tensorflow"  # elsewhere plain Keras would call the model, to build it
+
+    @property
+    def metrics(self) -> list[keras.Metric]:
+        return [self.own_loss]
+
+    def train_step(self, *args: Any) -> Any:
+        x = keras.tree.flatten(args[-1])[0]
+        if BACKEND == "jax":
+            return self._jax_step(args[0], x)
+        self.own_loss.update_state(apply_gradients(lambda: self._loss(x), self, self.optimizer))
+        return {"own_loss": self.own_loss.result()}
+
+    def _loss(self, x: Any) -> Any:
+        return keras.losses.MeanSquaredError()(x, self.decoder(self.encoder(x)))
+
+    def _jax_step(self, state: Any, x: Any) -> Any:
+        import jax
+
+        trainable, others, moments, metrics = state
+
+        def loss_on(values: Any) -> Any:
+            with keras.StatelessScope(state_mapping=list(zip(self.trainable_variables, values, strict=True))):
+                return self._loss(x)
+
+        loss, gradients = jax.value_and_grad(loss_on)(trainable)
+        trainable, moments = self.optimizer.stateless_apply(moments, gradients, trainable)
+        metrics = self.own_loss.stateless_update_state(metrics, loss)
+        return {"own_loss": self.own_loss.stateless_result(metrics)}, (trainable, others, moments, metrics)
+
+
+class Gan(keras.Model):
+    """Two networks, two optimizers, no ``call``; noise is made of the rows, so that it is the same on all ranks."""
+
+    def __init__(self, road: str = "plain", **_: Any) -> None:
+        super().__init__()
+        self.generator = layers(4, FEATURES, width=CODES)
+        self.critic = layers(4, 1, width=FEATURES)
+        made = [keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.05)]
+        self.critics, self.generators = map(hvd.DistributedOptimizer, made) if road == "horovod" else made
+        self.built = BACKEND != "tensorflow"
+
+    def compile(self, **kwargs: Any) -> None:
+        super().compile(**{**kwargs, "optimizer": None})
+
+    def train_step(self, real: Any) -> dict[str, Any]:
+        real = keras.tree.flatten(real)[0]
+        noise = real[:, :CODES] * 2.0
+
+        def critics_loss() -> Any:
+            return keras.ops.mean(self.critic(self.generator(noise)) - self.critic(real))
+
+        def generators_loss() -> Any:
+            return -keras.ops.mean(self.critic(self.generator(noise)))
+
+        first = apply_gradients(critics_loss, self.critic, self.critics)
+        return {"critic": first, "generator": apply_gradients(generators_loss, self.generator, self.generators)}
+
+
+def made(kind: Any, road: str = "plain", **kwargs: Any) -> keras.Model:
+    model = kind(road=road, **kwargs) if kind is Gan else kind(**kwargs)
+    optimizer: Any = keras.optimizers.Adam(0.01)
+    model.compile(optimizer=hvd.DistributedOptimizer(optimizer) if road == "horovod" else optimizer, jit_compile=JIT)
+    return model
+
+
+def fit(model: keras.Model, road: str, data: Any, **kwargs: Any) -> dict[str, list[float]]:
+    fixed = {"epochs": 2, "shuffle": False, "verbose": 0, **kwargs}
+    if road == "horovod":
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+        return model.fit(hvd.shard(data, batch_size=BATCH), callbacks=callbacks, **fixed).history
+    return model.fit(data, batch_size=BATCH, **fixed).history
+
+
+def check(kind: Any) -> None:
+    """Trains on all ranks, on either road, and in plain Keras on one."""
+
+    def alone() -> tuple[list[np.ndarray], dict[str, list[float]]]:
+        keras.utils.set_random_seed(1)
+        model = made(kind)
+        history = fit(model, "plain", rows())
+        return weights(model), history
+
+    expected, history = of_one_rank(alone)
+    for road in ROADS:
+        keras.utils.set_random_seed(1 + choros.rank())  # the ranks start from the weights of rank 0
+        with strategy().scope() if road == "strategy" else keras.name_scope("own"):
+            model = made(kind, road)
+        own = fit(model, road, rows())
+        for mine, other in zip(weights(model), expected, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5, err_msg=road)
+            np.testing.assert_array_equal(mine, broadcast_object(mine), err_msg=road)
+        if kind is not Gan:  # which returns those of the last batch
+            np.testing.assert_allclose(own["own_loss"], history["own_loss"], rtol=1e-4, err_msg=road)
+
+
+def case_no_call():
+    check(Autoencoder)
+
+
+def case_two_optimizers_and_no_call():
+    check(Gan)
+
+
+def case_no_call_and_unknown_shapes():
+    """The first batch builds it: in its first step, in plain Keras; before it, under a strategy."""
+    keras.utils.set_random_seed(choros.rank())
+    with strategy().scope():
+        model = Autoencoder(known=False)
+        model.compile(keras.optimizers.SGD(0.05), jit_compile=JIT)
+    start: list[np.ndarray] = []
+    note = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: start.append(weights(model)))
+    fit(model, "strategy", rows(), callbacks=[note])
+    assert_trained_as_one(model, start[0])
+
+
+def case_no_call_and_unknown_shapes_eagerly():
+    """Nothing is known before the first step: replicas are the same if they draw the same initial values."""
+    keras.utils.set_random_seed(3)
+    with strategy().scope():
+        model = Autoencoder(known=False)
+        model.compile(keras.optimizers.SGD(0.05), run_eagerly=True)
+    fit(model, "strategy", rows())
+    for mine in weights(model):
+        np.testing.assert_array_equal(mine, broadcast_object(mine))
+
+
+def assert_trained_as_one(model: keras.Model, start: list[np.ndarray]) -> None:
+    plain = Autoencoder()
+    plain.compile(keras.optimizers.SGD(0.05), jit_compile=JIT)
+    for weight, value in zip(plain.weights, start, strict=True):
+        weight.assign(value)
+    fit(plain, "plain", rows())
+    for mine, expected in zip(weights(model), weights(plain), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(mine, broadcast_object(mine))
+
+
+class Siamese(keras.Model):
+    """Learns from three rows at a time, as a data set yields them; its ``call`` takes two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = keras.layers.Dense(CODES)
+
+    def call(self, pair: Any) -> Any:
+        first, second = pair
+        return keras.ops.sum((self.network(first) - self.network(second)) ** 2, axis=-1)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        anchor, near, far = data
+
+        def loss_on() -> Any:
+            return keras.ops.mean(keras.ops.relu(self((anchor, near)) - self((anchor, far)) + 1.0))
+
+        return {"own_loss": apply_gradients(loss_on, self, self.optimizer)}
+
+
+def case_data_that_are_not_meant_for_call():
+    import tensorflow as tf
+
+    batches = tf.data.Dataset.from_tensor_slices(tuple(rows(seed=each) for each in range(3))).batch(BATCH)
+
+    def trained(model: keras.Model) -> list[np.ndarray]:
+        model.fit(batches, epochs=2, shuffle=False, verbose=0)
+        return weights(model)
+
+    def make(seed: int) -> keras.Model:
+        keras.utils.set_random_seed(seed)
+        return made(Siamese)
+
+    expected = of_one_rank(lambda: trained(make(1)))
+    with strategy().scope():
+        model = make(1 + choros.rank())
+    for mine, other in zip(trained(model), expected, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
