@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -500,10 +500,13 @@ def build_from_batch(model: Any, batch: Any = None, iterator: Any = None) -> boo
         step = tf.function(tf.autograph.experimental.do_not_convert(lambda batch: model.train_step(batch)))
         model._autoconvert_optionals(step.get_concrete_function)(batch)
         return True
-    with suppress(Exception) if has_own_step else nullcontext():
+    try:
         model._symbolic_build(iterator=iterator, data_batch=batch)
-        return True
-    return False
+    except Exception:
+        if has_own_step:
+            return False
+        raise
+    return True
 
 
 @contextmanager
