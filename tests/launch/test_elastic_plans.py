@@ -92,6 +92,7 @@ def test_other_implementations_refuse(implementation):
         ({"reset_limit": 5}, "--reset-limit applies only to elastic jobs"),
         ({"cooldown_range": (1, 2)}, "--blacklist-cooldown-range applies only to elastic jobs"),
         ({"min_num_proc": 1, "cooldown_range": (2, 1)}, "--blacklist-cooldown-range (2, 1): expected two numbers"),
+        ({"commit_steps": 2}, "--commit-steps 2: no directory for the commits is given. Add --commit-dir"),
         ({"slots": 2}, "--slots-per-host applies only to hosts of --host-discovery-script."),
         ({"min_num_proc": 1, "ps": 1}, "--ps: a job with parameter servers is not elastic"),
         ({"hosts": "a:4", "host_discovery_script": "s"}, "--hosts and --host-discovery-script both name hosts"),

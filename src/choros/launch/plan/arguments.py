@@ -252,7 +252,7 @@ class Arguments:
             size=size,
             hosts=hosts,
             remote=tuple(host for host in hosts if host.name not in names),
-            environment=self._environment(elastic, size),
+            environment=self._environment(elastic, size, environ),
             ssh=Ssh(self.ssh_port, self.ssh_identity_file, self._split("ssh_command")),
             network_interfaces=self._interfaces(),
             tcp=self.tcp,
@@ -363,13 +363,16 @@ class Arguments:
         script = None if self.host_discovery_script is None else os.fspath(self.host_discovery_script)
         return Discovery(script, self.slots, cooldown)
 
-    def _environment(self, elastic: Elastic | None, size: int) -> dict[str, str]:
+    def _environment(self, elastic: Elastic | None, size: int, environ: Mapping[str, str]) -> dict[str, str]:
         """Returns the variables to set for every rank."""
         if self.chaos is not None:
             parse_faults(self.chaos, size)  # an error here, not in every rank
         faults = {} if self.chaos is None else {CHAOS.name: self.chaos}
         commits = {} if self.commit_dir is None else {COMMIT_DIR.name: os.path.abspath(self.commit_dir)}
         if self.commit_steps is not None:
+            if self.commit_steps and not COMMIT_DIR.read({**environ, **self.env, **commits}):
+                given, missing = self._spelled("commit_steps"), self._spelled("commit_dir")
+                raise ConfigError(f"{given} {self.commit_steps}: no directory for the commits is given. Add {missing}.")
             commits[COMMIT_STEPS.name] = str(self.commit_steps)
         return {**self.env, **commits, **faults, **(elastic.variables() if elastic else {})}
 

@@ -96,7 +96,7 @@ def from_json(text: str | bytes) -> Trace:
                 end = begin + _ns(event["dur"])
                 intervals.append(Interval(_rank(event), category, event["name"], begin, end, event["args"]))
         return Trace(about["size"], about["wall_ns"], ranks, tuple(calls), tuple(intervals), tuple(marks))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"it is not a timeline that choros has written: {error!r}") from error
 
 
