@@ -51,23 +51,6 @@ def build_and_compile():
 model = build_and_compile()
 """
 
-_TORCH = """
-import torch
-model = torch.nn.Linear(4, 1)
-loss_function = torch.nn.functional.mse_loss
-batches = [(torch.ones(8, 4), torch.ones(8, 1))] * 3
-x, y = batches[0]
-tensor = torch.ones(3)
-"""
-
-_TENSORFLOW = """
-import keras
-import tensorflow as tf
-model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-loss_function = keras.losses.MeanSquaredError()
-batches = [(tf.ones((8, 4)), tf.ones((8, 1)))] * 3
-"""
-
 _GRAPH = """
     loss = tf.reduce_sum((v1.get_variable("w", (3,)) - 1.0) ** 2)
     step = v1.train.get_or_create_global_step()
@@ -80,7 +63,7 @@ PROGRAMS = (
     Program(
         "torch.md",
         ("torch",),
-        names=_TORCH,
+        names="import torch; tensor = torch.ones(3)",
         values={
             "loss.backward()\noptimizer.synchronize()": (
                 "optimizer.zero_grad()\nloss = loss_function(model(x), y)\nloss.backward()\noptimizer.synchronize()"
@@ -111,7 +94,6 @@ weights, batches, examples = [np.ones(3, "float32")], [x[:8]] * 8, 0
     Program(
         "tensorflow.md",
         ("tensorflow",),
-        names=_TENSORFLOW,
         values={
             "gradients = tape.gradient(loss, model.trainable_variables, examples": (
                 "with tf.GradientTape() as tape:\n    loss = loss_function(y, model(x))\n"
