@@ -20,8 +20,8 @@ from choros.errors import ConfigError
 __all__ = ["TensorflowArrays"]
 
 _FLOAT32 = np.dtype(np.float32)
-#: DLPack's number of NVIDIA's GPUs.
-_DLPACK_CUDA = 2
+#: DLPack's numbers of the host, and of NVIDIA's GPUs.
+_DLPACK_CPU, _DLPACK_CUDA = 1, 2
 
 
 @final
@@ -212,8 +212,7 @@ class _Buffer:
 
     def __dlpack__(self, **consumer: Any) -> Any:
         del consumer
-        return self._tensor.__dlpack__()
+        return tf.experimental.dlpack.to_dlpack(self._tensor)  # tensors of TensorFlow 2.18 have no __dlpack__
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        number, index = self._tensor.__dlpack_device__()
-        return (number, self._index) if number == _DLPACK_CUDA else (number, index)
+        return (_DLPACK_CUDA, self._index) if "GPU" in self._tensor.backing_device else (_DLPACK_CPU, 0)
