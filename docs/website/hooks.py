@@ -8,16 +8,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from names import name_tables
-from pages import ROOT, SITE, complete_nav, is_source, outside, page_of, python_markdown, source_page, with_page_links
+from pages import ROOT, complete_nav, is_source, outside, page_of, python_markdown, source_page, with_page_links
 from reference import module_list, public_modules
 
 _LOG = logging.getLogger("mkdocs.hooks.choros")
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Takes the site's address from pyproject.toml."""
-    config.site_url = SITE
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

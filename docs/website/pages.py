@@ -1,11 +1,10 @@
-"""Which page of the site a file of the repository is, and where.
+"""Which page of the site a file of the repository is.
 
 ::
 
-    docs/torch.md              torch.md                      …/torch/
-    docs/index.md              index.md                      …/
-    examples/README.md         examples/README.md            …/examples/
-    examples/mnist_torch.py    examples/mnist_torch.py.md    …/examples/mnist_torch.py/
+    docs/torch.md              torch.md
+    examples/README.md         examples/README.md
+    examples/mnist_torch.py    examples/mnist_torch.py.md
 
 Documents link to files of the repository by relative paths; those that are not below ``docs`` are added to the site.
 """
@@ -15,14 +14,11 @@ from __future__ import annotations
 import os.path
 import posixpath
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Where the site is published: the one place that says so is pyproject.toml.
-SITE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]
 
 #: Of files whose source is shown.
 _LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
@@ -41,13 +37,6 @@ def page_of(file: str) -> str:
 def is_source(file: str) -> bool:
     """Whether a file's page shows its source; other files are on the site as they are."""
     return os.path.splitext(file)[1] in _LANGUAGES
-
-
-def url_of(file: str) -> str:
-    """Returns the address of the page of a file."""
-    page = page_of(file)
-    folder, name = posixpath.split(page.removesuffix(".md"))
-    return SITE + posixpath.join(folder, "" if name in ("index", "README") else name, "").lstrip("/")
 
 
 def linked_files(file: str, text: str) -> list[str]:

@@ -1,6 +1,4 @@
-"""The documentation's site: where its pages are, and README's links. ``make docs`` builds it, and checks all links."""
-
-import re
+"""The documentation's site: where its pages are. ``make docs`` builds it; ``test_links.py`` follows links."""
 
 import names
 import pages
@@ -8,36 +6,19 @@ import pytest
 
 from harness import ROOT
 
-README = (ROOT / "README.md").read_text()
-LINKS = re.findall(r"\]\(([^)#]+)", README)
-DOCUMENTS = [str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")]
-
-
-def test_readme_has_absolute_links() -> None:
-    """PyPI shows README without the repository."""
-    assert [link for link in LINKS if not link.startswith("https://")] == [], f"write {pages.SITE}…"
-
-
-def test_readme_links_to_pages_of_the_site() -> None:
-    urls = {pages.url_of(file) for file in [*DOCUMENTS, *pages.outside(DOCUMENTS)]}
-    assert LINKS
-    assert [link for link in LINKS if link.startswith(pages.SITE) and link not in urls] == []
-
 
 @pytest.mark.parametrize(
-    ("file", "page", "url"),
+    ("file", "page"),
     [
-        ("docs/torch.md", "torch.md", "torch/"),
-        ("docs/index.md", "index.md", ""),
-        ("examples/README.md", "examples/README.md", "examples/"),
-        ("examples/mnist_torch.py", "examples/mnist_torch.py.md", "examples/mnist_torch.py/"),
-        ("benchmarks/scaling.png", "benchmarks/scaling.png", None),
+        ("docs/torch.md", "torch.md"),
+        ("docs/index.md", "index.md"),
+        ("examples/README.md", "examples/README.md"),
+        ("examples/mnist_torch.py", "examples/mnist_torch.py.md"),
+        ("benchmarks/scaling.png", "benchmarks/scaling.png"),
     ],
 )
-def test_where_a_file_is(file: str, page: str, url: str | None) -> None:
+def test_where_a_file_is(file: str, page: str) -> None:
     assert pages.page_of(file) == page
-    if url is not None:
-        assert pages.url_of(file) == pages.SITE + url
 
 
 def test_links_between_documents_become_links_between_pages() -> None:
