@@ -124,5 +124,29 @@ def test_distribute(module: str) -> None:
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'choros' has no attribute 'allreduce_async'"):
-        choros.allreduce_async  # noqa: B018
+    with pytest.raises(AttributeError, match=r"module 'choros' has no attribute 'all_reduce'$"):
+        choros.all_reduce  # noqa: B018
+
+
+def test_a_name_of_a_face_says_which_without_importing_one() -> None:
+    tables = {"keras": CHOROS_KERAS, "torch": CHOROS_TORCH, "jax": CHOROS_JAX, "tensorflow": CHOROS_TENSORFLOW}
+    faces = {face: (HOROVOD + own).split() for face, own in tables.items()}
+    faces["distribute"] = DISTRIBUTE["choros.distribute"].split()
+    script = (
+        "import choros, json, sys\n"
+        "asked = json.load(sys.stdin)\n"
+        "said = {}\n"
+        "for name in {name for names in asked.values() for name in names} - {*choros.__all__}:\n"
+        "    try: getattr(choros, name)\n"
+        "    except AttributeError as error: said[name] = str(error)\n"
+        "assert not {'tensorflow', 'torch', 'jax', 'keras', 'numpy'} & {*sys.modules}\n"
+        "print(json.dumps(said))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], input=json.dumps(faces), check=True, capture_output=True, text=True, timeout=60
+    )
+    said = json.loads(done.stdout)
+    assert said["sparse_allreduce_async"].endswith("attribute 'sparse_allreduce_async'. It is in choros.torch")
+    for name, message in said.items():
+        for face, names in faces.items():
+            assert (f"choros.{face}" in message.split(". It is in ")[-1].split(", ")) == (name in names), message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from drawings import with_columns
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
@@ -39,8 +40,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return python_markdown(with_page_links(file, markdown)) + added
 
 
-def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
-    """Warns if a public name is not on its page."""
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Warns if a public name is not on its page; says how wide drawings are."""
     for module in public_modules():
         if page.file.src_uri == module.page and (missing := module.missing(html)):
             _LOG.warning("%s lacks %s", module.page, ", ".join(missing))
+    return with_columns(html)

@@ -94,7 +94,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
-        raise AttributeError(f"module 'choros' has no attribute {name!r}")
+        raise AttributeError(f"module 'choros' has no attribute {name!r}{_where(name)}")
     from importlib import import_module
 
     if name == "nn":  # a module, which its import binds
@@ -102,6 +102,29 @@ def __getattr__(name: str) -> object:
     value: object = getattr(import_module(_HOMES.get(name, "choros.errors")), name)
     globals()[name] = value
     return value
+
+
+def _where(name: str) -> str:
+    """Says which faces have a public name, by the lists in their sources: an import would load their frameworks."""
+    import re
+    from pathlib import Path
+
+    folder, faces = Path(__file__).parent, ("keras", "torch", "tensorflow", "jax", "distribute")
+    if name in faces:
+        return f" yet: import choros.{name}"
+
+    def lists(source: Path) -> bool:
+        names = re.findall(r"__all__ \+?= \[(.*?)\]", source.read_text(), re.DOTALL) if source.exists() else ()
+        return any(f'"{name}"' in each for each in names)
+
+    shared = lists(folder / "parallel/horovod.py")
+    having = [
+        f"choros.{face}"
+        for face in faces
+        if (shared and face != "distribute")
+        or any(lists(folder / face / each) for each in ("__init__.py", "collectives.py"))
+    ]
+    return f". It is in {', '.join(having)}" if having else ""
 
 
 def __dir__() -> list[str]:

@@ -33,9 +33,8 @@ def dead_links(document: str, text: str) -> list[str]:
             continue
         path, _, anchor = link.partition("#")
         target = folder / path
-        if not (path == "" or target.exists()):
-            dead.append(link)
-        elif anchor and anchor not in headings(target.read_text() if path else text):
+        own = text if path == "" else target.read_text() if target.suffix == ".md" and target.is_file() else None
+        if not (path == "" or target.exists()) or (anchor and own is not None and anchor not in headings(own)):
             dead.append(link)
     return dead
 

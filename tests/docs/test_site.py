@@ -1,5 +1,6 @@
 """The documentation's site: where its pages are. ``make docs`` builds it; ``test_links.py`` follows links."""
 
+import drawings
 import names
 import pages
 import pytest
@@ -86,6 +87,12 @@ def test_docstrings_become_markdown() -> None:
     )
     assert markdown("Text.\n\n::\n\n    code") == "Text.\n\n\n    code"
     assert markdown("A.\n\n==== ===\na    b\n==== ===\n") == "A.\n\n```text\n==== ===\na    b\n==== ===\n```"
+
+
+def test_drawings_say_how_wide_they_are() -> None:
+    code = "<pre><span></span><code>a ─► b\n<span>&lt;c&gt;</span> d e f\n</code></pre></div>"
+    block = '<p>x</p><div class="highlight"{}>' + code
+    assert drawings.with_columns(block.format("")) == block.format(' style="--columns: 9"')
 
 
 def test_a_row_for_each_name() -> None:
