@@ -68,6 +68,7 @@ __all__ = [
     "flatten_metrics",
     "global_seed_generator",
     "has_metrics",
+    "has_states_of_rows",
     "has_value",
     "in_stateless_scope",
     "in_symbolic_scope",
@@ -102,6 +103,7 @@ __all__ = [
     "set_initial_epoch",
     "share_directories",
     "single_metrics",
+    "statistics_of",
     "strategy_aware_classes",
     "sync_jax_state",
     "torch_device",
@@ -290,6 +292,16 @@ def own_statistics(layer: Any) -> list[Any]:
     """A layer's own statistics, such as a moving mean; the public name includes seeds and the inner layers."""
     statistics: list[Any] = layer._non_trainable_variables
     return statistics
+
+
+def statistics_of(layer: Any) -> list[Any]:
+    """A layer's own statistics of rows; those of ``SpectralNormalization`` are of its weights."""
+    return [] if isinstance(layer, keras.layers.SpectralNormalization) else own_statistics(layer)
+
+
+def has_states_of_rows(layer: Any) -> bool:
+    """Whether the layer's own statistics are the states of single rows: those of a stateful RNN."""
+    return bool(getattr(layer, "stateful", False))
 
 
 def normalize_by(layer: Any, moments: Callable[[Any, Any, Sequence[int], Callable[[], Any]], Any]) -> None:

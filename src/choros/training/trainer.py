@@ -31,6 +31,7 @@ from choros.errors import ConfigError, PeerLostError
 from choros.observe.progress import page
 from choros.parallel import moments
 from choros.parallel.data import EpochData, epochs_behind, rows_differ
+from choros.parallel.identical import are_identical
 from choros.parallel.reduce import joining
 from choros.training import aggregation, distributed_optimizer, elastic_evaluation, weighting
 from choros.training.absent_rows import step_without_rows
@@ -49,14 +50,15 @@ from choros.training.keras_internals import (
     layers_of,
     metrics_of,
     optimizers_of,
-    own_statistics,
+    statistics_of,
+    trained_variables,
 )
 from choros.training.metric_states import watch
 from choros.training.metrics import global_metrics
 from choros.training.model_variables import model_variables
 from choros.training.normalization import is_synchronized, synchronizing
 from choros.training.optimizer_reducer import OptimizerReducer
-from choros.training.variables import broadcast_updates, broadcast_variables
+from choros.training.variables import broadcast_updates, broadcast_variables, value_of
 from choros.training.weighting import ModelStep, current_step, run_step
 
 __all__ = ["Steps", "attach", "is_spmd", "spans_ranks"]
@@ -241,7 +243,9 @@ class Steps:
             if heirs := next(filter(None, trained), ()):
                 index = self.process_set.communicator.first_left(heirs, "the only rank with rows in the last step")
                 root = self.process_set.ranks[index]
-                broadcast_updates(self._assigned_together, root, self.process_set, heirs=heirs)
+                assigned = self._assigned_together
+                if assigned and not are_identical(list(map(value_of, assigned)), self.process_set):
+                    broadcast_updates(assigned, root, self.process_set, heirs=heirs)
 
     # tests ------------------------------------------------------------------------------------------
 
@@ -315,18 +319,22 @@ class Steps:
 
     @property
     def _assigned_together(self) -> list[Any]:
-        """The variables to which the training steps of all ranks assign the same values, besides the weights."""
-        statistics = [
-            each for layer in layers_of(self._model) if is_synchronized(layer) for each in own_statistics(layer)
-        ]
-        others = [each for each in self._model.non_trainable_variables if is_aggregated_on_write(each)]
-        return [*statistics, *others]
+        """The weights to which the training steps of all ranks assign the same values, besides those they train.
+
+        Such as a teacher's, which follow those that are trained.
+        """
+        others = {id(each) for each in self._assigned_alone}
+        others |= {id(each) for optimizer in self.optimizers for each in trained_variables(optimizer)}
+        return [each for each in self._model.weights if id(each) not in others and not self._is_local(each)]
 
     @property
     def _assigned_alone(self) -> list[Any]:
-        """The variables to which the training step of each rank assigns its own values, besides metrics."""
-        together = {id(each) for each in self._assigned_together}
-        return [each for each in self._model.non_trainable_weights if id(each) not in together]
+        """The weights to which the training step of each rank assigns values of its own rows, besides metrics."""
+        own = [layer for layer in layers_of(self._model) if not is_synchronized(layer)]
+        return [each for layer in own for each in statistics_of(layer) if not is_aggregated_on_write(each)]
+
+    def _is_local(self, variable: Any) -> bool:
+        return any(reducer.is_local(variable) for reducer in self._reducers)
 
     def _once_read(self, data: Any) -> AbstractContextManager[Any]:
         """A block of TensorFlow whose operations run once there is a batch.

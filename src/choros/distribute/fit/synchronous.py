@@ -77,11 +77,14 @@ from choros.training.first_rank import FirstRankCallback, VerbosityCallback
 from choros.training.keras_internals import (
     built_before_training,
     flatten_metrics,
+    has_states_of_rows,
     has_value,
     initial_epoch,
+    layers_of,
     local_value,
     own_variables,
     set_initial_epoch,
+    statistics_of,
     train_validation_split,
 )
 from choros.training.metric_states import watch
@@ -409,8 +412,9 @@ class _AverageStatistics(keras.callbacks.Callback):
         self._average()
 
     def _average(self) -> None:
-        others = self.model.non_trainable_variables
-        average_variables([each for each in others if "float" in each.dtype and not aggregates(each)])
+        layers = [layer for layer in layers_of(self.model) if not has_states_of_rows(layer)]
+        statistics = [each for layer in layers for each in statistics_of(layer)]
+        average_variables([each for each in statistics if "float" in each.dtype and not aggregates(each)])
 
 
 def _run_locally(call: KerasCall) -> Any:
