@@ -188,8 +188,8 @@ COMPARE_EVERY = Variable(
 DIVERGENCE = Variable(
     "CHOROS_DIVERGENCE",
     "error",
-    ("error", "heal"),
-    "what happens if ranks have different values of what they train: an error, or those of most ranks for all.",
+    ("error", "heal", "warn"),
+    "what happens if ranks differ in what they train: an error, the values of most ranks for all, or one warning.",
 )
 TIMELINE = Variable(
     "CHOROS_TIMELINE",
@@ -401,7 +401,7 @@ class Config:
     fusion_bytes: int | None
     overlap: bool | None
     compare_every: int
-    heals: bool
+    divergence: str
     log_level: str
     log_time: bool
     timeline: str | None
@@ -423,7 +423,7 @@ class Config:
             fusion_bytes=int(FUSION_BYTES.number(environ, "bytes")) if fusion else None,
             overlap=None if overlap == "auto" else overlap == "1",
             compare_every=int(COMPARE_EVERY.number(environ, "steps")),
-            heals=DIVERGENCE.read(environ) == "heal",
+            divergence=DIVERGENCE.read(environ),
             log_level=LOG_LEVEL.read(environ),
             log_time=LOG_TIME.read(environ) == "1",
             timeline=timeline if timeline not in ("", "DYNAMIC") else None,

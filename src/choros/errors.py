@@ -4,6 +4,7 @@
 
     ChorosError
     ├── ConfigError                 an argument or environment variable has an invalid value
+    │   └── UnsupportedError        no such operation exists for these arrays
     ├── NotInitializedError         a collective was called before init()
     ├── StrategyError               a strategy was used where it is not allowed
     ├── GraphRequiredError          a function of TensorFlow 1 was called eagerly
@@ -45,6 +46,7 @@ __all__ = [
     "ParameterServerLost",
     "PeerLostError",
     "StrategyError",
+    "UnsupportedError",
     "WorkerFailed",
 ]
 
@@ -67,6 +69,13 @@ class ConfigError(ChorosError, ValueError):
     """
 
     exit_code = 2
+
+
+class UnsupportedError(ConfigError, NotImplementedError):
+    """A collective has no such operation, or not for these arrays.
+
+    Also a ``NotImplementedError``, and so a ``RuntimeError``, which Horovod raises in the same cases.
+    """
 
 
 class NotInitializedError(ChorosError, ValueError):

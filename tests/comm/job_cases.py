@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import choros
-from choros.comm import Reduction, topology
+from choros.comm import Reduction, registered_process_sets, topology
 from choros.errors import ConfigError, MismatchError, NotInitializedError
 from choros.topology import Topology
 from choros.transport.address import LOOPBACK, outward_address
@@ -145,6 +145,13 @@ def case_process_sets_of_mpi_communicators() -> None:
     choros.init(process_sets=[mine, pair])
     assert (mine.process_set_id, pair.process_set_id) == (2 if rank == 1 else 1, 3)
     assert total(mine) == (1 if rank == 1 else 2)
+    assert {number: each.ranks for number, each in registered_process_sets().items()} == {
+        0: [0, 1, 2],
+        1: [0, 2],
+        2: [1],
+        3: [0, 1],
+    }
+    assert str(pair) == "ProcessSet(process_set_id=3, ranks=[0, 1], mpi_comm=None)"
     choros.shutdown()
     choros.init()
     with pytest.raises(ConfigError, match="that this rank is in"):

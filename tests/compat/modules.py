@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import re
 import sys
 import tomllib
@@ -41,6 +42,12 @@ def problems(framework: str) -> Iterator[str]:
                 yield f"horovod.{name}: {error}"
         else:
             yield f"horovod.{name} can be imported"
+    mpi_ops = importlib.import_module(f"horovod.{framework}.mpi_ops")
+    mpi_ops.init()
+    if mpi_ops._basics._get_process_set_ids_and_ranks() != {0: [0]}:
+        yield f"horovod.{framework}.mpi_ops._basics knows other process sets"
+    if os.environ["CHOROS_DIVERGENCE"] != "warn":
+        yield "ranks that differ do not go on"
     if framework == "tensorflow":
         yield from keras_2_problems()
 
@@ -61,6 +68,12 @@ def keras_2_problems() -> Iterator[str]:
     model.compile("sgd", "mse", experimental_run_tf_function=False)
     if not model.optimizer.variables() == model.optimizer.variables == model.optimizer.variables[:]:
         yield "variables() are not those of the optimizer"
+    from horovod import tensorflow as hvd
+
+    if not (hvd._executing_eagerly() and hvd.util._executing_eagerly()):
+        yield "_executing_eagerly() is not true here"
+    if {variable.ref(): variable for variable in model.variables}[model.variables[0].ref()] is not model.variables[0]:
+        yield "ref() is no key"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # Keras warns if compile is not its own
         model.compile_from_config(model.get_compile_config())

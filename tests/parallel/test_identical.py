@@ -63,12 +63,20 @@ def test_the_rank_that_differs_from_most_and_the_first_array_are_named():
 
 @pytest.mark.parametrize("bits", [{0: 30}, {0: 31, 2: 3}, {3: 0}])
 def test_ranks_are_healed_by_the_lowest_of_those_that_most_agree_with(bits, caplog):
-    results = compared(bits, 4, step=100, heals=True)
+    results = compared(bits, 4, step=100, divergence="heal")
     for arrays in results:
         for array, expected in zip(arrays, arrays_of(1, {}), strict=True):
             np.testing.assert_array_equal(array, expected)
     right = min(set(range(4)) - set(bits))
     assert f"All ranks continue with the values of rank {right}." in caplog.text
+
+
+def test_ranks_that_differ_can_go_on_after_one_warning(caplog):
+    for step in (300, 400):
+        results = compared({2: 30}, 3, step=step, divergence="warn")
+        assert len({arrays[1].tobytes() for arrays in results}) == 2
+    assert [record.message.partition(",")[0] for record in caplog.records] == ["after step 300"]
+    assert caplog.records[0].message.endswith("Do it. This is said once.")
 
 
 def test_differences_like_rounding_are_a_warning(caplog):

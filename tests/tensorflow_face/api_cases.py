@@ -102,8 +102,37 @@ def case_rows_of_indexed_slices_are_gathered() -> None:
             given = call(lambda op=op: reduced(op))()
             assert isinstance(given, tf.IndexedSlices)
             check(tf.convert_to_tensor(given), np.array([[value] * 2, [value] * 2, [0, 0]]))
-    with pytest.raises(ConfigError, match="use Sum or Average"):
-        reduced(hvd.Max)
+    for op in (hvd.Max, hvd.Adasum):
+        with pytest.raises(NotImplementedError, match="use Sum or Average") as refused:
+            reduced(op)
+        assert isinstance(refused.value, ConfigError)
+
+
+def case_rows_of_integers_are_averaged_as_floats() -> None:
+    for dtype, expected in (
+        (tf.uint8, tf.float32),
+        (tf.int16, tf.float32),
+        (tf.int32, tf.float64),
+        (tf.int64, tf.float64),
+    ):
+        given = tf.IndexedSlices(tf.ones([1, 2], dtype), tf.constant([hvd.rank()]), tf.constant([2, 2]))
+        for averaged in (hvd.allreduce(given), hvd.grouped_allreduce([given])[0]):
+            assert averaged.values.dtype == expected == (given.values / 2).dtype
+            check(tf.convert_to_tensor(averaged), np.full([2, 2], 0.5))
+        assert hvd.allreduce(given, op=hvd.Sum).values.dtype == dtype
+        with pytest.raises(NotImplementedError, match="cast them to float32"):
+            hvd.allreduce(given, op=hvd.Sum, prescale_factor=0.5)
+
+
+def case_a_collective_of_another_process_set_is_an_error_of_tensorflow() -> None:
+    mine, other = (hvd.ProcessSet([rank]) for rank in (hvd.rank(), 1 - hvd.rank()))
+    for process_set in (mine, other) if hvd.rank() == 0 else (other, mine):
+        hvd.add_process_set(process_set)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="this rank is not in"):
+        hvd.allreduce(tf.ones(2), process_set=other)
+    check(hvd.allreduce(tf.ones(2), process_set=mine), np.ones(2))
+    for process_set in (mine, other) if hvd.rank() == 0 else (other, mine):
+        hvd.remove_process_set(process_set)
 
 
 def case_dynamic_shapes_and_splits() -> None:

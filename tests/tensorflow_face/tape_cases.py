@@ -280,6 +280,15 @@ def case_local_sources() -> None:
             )
         )
         assert_same(given, [own[0] / divisor, own[1] / divisor, means[2], means[3]])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(x))
+    tape = hvd.PartialDistributedGradientTape(tape, local_layers=model.layers[0])
+    local, shared = tape.get_local_and_global_gradients(loss, model.trainable_variables)
+    assert [source is each for (source, _), each in zip(local + shared, model.trainable_variables, strict=True)] == [
+        True
+    ] * 4
+    assert len(local) == 2
+    assert_same([each.numpy() for _, each in local + shared], [own[0] / 2, own[1] / 2, means[2], means[3]])
     with pytest.raises(ConfigError, match="must be layers of Keras, but one is a str"):
         gradients(lambda tape: hvd.PartialDistributedGradientTape(tape, local_layers=["dense"]))
     with pytest.raises(ConfigError, match="is not built"):

@@ -92,6 +92,9 @@ def case_errors_are_those_that_scripts_catch() -> None:
     ):
         with pytest.raises(ValueError, match=r"."):
             call()
+    for dtype in (torch.float32, torch.int32):
+        with pytest.raises(NotImplementedError, match="combines whole arrays"):
+            hvd.reducescatter(torch.ones(size, dtype=dtype), op=hvd.Adasum)
     hvd.barrier()
 
 

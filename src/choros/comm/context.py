@@ -44,8 +44,8 @@ __all__ = [
     "on_change",
     "on_init",
     "opening",
-    "process_set_of",
     "raising_losses",
+    "registered_process_sets",
     "remove_process_set",
     "shutdown",
     "topology",
@@ -385,10 +385,9 @@ def _sets_of_all_ranks(communicator: Communicator, sets: Sequence[ProcessSet]) -
     return found
 
 
-def process_set_of(process_set_id: int) -> ProcessSet | None:
-    """Returns the registered process set that has this number; ``None`` if there is none."""
-    job = _current("process_set_of()")
-    return global_process_set if process_set_id == 0 else job.process_sets.get(process_set_id)
+def registered_process_sets() -> dict[int, ProcessSet]:
+    """Returns the registered process sets by their numbers, that of all ranks first."""
+    return {0: global_process_set, **_current("registered_process_sets()").process_sets}
 
 
 def _check_registered(job: _JobState, sets: Iterable[ProcessSet | Iterable[int]]) -> None:

@@ -113,7 +113,7 @@ class ProcessSet:
         return None if self._communicator is None else self._communicator.rank
 
     def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
 
 def _ranks_of(comm: Any) -> list[int]:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.errors import ConfigError
+from choros.errors import ConfigError, UnsupportedError
 
 __all__ = [
     "BFLOAT16",
@@ -99,7 +99,7 @@ def check_dtype(dtype: np.dtype[np.generic], op: Reduction | None = None, *, who
         names = ", ".join(str(known) for known in DTYPES)
         raise ConfigError(f"arrays of dtype {dtype} cannot be communicated; the dtypes that can are {names}.")
     if op is Reduction.ADASUM and not whole:
-        raise ConfigError(
+        raise UnsupportedError(
             "op=Adasum combines whole arrays: allreduce and grouped_allreduce have it; use Average or Sum here."
         )
     if op is Reduction.ADASUM and dtype.kind != "f" and dtype != BFLOAT16:

@@ -8,7 +8,7 @@
     its values ───────────────► distance ──────────────────► distance                (3) from those of most ranks
 
 More than rounding is an error, or is healed: all take over the values of most ranks. If no values are those of most
-ranks, those of the lowest of the ranks that agree count.
+ranks, those of the lowest of the ranks that agree count. Or it is a warning, once for the same arrays.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ Array = NDArray[Any]
 _ROUNDING = 8
 
 _log = logging.getLogger("choros")
+#: The arrays that ranks differ in, and went on.
+_warned_of: set[tuple[str, ...]] = set()
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,14 @@ class Comparison:
     Attributes:
         step: the steps that all ranks have made.
         first: the step of the first comparison. Rounding errors grow with the root of the number of steps from there.
-        heals: whether ranks that differ receive the values of most ranks, in place of an error.
+        divergence: if ranks differ, ``"error"``; ``"heal"``: they receive the values of most ranks; ``"warn"``: they go
+            on.
         before: whether the arrays are those before the update of that step.
     """
 
     step: int = 1
     first: int = 1
-    heals: bool = False
+    divergence: str = "error"
     before: bool = False
 
     @property
@@ -145,15 +148,22 @@ def check_identical(
         f"{largest[worst]:.3g} between ranks {communicator.ranks[most]} and {farthest}, of values up to "
         f"{magnitudes[worst]:.3g}."
     )
-    if comparison.heals and assign is not None:
+    if comparison.divergence != "heal":
+        assign = None
+    if assign is not None:
         for index, value in zip(suspects, right, strict=True):
             assign(index, value)
-    elif differing:
+    elif differing and comparison.divergence != "warn":
         raise DriftError(f"{found} {advice}")
-    if communicator.rank == 0 and comparison.heals and assign is not None:
+    if communicator.rank:
+        return
+    if assign is not None:
         _log.warning("%s All ranks continue with the values of rank %d.", found, communicator.ranks[most])
-    elif communicator.rank == 0:
+    elif not differing:
         _log.warning("%s Rounding on different processors does that, or a bit that was flipped.", found)
+    elif tuple(names) not in _warned_of:
+        _warned_of.add(tuple(names))
+        _log.warning("%s %s This is said once.", found, advice)
 
 
 def _most_and_others(digests: Sequence[tuple[int, ...]]) -> tuple[int, list[int]]:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from choros.arrays import ArrayAdapter, ArrayFunction, ArraySpec, HostFunction, adapter_of
 from choros.comm import BFLOAT16, ProcessSet, Reduction, global_process_set
-from choros.errors import ConfigError
+from choros.errors import ConfigError, UnsupportedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.scaling import Scaling
 from choros.topology import shard_range
@@ -82,7 +82,8 @@ def allreduce(
     Args:
         value: an array of any framework, also inside ``tf.function`` or ``jax.jit``, or a number. The average
             of Python integers is a float. The rows of a sparse gradient (``tf.IndexedSlices``) are gathered in rank
-            order, which is their sum; such a one has no minimum, maximum or product.
+            order, which is their sum; such a one has no minimum, maximum or product, and its average of integers is
+            one of floats, as TensorFlow divides them.
         op: the reduction.
         name: shown in errors; it must be the same on every rank.
         prescale_factor: the factor of values before the reduction. Products with integers are computed in float64 and
@@ -150,26 +151,29 @@ def _check_linear(collective: str, op: Reduction) -> None:
 
 def _gather_rows(rows: tuple[Any, Any, Any], scaling: Scaling, *, name: str | None, process_set: ProcessSet) -> Any:
     """``allreduce`` of a sparse gradient: all ranks' rows, scaled."""
-    indices, values, shape = rows
-    adapter = adapter_of(values)
-    spec = adapter.spec(values)
     if scaling.op not in _LINEAR:
-        raise ConfigError(
+        raise UnsupportedError(
             f"allreduce(op={scaling.op.value}): the rows of a sparse gradient (IndexedSlices) are gathered, which is "
             "their sum: use Sum or Average, or make it dense."
         )
+    indices, values, shape = rows
+    adapter = adapter_of(values)
+    dtype = adapter.spec(values).dtype
     factor = scaling.factor / (process_set.communicator.size if scaling.op is Reduction.AVERAGE else 1)
-    if factor != 1.0:
-        if not _is_floating(spec):
-            raise ConfigError(
-                f"allreduce: sparse gradients (IndexedSlices) of {spec.dtype} cannot be averaged or scaled: use "
-                "op=Sum, or cast them to float32."
+    if not _is_floating(adapter.spec(values)):
+        if scaling.factor != 1.0:
+            raise UnsupportedError(
+                f"allreduce: sparse gradients (IndexedSlices) of {dtype} cannot be scaled: cast them to float32."
             )
+        if scaling.op is Reduction.AVERAGE:
+            dtype = np.dtype(np.float32 if dtype.itemsize <= 2 else np.float64)
+            values = adapter.cast(values, dtype)
+    if factor != 1.0:
         values = values * factor
-    wire = scaling.compression.row_dtype(spec.dtype)
+    wire = scaling.compression.row_dtype(dtype)
     values = allgather(adapter.cast(values, wire), name=name, process_set=process_set)
     indices = allgather(indices, name=f"indices of {name}" if name else None, process_set=process_set)
-    return adapter.from_rows(indices, adapter.cast(values, spec.dtype), shape)
+    return adapter.from_rows(indices, adapter.cast(values, dtype), shape)
 
 
 def grouped_allreduce(

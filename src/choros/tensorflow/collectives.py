@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import tensorflow as tf
 
+from choros.arrays.tensorflow_errors import tensorflow_errors
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.parallel import ops
 from choros.parallel.compression import Compression, Compressor
@@ -34,11 +35,11 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 #: The stack level of the caller of these functions, which TensorFlow's decorator calls.
-_CALLER = 4
+_CALLER = 5
 
 
 def _public(function: Callable[P, T]) -> Callable[P, T]:
-    return unconverted(documented()(function))
+    return unconverted(documented()(tensorflow_errors()(function)))
 
 
 @_public

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from choros.comm import is_initialized, process_set_of, ranks
+from choros.comm import is_initialized, ranks, registered_process_sets
 from choros.errors import ConfigError
 from choros.tensorflow.reduction import join_all
 
@@ -90,7 +90,7 @@ def join() -> Any:
 
 
 def _size(process_set_id: int) -> int:
-    process_set = process_set_of(process_set_id)
+    process_set = registered_process_sets().get(process_set_id)
     if process_set is None:
         raise ConfigError(f"process_set_id={process_set_id}: there is no process set of this number.")
     return len(process_set.ranks)
@@ -99,7 +99,7 @@ def _size(process_set_id: int) -> int:
 def _included(process_set_id: int) -> int:
     if not is_initialized():
         return _NOT_INITIALIZED
-    process_set = process_set_of(process_set_id)
+    process_set = registered_process_sets().get(process_set_id)
     return _UNKNOWN if process_set is None else int(bool(process_set.included()))
 
 

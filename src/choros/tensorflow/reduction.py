@@ -118,6 +118,10 @@ class TapeReduction:
         """Keeps the gradient of ``source`` on this rank."""
         self._local.append(source)
 
+    def is_local(self, source: Any) -> bool:
+        """Whether the gradient of ``source`` stays on this rank."""
+        return any(source is each for each in self._local)
+
     def reduce(self, gradients: Sequence[Any], sources: Sequence[Any], examples: Any = None) -> list[Any]:
         """Returns the ranks' gradients, averaged or summed; ``None`` for those that are ``None``.
 
@@ -198,6 +202,11 @@ class AdasumReduction:
         raise ConfigError(
             "op=Adasum combines all gradients of a tape: compute those of local variables by another one."
         )
+
+    def is_local(self, source: Any) -> bool:
+        """Never."""
+        del source
+        return False
 
     def reduce(self, gradients: Sequence[Any], sources: Sequence[Any], examples: Any = None) -> list[Any]:
         """See ``TapeReduction.reduce``."""

@@ -73,6 +73,24 @@ class _DistributedTape:
         reduced = self._choros_reduction.reduce(tf.nest.flatten(gradients), tf.nest.flatten(sources), examples)
         return tf.nest.pack_sequence_as(gradients, reduced)
 
+    @unconverted
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **options: Any
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Returns two lists of pairs (source, gradient): for the local sources, and for those of all ranks.
+
+        Args:
+            target: as for ``gradient``.
+            sources: likewise.
+            output_gradients: likewise.
+            use_generic_names: likewise.
+            **options: other arguments of ``gradient``.
+        """
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names, **options)
+        pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True))
+        is_local = self._choros_reduction.is_local
+        return [pair for pair in pairs if is_local(pair[0])], [pair for pair in pairs if not is_local(pair[0])]
+
     def register_local_source(self, source: Any) -> None:
         """Keeps the gradient of ``source`` on this rank; it is divided by the number of ranks, if so configured."""
         self._choros_reduction.add_local(source)

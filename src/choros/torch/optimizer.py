@@ -12,6 +12,7 @@ adds Horovod's methods::
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,12 @@ __all__ = ["DistributedOptimizer", "abandon_step", "join"]
 
 T = TypeVar("T")
 _ATTRIBUTE = "_choros_gradient_hook"
+_NOT_AGAIN = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): Horovod would "
+    "reduce the gradients again, choros does not. Write: with optimizer.skip_synchronize(): optimizer.step()."
+)
+#: The stack level of the caller of ``step``, whose hooks torch calls.
+_CALLER = 3
 _ADVICE = (
     "Start all ranks from the same values: call broadcast_parameters(model.state_dict(), root_rank=0) and "
     "broadcast_optimizer_state(optimizer, root_rank=0) before training."
@@ -64,6 +71,7 @@ class _GradientHook:
         self.skipping = False
         self.number = next(_created)
         self._reduced = False
+        self._warned = False
 
     @property
     def pending(self) -> bool:
@@ -85,8 +93,12 @@ class _GradientHook:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None and not self.skipping:
             return (args[0], self._reducing(optimizer, closure)), {k: v for k, v in kwargs.items() if k != "closure"}
-        if not self.skipping and (self.pending or not self._reduced):
-            self.reduce(optimizer)
+        if not self.skipping:
+            if self.pending or not self._reduced:
+                self.reduce(optimizer)
+            elif not self._warned:
+                self._warned = True
+                warnings.warn(_NOT_AGAIN, stacklevel=_CALLER)
         self._reduced = False
         return None
 
@@ -311,8 +323,13 @@ def DistributedOptimizer(
     if backward_passes_per_step < 1:
         raise ConfigError(f"backward_passes_per_step={backward_passes_per_step} must be 1 or more.")
     parameters = _trained(optimizer)
-    if named_parameters is not None:
-        _check_names(list(named_parameters), optimizer)
+    if named_parameters is None:
+        groups_of = enumerate(group["params"] for group in optimizer.param_groups)
+        named_parameters = [(f"parameter {i}.{j}", each) for i, group in groups_of for j, each in enumerate(group)]
+    named_parameters = list(named_parameters)
+    _check_names(named_parameters, optimizer)
+    #: Horovod's, which scripts read.
+    optimizer._parameter_names = {parameter: name for name, parameter in named_parameters}
     if Reduction(op) is Reduction.ADASUM:
         if gradient_predivide_factor != 1.0:
             raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")

@@ -76,7 +76,7 @@ def broadcast_optimizer_state(
     """Copies the state and settings of ``root_rank``'s optimizer, including its learning rate, to every rank's.
 
     If the root's optimizer is unused, state that most of torch's optimizers create in the first step is created, such
-    that the next step is still the first.
+    that the next step is still the first. Parameters of an unused optimizer that have no gradient get one of zeros.
 
     Args:
         optimizer: an optimizer of the same parameters on every rank; it may be unused.
@@ -97,8 +97,10 @@ def broadcast_optimizer_state(
         raise ConfigError("the state of torch.optim.LBFGS cannot be broadcast: it is that of its own rank's steps.")
     communicator = process_set.communicator
     is_root = communicator.ranks[communicator.rank] == root_rank
-    if is_root and not optimizer.state:
-        _create_state(optimizer)
+    if not optimizer.state:
+        _create_gradients(optimizer)
+        if is_root:
+            _create_state(optimizer)
     if communicator.size == 1:
         return
     state = broadcast_object(
@@ -106,6 +108,15 @@ def broadcast_optimizer_state(
     )
     if not is_root:
         optimizer.load_state_dict(state)
+
+
+def _create_gradients(optimizer: Any) -> None:
+    """Gives parameters without a gradient one of zeros, as Horovod does: scripts read it before their first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                zeros = torch.zeros_like(parameter)
+                parameter.grad = zeros.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else zeros
 
 
 def _create_state(optimizer: Any) -> None:
@@ -116,9 +127,8 @@ def _create_state(optimizer: Any) -> None:
     for group in probe.param_groups:
         group["weight_decay"] = 0
         for parameter in group["params"]:
-            if parameter.requires_grad:
-                zeros = torch.zeros_like(parameter)
-                parameter.grad = zeros.to_sparse(1) if isinstance(probe, torch.optim.SparseAdam) else zeros
+            parameter.grad = None
+    _create_gradients(probe)
     probe.step()
     created = probe.state_dict()["state"]
     for state in created.values():

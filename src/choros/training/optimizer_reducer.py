@@ -215,7 +215,7 @@ class OptimizerReducer:
             if due:
                 check(own)
             return _replaced(values, {shared[i]: adapter.from_host(host, own[i]) for i, host in healed.items()})
-        if in_place or not reducer.heals:
+        if in_place or reducer.divergence != "heal":
 
             def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
                 check(hosts)

@@ -10,12 +10,16 @@
     horovod.spark, .ray, .mxnet, .data          an ImportError that says what to use instead
 """
 
+import os
 from typing import Any
 
 __all__ = ["run"]
 
 #: The version of Horovod whose names these are.
 __version__ = "0.28.1"
+
+# Horovod does not compare what ranks train: a script whose ranks differ goes on, with a warning.
+os.environ.setdefault("CHOROS_DIVERGENCE", "warn")
 
 
 def __getattr__(name: str) -> Any:

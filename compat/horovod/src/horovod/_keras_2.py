@@ -1,9 +1,9 @@
-"""Two things that Horovod's documentation shows, and Keras 3 has dropped: importing this module brings them back."""
+"""Three things that scripts for Horovod use, and Keras 3 has dropped: importing this module brings them back."""
 
 import functools
 from typing import Any
 
-from choros.training.keras_internals import BaseOptimizer, Trainer
+from choros.training.keras_internals import AnyVariable, BaseOptimizer, Trainer
 
 __all__ = ["CallableList"]
 
@@ -26,3 +26,5 @@ def _compile_as_in_keras_2(self: Any, *args: Any, experimental_run_tf_function: 
 
 BaseOptimizer.variables = property(lambda self: CallableList(_variables.fget(self)), doc=_variables.__doc__)
 Trainer.compile = _compile_as_in_keras_2
+#: A key for dictionaries, as of TensorFlow's own variables.
+AnyVariable.ref = lambda self: self.value.ref()

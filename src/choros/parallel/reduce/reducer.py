@@ -39,7 +39,7 @@ import numpy as np
 from choros.comm import ProcessSet, Reduction, Request, global_process_set
 from choros.comm.fusion import Layout
 from choros.comm.membership import Membership
-from choros.config import COMPARE_EVERY, Config
+from choros.config import COMPARE_EVERY, DIVERGENCE, Config
 from choros.errors import ConfigError, EngineError
 from choros.observe import events
 from choros.observe.events import Kind
@@ -68,7 +68,7 @@ __all__ = ["GradientReducer", "ReduceConfig", "bucket_bytes", "indices_of_groups
 #: little, small enough that the first bucket is full early.
 _BUCKET_BYTES = 8 << 20
 #: Whether and when ranks compare what they train, by default.
-_COMPARES = (int(COMPARE_EVERY.default), False)
+_COMPARES = (int(COMPARE_EVERY.default), DIVERGENCE.default)
 #: The plans that are kept. Optimizers that are applied to parts of a model alternate between a few layouts.
 _PLANS = 8
 
@@ -254,9 +254,9 @@ class GradientReducer:
 
     Attributes:
         config: the argument.
-        heals: whether such a comparison gives ranks that differ the values of most ranks.
         due: the comparison of what ranks train, after the update that follows the last ``reduce``; ``None`` if ranks
             compare nothing then. The same on all ranks.
+        divergence: what happens if ranks differ then, as ``CHOROS_DIVERGENCE`` says.
         trained: once all ranks have joined, those that had a batch in the last step, as the launcher numbers them.
 
     Example:
@@ -300,7 +300,7 @@ class GradientReducer:
         #: Returns the factor of gradients whose loss was weighted for ranks of which some were lost since.
         self.correction: Callable[[], float] | None = None
         environment = Config.from_environ(os.environ)
-        self._compare_every, self.heals = environment.compare_every, environment.heals
+        self._compare_every, self.divergence = environment.compare_every, environment.divergence
         self.due: Comparison | None = None
 
     @property
@@ -602,8 +602,8 @@ class GradientReducer:
         sent = "; ".join(bucket.exchange.description for bucket in buckets)
         scales = f"op={config.op.value}, predivide_factor={config.predivide_factor}"
         counts = f"micro_batches={config.micro_batches}, {len(layout)} arrays"
-        if (self._compare_every, self.heals) != _COMPARES:
-            counts += f", compared every {self._compare_every} steps, healed={self.heals}"
+        if (self._compare_every, self.divergence) != _COMPARES:
+            counts += f", compared every {self._compare_every} steps, divergence={self.divergence}"
         arguments = f"{scales}, {counts}: {describe(layout)}; sent as {sent}"
         explain = None if config.compressor.shares_state else functools.partial(self._explain, layout)
         step, first_bucket, micro_batch, early = (
@@ -711,7 +711,7 @@ class GradientReducer:
         step = self._progress.common_steps.get(layout, 0) + 1
         self._note(common_steps={**self._progress.common_steps, layout: step})
         due = step == first or (step > first and every > 0 and step % every == 0)
-        return Comparison(step, first, self.heals) if due else None
+        return Comparison(step, first, self.divergence) if due else None
 
     def _correction(self) -> float:
         elastic = self.correction is not None and self.config.process_set.communicator.elastic

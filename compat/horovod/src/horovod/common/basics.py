@@ -1,5 +1,6 @@
 """What all of Horovod's APIs have in common, as one object."""
 
+from choros.comm import registered_process_sets
 from choros.parallel import horovod as face
 
 __all__ = ["HorovodBasics"]
@@ -35,3 +36,8 @@ class HorovodBasics:
     ccl_built = staticmethod(face.ccl_built)
     cuda_built = staticmethod(face.cuda_built)
     rocm_built = staticmethod(face.rocm_built)
+
+    @staticmethod
+    def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+        """The registered process sets, all ranks among them."""
+        return {number: list(process_set.ranks) for number, process_set in registered_process_sets().items()}
