@@ -180,11 +180,11 @@ def test_the_beginning_of_several_flags_or_of_none_is_an_error(abbreviation, cap
     with pytest.raises(SystemExit) as ended:
         cli.main([abbreviation, "true"], abbreviations=True)
     assert ended.value.code == 2
-    assert f"No such option '{abbreviation}'" in capsys.readouterr().err
+    assert re.search(rf"No such option:? '?{abbreviation}\b", capsys.readouterr().err)  # click 8.1 has no quotes
 
 
 def test_chorosrun_takes_whole_flags_only(capsys):
-    assert "No such option '--num-p'" in error_of(capsys, "--num-p", "2")
+    assert re.search(r"No such option:? '?--num-p\b", error_of(capsys, "--num-p", "2"))
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def fit(ranks: int, sizes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta
         return None
     times = np.asarray(seconds, np.float64)
     matrix = np.array([_coefficients(ranks, size) for size in sizes]) / times[:, None]
-    solution = np.linalg.lstsq(matrix, np.ones(len(times)))[0]
+    solution = np.linalg.lstsq(matrix, np.ones(len(times)), rcond=None)[0]  # as NumPy 2 does without it
     if solution.min() < 0:  # fit one alone: β, unless only α is positive
         kept = 0 if solution[0] > 0 else 1
         column = matrix[:, kept]

@@ -64,7 +64,7 @@ def store_of(checkpoint: Any, directory: Any, save: Callable[..., Any] | None) -
     Raises:
         ConfigError: ``checkpoint`` is none of these, or the directory is missing.
     """
-    if "tensorflow" in sys.modules:
+    if sys.modules.get("tensorflow"):  # a name that is blocked has None
         import tensorflow as tf
 
         if isinstance(checkpoint, tf.train.CheckpointManager):

@@ -230,7 +230,7 @@ class PreemptionCheckpointHandler:
 
 def _highest(stage: _PreemptionStage) -> _PreemptionStage:
     """Returns the highest stage of all processes."""
-    if "jax" in sys.modules:
+    if sys.modules.get("jax"):
         import jax
 
         jax.effects_barrier()  # a step that still runs may have collectives left to do
