@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         code = choros.main(None if arguments is None else list(arguments), prog_name="choros", standalone_mode=False)
     except click.ClickException as error:
-        click.echo(f"choros: {error.format_message()}\nTry choros --help.", err=True)
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "choros"
+        click.echo(f"choros: {error.format_message()}\nTry {command} --help.", err=True)
         code = error.exit_code
     except ChorosError as error:
         click.echo(f"choros: {error}", err=True)

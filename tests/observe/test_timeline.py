@@ -307,6 +307,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "rank 1          2  100.00 ms" in ended(str(file), "--summary")
     assert "2 ranks, 4 calls of collectives" in ended(str(file))
     assert f"{tmp_path}/none.json: there is no such timeline" in ended(f"{tmp_path}/none.json", code=2)
+    assert "Missing argument 'FILE'.\nTry choros timeline --help." in ended(code=2)
     for text in ("{}", "no JSON"):
         file.write_text(text)
         assert "not a timeline" in ended(str(file), code=2)
