@@ -2,7 +2,8 @@
 have, three epochs at least.
 
 Arguments: ``strategy`` or ``horovod``; where ranks are killed, such as ``1@5,2@70``; ``twice``: in a ``fit`` before it;
-``waits``: the others wait in the middle of the epoch for a new rank.
+``waits``: the others wait in the middle of the epoch for a new rank; ``joined``: rank 0 is killed while it takes a new
+rank in, and the loss has a second part, a mean; ``joins``: the first new rank is killed while it joins.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -18,6 +20,7 @@ import numpy as np
 import choros.distribute as dist
 import choros.keras as hvd
 from choros.comm import NEWCOMER, global_process_set
+from choros.comm.engines import mpi
 
 ROWS, BATCH = 203, 16
 api, kills = sys.argv[1], dict(tuple(map(int, each.split("@"))) for each in sys.argv[2].split(",") if each)
@@ -65,22 +68,39 @@ class StopWhenReplaced(keras.callbacks.Callback):
 hvd.init()
 communicator = global_process_set.communicator
 number, size, is_new = hvd.rank(), hvd.size(), communicator.is_new
+died = Path(os.environ.get("CHOROS_COMMIT_DIR", "")).parent / "died"
+
+
+def die(*_, **__):
+    if is_new:
+        died.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if ("joined" in sys.argv and number == 0 and not is_new) or ("joins" in sys.argv and is_new and not died.exists()):
+    mpi.joined = die
 most = int(os.environ["CHOROS_MAX_NP"])
 optimizer = keras.optimizers.SGD(1.0)
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
 with strategy.scope() if strategy else contextlib.nullcontext():
     dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-    model = keras.Sequential([keras.Input((ROWS,)), dense])
+    given = keras.Input((ROWS,))
+    outputs, losses = [dense(given)], [Total(reduction="sum")]
+    if "joined" in sys.argv:
+        outputs += [keras.layers.Dense(1, name="mean")(given)]
+        losses += ["mse"]
+    model = keras.Model(given, outputs)
     optimizer = optimizer if strategy else hvd.DistributedOptimizer(optimizer)
-    model.compile(optimizer, Total(reduction="sum"), metrics=[Rows(name="rows")])
+    model.compile(optimizer, losses, metrics=[[Rows(name="rows")], *[[]] * (len(outputs) - 1)])
 rows, zeros = np.eye(ROWS, dtype="float32"), np.zeros((ROWS, 1), "float32")
-data = {"x": rows, "y": zeros, "batch_size": BATCH}
+targets = (zeros,) * len(outputs) if len(outputs) > 1 else zeros
+data = {"x": rows, "y": targets, "batch_size": BATCH}
 callbacks = [Kill(), StopWhenReplaced()]
 if api == "horovod":
-    data = {"x": hvd.shard((rows, zeros), batch_size=BATCH, shuffle=True), "shuffle": False}
+    data = {"x": hvd.shard((rows, targets), batch_size=BATCH, shuffle=True), "shuffle": False}
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(), *callbacks]
     callbacks = [hvd.callbacks.ElasticCallback(data["x"], callbacks), *callbacks]
-validation = (rows[:30], zeros[:30])
+validation = (rows[:30], tuple(each[:30] for each in targets) if len(outputs) > 1 else zeros[:30])
 before = int("twice" in sys.argv)
 if before:
     model.fit(**data, epochs=1, verbose=0, callbacks=[Kill()])

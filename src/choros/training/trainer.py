@@ -33,6 +33,7 @@ from choros.parallel import moments
 from choros.parallel.data import EpochData, epochs_behind, rows_differ
 from choros.parallel.identical import are_identical
 from choros.parallel.reduce import joining
+from choros.parallel.structure import map_structure
 from choros.training import aggregation, distributed_optimizer, elastic_evaluation, weighting
 from choros.training.absent_rows import step_without_rows
 from choros.training.aggregation import is_aggregated_on_write
@@ -393,6 +394,8 @@ class Steps:
                 return own(*args)
             if timed:
                 page.enter_train_step()
+            if kind == "train" and self.epochs is not None and keras.backend.backend() == "tensorflow":
+                args = (*args[:-1], _of_any_size(args[-1]))
             rows = _rows(args[-1], parts=rows_differ() and computes_own_loss(model))
             known = frozenset(rows if all(isinstance(each, int) for each in rows) else ())
             examples = rows[0] if len(rows) == 1 else max(known, default=None) or keras.ops.max(rows)
@@ -473,6 +476,22 @@ def _has_local_mesh(model: Any) -> bool:
 def _trains_with_all(model: Any) -> bool:
     reducer = reducer_of(model.optimizer)
     return reducer is not None and reducer.reduces_all
+
+
+def _of_any_size(data: Any) -> Any:
+    """The batch as if TensorFlow did not know its number of rows before, as in ``fit``.
+
+    Keras' trackers of several losses count by it if it is known, which needs no exchange, but it is in steps on what
+    lost ranks have left over (``train_on_batch``): a new rank makes them in ``fit``.
+    """
+    import tensorflow as tf
+
+    def unknown(leaf: Any) -> Any:
+        if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) or tf.executing_eagerly():
+            return leaf
+        return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
+
+    return map_structure(unknown, data)
 
 
 def _rows(data: Any, *, parts: bool) -> list[Any]:
