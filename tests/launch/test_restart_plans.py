@@ -123,6 +123,16 @@ def test_starts_in_vain_are_counted_until_one_succeeds():
     assert tries.after(JobLoss("…")) == Tries(restarts=2)
 
 
+def test_hosts_that_have_lost_each_other_are_left_out_only_if_they_still_have_at_the_next_start():
+    """The link may be up again, and it is not known whose link it was."""
+    pair = frozenset({("a", "b")})
+    tries = Tries().after(JobLoss("…", cut=pair))
+    assert (tries.cut, tries.suspected) == (frozenset(), pair)
+    everyone = frozenset({("a", "b"), ("a", "c"), ("b", "c")})  # of a start in vain no more is known
+    assert tries.after(JobLoss("…", cut=everyone, started=False)).cut == pair
+    assert Tries().after(JobLoss("…", cut=everyone, started=False)).cut == everyone
+
+
 def test_a_restarted_job():
     job = Job(("x",), 4, environment={"CHOROS_CHAOS": "kill:rank=1@step=2"}, elastic=ELASTIC)
     again = restarted(job, Restart(3, parse_hosts("a:1,b:2")), 2, {"a"}, {"HOROVOD_TIMELINE": "/t/run.json"})

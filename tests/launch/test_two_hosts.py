@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -192,6 +193,34 @@ def test_a_function_on_two_hosts(network, capsys):
     with pytest.raises(WorkerFailed, match="rank 2 on host-2") as raised:
         choros_run(function, (0,), **where)
     assert raised.value.host == "host-2"
+
+
+@pytest.mark.parametrize("elastic", [pytest.param(False, marks=pytest.mark.nightly), True])
+def test_a_link_that_is_down_for_less_than_the_silence_that_is_allowed(network, tmp_path, elastic):
+    """TCP sends again after 0.2, 0.6, 1.4 and 3.0 s: longer than the link is down."""
+    script = rank_script(
+        tmp_path / "s.py",
+        "import choros\n"
+        "from choros.parallel.objects import allgather_object\n"
+        "choros.init()\n"
+        "ready()\n"
+        f"while not all(allgather_object(os.path.exists({str(tmp_path / 'end')!r}))): time.sleep(0.01)\n"
+        "print('finished', choros.size(), os.environ.get('CHOROS_RESTARTS'))\n",
+    )
+    flags = ("--ssh-command", network.reach, "-H", hosts_of(network), *(("--min-np", 1) if elastic else ()))
+    try:
+        with Running(*flags, PYTHON, script) as job:
+            job.wait_for(3, "ready")
+            time.sleep(0.5)
+            ip("-n", network.namespaces[1], "link", "set", "eth0", "down")
+            time.sleep(2.0)
+            ip("-n", network.namespaces[1], "link", "set", "eth0", "up")
+            time.sleep(2.0)
+            (tmp_path / "end").touch()
+            ended = job.end()
+    finally:
+        ip("-n", network.namespaces[1], "link", "set", "eth0", "up")
+    assert (ended.code, ended.out.count("finished 3 None")) == (0, 3), ended
 
 
 def test_a_link_that_is_cut(network, tmp_path):

@@ -29,7 +29,7 @@ from choros.comm.communicator import Communicator
 from choros.errors import PeerLostError
 from choros.transport.address import is_loopback
 from choros.transport.peers import remote_addresses
-from choros.transport.silence import LOOK_SECONDS, REACTION_SECONDS, ask_often, is_silent, unreachable_seconds
+from choros.transport.silence import LOOK_SECONDS, REACTION_SECONDS, answers, ask_often, is_silent, unreachable_seconds
 
 __all__ = ["watch_other_hosts"]
 
@@ -67,7 +67,8 @@ def _own_addresses() -> list[str]:
 
 
 def _look() -> None:
-    limit = 1000 * (unreachable_seconds() - REACTION_SECONDS - LOOK_SECONDS)
+    seconds = unreachable_seconds()
+    limit, last = 1000 * (seconds - REACTION_SECONDS - LOOK_SECONDS), 1000 * (seconds - LOOK_SECONDS)
     known: Mapping[int, str] = {}
     suspects: set[int] = set()
     due = 0.0
@@ -79,7 +80,7 @@ def _look() -> None:
                 suspects.discard(inode)
             elif inode not in suspects:
                 suspects.add(inode)
-            else:
+            elif not answers(end) and is_silent(end, last):  # else it is asked once more
                 _end(known[inode])
         time.sleep(LOOK_SECONDS)
 

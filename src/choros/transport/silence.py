@@ -5,6 +5,8 @@
     nothing to send        the kernel asks every second (TCP keepalive)    ┐ no answer, not even of its kernel: both
     data on the way        the kernel sends it again, ever more rarely     ┘ directions are shut down
     the receiver is full   its kernel answers that it is, each time, as long as its process reads nothing: no loss
+    the link was down      the kernel may send again only a second after it is up: so before a host counts as silent, a
+                           new connection asks it, at a port where nothing listens; a refusal is an answer, too
 
 A process that computes, or that is stopped, answers, because its kernel does. Who waits for a connection that was shut
 down sees its end: ``recv`` and ``send`` return at once. Without this, the kernel would send data again for a quarter
@@ -26,7 +28,7 @@ import weakref
 from choros.config import UNREACHABLE_SECONDS
 
 __all__ = [
-    "LOOK_SECONDS", "REACTION_SECONDS", "ask_often", "fell_silent", "is_silent", "unreachable_seconds",
+    "LOOK_SECONDS", "REACTION_SECONDS", "answers", "ask_often", "fell_silent", "is_silent", "unreachable_seconds",
     "watch_for_silence",
 ]  # fmt: skip
 
@@ -34,7 +36,9 @@ __all__ = [
 LOOK_SECONDS = 0.25
 #: The kernel asks once a second: less than one question and a half is too short.
 _LEAST_SECONDS = 2.0
-#: From the decision here to the error where it is waited for.
+#: How often a host that seems to be silent is asked by a new connection, and the seconds that it has to answer.
+_QUESTIONS, _ANSWER_SECONDS = 2, 0.25
+#: From the suspicion here, before these questions, to the error where it is waited for.
 REACTION_SECONDS = 0.75
 #: Of ``struct tcp_info``: the state; how often data were sent again, and questions asked, without progress; the
 #: milliseconds since data were last sent, since data came and since a confirmation came.
@@ -92,15 +96,20 @@ def _look(seconds: float) -> None:
                 global _thread
                 _thread = None
                 return
+        answering: dict[str, bool] = {}
         for end in ends:
             with contextlib.suppress(OSError):  # closed meanwhile
                 if not is_silent(end, limit):
                     suspects.discard(end)
-                elif end in suspects:
-                    _silent.add(end)
-                    end.shutdown(socket.SHUT_RDWR)
-                else:  # it may have been asked just now
+                elif end not in suspects:  # it may have been asked just now
                     suspects.add(end)
+                else:
+                    host = end.getpeername()[0]
+                    if host not in answering:
+                        answering[host] = answers(end)
+                    if not answering[host]:
+                        _silent.add(end)
+                        end.shutdown(socket.SHUT_RDWR)
             if end.fileno() < 0 or end in _silent:
                 with _lock:
                     _watched.discard(end)
@@ -117,6 +126,24 @@ def is_silent(end: socket.socket, limit: float) -> bool:
     # loopback, the answer to a question may come before Linux counts the question, which then stays counted.
     unanswered = asked > 1 or (resent > 0 and (since_sent < since_confirmation or not _has_route(end)))
     return bool(state == _ESTABLISHED and unanswered and min(since_data, since_confirmation) >= limit)
+
+
+def answers(end: socket.socket) -> bool:
+    """Returns whether the host at the other end of ``end`` answers a new connection."""
+    host, own_port = end.getpeername()[0], end.getsockname()[1]
+    for _ in range(_QUESTIONS):
+        began = time.monotonic()
+        with socket.socket(end.family, socket.SOCK_STREAM) as question:
+            question.settimeout(_ANSWER_SECONDS)
+            try:
+                question.connect((host, own_port))
+            except ConnectionRefusedError:
+                return True
+            except OSError:  # no answer, or its own link is down
+                time.sleep(max(0.0, began + _ANSWER_SECONDS - time.monotonic()))
+            else:
+                return True
+    return False
 
 
 def _has_route(end: socket.socket) -> bool:

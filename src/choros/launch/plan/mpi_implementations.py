@@ -51,8 +51,9 @@ _OPEN_MPI_SIGNALS = {
     MOVE: signal.SIGVTALRM,
 }
 
-#: Open MPI's daemons detect a lost connection after three seconds; by default, after eight minutes.
-_KEEPALIVE = {"oob_tcp_keepalive_time": "1", "oob_tcp_keepalive_intvl": "1", "oob_tcp_keepalive_probes": "2"}
+#: Open MPI's daemons detect a lost connection when they have not been answered for three to four seconds; by default,
+#: after eight minutes.
+_KEEPALIVE = {"oob_tcp_keepalive_time": "1", "oob_tcp_keepalive_intvl": "1", "oob_tcp_keepalive_probes": "3"}
 _HYDRA_SIGNALS = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGINT: signal.SIGALRM, signal.SIGTERM: signal.SIGALRM}
 
 

@@ -86,18 +86,24 @@ class Tries:
     Attributes:
         restarts: how many times it was started again.
         in_vain: how many of the last launches ended before all ranks had started.
-        cut: pairs of hosts that have lost each other since the last launch that was not in vain.
+        suspected: pairs of hosts that have lost each other since the last launch that was not in vain.
+        cut: those of them that still were apart in a later launch: one of two is left out.
     """
 
     restarts: int = 0
     in_vain: int = 0
+    suspected: frozenset[tuple[str, str]] = frozenset()
     cut: frozenset[tuple[str, str]] = frozenset()
 
     def after(self, loss: JobLoss) -> Tries:
-        """Returns the launches with one that has ended by ``loss``."""
+        """Returns the launches with one that has ended by ``loss``.
+
+        A link that was down may be up again: the first launch after it is made on all hosts.
+        """
         if loss.started:
-            return replace(self, in_vain=0, cut=loss.cut)
-        return replace(self, in_vain=self.in_vain + 1, cut=self.cut | loss.cut)
+            return replace(self, in_vain=0, suspected=loss.cut, cut=frozenset())
+        known = self.suspected or loss.cut
+        return replace(self, in_vain=self.in_vain + 1, suspected=known, cut=self.cut | known)
 
 
 def next_step(
