@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 from choros.errors import ConfigError
 
-__all__ = ["HOROVOD_UNUSED", "VARIABLES", "Alias", "Config", "Variable", "horovod_unused"]
+__all__ = ["HOROVOD_UNUSED", "SESSION_BYTES", "VARIABLES", "Alias", "Config", "Variable", "horovod_unused"]
+
+#: The room that mpirun's files need: they are maps, which end a process by SIGBUS if there is none.
+SESSION_BYTES = 4 << 20
 
 
 class Alias(NamedTuple):

@@ -1,6 +1,7 @@
 """Ranks that are killed, and replaced: arguments are their numbers, such as ``0 2``, and what new ranks do: ``join``,
 ``die`` (only the first one, or ``early``, before ``init()``), or ``late`` (they come when the others have left the
-opening: they wait there); ``leave``: the ranks leave in order.
+opening: they wait there); ``leave``: the ranks leave in order; ``full``: before the first one dies, it fills the
+directory for temporary files; ``closed``: as ``join``, with standard input and error closed.
 
 Prints each rank's number at the launcher, its rank, and the sum of ones over all ranks.
 """
@@ -8,7 +9,9 @@ Prints each rank's number at the launcher, its rank, and the sum of ones over al
 import os
 import signal
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import choros
@@ -21,6 +24,8 @@ new_rank = os.environ.get("CHOROS_NEW_RANK")
 if new_rank and what == "early" and not Path("died").exists():
     Path("died").touch()
     os.kill(os.getpid(), signal.SIGKILL)
+for descriptor in (0, 2) if what == "closed" else ():
+    os.close(descriptor)
 choros.init()
 number = int(new_rank.split(",")[0]) if new_rank else choros.rank()
 communicator = comm.global_process_set.communicator
@@ -39,13 +44,17 @@ with comm.opening():
         is_member = comm.admit()
         communicator = comm.global_process_set.communicator
         steps = int(communicator.broadcast(0)) if is_member else 20
-    while steps < (60 if what == "leave" else 20) or (choros.size() < 3 and what not in ("late", "leave")):
+    while steps < (60 if what == "leave" else 20) or (choros.size() < 3 and what not in ("late", "leave", "full")):
         if str(number) in victims and what == "leave":
             communicator.notice |= comm.LEAVES
             if steps == 7:
                 comm.leave_alone()
                 sys.exit()
         elif str(number) in victims and steps == 5 and not new_rank:
+            if what == "full":
+                with open(Path(tempfile.gettempdir()) / "full", "wb", buffering=0) as file, suppress(OSError):
+                    while True:
+                        file.write(bytes(1 << 12))
             os.kill(os.getpid(), signal.SIGKILL)
         total = communicator.allreduce(1.0, Reduction.SUM)
         steps += 1

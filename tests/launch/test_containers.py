@@ -7,10 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from choros.launch.processes.directories import SESSION_BYTES
+from choros.config import SESSION_BYTES
 from launch.launched import CHOROSRUN, rank_script
 
 TRAINING = """
@@ -78,6 +79,18 @@ def test_a_full_disk_for_the_output(tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("hello") == 40_000
     assert ended.stderr.count("chorosrun: --output-dir: a file cannot be written (No space left on device).") == 1
+
+
+@pytest.mark.slow
+def test_no_new_rank_is_started_where_mpirun_has_no_room_for_it(tmp_path):
+    """SIGBUS would end mpirun, and all ranks."""
+    script, temporary = Path(__file__).parents[1] / "elastic" / "new_ranks_script.py", tmp_path / "tmp"
+    temporary.mkdir()
+    command = ["-np", 3, "--min-np", 1, sys.executable, script, "1", "full"]
+    ended = contained(command, ("size=24m", temporary), shell=f"cd {tmp_path}; export TMPDIR={temporary}")
+    assert (ended.returncode, ended.stdout.count("of 2: 2")) == (0, 2), ended
+    assert "has less than 4 MiB left. The job goes on with fewer ranks" in ended.stderr
+    assert "a new rank" not in ended.stderr
 
 
 def test_no_room_for_temporary_files(tmp_path):

@@ -134,6 +134,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet | Iterable[int]] | 
     if _job is not None:
         _check_registered(_job, given)
         return
+    _open_standard_files()
     _install_hooks()
     config = Config.from_environ(os.environ)
     _show_log(config)
@@ -461,6 +462,18 @@ def _show_log(config: Config) -> None:
         time = "%(asctime)s " if config.log_time else ""
         handler.setFormatter(logging.Formatter(f"{time}%(name)s: %(message)s"))
         _log.addHandler(handler)
+
+
+def _open_standard_files() -> None:
+    """Opens /dev/null where standard input, output or error is closed: else a connection of MPI's would have its place.
+
+    What a library prints, or a new process that closes its standard files, would then end up in that connection.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
 
 
 def _install_hooks() -> None:

@@ -37,7 +37,7 @@ from mpi4py import MPI
 from choros.comm.engines.mpi_gate import RankGate, greet
 from choros.comm.engines.mpi_survivors import revoke
 from choros.comm.facts import Facts
-from choros.config import RESET_LIMIT, SPAWN, START_TIMEOUT
+from choros.config import RESET_LIMIT, SESSION_BYTES, SPAWN, START_TIMEOUT
 
 __all__ = ["Admissions", "Entrance", "Invitation", "RankSlots", "joined"]
 
@@ -222,6 +222,7 @@ class Admissions:
         self._failures = 0
         #: Whether this rank has started one on another host. Open MPI does not connect it to a second one.
         self._has_far = False
+        self._warned = False
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -253,11 +254,27 @@ class Admissions:
         if may_start and self._admitted + len(self._new) < self._limit:
             taken = {*launched, *self._gone, *(new.invitation.number for new in self._new)}
             number = self._slots.free(taken, launched, far=not self._has_far)
-            if number is not None:
+            if number is not None and self._has_room():
                 self._has_far = self._has_far or not self._slots.are_near(number, launched[0])
                 invitation = Invitation(number, self._slots, list(self._facts))
                 self._new.append(_NewRank(invitation, lambda number: number < self.number, self._gate))
         return any(new.at == self.number for new in self._new)
+
+    def _has_room(self) -> bool:
+        """Whether mpirun can write what it keeps of a new rank: else SIGBUS would end it, and all ranks with it."""
+        directory = os.environ.get("PMIX_SERVER_TMPDIR", "")
+        try:
+            status = os.statvfs(directory)
+        except OSError:  # not Open MPI's mpirun
+            return True
+        has_room = status.f_bavail * status.f_frsize >= SESSION_BYTES
+        if not has_room and not self._warned:
+            self._warned = True
+            _log.warning(
+                "no new rank is started: %s has less than %d MiB left. The job goes on with fewer ranks until there is "
+                "room.", directory, SESSION_BYTES >> 20,
+            )  # fmt: skip
+        return has_room
 
     def call_in(self) -> MPI.Intracomm:
         """Calls a new rank in; returns the communicator of it and this rank."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from choros.config import LOG_LEVEL, RESTARTS, Config
+from choros.config import LOG_LEVEL, RESTARTS, SESSION_BYTES, Config
 from choros.errors import LaunchError
 from choros.frameworks import keras_backend_of_ranks
 from choros.launch.driver.host_watch import HostWatch
@@ -30,7 +30,6 @@ from choros.launch.plan.mpi_implementations import Mpirun
 from choros.launch.processes.control import control_socket
 from choros.launch.processes.directories import (
     SESSION,
-    SESSION_BYTES,
     Directory,
     remove_shared_memory,
     remove_stale,

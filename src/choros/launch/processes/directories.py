@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from choros.config import SESSION_BYTES
 from choros.launch.protocol.wrapper_options import JOB
 
 __all__ = [
     "SESSION",
-    "SESSION_BYTES",
     "VARIABLE",
     "Directory",
     "remove_owned",
@@ -45,8 +45,6 @@ _MEMORY = "choros-job-"
 #: The prefix of a note of a daemon's directory, and the name of such a directory.
 _NOTE, _DAEMON = "daemon.", re.compile(r"prted\.\d+")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
-#: mpirun's files are maps, which end a process by SIGBUS if there is no room for them.
-SESSION_BYTES = 4 << 20
 #: Open MPI's segment of a rank.
 _SEGMENT = 16 << 20
 
