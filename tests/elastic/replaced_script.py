@@ -3,7 +3,7 @@ have, three epochs at least.
 
 Arguments: ``strategy`` or ``horovod``; where ranks are killed, such as ``1@5,2@70``; ``twice``: in a ``fit`` before it;
 ``waits``: the others wait in the middle of the epoch for a new rank; ``joined``: rank 0 is killed while it takes a new
-rank in, and the loss has a second part, a mean; ``joins``: the first new rank is killed while it joins.
+rank in, and the loss has a second part, a mean.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -68,17 +67,8 @@ class StopWhenReplaced(keras.callbacks.Callback):
 hvd.init()
 communicator = global_process_set.communicator
 number, size, is_new = hvd.rank(), hvd.size(), communicator.is_new
-died = Path(os.environ.get("CHOROS_COMMIT_DIR", "")).parent / "died"
-
-
-def die(*_, **__):
-    if is_new:
-        died.touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-if ("joined" in sys.argv and number == 0 and not is_new) or ("joins" in sys.argv and is_new and not died.exists()):
-    mpi.joined = die
+if "joined" in sys.argv and number == 0 and not is_new:
+    mpi.joined = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 most = int(os.environ["CHOROS_MAX_NP"])
 optimizer = keras.optimizers.SGD(1.0)
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None

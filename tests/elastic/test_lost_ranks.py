@@ -283,6 +283,12 @@ def test_lost_ranks_are_replaced_in_fit_and_each_row_is_trained_on_once(framewor
     assert new == {int(kill[0]) for kill in kills.split(",")}
 
 
+@pytest.mark.nightly
+def test_a_new_rank_joins_others_that_train_on_what_a_lost_one_has_left_over():
+    """Their steps exchange what its steps do, though TensorFlow knows the number of rows in theirs alone."""
+    assert new_ranks_of_fit("tensorflow", "strategy", "1@5", "-np", 3, more=["joined"]) == {0, 1}
+
+
 def test_a_lost_rank_is_replaced_in_the_middle_of_an_epoch(tmp_path):
     commits = ("--commit-dir", tmp_path, "--commit-steps", 4)
     assert new_ranks_of_fit("torch", "strategy", "1@1", "-np", 3, *commits, more=["waits"], epochs=3) == {1}
@@ -313,6 +319,7 @@ def new_ranks_of_fit(framework, api, kills, *flags, more=(), epochs=None):
     ("victims", "what", "left"),
     [
         ("0 2", "join", ["number 0 is rank 1 of 3: 3", "number 1 is rank 0 of 3: 3", "number 2 is rank 2 of 3: 3"]),
+        ("1", "closed", ["number 0 is rank 0 of 3: 3", "number 1 is rank 2 of 3: 3", "number 2 is rank 1 of 3: 3"]),
         ("1", "die", ["number 0 is rank 0 of 3: 3", "number 1 is rank 2 of 3: 3", "number 2 is rank 1 of 3: 3"]),
         pytest.param(
             "1",

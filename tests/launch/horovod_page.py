@@ -12,9 +12,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "horovod-launcher.md"
 
 def page() -> str:
     """Returns the page, with its tables as they should be."""
-    parts = PAGE.read_text().split("<!-- ")
-    tables = {"flags": flags_table(), "variables": variables_table()}
-    return "<!-- ".join(_filled(part, tables) for part in parts)
+    return filled(PAGE, {"flags": flags_table(), "variables": variables_table()})
+
+
+def filled(page: Path, tables: dict[str, list[str]]) -> str:
+    """Returns a page, of which ``<!-- NAME -->`` stands before each table."""
+    return "<!-- ".join(_filled(part, tables) for part in page.read_text().split("<!-- "))
 
 
 def _filled(part: str, tables: dict[str, list[str]]) -> str:

@@ -1,11 +1,11 @@
-"""The exit code of an elastic job says whether its training was finished: by a rank that made the last step."""
+"""The exit code of a job says whether its training was finished: by ranks that made the last step."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from launch.launched import run
+from launch.launched import rank_script, run
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("early_ends_script.py")
@@ -30,3 +30,19 @@ def test_only_ranks_that_made_the_last_step_have_finished(ends, code, finished, 
     ended = run("-np", 3, "--min-np", 1, sys.executable, SCRIPT, ends)
     assert (ended.code, ended.out.count("made the last step")) == (code, finished), ended
     assert says in ended.err
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "choros.shutdown(); time.sleep(0.2); os._exit(0)",
+        "atexit.register(lambda: (time.sleep(0.2), os._exit(0)))",
+    ],
+    ids=["in the script", "at its end"],
+)
+def test_a_rank_that_ends_without_leaving_after_all_scripts_have_ended(tmp_path, how):
+    body = f"import atexit, choros\nchoros.init()\nif rank == 1: {how}"
+    ended = run("-np", 2, sys.executable, rank_script(tmp_path / "script.py", body))
+    assert ended.code == 0, ended.err
+    assert "rank 1 ended with exit code 0 without leaving the job, as os._exit() does" in ended.err
+    assert "All scripts had ended: the job has finished." in ended.err

@@ -249,6 +249,7 @@ def test_stages():
     assert names == {
         Reason.FAILURE: ["SIGTERM", "SIGKILL"],
         Reason.STUCK: ["SIGTERM", "SIGKILL"],
+        Reason.OVER: ["SIGTERM", "SIGKILL"],
         Reason.DONE: ["SIGTERM", "SIGKILL"],
         Reason.INTERRUPT: ["SIGINT", "SIGKILL"],
         Reason.TOO_FEW: ["SIGTERM", "SIGKILL"],

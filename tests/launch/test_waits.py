@@ -317,7 +317,18 @@ def test_a_wait_that_takes_too_long():
     )
     waits.note(1, waiting("allreduce", (0, 1), time=9.0), now=9.0)  # it has come: the wait ends by itself
     assert (waits.too_long(9.5), waits.next_stall(9.5)) == ("", 8.5)
-    assert waits.next_stall(99.0) is None
+    assert waits.too_long(18.5).startswith("ranks 0, 1 have been in allreduce for 10 s, and it does not end, longer")
+
+
+def test_a_wait_of_all_ranks_of_which_nothing_is_known_is_reported():
+    """As where mpirun is stopped, and all are in ``MPI_Finalize()``, or one in ``init()`` blocks the others there."""
+    waits = joined(2)
+    for rank, now in ((0, 10.0), (1, 30.0)):
+        waits.note(rank, waiting("MPI_Finalize()", (0, 1)), now)
+    assert (waits.stalls(89.0), waits.next_stall(89.0)) == ([], 1.0)
+    text = "ranks 0, 1 have been in MPI_Finalize() for 60 s, and it does not end"
+    assert waits.stalls(90.0) == [Stall(text, (0, 1), 30.0, matched=True)]
+    assert (waits.stalls(200.0), waits.next_stall(200.0)) == ([], None)
 
 
 def test_a_call_that_all_have_made_and_that_does_not_end():

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STOPPED", "stack_text", "state_of", "take_stacks"]
+__all__ = ["STOPPED", "parent_of", "stack_text", "state_of", "stopped_above", "take_stacks"]
 
 #: What a process does that SIGSTOP has stopped.
 STOPPED = "is stopped by a signal"
@@ -42,11 +42,31 @@ _STATES = {
 
 def state_of(pid: int) -> str:
     """Returns what process ``pid`` does, as the kernel says: ``"runs"``, for example; empty if it is not known."""
+    return _STATES.get(_status(pid)[0], "")
+
+
+def parent_of(pid: int) -> int:
+    """Returns the process that has started process ``pid``, or has inherited it; 0 if it is not known."""
+    return _status(pid)[1]
+
+
+def stopped_above(pid: int) -> int:
+    """Returns the first process between this one and ``pid``, its descendant, that a signal has stopped; or 0."""
+    above = parent_of(pid)
+    while above not in (0, os.getpid()):
+        if state_of(above) == STOPPED:
+            return above
+        above = parent_of(above)
+    return 0
+
+
+def _status(pid: int) -> tuple[str, int]:
+    """Returns the state of a process, as the kernel abbreviates it, and its parent; ``("", 0)`` if it has gone."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
-        return ""
-    return _STATES.get(status.rpartition(")")[2].split()[0], "")
+        return "", 0
+    return state, int(parent)
 
 
 def take_stacks(pid: int) -> str:

@@ -8,7 +8,7 @@ import re
 from choros.config import RESTARTS
 from choros.errors import PREEMPTED, PeerLostError
 from choros.launch.driver.mpirun_messages import aborted_by_mpi, lost_hosts
-from choros.launch.driver.stopping import Reason, signal_name
+from choros.launch.driver.stopping import Reason
 from choros.launch.driver.supervisor import JobEnd
 from choros.launch.plan.hosts import hosts_of_ranks
 from choros.launch.plan.job import Job
@@ -43,7 +43,7 @@ def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
     if len(job_end.members) - len(failed) < elastic.least:
         return None
     gone = lost_hosts(job_end.messages)
-    killed = job_end.reason is None and job_end.mpirun_code < 0
+    killed = job_end.reason is None and bool(job_end.lost_mpirun)
     is_certain = bool(gone) or killed or job_end.reason is not None
     if not _interrupted(job_end) or (not is_certain and any(end.code == 0 for end in ends)):
         return None
@@ -65,15 +65,14 @@ def _interrupted(job_end: JobEnd) -> set[int]:
 
 def _sentence(job_end: JobEnd, gone: frozenset[str], cut: set[tuple[str, str]], failed: list[Exit]) -> str:
     """What was lost; the most certain reason."""
-    killed = job_end.reason is None and job_end.mpirun_code < 0
     missing = sorted(job_end.missing)
     on_lost_hosts = [rank for rank in missing if rank in job_end.started and job_end.started[rank].host in gone]
     if on_lost_hosts:
         return _of(job_end, on_lost_hosts, "lost: the host went down or can no longer be reached")
     if cut:
         return f"the hosts {', '.join(sorted({host for pair in cut for host in pair}))} have lost each other"
-    if killed:
-        return f"mpirun was killed by {signal_name(-job_end.mpirun_code)} (signal {-job_end.mpirun_code})"
+    if job_end.reason is None and job_end.lost_mpirun:
+        return job_end.lost_mpirun
     if not missing and failed:
         return _of(job_end, sorted(end.rank for end in failed), "lost, and not more than half of all are left")
     if any(rank not in job_end.started for rank in missing):

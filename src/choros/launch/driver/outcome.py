@@ -62,6 +62,8 @@ def outcome_of(job_end: JobEnd, limits: Limits) -> Outcome:
     if job_end.reason is Reason.STUCK:
         tracebacks = [end.traceback for end in ends if end.traceback]
         return Outcome(LaunchError.exit_code, (f"chorosrun: {job_end.stuck}; the job was stopped.", *tracebacks))
+    if job_end.reason is Reason.OVER and not failures:
+        return Outcome(0, (f"chorosrun: {job_end.stuck}. All scripts had ended: the job has finished.",))
     if job_end.chief_is_done:
         return Outcome(0, _done_lines(job_end, limits))
     if not failures:  # MPI_Abort stops the other ranks so fast that the rank that called it may count as stopped, too
@@ -223,6 +225,8 @@ def _lost(job_end: JobEnd, limits: Limits) -> Outcome:
             what = f"{roles.names(missing)} did not start within --start-timeout {limits.start:g} s"
         elif not explain(job_end.messages):
             what += " and gave no reason. With --network-interfaces, every host needs interfaces with these names"
+    elif job_end.lost_mpirun:
+        return Outcome(code, (f"chorosrun: {job_end.lost_mpirun}, and the job with it.",))
     elif unreported:
         lost = lost_hosts(job_end.messages)
         on_lost_hosts = [start for start in unreported if start.host in lost]
@@ -232,7 +236,6 @@ def _lost(job_end: JobEnd, limits: Limits) -> Outcome:
             return Outcome(code, (f"chorosrun: {what}: the host went down or can no longer be reached.",))
         what += ": the processes were killed or the host went down"
     else:
-        killed = job_end.mpirun_code < 0
-        what = f"mpirun was killed ({signal_name(-job_end.mpirun_code)})" if killed else "mpirun ended the job"
+        what = "mpirun ended the job"
         code = job_end.mpirun_code if 0 < job_end.mpirun_code < 256 else code
     return Outcome(code, (f"chorosrun: {what}. {explain(job_end.messages)}".rstrip(),))

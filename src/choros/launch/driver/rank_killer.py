@@ -12,6 +12,7 @@ from typing import final
 
 from choros.launch.plan.job import Ssh
 from choros.launch.protocol.frames import Start
+from choros.observe.stacks import STOPPED, parent_of, state_of
 
 __all__ = ["RankKiller"]
 
@@ -19,7 +20,7 @@ __all__ = ["RankKiller"]
 @final
 @dataclass(frozen=True)
 class RankKiller:
-    """Kills ranks, with the child processes of their groups; their wrappers report the end.
+    """Kills ranks, with the child processes of their groups.
 
     Attributes:
         hosts: the names of the job's other hosts.
@@ -29,15 +30,24 @@ class RankKiller:
     hosts: Sequence[str] = ()
     ssh: Ssh = field(default_factory=Ssh)
 
-    def kill(self, rank: Start) -> None:
-        """Kills a rank, without waiting for its end, which does not come if its host cannot be reached."""
+    def kill(self, rank: Start) -> bool:
+        """Kills a rank, without waiting for its end, which does not come if its host cannot be reached.
+
+        Returns:
+            Whether its wrapper reports the end: one that is stopped cannot, and is killed.
+        """
         with contextlib.suppress(OSError):
             if rank.host == os.uname().nodename:
+                wrapper = parent_of(rank.pid)
+                is_stopped = state_of(wrapper) == STOPPED
                 os.killpg(rank.pid, signal.SIGKILL)
-                return
+                if is_stopped:
+                    os.kill(wrapper, signal.SIGKILL)
+                return not is_stopped
             # A job may name its hosts in another way than they do themselves: then each one looks whether it is meant.
             command = f"case $(uname -n) in {rank.host}|{rank.host}.*) kill -s KILL -- -{rank.pid};; esac"
             for host in [rank.host] if rank.host in self.hosts else self.hosts:
                 argv = [*self.ssh.argv(), host, command]
                 quiet = subprocess.DEVNULL
                 subprocess.Popen(argv, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+        return True

@@ -28,6 +28,7 @@ class RankReport:
         runs: whether its wrapper could be asked.
         doing: what it has reported; empty if it has not.
         progress: what it has done; ``None`` if its wrapper has not sent it.
+        blocked: its wrapper, or mpirun, if that is stopped by a signal; else 0.
     """
 
     name: str
@@ -36,6 +37,7 @@ class RankReport:
     runs: bool = True
     doing: str = ""
     progress: RankProgress | None = None
+    blocked: int = 0
 
     def __str__(self) -> str:
         return "\n".join([self._head(), *self._stack()])
@@ -63,6 +65,9 @@ class RankReport:
             return [textwrap.indent(self.stacks.text, "  ")]
         if self.start is None or not self.runs:
             return []
+        if self.blocked:
+            above = f"process {self.blocked} above it, its wrapper or mpirun, {STOPPED}"
+            return [f"  (no stack: {above}: kill -CONT {self.blocked} continues it)"]
         return ["  (no stack: its wrapper did not answer, or mpirun cannot ask it)"]
 
 

@@ -28,6 +28,8 @@ class Reason(enum.Enum):
     FAILURE = enum.auto()
     #: A rank waits for one that has ended, or ranks wait for each other.
     STUCK = enum.auto()
+    #: A rank has ended without leaving the job, when the scripts of all had ended.
+    OVER = enum.auto()
     #: Fewer ranks of an elastic job are left than it may have.
     TOO_FEW = enum.auto()
     #: A rank of an elastic job on several hosts has lost others, which may be alive: none goes on.
@@ -60,7 +62,7 @@ def stages(reason: Reason, grace: float) -> tuple[Stage, ...]:
     """
     if reason is Reason.START_TIMEOUT:
         return (_KILL,)
-    if reason in (Reason.FAILURE, Reason.LOST, Reason.STUCK, Reason.DONE):
+    if reason in (Reason.FAILURE, Reason.LOST, Reason.STUCK, Reason.OVER, Reason.DONE):
         return (Stage(signal.SIGTERM, 2.5), _KILL)
     first = signal.SIGINT if reason is Reason.INTERRUPT else signal.SIGTERM
     return (Stage(first, grace), _KILL)

@@ -46,7 +46,7 @@ from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, Rank
 from choros.launch.protocol.wrapper_options import STACKS
 from choros.observe import MOVE, events
 from choros.observe.events import INIT, Detail, Event, Kind
-from choros.observe.stacks import STOPPED
+from choros.observe.stacks import STOPPED, stopped_above
 from choros.observe.stragglers import Stragglers
 from choros.transport.loop import Loop
 from choros.transport.signal_pipe import SignalPipe, wake_only
@@ -141,6 +141,22 @@ class JobEnd:
             return False
         is_new = rank in self.started and self.started[rank].added
         return rank in self.together or (rank not in self.initialized and not is_new)
+
+    @property
+    def lost_mpirun(self) -> str:
+        """How a signal of somebody else has ended mpirun, as a sentence; empty if none has.
+
+        It handles all but SIGKILL by ending the ranks, without a word; other ends it explains, or a rank's end does.
+        """
+        if self.mpirun_code < 0:
+            return f"mpirun was killed by {signal_name(-self.mpirun_code)} (signal {-self.mpirun_code})"
+        ends = self.exits.values()
+        failed = self.elastic is None and any(end.code and not end.stopped for end in ends)
+        ended_early = bool(self.missing) or any(end.stopped for end in ends)
+        finished = any(map(self.has_finished, self.exits))
+        is_cause = self.reason in (None, Reason.FAILURE) and not (failed or finished or self.messages)
+        whole = len(self.started) >= self.size
+        return "mpirun was ended by a signal" if self.mpirun_code and whole and ended_early and is_cause else ""
 
     @property
     def chief_is_done(self) -> bool:
@@ -367,7 +383,7 @@ class _Supervisor:
         """Stops the job if a rank is stuck."""
         if stuck and self._job_end.reason is None:
             self._job_end.stuck = stuck
-            self._stop(Reason.STUCK)
+            self._stop(Reason.OVER if self._waits.only_leave else Reason.STUCK)
 
     def _plan_connection(self) -> None:
         """Schedules the end of a job that MPI does not start although all ranks have come: it would wait for ever.
@@ -430,7 +446,7 @@ class _Supervisor:
             self._output.show(f"chorosrun: {too_long}: {self._job_end.roles.names(sorted(culprits))} will be killed.")
             self._killed |= culprits
             for rank in culprits:
-                self._killer.kill(self._job_end.started[rank])
+                self._kill(rank)
             self._loop.set_deadline("killed", _KILLED_SECONDS, lambda: self._end_killed(too_long))
         self._plan_stalls()
 
@@ -452,7 +468,10 @@ class _Supervisor:
         start, answer, roles = self._job_end.started.get(rank), stacks.get(rank), self._job_end.roles
         doing = self._waits.doing(rank)
         is_running = rank in self._running([rank])
-        return RankReport(roles.name(rank), start, answer, is_running, doing, self._progress.get(rank))
+        blocked = 0
+        if start is not None and answer is None and start.host == os.uname().nodename:
+            blocked = stopped_above(start.pid)
+        return RankReport(roles.name(rank), start, answer, is_running, doing, self._progress.get(rank), blocked)
 
     def _on_control(self, control: socket.socket) -> None:
         """Sends the stacks of all ranks to the process that has connected."""
@@ -538,7 +557,12 @@ class _Supervisor:
         for rank in self._newcomers - self._unneeded:
             self._unneeded.add(rank)
             self._job_end.done.add(rank)  # so that it is no loss if mpirun fails now
-            self._killer.kill(self._job_end.started[rank])
+            self._kill(rank)
+
+    def _kill(self, rank: int) -> None:
+        start = self._job_end.started[rank]
+        if not self._killer.kill(start):
+            self._on_exit(Exit(rank, start.host, 128 + signal.SIGKILL, signal=signal.SIGKILL))
 
     def _on_loss(self, end: Exit, elastic: Elastic) -> None:
         """Continues an elastic job without a rank that has failed, if enough are left."""

@@ -181,15 +181,24 @@ class Waits:
         current = self._current()
         return len(current) == self.size and all(wait.call == INIT for wait in current.values())
 
+    @property
+    def only_leave(self) -> bool:
+        """Whether all scripts have ended, and ranks wait to leave the job only for one that has ended without that."""
+        current = self._current()
+        calls = {wait.call for wait in current.values()}
+        resting = len(current.keys() | self._ended.keys()) >= self.size
+        scripts_ended = calls == {LEAVING} or len(self._scripts) >= self.size
+        return resting and scripts_ended and calls <= {SHUTDOWN, LEAVING} and bool(self._ended.keys() - self._left)
+
     def stalls(self, now: float) -> list[Stall]:
         """Returns the stalls that were not shown so far; who waits later in the same call is part of its stall."""
-        due = self._waiting_since(now - self._report_seconds) if self._report_seconds else {}
-        current = self._current().values()
-        old = {(wait.call, wait.ranks) for wait in current if wait.shown}
-        for wait in due.values():
-            wait.shown = True
-        new = {one: wait for one, wait in due.items() if (wait.call, wait.ranks) not in old}
-        stalls = self._stalls(new, now)
+        stalls = []
+        for same in self._calls() if self._report_seconds else ():
+            if self._stalled_since(same) <= now - self._report_seconds:
+                was_shown = any(wait.shown for wait in same.values())
+                stalls += [] if was_shown else [self._stall(same, now, self._report_seconds)]
+                for wait in same.values():
+                    wait.shown = True
         lingering = [rank for rank in self._lingering(now - _LINGER_SECONDS) if rank not in self._shown]
         self._shown.update(lingering)
         advice = "" if self._resting() else ". Ctrl-C ends the job, as does --exit-timeout after its time"
@@ -236,7 +245,8 @@ class Waits:
     def _overdue(self, now: float) -> list[Stall]:
         """Returns the stalls for which the job is stopped."""
         limit = self.stall_shutdown_seconds
-        return self._stalls(self._waiting_since(now - limit), now) if limit else []
+        calls = self._calls() if limit else []
+        return [self._stall(same, now, limit) for same in calls if self._stalled_since(same) <= now - limit]
 
     def _lingers(self, now: float) -> str:
         limit = self._exit_limit()
@@ -247,11 +257,12 @@ class Waits:
 
     def next_stall(self, now: float) -> float | None:
         """Returns the seconds until ``stalls`` or ``too_long`` may return something; ``None`` if nothing stalls."""
-        waits = self._current().values()
-        ends = [wait.since + self._report_seconds for wait in waits if self._report_seconds and not wait.shown]
-        limit = self.stall_shutdown_seconds
-        # At an earlier one, all ranks had come.
-        ends += [wait.since + limit for wait in waits if limit and (wait.matched or wait.since + limit > now)]
+        report, limit = self._report_seconds, self.stall_shutdown_seconds
+        ends: list[float] = []
+        for same in self._calls():
+            since = self._stalled_since(same)
+            ends += [since + report] if report and not any(wait.shown for wait in same.values()) else []
+            ends += [since + limit] if limit else []
         lingering = self._lingering(now)
         if lingering:
             last, exit_limit = max(map(self._began_to_linger, lingering)), self._exit_limit()
@@ -280,12 +291,10 @@ class Waits:
         return None if self.exit_seconds_of_all is None else max(self.exit_seconds_of_all, _REPORT_SECONDS)
 
     def lines(self, now: float) -> list[str]:
-        """Returns lines about all waits."""
-        return [stall.text for stall in self._stalls(self._current(), now)]
-
-    def _waiting_since(self, time: float) -> dict[int, Wait]:
-        """The waits that began before ``time``."""
-        return {rank: wait for rank, wait in self._current().items() if wait.since <= time}
+        """Returns lines about all waits that are explained, or too long."""
+        limit = now - self._report_seconds
+        told = (same for same in self._calls() if self._explained(same) or self._stalled_since(same) <= limit)
+        return [self._stall(same, now, 0.0).text for same in told]
 
     def _current(self) -> dict[int, Wait]:
         """The innermost wait of each rank that waits."""
@@ -325,24 +334,42 @@ class Waits:
     def _names(self, ranks: Iterable[int]) -> str:
         return self.roles.names(list(ranks))
 
-    def _stalls(self, waits: dict[int, Wait], now: float) -> list[Stall]:
-        """Returns, for each call, the ranks that wait in it and those that have not called it."""
-        calls: dict[tuple[str, frozenset[int]], list[int]] = {}
-        for rank, wait in waits.items():
-            calls.setdefault((wait.call, wait.ranks), []).append(rank)
-        stalls = []
-        for (call, members), waiting in calls.items():
-            missing = sorted(members - {rank for rank, wait in self._current().items() if wait.call == call})
-            longest = max((waits[rank] for rank in waiting), key=lambda wait: now - wait.since)
+    def _calls(self) -> list[dict[int, Wait]]:
+        """The waits of all ranks, those in the same call together."""
+        calls: dict[tuple[str, frozenset[int]], dict[int, Wait]] = {}
+        for rank, wait in self._current().items():
+            calls.setdefault((wait.call, wait.ranks), {})[rank] = wait
+        return list(calls.values())
+
+    def _missing(self, same: dict[int, Wait]) -> set[int]:
+        """The ranks that have not made the call of these waits; none if its data move."""
+        wait = next(iter(same.values()))
+        here = {rank for rank, other in self._current().items() if other.call == wait.call}
+        return set() if any(each.matched for each in same.values()) else set(wait.ranks - here)
+
+    def _stalled_since(self, same: dict[int, Wait]) -> float:
+        """Since when the first of these ranks has waited; the last one, if nothing explains it, as all have come."""
+        times = [wait.since for wait in same.values()]
+        return min(times) if self._explained(same) else max(times)
+
+    def _explained(self, same: dict[int, Wait]) -> bool:
+        """Whether it is known what these waits wait for: other ranks, or data that move."""
+        return bool(self._missing(same)) or any(wait.matched for wait in same.values())
+
+    def _stall(self, same: dict[int, Wait], now: float, limit: float) -> Stall:
+        """Returns the stall of waits in the same call, which names those that have lasted for ``limit`` seconds."""
+        missing, since = sorted(self._missing(same)), self._stalled_since(same)
+        longest = min(same.values(), key=lambda wait: wait.since)
+        seconds = f"{now - since:.0f} s"
+        if missing:
+            waiting = [rank for rank, wait in same.items() if wait.since <= now - limit]
             has = "has" if len(waiting) == 1 else "have"
-            seconds = f"{now - longest.since:.0f} s"
-            if any(waits[rank].matched for rank in waiting):
-                text = f"{self._names(sorted(members))} have been in {longest} for {seconds}, and it does not end"
-                stalls.append(Stall(text, tuple(sorted(members)), longest.since, matched=True))
-            elif missing:
-                text = f"{self._names(waiting)} {has} waited {seconds} for {self._names(missing)} in {longest}"
-                stalls.append(Stall(text, tuple(missing), longest.since))
-        return stalls
+            text = f"{self._names(waiting)} {has} waited {seconds} for {self._names(missing)} in {longest}"
+            return Stall(text, tuple(missing), since)
+        members = sorted(longest.ranks)
+        has = "has" if len(members) == 1 else "have"
+        text = f"{self._names(members)} {has} been in {longest} for {seconds}, and it does not end"
+        return Stall(text, tuple(members), since, matched=True)
 
 
 def _can_end(wait: Wait, waits: dict[int, Wait], free: set[int]) -> bool:

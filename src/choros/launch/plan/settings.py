@@ -61,6 +61,7 @@ def rank_settings(
         False
     """
     wanted = {"PYTHONUNBUFFERED": "1"}
+    wanted["UCX_DEBUG_SIGNO"] = "0"  # else this library of Open MPI takes SIGHUP, and the rank goes on
     wanted |= dict.fromkeys(THREADS, str(share.threads))
     # XLA's CPU thread pool: the thread that waits for other ranks must not be its only one.
     wanted["NPROC"] = str(max(2, share.threads))

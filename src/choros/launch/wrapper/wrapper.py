@@ -14,7 +14,7 @@
                    SIGURG                   SIGURG                       SIGKILL; after its end: release
                    SIGVTALRM                SIGVTALRM                    SIGWINCH: commit and end, as hosts have changed
                    SIGPROF                  SIGPROF                      nothing: it sends the rank's stacks
-                   SIGTERM                  SIGTERM, SIGKILL 0.25 s on   SIGTERM, SIGKILL 0.1 s on
+                   SIGTERM                  SIGTERM, SIGKILL 0.25 s on   SIGTERM, SIGKILL 0.1 s on; elastic: SIGKILL
     from anybody else                       SIGTERM                      SIGTERM, as if it had been sent there
 
 When mpirun receives SIGINT or SIGTERM, it kills the job, which leaves no time to save; so chorosrun sends other
@@ -195,13 +195,18 @@ class Wrapper:
         """SIGTERM has arrived: mpirun ends the job, or somebody ends this rank, by its wrapper."""
         if read_sender(senders) == self._mpirun:
             self._on_signal(signal.SIGTERM, None)
-        elif self._process is not None and self._status is None:
+        elif self._process is None:  # nothing that could end in order
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self._status is None:
             signal_group(self._process.pid, signal.SIGTERM)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGTERM:  # from mpirun itself: SIGKILL follows at once
-            self._loop.repeat("kill", _KILL_SECONDS, self._stop_now)
             self._released = True
+            if self._options.elastic:  # the job is started again: this rank must not seem to have been asked to leave
+                self._stop_now()
+                return
+            self._loop.repeat("kill", _KILL_SECONDS, self._stop_now)
             self._forward(signal.SIGTERM)
             return
         meaning = SIGNAL_MEANINGS[signal.Signals(number)]
