@@ -328,8 +328,8 @@ def DistributedOptimizer(
         named_parameters = [(f"parameter {i}.{j}", each) for i, group in groups_of for j, each in enumerate(group)]
     named_parameters = list(named_parameters)
     _check_names(named_parameters, optimizer)
-    #: Horovod's, which scripts read.
-    optimizer._parameter_names = {parameter: name for name, parameter in named_parameters}
+    # Horovod's attribute, which scripts read.
+    vars(optimizer)["_parameter_names"] = {parameter: name for name, parameter in named_parameters}
     if Reduction(op) is Reduction.ADASUM:
         if gradient_predivide_factor != 1.0:
             raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
