@@ -6,8 +6,10 @@ a plain one on the whole data as the reference. The last of four batches has one
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -19,7 +21,7 @@ import choros.keras as hvd
 from choros import distribute
 from choros.parallel.objects import broadcast_object
 from ranks.reference import of_one_rank
-from training.matrix_cases import apply_gradients
+from training.matrix_cases import OwnStep, apply_gradients
 
 BACKEND = keras.backend.backend()
 JIT = False if BACKEND == "tensorflow" else "auto"
@@ -107,12 +109,12 @@ def check(make: Make, *args: Any, evaluate: bool = True, plain: Make | None = No
     assert_same_results(own_results, results)
 
 
-def check_horovod(make: Make, data: Any, batch_size: int | None = BATCH) -> None:
+def check_horovod(make: Make, data: Any, batch_size: int | None = BATCH, **reduction: Any) -> None:
     """Trains with ``DistributedOptimizer`` on this rank's rows, and in plain Keras on all of them."""
     theirs, arrays = make(), isinstance(data, tuple)
     history = fit(theirs, *(data if arrays else (data,)), batch_size=batch_size if arrays else None)
     ours = make()
-    ours.optimizer = hvd.DistributedOptimizer(ours.optimizer)
+    ours.optimizer = hvd.DistributedOptimizer(ours.optimizer, **reduction)
     start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
     part = hvd.shard(data, batch_size=batch_size)
     own_history = fit(ours, part, batch_size=None, callbacks=start)
@@ -227,6 +229,11 @@ def case_added_loss_that_is_a_mean():
         return model
 
     check(make, numbers(N, FEATURES), numbers(N, 2))
+
+
+def case_sum_of_gradients_of_a_sum():
+    make = lambda: dense(MSE(reduction="sum"), optimizer=keras.optimizers.SGD(0.002))  # noqa: E731
+    check_horovod(make, (numbers(N, FEATURES), numbers(N, 2)), op=hvd.Sum)
 
 
 class Vector(keras.layers.Layer):
@@ -370,6 +377,84 @@ def case_gradient_of_a_vector():
 
 def case_gradient_of_a_vector_eagerly():
     check(lambda: of_a_vector(run_eagerly=True), numbers(N, FEATURES), numbers(N, 2), evaluate=False)
+
+
+def total(y, predicted):
+    return 0.05 * keras.ops.sum(keras.ops.square(y - predicted))
+
+
+class OwnLoss(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return total(y, y_pred)
+
+
+class OwnSum(OwnStep):
+    """A ``train_step`` that differentiates a sum, of which its metric gets one number a batch."""
+
+    def _eager_step(self, x, y, weight):
+        del weight
+
+        def loss_on():
+            loss = total(y, self(x, training=True))
+            self.own_loss.update_state(loss)
+            return loss
+
+        apply_gradients(loss_on, self, self.optimizer)
+        return {"own_loss": self.own_loss.result()}
+
+
+class Total(keras.layers.Layer):
+    """Adds a loss that is a sum, as one number."""
+
+    def call(self, x):
+        self.add_loss(0.02 * keras.ops.sum(keras.ops.square(x)))
+        return x
+
+
+def of_sums(kind: type[keras.Model] = keras.Model, loss: Any = None, added: bool = False) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    x = keras.Input((FEATURES,))
+    hidden = keras.layers.Dense(6, activation="tanh", kernel_regularizer=None if loss is total else "l2")(x)
+    model = kind(x, keras.layers.Dense(2)(Total()(hidden) if added else hidden))
+    model.compile(keras.optimizers.SGD(0.05), loss, jit_compile=JIT)
+    return model
+
+
+def case_loss_function_that_returns_a_sum():
+    check(lambda: of_sums(loss=total), numbers(N, FEATURES), numbers(N, 2))
+
+
+def case_compute_loss_that_is_a_sum():
+    check(lambda: of_sums(OwnLoss), numbers(N, FEATURES), numbers(N, 2))
+    check_horovod(lambda: of_sums(OwnLoss), (numbers(N, FEATURES), numbers(N, 2)))
+
+
+def case_gradient_of_a_sum():
+    check(lambda: of_sums(OwnSum, loss=total), numbers(N, FEATURES), numbers(N, 2), evaluate=False)
+
+
+def case_added_loss_that_is_a_sum():
+    check(lambda: of_sums(loss="mse", added=True), numbers(N, FEATURES), numbers(N, 2))
+
+
+def case_a_ratio_of_sums_is_said():
+    """Each rank has the ratio of its rows; the warning has the user's file."""
+
+    def ratio(y, predicted):
+        counts = keras.ops.cast(y > 0, "float32")
+        return keras.ops.sum(keras.ops.square(y - predicted) * counts) / keras.ops.sum(counts)
+
+    with strategy().scope():
+        model = of_sums(loss=ratio)
+    with (
+        pytest.warns(UserWarning, match="rows of the batch")
+        if choros.rank() == 0
+        else contextlib.nullcontext() as found
+    ):
+        fit(model, numbers(N, FEATURES), numbers(N, 2))
+    if found is not None:
+        said = [each for each in found if "rows of the batch" in str(each.message)]
+        assert [Path(each.filename).name for each in said] == ["loss_cases.py"]
 
 
 class TwoParts(keras.Model):

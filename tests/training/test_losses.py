@@ -19,7 +19,10 @@ ON_SOME = {
     "case_gradient_of_a_vector": "tensorflow",  # others differentiate scalars only
     "case_gradient_of_a_vector_eagerly": "tensorflow",
     "case_added_loss_that_is_a_vector_in_horovods_face": "torch tensorflow",
+    "case_sum_of_gradients_of_a_sum": "torch",
     "case_zipped_data_sets": "tensorflow",
+    "case_gradient_of_a_sum": "torch tensorflow",  # JAX's step gives its metric a number
+    "case_added_loss_that_is_a_sum": "torch tensorflow",  # on JAX a value does not tell how it was computed
     "case_parts_of_which_one_is_summed": "torch",
     # Keras' trainer on JAX has the state of one optimizer.
     "case_two_optimizers": "torch tensorflow",

@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["CollectiveSpec", "Request", "called_at", "caller", "digest_of", "mismatch_text"]
+__all__ = ["CollectiveSpec", "Request", "called_at", "caller", "digest_of", "is_users", "mismatch_text"]
 
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _calls = threading.local()
@@ -111,11 +111,16 @@ def caller() -> str | None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, "<")) and "site-packages" not in name and "/lib/python3" not in name:
-            return f"{name}:{frame.f_lineno}"
+        if is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return getattr(_calls, "location", None)
+
+
+def is_users(file: str) -> bool:
+    """Whether a file of Python code is the user's: not choros', a library's, or AutoGraph's copy of one."""
+    libraries = ("site-packages", "/lib/python3", "__autograph_generated_file")
+    return not file.startswith((_PACKAGE, "<")) and not any(each in file for each in libraries)
 
 
 @contextmanager

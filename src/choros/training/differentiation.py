@@ -23,13 +23,17 @@ def scaled_gradients(factor_of: Callable[[Any], Any]) -> Iterator[None]:
     Args:
         factor_of: returns the factor of the gradients of a tensor, a scalar; ``None`` to leave them as they are.
     """
-    if keras.backend.backend() != "tensorflow":
+    with _BY_BACKEND[keras.backend.backend()](factor_of):
         yield
-        return
+
+
+@contextmanager
+def _tensorflow(factor_of: Callable[[Any], Any]) -> Iterator[None]:
     import tensorflow as tf
 
     own = tf.GradientTape.gradient
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator, unused-ignore]
     def gradient(
         tape: Any,
         target: Any,
@@ -55,6 +59,79 @@ def scaled_gradients(factor_of: Callable[[Any], Any]) -> Iterator[None]:
         yield
     finally:
         tf.GradientTape.gradient = own
+
+
+@contextmanager
+def _torch(factor_of: Callable[[Any], Any]) -> Iterator[None]:
+    import torch
+
+    def scaled(tensors: Any, given: Any) -> Any:
+        targets = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        factors = list(map(factor_of, targets))
+        if all(factor is None for factor in factors):
+            return given
+        upstream = [None] * len(targets) if given is None else [given] if isinstance(given, torch.Tensor) else given
+        return [
+            each if factor is None else (torch.ones_like(of) if each is None else each) * factor.to(of.dtype)
+            for of, each, factor in zip(targets, upstream, factors, strict=True)
+        ]
+
+    own_backward, own_grad = torch.autograd.backward, torch.autograd.grad
+
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        own_backward(tensors, scaled(tensors, grad_tensors), *args, **kwargs)
+
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+        if any(isinstance(each, torch.nn.Parameter) for each in wanted):
+            grad_outputs = scaled(outputs, grad_outputs)
+        return own_grad(outputs, inputs, grad_outputs, *args, **kwargs)
+
+    torch.autograd.backward, torch.autograd.grad = backward, grad
+    try:
+        yield
+    finally:
+        torch.autograd.backward, torch.autograd.grad = own_backward, own_grad
+
+
+@contextmanager
+def _jax(factor_of: Callable[[Any], Any]) -> Iterator[None]:
+    import jax
+
+    from choros.training.jax_forms import LossProgram
+
+    own_value_and_grad, own_grad = jax.value_and_grad, jax.grad
+
+    def value_and_grad(function: Any, argnums: Any = 0, *args: Any, **kwargs: Any) -> Any:
+        differentiated = own_value_and_grad(function, argnums, *args, **kwargs)
+        return lambda *given, **named: _scaled_after(1, differentiated, function, argnums, given, named)
+
+    def grad(function: Any, argnums: Any = 0, has_aux: bool = False, *args: Any, **kwargs: Any) -> Any:
+        differentiated = own_grad(function, argnums, has_aux, *args, **kwargs)
+        return lambda *given, **named: _scaled_after(
+            0 if has_aux else None, differentiated, function, argnums, given, named
+        )
+
+    def _scaled_after(
+        index: int | None, differentiated: Any, function: Any, argnums: Any, given: Any, named: Any
+    ) -> Any:
+        result = differentiated(*given, **named)
+        weights = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        factor = factor_of(LossProgram(function, given, named, weights))
+        if factor is None:
+            return result
+        gradients = result if index is None else result[index]
+        scaled = jax.tree.map(lambda each: each * factor.astype(each.dtype), gradients)
+        return scaled if index is None else (*result[:index], scaled, *result[index + 1 :])
+
+    jax.value_and_grad, jax.grad = value_and_grad, grad
+    try:
+        yield
+    finally:
+        jax.value_and_grad, jax.grad = own_value_and_grad, own_grad
+
+
+_BY_BACKEND = {"tensorflow": _tensorflow, "torch": _torch, "jax": _jax}
 
 
 def _is_variable(source: Any) -> bool:

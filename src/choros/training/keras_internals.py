@@ -57,7 +57,6 @@ __all__ = [
     "build_from_batch",
     "build_metrics",
     "built_before_training",
-    "computes_own_loss",
     "decays",
     "deserialize_sharing",
     "drop_empty_gradients",
@@ -91,6 +90,7 @@ __all__ = [
     "note_trained_variables",
     "optimizers_of",
     "order_tracked",
+    "own_methods",
     "own_statistics",
     "own_variables",
     "patched_reductions",
@@ -222,7 +222,10 @@ def export_like(derived: type, base: type) -> None:
 
 @contextmanager
 def patched_reductions(
-    reduce_loss: Callable[..., Any], reduce_samples: Callable[..., Any], sum_added: Callable[..., Any]
+    reduce_loss: Callable[..., Any],
+    reduce_samples: Callable[..., Any],
+    sum_added: Callable[..., Any],
+    compute_loss: Callable[..., Any],
 ) -> Iterator[None]:
     """A context in which losses, ``Mean``, ``Sum`` and values of ``add_loss`` are reduced with these functions.
 
@@ -231,11 +234,13 @@ def patched_reductions(
             function, then its arguments.
         reduce_samples: in place of ``reduce_to_samplewise_values``, through which all means and sums go; likewise.
         sum_added: in place of the model's method that sums each value of ``add_loss``; likewise.
+        compute_loss: in place of the one through which Keras' own steps call ``compute_loss``; likewise.
     """
     patches = (
         (losses, "reduce_weighted_values", reduce_loss),
         (reduction_metrics, "reduce_to_samplewise_values", reduce_samples),
         (Trainer, "_aggregate_additional_loss", sum_added),
+        (Trainer, "_compute_loss", compute_loss),
     )
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for (owner, name, replacement), (_, _, own) in zip(patches, kept, strict=True):
@@ -477,12 +482,10 @@ def first_epoch_without_batches(model: Any) -> Iterator[None]:
                 model.train_function = own
 
 
-def computes_own_loss(model: Any) -> bool:
-    """Whether a model's class has a training step or a loss of its own, which Keras has no flag for."""
-    return any(
-        not getattr(type(model), name).__module__.startswith(f"{keras.__name__}.src.")
-        for name in ("train_step", "compute_loss")
-    )
+def own_methods(model: Any) -> frozenset[str]:
+    """Those of the methods that train which a model's class has overridden; Keras has no flag for it."""
+    names, own = ("train_step", "test_step", "compute_loss"), f"{keras.__name__}.src."
+    return frozenset(name for name in names if not getattr(type(model), name).__module__.startswith(own))
 
 
 def finish_step() -> None:

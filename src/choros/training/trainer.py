@@ -44,13 +44,13 @@ from choros.training.files import complete_files
 from choros.training.keras_internals import (
     abandon_test,
     apply_count,
-    computes_own_loss,
     epochs_of_any_length,
     finish_step,
     first_epoch_without_batches,
     layers_of,
     metrics_of,
     optimizers_of,
+    own_methods,
     statistics_of,
     trained_variables,
 )
@@ -104,8 +104,8 @@ class Steps:
         self.in_epoch = False
         self.epochs: ElasticEpochs | None = None
         self._rows_may_lack = False
-        #: ``ModelStep.vectors``.
-        self._vectors: dict[str, bool] = {}
+        #: ``ModelStep.decided``.
+        self._decided: dict[Any, bool] = {}
         self.test_results: dict[str, Any] | None = None
         self.in_test = False
         self._model = model
@@ -370,14 +370,14 @@ class Steps:
 
     def _train_step(self, examples: Any, **batch: Any) -> ModelStep:
         weighted = all(reducer.reducer.config.op is Reduction.AVERAGE for reducer in self._reducers)
-        own: dict[str, Any] = {"of_all_ranks": is_spmd(self._model), "vectors": self._vectors}
+        own: dict[str, Any] = {"of_all_ranks": is_spmd(self._model), "decided": self._decided}
         return ModelStep(examples, self.process_set, weighted, **own, **batch)
 
     def _test_step(self, examples: Any, **batch: Any) -> ModelStep:
         # A compiled function on several devices cannot call the host.
         weighted = self.train_together and not _has_local_mesh(self._model)
-        exchanges, vectors = lambda: self.in_test, self._vectors
-        own: dict[str, Any] = {"of_all_ranks": not weighted, "exchanges": exchanges, "vectors": vectors}
+        exchanges, decided = lambda: self.in_test, self._decided
+        own: dict[str, Any] = {"of_all_ranks": not weighted, "exchanges": exchanges, "decided": decided}
         return ModelStep(examples, global_process_set, trains=False, **own, **batch)
 
     def _wrap(self, kind: str, make_step: Callable[..., ModelStep]) -> None:
@@ -387,6 +387,7 @@ class Steps:
         own = getattr(model, name)
         if self._wrapped.get(kind) is own:
             return
+        own_names = own_methods(model)
 
         @functools.wraps(own)
         def step(*args: Any) -> Any:
@@ -396,10 +397,10 @@ class Steps:
                 page.enter_train_step()
             if kind == "train" and self.epochs is not None and keras.backend.backend() == "tensorflow":
                 args = (*args[:-1], _of_any_size(args[-1]))
-            rows = _rows(args[-1], parts=rows_differ() and computes_own_loss(model))
+            rows = _rows(args[-1], parts=rows_differ() and bool(own_names))
             known = frozenset(rows if all(isinstance(each, int) for each in rows) else ())
             examples = rows[0] if len(rows) == 1 else max(known, default=None) or keras.ops.max(rows)
-            this = make_step(examples, rows=known, by_part=len(rows) > 1)
+            this = make_step(examples, rows=known, by_part=len(rows) > 1, own_methods=own_names)
             with run_step(this), synchronizing(), self._once_read(args[-1]):
                 absent = False if this.of_all_ranks else self._absent(examples)
                 if absent is False:

@@ -22,10 +22,12 @@ The global numbers are exchanged in the forward pass, and only by steps that con
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import keras
@@ -35,6 +37,7 @@ from numpy.typing import NDArray
 from choros.arrays import ArraySpec, framework_adapter
 from choros.comm import Communicator, ProcessSet, Reduction, Request
 from choros.parallel.reduce.joining import Participation
+from choros.training import own_losses
 from choros.training.differentiation import scaled_gradients
 from choros.training.keras_internals import apply_mask, patched_reductions
 
@@ -42,6 +45,7 @@ __all__ = ["ModelStep", "correction", "current_step", "participation", "run_step
 
 _SHARE = Request("examples of a batch")
 _DIVISOR = Request("divisor of a loss")
+_FUNCTION, _COMPUTED = "the result of a loss function", "the result of compute_loss"
 _SCALAR = ArraySpec((), np.dtype(np.float32))
 #: More losses than a step has: tests have them, too, and no gradient after them.
 _MANY = 64
@@ -62,7 +66,10 @@ class ModelStep:
         trains: whether gradients of its losses are reduced.
         rows: the numbers of rows of the batch's arrays; empty in a function that is compiled for any.
         by_part: whether arrays of a batch may have different numbers of rows, so that means do not divide by examples.
-        vectors: which of the losses that are vectors have rows, as earlier batches have shown.
+        own_methods: those of the model's methods that are not Keras'.
+        decided: which of the losses that Keras has not computed are sums over the rows, as earlier batches have shown.
+        numbers: counts the losses that Keras has not computed.
+        unread: those of them that do not tell how they were computed.
     """
 
     examples: Any
@@ -73,7 +80,10 @@ class ModelStep:
     trains: bool = True
     rows: frozenset[int] = frozenset()
     by_part: bool = False
-    vectors: dict[str, bool] = field(default_factory=dict)
+    own_methods: frozenset[str] = frozenset()
+    decided: dict[Any, bool] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    unread: list[str] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -101,7 +111,8 @@ def run_step(step: ModelStep) -> Iterator[None]:
         if step.of_all_ranks:
             yield
         else:
-            with patched_reductions(_reduce_loss, _reduce_samples, _sum_added), scaled_gradients(_factor_of_gradients):
+            reductions = patched_reductions(_reduce_loss, _reduce_samples, _sum_added, _compute_loss)
+            with reductions, scaled_gradients(_factor_of_gradients):
                 yield
     finally:
         _current = outer
@@ -140,9 +151,13 @@ def _reduce_loss(
     loss = own(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     if step is not None and divisor is not None:
         loss = keras.ops.sum(loss)  # of no rows, Keras returns no number
-        return loss * keras.ops.cast(_factor_of_divisor(step, keras.ops.cast(divisor, "float32")), loss.dtype)
-    if step is not None and reduction == "sum" and not is_scalar:
-        return loss / keras.ops.cast(_share_of_examples(step, loss, of_loss=True), loss.dtype)
+        loss = loss * keras.ops.cast(_factor_of_divisor(step, keras.ops.cast(divisor, "float32")), loss.dtype)
+    if step is not None and is_scalar:
+        return _number_of_all_ranks(step, loss, _FUNCTION)
+    if step is not None and reduction == "sum":
+        loss = _added(step, loss)
+    if step is not None and reduction not in (None, "none"):
+        loss = own_losses.mark_known(loss)
     return loss
 
 
@@ -153,23 +168,83 @@ def _reduce_samples(own: Callable[..., Any], values: Any, sample_weight: Any, re
     if step is None or reduce_fn is not keras.ops.mean or sample_weight is not None or len(values.shape) > 0:
         return values, sample_weight
     share = keras.ops.cast(_share_of_examples(step, values), values.dtype)
+    if "train_step" in step.own_methods and own_losses.is_surely_sum(values, max(step.rows, default=0)):
+        return values, share
     return values * share, share
 
 
 def _sum_added(own: Callable[..., Any], model: Any, value: Any) -> Any:
     """Keras' sum of a value of ``add_loss``, called as ``own``: over all ranks' rows, if the value has any."""
     loss, step = own(model, value), step_of_this_thread()
-    if step is None or not _has_rows(step, value, "add_loss"):
+    if step is None:
         return loss
-    return loss / keras.ops.cast(_share_of_examples(step, loss, of_loss=True), loss.dtype)
+    if _has_rows(step, value, "add_loss"):
+        return _of_all_ranks(step, loss, True)
+    return _number_of_all_ranks(step, loss, "a value of add_loss")
+
+
+def _compute_loss(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's ``compute_loss``, called as ``own``: over all ranks' rows, if it is the user's, and a sum."""
+    loss, step = own(model, *args, **kwargs), step_of_this_thread()
+    if step is None or loss is None or not ("compute_loss" in step.own_methods or _FUNCTION in step.unread):
+        return loss
+    unread = [each for each in step.unread if each != _FUNCTION]
+    program = own_losses.program(functools.partial(own, model), args, kwargs)
+    loss = _number_of_all_ranks(step, loss, _COMPUTED, program)
+    step.unread[:] = unread
+    return loss
+
+
+def _number_of_all_ranks(step: ModelStep, loss: Any, what: str, program: Any = None) -> Any:
+    """A loss that the user's code has computed, over all ranks' rows if it tells that it is a sum over this rank's.
+
+    Args:
+        step: the step.
+        loss: the loss, a number.
+        what: of what.
+        program: what computes it, where ``loss`` does not tell.
+    """
+    name = what if what == _COMPUTED else f"{what} ({next(step.numbers)})"
+    read = loss if program is None else program
+    if not own_losses.is_readable(read) and (name, 0) not in step.decided:
+        step.unread.append(what)
+        return loss
+    return _of_all_ranks(step, loss, _is_sum(step, read, name))
+
+
+def _of_all_ranks(step: ModelStep, loss: Any, is_sum: bool) -> Any:
+    """A loss that the user's code has computed, over all ranks' rows if it is a sum over this rank's."""
+    return own_losses.mark_known(_added(step, loss) if is_sum else loss)
+
+
+def _added(step: ModelStep, loss: Any) -> Any:
+    """A sum over this rank's rows, such that the weighted mean of the ranks' is the sum over all of them."""
+    weighted = loss / keras.ops.cast(_share_of_examples(step, loss, of_loss=True), loss.dtype)
+    return weighted if step.weighted else loss + keras.ops.stop_gradient(weighted - loss)
+
+
+def _is_sum(step: ModelStep, loss: Any, what: str, *, by_calls: bool = False) -> bool:
+    global _current
+    rows, warns = max(step.rows, default=0), step.trains
+    # What is read may be a program, which is traced once more.
+    outer, _current = _current, replace(step, numbers=itertools.count(1), unread=[])
+    try:
+        return own_losses.is_sum(loss, what, rows, step.decided, step.process_set, by_calls=by_calls, warns=warns)
+    finally:
+        _current = outer
 
 
 def _factor_of_gradients(target: Any) -> Any:
     """The factor of the gradients of ``target``, of a vector those of its sum; ``None`` for 1."""
     step = step_of_this_thread()
-    if step is None or not (step.trains and step.weighted and _has_rows(step, target, "gradient")):
+    if step is None or not (step.trains and step.weighted):
         return None
-    return 1 / _share_of_examples(step, step.examples, of_loss=True)
+    is_sum = _has_rows(step, target, "gradient")
+    if not is_sum and ("train_step" in step.own_methods or (step.unread and own_losses.is_readable(target))):
+        is_sum = _is_sum(step, target, "a loss of the training step", by_calls=True)
+    if not is_sum:
+        return None
+    return 1 / _share_of_examples(step, keras.ops.convert_to_tensor(step.examples, "int32"), of_loss=True)
 
 
 def _has_rows(step: ModelStep, values: Any, name: str) -> bool:
@@ -187,11 +262,11 @@ def _has_rows(step: ModelStep, values: Any, name: str) -> bool:
     if not step.rows:
         return False
     name = f"{name}, {len(lengths)}"
-    if any(rows != 1 for rows in step.rows) or name not in step.vectors:
-        step.vectors[name] = any(
+    if any(rows != 1 for rows in step.rows) or name not in step.decided:
+        step.decided[name] = any(
             length % rows == 0 if rows else length == 0 for length in lengths for rows in step.rows
         )
-    return step.vectors[name]
+    return step.decided[name]
 
 
 def step_of_this_thread() -> ModelStep | None:
