@@ -14,6 +14,9 @@ else
 TENSORFLOW ?= tensorflow
 endif
 
+# KerasHub, for its tests; with the rest of what it needs, tensorflow-text, another version of TensorFlow would come.
+KERAS_HUB ?= keras-hub kagglehub 'kagglesdk==0.1.28' regex sentencepiece tokenizers tqdm
+
 .PHONY: help train test test-all test-quick test-gpu test-versions matrix coverage install check docs clean
 
 help:  ## Say what there is to make
@@ -81,6 +84,7 @@ $(VENV)/tests: $(VENV)/made pyproject.toml
 	@echo "Installing choros, three frameworks and the test tools into $(VENV) (a few minutes) ..."
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[$(TENSORFLOW),torch,jax,dev]'
+	@$(BIN)/python -m pip install --quiet --no-deps $(KERAS_HUB) || echo "Without KerasHub, whose tests are skipped."
 	@touch $@ $(VENV)/trains
 
 $(VENV)/documents: $(VENV)/made pyproject.toml

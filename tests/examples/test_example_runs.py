@@ -12,6 +12,7 @@ import pytest
 
 from event_files import scalars
 from examples.example_jobs import Job
+from harness import needs
 
 pytestmark = pytest.mark.slow
 
@@ -114,6 +115,19 @@ def test_one_job(start: Start, tmp_path: Path, framework: str, names: tuple[str,
 
 
 # ── one each ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@needs("keras_hub")
+@pytest.mark.program
+@pytest.mark.parametrize("framework", ["tensorflow", "torch", "jax"])
+def test_lora(start: Start, tmp_path: Path, framework: str) -> None:
+    output = start(*argv("kerashub_lora", tmp_path, epochs=2, limit=64), framework=framework).wait()
+    figures = json.loads((tmp_path / "kerashub_lora.json").read_text())
+    assert (figures["framework"], figures["ranks"]) == (framework, 2)
+    assert 0 < figures["trained"] < figures["frozen"] / 10
+    assert figures["history"][1]["loss"] < figures["history"][0]["loss"]
+    assert output.count("LoRA's weights saved") == 1, "only one rank prints"
+    assert Path(figures["model"]).exists()
 
 
 def test_mnist_needs_no_launcher(start: Start, tmp_path: Path) -> None:

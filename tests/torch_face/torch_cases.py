@@ -321,6 +321,32 @@ def case_zero_grad_and_backward_in_the_wrong_order() -> None:
         loss_of(model, parts()[0]).backward()
 
 
+def case_a_critic_whose_generator_passes_it_too():
+    """A GAN's critic is passed three times from step to step; an error has counted them."""
+    for passes in (2, 3):
+        torch.manual_seed(0)
+        critic, generator = torch.nn.Linear(3, 1), torch.nn.Linear(2, 3)
+        critics = hvd.DistributedOptimizer(SGD(critic.parameters()), backward_passes_per_step=passes)
+        generators = hvd.DistributedOptimizer(SGD(generator.parameters()))
+
+        def update(critic=critic, generator=generator, critics=critics, generators=generators):
+            fake = generator(torch.ones(4, 2))
+            critic.zero_grad()  # as PyTorch's example
+            critic(torch.ones(4, 3)).mean().backward()
+            (-critic(fake.detach())).mean().backward()
+            critics.step()
+            generator.zero_grad()
+            critic(fake).mean().backward()
+            generators.step()
+
+        update()
+        if passes == 2:
+            with pytest.raises(ConfigError, match=r"computed 3 times .* pass backward_passes_per_step=3"):
+                update()
+        else:
+            update()
+
+
 @with_and_without_overlap
 def case_closures() -> None:
     model = build()

@@ -42,7 +42,7 @@ class Cell:
 DIMENSIONS: dict[str, tuple[object, ...]] = {
     "framework": ("tensorflow", "torch", "jax"),
     "way": ("fit", "train_step", "loop"),
-    "loss": ("mean", "sum", "weighted mean", "masked", "two outputs", "added"),
+    "loss": ("mean", "sum", "weighted mean", "masked", "two outputs", "added", "LoRA"),
     "optimizer": ("SGD", "momentum, clipnorm", "Adam, global_clipnorm", "AdamW, EMA"),
     "micro_batches": (1, 2, 3),
     "last_batch": ("even", "uneven", "one row"),
@@ -55,6 +55,7 @@ MEANING = {
     "masked": "sequences of different lengths and `Embedding(mask_zero=True)`",
     "two outputs": "the sum of squared errors of one, the mean of absolute errors of the other, and `loss_weights`",
     "added": "the mean, L2 regularisation and `add_loss`",
+    "LoRA": "the mean; of twelve variables three are trained: those of a layer with `lora_rank=2` behind frozen ones",
     "even, uneven, one row": "the last batch of 36, 33 and 25 rows in batches of 12; of the last, one rank has a row",
     "fit, train_step, loop": "under `MirroredStrategy`: `fit`, `fit` with one's own `train_step`, and `strategy.run`",
     "optimizers": "SGD; SGD with momentum and `clipnorm`; Adam with `global_clipnorm`; AdamW with `use_ema`",
@@ -82,7 +83,7 @@ LEFT_OUT = {
 def _applies(cell: Cell) -> bool:
     if cell.way != "loop":
         return True
-    return cell.loss in ("mean", "sum") and not (cell.framework == "jax" and cell.micro_batches > 1)
+    return cell.loss in ("mean", "sum", "LoRA") and not (cell.framework == "jax" and cell.micro_batches > 1)
 
 
 #: Those with the same model come one after the other.

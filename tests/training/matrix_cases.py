@@ -86,6 +86,13 @@ def apply_gradients(loss_on: Callable[[], Any], model: keras.Model, optimizer: A
     return loss.detach()
 
 
+class Frozen(keras.layers.Dense):
+    """A layer that is not trained."""
+
+    def __init__(self, units):
+        super().__init__(units, activation="tanh", trainable=False)
+
+
 class Added(keras.layers.Layer):
     """Adds a loss that is a mean over the examples."""
 
@@ -103,6 +110,9 @@ def model_of(cell: Cell) -> keras.Model:
         return kind(x, layers.Dense(1)(layers.Embedding(7, FEATURES, mask_zero=True)(x)))
     x = keras.Input((FEATURES,))
     hidden = layers.Dense(6, activation="tanh", kernel_regularizer="l2" if cell.loss == "added" else None)(x)
+    if cell.loss == "LoRA":
+        hidden = Frozen(6)(Frozen(6)(Frozen(6)(Frozen(6)(x))))
+        return kind(x, layers.Dense(2, lora_rank=2)(hidden))
     if cell.loss == "two outputs":
         return kind(x, {"a": layers.Dense(1, name="a")(hidden), "b": layers.Dense(1, name="b")(hidden)})
     return kind(x, layers.Dense(2)(Added()(hidden) if cell.loss == "added" else hidden))
@@ -204,9 +214,10 @@ class Training:
         import jax
 
         def compute(trainable):
-            predicted, _ = self.model.stateless_call(trainable, [], x, training=True)
+            predicted, _ = self.model.stateless_call(trainable, frozen, x, training=True)
             return self._loss(y, predicted)
 
+        frozen = [variable.value for variable in self.model.non_trainable_variables]
         weights = self.model.trainable_variables
         loss, gradients = jax.value_and_grad(compute)([weight.value for weight in weights])
         self.optimizer.apply(gradients, weights)

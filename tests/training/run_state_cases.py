@@ -10,7 +10,9 @@ import pytest
 import choros.keras
 from choros.elastic.commit_store import CommitStore
 from choros.errors import ConfigError
+from choros.training.commits import CommitCallback
 from choros.training.run_state import RunState
+from choros.training.trainer import Steps, attach
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(48, 5)).astype("float32"), RNG.normal(size=(48, 1)).astype("float32")
@@ -145,3 +147,17 @@ def case_one_rank_captures_for_another():
         run.restore(state)
     assert callbacks[0].count == 17
     assert len(set(choros.keras.allgather_object(float(sum(weight.sum() for weight in model.get_weights()))))) == 1
+
+
+def case_commits_find_what_training_has_prepared(monkeypatch):
+    """They do not prepare all layers of the model once more, each time."""
+    model = build(1)
+    directory = choros.keras.broadcast_object(tempfile.mkdtemp() if choros.rank() == 0 else None)
+    commits = CommitCallback(directory, [])
+    commits.set_params({"epochs": 1})
+    commits.set_model(model)
+    model.history = keras.callbacks.History()
+    attach(model)
+    monkeypatch.setattr(Steps, "prepare", lambda steps: pytest.fail("prepared again"))
+    commits.on_train_begin()
+    commits.on_train_end()

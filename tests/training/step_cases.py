@@ -227,3 +227,96 @@ def case_data_that_are_not_meant_for_call():
         model = make(1 + choros.rank())
     for mine, other in zip(trained(model), expected, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
+
+
+# ── what a step receives ─────────────────────────────────────────────────────────────────────────────
+
+
+class Noting(keras.Model):
+    """Notes the structures that its steps receive, and trains nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.dense.build((None, FEATURES))
+        self.built = True
+        self.received: dict[str, str] = {}
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, *args: Any) -> Any:
+        return self._note("train", *args)
+
+    def test_step(self, *args: Any) -> Any:
+        return self._note("test", *args)
+
+    def _note(self, kind: str, *args: Any) -> Any:
+        self.received.setdefault(kind, described(args[-1]))
+        if BACKEND != "jax":
+            return {"zero": 0.0}
+        return {"zero": 0.0}, args[0]
+
+
+def described(data: Any) -> str:
+    if isinstance(data, (tuple, list)):
+        return f"{type(data).__name__}({', '.join(map(described, data))})"
+    if isinstance(data, dict):
+        return f"dict({', '.join(f'{name}={described(value)}' for name, value in data.items())})"
+    return "None" if data is None else "array"
+
+
+def received(road: str, *data: Any, **weight: Any) -> dict[str, str]:
+    with strategy().scope() if road == "strategy" else keras.name_scope("own"):
+        model = Noting()
+        optimizer: Any = keras.optimizers.SGD(0.1)
+        model.compile(
+            optimizer=hvd.DistributedOptimizer(optimizer) if road == "horovod" else optimizer, jit_compile=JIT
+        )
+    if road == "horovod":
+        packed = keras.utils.pack_x_y_sample_weight(*data, **weight)
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+        shard = hvd.shard(packed, batch_size=BATCH)
+        model.fit(shard, validation_data=shard, shuffle=False, verbose=0, callbacks=callbacks)
+    else:
+        held_out = (*data, *weight.values()) if len(data) > 1 else data[0]
+        model.fit(*data, **weight, validation_data=held_out, batch_size=BATCH, shuffle=False, verbose=0)
+    return dict(model.received)  # Keras has made it a dict of its own
+
+
+def case_what_a_step_receives():
+    x, y, weight = rows(), rows(seed=1), np.ones(N, "float32")
+    cases: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((x,), {}),
+        ((x, y), {}),
+        ((x, y), {"sample_weight": weight}),
+        (({"a": x, "b": y},), {}),
+        (({"a": x}, [y, y]), {}),
+    ]
+    for data, weights_of in cases:
+        expected = of_one_rank(functools.partial(received, "plain", *data, **weights_of))
+        for road in ROADS:
+            assert received(road, *data, **weights_of) == expected, road
+
+
+# ── a replica's share of a batch ─────────────────────────────────────────────────────────────────────
+
+
+def stateful(batch: int) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((4, FEATURES), batch_size=batch), keras.layers.SimpleRNN(3, stateful=True), keras.layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=JIT)
+    return model
+
+
+def case_a_fixed_number_of_rows():
+    """The declared batch is a replica's share of the global one."""
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(32, 4, FEATURES)).astype("float32"), generator.normal(size=(32, 1)).astype("float32")
+    with strategy().scope():
+        model = stateful(8)
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    for mine in weights(model):
+        np.testing.assert_array_equal(mine, broadcast_object(mine))

@@ -9,6 +9,7 @@ ON_SOME = {
     "case_a_process_that_joins_counts_no_examples_of_others": "torch",
     "case_a_state_of_another_model_is_refused_and_changes_nothing": "torch",
     "case_one_rank_captures_for_another": "torch",
+    "case_commits_find_what_training_has_prepared": "torch",
 }
 
 

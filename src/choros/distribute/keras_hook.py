@@ -277,15 +277,41 @@ def _patch_model(model: Any, strategy: TrainingStrategy) -> None:
 
 
 def _delegating(strategy: TrainingStrategy, model: Any, name: str) -> Any:
+    """Returns a method of the model that passes Keras' own to the strategy's training.
+
+    A class may override a method to prepare its data, as those of KerasHub do, and then call Keras': its own code runs
+    as it is, and the strategy receives what it passes on.
+    """
+    import keras
+
     own = getattr(model, name)
+    home = next(kind for kind in keras.Model.__mro__ if name in vars(kind))
+    of_keras = vars(home)[name]
+    prepares = name != "compile" and getattr(type(model), name) is not of_keras
+
+    def delegate(method: Any, args: Any, kwargs: Any) -> Any:
+        with strategy.scope():
+            call = _replace_tensorboard(KerasCall(method, args, kwargs))
+            return getattr(strategy.training, name)(model, call)
+
+    @functools.wraps(of_keras)
+    def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is not model or in_fit():
+            return of_keras(self, *args, **kwargs)
+        return delegate(of_keras.__get__(model), args, kwargs)
 
     @functools.wraps(own)
     def method(*args: Any, **kwargs: Any) -> Any:
         if in_fit():
             return own(*args, **kwargs)  # fit calls evaluate for validation; a callback may call predict
-        with strategy.scope():
-            call = _replace_tensorboard(KerasCall(own, args, kwargs))
-            return getattr(strategy.training, name)(model, call)
+        if not prepares:
+            return delegate(own, args, kwargs)
+        outer = vars(home)[name]
+        setattr(home, name, inner)
+        try:
+            return own(*args, **kwargs)
+        finally:
+            setattr(home, name, outer)
 
     return method
 

@@ -6,8 +6,10 @@ from typing import Any
 
 from choros.comm import global_process_set, topology
 from choros.errors import ConfigError
-from choros.parallel.data import Part, Sharding, elastic_shard, kind_of, remember_source
+from choros.parallel.data import Part, Sharding, are_arrays, elastic_shard, kind_of, remember_source
+from choros.parallel.data.array_slices import array_slices, takes_no_py_dataset
 from choros.parallel.data.shard import check_batch_size
+from choros.training.keras_internals import hand_over_arrays
 
 __all__ = ["shard"]
 
@@ -28,7 +30,8 @@ def shard(
         data: a data set that ``model.fit`` takes:
 
             - *arrays*, or tuples, lists and dicts of them, such as ``(x, y)``. Without ``batch_size``: the
-              rows of ``shard_range``. With it: a ``keras.utils.PyDataset``.
+              rows of ``shard_range``. With it: a ``keras.utils.PyDataset``, or a ``tf.data.Dataset`` in programs
+              that use KerasHub, whose models do not take the former.
             - ``tf.data.Dataset`` of examples. Without ``batch_size``: every size-th element, by
               ``Dataset.shard``; do so early, before elements are decoded. With it: batches, split.
             - ``keras.utils.PyDataset``: its batches are the global ones. Each rank produces all of each batch.
@@ -42,7 +45,7 @@ def shard(
         initial_epoch: the epoch at which training resumes; the shuffle continues with its order.
 
     Returns:
-        A data set of the same kind; a ``PyDataset`` for arrays with ``batch_size``.
+        A data set of the same kind; a ``PyDataset`` or a ``tf.data.Dataset`` for arrays with ``batch_size``.
 
     Raises:
         ConfigError: the kind of data is not known, or the batch size does not fit it.
@@ -55,8 +58,11 @@ def shard(
         [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
     here = topology("shard()")
+    hand_over_arrays()
     if batch_size is not None:
         check_batch_size(batch_size, here.size)
+    if batch_size is not None and are_arrays(data) and takes_no_py_dataset():
+        data, shuffle = array_slices(data, seed + initial_epoch if shuffle else None), False
     kind = kind_of(data)
     if shuffle and not kind.shuffles:
         raise ConfigError(

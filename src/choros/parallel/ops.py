@@ -103,7 +103,8 @@ def allreduce(
         3.0
     """
     scaling = Scaling(Reduction(op), prescale_factor, postscale_factor, compression)
-    if (rows := adapter_of(value).rows_of(value)) is not None:
+    rows = adapter_of(value).rows_of(value)  # AutoGraph, which reads this in a tf.function, has no walrus
+    if rows is not None:
         return _gather_rows(rows, scaling, name=name, process_set=process_set)
     value = _averageable(value, scaling.op)
     (result,) = _allreduce_all("allreduce", [value], scaling, name, process_set, gradients)
@@ -210,7 +211,8 @@ def grouped_allreduce(
     results = list(values)
     dense = []
     for index, value in enumerate(values):
-        if (rows := adapter_of(value).rows_of(value)) is None:
+        rows = adapter_of(value).rows_of(value)
+        if rows is None:
             dense.append(index)
         else:
             results[index] = _gather_rows(rows, scaling, name=name, process_set=process_set)

@@ -23,7 +23,7 @@ from choros.parallel.objects import broadcast_object
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.keras_internals import build_from_batch, is_built, set_initial_epoch
 from choros.training.run_state import RestoringCallback, RunState
-from choros.training.trainer import attach
+from choros.training.trainer import steps_of
 
 __all__ = ["AdmissionCallback"]
 
@@ -43,7 +43,7 @@ class AdmissionCallback(RestoringCallback):
 
     @property
     def _epochs(self) -> ElasticEpochs:
-        epochs = attach(self.model).epochs
+        epochs = steps_of(self.model).epochs
         assert epochs is not None  # noqa: S101  (the job is elastic)
         return epochs
 

@@ -28,7 +28,7 @@ from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.keras_internals import set_initial_epoch, sync_jax_state
 from choros.training.metrics import merged_metrics
 from choros.training.run_state import RestoringCallback, RunState
-from choros.training.trainer import attach
+from choros.training.trainer import steps_of
 
 __all__ = ["CommitCallback"]
 
@@ -59,7 +59,7 @@ class CommitCallback(RestoringCallback):
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
         """Goes on from the last commit, which rank 0 reads, if there is one."""
         self._run = RunState(self.model, [*self._callbacks, self.model.history])
-        self._epochs = attach(self.model).epochs
+        self._epochs = steps_of(self.model).epochs
         if self._epochs is not None:
             self._epochs.commit = self._commit
         is_first = global_process_set.communicator.rank == 0
@@ -124,7 +124,7 @@ class CommitCallback(RestoringCallback):
         """Commits between two steps, or in a validation, whose metrics are not needed: it will be made again."""
         if self._epochs is None or self._epochs.ledger is None:
             return
-        if attach(self.model).in_test:
+        if steps_of(self.model).in_test:
             self._write(self._epochs.ledger.epoch, in_epoch=True)
         else:
             sync_jax_state(self.model)

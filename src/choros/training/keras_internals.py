@@ -66,6 +66,7 @@ __all__ = [
     "finish_step",
     "flatten_metrics",
     "global_seed_generator",
+    "hand_over_arrays",
     "has_metrics",
     "has_states_of_rows",
     "has_value",
@@ -486,6 +487,38 @@ def own_methods(model: Any) -> frozenset[str]:
     """Those of the methods that train which a model's class has overridden; Keras has no flag for it."""
     names, own = ("train_step", "test_step", "compute_loss"), f"{keras.__name__}.src."
     return frozenset(name for name in names if not getattr(type(model), name).__module__.startswith(own))
+
+
+@functools.cache
+def hand_over_arrays() -> None:
+    """Makes Keras hand rows of data sets ``of_arrays`` to a step as it hands those of arrays.
+
+    Of a ``PyDataset``, which they are, a step would receive ``(x,)`` and not ``x``, on PyTorch ``[x, y]`` and not
+    ``(x, y)``; TensorFlow would refuse lists in it, of which arrays become tuples. What Keras reads data sets with has
+    no public name.
+    """
+    from keras.src.trainers import data_adapters
+
+    own = data_adapters.get_data_adapter
+
+    class ArraysAdapter(data_adapters.PyDatasetAdapter):
+        def _standardize_batch(self, batch: Any) -> Any:
+            if keras.backend.backend() == "tensorflow":
+                batch = tree.lists_to_tuples(batch)
+            return super()._standardize_batch(batch) if isinstance(batch, (list, tuple)) else batch
+
+        def get_torch_dataloader(self) -> Any:
+            loader = super().get_torch_dataloader()
+            loader.collate_fn = lambda batch: batch
+            return loader
+
+    def get_data_adapter(x: Any, *args: Any, **kwargs: Any) -> Any:
+        adapter = own(x, *args, **kwargs)
+        if getattr(x, "of_arrays", False):
+            adapter.__class__ = ArraysAdapter
+        return adapter
+
+    data_adapters.get_data_adapter = get_data_adapter
 
 
 def finish_step() -> None:

@@ -62,7 +62,7 @@ from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.variables import broadcast_updates, broadcast_variables, value_of
 from choros.training.weighting import ModelStep, current_step, run_step
 
-__all__ = ["Steps", "attach", "is_spmd", "spans_ranks"]
+__all__ = ["Steps", "attach", "is_spmd", "spans_ranks", "steps_of"]
 
 T = TypeVar("T")
 
@@ -72,12 +72,17 @@ _STEPS = "_choros_steps"
 
 def attach(model: Any) -> Steps:
     """Prepares ``model`` for steps that all ranks make together; call it again when it may have other optimizers."""
-    steps: Steps | None = getattr(model, _STEPS, None)
-    if steps is None:
-        steps = Steps(model)
+    if not hasattr(model, _STEPS):
         # Bypasses Keras' attribute tracking: the object is not part of the model.
-        object.__setattr__(model, _STEPS, steps)
+        object.__setattr__(model, _STEPS, Steps(model))
+    steps = steps_of(model)
     steps.prepare()
+    return steps
+
+
+def steps_of(model: Any) -> Steps:
+    """The steps of a model for which ``attach`` was called."""
+    steps: Steps = getattr(model, _STEPS)
     return steps
 
 

@@ -21,7 +21,8 @@ def follow_seeds(generators: list[Any] | None, replicas: Replicas) -> None:
     """
 
     def index() -> Any:
-        if (replica := current_replica()) is not None:
+        replica = current_replica()  # AutoGraph, which reads this in a tf.function, has no walrus
+        if replica is not None:
             return replica.replica_id_in_sync_group
         # Outside of replicas and fit, such as for initial values, all processes draw the same numbers; so does a
         # compiled step that sees the batches of all ranks.

@@ -77,6 +77,7 @@ from choros.training.first_rank import FirstRankCallback, VerbosityCallback
 from choros.training.keras_internals import (
     built_before_training,
     flatten_metrics,
+    hand_over_arrays,
     has_states_of_rows,
     has_value,
     initial_epoch,
@@ -115,6 +116,7 @@ class SynchronousTraining(Training):
         self._replicas = replicas
         self._state_owner = state_owner
         self._statistics = Statistics(replicas)
+        hand_over_arrays()
 
     def variable_created(self, variable: Any) -> None:
         """Broadcasts the initial value from process 0, unless all processes have the same.
@@ -224,14 +226,16 @@ class SynchronousTraining(Training):
         call = call.replaced(callbacks=callbacks, verbose=self._verbosity(call))
         if data is None:  # fewer examples than replicas: every process evaluates all of them
             return _run_locally(call)
-        steps = None if are_arrays(call["x"]) else call["steps"]
-        if not are_arrays(call["x"]):
-            attach(model).expect_absent_rows()
-        changes = {"x": data, "y": None, "sample_weight": None, "batch_size": None, "steps": steps}
-        own = call.replaced(**changes, callbacks=[MetricAverageCallback(), *callbacks], return_dict=True)
+        given = {"x": data, "y": None, "sample_weight": None, "batch_size": None}
+        steps = attach(model)
+        if are_arrays(call["x"]):
+            given["steps"] = None
+        else:
+            steps.expect_absent_rows()
+        own = call.replaced(**given, callbacks=[MetricAverageCallback(), *callbacks], return_dict=True)
         with enter_fit():
-            results = attach(model).evaluate(own.run, epochs_behind(data))
-        results = results or flat_results(attach(model).test_results or {})  # Keras has none of a process without rows
+            results = steps.evaluate(own.run, epochs_behind(data))
+        results = results or flat_results(steps.test_results or {})  # Keras has none of a process without rows
         return results if call["return_dict"] else flatten_metrics(model, results)
 
     def predict(self, model: Any, call: KerasCall) -> Any:
@@ -433,8 +437,8 @@ def _outside_of_graphs() -> AbstractContextManager[Any]:
 
 
 def _packed(x: Any, y: Any, weights: Any) -> Any:
-    """Returns the arrays as one structure, in host memory."""
-    given = (x,) if y is None and weights is None else (x, y) if weights is None else (x, y, weights)
+    """Returns the arrays as the structure of which a step receives rows, in host memory."""
+    given = keras.utils.pack_x_y_sample_weight(x, y, weights)
     return map_structure(lambda leaf: adapter_of(leaf).to_host(leaf), given)
 
 

@@ -29,6 +29,8 @@ class ArrayBatches(keras.utils.PyDataset):
         sharding: the process's part, and the order of examples.
     """
 
+    of_arrays = True
+
     def __init__(self, data: Any, batch_size: int, sharding: Sharding) -> None:
         super().__init__()
         part = sharding.part
@@ -83,6 +85,8 @@ class ArrayEpochs(IndexedData):
         batch_size: the number of examples in a global batch.
         sharding: the order of examples.
     """
+
+    of_arrays = True
 
     def __init__(self, data: Any, batch_size: int, sharding: Sharding) -> None:
         super().__init__(sharding)

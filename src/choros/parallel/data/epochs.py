@@ -120,6 +120,8 @@ def counted(rows: Iterable[int]) -> tuple[int, int, int]:
 class IndexedData(EpochData):
     """Data whose batches are found by index."""
 
+    #: Whether they are arrays, whose rows Keras hands to a step in another form than those of a data set.
+    of_arrays = False
     #: The current ``parts``, their epoch, and those of them that exist.
     _own: tuple[tuple[ShardBatches, ...], int, list[ShardBatches]] | None = None
 

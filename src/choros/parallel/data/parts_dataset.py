@@ -30,6 +30,7 @@ class PartsDataset(keras.utils.PyDataset):
 
     def __init__(self, source: IndexedData, longest: int, workers: int = 1, ahead: int = 0) -> None:
         super().__init__()
+        self.of_arrays = source.of_arrays
         self._source = source
         self._longest = longest
         self._readers = ThreadPoolExecutor(workers) if workers > 1 else None

@@ -197,10 +197,13 @@ class BackwardExchange:
             if step.micro_batches[index] < self.micro_batches:
                 return
             if step.micro_batches[index] > self.micro_batches:
+                number = step.micro_batches[index]
                 raise ConfigError(
-                    f"a gradient was computed {step.micro_batches[index]} times since the last step, and "
-                    f"backward_passes_per_step is {self.micro_batches}: call step() after that many backward passes, "
-                    "or pass their number to DistributedOptimizer."
+                    f"a gradient was computed {number} times since the last step, and backward_passes_per_step is "
+                    f"{self.micro_batches}: this is backward pass {number} through these parameters, whichever loss it "
+                    "began from (a GAN's critic is passed by its generator's, too). Count all of them up to step(): "
+                    f"pass backward_passes_per_step={number}, or more if others follow, to DistributedOptimizer, or "
+                    "call step() earlier."
                 )
             gradient = parameter.grad
             step.complete[index] = gradient, gradient._version
