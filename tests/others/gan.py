@@ -56,6 +56,8 @@ class GAN(keras.Model):
         return [self.d_loss_metric, self.g_loss_metric]
 
     def train_step(self, real):
+        if isinstance(real, (tuple, list)):  # as scripts have it that are for data sets, too
+            real = real[0]
         rows = ops.shape(real)[0]
         images = ops.concatenate([ops.stop_gradient(self.generator(noise_of(real))), real])
         labels = ops.concatenate([ops.ones((rows, 1)), ops.zeros((rows, 1))])

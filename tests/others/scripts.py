@@ -8,13 +8,14 @@ __all__ = ["ROADS", "SCRIPTS"]
 ROADS = ("horovod", "strategy")
 ALL = "tensorflow torch jax"
 SCRIPTS = {
-    "gan": "jax",
-    "wgan_gp": "jax",
+    "gan": ALL,
+    "wgan_gp": ALL,
+    "cyclegan": "tensorflow torch",  # a model has one optimizer on JAX
     "vae": ALL,
     "captcha": ALL,
     "siamese": ALL,
     "masked_language": ALL,
-    "simclr": "torch jax",
+    "simclr": ALL,
     "distillation": ALL,
     "stateful_rnn": "tensorflow jax",  # on PyTorch Keras itself fails: it assigns states before the backward pass
     "citations": ALL,

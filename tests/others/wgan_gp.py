@@ -68,6 +68,8 @@ class WGAN(keras.Model):
         return ops.mean(ops.square(ops.sqrt(ops.sum(ops.square(gradients), axis=1)) - 1.0))
 
     def train_step(self, real):
+        if isinstance(real, (tuple, list)):  # as scripts have it that are for data sets, too
+            real = real[0]
         for number in range(CRITIC_STEPS):
             fake = ops.stop_gradient(self.generator(noise_of(real, number), training=True))
 

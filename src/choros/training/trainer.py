@@ -154,9 +154,9 @@ class Steps:
             if move_outwards(optimizer):
                 model.train_function = None
         self.optimizers = [optimizer for optimizer in optimizers_of(model) if reducer_of(optimizer) is not None]
-        self._check_process_sets()
         for number, reducer in enumerate(self._reducers, start=1):
             reducer.name = f"optimizer {number}" if number > 1 else ""
+        self._check_process_sets()
         for metric in metrics_of(model):
             watch(metric)
         if self.train_together:

@@ -190,12 +190,24 @@ def _rows(batches: Any, first: Any, count: Any, local: int) -> Any:
 
 
 def _count_own(batches: Any, part: Part) -> int | None:
-    """The number of batches in which the process has rows; ``None`` if it is not known before they are read."""
-    plan = count_examples(batches)
-    if plan is None:
-        return None
-    examples, batch_size = plan
-    return len(batch_ranges(examples, batch_size, part.first, part.count))
+    """The number of batches in which the process has rows; ``None`` if it is not known before they are read.
+
+    Keras counts an update too many at the end of a data set whose number of batches it does not know.
+    """
+    plans = [count_examples(each) for each in _zipped(batches)]
+    known = [len(batch_ranges(*plan, part.first, part.count)) for plan in plans if plan is not None]
+    return min(int(batches.cardinality()), max(known)) if len(known) == len(plans) > 0 else None
+
+
+def _zipped(batches: Any) -> list[Any]:
+    """Returns the data sets that were zipped to ``batches``, which may be mapped after that; else ``batches`` alone."""
+    dataset, number = batches, int(batches.cardinality())
+    while len(inputs := dataset._inputs()) == 1 and not hasattr(dataset, "_batch_size"):
+        (dataset,) = inputs
+        if int(dataset.cardinality()) != number:
+            return [batches]
+    lengths = [int(each.cardinality()) for each in inputs]
+    return list(inputs) if len(inputs) > 1 and min(lengths) == number else [batches]
 
 
 KIND = TfDataKind()
