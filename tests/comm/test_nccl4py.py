@@ -231,22 +231,19 @@ def test_the_installed_nccl4py_has_what_is_called() -> None:
 
 
 @pytest.mark.slow
-def test_nccl4py_reads_our_buffers_of_tensorflow() -> None:
+def test_nccl4py_reads_our_buffers_of_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = pytest.importorskip("nccl.core.buffer", reason="nccl4py is not installed")
-    pytest.importorskip("tensorflow")
+    tf = pytest.importorskip("tensorflow")
     from choros.arrays.tensorflow_arrays import _Buffer
 
     class OnGpu:
-        """A tensor of TensorFlow on the first GPU that it sees, which refuses a stream."""
+        """A tensor of TensorFlow that says that it is on the first GPU."""
 
-        values = np.ones(3, np.float32)
+        backing_device = "/job:localhost/replica:0/task:0/device:GPU:0"
+        values = tf.ones(3)
 
-        def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> Any:
-            assert stream is None
-            return self.values.__dlpack__()
-
-        def __dlpack_device__(self) -> tuple[int, int]:
-            return 2, 0
-
+    exported = tf.experimental.dlpack.to_dlpack
+    monkeypatch.setattr(tf.experimental.dlpack, "to_dlpack", lambda tensor: exported(tensor.values))
     seen = buffers.NcclBuffer(_Buffer(OnGpu(), 3))
-    assert (seen.ptr, seen.count, seen.dtype.name, seen.device_id) == (OnGpu.values.ctypes.data, 3, "FLOAT32", 3)
+    address = np.from_dlpack(OnGpu.values).ctypes.data
+    assert (seen.ptr, seen.count, seen.dtype.name, seen.device_id) == (address, 3, "FLOAT32", 3)
