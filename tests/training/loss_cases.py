@@ -411,6 +411,18 @@ class Total(keras.layers.Layer):
         return x
 
 
+class Penalties(keras.layers.Layer):
+    """Adds losses of vectors that have no rows, as many numbers as a rank may have rows, and a mean of each feature."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
+
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.abs(self.scale))
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x * self.scale), axis=0))
+        return x * self.scale
+
+
 def of_sums(kind: type[keras.Model] = keras.Model, loss: Any = None, added: bool = False) -> keras.Model:
     keras.utils.set_random_seed(1)
     x = keras.Input((FEATURES,))
@@ -435,6 +447,25 @@ def case_gradient_of_a_sum():
 
 def case_added_loss_that_is_a_sum():
     check(lambda: of_sums(loss="mse", added=True), numbers(N, FEATURES), numbers(N, 2))
+
+
+def case_added_loss_that_is_a_sum_beside_a_compute_loss_of_the_users():
+    class Passing(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return super().compute_loss(x, y, y_pred, sample_weight)
+
+    check(lambda: of_sums(Passing, loss="mse", added=True), numbers(N, FEATURES), numbers(N, 2))
+
+
+def case_added_losses_of_vectors_without_rows():
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        x = keras.Input((FEATURES,))
+        model = keras.Model(x, keras.layers.Dense(2)(Penalties()(keras.layers.Dense(BATCH // hvd.size())(x))))
+        model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=JIT)
+        return model
+
+    check(make, numbers(N, FEATURES), numbers(N, 2))
 
 
 def case_a_ratio_of_sums_is_said():

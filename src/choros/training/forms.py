@@ -1,41 +1,52 @@
 """How a loss depends on the rows of a batch: whether it is a mean over them, a sum, or neither.
 
-An expression is read from its end, a loss, to the reductions over the rows: what comes before belongs to one row::
+A program is read from the batch to the loss. Each value has a *form*, and the axis of the rows as long as it has one::
 
-    0.5 * reduce_mean(per_row) + l2                 degree 0, LINEAR: ranks' losses are averaged
-    reduce_sum(per_row)                             degree 1, LINEAR: they are added
-    reduce_sum(per_row) / shape(x)[0]               degree 0, LINEAR
-    reduce_sum(per_row * mask) / reduce_sum(mask)   degree 0, OTHER: neither the ranks' mean nor their sum
-    reduce_sum(per_row) + l2                        unknown: the sum of one, and the mean of the other, are right
+    x, y                            the rows are axis 0
+    square(x @ w - y)               each row by itself: axis 0
+    mean(…, axis=1)                 axis 0
+    sum(…)                          no rows any more; degree 1, LINEAR: ranks' losses are added
+    sum(…) / shape(x)[0]            degree 0, LINEAR: they are averaged
+    sum(… * mask) / sum(mask)       degree 0, OTHER: neither the ranks' mean nor their sum
+    sum(…) + l2(w)                  not known: the sum of one, and the mean of the other, are right
 
-The degree is the power of the number of rows with which the loss grows if each row came several times.
+The degree is the power of the number of rows with which the loss grows if each row came several times. A number that
+equals that of the rows may be theirs, or a constant of the program: then a value has several forms that are possible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, final
+from typing import final
 
-__all__ = ["CONSTANT", "COUNT", "MEAN", "SUM", "Dependence", "Form", "Term", "form_of", "is_of_rows", "reduces_rows"]
+__all__ = ["CONSTANT", "COUNT", "MEAN", "SUM", "Dependence", "Form", "Reading", "Value"]
+
+#: A divisor up to this, or 1, may as well be a constant as the number of rows.
+_USUAL = 4
+
+Shape = tuple[int | None, ...]
 
 
 class Dependence(IntEnum):
-    """What a number depends on."""
+    """What a value depends on."""
 
     NUMBER = 0
     """Weights, constants, and the number of rows."""
     LINEAR = 1
-    """A sum or a mean over the rows, multiplied by such numbers."""
+    """A sum or a mean over the rows of functions of each, multiplied by such numbers; or a function of each row."""
     OTHER = 2
-    """Products, ratios and other functions of those."""
+    """Products, ratios and other functions of those sums and means."""
 
 
 @final
 @dataclass(frozen=True)
 class Form:
-    """How a number depends on the rows."""
+    """How a value depends on the rows."""
 
     degree: int
     kind: Dependence
@@ -43,79 +54,248 @@ class Form:
 
 CONSTANT, COUNT = Form(0, Dependence.NUMBER), Form(1, Dependence.NUMBER)
 MEAN, SUM = Form(0, Dependence.LINEAR), Form(1, Dependence.LINEAR)
+_OTHER = Form(0, Dependence.OTHER)
+_LOSSES = frozenset((CONSTANT, MEAN, SUM))
 
 
 @final
 @dataclass(frozen=True)
-class Term:
-    """One step of the expression of a number, or of numbers of no rows.
+class Value:
+    """What is known of an array in a program.
 
     Attributes:
-        operation: ``add``, ``multiply``, ``divide``, or ``apply`` for any other function.
-        operands: what it is applied to.
+        shape: its shape; ``None`` for a length that is known when the program runs.
+        forms: the forms that it may have; none if it is not known.
+        axis: the axis of the rows, if it has one.
+        number: all its elements, where the program says it.
+        averaged: of a sum over axes, the number of elements that each is the sum of, and the forms of their mean.
     """
 
-    operation: str
-    operands: Sequence[Any]
+    shape: Shape
+    forms: frozenset[Form] = frozenset((CONSTANT,))
+    axis: int | None = None
+    number: float | None = None
+    averaged: tuple[float, frozenset[Form]] | None = None
+
+    @property
+    def total(self) -> Form | None:
+        """The form of the sum of its elements; ``None`` if that is not known."""
+        forms = self.forms if self.axis is None else {Form(each.degree + 1, each.kind) for each in self.forms}
+        likely = forms & _LOSSES or forms
+        return next(iter(likely)) if len(likely) == 1 else None
 
 
-def form_of(value: Any, read: Callable[[Any], Form | Term | None]) -> Form | None:
-    """Returns the form of ``value``; ``None`` if it is not known.
+@final
+class Reading:
+    """The rules by which the values of a program follow from each other.
 
     Args:
-        value: the end of the expression.
-        read: returns the form of an operand where it is known, or the step that has computed it; ``None`` for what
-            cannot be read.
+        rows: the numbers of rows of the arrays of a batch; empty if the program does not know them.
 
     Example:
-        >>> expression = {"loss": Term("divide", ["total", "rows"]), "total": SUM, "rows": COUNT}
-        >>> form_of("loss", expression.get) == MEAN
-        True
-        >>> form_of("loss", {**expression, "rows": SUM}.get)
-        Form(degree=0, kind=<Dependence.OTHER: 2>)
+        >>> reading = Reading([8])
+        >>> x, w = reading.leaf((8, 3)), Value((3,))
+        >>> product = reading.arithmetic("mul", [x, w], (8, 3))
+        >>> total = reading.reduce(product, (0, 1), ())
+        >>> total.total == SUM, reading.arithmetic("div", [total, Value((), number=24.0)], ()).total == MEAN
+        (True, True)
     """
-    found = read(value)
-    if not isinstance(found, Term):
-        return found
-    forms = [form_of(operand, read) for operand in found.operands]
-    known = [form for form in forms if form is not None]
-    if len(known) < len(forms) or not known:
-        return None
-    degrees, kind = [form.degree for form in known], _joint(known)
-    if found.operation == "add":
-        return Form(degrees[0], kind) if len(set(degrees)) == 1 else None
-    if found.operation == "multiply":
-        return Form(
-            sum(degrees), kind if sum(form.kind > Dependence.NUMBER for form in known) < 2 else Dependence.OTHER
+
+    def __init__(self, rows: Collection[int]) -> None:
+        self._rows = frozenset(max(each, 1) for each in rows)  # a rank without rows computes on one
+
+    def leaf(self, shape: Shape) -> Value:
+        """An array that is given to the program, and is no weight: one of rows, if it may be that."""
+        is_of_rows = bool(shape) and (shape[0] is None or shape[0] in self._rows)
+        return Value(shape, frozenset((MEAN,)), 0) if is_of_rows else Value(shape)
+
+    def made(self, shape: Shape, number: float | None = None, *, random: bool = False) -> Value:
+        """An array that the program makes: of one number, or of random ones."""
+        forms = frozenset((MEAN if random else CONSTANT,))
+        return Value(shape, forms, self._new_axis(shape, range(len(shape))), number)
+
+    def unknown(self, shape: Shape) -> Value:
+        """A value of which nothing can be said."""
+        return Value(shape, frozenset())
+
+    def same(self, value: Value, shape: Shape, axis: int | None) -> Value:
+        """The same elements in another order, where the rows have ``axis``."""
+        return replace(value, shape=shape, axis=axis)
+
+    def reshape(self, value: Value, shape: Shape) -> Value:
+        """The same elements, in their order."""
+        if value.axis is None:
+            return replace(value, shape=shape)
+        length, before = value.shape[value.axis], _product(value.shape[: value.axis])
+        exact = [axis for axis, each in enumerate(shape) if each == length]
+        several = [axis for axis, each in enumerate(shape) if self._is_multiple(each)]
+        placed = [axis for axis in (*exact, *several) if _product(shape[:axis]) == before]
+        found = (*placed, *exact, *several)
+        return replace(value, shape=shape, axis=found[0]) if found else self.unknown(shape)
+
+    def broadcast(self, value: Value, shape: Shape, axes: Sequence[int]) -> Value:
+        """The same elements, repeated along new axes; ``axes`` are those of the value in the new ``shape``."""
+        if value.axis is not None:
+            return self.same(value, shape, axes[value.axis])
+        return self.same(value, shape, self._new_axis(shape, [each for each in range(len(shape)) if each not in axes]))
+
+    def arithmetic(self, operation: str, operands: Sequence[Value], shape: Shape) -> Value:
+        """``add``, ``sub``, ``mul`` or ``div``, element by element."""
+        axis = _aligned_axis(operands, shape)
+        if operation in ("mul", "div"):
+            dividend, divisor = operands
+            if operation == "div" and dividend.averaged is not None and divisor.number == dividend.averaged[0]:
+                return Value(shape, dividend.averaged[1], axis)
+            sign, pairs = 1, itertools.product(self._factor(dividend), self._factor(divisor))
+            if operation == "div":
+                sign, pairs = -1, itertools.product(dividend.forms, self._divisor(divisor))
+            forms = frozenset(
+                Form(a.degree + sign * b.degree, _kind_of_product(a, b, dividend, divisor, operation)) for a, b in pairs
+            )
+        else:
+            parts = [each for each in operands if each.number != 0] or operands
+            add = functools.partial(_forms_of_sum, has_rows=axis is not None)
+            forms = functools.reduce(add, [each.forms for each in parts])
+        return Value(shape, forms, axis, _folded(operation, operands))
+
+    def reduce(self, value: Value, axes: Iterable[int], shape: Shape, *, mean: bool = False) -> Value:
+        """The sum or the mean over ``axes``."""
+        over = {axis % len(value.shape) for axis in axes} if value.shape else set()
+        lengths = [value.shape[axis] for axis in over]
+        count = None if None in lengths else math.prod(each for each in lengths if each is not None)
+        summed, axis, number = value.forms, value.axis, value.number
+        if axis in over:
+            summed, axis, number = frozenset(Form(each.degree + 1, each.kind) for each in summed), None, None
+        elif axis is not None and len(shape) < len(value.shape):
+            axis -= sum(each < axis for each in over)
+        if mean:
+            return Value(shape, value.forms, axis, value.number)
+        number = number * count if number is not None and count is not None else None
+        return Value(shape, summed, axis, number, None if count is None else (float(count), value.forms))
+
+    def contract(
+        self, operands: Sequence[Value], over: Sequence[Collection[int]], axes: Sequence[Sequence[int]], shape: Shape
+    ) -> Value:
+        """The sum of products over axes, as a product of matrices.
+
+        Args:
+            operands: the two arrays.
+            over: the axes of each that are summed over.
+            axes: for each axis of each, its place in the result; whatever for those that are summed over.
+            shape: the shape of the result.
+        """
+        is_summed = any(value.axis in summed for value, summed in zip(operands, over, strict=True))
+        kept = [
+            places[value.axis]
+            for value, summed, places in zip(operands, over, axes, strict=True)
+            if value.axis is not None and value.axis not in summed
+        ]
+        first, second = operands
+        forms = frozenset(
+            Form(a.degree + b.degree + is_summed, _kind_of_product(a, b, first, second, "mul"))
+            for a, b in itertools.product(first.forms, second.forms)
         )
-    if found.operation == "divide":
-        dividend, divisor = known
-        return Form(degrees[0] - degrees[1], dividend.kind if divisor.kind is Dependence.NUMBER else Dependence.OTHER)
-    return None if any(degrees) else Form(0, Dependence.NUMBER if kind is Dependence.NUMBER else Dependence.OTHER)
+        return Value(shape, forms, kept[0] if kept else None)
+
+    def apply(self, operands: Sequence[Value], shape: Shape, over: Collection[int] = ()) -> Value:
+        """Any other function, which reduces the axes ``over``, if any."""
+        of_rows = [each for each in operands if each.axis is not None]
+        if any(each.axis in over and _same_axis(each, shape) != each.axis for each in of_rows):
+            return Value(shape, frozenset((_OTHER,)))
+        possible = [[form for form in each.forms if form.degree == 0] for each in operands]
+        is_known, forms = all(possible), list(itertools.chain(*possible))
+        if not of_rows and is_known:
+            is_number = all(form.kind is Dependence.NUMBER for form in forms)
+            return Value(shape, frozenset((CONSTANT if is_number else _OTHER,)))
+        axis = next((axis for axis in (_same_axis(each, shape) for each in of_rows) if axis is not None), None)
+        if axis is None:  # something of the batch that has as many elements as there are rows is one of rows
+            axis = self._new_axis(shape, range(len(shape)))
+            is_known = axis is not None
+        if not is_known:
+            return Value(shape, frozenset(), axis)
+        kinds = [form.kind for each in of_rows for form in each.forms if form.degree == 0]
+        return Value(shape, frozenset((Form(0, max(kinds, default=Dependence.LINEAR)),)), axis)
+
+    def _new_axis(self, shape: Shape, axes: Iterable[int]) -> int | None:
+        """The first of ``axes`` that may be one of rows; a length of 1 has other reasons."""
+        lengths = ((axis, shape[axis]) for axis in axes)
+        return next((axis for axis, each in lengths if each is None or (each > 1 and each in self._rows)), None)
+
+    def _is_multiple(self, length: int | None) -> bool:
+        """Whether an axis may be one of rows, or of several values of each."""
+        return length is None or any(length > 0 and length % rows == 0 for rows in self._rows)
+
+    def _divisor(self, value: Value) -> frozenset[Form]:
+        """The forms of a divisor: a number that is a multiple of that of the rows may be one of elements."""
+        number = value.number
+        if number is None or number < 1:
+            return value.forms
+        if number in self._rows:
+            return frozenset((COUNT,) if number > _USUAL else (COUNT, CONSTANT))
+        is_multiple = any(rows > 1 and number % rows == 0 for rows in self._rows)
+        return frozenset((COUNT, CONSTANT)) if is_multiple else value.forms
+
+    def _factor(self, value: Value) -> frozenset[Form]:
+        """The forms of a factor: it may be the number of rows, or one divided by it."""
+        for rows in self._rows if value.number else ():
+            for number, form in ((float(rows), COUNT), (1 / rows, Form(-1, Dependence.NUMBER))):
+                if rows > 1 and value.number is not None and math.isclose(value.number, number, rel_tol=1e-6):
+                    return frozenset((form, CONSTANT))
+        return value.forms
 
 
-def is_of_rows(length: float, rows: int) -> bool:
-    """Whether a length may be that of the rows: a multiple of their number, as two images of each may be stacked.
-
-    Example:
-        >>> [length for length in (1, 4, 8, 12) if is_of_rows(length, 4)], is_of_rows(4, 1)
-        ([4, 8, 12], False)
-    """
-    return length == rows if rows < 2 else length > 0 and length % rows == 0
+def _forms_of_sum(first: frozenset[Form], second: frozenset[Form], *, has_rows: bool) -> frozenset[Form]:
+    pairs = [(a, b) for a, b in itertools.product(first, second) if a.degree == b.degree]
+    highest = Dependence.LINEAR if has_rows else Dependence.OTHER  # each row with a number of all rows
+    return frozenset(
+        Form(a.degree, max(a.kind, b.kind) if Dependence.OTHER not in (a.kind, b.kind) else highest) for a, b in pairs
+    )
 
 
-def reduces_rows(lengths: Sequence[int], axes: Sequence[int], rows: int) -> bool:
-    """Whether a reduction of an array of these lengths over ``axes`` is one over rows: its first axis, if that may be.
-
-    Example:
-        >>> reduces_rows((8, 16), (0,), 8), reduces_rows((8, 16), (1,), 8), reduces_rows((3, 8), (1,), 8)
-        (True, False, True)
-    """
-    reduced = [axis % len(lengths) for axis in axes] if lengths else []
-    if lengths and is_of_rows(lengths[0], rows):
-        return 0 in reduced
-    return any(is_of_rows(lengths[axis], rows) for axis in reduced)
+def _kind_of_product(a: Form, b: Form, first: Value, second: Value, operation: str) -> Dependence:
+    """Of ``a * b`` or ``a / b``. Each row with a mean over all is a function of each row: so are normalizations."""
+    if first.axis is None and second.axis is None:
+        if operation == "div":
+            return a.kind if b.kind is Dependence.NUMBER else Dependence.OTHER
+        return max(a.kind, b.kind) if Dependence.NUMBER in (a.kind, b.kind) else Dependence.OTHER
+    kinds = (_kind_beside_rows(form) if each.axis is None else form.kind for form, each in ((a, first), (b, second)))
+    return max(kinds)
 
 
-def _joint(forms: Iterable[Form]) -> Dependence:
-    return max(form.kind for form in forms)
+def _kind_beside_rows(form: Form) -> Dependence:
+    is_sum = form.degree != 0 and form.kind is not Dependence.NUMBER
+    return Dependence.OTHER if is_sum else min(form.kind, Dependence.LINEAR)
+
+
+def _folded(operation: str, operands: Sequence[Value]) -> float | None:
+    """The number that arithmetic with numbers gives."""
+    numbers = [each.number for each in operands if each.number is not None]
+    if len(numbers) < len(operands) or (operation == "div" and not numbers[1]):
+        return None
+    functions: dict[str, Callable[[float, float], float]] = {
+        "add": lambda a, b: a + b,
+        "sub": lambda a, b: a - b,
+        "mul": lambda a, b: a * b,
+        "div": lambda a, b: a / b,
+    }
+    return functools.reduce(functions[operation], numbers)
+
+
+def _aligned_axis(operands: Iterable[Value], shape: Shape) -> int | None:
+    """The axis of the rows where the last axes of the operands are those of the result."""
+    found = [each.axis + len(shape) - len(each.shape) for each in operands if each.axis is not None]
+    return min(found) if found else None
+
+
+def _same_axis(value: Value, shape: Shape) -> int | None:
+    """Where the rows of ``value`` probably are in a result: where they were, or where there are as many."""
+    if value.axis is None:
+        return None
+    length = value.shape[value.axis]
+    places = (value.axis, value.axis + len(shape) - len(value.shape), *range(len(shape)))
+    return next((axis for axis in places if 0 <= axis < len(shape) and shape[axis] == length), None)
+
+
+def _product(lengths: Iterable[int | None]) -> int | None:
+    known = list(lengths)
+    return None if None in known else math.prod(each for each in known if each is not None)

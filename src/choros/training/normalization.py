@@ -21,6 +21,7 @@ import keras
 
 from choros.parallel.moments import RankMoments
 from choros.training.keras_internals import in_symbolic_scope, normalize_by
+from choros.training.own_losses import mark_known
 from choros.training.weighting import step_of_this_thread
 
 __all__ = ["is_synchronized", "synchronize", "synchronizing"]
@@ -43,7 +44,8 @@ def synchronize(layer: Any, elsewhere: Callable[[], Combine | None] = lambda: No
 
     def moments(inputs: Any, mask: Any, axes: Sequence[int], own: Callable[[], Any]) -> tuple[Any, Any]:
         combine = None if in_symbolic_scope() else _combine_here(elsewhere)
-        return own() if combine is None else combine(*_own_moments(inputs, mask, axes))
+        mean, variance = own() if combine is None else map(mark_known, combine(*_own_moments(inputs, mask, axes)))
+        return mean, variance
 
     # Bypasses Keras' attribute tracking: neither is part of the layer's state.
     object.__setattr__(layer, _ATTRIBUTE, True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -16,9 +17,21 @@ import keras
 
 from choros.comm import ProcessSet
 from choros.comm.request import caller
-from choros.training.forms import CONSTANT, MEAN, SUM, Dependence, form_of
+from choros.training.forms import CONSTANT, MEAN, SUM, Dependence, Form
 
-__all__ = ["is_readable", "is_sum", "is_surely_sum", "mark_known", "program"]
+__all__ = [
+    "decide",
+    "forms_of_marked",
+    "is_sum",
+    "is_surely_sum",
+    "is_unsure",
+    "mark",
+    "mark_known",
+    "noted",
+    "reads_programs",
+]
+
+_KNOWN = (CONSTANT, MEAN, SUM)
 
 _UNKNOWN = "choros cannot know whether it is a sum over the rows of the batch or a mean"
 _OTHER = (
@@ -31,64 +44,96 @@ _HOW = (
 
 
 def is_sum(
-    loss: Any, what: str, rows: int, decided: dict[Any, bool], process_set: ProcessSet, *, by_calls: bool, warns: bool
+    loss: Any,
+    what: str,
+    rows: frozenset[int],
+    decided: dict[Any, int],
+    process_set: ProcessSet,
+    *,
+    by_calls: bool,
+    warns: bool,
 ) -> bool:
     """Whether ``loss`` is a sum over the rows; if it is neither that nor a mean over them, a warning says so.
 
     Args:
-        loss: a number that the user's code has computed in a step.
+        loss: a number that the user's code has computed in a step, or several, which are added up.
         what: a name of it.
-        rows: the number of rows of the batch; 0 if the step is compiled for any.
+        rows: the numbers of rows of the batch's arrays; empty if the step is compiled for any.
         decided: what was found in the steps before.
         process_set: the ranks that train together, of which the first one warns.
         by_calls: whether several have this name, which differ by the calls that lead to them.
         warns: whether it warns.
     """
-    key = (what, _calls() if by_calls else 0)
+    key = (what, warns, _calls() if by_calls else 0)
     if key in decided:
-        return decided[key]
-    form = form_of(loss, _forms().reader(rows))
-    known = form in (CONSTANT, MEAN, SUM)
-    summed = form == SUM
-    if rows != 1 or not known:
-        decided[key] = summed
-    if warns and not known and process_set.rank() == 0:
-        _warn(loss, what, unknown=form is None or form.kind is not Dependence.OTHER)
-    return summed
+        return bool(decided[key])
+    form = _forms().total(loss, rows)
+    if form is None and _is_of_rows(getattr(loss, "shape", ()), rows):
+        form = SUM
+    is_sum = decide(form, what, _forms().line_of(loss) or caller(), process_set, warns=warns)
+    if form not in _KNOWN or not is_unsure(rows):
+        decided[key] = is_sum
+    return is_sum
 
 
-def program(function: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """What ``is_sum`` reads on JAX, of which values cannot be asked how they were computed; ``None`` elsewhere.
-
-    Args:
-        function: returns the loss.
-        arguments: its arguments, arrays.
-        named: its named ones, arrays and others.
-    """
-    if keras.backend.backend() != "jax":
-        return None
-    from choros.training.jax_forms import LossProgram
-
-    arrays = {name: each for name, each in named.items() if not isinstance(each, bool)}
-    others = {name: each for name, each in named.items() if name not in arrays}
-    return LossProgram(
-        lambda given, named: function(*given, **named, **others), (tuple(arguments), arrays), closes_over_batch=False
-    )
+def decide(form: Form | None, what: str, line: str | None, process_set: ProcessSet, *, warns: bool) -> bool:
+    """Whether a loss of this form is a sum over the rows; if it is neither that nor a mean, a warning says so."""
+    if warns and form not in _KNOWN and process_set.rank() == 0:
+        _warn(what, line, unknown=form is None or form.kind is not Dependence.OTHER)
+    return form == SUM
 
 
-def is_readable(loss: Any) -> bool:
-    """Whether ``loss`` tells how it was computed."""
-    return bool(_forms().is_readable(loss))
+def is_unsure(rows: frozenset[int]) -> bool:
+    """Whether this rank has one row, whose number is not told from other numbers, or none."""
+    return bool(rows) and max(rows) <= 1
 
 
-def is_surely_sum(loss: Any, rows: int) -> bool:
+def reads_programs() -> bool:
+    """Whether losses are read from the program of a whole step, as a value of JAX does not know how it was computed."""
+    return bool(keras.backend.backend() == "jax")
+
+
+def forms_of_marked(
+    function: Callable[..., Any], arguments: tuple[Any, ...], rows: frozenset[int]
+) -> dict[str, Form | None]:
+    """The forms of the values that a step on JAX marks; none of a step that only runs eagerly."""
+    import jax
+
+    program = _forms().LossProgram(function, arguments, weights=(0,))
+    try:
+        return dict(_forms().forms_of_marked(program, rows))
+    except jax.errors.JAXTypeError:
+        return {}
+
+
+def mark(loss: Any, name: str) -> Any:
+    """Returns ``loss``, marked for ``forms_of_marked``."""
+    return _forms().mark(loss, name)
+
+
+def noted(rows: frozenset[int]) -> AbstractContextManager[None]:
+    """A context in which it is noted how losses are computed, if they do not tell that themselves: on PyTorch."""
+    if keras.backend.backend() != "torch":
+        return nullcontext()
+    context: AbstractContextManager[None] = _forms().noted(rows)
+    return context
+
+
+def is_surely_sum(loss: Any, rows: frozenset[int]) -> bool:
     """Whether ``loss`` tells that it is a sum over the rows."""
-    return is_readable(loss) and form_of(loss, _forms().reader(rows)) == SUM
+    return bool(_forms().total(loss, rows) == SUM)
 
 
 def mark_known(loss: Any) -> Any:
     """Returns ``loss``, with the note that it is one of all ranks, whatever it is computed from."""
     return _forms().mark_known(loss)
+
+
+def _is_of_rows(shape: Any, rows: frozenset[int]) -> bool:
+    """Whether an array of this shape has a number for each row."""
+    if getattr(shape, "rank", 0) is None:  # of TensorFlow
+        return True
+    return len(shape) > 0 and (shape[0] is None or shape[0] in rows)
 
 
 def _forms() -> Any:
@@ -105,7 +150,7 @@ def _calls() -> int:
     return hash(tuple(calls))
 
 
-def _warn(loss: Any, what: str, *, unknown: bool) -> None:
-    file, _, line = (_forms().line_of(loss) or caller() or ":1").rpartition(":")
+def _warn(what: str, line: str | None, *, unknown: bool) -> None:
+    file, _, number = (line or ":1").rpartition(":")
     text = f"{what}: {_UNKNOWN if unknown else _OTHER}, {_HOW}"
-    warnings.warn_explicit(text, UserWarning, file or "<choros>", int(line))
+    warnings.warn_explicit(text, UserWarning, file or "<choros>", int(number))

@@ -2,69 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
 import tensorflow as tf
 
 from choros.comm.request import is_users
-from choros.training.forms import CONSTANT, COUNT, MEAN, SUM, Form, Term, is_of_rows, reduces_rows
+from choros.training.forms import CONSTANT, COUNT, MEAN, Form, Reading, Value
 
-__all__ = ["is_readable", "line_of", "mark_known", "reader"]
+__all__ = ["line_of", "mark_known", "total"]
 
-_KNOWN = "_choros_known"
-#: A divisor that is a multiple of the number of rows is their number, if that is not a usual constant.
-_USUAL = 4
-
+_KNOWN, _READINGS = "_choros_known", "_choros_readings"
 _SAME = frozenset(
-    [
-        "Cast",
-        "CheckNumerics",
-        "EnsureShape",
-        "ExpandDims",
-        "Identity",
-        "Mean",
-        "Neg",
-        "PreventGradient",
-        "Reshape",
-        "Snapshot",
-        "Squeeze",
-        "StopGradient",
-        "Sum",
-        "Transpose",
-    ]
+    ("Cast", "CheckNumerics", "EnsureShape", "Identity", "Neg", "PreventGradient", "Snapshot", "StopGradient")
 )
-_ADD = frozenset(("Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub"))
-_MULTIPLY = frozenset(("Mul", "MulNoNan", "Square"))
-_DIVIDE = frozenset(("Div", "DivNoNan", "RealDiv"))
-_SUMS = frozenset(("BatchMatMulV2", "Einsum", "L2Loss", "MatMul", "Sum"))
+_RESHAPES = frozenset(("ExpandDims", "Reshape", "Squeeze"))
+_ADD = frozenset(("Add", "AddN", "AddV2", "ConcatV2", "Pack"))
+_ARITHMETIC = {"Div": "div", "DivNoNan": "div", "Mul": "mul", "MulNoNan": "mul", "RealDiv": "div", "Sub": "sub"}
+_REDUCTIONS = frozenset(("All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Min", "Prod"))
+_PRODUCTS = frozenset(("BatchMatMulV2", "BatchMatMulV3", "MatMul"))
 #: What has values of its own, but not of the batch.
-_LEAVES = frozenset(("Const", "Fill", "Placeholder", "ReadVariableOp", "VarHandleOp", "VariableV2"))
-
-
-def is_readable(loss: Any) -> bool:
-    """Whether ``loss`` is in a graph, or marked."""
-    return tf.is_symbolic_tensor(loss) or hasattr(loss, _KNOWN)
+_WEIGHTS = frozenset(("ReadVariableOp", "VarHandleOp", "VariableV2"))
 
 
 def mark_known(tensor: Any) -> Any:
     """Marks a loss that is one of all ranks already."""
     if tf.is_symbolic_tensor(tensor):
-        tensor.graph.add_to_collection(_KNOWN, tensor.name)
+        tensor.graph.get_collection_ref(_KNOWN).append(tensor.name)
     else:
         setattr(tensor, _KNOWN, True)
     return tensor
-
-
-def reader(rows: int) -> Callable[[Any], Form | Term | None]:
-    """Returns the function ``read`` of ``form_of`` for tensors; outside of graphs it knows only what is marked.
-
-    Args:
-        rows: the number of rows of the batch; 0 if the graph does not know it.
-    """
-    return _Reader(rows).read
 
 
 def line_of(loss: Any) -> str | None:
@@ -75,101 +44,152 @@ def line_of(loss: Any) -> str | None:
     return next((f"{name}:{line}" for name, line in reversed(lines) if is_users(name)), None)
 
 
+def total(loss: Any, rows: frozenset[int]) -> Form | None:
+    """The form of a loss, or of the sum of losses; ``None`` if it is not known.
+
+    Args:
+        loss: a tensor; outside of graphs, it is known only if it is marked.
+        rows: the numbers of rows of the batch's arrays; empty if the graph does not know them.
+    """
+    if not tf.is_symbolic_tensor(loss):
+        return MEAN if hasattr(loss, _KNOWN) else None
+    readings = loss.graph.get_collection_ref(_READINGS)
+    if not readings:
+        readings.append(_Graph(loss.graph, rows))
+    value: Value = readings[0].value_of(loss)
+    return value.total
+
+
 @final
-class _Reader:
-    """Reads a graph; if that knows the number of rows, these are found by it, in what depends on the batch."""
+class _Graph:
+    """What is known of the tensors of a graph, in the order in which they were added to it."""
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._with_rows: dict[str, bool] = {}
+    def __init__(self, graph: Any, rows: frozenset[int]) -> None:
+        self._graph = graph
+        self._reading = Reading(rows)
+        self._values: dict[str, Value] = {}
+        self._read = 0
 
-    def read(self, tensor: Any) -> Form | Term | None:
-        """See ``reader``."""
-        if isinstance(tensor, Form):
-            return tensor
-        if not tf.is_symbolic_tensor(tensor):
-            return MEAN if hasattr(tensor, _KNOWN) else None
-        if tensor.name in tensor.graph.get_collection_ref(_KNOWN):
-            return MEAN
-        if self._has_rows(tensor):
-            return None
-        if tf.get_static_value(tensor) is not None:
-            return CONSTANT
-        kind, inputs = tensor.op.type, list(tensor.op.inputs)
-        with_rows = any(map(self._has_rows, inputs))
-        if kind in ("Shape", "Size"):
-            return COUNT if with_rows else CONSTANT
-        if kind in ("Prod", "StridedSlice") and inputs[0].op.type == "Shape":
-            number = _number(tensor)
-            return COUNT if number is None or is_of_rows(number, self._rows) else CONSTANT
-        if with_rows:
-            return SUM if kind in _SUMS else MEAN if kind == "Mean" else None
+    def value_of(self, tensor: Any) -> Value:
+        """What is known of a tensor."""
+        operations = self._graph.get_operations()
+        known = frozenset(self._graph.get_collection_ref(_KNOWN))
+        for each in operations[self._read :]:
+            operands = [self._value(given, known) for given in each.inputs]
+            self._values.update({made.name: self._result(each, operands, made, _shape(made)) for made in each.outputs})
+        self._read = len(operations)
+        return self._value(tensor, known)
+
+    def _value(self, tensor: Any, known: frozenset[str]) -> Value:
+        if tensor.name in known:
+            return Value(_shape(tensor), frozenset((MEAN,)))
+        return self._values.get(tensor.name, Value(()))
+
+    def _result(self, operation: Any, operands: list[Value], made: Any, shape: tuple[int | None, ...]) -> Value:
+        kind, reading = operation.type, self._reading
+        if kind == "Const":
+            return Value(shape, number=_constant(made))
+        if kind in _WEIGHTS or made.dtype == tf.resource:
+            return Value(shape)
+        if kind in ("Placeholder", "IteratorGetNext"):
+            return reading.leaf(shape)
+        if kind.startswith(("Random", "StatelessRandom", "StatelessTruncated", "Truncated")):
+            return reading.made(shape, random=True)
+        if kind in ("BroadcastTo", "Fill"):
+            filled = operands[kind == "Fill"]
+            return reading.broadcast(filled, shape, range(len(shape) - len(filled.shape), len(shape)))
+        if kind == "Shape":
+            return Value(shape)
+        length = self._length(operation, operands, shape) if kind in ("Prod", "Size", "StridedSlice") else None
+        if length is not None:
+            return length
         if kind in _SAME:
-            return Term("add", inputs[:1])
+            return reading.same(operands[0], shape, operands[0].axis)
+        if kind in _RESHAPES:
+            return reading.reshape(operands[0], shape)
         if kind in _ADD:
-            operands = [each for each in inputs if not _is_zero(each)]
-            return Term("add", operands[:-1] if kind == "ConcatV2" else operands)
-        if kind in _MULTIPLY:
-            return Term("multiply", inputs * (2 if kind == "Square" else 1))
-        if kind in _DIVIDE:
-            return self._quotient(*inputs)
-        if kind == "Prod" and inputs[0].op.type == "Pack":  # the lengths of an array
-            return Term("multiply", list(inputs[0].op.inputs))
-        return CONSTANT if kind in _LEAVES else Term("apply", inputs)
+            return reading.arithmetic("add", operands[:-1] if kind == "ConcatV2" else operands, shape)
+        if kind in _ARITHMETIC:
+            return reading.arithmetic(_ARITHMETIC[kind], operands, shape)
+        if kind == "Square":
+            return reading.arithmetic("mul", operands * 2, shape)
+        if kind in ("Select", "SelectV2") and operands[0].axis is None:
+            return reading.arithmetic("add", operands[1:], shape)
+        return self._reduced(operation, operands, shape)
 
-    def _quotient(self, dividend: Any, divisor: Any) -> Term | None:
-        """A division; by a constant that may be the number of rows, it is not known what it is."""
-        value = _number(divisor)
-        if value is None or not is_of_rows(value, self._rows):
-            return Term("divide", [dividend, divisor])
-        return Term("divide", [dividend, COUNT]) if self._rows > _USUAL else None
+    def _reduced(self, operation: Any, operands: list[Value], shape: tuple[int | None, ...]) -> Value:
+        kind, reading = operation.type, self._reading
+        if kind == "L2Loss":
+            squares = reading.arithmetic("mul", operands * 2, operands[0].shape)
+            return reading.reduce(squares, range(len(squares.shape)), shape)
+        if kind in ("Sum", "Mean") or kind in _REDUCTIONS:
+            axes = _axes(operation, len(operands[0].shape), len(shape))
+            if kind in _REDUCTIONS or axes is None:
+                return reading.apply(operands[:1], shape, axes or ())
+            return reading.reduce(operands[0], axes, shape, mean=kind == "Mean")
+        if kind == "Transpose":
+            order = tf.get_static_value(operation.inputs[1])
+            if order is not None:
+                axis = operands[0].axis
+                return reading.same(operands[0], shape, None if axis is None else order.tolist().index(axis))
+        if kind in _PRODUCTS:
+            return self._product(operation, operands, shape)
+        if kind == "Einsum" and len(operands) == 2 and b"." not in operation.get_attr("equation"):
+            return self._einsum(operation.get_attr("equation").decode(), operands, shape)
+        return reading.apply(operands, shape)
 
-    def _has_rows(self, tensor: Any) -> bool:
-        if tensor.shape.rank is None or None in tensor.shape.as_list():
-            return True
-        return any(is_of_rows(each, self._rows) for each in tensor.shape.as_list() if self._rows) and self._keeps(
-            tensor.op
-        )
+    def _product(self, operation: Any, operands: list[Value], shape: tuple[int | None, ...]) -> Value:
+        names = ("transpose_a", "transpose_b") if operation.type == "MatMul" else ("adj_x", "adj_y")
+        last = [len(each.shape) - 1 for each in operands]
+        summed = [last[0] - operation.get_attr(names[0]), last[1] - 1 + operation.get_attr(names[1])]
+        places = [
+            [axis + len(shape) - len(each.shape) for axis in range(end - 1)] + [len(shape) - 2 + number] * 2
+            for number, (each, end) in enumerate(zip(operands, last, strict=True))
+        ]
+        return self._reading.contract(operands, [[axis] for axis in summed], places, shape)
 
-    def _keeps(self, operation: Any) -> bool:
-        """Whether an operation computes something of the batch, whose rows it has not reduced."""
-        if operation.name not in self._with_rows:
-            self._with_rows[operation.name] = False  # of a loop's operations, until it is known
-            kind, inputs = operation.type, list(operation.inputs)
-            if kind in ("Sum", "Mean"):
-                axes = tf.get_static_value(inputs[1])
-                lengths = inputs[0].shape.as_list()
-                reduced = axes is not None and reduces_rows(lengths, np.ravel(axes).tolist(), self._rows)
-                found = not reduced and self._keeps(inputs[0].op)
-            elif kind == "Placeholder":
-                found = operation.outputs[0].dtype != tf.resource
-            else:
-                found = kind == "IteratorGetNext" or any(self._keeps(each.op) for each in inputs)
-            self._with_rows[operation.name] = found
-        return self._with_rows[operation.name]
+    def _einsum(self, equation: str, operands: list[Value], shape: tuple[int | None, ...]) -> Value:
+        given, _, made = equation.partition("->")
+        names = given.split(",")
+        over = [[axis for axis, name in enumerate(each) if name not in made] for each in names]
+        return self._reading.contract(operands, over, [[made.find(name) for name in each] for each in names], shape)
 
-
-def _number(tensor: Any) -> float | None:
-    """The value of a number that the graph knows, or of all or one of an array's lengths."""
-    value, kind = tf.get_static_value(tensor), tensor.op.type
-    if value is not None:
-        return float(value) if value.ndim == 0 else None
-    if kind in ("Cast", "Identity"):
-        return _number(tensor.op.inputs[0])
-    if kind not in ("Prod", "StridedSlice"):
-        return None
-    first = tensor.op.inputs[0]
-    known = tf.get_static_value(first)
-    shape = first.op.inputs[0].shape if first.op.type == "Shape" else tf.TensorShape(None)
-    if known is None and shape.rank is None:
-        return None
-    lengths = shape.as_list() if known is None else list(known)
-    if kind == "StridedSlice":
-        place = tf.get_static_value(tensor.op.inputs[1])
-        lengths = [lengths[int(place[0])]] if place is not None and len(place) == 1 else [None]
-    return None if None in lengths else float(math.prod(lengths))
+    def _length(self, operation: Any, operands: list[Value], shape: tuple[int | None, ...]) -> Value | None:
+        """A length of an array, or its number of elements; ``None`` if ``operation`` computes neither."""
+        first = operation.inputs[0]
+        if operation.type == "Prod" and first.op.type == "Pack":
+            factors = [self._values[each.name] for each in first.op.inputs]
+            return functools.reduce(lambda a, b: self._reading.arithmetic("mul", [a, b], shape), factors)
+        if operation.type != "Size" and (first.op.type != "Shape" or shape):
+            return None
+        array = operands[0] if operation.type == "Size" else self._values[first.op.inputs[0].name]
+        axes = range(len(array.shape))
+        if operation.type == "StridedSlice":
+            place = tf.get_static_value(operation.inputs[1])
+            axes = axes if place is None else range(int(place[0]) % len(axes), int(place[0]) % len(axes) + 1)
+        lengths = [array.shape[axis] for axis in axes]
+        known = [each for each in lengths if each is not None]
+        if len(known) == len(lengths):
+            return Value(shape, number=float(math.prod(known)))
+        return Value(shape, frozenset((COUNT,)) if array.axis in axes else frozenset((CONSTANT,)))
 
 
-def _is_zero(tensor: Any) -> bool:
-    value = tf.get_static_value(tensor)
-    return value is not None and value.ndim == 0 and value == 0
+def _shape(tensor: Any) -> tuple[int | None, ...]:
+    return (None,) if tensor.shape.rank is None else tuple(tensor.shape.as_list())
+
+
+def _constant(tensor: Any) -> float | None:
+    """The number that all elements of a constant are, if they are few."""
+    if tensor.dtype.is_floating or tensor.dtype.is_integer:
+        value = tf.get_static_value(tensor)
+        if value is not None and value.size and value.size <= 64 and np.all(value == value.flat[0]):
+            return float(value.flat[0])
+    return None
+
+
+def _axes(operation: Any, ndim: int, left: int) -> list[int] | None:
+    """The axes of a reduction, if the graph knows them."""
+    known = tf.get_static_value(operation.inputs[1])
+    if known is None:
+        return list(range(ndim)) if left == 0 else None
+    return [int(axis) % max(ndim, 1) for axis in np.ravel(known)]

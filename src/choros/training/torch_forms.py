@@ -1,146 +1,204 @@
-"""How a loss in PyTorch's graph of gradients depends on the rows: see ``forms.py``.
+"""How losses in PyTorch depend on the rows, read while a step computes them: see ``forms.py``.
 
-The graph has the sizes of what was reduced, and no tensors that have no gradient: the rows are found by their number.
+What a step computes is noted in the first steps only: it costs some microseconds for each operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
 
-from choros.training.forms import CONSTANT, COUNT, MEAN, SUM, Dependence, Form, Term, reduces_rows
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["is_readable", "line_of", "mark_known", "reader"]
+from choros.training.forms import MEAN, SUM, Dependence, Form, Reading, Value
 
-_KNOWN = "choros"
-#: A divisor that is a multiple of the number of rows is their number, if that is not a usual constant.
-_USUAL = 4
-_SAME = (
-    "View",
-    "UnsafeView",
-    "Reshape",
-    "Squeeze",
-    "Unsqueeze",
-    "ToCopy",
-    "Clone",
-    "Alias",
-    "Neg",
-    "Expand",
-    "Permute",
+__all__ = ["line_of", "mark_known", "noted", "total"]
+
+_SAME = frozenset(
+    ("_to_copy", "alias", "clone", "contiguous", "copy", "detach", "lift", "lift_fresh", "lift_fresh_copy", "neg", "to")
 )
-_APPLY = ("Abs", "Clamp", "Exp", "Log", "Log1P", "Maximum", "Minimum", "Pow", "Relu", "Rsqrt", "Sqrt", "Tanh")
+_RESHAPES = frozenset(("_reshape_alias", "_unsafe_view", "flatten", "reshape", "squeeze", "unsqueeze", "view"))
+_ARITHMETIC = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}
+_MADE = ("arange", "empty", "eye", "full", "linspace", "new_", "ones", "scalar_tensor", "zeros")
+_RANDOM = ("bernoulli", "exponential", "multinomial", "normal", "rand", "uniform")
+_PRODUCTS = frozenset(("addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv"))
+#: What takes a part of an axis, which may have several rows of each.
+_PARTS = frozenset(("gather", "index_select", "narrow", "slice", "split", "split_with_sizes", "take_along_dim"))
 _MEAN, _SUM = 1, 2
 
 
-def is_readable(loss: Any) -> bool:
-    """Whether the graph has ``loss``."""
-    return loss.grad_fn is not None
+@final
+class _Notes(TorchDispatchMode):
+    """Notes what is known of the tensors that are computed."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, rows: frozenset[int]) -> None:
+        super().__init__()
+        self._reading = Reading(rows)
+        self.values: Any = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls an operation of PyTorch."""
+        del types
+        made = func(*args, **(kwargs or {}))
+        results = [each for each in (made if isinstance(made, tuple | list) else (made,)) if torch.is_tensor(each)]
+        schema = getattr(func, "_schema", None)
+        if results:
+            names = [] if schema is None else [each.name for each in schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            name = "" if schema is None else schema.name.rpartition("::")[2].rstrip("_")
+            values = [self._result(name, given or {"": list(args)}, tuple(each.shape), each) for each in results]
+            for each, value in zip(results, values, strict=True):
+                self.values[each] = value
+        return made
+
+    def value_of(self, given: Any) -> Value:
+        """What is known of a tensor, or of a number."""
+        if not torch.is_tensor(given):
+            return Value((), number=float(given) if isinstance(given, int | float) else None)
+        found = self.values.get(given)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+        shape = tuple(given.shape)
+        if isinstance(given, torch.nn.Parameter):
+            return Value(shape)
+        if not shape and given.device.type == "cpu" and not given.is_complex():
+            return Value(shape, number=float(given))
+        return self._reading.leaf(shape)
+
+    def _result(self, name: str, given: Mapping[str, Any], shape: tuple[int, ...], made: Any) -> Value:
+        reading = self._reading
+        first = self.value_of(next(iter(given.values()), None))
+        if name in _SAME:
+            source = self.value_of(given["src"]) if name == "copy" and "src" in given else first
+            return reading.broadcast(source, shape, range(len(shape) - len(source.shape), len(shape)))
+        if name.startswith(_RANDOM) or "dropout" in name:
+            return reading.apply([*self._operands(given), reading.made(shape, random=True)], shape)
+        if name.startswith(_MADE) or name in ("fill", "zero"):
+            return reading.made(shape, _number(made, name, given))
+        if name in _ARITHMETIC or name == "rsub":
+            operands = [first, self.value_of(given["other"])]
+            operation = _ARITHMETIC.get(name, "sub")
+            if given.get("rounding_mode"):
+                return reading.apply(operands, shape)
+            return reading.arithmetic(operation, operands[::-1] if name == "rsub" else operands, shape)
+        if name == "reciprocal":
+            return reading.arithmetic("div", [Value((), number=1.0), first], shape)
+        if name == "pow" and given.get("exponent") == 2:
+            return reading.arithmetic("mul", [first, first], shape)
+        if name == "where" and "other" in given and self.value_of(given["condition"]).axis is None:
+            return reading.arithmetic("add", [self.value_of(given[each]) for each in ("self", "other")], shape)
+        if name in ("cat", "stack"):
+            parts = [self.value_of(each) for each in given["tensors"] if each.numel()]
+            if name == "stack":
+                parts = [reading.reshape(each, _one_of(shape, given.get("dim", 0))) for each in parts]
+            return reading.arithmetic("add", parts, shape) if parts else Value(shape)
+        if name in ("sum", "mean"):
+            axes = given.get("dim")
+            every = range(len(first.shape))
+            over = every if axes is None or axes == [] else [axes] if isinstance(axes, int) else axes
+            return reading.reduce(first, over, shape, mean=name == "mean")
+        if name in _PRODUCTS:
+            return self._product(given, shape)
+        if "reduction" in given and given["reduction"] in (_MEAN, _SUM) and not shape:
+            return self._loss(name, given)
+        return self._moved(name, given, first, shape)
+
+    def _moved(self, name: str, given: Mapping[str, Any], first: Value, shape: tuple[int, ...]) -> Value:
+        reading, axis, ndim = self._reading, first.axis, len(first.shape)
+        if name in _RESHAPES:
+            return reading.reshape(first, shape)
+        if name == "permute":
+            order = [each % ndim for each in given["dims"]]
+            return reading.same(first, shape, None if axis is None else order.index(axis))
+        if name in ("t", "transpose"):
+            pair = (0, ndim - 1) if name == "t" else (given["dim0"] % ndim, given["dim1"] % ndim) if ndim else (0, 0)
+            return reading.same(first, shape, pair[1 - pair.index(axis)] if axis in pair else axis)
+        if name == "expand":
+            return reading.broadcast(first, shape, range(len(shape) - ndim, len(shape)))
+        axes = () if name in _PARTS else given.get("dim", () if shape else None)
+        over = range(ndim) if axes is None or axes == [] else [axes] if isinstance(axes, int) else axes
+        return reading.apply(self._operands(given), shape, [each % ndim for each in over] if ndim else ())
+
+    def _product(self, given: Mapping[str, Any], shape: tuple[int, ...]) -> Value:
+        """A product of matrices or vectors, of stacks of them, or such a product plus something."""
+        tensors = [each for each in given.values() if torch.is_tensor(each)]
+        first, second = (self.value_of(each) for each in tensors[-2:])
+        stacked = len(first.shape) == 3
+        last = len(first.shape) - 1
+        places = [range(len(first.shape)), (0, -1, 2) if stacked else (-1, last)]
+        product = self._reading.contract([first, second], [(last,), (int(stacked),)], places, shape)
+        if len(tensors) < 3:
+            return product
+        return self._reading.arithmetic("add", [self.value_of(tensors[0]), product], shape)
+
+    def _loss(self, name: str, given: Mapping[str, Any]) -> Value:
+        """A loss of ``torch.nn.functional``, as one number."""
+        rows = self._reading.apply(self._operands(given), self.value_of(next(iter(given.values()))).shape)
+        if rows.axis is None or not rows.forms:
+            return self._reading.apply([rows], ())
+        if given["reduction"] == _SUM:
+            return Value((), frozenset((SUM,)))
+        is_weighted = "nll" in name and given.get("weight") is not None
+        return Value((), frozenset((Form(0, Dependence.OTHER) if is_weighted else MEAN,)))
+
+    def _operands(self, given: Mapping[str, Any]) -> list[Value]:
+        flat = [each for value in given.values() for each in (value if isinstance(value, tuple | list) else (value,))]
+        return [self.value_of(each) for each in flat if torch.is_tensor(each)]
+
+
+_current: _Notes | None = None
+
+
+@contextmanager
+def noted(rows: frozenset[int]) -> Iterator[None]:
+    """A context in which what is computed can be read.
+
+    Args:
+        rows: the numbers of rows of the batch's arrays.
+    """
+    global _current
+    with _Notes(rows) as notes:
+        _current = notes
+        try:
+            yield
+        finally:
+            _current = None
 
 
 def mark_known(tensor: Any) -> Any:
     """Marks a loss that is one of all ranks already."""
-    if tensor.grad_fn is not None:
-        tensor.grad_fn.metadata[_KNOWN] = True
+    if _current is not None:
+        _current.values[tensor] = Value(tuple(tensor.shape), frozenset((MEAN,)))
     return tensor
 
 
 def line_of(loss: Any) -> str | None:
-    """Nothing: the graph does not know what code has made it."""
+    """Nothing: the notes do not say what code has made it."""
     del loss
     return None
 
 
-def reader(rows: int) -> Callable[[Any], Form | Term | None]:
-    """Returns the function ``read`` of ``form_of`` for tensors, and for the nodes of the graph.
-
-    Args:
-        rows: the number of rows of the batch.
-    """
-
-    def read(value: Any) -> Form | Term | None:
-        node = getattr(value, "grad_fn", value)
-        if node is None or isinstance(value, Form):
-            return value if isinstance(value, Form) else None
-        name, operands = _name(node), [each for each, _ in node.next_functions]
-        if node.metadata.get(_KNOWN):
-            return MEAN
-        if _is_constant(node):
-            return CONSTANT
-        if (reduction := getattr(node, "_saved_reduction", 0)) in (_MEAN, _SUM):
-            weighted = reduction == _MEAN and getattr(node, "_saved_weight", None) is not None and "Nll" in name
-            return Form(0, Dependence.OTHER) if weighted else MEAN if reduction == _MEAN else SUM
-        if name in ("Sum", "Mean"):
-            of_rows = _reduces(node, rows) and _has_rows(operands[0], rows)
-            return Term("add", operands) if not of_rows else SUM if name == "Sum" else MEAN
-        if name in ("Add", "Sub", "Stack", "Cat", *_SAME):
-            return Term("add", [each for each in operands if each is not None])
-        if name == "Mul":
-            return Term(
-                "multiply",
-                [
-                    _factor(node._saved_self, rows)
-                    if each is None and not index
-                    else _factor(node._saved_other, rows)
-                    if each is None
-                    else each
-                    for index, each in enumerate(operands)
-                ],
-            )
-        if name == "Div":
-            divisor = operands[1] if operands[1] is not None else _divisor(node._saved_other, rows)
-            return None if divisor is None or operands[0] is None else Term("divide", [operands[0], divisor])
-        return Term("apply", [each for each in operands if each is not None]) if name in _APPLY else None
-
-    return read
+def total(loss: Any, rows: frozenset[int]) -> Form | None:
+    """The form of a loss, or of the sum of losses; ``None`` if it is not known."""
+    del rows
+    return _current.value_of(loss).total if _current is not None and loss in _current.values else None
 
 
-def _name(node: Any) -> str:
-    """The name of an operation: ``Sum`` for ``SumBackward0``."""
-    name: str = node.name().rpartition("::")[2]
-    return name.partition("Backward")[0]
+def _number(made: Any, name: str, given: Mapping[str, Any]) -> float | None:
+    """The number of which an array is made."""
+    if name.startswith(("zero", "ones", "new_zeros", "new_ones")):
+        return float("ones" in name)
+    number = given.get("fill_value", given.get("value", given.get("s")))
+    del made
+    return float(number) if isinstance(number, int | float) else None
 
 
-def _reduces(node: Any, rows: int) -> bool:
-    """Whether a sum or a mean is one over rows."""
-    sizes: Sequence[int] = node._saved_self_sym_sizes
-    axes = getattr(node, "_saved_dim", None) or range(len(sizes))
-    return reduces_rows(sizes, [axis if axis < len(sizes) else axis - 2**64 for axis in axes], rows)
-
-
-def _has_rows(node: Any, rows: int) -> bool:
-    """Whether the rows, if there are any in what a node computes, are not reduced yet."""
-    name = _name(node)
-    operands = [each for each, _ in node.next_functions if each is not None]
-    if name in ("Sum", "Mean"):
-        return not _reduces(node, rows) and _has_rows(operands[0], rows)
-    if name in ("Add", "Sub", "Mul", "Div", "Stack", "Cat", *_SAME, *_APPLY):
-        return any(_has_rows(each, rows) for each in operands)
-    return name != "AccumulateGrad"
-
-
-def _is_constant(node: Any) -> bool:
-    """Whether a node computes something of weights alone."""
-    name = _name(node)
-    if name == "AccumulateGrad":
-        return True
-    if name not in ("Add", "Sub", "Mul", "Div", "Sum", "Mean", "Stack", "Cat", *_SAME, *_APPLY):
-        return False
-    others = (getattr(node, attribute, None) for attribute in ("_saved_self", "_saved_other"))
-    if any(each is None for each, _ in node.next_functions) and any(
-        other is not None and other.ndim and not other.requires_grad for other in others
-    ):
-        return False
-    return all(_is_constant(each) for each, _ in node.next_functions if each is not None)
-
-
-def _factor(factor: Any, rows: int) -> Form:
-    value = float(factor) if factor is not None and factor.ndim == 0 else 0.0
-    return Form(-1, Dependence.NUMBER) if value and _is_count(1 / value, rows) else CONSTANT
-
-
-def _divisor(divisor: Any, rows: int) -> Form | None:
-    return COUNT if divisor is not None and divisor.ndim == 0 and _is_count(float(divisor), rows) else None
-
-
-def _is_count(value: float, rows: int) -> bool:
-    return rows > _USUAL and value >= rows and abs(value / rows - round(value / rows)) < 1e-6
+def _one_of(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """The shape of one of several arrays that are stacked along ``axis``."""
+    place = axis % len(shape)
+    return (*shape[:place], 1, *shape[place + 1 :])

@@ -60,7 +60,7 @@ from choros.training.model_variables import model_variables
 from choros.training.normalization import is_synchronized, synchronizing
 from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.variables import broadcast_updates, broadcast_variables, value_of
-from choros.training.weighting import ModelStep, current_step, run_step
+from choros.training.weighting import ModelStep, current_step, run_step, try_step
 
 __all__ = ["Steps", "attach", "is_spmd", "spans_ranks", "steps_of"]
 
@@ -110,7 +110,7 @@ class Steps:
         self.epochs: ElasticEpochs | None = None
         self._rows_may_lack = False
         #: ``ModelStep.decided``.
-        self._decided: dict[Any, bool] = {}
+        self._decided: dict[Any, int] = {}
         self.test_results: dict[str, Any] | None = None
         self.in_test = False
         self._model = model
@@ -408,10 +408,11 @@ class Steps:
             this = make_step(examples, rows=known, by_part=len(rows) > 1, own_methods=own_names)
             with run_step(this), synchronizing(), self._once_read(args[-1]):
                 absent = False if this.of_all_ranks else self._absent(examples)
-                if absent is False:
-                    done = own(*args)
-                else:
-                    done = step_without_rows(model, own, args, absent, lambda: self._assigned_alone)
+                run = own
+                if absent is not False:
+                    run = lambda *args: step_without_rows(model, own, args, absent, lambda: self._assigned_alone)  # noqa: E731
+                try_step(this, run, args)
+                done = run(*args)
             if timed:
                 page.leave_train_step()
             return done

@@ -36,16 +36,18 @@ from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec, framework_adapter
 from choros.comm import Communicator, ProcessSet, Reduction, Request
+from choros.comm.request import caller
 from choros.parallel.reduce.joining import Participation
 from choros.training import own_losses
 from choros.training.differentiation import scaled_gradients
 from choros.training.keras_internals import apply_mask, patched_reductions
 
-__all__ = ["ModelStep", "correction", "current_step", "participation", "run_step", "step_of_this_thread"]
+__all__ = ["ModelStep", "correction", "current_step", "participation", "run_step", "step_of_this_thread", "try_step"]
 
 _SHARE = Request("examples of a batch")
 _DIVISOR = Request("divisor of a loss")
-_FUNCTION, _COMPUTED = "the result of a loss function", "the result of compute_loss"
+#: In a training step of the user's own, what is not computed in each step has that many to be read in.
+_FIRST_STEPS = 16
 _SCALAR = ArraySpec((), np.dtype(np.float32))
 #: More losses than a step has: tests have them, too, and no gradient after them.
 _MANY = 64
@@ -67,9 +69,10 @@ class ModelStep:
         rows: the numbers of rows of the batch's arrays; empty in a function that is compiled for any.
         by_part: whether arrays of a batch may have different numbers of rows, so that means do not divide by examples.
         own_methods: those of the model's methods that are not Keras'.
-        decided: which of the losses that Keras has not computed are sums over the rows, as earlier batches have shown.
+        decided: which of the losses that Keras has not computed are sums over the rows, as earlier batches have shown,
+            and how many steps have noted that.
         numbers: counts the losses that Keras has not computed.
-        unread: those of them that do not tell how they were computed.
+        marked: those of them that a trial has marked, and the lines that have computed them; ``None`` if it is none.
     """
 
     examples: Any
@@ -81,9 +84,9 @@ class ModelStep:
     rows: frozenset[int] = frozenset()
     by_part: bool = False
     own_methods: frozenset[str] = frozenset()
-    decided: dict[Any, bool] = field(default_factory=dict)
+    decided: dict[Any, int] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    unread: list[str] = field(default_factory=list)
+    marked: dict[str, str | None] | None = None
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -112,10 +115,53 @@ def run_step(step: ModelStep) -> Iterator[None]:
             yield
         else:
             reductions = patched_reductions(_reduce_loss, _reduce_samples, _sum_added, _compute_loss)
-            with reductions, scaled_gradients(_factor_of_gradients):
+            with reductions, scaled_gradients(_factor_of_gradients), _noted(step):
                 yield
     finally:
         _current = outer
+
+
+def try_step(step: ModelStep, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Finds out which losses are sums over the rows, where only the program of a step tells: on JAX.
+
+    Args:
+        step: the step, which runs.
+        run: its function, which is traced, and not run.
+        arguments: those of the function; the first has the weights.
+    """
+    tried = ("tried", step.trains)
+    if step.of_all_ranks or tried in step.decided or not own_losses.reads_programs():
+        return
+    marked: dict[str, str | None] = {}
+    with _in_place(replace(step, numbers=itertools.count(1), marked=marked)):
+        forms = own_losses.forms_of_marked(run, arguments, step.rows)
+    for name, line in marked.items():
+        is_sum = own_losses.decide(forms.get(name), name, line, step.process_set, warns=step.trains)
+        step.decided[name, step.trains, 0] = is_sum
+    step.decided[tried] = True
+
+
+@contextmanager
+def _in_place(step: ModelStep) -> Iterator[None]:
+    global _current
+    outer, _current = _current, step
+    try:
+        yield
+    finally:
+        _current = outer
+
+
+@contextmanager
+def _noted(step: ModelStep) -> Iterator[None]:
+    """The first steps note how losses are computed, where that costs time: on PyTorch."""
+    noted = ("noted steps", step.trains)
+    first = _FIRST_STEPS if "train_step" in step.own_methods else 1
+    if step.decided.get(noted, 0) >= first:
+        yield
+        return
+    with own_losses.noted(step.rows):
+        yield
+    step.decided[noted] = step.decided.get(noted, 0) + (not own_losses.is_unsure(step.rows))
 
 
 def participation(process_set: ProcessSet) -> Participation:
@@ -153,7 +199,7 @@ def _reduce_loss(
         loss = keras.ops.sum(loss)  # of no rows, Keras returns no number
         loss = loss * keras.ops.cast(_factor_of_divisor(step, keras.ops.cast(divisor, "float32")), loss.dtype)
     if step is not None and is_scalar:
-        return _number_of_all_ranks(step, loss, _FUNCTION)
+        return _of_all_ranks_if_sum(step, loss, "the result of a loss function")
     if step is not None and reduction == "sum":
         loss = _added(step, loss)
     if step is not None and reduction not in (None, "none"):
@@ -168,48 +214,41 @@ def _reduce_samples(own: Callable[..., Any], values: Any, sample_weight: Any, re
     if step is None or reduce_fn is not keras.ops.mean or sample_weight is not None or len(values.shape) > 0:
         return values, sample_weight
     share = keras.ops.cast(_share_of_examples(step, values), values.dtype)
-    if "train_step" in step.own_methods and own_losses.is_surely_sum(values, max(step.rows, default=0)):
+    if "train_step" in step.own_methods and own_losses.is_surely_sum(values, step.rows):
         return values, share
     return values * share, share
 
 
 def _sum_added(own: Callable[..., Any], model: Any, value: Any) -> Any:
     """Keras' sum of a value of ``add_loss``, called as ``own``: over all ranks' rows, if the value has any."""
-    loss, step = own(model, value), step_of_this_thread()
+    step = step_of_this_thread()
     if step is None:
-        return loss
-    if _has_rows(step, value, "add_loss"):
-        return _of_all_ranks(step, loss, True)
-    return _number_of_all_ranks(step, loss, "a value of add_loss")
+        return own(model, value)
+    return _of_all_ranks_if_sum(step, value, "a value of add_loss", functools.partial(own, model))
 
 
 def _compute_loss(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """The model's ``compute_loss``, called as ``own``: over all ranks' rows, if it is the user's, and a sum."""
     loss, step = own(model, *args, **kwargs), step_of_this_thread()
-    if step is None or loss is None or not ("compute_loss" in step.own_methods or _FUNCTION in step.unread):
+    if step is None or loss is None or "compute_loss" not in step.own_methods:
         return loss
-    unread = [each for each in step.unread if each != _FUNCTION]
-    program = own_losses.program(functools.partial(own, model), args, kwargs)
-    loss = _number_of_all_ranks(step, loss, _COMPUTED, program)
-    step.unread[:] = unread
-    return loss
+    return _of_all_ranks_if_sum(step, loss, "the result of compute_loss")
 
 
-def _number_of_all_ranks(step: ModelStep, loss: Any, what: str, program: Any = None) -> Any:
-    """A loss that the user's code has computed, over all ranks' rows if it tells that it is a sum over this rank's.
+def _of_all_ranks_if_sum(step: ModelStep, loss: Any, what: str, total: Callable[[Any], Any] = keras.ops.sum) -> Any:
+    """The total of what the user's code has computed, over all ranks' rows if it is a sum over this rank's.
 
     Args:
         step: the step.
-        loss: the loss, a number.
+        loss: a number, or several.
         what: of what.
-        program: what computes it, where ``loss`` does not tell.
+        total: adds them up.
     """
-    name = what if what == _COMPUTED else f"{what} ({next(step.numbers)})"
-    read = loss if program is None else program
-    if not own_losses.is_readable(read) and (name, 0) not in step.decided:
-        step.unread.append(what)
-        return loss
-    return _of_all_ranks(step, loss, _is_sum(step, read, name))
+    name = f"{what} ({next(step.numbers)})"
+    if step.marked is not None:
+        step.marked[name] = caller()
+        return total(own_losses.mark(loss, name))
+    return _of_all_ranks(step, total(loss), _is_sum(step, loss, name))
 
 
 def _of_all_ranks(step: ModelStep, loss: Any, is_sum: bool) -> Any:
@@ -224,49 +263,20 @@ def _added(step: ModelStep, loss: Any) -> Any:
 
 
 def _is_sum(step: ModelStep, loss: Any, what: str, *, by_calls: bool = False) -> bool:
-    global _current
-    rows, warns = max(step.rows, default=0), step.trains
-    # What is read may be a program, which is traced once more.
-    outer, _current = _current, replace(step, numbers=itertools.count(1), unread=[])
-    try:
-        return own_losses.is_sum(loss, what, rows, step.decided, step.process_set, by_calls=by_calls, warns=warns)
-    finally:
-        _current = outer
+    with _in_place(replace(step, numbers=itertools.count(1))):  # a program that is read is traced once more
+        return own_losses.is_sum(
+            loss, what, step.rows, step.decided, step.process_set, by_calls=by_calls, warns=step.trains
+        )
 
 
 def _factor_of_gradients(target: Any) -> Any:
     """The factor of the gradients of ``target``, of a vector those of its sum; ``None`` for 1."""
     step = step_of_this_thread()
-    if step is None or not (step.trains and step.weighted):
+    if step is None or step.marked is not None or not (step.trains and step.weighted):
         return None
-    is_sum = _has_rows(step, target, "gradient")
-    if not is_sum and ("train_step" in step.own_methods or (step.unread and own_losses.is_readable(target))):
-        is_sum = _is_sum(step, target, "a loss of the training step", by_calls=True)
-    if not is_sum:
+    if "train_step" not in step.own_methods or not _is_sum(step, target, "a loss of the training step", by_calls=True):
         return None
     return 1 / _share_of_examples(step, keras.ops.convert_to_tensor(step.examples, "int32"), of_loss=True)
-
-
-def _has_rows(step: ModelStep, values: Any, name: str) -> bool:
-    """Whether losses are those of rows; with one row on this rank, a length of 1 is told by the batches before.
-
-    Args:
-        step: the step.
-        values: the losses.
-        name: of what they are; all that have this name and as many axes have rows, or none of them.
-    """
-    shape = getattr(values, "shape", ())
-    if getattr(shape, "rank", 0) is None or None in shape:  # of TensorFlow
-        return True
-    lengths = [int(length) for length in shape]
-    if not step.rows:
-        return False
-    name = f"{name}, {len(lengths)}"
-    if any(rows != 1 for rows in step.rows) or name not in step.decided:
-        step.decided[name] = any(
-            length % rows == 0 if rows else length == 0 for length in lengths for rows in step.rows
-        )
-    return step.decided[name]
 
 
 def step_of_this_thread() -> ModelStep | None:
