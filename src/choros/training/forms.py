@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import final
 
-__all__ = ["CONSTANT", "COUNT", "MEAN", "SUM", "Dependence", "Form", "Reading", "Value"]
+__all__ = ["CONSTANT", "COUNT", "MEAN", "SUM", "Dependence", "Form", "Reading", "ValueForm"]
 
 #: A divisor up to this, or 1, may as well be a constant as the number of rows.
 _USUAL = 4
@@ -60,7 +60,7 @@ _LOSSES = frozenset((CONSTANT, MEAN, SUM))
 
 @final
 @dataclass(frozen=True)
-class Value:
+class ValueForm:
     """What is known of an array in a program.
 
     Attributes:
@@ -94,35 +94,35 @@ class Reading:
 
     Example:
         >>> reading = Reading([8])
-        >>> x, w = reading.leaf((8, 3)), Value((3,))
+        >>> x, w = reading.leaf((8, 3)), ValueForm((3,))
         >>> product = reading.arithmetic("mul", [x, w], (8, 3))
         >>> total = reading.reduce(product, (0, 1), ())
-        >>> total.total == SUM, reading.arithmetic("div", [total, Value((), number=24.0)], ()).total == MEAN
+        >>> total.total == SUM, reading.arithmetic("div", [total, ValueForm((), number=24.0)], ()).total == MEAN
         (True, True)
     """
 
     def __init__(self, rows: Collection[int]) -> None:
         self._rows = frozenset(max(each, 1) for each in rows)  # a rank without rows computes on one
 
-    def leaf(self, shape: Shape) -> Value:
+    def leaf(self, shape: Shape) -> ValueForm:
         """An array that is given to the program, and is no weight: one of rows, if it may be that."""
         is_of_rows = bool(shape) and (shape[0] is None or shape[0] in self._rows)
-        return Value(shape, frozenset((MEAN,)), 0) if is_of_rows else Value(shape)
+        return ValueForm(shape, frozenset((MEAN,)), 0) if is_of_rows else ValueForm(shape)
 
-    def made(self, shape: Shape, number: float | None = None, *, random: bool = False) -> Value:
+    def made(self, shape: Shape, number: float | None = None, *, random: bool = False) -> ValueForm:
         """An array that the program makes: of one number, or of random ones."""
         forms = frozenset((MEAN if random else CONSTANT,))
-        return Value(shape, forms, self._new_axis(shape, range(len(shape))), number)
+        return ValueForm(shape, forms, self._new_axis(shape, range(len(shape))), number)
 
-    def unknown(self, shape: Shape) -> Value:
+    def unknown(self, shape: Shape) -> ValueForm:
         """A value of which nothing can be said."""
-        return Value(shape, frozenset())
+        return ValueForm(shape, frozenset())
 
-    def same(self, value: Value, shape: Shape, axis: int | None) -> Value:
+    def same(self, value: ValueForm, shape: Shape, axis: int | None) -> ValueForm:
         """The same elements in another order, where the rows have ``axis``."""
         return replace(value, shape=shape, axis=axis)
 
-    def reshape(self, value: Value, shape: Shape) -> Value:
+    def reshape(self, value: ValueForm, shape: Shape) -> ValueForm:
         """The same elements, in their order."""
         if value.axis is None:
             return replace(value, shape=shape)
@@ -133,19 +133,19 @@ class Reading:
         found = (*placed, *exact, *several)
         return replace(value, shape=shape, axis=found[0]) if found else self.unknown(shape)
 
-    def broadcast(self, value: Value, shape: Shape, axes: Sequence[int]) -> Value:
+    def broadcast(self, value: ValueForm, shape: Shape, axes: Sequence[int]) -> ValueForm:
         """The same elements, repeated along new axes; ``axes`` are those of the value in the new ``shape``."""
         if value.axis is not None:
             return self.same(value, shape, axes[value.axis])
         return self.same(value, shape, self._new_axis(shape, [each for each in range(len(shape)) if each not in axes]))
 
-    def arithmetic(self, operation: str, operands: Sequence[Value], shape: Shape) -> Value:
+    def arithmetic(self, operation: str, operands: Sequence[ValueForm], shape: Shape) -> ValueForm:
         """``add``, ``sub``, ``mul`` or ``div``, element by element."""
         axis = _aligned_axis(operands, shape)
         if operation in ("mul", "div"):
             dividend, divisor = operands
             if operation == "div" and dividend.averaged is not None and divisor.number == dividend.averaged[0]:
-                return Value(shape, dividend.averaged[1], axis)
+                return ValueForm(shape, dividend.averaged[1], axis)
             sign, pairs = 1, itertools.product(self._factor(dividend), self._factor(divisor))
             if operation == "div":
                 sign, pairs = -1, itertools.product(dividend.forms, self._divisor(divisor))
@@ -156,9 +156,9 @@ class Reading:
             parts = [each for each in operands if each.number != 0] or operands
             add = functools.partial(_forms_of_sum, has_rows=axis is not None)
             forms = functools.reduce(add, [each.forms for each in parts])
-        return Value(shape, forms, axis, _folded(operation, operands))
+        return ValueForm(shape, forms, axis, _folded(operation, operands))
 
-    def reduce(self, value: Value, axes: Iterable[int], shape: Shape, *, mean: bool = False) -> Value:
+    def reduce(self, value: ValueForm, axes: Iterable[int], shape: Shape, *, mean: bool = False) -> ValueForm:
         """The sum or the mean over ``axes``."""
         over = {axis % len(value.shape) for axis in axes} if value.shape else set()
         lengths = [value.shape[axis] for axis in over]
@@ -169,13 +169,17 @@ class Reading:
         elif axis is not None and len(shape) < len(value.shape):
             axis -= sum(each < axis for each in over)
         if mean:
-            return Value(shape, value.forms, axis, value.number)
+            return ValueForm(shape, value.forms, axis, value.number)
         number = number * count if number is not None and count is not None else None
-        return Value(shape, summed, axis, number, None if count is None else (float(count), value.forms))
+        return ValueForm(shape, summed, axis, number, None if count is None else (float(count), value.forms))
 
     def contract(
-        self, operands: Sequence[Value], over: Sequence[Collection[int]], axes: Sequence[Sequence[int]], shape: Shape
-    ) -> Value:
+        self,
+        operands: Sequence[ValueForm],
+        over: Sequence[Collection[int]],
+        axes: Sequence[Sequence[int]],
+        shape: Shape,
+    ) -> ValueForm:
         """The sum of products over axes, as a product of matrices.
 
         Args:
@@ -195,26 +199,26 @@ class Reading:
             Form(a.degree + b.degree + is_summed, _kind_of_product(a, b, first, second, "mul"))
             for a, b in itertools.product(first.forms, second.forms)
         )
-        return Value(shape, forms, kept[0] if kept else None)
+        return ValueForm(shape, forms, kept[0] if kept else None)
 
-    def apply(self, operands: Sequence[Value], shape: Shape, over: Collection[int] = ()) -> Value:
+    def apply(self, operands: Sequence[ValueForm], shape: Shape, over: Collection[int] = ()) -> ValueForm:
         """Any other function, which reduces the axes ``over``, if any."""
         of_rows = [each for each in operands if each.axis is not None]
         if any(each.axis in over and _same_axis(each, shape) != each.axis for each in of_rows):
-            return Value(shape, frozenset((_OTHER,)))
+            return ValueForm(shape, frozenset((_OTHER,)))
         possible = [[form for form in each.forms if form.degree == 0] for each in operands]
         is_known, forms = all(possible), list(itertools.chain(*possible))
         if not of_rows and is_known:
             is_number = all(form.kind is Dependence.NUMBER for form in forms)
-            return Value(shape, frozenset((CONSTANT if is_number else _OTHER,)))
+            return ValueForm(shape, frozenset((CONSTANT if is_number else _OTHER,)))
         axis = next((axis for axis in (_same_axis(each, shape) for each in of_rows) if axis is not None), None)
         if axis is None:  # something of the batch that has as many elements as there are rows is one of rows
             axis = self._new_axis(shape, range(len(shape)))
             is_known = axis is not None
         if not is_known:
-            return Value(shape, frozenset(), axis)
+            return ValueForm(shape, frozenset(), axis)
         kinds = [form.kind for each in of_rows for form in each.forms if form.degree == 0]
-        return Value(shape, frozenset((Form(0, max(kinds, default=Dependence.LINEAR)),)), axis)
+        return ValueForm(shape, frozenset((Form(0, max(kinds, default=Dependence.LINEAR)),)), axis)
 
     def _new_axis(self, shape: Shape, axes: Iterable[int]) -> int | None:
         """The first of ``axes`` that may be one of rows; a length of 1 has other reasons."""
@@ -225,7 +229,7 @@ class Reading:
         """Whether an axis may be one of rows, or of several values of each."""
         return length is None or any(length > 0 and length % rows == 0 for rows in self._rows)
 
-    def _divisor(self, value: Value) -> frozenset[Form]:
+    def _divisor(self, value: ValueForm) -> frozenset[Form]:
         """The forms of a divisor: a number that is a multiple of that of the rows may be one of elements."""
         number = value.number
         if number is None or number < 1:
@@ -235,7 +239,7 @@ class Reading:
         is_multiple = any(rows > 1 and number % rows == 0 for rows in self._rows)
         return frozenset((COUNT, CONSTANT)) if is_multiple else value.forms
 
-    def _factor(self, value: Value) -> frozenset[Form]:
+    def _factor(self, value: ValueForm) -> frozenset[Form]:
         """The forms of a factor: it may be the number of rows, or one divided by it."""
         for rows in self._rows if value.number else ():
             for number, form in ((float(rows), COUNT), (1 / rows, Form(-1, Dependence.NUMBER))):
@@ -252,7 +256,7 @@ def _forms_of_sum(first: frozenset[Form], second: frozenset[Form], *, has_rows: 
     )
 
 
-def _kind_of_product(a: Form, b: Form, first: Value, second: Value, operation: str) -> Dependence:
+def _kind_of_product(a: Form, b: Form, first: ValueForm, second: ValueForm, operation: str) -> Dependence:
     """Of ``a * b`` or ``a / b``. Each row with a mean over all is a function of each row: so are normalizations."""
     if first.axis is None and second.axis is None:
         if operation == "div":
@@ -267,7 +271,7 @@ def _kind_beside_rows(form: Form) -> Dependence:
     return Dependence.OTHER if is_sum else min(form.kind, Dependence.LINEAR)
 
 
-def _folded(operation: str, operands: Sequence[Value]) -> float | None:
+def _folded(operation: str, operands: Sequence[ValueForm]) -> float | None:
     """The number that arithmetic with numbers gives."""
     numbers = [each.number for each in operands if each.number is not None]
     if len(numbers) < len(operands) or (operation == "div" and not numbers[1]):
@@ -281,13 +285,13 @@ def _folded(operation: str, operands: Sequence[Value]) -> float | None:
     return functools.reduce(functions[operation], numbers)
 
 
-def _aligned_axis(operands: Iterable[Value], shape: Shape) -> int | None:
+def _aligned_axis(operands: Iterable[ValueForm], shape: Shape) -> int | None:
     """The axis of the rows where the last axes of the operands are those of the result."""
     found = [each.axis + len(shape) - len(each.shape) for each in operands if each.axis is not None]
     return min(found) if found else None
 
 
-def _same_axis(value: Value, shape: Shape) -> int | None:
+def _same_axis(value: ValueForm, shape: Shape) -> int | None:
     """Where the rows of ``value`` probably are in a result: where they were, or where there are as many."""
     if value.axis is None:
         return None

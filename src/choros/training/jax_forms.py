@@ -11,7 +11,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from choros.comm.request import is_users
-from choros.training.forms import MEAN, Form, Reading, Value
+from choros.training.forms import MEAN, Form, Reading, ValueForm
 
 __all__ = ["LossProgram", "forms_of_marked", "line_of", "mark", "mark_known", "total"]
 
@@ -64,17 +64,17 @@ def total(loss: Any, rows: frozenset[int]) -> Form | None:
     """The form of the loss that a program returns."""
     if not isinstance(loss, LossProgram):
         return None
-    result = _Program(loss, rows).result
+    result = _ReadProgram(loss, rows).result
     return result.total
 
 
 def forms_of_marked(program: LossProgram, rows: frozenset[int]) -> dict[str, Form | None]:
     """The forms of the values that a program marks, by their names."""
-    return _Program(program, rows).marked
+    return _ReadProgram(program, rows).marked
 
 
 @final
-class _Program:
+class _ReadProgram:
     """A program that ``jax`` traces, and does not run.
 
     Attributes:
@@ -88,26 +88,26 @@ class _Program:
         traced = jax.make_jaxpr(lambda arguments: program.function(*arguments, **program.named))(program.arguments)
         numbered = [position for position, each in enumerate(program.arguments) for _ in jax.tree.leaves(each)]
         given = [
-            Value(each.aval.shape) if position in program.weights else self._reading.leaf(each.aval.shape)
+            ValueForm(each.aval.shape) if position in program.weights else self._reading.leaf(each.aval.shape)
             for each, position in zip(traced.jaxpr.invars, numbered, strict=True)
         ]
         closed_over = [self._reading.leaf(each.aval.shape) for each in traced.jaxpr.constvars]
         self.result = self._run(traced.jaxpr, given, closed_over)[0]
 
-    def _run(self, jaxpr: Any, given: Sequence[Value], closed_over: Sequence[Value]) -> list[Value]:
-        values: dict[Any, Value] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*given, *closed_over), strict=True))
+    def _run(self, jaxpr: Any, given: Sequence[ValueForm], closed_over: Sequence[ValueForm]) -> list[ValueForm]:
+        values: dict[Any, ValueForm] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*given, *closed_over), strict=True))
 
-        def value_of(atom: Any) -> Value:
+        def value_of(atom: Any) -> ValueForm:
             if not hasattr(atom, "val"):
                 return values[atom]
-            return Value(atom.aval.shape, number=float(atom.val) if np.ndim(atom.val) == 0 else None)
+            return ValueForm(atom.aval.shape, number=float(atom.val) if np.ndim(atom.val) == 0 else None)
 
         for each in jaxpr.eqns:
             results = self._step(each, [value_of(atom) for atom in each.invars])
             values.update(zip(each.outvars, results, strict=True))
         return [value_of(atom) for atom in jaxpr.outvars]
 
-    def _step(self, equation: Any, operands: list[Value]) -> list[Value]:
+    def _step(self, equation: Any, operands: list[ValueForm]) -> list[ValueForm]:
         """The results of one operation."""
         name, parameters = equation.primitive.name, equation.params
         inner = next((parameters[each] for each in _INNER if name in _CALLS and each in parameters), None)
@@ -120,15 +120,15 @@ class _Program:
             return [self._result(name, parameters, operands, shapes[0])]
         return [self._other(name, parameters, operands, each) for each in shapes]
 
-    def _result(self, name: str, parameters: Mapping[str, Any], operands: list[Value], shape: Any) -> Value:
-        reading, first = self._reading, operands[0] if operands else Value(())
+    def _result(self, name: str, parameters: Mapping[str, Any], operands: list[ValueForm], shape: Any) -> ValueForm:
+        reading, first = self._reading, operands[0] if operands else ValueForm(())
         if name == "name":
             marked = parameters["name"].removeprefix(_NUMBERED)
             if marked == parameters["name"] != _KNOWN:
                 return first
             if marked != _KNOWN:
                 self.marked.setdefault(marked, first.total)
-            return Value(shape, frozenset((MEAN,)))  # what it will be
+            return ValueForm(shape, frozenset((MEAN,)))  # what it will be
         if name in _SAME:
             return reading.same(first, shape, first.axis)
         if name in _ARITHMETIC:
@@ -156,7 +156,7 @@ class _Program:
             return self._product(parameters["dimension_numbers"], operands, shape)
         return self._other(name, parameters, operands, shape)
 
-    def _product(self, numbers: Any, operands: list[Value], shape: Any) -> Value:
+    def _product(self, numbers: Any, operands: list[ValueForm], shape: Any) -> ValueForm:
         """``dot_general``: the result has the axes that both share, then those of the first, then of the second."""
         over, shared = numbers
         free = [
@@ -170,7 +170,7 @@ class _Program:
             after += len(own)
         return self._reading.contract(operands, over, places, shape)
 
-    def _other(self, name: str, parameters: Mapping[str, Any], operands: list[Value], shape: Any) -> Value:
+    def _other(self, name: str, parameters: Mapping[str, Any], operands: list[ValueForm], shape: Any) -> ValueForm:
         if name in _RANDOM:
             return self._reading.made(shape, random=True)
         axes = parameters.get("axes", ()) if name.startswith(("reduce_", "arg")) else ()

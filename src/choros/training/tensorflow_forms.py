@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from choros.comm.request import is_users
-from choros.training.forms import CONSTANT, COUNT, MEAN, Form, Reading, Value
+from choros.training.forms import CONSTANT, COUNT, MEAN, Form, Reading, ValueForm
 
 __all__ = ["line_of", "mark_known", "total"]
 
@@ -56,7 +56,7 @@ def total(loss: Any, rows: frozenset[int]) -> Form | None:
     readings = loss.graph.get_collection_ref(_READINGS)
     if not readings:
         readings.append(_Graph(loss.graph, rows))
-    value: Value = readings[0].value_of(loss)
+    value: ValueForm = readings[0].value_of(loss)
     return value.total
 
 
@@ -67,10 +67,10 @@ class _Graph:
     def __init__(self, graph: Any, rows: frozenset[int]) -> None:
         self._graph = graph
         self._reading = Reading(rows)
-        self._values: dict[str, Value] = {}
+        self._values: dict[str, ValueForm] = {}
         self._read = 0
 
-    def value_of(self, tensor: Any) -> Value:
+    def value_of(self, tensor: Any) -> ValueForm:
         """What is known of a tensor."""
         operations = self._graph.get_operations()
         known = frozenset(self._graph.get_collection_ref(_KNOWN))
@@ -80,17 +80,17 @@ class _Graph:
         self._read = len(operations)
         return self._value(tensor, known)
 
-    def _value(self, tensor: Any, known: frozenset[str]) -> Value:
+    def _value(self, tensor: Any, known: frozenset[str]) -> ValueForm:
         if tensor.name in known:
-            return Value(_shape(tensor), frozenset((MEAN,)))
-        return self._values.get(tensor.name, Value(()))
+            return ValueForm(_shape(tensor), frozenset((MEAN,)))
+        return self._values.get(tensor.name, ValueForm(()))
 
-    def _result(self, operation: Any, operands: list[Value], made: Any, shape: tuple[int | None, ...]) -> Value:
+    def _result(self, operation: Any, operands: list[ValueForm], made: Any, shape: tuple[int | None, ...]) -> ValueForm:
         kind, reading = operation.type, self._reading
         if kind == "Const":
-            return Value(shape, number=_constant(made))
+            return ValueForm(shape, number=_constant(made))
         if kind in _WEIGHTS or made.dtype == tf.resource:
-            return Value(shape)
+            return ValueForm(shape)
         if kind in ("Placeholder", "IteratorGetNext"):
             return reading.leaf(shape)
         if kind.startswith(("Random", "StatelessRandom", "StatelessTruncated", "Truncated")):
@@ -99,7 +99,7 @@ class _Graph:
             filled = operands[kind == "Fill"]
             return reading.broadcast(filled, shape, range(len(shape) - len(filled.shape), len(shape)))
         if kind == "Shape":
-            return Value(shape)
+            return ValueForm(shape)
         length = self._length(operation, operands, shape) if kind in ("Prod", "Size", "StridedSlice") else None
         if length is not None:
             return length
@@ -117,7 +117,7 @@ class _Graph:
             return reading.arithmetic("add", operands[1:], shape)
         return self._reduced(operation, operands, shape)
 
-    def _reduced(self, operation: Any, operands: list[Value], shape: tuple[int | None, ...]) -> Value:
+    def _reduced(self, operation: Any, operands: list[ValueForm], shape: tuple[int | None, ...]) -> ValueForm:
         kind, reading = operation.type, self._reading
         if kind == "L2Loss":
             squares = reading.arithmetic("mul", operands * 2, operands[0].shape)
@@ -138,7 +138,7 @@ class _Graph:
             return self._einsum(operation.get_attr("equation").decode(), operands, shape)
         return reading.apply(operands, shape)
 
-    def _product(self, operation: Any, operands: list[Value], shape: tuple[int | None, ...]) -> Value:
+    def _product(self, operation: Any, operands: list[ValueForm], shape: tuple[int | None, ...]) -> ValueForm:
         names = ("transpose_a", "transpose_b") if operation.type == "MatMul" else ("adj_x", "adj_y")
         last = [len(each.shape) - 1 for each in operands]
         summed = [last[0] - operation.get_attr(names[0]), last[1] - 1 + operation.get_attr(names[1])]
@@ -148,13 +148,13 @@ class _Graph:
         ]
         return self._reading.contract(operands, [[axis] for axis in summed], places, shape)
 
-    def _einsum(self, equation: str, operands: list[Value], shape: tuple[int | None, ...]) -> Value:
+    def _einsum(self, equation: str, operands: list[ValueForm], shape: tuple[int | None, ...]) -> ValueForm:
         given, _, made = equation.partition("->")
         names = given.split(",")
         over = [[axis for axis, name in enumerate(each) if name not in made] for each in names]
         return self._reading.contract(operands, over, [[made.find(name) for name in each] for each in names], shape)
 
-    def _length(self, operation: Any, operands: list[Value], shape: tuple[int | None, ...]) -> Value | None:
+    def _length(self, operation: Any, operands: list[ValueForm], shape: tuple[int | None, ...]) -> ValueForm | None:
         """A length of an array, or its number of elements; ``None`` if ``operation`` computes neither."""
         first = operation.inputs[0]
         if operation.type == "Prod" and first.op.type == "Pack":
@@ -170,8 +170,8 @@ class _Graph:
         lengths = [array.shape[axis] for axis in axes]
         known = [each for each in lengths if each is not None]
         if len(known) == len(lengths):
-            return Value(shape, number=float(math.prod(known)))
-        return Value(shape, frozenset((COUNT,)) if array.axis in axes else frozenset((CONSTANT,)))
+            return ValueForm(shape, number=float(math.prod(known)))
+        return ValueForm(shape, frozenset((COUNT,)) if array.axis in axes else frozenset((CONSTANT,)))
 
 
 def _shape(tensor: Any) -> tuple[int | None, ...]:

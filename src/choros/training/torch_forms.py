@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from choros.training.forms import MEAN, SUM, Dependence, Form, Reading, Value
+from choros.training.forms import MEAN, SUM, Dependence, Form, Reading, ValueForm
 
 __all__ = ["line_of", "mark_known", "noted", "total"]
 
@@ -56,21 +56,21 @@ class _Notes(TorchDispatchMode):
                 self.values[each] = value
         return made
 
-    def value_of(self, given: Any) -> Value:
+    def value_of(self, given: Any) -> ValueForm:
         """What is known of a tensor, or of a number."""
         if not torch.is_tensor(given):
-            return Value((), number=float(given) if isinstance(given, int | float) else None)
+            return ValueForm((), number=float(given) if isinstance(given, int | float) else None)
         found = self.values.get(given)
         if found is not None:
             return found  # type: ignore[no-any-return]
         shape = tuple(given.shape)
         if isinstance(given, torch.nn.Parameter):
-            return Value(shape)
+            return ValueForm(shape)
         if not shape and given.device.type == "cpu" and not given.is_complex():
-            return Value(shape, number=float(given))
+            return ValueForm(shape, number=float(given))
         return self._reading.leaf(shape)
 
-    def _result(self, name: str, given: Mapping[str, Any], shape: tuple[int, ...], made: Any) -> Value:
+    def _result(self, name: str, given: Mapping[str, Any], shape: tuple[int, ...], made: Any) -> ValueForm:
         reading = self._reading
         first = self.value_of(next(iter(given.values()), None))
         if name in _SAME:
@@ -87,7 +87,7 @@ class _Notes(TorchDispatchMode):
                 return reading.apply(operands, shape)
             return reading.arithmetic(operation, operands[::-1] if name == "rsub" else operands, shape)
         if name == "reciprocal":
-            return reading.arithmetic("div", [Value((), number=1.0), first], shape)
+            return reading.arithmetic("div", [ValueForm((), number=1.0), first], shape)
         if name == "pow" and given.get("exponent") == 2:
             return reading.arithmetic("mul", [first, first], shape)
         if name == "where" and "other" in given and self.value_of(given["condition"]).axis is None:
@@ -96,7 +96,7 @@ class _Notes(TorchDispatchMode):
             parts = [self.value_of(each) for each in given["tensors"] if each.numel()]
             if name == "stack":
                 parts = [reading.reshape(each, _one_of(shape, given.get("dim", 0))) for each in parts]
-            return reading.arithmetic("add", parts, shape) if parts else Value(shape)
+            return reading.arithmetic("add", parts, shape) if parts else ValueForm(shape)
         if name in ("sum", "mean"):
             axes = given.get("dim")
             every = range(len(first.shape))
@@ -108,7 +108,7 @@ class _Notes(TorchDispatchMode):
             return self._loss(name, given)
         return self._moved(name, given, first, shape)
 
-    def _moved(self, name: str, given: Mapping[str, Any], first: Value, shape: tuple[int, ...]) -> Value:
+    def _moved(self, name: str, given: Mapping[str, Any], first: ValueForm, shape: tuple[int, ...]) -> ValueForm:
         reading, axis, ndim = self._reading, first.axis, len(first.shape)
         if name in _RESHAPES:
             return reading.reshape(first, shape)
@@ -124,7 +124,7 @@ class _Notes(TorchDispatchMode):
         over = range(ndim) if axes is None or axes == [] else [axes] if isinstance(axes, int) else axes
         return reading.apply(self._operands(given), shape, [each % ndim for each in over] if ndim else ())
 
-    def _product(self, given: Mapping[str, Any], shape: tuple[int, ...]) -> Value:
+    def _product(self, given: Mapping[str, Any], shape: tuple[int, ...]) -> ValueForm:
         """A product of matrices or vectors, of stacks of them, or such a product plus something."""
         tensors = [each for each in given.values() if torch.is_tensor(each)]
         first, second = (self.value_of(each) for each in tensors[-2:])
@@ -136,17 +136,17 @@ class _Notes(TorchDispatchMode):
             return product
         return self._reading.arithmetic("add", [self.value_of(tensors[0]), product], shape)
 
-    def _loss(self, name: str, given: Mapping[str, Any]) -> Value:
+    def _loss(self, name: str, given: Mapping[str, Any]) -> ValueForm:
         """A loss of ``torch.nn.functional``, as one number."""
         rows = self._reading.apply(self._operands(given), self.value_of(next(iter(given.values()))).shape)
         if rows.axis is None or not rows.forms:
             return self._reading.apply([rows], ())
         if given["reduction"] == _SUM:
-            return Value((), frozenset((SUM,)))
+            return ValueForm((), frozenset((SUM,)))
         is_weighted = "nll" in name and given.get("weight") is not None
-        return Value((), frozenset((Form(0, Dependence.OTHER) if is_weighted else MEAN,)))
+        return ValueForm((), frozenset((Form(0, Dependence.OTHER) if is_weighted else MEAN,)))
 
-    def _operands(self, given: Mapping[str, Any]) -> list[Value]:
+    def _operands(self, given: Mapping[str, Any]) -> list[ValueForm]:
         flat = [each for value in given.values() for each in (value if isinstance(value, tuple | list) else (value,))]
         return [self.value_of(each) for each in flat if torch.is_tensor(each)]
 
@@ -173,7 +173,7 @@ def noted(rows: frozenset[int]) -> Iterator[None]:
 def mark_known(tensor: Any) -> Any:
     """Marks a loss that is one of all ranks already."""
     if _current is not None:
-        _current.values[tensor] = Value(tuple(tensor.shape), frozenset((MEAN,)))
+        _current.values[tensor] = ValueForm(tuple(tensor.shape), frozenset((MEAN,)))
     return tensor
 
 
