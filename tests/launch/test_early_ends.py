@@ -32,6 +32,37 @@ def test_only_ranks_that_made_the_last_step_have_finished(ends, code, finished, 
     assert says in ended.err
 
 
+NEEDLESS = """
+import atexit, signal
+from pathlib import Path
+is_new = "CHOROS_NEW_RANK" in os.environ
+if is_new:
+    atexit.register(Path("left").touch)
+import choros
+from choros import comm
+choros.init()
+with comm.opening():
+    if is_new:
+        Path("came").touch()
+        comm.admit()
+    if choros.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not comm.global_process_set.communicator.allreduce(float(Path("came").exists())):
+        time.sleep(0.01)
+    while rank == 2 and not Path("left").exists():
+        time.sleep(0.01)
+    raise ValueError("mine")
+"""
+
+
+def test_a_new_rank_that_the_others_do_not_take_in_has_not_finished(tmp_path):
+    """It leaves when rank 0, which has started it, is lost."""
+    script = rank_script(tmp_path / "script.py", NEEDLESS)
+    ended = run("-np", 3, "--min-np", 1, sys.executable, script, cwd=tmp_path)
+    assert (ended.code, "ValueError: mine" in ended.err) == (1, True), ended
+    assert (tmp_path / "left").exists()
+
+
 @pytest.mark.parametrize(
     "how",
     [

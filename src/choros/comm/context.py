@@ -183,7 +183,8 @@ def shutdown() -> None:
             end_recording(job.communicator, SHUTDOWN)
         finally:
             _job = None  # not before: a rank may be lost in it
-        if job.communicator.size > 1 or size == 1:  # else this rank waited here, and the others have not come
+        # With others, for which it has waited here, unless it is alone; a new rank was with none.
+        if not job.communicator.is_new and (job.communicator.size > 1 or size == 1):
             events.emit(events.Kind.FINISHED, events.SHUTDOWN)
     except (MismatchError, EngineError) as error:
         # Another rank has ended, or has received the shutdown and continues. What is collective can no longer be freed.
