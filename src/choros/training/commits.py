@@ -57,11 +57,13 @@ class CommitCallback(RestoringCallback):
         self._next: int | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
-        """Goes on from the last commit, which rank 0 reads, if there is one."""
+        """Goes on from the last commit, which rank 0 reads, if there is one; a new rank knows the others'."""
         self._run = RunState(self.model, [*self._callbacks, self.model.history])
         self._epochs = steps_of(self.model).epochs
         if self._epochs is not None:
             self._epochs.commit = self._commit
+        if global_process_set.communicator.is_new:
+            return
         is_first = global_process_set.communicator.rank == 0
         self._restored = object_of_first(self._last_state)
         if self._restored is None:
