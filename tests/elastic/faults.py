@@ -12,10 +12,13 @@
 ``@change:N``         when it is told how the ranks have changed for the time N
 ``@checkpoint:N``     when the file N of ``ModelCheckpoint`` is written, but has not its name
 ``@commit:N``         likewise the commit N
+``@joined:N``         when it takes in new rank N
 ====================  =============================================================================
 
 RANK is the rank's number at the start, or ``any``: the first one that comes to that moment. ``1@5=SIGTERM`` sends
-another signal, and ``1@5=SIGTERM!`` sends it to chorosrun.
+another signal, ``1@5=SIGTERM!`` sends it to chorosrun, ``1@5=SIGTERM!wrapper`` and ``!mpirun`` to these.
+``1@5=FULL:DIRECTORY`` fills a file system, and ``1@5=OUTSIDE`` waits until who has started the job has done what it is
+to do: it creates ``come`` in the directory of ``Faults``, and waits for ``done``.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +43,7 @@ from choros.comm.communicator import Communicator
 from choros.comm.engines import mpi
 from choros.observe import events
 
-_FAULT = re.compile(r"(?P<rank>\d+|any)@((?P<moment>\w+):)?(?P<count>\d+)(=(?P<signal>\w+)(?P<to_job>!?))?")
+_FAULT = re.compile(r"(?P<rank>\d+|any)@((?P<moment>\w+):)?(?P<count>\d+)(=(?P<what>[\w:/.-]+)(?P<to>!(\w*))?)?")
 #: Files whose names contain the text belong to the moment.
 _FILES = {"commit-": "commit", "checkpoint": "checkpoint"}
 _PRIMITIVES = ("_exchange", "_allreduce", "_allgather", "_broadcast", "_settle")
@@ -47,31 +51,31 @@ _PRIMITIVES = ("_exchange", "_allreduce", "_allgather", "_broadcast", "_settle")
 
 @dataclass(frozen=True)
 class Fault:
-    """A signal to one rank, or to chorosrun.
+    """A signal to one rank, or to another process of the job, or something else that goes wrong.
 
     Attributes:
         text: as it is written.
         rank: the rank; ``None``: any.
         moment: see above.
         count: it is sent when the rank comes to the moment for the time ``count``, from 0 on.
-        signal: the signal.
-        to_job: whether it is sent to chorosrun.
+        what: the name of the signal, or what else happens.
+        to: the process that gets it.
     """
 
     text: str
     rank: int | None
     moment: str
     count: int
-    signal: signal.Signals
-    to_job: bool
+    what: str
+    to: str
 
     @classmethod
     def parse(cls, text: str) -> Fault:
         match = _FAULT.fullmatch(text)
         assert match, text
         rank = None if match["rank"] == "any" else int(match["rank"])
-        number = signal.Signals[match["signal"] or "SIGKILL"]
-        return cls(text, rank, match["moment"] or "step", int(match["count"]), number, bool(match["to_job"]))
+        to = {None: "rank", "!": "chorosrun"}.get(match["to"], (match["to"] or "")[1:])
+        return cls(text, rank, match["moment"] or "step", int(match["count"]), match["what"] or "SIGKILL", to)
 
 
 class Faults:
@@ -96,6 +100,8 @@ class Faults:
         events.listen(lambda _: self.come("bucket"), [events.Kind.BUCKET_BEGUN])
         shrunk = mpi.shrunk
         mpi.shrunk = lambda comm, make: shrunk(comm, lambda new: self.come("shrunk") or make(new))
+        joined = mpi.joined
+        mpi.joined = lambda *args, **how: self.come("joined") or joined(*args, **how)
         replace = durable.replace
         durable.replace = lambda new, final: self._come_to_file(final) or replace(new, final)
         choros.comm.on_change(lambda _: self.come("change"))
@@ -114,14 +120,29 @@ class Faults:
         self._counts[moment] += 1
         for fault in self._own:
             if (fault.moment, fault.count) == (moment, count) and (fault.rank is not None or self._is_first(fault)):
-                target = (
-                    psutil.Process().parents()[2].pid if fault.to_job else os.getpid()
-                )  # wrapper, mpirun, chorosrun
-                os.kill(target, fault.signal)
-                # chorosrun asks this rank by a signal, which must come in this step. It may have come already, so that
-                # signal.pause() would not end.
-                while fault.to_job and fault.signal != signal.SIGKILL and not self._communicator.notice:
-                    time.sleep(0.01)
+                self._happen(fault)
+
+    def _happen(self, fault: Fault) -> None:
+        if fault.what == "OUTSIDE":
+            assert self._directory is not None
+            (self._directory / "come").touch()
+            while not (self._directory / "done").exists():
+                time.sleep(0.01)
+            return
+        if fault.what.startswith("FULL:"):
+            with open(Path(fault.what.removeprefix("FULL:")) / "full", "wb", buffering=0) as file, suppress(OSError):
+                while True:
+                    file.write(bytes(1 << 12))
+            return
+        number = signal.Signals[fault.what]
+        above = ("rank", "wrapper", "mpirun", "chorosrun").index(fault.to)
+        os.kill(psutil.Process().parents()[above - 1].pid if above else os.getpid(), number)
+        # The signal must have come to this rank in this step. It may have come already, so that signal.pause() would
+        # not end.
+        while above and number not in (signal.SIGKILL, signal.SIGSTOP) and not self._communicator.notice:
+            time.sleep(0.01)
+        while above and number == signal.SIGKILL and fault.to != "chorosrun":  # it dies with the other process
+            time.sleep(0.01)
 
     def _precede(self, communicator: Communicator, name: str, moment: str) -> None:
         method: Callable[..., Any] = getattr(communicator, name)

@@ -4,8 +4,9 @@ Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1
 ``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, with the seed of
 ``loader``; FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows, FIT_HELD_OUT that of rows
 for validation, FIT_STEPS that of steps of an epoch, of which three are one pass then, FIT_VERBOSE what ``fit`` prints,
-FIT_SCALED whether the loss is scaled. With CHOROS_OVERLAP=1 there are three layers of weights, and each is a bucket.
-Prints a line of JSON on each rank. New ranks have no faults.
+FIT_SCALED whether the loss is scaled, FIT_CLOSED whether standard input and error are closed. With CHOROS_OVERLAP=1
+there are three layers of weights, and each is a bucket.
+Prints a line of JSON on each rank. New ranks, and those that are started again, have no faults.
 """
 
 import contextlib
@@ -83,12 +84,15 @@ def dataset(x, y):
     return Batches(x, y) if kind == "py_dataset" else (x, y)
 
 
+for descriptor in (0, 2) if "FIT_CLOSED" in os.environ else ():
+    os.close(descriptor)
 hvd.init()
 begun = []
 events.listen(begun.append, [events.Kind.STEP_BEGUN])
 communicator = global_process_set.communicator
 number = communicator.rank
-faults = Faults("" if communicator.is_new else sys.argv[2], communicator, directory)
+is_later = communicator.is_new or "CHOROS_RESTARTS" in os.environ
+faults = Faults("" if is_later else sys.argv[2], communicator, directory)
 own_passes = {"gradient_accumulation_steps": passes} if passes > 1 and api == "strategy" else {}
 weight = 2.0 if api == "strategy" and passes == 1 and not kind else 1.0  # of the only class
 optimizer = keras.optimizers.SGD(1 / weight, **own_passes)

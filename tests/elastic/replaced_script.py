@@ -3,7 +3,8 @@ have, three epochs at least.
 
 Arguments: ``strategy`` or ``horovod``; where ranks are killed, such as ``1@5,2@70``; ``twice``: in a ``fit`` before it;
 ``waits``: the others wait in the middle of the epoch for a new rank; ``joined``: rank 0 is killed while it takes a new
-rank in, and the loss has a second part, a mean.
+rank in, and the loss has a second part, a mean; ``joins:FILE``: the first new rank is killed while it joins, and
+creates this file.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -69,6 +71,9 @@ communicator = global_process_set.communicator
 number, size, is_new = hvd.rank(), hvd.size(), communicator.is_new
 if "joined" in sys.argv and number == 0 and not is_new:
     mpi.joined = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+died = next((Path(each.removeprefix("joins:")) for each in sys.argv if each.startswith("joins:")), None)
+if is_new and died and not died.exists():
+    mpi.joined = lambda *_, **__: died.touch() or os.kill(os.getpid(), signal.SIGKILL)
 most = int(os.environ["CHOROS_MAX_NP"])
 optimizer = keras.optimizers.SGD(1.0)
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
@@ -99,6 +104,7 @@ counts = -model.get_weights()[0][:, 0]
 epochs = len(history.history["loss"]) + before
 report = {
     "rank": hvd.rank(),
+    "job": os.environ["CHOROS_JOB"],
     "number": number,
     "new": is_new,
     "same_process": os.getpid() == started,

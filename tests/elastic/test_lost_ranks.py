@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.schedules import KINDS, Schedule
+from elastic.schedules import KINDS, MIXED, MixedSchedule, Schedule, run_mixed
 from elastic.schedules import run as run_schedule
 from harness import FRAMEWORKS, needs
 from launch.launched import run
@@ -190,6 +190,20 @@ def test_a_schedule_of_deaths(seed):
     assert not problems
 
 
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed in (6, 12) else pytest.mark.nightly) for seed in range(2 * len(MIXED))]
+)
+def test_a_schedule_of_any_faults(seed):
+    """Each kind on two frameworks; the job goes on, or ends as documented. ``schedules.py`` takes their times."""
+    schedule = MixedSchedule.drawn(seed)
+    if schedule.framework not in FRAMEWORKS:
+        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {schedule.framework}")
+    if os.geteuid() != 0 and ("full" in schedule.kind or "link" in schedule.kind):
+        pytest.skip("file systems and links of the test's own need root")
+    _, problems = run_mixed(schedule)
+    assert not problems, schedule
+
+
 def test_ranks_leave_in_order_though_another_is_lost_at_the_end():
     script = "import os, choros; choros.init(); choros.comm.global_process_set.rank() == 1 and os.kill(os.getpid(), 9)"
     ended = run("-np", 3, "--min-np", 2, "--reset-limit", 0, sys.executable, "-c", script)
@@ -292,6 +306,13 @@ def test_a_new_rank_joins_others_that_train_on_what_a_lost_one_has_left_over():
 def test_a_lost_rank_is_replaced_in_the_middle_of_an_epoch(tmp_path):
     commits = ("--commit-dir", tmp_path, "--commit-steps", 4)
     assert new_ranks_of_fit("torch", "strategy", "1@1", "-np", 3, *commits, more=["waits"], epochs=3) == {1}
+
+
+@pytest.mark.parametrize(
+    "framework", ["torch", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tensorflow", "jax"))]
+)
+def test_a_new_rank_has_the_state_of_the_others_and_not_that_of_an_older_commit(framework, tmp_path):
+    assert new_ranks_of_fit(framework, "horovod", "1@30", "-np", 3, "--commit-dir", tmp_path) == {1}
 
 
 def test_a_job_grows_in_fit():
