@@ -27,6 +27,7 @@ Each class has the ``exit_code`` with which ``chorosrun`` exits after the error.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 __all__ = [
     "PREEMPTED",
@@ -60,6 +61,9 @@ class ChorosError(Exception):
     """The base class of all errors of choros."""
 
     exit_code = 1
+    if not TYPE_CHECKING:
+        #: Out of a ``tf.function``, AutoGraph raises only errors with this constructor as what they are.
+        __init__ = Exception.__init__
 
 
 class ConfigError(ChorosError, ValueError):

@@ -3,14 +3,15 @@
 Each process has one copy, with the meaning that ``tf.distribute`` gives to its copies::
 
     synchronization   aggregation          assigned in a replica                       read outside of replicas
-    AUTO, ON_WRITE    NONE                 this copy only                              this copy
+    AUTO, ON_WRITE    NONE                 an error: the copies could differ           this copy
                       SUM, MEAN            the sum or the mean of the replicas' values this copy
                       ONLY_FIRST_REPLICA   the first replica's value                   this copy
     ON_READ           SUM, MEAN            this copy only                              the sum or the mean of all copies
                       ONLY_FIRST_REPLICA   this copy only                              the first replica's copy
                       NONE                 this copy only                              an error
 
-Assignments of ``SUM`` and ``MEAN`` are collectives: all replicas make them, and all processes read ``ON_READ``.
+Assignments of ``SUM`` and ``MEAN`` are collectives: all replicas make them, and all processes read ``ON_READ``. The
+updates of a distributed optimizer, which are the same on all replicas, are none of these.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.identical import are_identical
 from choros.training.aggregation import aggregate
+from choros.training.distributed_optimizer import in_apply
 
 __all__ = ["follow_variables", "settle_variables", "variables_of_keras"]
 
@@ -103,8 +105,7 @@ def _create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
     if on_read:
         _read_together[next(_numbers)] = variable
-    if on_read or variable.aggregation != tf.VariableAggregation.NONE:
-        variable.__class__ = _derived(type(variable), _OnReadMixin if on_read else _OnWriteMixin)  # type: ignore[arg-type, unused-ignore]
+    variable.__class__ = _derived(type(variable), _OnReadMixin if on_read else _OnWriteMixin)  # type: ignore[arg-type, unused-ignore]
     return variable
 
 
@@ -130,7 +131,17 @@ class _OnWriteMixin:
         return super().assign_sub(self._of_replicas(delta), *args, **kwargs)  # type: ignore[misc]
 
     def _of_replicas(self, value: Any) -> Any:
-        return _aggregated(self, value) if in_replica() else value
+        variable: Any = self
+        if not in_replica() or in_apply():
+            return value
+        if variable.aggregation.name != "NONE":
+            return _aggregated(self, value)
+        raise ConfigError(
+            f"a replica assigned the variable {variable.name!r}, which has aggregation=NONE: the copies could "
+            "differ. Create it with aggregation=tf.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or with "
+            "synchronization=tf.VariableSynchronization.ON_READ for a copy of each replica, or assign it outside of "
+            "strategy.run."
+        )
 
 
 class _OnReadMixin:
