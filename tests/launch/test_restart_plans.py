@@ -133,6 +133,16 @@ def test_hosts_that_have_lost_each_other_are_left_out_only_if_they_still_have_at
     assert Tries().after(JobLoss("…", cut=everyone, started=False)).cut == everyone
 
 
+def test_hosts_are_left_out_that_turn_out_to_be_apart_in_a_start_without_those_that_were_known_to_be():
+    """A rank tells the first host that it does not reach, and ends."""
+    told, everyone = frozenset({("a", "b"), ("b", "c")}), frozenset({("a", "b"), ("a", "c"), ("b", "c")})
+    tries = Tries().after(JobLoss("…", cut=told)).after(JobLoss("…", cut=everyone, started=False))
+    hosts = parse_hosts("a:1,b:2,c:1")
+    assert cut_off(hosts, tries.cut) == {"b"}
+    tries = tries.after(JobLoss("…", cut=frozenset({("a", "c")}), started=False))
+    assert (tries.cut, cut_off(hosts, tries.cut)) == (everyone, {"a", "c"})
+
+
 def test_a_restarted_job():
     job = Job(("x",), 4, environment={"CHOROS_CHAOS": "kill:rank=1@step=2"}, elastic=ELASTIC)
     again = restarted(job, Restart(3, parse_hosts("a:1,b:2")), 2, {"a"}, {"HOROVOD_TIMELINE": "/t/run.json"})

@@ -98,11 +98,13 @@ class Tries:
     def after(self, loss: JobLoss) -> Tries:
         """Returns the launches with one that has ended by ``loss``.
 
-        A link that was down may be up again: the first launch after it is made on all hosts.
+        A link that was down may be up again: the first launch after it is made on all hosts. A launch in vain tells
+        only that some of its hosts are apart: those that were before, if they are among them, else any.
         """
         if loss.started:
             return replace(self, in_vain=0, suspected=loss.cut, cut=frozenset())
-        known = self.suspected or loss.cut
+        hosts = {host for pair in loss.cut for host in pair}
+        known = frozenset(pair for pair in self.suspected if hosts.issuperset(pair)) or loss.cut or self.suspected
         return replace(self, in_vain=self.in_vain + 1, suspected=known, cut=self.cut | known)
 
 
