@@ -777,6 +777,17 @@ def case_invalid_uses_raise_errors_with_advice():
     assert here.reduce("SUM", 1.0, axis=None) == 2.0
 
 
+def case_an_error_about_shapes_names_the_share_of_a_replica():
+    with strategy().scope():
+        model = keras.Sequential(
+            [keras.Input((3, 2), batch_size=8), keras.layers.SimpleRNN(4, stateful=True), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse", jit_compile=JIT)
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - each framework has its own
+        model.fit(np.ones((16, 3, 2), "float32"), np.ones((16, 1), "float32"), batch_size=8, verbose=0)
+    assert "a replica has its share of each global batch, 4 of 8 rows" in "".join(raised.value.__notes__)
+
+
 def case_a_write_error_is_raised_on_all_processes():
     with strategy().scope():
         model = build()

@@ -32,6 +32,7 @@ from choros.distribute.fit.call import KerasCall
 from choros.distribute.fit.gradients import distribute_optimizer
 from choros.distribute.fit.prediction import predict_rows
 from choros.distribute.fit.random_numbers import follow_seeds
+from choros.distribute.fit.shares import shares_named
 from choros.distribute.fit.statistics import Statistics, average_variables
 from choros.distribute.fit.training import Training
 from choros.distribute.fit.variables import (
@@ -211,7 +212,8 @@ class SynchronousTraining(Training):
             callbacks, verbose = [StepCallback(), *callbacks, AdmissionCallback(callbacks)], 0
         changes["callbacks"] = callbacks
         elastic = steps.elastic(data, call["class_weight"]) if isinstance(data, EpochData) else nullcontext()
-        with enter_fit(), built_before_training(model), elastic:
+        named = shares_named(batch_size, self._replicas.count)
+        with named, enter_fit(), built_before_training(model), elastic:
             history = call.replaced(**changes, shuffle=False, verbose=verbose).run()
         global_process_set.communicator.barrier()  # the files that process 0 has written exist for all processes
         return history
