@@ -1,6 +1,6 @@
 """Losses that the user's code computes, as one number: sums over a rank's rows, means, or neither.
 
-What cannot be known, or is neither, counts as a mean over the rows, and the user is told, once.
+What cannot be known, or is neither, counts as a mean over the rows, with one warning.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def decide(form: Form | None, what: str, line: str | None, process_set: ProcessS
 
 
 def is_unsure(rows: frozenset[int]) -> bool:
-    """Whether this rank has one row, whose number is not told from other numbers, or none."""
+    """Whether this rank has one row, whose number cannot be distinguished from others, or none."""
     return bool(rows) and max(rows) <= 1
 
 
