@@ -56,6 +56,11 @@ def line_of(script, text):
     return f'File "{script}", line {number}, in '
 
 
+def test_a_process_that_runs_no_python_any_more_has_no_stack(monkeypatch):
+    monkeypatch.setattr("choros.observe.stacks._ask", lambda *_: ("", ""))
+    assert take_stacks(os.getpid()) == "(no stack: no thread of it runs Python any more)"
+
+
 @pytest.mark.slow
 def test_ranks_that_others_wait_for_are_reported_with_their_stacks(tmp_path):
     script = rank_script(tmp_path / "script.py", STUCK)

@@ -84,7 +84,7 @@ def take_stacks(pid: int) -> str:
             parts.append(text if each == pid else f"its child process {each} {state_of(each)}\n{text}")
     if len(tree) > _PROCESSES:
         parts.append(f"(and {len(tree) - _PROCESSES} more child processes)")
-    text = "\n".join(parts) or f"(no stack: {problem})"
+    text = "\n".join(parts) or f"(no stack: {problem or 'no thread of it runs Python any more'})"
     return text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]}\n…"
 
 
