@@ -35,7 +35,6 @@ from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.identical import are_identical
 from choros.training.aggregation import aggregate
-from choros.training.distributed_optimizer import in_apply
 
 __all__ = ["follow_variables", "settle_variables", "variables_of_keras"]
 
@@ -132,7 +131,11 @@ class _OnWriteMixin:
 
     def _of_replicas(self, value: Any) -> Any:
         variable: Any = self
-        if not in_replica() or in_apply():
+        if not in_replica():
+            return value
+        from choros.training.distributed_optimizer import in_apply  # loads Keras
+
+        if in_apply():
             return value
         if variable.aggregation.name != "NONE":
             return _aggregated(self, value)
