@@ -82,6 +82,42 @@ def test_interrupts_reach_a_job_that_a_script_started_with_an_ampersand(tmp_path
     assert ended.code == 130
 
 
+#: Rank 1 leaves a collective by its KeyboardInterrupt; rank 0 does not receive it, as it waits in C.
+LEAVES = {
+    "before data move": "collective(lambda: leave() if rank == 1 else communicator.agree(request))",
+    "while data move": "collective(lambda: communicator.agree(request) and (leave() if rank == 1 else reduce()))",
+}
+IN_COLLECTIVE = """
+import threading, numpy, choros
+from choros.comm import Reduction, Request
+choros.init()
+communicator, request = choros.comm.global_process_set.communicator, Request("ours")
+rank, numbers = choros.rank(), numpy.ones(1 << 20)
+def leave():
+    time.sleep(600)
+def reduce():
+    communicator.reduce_in_place(numbers, Reduction.SUM)
+def collective(run):
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ready()
+    communicator.atomic(run)
+"""
+
+
+@pytest.mark.parametrize("body", LEAVES.values(), ids=LEAVES)
+def test_a_rank_that_waits_for_one_that_was_interrupted_has_no_grace_period(tmp_path, body):
+    script = rank_script(tmp_path / "s.py", IN_COLLECTIVE + body)
+    with Running("-np", "2", "--grace-period", "300", PYTHON, script) as job:
+        job.wait_for(2, "ready")
+        job.signal(signal.SIGINT)
+        ended = job.end()
+        job.assert_nothing_left()
+    assert ended.code == 130
+    assert "chorosrun: rank 0 did not end after the first signal and was killed." in ended.err
+    assert "Traceback" not in ended.err
+
+
 @pytest.mark.parametrize("twice", [False, True])
 def test_ranks_that_do_not_end_are_killed(tmp_path, twice):
     grace = "30" if twice else "1"

@@ -71,6 +71,8 @@ _RELEASE_SECONDS = 3.0
 _DRAIN_SECONDS = 1.0
 #: A rank that was killed has ended by then, also on another host.
 _KILLED_SECONDS = 10.0
+#: Ranks may save before they end.
+_SAVING = (Reason.INTERRUPT, Reason.TERMINATE, Reason.TIMEOUT)
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -375,7 +377,10 @@ class _Supervisor:
             self._job_end.together.discard(rank)
         if event.kind is Kind.RANK_JOINED:
             self._newcomers.discard(rank)
-        self._check_stuck(self._waits.note(rank, event, time.time()))
+        stuck = self._waits.note(rank, event, time.time())
+        if stuck and self._job_end.reason in _SAVING:
+            self._kill(rank)  # it waits for one that has ended: it saves nothing
+        self._check_stuck(stuck)
         self._plan_stalls()
         self._plan_connection()
 
@@ -533,6 +538,8 @@ class _Supervisor:
         self._job_end.exits[frame.rank] = frame
         details = {"code": frame.code, "signal": frame.signal, "seconds": frame.seconds}
         _publish(Kind.RANK_ENDED, frame.rank, frame.host, **details)
+        if self._job_end.reason in _SAVING:
+            self._waits.ended(frame.rank, time.time())
         if frame.code not in (0, PREEMPTED) and self._job_end.elastic is not None:
             self._on_loss(frame, self._job_end.elastic)
         if self._job_end.exits.keys() >= self._job_end.members:

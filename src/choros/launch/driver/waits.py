@@ -156,7 +156,7 @@ class Waits:
         everyone = frozenset(range(self.size)) | self._added
         if not isinstance(matched, int):  # the list was too long to send
             return everyone
-        running = everyone.difference(self._ended)
+        running = everyone.difference(self._ended if self.elastic else self._left)
         return running if len(running) <= matched else frozenset()  # a call of a process set
 
     def forget(self, rank: int) -> None:

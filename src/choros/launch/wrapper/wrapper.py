@@ -99,6 +99,8 @@ _PIPE_READ = 1 << 16
 _SMALL_READ = 1 << 14
 _BATCH_SECONDS = 0.002
 _PROGRESS_SECONDS = 60.0
+#: After a signal to end, a rank whose data do not move for so long reports it: it may wait for one that has ended.
+_STUCK_SECONDS = 1.0
 
 
 class _NotStarted(LaunchError):
@@ -234,6 +236,7 @@ class Wrapper:
             note_end(self._page)
         if number not in (signal.SIGUSR1, signal.SIGUSR2, MOVE):
             self._stopped = True
+            self._loop.set_deadline("data", _STUCK_SECONDS, lambda: self._check_data(_STUCK_SECONDS))
         signal_group(self._process.pid, number)
 
     # the command --------------------------------------------------------------------------------
@@ -358,7 +361,7 @@ class Wrapper:
         moves = done.moves and done.last_size > 1
         stalled = done.last if moves and seconds >= stall else ""
         for kind, call in ((Kind.WAITED, self._stalled), (Kind.WAITING, stalled)):
-            if call and self._stalled != stalled:
+            if call and (self._stalled != stalled or (kind is Kind.WAITING and self._stopped)):
                 event = Event(kind, call, self._topology.rank, now, {"seconds": seconds, "matched": done.last_size})
                 self._send(Events(self._topology.rank, event.to_json() + "\n"))
         self._stalled = stalled
