@@ -36,6 +36,8 @@ LOSSES: dict[str, tuple[Callable[[Any, Any, Any], Any], Form | None]] = {
     "one after the other": (lambda x, m, w: ops.mean(ops.concatenate([x @ w, -ops.square(x @ w)], axis=0)), MEAN),
     "sum of both": (lambda x, m, w: ops.sum(ops.concatenate([x @ w, -ops.square(x @ w)], axis=0)), SUM),
     "product over the rows": (lambda x, m, w: ops.sum(ops.transpose(x) @ x @ w), SUM),
+    "rows with rows": (lambda x, m, w: ops.mean(ops.tanh(x @ ops.transpose(x)) @ x @ w), MEAN),
+    "a power": (lambda x, m, w: ops.sum(ops.power(2.0, x @ w) + ops.power(ops.abs(x), ops.abs(x))[:, :3]), SUM),
     "square of it": (lambda x, m, w: ops.sum(ops.square(ops.transpose(x) @ x)), Form(2, Dependence.OTHER)),
     "entropy": (lambda x, m, w: ops.mean(ops.sum(ops.softmax(x @ w) * ops.log_softmax(x @ w), axis=1)), MEAN),
     "a tenth of a mean": (lambda x, m, w: 0.1 * ops.mean(x @ w) / 2.0, MEAN),

@@ -188,12 +188,13 @@ class Reading:
             axes: for each axis of each, its place in the result; whatever for those that are summed over.
             shape: the shape of the result.
         """
-        is_summed = any(value.axis in summed for value, summed in zip(operands, over, strict=True))
         kept = [
             places[value.axis]
             for value, summed, places in zip(operands, over, axes, strict=True)
             if value.axis is not None and value.axis not in summed
         ]
+        # Of rows with rows, as in attention, there is one result for each: a function of rows.
+        is_summed = not kept and any(value.axis in summed for value, summed in zip(operands, over, strict=True))
         first, second = operands
         forms = frozenset(
             Form(a.degree + b.degree + is_summed, _kind_of_product(a, b, first, second, "mul"))

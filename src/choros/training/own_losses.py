@@ -67,7 +67,7 @@ def is_sum(
     key = (what, warns, _calls() if by_calls else 0)
     if key in decided:
         return bool(decided[key])
-    form = _forms().total(loss, rows)
+    form = _read(lambda: _forms().total(loss, rows))
     if form is None and _is_of_rows(getattr(loss, "shape", ()), rows):
         form = SUM
     is_sum = decide(form, what, _forms().line_of(loss) or caller(), process_set, warns=warns)
@@ -97,13 +97,8 @@ def forms_of_marked(
     function: Callable[..., Any], arguments: tuple[Any, ...], rows: frozenset[int]
 ) -> dict[str, Form | None]:
     """The forms of the values that a step on JAX marks; none of a step that only runs eagerly."""
-    import jax
-
     program = _forms().LossProgram(function, arguments, weights=(0,))
-    try:
-        return dict(_forms().forms_of_marked(program, rows))
-    except jax.errors.JAXTypeError:
-        return {}
+    return _read(lambda: _forms().forms_of_marked(program, rows)) or {}
 
 
 def mark(loss: Any, name: str) -> Any:
@@ -121,7 +116,7 @@ def noted(rows: frozenset[int]) -> AbstractContextManager[None]:
 
 def is_surely_sum(loss: Any, rows: frozenset[int]) -> bool:
     """Whether ``loss`` tells that it is a sum over the rows."""
-    return bool(_forms().total(loss, rows) == SUM)
+    return bool(_read(lambda: _forms().total(loss, rows)) == SUM)
 
 
 def mark_known(loss: Any) -> Any:
@@ -134,6 +129,14 @@ def _is_of_rows(shape: Any, rows: frozenset[int]) -> bool:
     if getattr(shape, "rank", 0) is None:  # of TensorFlow
         return True
     return len(shape) > 0 and (shape[0] is None or shape[0] in rows)
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    """What is read; ``None`` if a program does what is not expected, or runs only eagerly: training goes on."""
+    try:
+        return read()
+    except Exception:  # noqa: BLE001 - of operations of any library, and of the user's code that is traced
+        return None
 
 
 def _forms() -> Any:

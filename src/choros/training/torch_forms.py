@@ -51,7 +51,7 @@ class _Notes(TorchDispatchMode):
             names = [] if schema is None else [each.name for each in schema.arguments]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
             name = "" if schema is None else schema.name.rpartition("::")[2].rstrip("_")
-            values = [self._result(name, given or {"": list(args)}, tuple(each.shape), each) for each in results]
+            values = [self._read(name, given or {"": list(args)}, tuple(each.shape)) for each in results]
             for each, value in zip(results, values, strict=True):
                 self.values[each] = value
         return made
@@ -70,7 +70,13 @@ class _Notes(TorchDispatchMode):
             return ValueForm(shape, number=float(given))
         return self._reading.leaf(shape)
 
-    def _result(self, name: str, given: Mapping[str, Any], shape: tuple[int, ...], made: Any) -> ValueForm:
+    def _read(self, name: str, given: Mapping[str, Any], shape: tuple[int, ...]) -> ValueForm:
+        try:
+            return self._result(name, given, shape)
+        except Exception:  # noqa: BLE001 - an operation with other arguments than expected: training goes on
+            return self._reading.unknown(shape)
+
+    def _result(self, name: str, given: Mapping[str, Any], shape: tuple[int, ...]) -> ValueForm:
         reading = self._reading
         first = self.value_of(next(iter(given.values()), None))
         if name in _SAME:
@@ -79,7 +85,7 @@ class _Notes(TorchDispatchMode):
         if name.startswith(_RANDOM) or "dropout" in name:
             return reading.apply([*self._operands(given), reading.made(shape, random=True)], shape)
         if name.startswith(_MADE) or name in ("fill", "zero"):
-            return reading.made(shape, _number(made, name, given))
+            return reading.made(shape, _number(name, given))
         if name in _ARITHMETIC or name == "rsub":
             operands = [first, self.value_of(given["other"])]
             operation = _ARITHMETIC.get(name, "sub")
@@ -88,7 +94,7 @@ class _Notes(TorchDispatchMode):
             return reading.arithmetic(operation, operands[::-1] if name == "rsub" else operands, shape)
         if name == "reciprocal":
             return reading.arithmetic("div", [ValueForm((), number=1.0), first], shape)
-        if name == "pow" and given.get("exponent") == 2:
+        if name == "pow" and _is_two(given.get("exponent")):
             return reading.arithmetic("mul", [first, first], shape)
         if name == "where" and "other" in given and self.value_of(given["condition"]).axis is None:
             return reading.arithmetic("add", [self.value_of(given[each]) for each in ("self", "other")], shape)
@@ -189,13 +195,16 @@ def total(loss: Any, rows: frozenset[int]) -> Form | None:
     return _current.value_of(loss).total if _current is not None and loss in _current.values else None
 
 
-def _number(made: Any, name: str, given: Mapping[str, Any]) -> float | None:
+def _number(name: str, given: Mapping[str, Any]) -> float | None:
     """The number of which an array is made."""
     if name.startswith(("zero", "ones", "new_zeros", "new_ones")):
         return float("ones" in name)
     number = given.get("fill_value", given.get("value", given.get("s")))
-    del made
     return float(number) if isinstance(number, int | float) else None
+
+
+def _is_two(number: Any) -> bool:
+    return isinstance(number, int | float) and number == 2
 
 
 def _one_of(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
