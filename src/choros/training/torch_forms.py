@@ -60,9 +60,9 @@ class _Notes(TorchDispatchMode):
         """What is known of a tensor, or of a number."""
         if not torch.is_tensor(given):
             return ValueForm((), number=float(given) if isinstance(given, int | float) else None)
-        found = self.values.get(given)
+        found: ValueForm | None = self.values.get(given)
         if found is not None:
-            return found  # type: ignore[no-any-return]
+            return found
         shape = tuple(given.shape)
         if isinstance(given, torch.nn.Parameter):
             return ValueForm(shape)

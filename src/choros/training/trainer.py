@@ -408,9 +408,12 @@ class Steps:
             this = make_step(examples, rows=known, by_part=len(rows) > 1, own_methods=own_names)
             with run_step(this), synchronizing(), self._once_read(args[-1]):
                 absent = False if this.of_all_ranks else self._absent(examples)
-                run = own
-                if absent is not False:
-                    run = lambda *args: step_without_rows(model, own, args, absent, lambda: self._assigned_alone)  # noqa: E731
+
+                def run(*args: Any) -> Any:
+                    if absent is False:
+                        return own(*args)
+                    return step_without_rows(model, own, args, absent, lambda: self._assigned_alone)
+
                 try_step(this, run, args)
                 done = run(*args)
             if timed:

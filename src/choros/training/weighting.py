@@ -108,17 +108,13 @@ def current_step() -> ModelStep | None:
 @contextmanager
 def run_step(step: ModelStep) -> Iterator[None]:
     """A context in which ``step`` runs: Keras' losses and metrics are weighted for it."""
-    global _current
-    outer, _current = _current, step
-    try:
+    with _in_place(step):
         if step.of_all_ranks:
             yield
-        else:
-            reductions = patched_reductions(_reduce_loss, _reduce_samples, _sum_added, _compute_loss)
-            with reductions, scaled_gradients(_factor_of_gradients), _noted(step):
-                yield
-    finally:
-        _current = outer
+            return
+        reductions = patched_reductions(_reduce_loss, _reduce_samples, _sum_added, _compute_loss)
+        with reductions, scaled_gradients(_factor_of_gradients), _noted(step):
+            yield
 
 
 def try_step(step: ModelStep, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
