@@ -25,8 +25,8 @@ help:  ## Say what there is to make
 train: $(VENV)/trains  ## Train the digits CNN on two processes with TensorFlow
 	KERAS_BACKEND=tensorflow TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/chorosrun -np 2 --no-prefix-output $(BIN)/python examples/mnist_horovod.py
 
-# Two at a time: tests on ranks, and tests that start processes and wait for them.
-PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# Three at a time, on two cores: tests on ranks, which compute, beside tests that start processes and mostly wait for them.
+PYTEST := -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 
 test: PART ?= --part once
 test: install  ## Run the suite, each case that several frameworks share on one of them
@@ -56,11 +56,12 @@ coverage: install  ## Run the quick part (PART=…: another), and say which line
 
 install: $(VENV)/tests  ## Only prepare .venv with everything the tests need
 
-check: install  ## Lint, types, import rules
+check: install  ## Lint, types, import rules, sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/sizes.py
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)/documents  ## Build the documentation's site in build/site; a broken link or an undocumented name is an error

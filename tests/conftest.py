@@ -1,7 +1,8 @@
 """Tests of one job are run one after the other, so that each job is started once.
 
 With pytest-xdist, one worker runs all tests that need ranks of TensorFlow, job by job, and another those of all other
-ranks; then they share the remaining files.
+ranks, while a third one begins with those that start processes of their own and mostly wait for them. Of these, each
+goes to the worker that is free, and a file that shares a fixture to one.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from choros import durations
 from harness import Job
-from parts import PARTS, job_of
+from parts import PARTS, job_of, params_of
 from ranks import pool
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -28,10 +30,25 @@ if HIDDEN_MODULES in sys.path:  # a worker of pytest-xdist is itself started by 
 else:
     os.environ["PYTHONPATH"] = os.pathsep.join([HIDDEN_MODULES, *filter(None, [os.environ.get("PYTHONPATH")])])
 
+#: A test that has no other fixtures shares nothing with others of its file.
+OWN_FIXTURES = {"tmp_path", "tmp_path_factory", "monkeypatch", "capsys", "capfd", "caplog", "request"}
 
-def group_of(job: Job) -> str:
-    """The tests that one worker of pytest-xdist runs: those of TensorFlow take about as long as all others."""
-    return f"{job.framework} ranks" if job.framework == "tensorflow" else "ranks"
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Shortens the durations of processes that tests start; pytest's own, which tests compare, has read them before."""
+    starts_workers = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
+    if not starts_workers:
+        os.environ[durations.TEST_SCALE] = "0.25"
+        # Each process that tests start would compile choros anew, which takes as long as importing it thrice.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def group_of(item: pytest.Item) -> str | None:
+    """The tests that one worker of pytest-xdist runs: those of TensorFlow take about as long as all others on ranks."""
+    if job := job_of(item):
+        return f"{job.framework} ranks" if job.framework == "tensorflow" else "ranks"
+    shares = set(getattr(item, "fixturenames", ())) - OWN_FIXTURES - params_of(item).keys()
+    return None if item.get_closest_marker("slow") and not shares else item.path.stem
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,8 +66,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         job = job_of(item)
         order.setdefault(job, len(order))
-        item.add_marker(pytest.mark.xdist_group(group_of(job) if job else item.path.stem))
-    items.sort(key=lambda item: order[job_of(item)])
+        if not item.get_closest_marker("xdist_group") and (group := group_of(item)):
+            item.add_marker(pytest.mark.xdist_group(group))
+    # What takes long comes first, so that the workers end together.
+    items.sort(key=lambda item: (order[job_of(item)], not item.get_closest_marker("slow")))
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from harness import FRAMEWORKS, Job
 
-__all__ = ["PARTS", "job_of"]
+__all__ = ["PARTS", "job_of", "params_of"]
 
 #: The framework whose cases take the least time, of those that are tested.
 FASTEST = next(name for name in ("torch", "jax", "tensorflow") if name in FRAMEWORKS)
@@ -21,7 +21,7 @@ QUICK = (None, Job(2), Job(2, FASTEST))
 
 def job_of(item: pytest.Item | None) -> Job | None:
     """The job that a test requests, if any."""
-    job = _params(item).get("job") if item else None
+    job = params_of(item).get("job") if item else None
     return job if isinstance(job, Job) else None
 
 
@@ -77,7 +77,7 @@ def _chosen(same: Sequence[pytest.Item], number: int) -> pytest.Item:
 
 def _framework(item: pytest.Item) -> str:
     job = job_of(item)
-    return job.framework if job else str(_params(item).get("framework", ""))
+    return job.framework if job else str(params_of(item).get("framework", ""))
 
 
 def _without_framework(item: pytest.Item) -> Hashable:
@@ -85,12 +85,13 @@ def _without_framework(item: pytest.Item) -> Hashable:
     if not _framework(item) or item.get_closest_marker("each_framework"):
         return item.nodeid
     job = job_of(item)
-    others = {name: value for name, value in _params(item).items() if name not in ("job", "framework")}
+    others = {name: value for name, value in params_of(item).items() if name not in ("job", "framework")}
     job = replace(job, framework="", hidden=()) if job else None
     return item.location[0], item.name.partition("[")[0], repr(sorted(others.items())), job
 
 
-def _params(item: pytest.Item) -> Mapping[str, object]:
+def params_of(item: pytest.Item) -> Mapping[str, object]:
+    """The parameters of a test."""
     callspec = getattr(item, "callspec", None)
     return callspec.params if callspec else {}
 

@@ -15,7 +15,7 @@ from harness import FRAMEWORKS
 
 PACKAGE = Path(choros.__file__).parent
 #: What examples import beside choros, and the framework of its package.
-NEEDED = {"choros.comm.engines.device_group": "torch", "choros.jax.optimizer": "optax"}
+NEEDED = {"choros.comm.engines.device_collectives": "torch", "choros.jax.optimizer": "optax"}
 
 
 def with_examples(of: str = "") -> list[str]:

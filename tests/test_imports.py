@@ -38,3 +38,23 @@ def test_no_import_cycles() -> None:
 def test_no_framework_and_no_mpi_is_loaded_by(script: str) -> None:
     check = f"\nimport sys; loaded = {HEAVY!r} & set(sys.modules); assert not loaded, loaded"
     subprocess.run([sys.executable, "-c", script + check], check=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("script", "loads"),
+    [
+        ("import choros.distribute, choros.distribute.experimental", []),
+        ("import choros.launch.cli, choros.cli", []),
+        ("import choros; choros.init(); choros.shutdown()", []),
+        ("from choros.distribute import ParameterServerStrategy", ["parameter_server"]),
+        ("import choros.distribute as d; d.coordinator.ClusterCoordinator", ["parameter_server"]),
+        ("import choros.distribute as d; d.experimental.partitioners.MinSizePartitioner", []),
+    ],
+)
+def test_parameter_servers_and_instruments_are_loaded_only_when_used(script: str, loads: list[str]) -> None:
+    check = (
+        "\nimport sys; rooms = {name.split('.')[1] for name in sys.modules if name.startswith('choros.')}"
+        "\nprint(*rooms & {'parameter_server', 'bench', 'trace'})"
+    )
+    done = subprocess.run([sys.executable, "-c", script + check], check=True, timeout=300, stdout=subprocess.PIPE)
+    assert done.stdout.decode().split() == loads

@@ -29,7 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from choros.comm.selection import nccl4py_problem
-from choros.launch.driver.accelerators import count_accelerators
+from choros.launch.driver.machine import count_accelerators
 
 CHOROSRUN = str(Path(sys.executable).with_name("chorosrun"))
 FRAMEWORKS = ("tensorflow", "torch", "jax")

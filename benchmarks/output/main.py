@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 
-from choros.launch.driver.mpirun_detection import Mpirun, detect_mpirun
+from choros.launch.driver.machine import Mpirun, detect_mpirun
 
 #: What ranks write again and again, and how many megabytes of it in all. mpirun keeps what has no newline, and copies
 #: it with every read.

@@ -65,7 +65,7 @@ def train(kind: str, step: float, slower: float) -> None:
         x, y = x[hvd.rank() :: 2], y[hvd.rank() :: 2]
         prints = hvd.rank() == 0
     else:
-        from choros.distribute.parameter_server import ParameterServerStrategy
+        from choros.parameter_server import ParameterServerStrategy
 
         role = json.loads(os.environ["TF_CONFIG"])["task"]
         strategy = ParameterServerStrategy()

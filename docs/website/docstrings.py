@@ -1,14 +1,18 @@
 """What docstrings are written in, for mkdocstrings.
 
 A paragraph that ends with ``::`` announces code, a table is between lines of ``===``, ``Example:`` is a section.
+That of ``choros.run`` is made from the rows of chorosrun's flags: it is imported, not read.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
 import griffe
+
+from choros.launch.run import run
 
 _LINE = r"=+(?: +=+)+\n"
 _TABLE = re.compile(rf"^{_LINE}(?:.+\n)+?{_LINE}(?:(?:.+\n)+?{_LINE})?", re.MULTILINE)
@@ -31,4 +35,5 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Changes the docstring of an object that has been read."""
         if obj.docstring:
-            obj.docstring.value = markdown(obj.docstring.value)
+            text = inspect.getdoc(run) if obj.path == "choros.launch.run.run" else obj.docstring.value
+            obj.docstring.value = markdown(text or "")

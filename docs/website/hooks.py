@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from drawings import with_columns
+from drawings import with_columns, with_pictures
+from durations_page import duration_tables
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
@@ -36,8 +37,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Rewrites a document for the site."""
     path = page.file.src_uri
     file = path if (ROOT / path).is_file() else f"docs/{path}"
-    added = module_list() if path == "reference/index.md" else name_tables(path)
-    return python_markdown(with_page_links(file, markdown)) + added
+    added = module_list() if path == "reference/index.md" else name_tables(path) + duration_tables(path)
+    return with_pictures(python_markdown(with_page_links(file, markdown))) + added
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

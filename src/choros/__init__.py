@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         remove_process_set,
         shutdown,
     )
-    from choros.comm.ranks import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
+    from choros.comm.context import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
     from choros.errors import (
         ChorosError,
         ClosureCancelled,
@@ -86,7 +86,7 @@ _RANKS = ("cross_rank", "cross_size", "is_homogeneous", "local_rank", "local_siz
 #: Where a name comes from, if not from ``choros.errors``.
 _HOMES = {
     **dict.fromkeys(_COMM, "choros.comm"),
-    **dict.fromkeys(_RANKS, "choros.comm.ranks"),
+    **dict.fromkeys(_RANKS, "choros.comm.context"),
     "run": "choros.launch.run",
     "shard_range": "choros.topology",
 }
@@ -94,7 +94,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
-        raise AttributeError(f"module 'choros' has no attribute {name!r}{_where(name)}")
+        where = "" if name.startswith("__") else _where(name)  # AutoGraph asks each module for __module__
+        raise AttributeError(f"module 'choros' has no attribute {name!r}{where}")
     from importlib import import_module
 
     if name == "nn":  # a module, which its import binds

@@ -1,22 +1,16 @@
 """The ``choros`` command and its subcommands. ``chorosrun`` is a separate command, as ``horovodrun`` is."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
 import click
 
 from choros import __version__
-from choros.bench.cli import bench
 from choros.errors import ChorosError
-from choros.launch.stacks import stacks
-from choros.observe.timeline.cli import timeline
-
-__all__ = ["main"]
 
 _HELP = """\
 Tools for data-parallel deep learning with choros.
@@ -31,18 +25,25 @@ Examples:
 """
 
 
-@click.group(help=_HELP, context_settings={"max_content_width": 110}, invoke_without_command=True)
+#: The module of each subcommand, which is loaded when it runs or is listed.
+_MODULES = {"bench": "choros.bench.cli", "stacks": "choros.launch.stacks", "timeline": "choros.trace.cli"}
+
+
+class _Tools(click.Group):
+    def list_commands(self, _context: click.Context) -> list[str]:
+        return list(_MODULES)
+
+    def get_command(self, _context: click.Context, name: str) -> click.Command | None:
+        return getattr(import_module(_MODULES[name]), name) if name in _MODULES else None
+
+
+@click.group(cls=_Tools, help=_HELP, context_settings={"max_content_width": 110}, invoke_without_command=True)
 @click.version_option(__version__, prog_name="choros", message="%(prog)s %(version)s")
 @click.pass_context
 def choros(context: click.Context) -> None:
     """See ``_HELP``."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-choros.add_command(bench)
-choros.add_command(stacks)
-choros.add_command(timeline)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -7,15 +7,14 @@
                                       │
                                       └─ 1 flushed   2 renamed to DIRECTORY/NAME   3 DIRECTORY is flushed
 
-Whatever ends the process, or the machine, in between: DIRECTORY/NAME is the last complete one. What killed processes
-leave behind, the next write in the directory removes.
+Whatever ends the process, or the machine, in between: DIRECTORY/NAME is the last complete one. What killed
+processes leave behind, the next write in the directory removes.
 """
-
-from __future__ import annotations
 
 import ctypes
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -23,35 +22,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["discard", "flush", "replace", "unfinished", "workplace"]
+from choros import durations
 
 _PREFIX = ".unfinished."
 #: The former content of a directory whose name a file system cannot exchange in one step.
 _FORMER = ".former"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-#: After so many seconds, what other hosts have left behind is removed: their locks may not be visible here.
-_ABANDONED_SECONDS = 24 * 3600
 
 
 @contextmanager
 def unfinished(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A block that writes a file, or a directory, under the name it gets; it gets the name ``path`` after the block.
+    """A block that writes a file or directory under the name it gets; if it succeeds, this replaces ``path``.
 
-    Args:
-        path: the file or directory, in a directory that exists. If it is a link, its target is replaced.
-
-    Raises:
-        OSError: the disk is full, or the directory cannot be written; the last complete file is still there.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "model.txt"
-        >>> with unfinished(path) as name:
-        ...     _ = name.write_text("weights")
-        ...     path.exists()
-        False
-        >>> path.read_text()
-        'weights'
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "model.txt"
+    >>> with unfinished(path) as name:
+    ...     _ = name.write_text("weights")
+    ...     path.exists()
+    False
+    >>> path.read_text()
+    'weights'
     """
     final = Path(os.path.realpath(path))
     with workplace(final.parent) as directory:
@@ -63,10 +53,7 @@ def unfinished(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def workplace(parent: Path) -> Iterator[Path]:
-    """A block with a directory of its own in ``parent``, which is removed after the block.
-
-    If the process is killed, the next such block in ``parent``, of whichever process, removes it.
-    """
+    """A block with its own directory in ``parent``, removed after it; if killed, by the next such block there."""
     for left in parent.glob(f"{_PREFIX}*"):
         _remove_if_abandoned(left)
     directory, lock = _locked(parent)
@@ -104,10 +91,44 @@ def replace(new: Path, final: Path) -> None:
     _flush_names(final.parent)
 
 
-def discard(directory: str | os.PathLike[str]) -> None:
-    """Removes a directory: at first all of it at once, by its name."""
-    with workplace(Path(directory).parent) as place:
-        Path(directory).replace(place / "discarded")
+def discard(path: str | os.PathLike[str]) -> None:
+    """Removes a file or directory: at first all of it at once, by its name."""
+    with workplace(Path(path).parent) as place:
+        Path(path).replace(place / "discarded")
+
+
+class Numbered:
+    """The files or directories of a directory that have a number in their names; the last ``kept`` ones are kept.
+
+    >>> import tempfile
+    >>> runs = Numbered(Path(tempfile.mkdtemp()), "run-", kept=1)
+    >>> for number in (8, 9):
+    ...     with runs.write(number) as path:
+    ...         path.mkdir()
+    >>> [path.name for path in runs.complete().values()]
+    ['run-9']
+    """
+
+    def __init__(self, directory: Path, prefix: str, suffix: str = "", *, digits: int = 1, kept: int) -> None:
+        self._directory = directory
+        self._name = f"{prefix}{{:0{digits}}}{suffix}"
+        self._pattern = re.compile(rf"{re.escape(prefix)}(\d+){re.escape(suffix)}")
+        self._kept = kept
+
+    def complete(self) -> dict[int, Path]:
+        """Number → path, of each complete one."""
+        paths = self._directory.iterdir() if self._directory.is_dir() else ()
+        found = ((self._pattern.fullmatch(path.name), path) for path in paths)
+        return {int(match[1]): path for match, path in found if match is not None}
+
+    @contextmanager
+    def write(self, number: int) -> Iterator[Path]:
+        """A block that writes another one, as ``unfinished``; after it, all but the last ones are removed."""
+        earlier = self.complete()
+        with unfinished(self._directory / self._name.format(number)) as path:
+            yield path
+        for old in sorted(earlier, reverse=True)[self._kept - 1 :]:
+            discard(earlier[old])
 
 
 def _flush_names(directory: Path) -> None:
@@ -178,4 +199,4 @@ def _is_abandoned(directory: Path, descriptor: int) -> bool:
         else:
             return True
     changed = max(path.stat().st_mtime for path in (directory, *directory.rglob("*")))
-    return time.time() - changed > _ABANDONED_SECONDS
+    return time.time() - changed > durations.ABANDONED

@@ -24,33 +24,8 @@
 Each class has the ``exit_code`` with which ``chorosrun`` exits after the error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
-
-__all__ = [
-    "PREEMPTED",
-    "ChorosError",
-    "ClosureCancelled",
-    "ConfigError",
-    "DriftError",
-    "EngineError",
-    "EngineUnavailable",
-    "GraphRequiredError",
-    "HostUnreachable",
-    "HostsUpdatedInterrupt",
-    "JobTimeout",
-    "LaunchError",
-    "MismatchError",
-    "NotInitializedError",
-    "ParameterServerLost",
-    "PeerLostError",
-    "StrategyError",
-    "UnsupportedError",
-    "WorkerFailed",
-]
-
 
 #: The exit code of ranks, and of chorosrun, when a job that was asked to end has committed: EX_TEMPFAIL, on which
 #: schedulers requeue.
@@ -76,10 +51,7 @@ class ConfigError(ChorosError, ValueError):
 
 
 class UnsupportedError(ConfigError, NotImplementedError):
-    """A collective has no such operation, or not for these arrays.
-
-    Also a ``NotImplementedError``, and so a ``RuntimeError``, which Horovod raises in the same cases.
-    """
+    """No such collective operation, or not for these arrays; a ``RuntimeError`` too, as Horovod's in the same cases."""
 
 
 class NotInitializedError(ChorosError, ValueError):
@@ -105,10 +77,7 @@ class StrategyError(ChorosError, RuntimeError):
 
 
 class GraphRequiredError(ChorosError, RuntimeError):
-    """A function that adds operations to a graph of TensorFlow 1 was called eagerly.
-
-    Also a ``RuntimeError``, which Horovod raises in the same cases.
-    """
+    """A function that adds to a graph of TensorFlow 1 was called eagerly; a ``RuntimeError`` too, as Horovod's."""
 
     exit_code = 2
 
@@ -182,11 +151,8 @@ class ClosureCancelled(EngineError):
 
 
 class DriftError(EngineError):
-    """Ranks have different values of a trained variable, which synchronous training keeps identical.
-
-    Ranks compare their variables after the first steps, and then after each ``CHOROS_COMPARE_EVERY``. The text is the
-    same on every rank. It names the first variable that differs, ranks that differ from most, and the largest
-    difference.
+    """Ranks have different values of a trained variable, which synchronous training keeps identical. The text, the
+    same on every rank, names the first variable that differs, ranks that differ from most, and the largest difference.
     """
 
 

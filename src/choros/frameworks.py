@@ -1,10 +1,6 @@
-"""The frameworks that are installed, and Keras' choice of one.
-
-Keras computes with the framework in ``KERAS_BACKEND``, or else with TensorFlow, whether or not it is installed. choros
-sets the variable before Keras is imported where only one framework is.
+"""The installed frameworks, and Keras' choice: that in ``KERAS_BACKEND``, else TensorFlow, whether or not installed.
+choros sets the variable before Keras is imported where only one framework is installed.
 """
-
-from __future__ import annotations
 
 import os
 import shutil
@@ -12,8 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-
-__all__ = ["FRAMEWORKS", "choose_keras_backend", "installed", "keras_backend_of_ranks", "missing_backend", "runs_here"]
 
 FRAMEWORKS = ("tensorflow", "torch", "jax")
 _VARIABLE = "KERAS_BACKEND"
@@ -31,10 +25,7 @@ def choose_keras_backend() -> None:
 
 
 def keras_backend_of_ranks(command: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns ``KERAS_BACKEND`` for ranks that run ``command``; empty if they should not get it.
-
-    They get it if only one framework is installed beside this Python, which is the one that they run.
-    """
+    """Returns ``KERAS_BACKEND`` for ranks that run this Python, if only one framework is installed; empty otherwise."""
     if environ.get(_VARIABLE) or not runs_here(command, environ):
         return {}
     found = installed()

@@ -11,8 +11,6 @@ The names are those of ``tf.nn``.
     strategy.run(step, args=batch)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,12 +1,8 @@
 """Whose a file is: what a process executes or believes must be its user's, and nobody else's to change."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path
-
-__all__ = ["READABLE", "WRITABLE", "problem_with"]
 
 #: The modes with which others can change a file, and those with which they can also read it.
 WRITABLE = 0o022
@@ -14,16 +10,9 @@ READABLE = 0o077
 
 
 def problem_with(path: Path, status: os.stat_result, forbidden: int = WRITABLE) -> str:
-    """Returns why a file or directory is not this user's alone; empty if it is.
+    """Returns why a file is not this user's alone; empty if it is, or root's, who can do everything anyway.
+    ``status`` is of its opened descriptor, so that nothing is put in its place after the check.
 
-    Root's files are as good as this user's: root can do everything.
-
-    Args:
-        path: its name, for the answer.
-        status: of its opened descriptor, so that nothing is put in its place after the check.
-        forbidden: the modes that no other user may have.
-
-    Example:
         >>> problem_with(Path("/"), os.stat("/"))
         ''
     """

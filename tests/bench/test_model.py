@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from choros.bench.model import AlphaBeta, fit
+from choros.bench.figures import AlphaBeta, fit
 
 SIZES = [1 << power for power in range(10, 29, 3)]
 

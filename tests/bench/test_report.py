@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from choros.bench.allreduce import tables
-from choros.bench.figures import Ratios, Summary, Timing, Trial, format_seconds, ratios, summarise, trial_of
-from choros.bench.model import AlphaBeta
+from choros.bench.figures import AlphaBeta, Ratios, Summary, Timing, Trial, format_seconds, ratios, summarise, trial_of
 from choros.bench.overhead import tables as overhead_tables
 from choros.bench.plot import plot_rows, plot_sizes, scaling_title
 from choros.bench.report import ReportRow, check_writable, compare, plain_text, show, write_json

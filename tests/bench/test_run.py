@@ -8,11 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from choros.bench.contender import Contender, check_names, chosen
+from choros.bench.contender import Contender, ContenderFailed, LaunchCommand, check_names, chosen
 from choros.bench.figures import Trial
-from choros.bench.process_group import ContenderFailed, ProcessGroup
+from choros.bench.process_group import ProcessGroup
 from choros.bench.run import Effort, RunResult, run_contenders, units_for
-from choros.bench.start import LaunchCommand
 from choros.errors import ConfigError
 
 PROGRAM = """
@@ -26,7 +25,7 @@ serve(join)
 """
 PICKY = PROGRAM.replace("lambda case: Task", "lambda case: None if case > 0.001 and 1 / 0 else Task")
 WRONG = PROGRAM.replace("case * units)", "case * units), check=lambda: 1 / 0")
-DYING = "raise SystemExit('an Error in its last line')"
+DYING = "import os; os.write(2, b'an Error in its last line\\n'); os._exit(1)"
 
 
 def python(name: str, script: str, needs: Sequence[str] = ()) -> Contender:

@@ -1,6 +1,6 @@
 import pytest
 
-from choros.bench.sizes import format_bytes, parse_sizes
+from choros.bench.cases import format_bytes, parse_sizes
 from choros.errors import ConfigError
 
 

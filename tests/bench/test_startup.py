@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
+from choros.bench.contender import Contender, LaunchCommand
 from choros.bench.figures import Summary
 from choros.bench.report import ReportRow, plain_text
-from choros.bench.start import LaunchCommand
-from choros.bench.startup import CASES, Program, StartCase, measure, rows, run_starts, sections, table
+from choros.bench.startup import CASES, StartCase, measure, rows, run_starts, sections, table
 
 
 def python(code: str) -> LaunchCommand:
@@ -16,15 +16,18 @@ def python(code: str) -> LaunchCommand:
 
 
 def case(**programs: str) -> StartCase:
-    made = tuple(Program(name, lambda _ranks, argv: [python(argv[1])], code) for name, code in programs.items())
+    made = tuple(
+        Contender(name, lambda _ranks, argv: [python(argv[1])], ["-c", code]) for name, code in programs.items()
+    )
     return StartCase("nothing", made)
 
 
 def test_every_case_has_choros_first() -> None:
-    assert [each.programs[0].contender for each in CASES] == ["choros"] * 3
+    assert [each.programs[0].name for each in CASES] == ["choros"] * 3
     for each in CASES:
         for program in each.programs:
-            assert program.code in program.command(2).argv
+            (command,) = program.start(2, program.argv)
+            assert program.argv[-1] in command.argv
 
 
 def test_a_trial_lasts_until_the_end() -> None:

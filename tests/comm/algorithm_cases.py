@@ -10,8 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from choros.comm import Communicator, Reduction, global_process_set
-from choros.comm.algorithms.algorithm import Tuning
-from choros.comm.algorithms.tuning import autotune
+from choros.comm.algorithms.tuning import Tuning, autotune
 from choros.comm.engines.mpi import MpiCommunicator
 
 SMALL = Tuning(chunk_bytes=4096, window_bytes=64, block_bytes=256)
@@ -26,7 +25,7 @@ def on_hosts(*hosts: int, tuning: Tuning = SMALL) -> Iterator[MpiCommunicator]:
     """A communicator of all ranks that treats rank ``i`` as a rank of host ``hosts[i]``."""
     comm = MPI.Intracomm(MPI.COMM_WORLD.Dup())
     host = MPI.Intracomm(comm.Split(hosts[comm.Get_rank()], comm.Get_rank()))
-    communicator = MpiCommunicator(comm, range(comm.Get_size()), tuning, host)
+    communicator = MpiCommunicator(comm, tuning, host)
     yield communicator
     communicator.close()
 

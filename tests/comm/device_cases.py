@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,7 @@ import choros
 from choros.comm import Communicator, Reduction, global_process_set
 from choros.comm.devices import Device
 from choros.comm.engines import torch_devices
-from choros.comm.engines.device_collectives import LinkedDevices
-from choros.comm.engines.device_group import DeviceGroup
+from choros.comm.engines.device_collectives import DeviceCollectives
 from choros.comm.selection import nccl4py_problem
 from choros.errors import ConfigError, EngineUnavailable, MismatchError
 from choros.topology import shard_range
@@ -22,8 +22,20 @@ from choros.topology import shard_range
 CPU = Device("cpu")
 
 
+class DeviceGroup:
+    """The collectives of a communicator's members on ``device``, which ``module`` connects."""
+
+    def __init__(self, communicator: Communicator, module: str, device: Device) -> None:
+        connect = importlib.import_module(f"choros.comm.engines.{module}").connect
+        self._collectives = DeviceCollectives(communicator, [device.type], lambda used: connect(communicator, used))
+        self.device = torch.device(str(device))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._collectives, name)
+
+
 def cpu_group(communicator: Communicator) -> DeviceGroup:
-    return DeviceGroup(communicator, torch_devices.connect(communicator, CPU), CPU)
+    return DeviceGroup(communicator, "torch_devices", CPU)
 
 
 def device_groups() -> Iterator[DeviceGroup]:
@@ -39,9 +51,7 @@ def device_groups() -> Iterator[DeviceGroup]:
             ways.append(("nccl4py_devices", device))
     communicator = global_process_set.communicator
     for module, device in ways:
-        connect = importlib.import_module(f"choros.comm.engines.{module}").connect
-        group = DeviceGroup(communicator, connect(communicator, device), device)
-        assert group.device.type == device.type
+        group = DeviceGroup(communicator, module, device)
         yield group
         group.close()
 
@@ -122,10 +132,11 @@ def case_device_group_detects_mismatches(group: DeviceGroup) -> None:
         "bits8 cannot": lambda: group.allreduce(torch.empty(2, dtype=torch.bits8, device=group.device)),
         "booleans have no average": lambda: group.allreduce(ones(2, dtype=torch.bool)),
         "root=9 is not": lambda: group.broadcast(ones(2), 9),
-        "a tensor on meta was given": lambda: group.allgather(torch.ones(2, device="meta")),
     }.items():
         with pytest.raises(ConfigError, match=text):
             collective()
+    with pytest.raises(EngineUnavailable, match="tensors on meta cannot be communicated"):
+        group.allgather(torch.ones(2, device="meta"))
     with pytest.raises(ConfigError, match="a scalar has no rows to scatter"):
         group.reducescatter(torch.tensor(1.0, device=group.device))
     with pytest.raises(ConfigError if last else MismatchError, match=r"splits=\[9\] must be"):
@@ -170,7 +181,7 @@ def case_device_group_sends_rows_to_every_rank(group: DeviceGroup) -> None:
 def case_devices_belong_to_the_communicator() -> None:
     communicator = global_process_set.communicator
     devices = communicator.devices
-    assert isinstance(devices, LinkedDevices)
+    assert isinstance(devices, DeviceCollectives)
     assert communicator.devices is devices
     assert devices.moves("cuda")
     assert devices.moves("cpu") == (communicator.engine == "torch")

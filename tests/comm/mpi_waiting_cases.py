@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from choros.comm.engines.mpi_yielding import idle_yield, open_mpi_switch
+from choros.comm.engines.mpi_waiting import idle_yield, open_mpi_switch
 
 
 def case_blocking_calls_yield_while_others_use_the_core() -> None:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from choros.comm.fusion import ArraySlice, Chunk, FusionBuffer, Layout, Slot, pack, plan_fusion, views
+from choros.comm.fusion import Chunk, FusionBuffer, Layout, Span, pack, plan_fusion, views
 
 FLOAT16, FLOAT32, FLOAT64 = (np.dtype(name) for name in ("float16", "float32", "float64"))
 LAYOUT: Layout = (((2, 2), FLOAT32), ((), FLOAT64), ((3,), FLOAT32), ((0, 4), FLOAT32), ((4, 4), FLOAT32))
@@ -13,11 +13,11 @@ def as_is(dtype: np.dtype) -> np.dtype:
 
 
 def test_arrays_of_one_dtype_share_a_fusion_buffer_aligned_ones_first() -> None:
-    floats = (Slot(3, 0, 0), Slot(4, 0, 16), Slot(0, 16, 20), Slot(2, 20, 23))
-    slices = (ArraySlice(4, 0, 16), ArraySlice(0, 0, 4), ArraySlice(2, 0, 3))
+    floats = (Span(3, 0, 0), Span(4, 0, 16), Span(0, 16, 20), Span(2, 20, 23))
+    slices = (Span(4, 0, 16), Span(0, 0, 4), Span(2, 0, 3))
     assert plan_fusion(LAYOUT, TOGETHER, as_is, 1 << 20) == (
         FusionBuffer(FLOAT32, FLOAT32, 23, floats, (Chunk(0, 23, slices),)),
-        FusionBuffer(FLOAT64, FLOAT64, 1, (Slot(1, 0, 1),), (Chunk(0, 1, (ArraySlice(1, 0, 1),)),)),
+        FusionBuffer(FLOAT64, FLOAT64, 1, (Span(1, 0, 1),), (Chunk(0, 1, (Span(1, 0, 1),)),)),
     )
 
 

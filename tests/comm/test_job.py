@@ -10,9 +10,9 @@ import pytest
 
 import choros
 from choros.comm import context, on_init
-from choros.config import Config
 from choros.errors import ConfigError, EngineUnavailable, NotInitializedError
 from choros.parallel import objects, ops
+from choros.settings import Config
 from choros.topology import ENVIRONMENTS, Topology
 from harness import CHOROSRUN, Job, case_names, check_case, on
 

@@ -16,7 +16,7 @@ import pytest
 from choros.comm import Reduction
 from choros.comm.devices import Device
 from choros.comm.engines.local import LocalCommunicator
-from choros.comm.engines.nccl import SharedCards
+from choros.comm.engines.nccl import shares_cards
 from choros.comm.selection import nccl4py_problem
 from choros.errors import EngineError, EngineUnavailable
 from harness import needs
@@ -150,7 +150,7 @@ def test_torchs_tensors_are_sent_in_its_current_stream_without_waiting(nccl: Rec
 
 @needs("torch")
 def test_torch_shares_an_array_that_refuses_a_stream() -> None:
-    from choros.comm.engines.device_group import as_tensor
+    from choros.comm.engines.device_collectives import as_tensor
 
     class Refusing:
         """As TensorFlow's on a GPU, whose stream torch would give."""
@@ -186,7 +186,7 @@ def test_errors_of_nccl_are_engine_errors(nccl: Recorder, link: Any) -> None:
 
 
 def test_ranks_share_a_card_from_nccl_2_30_on() -> None:
-    assert [SharedCards(version).allowed for version in ((2, 29, 7), (2, 30), (3, 0, 1))] == [False, True, True]
+    assert [shares_cards(version) for version in ((2, 29, 7), (2, 30), (3, 0, 1))] == [False, True, True]
 
 
 def test_why_nccl4py_cannot_be_used_is_one_clause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from choros.comm.selection import Choice, select, select_devices
-from choros.config import ENGINE
 from choros.errors import ChorosError, ConfigError, EngineUnavailable
+from choros.settings import Config
 from choros.topology import Topology
 from harness import CHOROSRUN
 
@@ -45,7 +45,7 @@ CHOICES = {
 
 @pytest.mark.parametrize(("requested", "topology", "comm", "choice"), CHOICES.values(), ids=CHOICES)
 def test_choice(requested: str, topology: Topology, comm: object, choice: Choice) -> None:
-    assert select({ENGINE.name: requested}, topology, comm, installed=lambda _: True) == choice
+    assert select(Config.from_environ({"CHOROS_ENGINE": requested}), topology, comm, installed=lambda _: True) == choice
 
 
 #: As above, the module that is not installed, and a part of the error.
@@ -67,7 +67,12 @@ def test_invalid_choice(
     requested: str, topology: Topology, comm: object, missing: str, error: type[ChorosError], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        select({ENGINE.name: requested}, topology, comm, installed=lambda module: module != missing)
+        select(
+            Config.from_environ({"CHOROS_ENGINE": requested}),
+            topology,
+            comm,
+            installed=lambda module: module != missing,
+        )
 
 
 NO_DRIVER = "this machine has no driver of NVIDIA's"
@@ -101,18 +106,19 @@ def test_choice_of_device_collectives(
     kinds: tuple[str, ...],
     reason: str,
 ) -> None:
-    environ = {"CHOROS_DEVICES": requested}
-    choice = select_devices(engine, size, environ, lambda name: torch or name != "torch", lambda: problem)
+    config = Config.from_environ({"CHOROS_DEVICES": requested})
+    choice = select_devices(engine, size, config, lambda name: torch or name != "torch", lambda: problem)
     assert (choice.module, choice.kinds) == (module, kinds)
     assert reason in choice.reason
 
 
 def test_device_collectives_that_cannot_be_used_are_an_error_if_they_are_requested() -> None:
     for requested, text in {"nccl4py": NO_DRIVER, "torch": "PyTorch is not installed"}.items():
+        config = Config.from_environ({"CHOROS_DEVICES": requested})
         with pytest.raises(EngineUnavailable, match=f"CHOROS_DEVICES={requested} cannot be used, because {text}"):
-            select_devices("mpi", 2, {"CHOROS_DEVICES": requested}, lambda name: False, lambda: NO_DRIVER)
+            select_devices("mpi", 2, config, lambda name: False, lambda: NO_DRIVER)
     with pytest.raises(ConfigError, match="CHOROS_DEVICES='nccl' is not one of auto, nccl4py, torch, host"):
-        select_devices("mpi", 2, {"CHOROS_DEVICES": "nccl"})
+        Config.from_environ({"CHOROS_DEVICES": "nccl"})
 
 
 def test_verbose_shows_the_engine_and_what_moves_tensors_on_devices_once() -> None:

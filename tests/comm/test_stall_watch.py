@@ -12,11 +12,14 @@ from harness import needs
 
 pytestmark = needs("torch")
 
-#: One rank is stopped before a call of all others; a child of its own continues it when these have reported it.
+#: One rank is stopped before a call of all others; a child of its own continues it when all have reported it that are
+#: to do so. The first of the others makes its call when the last is about to, so that it finds it waiting.
 STOPS = """
-import os, signal, sys, threading, time
+import os, pathlib, signal, sys, time
 import choros
-flag, stopped = sys.argv[1], int(sys.argv[2])
+folder, stopped = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+def wait_for(*names):
+    while not all((folder / name).exists() for name in names): time.sleep(0.02)
 choros.init()
 rank = choros.rank()
 communicator = choros.global_process_set.communicator
@@ -24,7 +27,7 @@ communicator.allreduce([1.0], name="first")
 if rank == stopped:
     pid = os.getpid()
     if os.fork() == 0:
-        while not os.path.exists(flag): time.sleep(0.02)
+        wait_for(*(["reported 1", "reported 2"] if stopped == 0 else ["reported 0"]))
         os.kill(pid, signal.SIGCONT)
         os._exit(0)
     os.kill(pid, signal.SIGSTOP)
@@ -33,8 +36,10 @@ else:
     class Reported(logging.Handler):
         def emit(self, record):
             print(record.getMessage(), flush=True)
-            if "s for rank" in record.getMessage(): open(flag, "w").close()
+            if "s for rank" in record.getMessage(): (folder / f"reported {rank}").touch()
     logging.getLogger("choros").addHandler(Reported())
+    (folder / f"calls {rank}").touch()
+    if rank == 0: wait_for("calls 2")
 communicator.allreduce([1.0], name="loss")
 communicator.barrier(name="the end")
 """
@@ -46,7 +51,7 @@ def test_a_rank_that_is_stopped_is_reported_by_the_first_that_waits(
     tmp_path: Path, start: Callable[[int], list[Environ]], stopped: int
 ) -> None:
     """Rank 0 has the store in which the others look who else waits."""
-    argv = [sys.executable, "-c", STOPS, str(tmp_path / "flag"), str(stopped)]
+    argv = [sys.executable, "-c", STOPS, str(tmp_path), str(stopped)]
     outcomes = together(argv, [{**environ, "CHOROS_STALL_SECONDS": "2"} for environ in start(3)])
     assert [code for code, _ in outcomes] == [0, 0, 0], outcomes
     reports = [output for _, output in outcomes if f"s for rank {stopped} in allreduce(name='loss'" in output]

@@ -1,8 +1,11 @@
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from choros.comm.request import Request
 from choros.comm.work import WorkQueue
 
 
@@ -83,16 +86,18 @@ class Ranks:
         self.plans = plans
         self.turns: list[str] = []
 
-    def propose(self, name: str) -> tuple[str, bool]:
-        return name, not self.plans or bool(self.queue.plan)
+    def exchange(self, request: Request, header: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+        del header
+        theirs = request.digest if not self.plans or self.queue.plan else Request("another").digest
+        return [request.digest, theirs], [0, 0]
 
-    def make_plan(self, name: str) -> None:
-        del name
+    def make_plan(self, request: Request) -> None:
+        del request
         self.queue.plan.extend(self.plans.pop(0))
 
     def collective(self, name: str) -> None:
         with self.queue.exclusive():
-            self.queue.take_turn(name, self.propose, self.make_plan, name)
+            self.queue.take_turn(name, Request(name), np.zeros(2, np.int64), self.exchange, self.make_plan)
             self.turns.append(name)
 
 

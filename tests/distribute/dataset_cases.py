@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 import choros
 from arrays.frameworks import FRAMEWORK, make
 from choros.arrays import adapter_of
+from choros.data.kinds import kind_of
+from choros.data.tf_auto_shard import AutoShardPolicy
 from choros.distribute import datasets
-from choros.distribute.datasets import AutoShardPolicy, DistributedDataset
-from choros.distribute.process_replicas import ProcessReplicas
+from choros.distribute.datasets import DistributedDataset
+from choros.distribute.replicas import ProcessReplicas
 from choros.errors import ConfigError, MismatchError
 from choros.parallel import ops
-from choros.parallel.data import kind_of
 from choros.parallel.objects import allgather_object, broadcast_object
 
 #: Examples and global batch: the last batch is full, uneven, or has no row for the second replica.

@@ -23,8 +23,8 @@ import pytest
 from choros import distribute
 from choros.distribute.cluster_resolver.tpu import TPUClusterResolver
 from choros.distribute.devices import replicas as device_replicas
-from choros.distribute.tpu import TPUStrategy
-from choros.distribute.values import PerReplica
+from choros.distribute.strategies import TPUStrategy
+from choros.distribute.types import PerReplica
 from choros.errors import ConfigError, EngineUnavailable, StrategyError
 from keras_face.training_cases import BATCH, CLASSES, EVEN, FEATURES, UNEVEN, order_dependent
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import threading
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import keras
@@ -13,6 +14,7 @@ import pytest
 
 from choros import distribute
 from choros.errors import ConfigError, EngineError
+from choros.settings import current
 from harness import free_port
 
 FRAMEWORK = keras.backend.backend()
@@ -161,7 +163,7 @@ def case_invalid_servers_are_errors():
 
 
 def case_a_server_whose_chief_does_not_come_says_so(monkeypatch):
-    monkeypatch.setenv("CHOROS_START_TIMEOUT", "0.05")
+    monkeypatch.setattr("choros.settings._config", replace(current(), start_timeout=0.05))
     cluster = {"worker": [f"localhost:{free_port()}"], "ps": [f"localhost:{free_port()}"]}
     for role in cluster:
         with pytest.raises(

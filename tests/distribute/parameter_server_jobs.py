@@ -135,7 +135,7 @@ def _start(jobs: Sequence[Job]) -> None:
     if os.environ["KERAS_BACKEND"] != "tensorflow":
         sys.modules["tensorflow"] = None  # Keras would search for it in each process, which takes seconds.
     warnings.filterwarnings("ignore", "os.fork")  # JAX warns although it has not been used yet.
-    for module in ("pytest", "keras", "choros.distribute.parameter_server.roles"):
+    for module in ("pytest", "keras", "choros.parameter_server.training"):
         importlib.import_module(module)
     gc.freeze()  # Otherwise each fork copies all of these modules when it ends.
     for job in jobs:

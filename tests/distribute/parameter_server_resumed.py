@@ -14,9 +14,9 @@ import keras
 import pytest
 
 from choros.distribute.coordinator import ClusterCoordinator
-from choros.distribute.parameter_server import ParameterServerStrategy
 from choros.distribute.partitioners import MinSizePartitioner
 from choros.errors import StrategyError
+from choros.parameter_server import ParameterServerStrategy
 from distribute import parameter_server_common as common
 from distribute.parameter_server_common import FRAMEWORK, SHARD, TASK, X, Y, assert_close, network, train
 from distribute.slot_checks import check_all

@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 
 from choros.distribute.coordinator import ClusterCoordinator
-from choros.distribute.parameter_server import ParameterServerStrategy
 from choros.distribute.partitioners import MinSizePartitioner
 from choros.errors import ClosureCancelled, ConfigError, ParameterServerLost, StrategyError
+from choros.parameter_server import ParameterServerStrategy
 from distribute import parameter_server_common as common
 from distribute.parameter_server_common import BATCH, FRAMEWORK, SHARD, STEPS, WORKER, X, Y, assert_close, train
 from distribute.parameter_server_jobs import CASE

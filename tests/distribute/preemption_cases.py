@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 import choros
-from choros.distribute.preemption.handler import PreemptionCheckpointHandler
-from choros.distribute.preemption.keras_checkpoint import KerasCheckpoint
-from choros.distribute.preemption.termination import TerminationConfig
+from choros.distribute.checkpoints import KerasCheckpoint
+from choros.distribute.preemption import PreemptionCheckpointHandler, TerminationConfig
 from choros.errors import ConfigError, StrategyError
 from distribute.strategy_cases import (
     BACKEND,

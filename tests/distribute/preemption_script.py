@@ -12,7 +12,7 @@ import numpy as np
 
 import choros
 from choros import distribute
-from choros.distribute.preemption.handler import PreemptionCheckpointHandler
+from choros.distribute.preemption import PreemptionCheckpointHandler
 
 importlib.import_module(sys.argv[1])
 strategy = distribute.MirroredStrategy()

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import pytest
 
-from choros.distribute.coordinator import closures
-from choros.distribute.parameter_server.scope_objects import ScopeObjects
 from choros.errors import ConfigError
+from choros.parameter_server import closures
+from choros.parameter_server.scope_objects import ScopeObjects
 
 FRAMEWORK = keras.backend.backend()
 X = np.random.default_rng(0).normal(size=(4, 6)).astype("float32")

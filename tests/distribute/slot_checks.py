@@ -9,11 +9,11 @@ import keras
 import numpy as np
 from keras import optimizers
 
-from choros.distribute.parameter_server.messages import Assign, OptimizerRecipe, Pull, Push, Register
-from choros.distribute.parameter_server.placement import SlotKey, place
-from choros.distribute.parameter_server.shards import Shards
-from choros.distribute.parameter_server.slots import Slots
 from choros.distribute.partitioners import FixedShardsPartitioner
+from choros.parameter_server.messages import OptimizerRecipe
+from choros.parameter_server.placement import SlotKey, join, place, place_slots, split
+from choros.parameter_server.server import Shards
+from choros.parameter_server.slots import Slots
 
 CUT = (
     lambda: optimizers.SGD(0.1),
@@ -40,6 +40,10 @@ def random(seed):
     return {key: generator.normal(size=shape).astype("float32") for key, shape in VARIABLES.items()}
 
 
+def in_order(parts):
+    return [parts[server] for server in sorted(parts)]
+
+
 def without_gradients():
     if keras.backend.backend() != "torch":
         return nullcontext()
@@ -64,24 +68,25 @@ def check(make, partition):
     slots.build(copies, chief.build)
     keys = dict(zip(map(id, copies), VARIABLES, strict=True))
     kept = {SlotKey(1, i, None if v is None else keys[id(v)]): slot for i, v, slot in slots}
-    placement = place({key: (shape, "float32") for key, shape in VARIABLES.items()}, partition, 2).with_slots(kept)
+    placement = place({key: (shape, "float32") for key, shape in VARIABLES.items()}, partition, 2)
+    placement = {**placement, **place_slots(kept, placement, 2)}
     recipe = OptimizerRecipe(
         cloudpickle.dumps((type(plain), plain.get_config())), dict.fromkeys(VARIABLES, (True, None))
     )
     state = random(0)
     for life in range(2):
         servers = [Shards(), Shards()]
-        for server, part in zip(servers, placement.split(state), strict=True):
-            server.assign(Assign(part))
-            server.register(Register(1, recipe))
+        for server, part in zip(servers, in_order(split(state, placement)), strict=True):
+            server.assign(part)
+            server.register(1, recipe)
         for step in range(3):
             gradients = random(10 * life + step + 1)
-            for server, part in zip(servers, placement.split(gradients), strict=True):
-                server.push(Push(1, part, None, 0))
+            for server, part in zip(servers, in_order(split(gradients, placement)), strict=True):
+                server.push(1, part, None, 0)
             with without_gradients():
                 plain.apply([keras.ops.convert_to_tensor(gradient) for gradient in gradients.values()])
-        one, other = (server.pull(Pull(0, slots=True)).values for server in servers)
-        state = placement.join([{**one, **other}])
+        one, other = (server.pull(0, slots=True)[1] for server in servers)
+        state = {key: join(key, placement, {**one, **other}) for key in placement}
     for key, slot in kept.items():
         slot.assign(state[key])
     for one, another in zip(chief.variables, plain.variables, strict=True):

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from choros.data.rows import Part
+from choros.data.tf_auto_shard import InputPipeline
 from choros.distribute import datasets
 from choros.distribute.replicas import Replicas
-from choros.parallel.data import Part
-from choros.parallel.data.tf_auto_shard import InputPipeline
 from harness import FRAMEWORKS, Job, case_names, check_case, needs, on
 
 MODULE = "distribute.dataset_cases"

@@ -16,11 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 import choros
-from choros import distribute
-from choros.distribute.preemption import handler as handling
-from choros.distribute.preemption import termination
-from choros.distribute.preemption.handler import PreemptionCheckpointHandler
-from choros.distribute.preemption.termination import Notice, TerminationConfig
+from choros import distribute, durations
+from choros.distribute import preemption
+from choros.distribute.preemption import Notice, PreemptionCheckpointHandler, TerminationConfig
 from choros.errors import ConfigError, StrategyError
 from harness import FRAMEWORKS, Job, case_names, check_case, on
 from launch.launched import Running
@@ -140,8 +138,7 @@ def test_exit_fn_may_return_and_training_continues(tmp_path: Path) -> None:
 def test_grace_period_saves_at_once_and_again_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(seconds))  # each reading advances it by a second
-    for module in (handling, termination):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(preemption, "time", clock)
     steps = Steps()
     handler = PreemptionCheckpointHandler(None, steps, tmp_path, TerminationConfig(exit_fn=end, grace_period=60))
     handler.run(steps.append, 0)
@@ -168,7 +165,7 @@ def test_save_fn_is_called_in_place_of_save(tmp_path: Path) -> None:
 def test_a_watcher_is_polled_until_it_returns_true(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(termination, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(durations, "PREEMPTION_LOOK", 0.001)
     answers = iter([False, OSError("no route"), OSError("no route"), False, True])
     called_by: list[threading.Thread] = []
     answered = threading.Event()

@@ -1,10 +1,14 @@
 """The documentation's site: where its pages are. ``make docs`` builds it; ``test_links.py`` follows links."""
 
+import re
+
 import drawings
+import durations_page
 import names
 import pages
 import pytest
 
+from choros.durations import table
 from harness import ROOT
 
 
@@ -118,3 +122,16 @@ def test_tables_of_names(page: str) -> None:
     text = names.name_tables(page)
     assert text.count("\n## ") == len(list((ROOT / "tests" / names.FOLDERS[page]).glob("*.toml")))
     assert names.name_tables("torch.md") == ""
+
+
+def test_waiting_has_a_row_for_each_duration() -> None:
+    text = durations_page.duration_tables("waiting.md")
+    assert [line.split("`")[1] for line in text.splitlines() if "`" in line] == list(table())
+    assert "| 60 s | for a rank whose script has ended, but not its process | a report says so | `LINGER` |" in text
+    assert durations_page.duration_tables("torch.md") == ""
+
+
+def test_no_module_has_a_duration_of_its_own() -> None:
+    own = re.compile(r"^_?(?:[A-Z_]*_)?(?:SECONDS|GRACE|PAUSE)\b[^=\n]*= *[0-9]", re.MULTILINE)
+    found = {str(path): own.findall(path.read_text()) for path in (ROOT / "src").rglob("*.py")}
+    assert not {path: names for path, names in found.items() if names}

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import choros.keras as hvd
-from choros.elastic.ledger import Ledger
+from choros.data.epochs import EpochData, epochs_of_steps
+from choros.data.kinds import epochs_of, epochs_of_shard
+from choros.data.plan import OPEN, Ledger, ShardBatches
+from choros.data.rows import Part, Sharding
 from choros.errors import ConfigError
-from choros.parallel.data import EpochData, Part, Sharding, epochs_of, epochs_of_shard, epochs_of_steps
-from choros.parallel.data.shard_batches import OPEN, ShardBatches
 
 N, BATCH = 22, 5
 X = np.arange(N, dtype="float32")[:, None]

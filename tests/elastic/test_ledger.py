@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from choros.elastic.ledger import Ledger
-from choros.parallel.data.shard_batches import ShardBatches
+from choros.data.plan import Ledger, ShardBatches
 from choros.topology import shard_range
 
 
@@ -114,7 +113,7 @@ def four(shard: int, shards: int) -> int:
 
 def test_survivors_keep_their_shards() -> None:
     ledger = Ledger.of_epoch(0, 3).stepped().lost({0: 0, 2: 1})
-    assert [ledger.shard_of(rank) for rank in (0, 1)] == [0, 2]
+    assert [ledger.of_rank(rank)[0].shard for rank in (0, 1)] == [0, 2]
     assert [part.closed(four) for rank in (0, 1) for part in ledger.of_rank(rank)] == [
         ShardBatches(0, 3, range(1, 4)),
         ShardBatches(2, 3, range(1, 4)),
@@ -133,13 +132,13 @@ def test_micro_batches_of_a_lost_rank_are_left_over() -> None:
 
 def test_a_new_rank_takes_over_from_the_current_step() -> None:
     ledger = Ledger.of_epoch(0, 2).stepped().lost({1: 0}).stepped(2).joined(1)
-    assert ledger.shard_of(1) == 0
+    assert ledger.of_rank(1)[0].shard == 0
     assert ledger.stepped().left_over(four) == (ShardBatches(0, 2, range(1, 3)),)
 
 
 def test_a_new_rank_without_a_free_shard_waits() -> None:
     ledger = Ledger.of_epoch(0, 2).joined(2)
-    assert ledger.shard_of(2) is None
+    assert ledger.of_rank(2) == ()
     assert ledger.of_rank(2) == ()
 
 
@@ -161,7 +160,7 @@ def test_shards_that_ended_before_their_rank_was_lost_leave_nothing() -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_resumed_job_divides_what_nobody_has_begun_anew(size: int) -> None:
     ledger = Ledger.of_epoch(5, 2).stepped().lost({0: 0}).stepped().resumed(size, four)
-    assert (ledger.epoch, ledger.position, ledger.steps) == (5, 2, 0)
+    assert (ledger.epoch, ledger.first, ledger.steps) == (5, 2, 0)
     assert [part.closed(four) for rank in range(size) for part in ledger.of_rank(rank)] == [
         ShardBatches(rank, size, range(2, 4)) for rank in range(size)
     ]
@@ -174,11 +173,6 @@ def test_a_job_that_is_resumed_in_the_tail_has_no_other_batches() -> None:
     assert [resumed.of_rank(rank) for rank in range(3)] == [()] * 3
     assert resumed.lacks_owners
     assert resumed.left_over(four) == tail.left_over(four)
-
-
-def test_the_next_epoch_has_as_many_shards_as_ranks() -> None:
-    ledger = Ledger.of_epoch(0, 3).lost({1: 0, 2: 1}).stepped(4).next_epoch(2)
-    assert ledger == Ledger.of_epoch(1, 2)
 
 
 def test_what_is_left_over_stays_small_however_many_batches_it_has() -> None:

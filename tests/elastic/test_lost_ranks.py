@@ -16,9 +16,10 @@ from launch.launched import run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs("mpi4py")]
 
 HERE = Path(__file__).parent
+TORCH = {"KERAS_BACKEND": "torch"}
 
 
-def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, directory=None, **settings):
+def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, directory=None, warm=True, **settings):
     """Trains on ``ranks`` ranks; returns how the job ended and what the ranks report that reached the end."""
     if framework not in FRAMEWORKS:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
@@ -33,7 +34,7 @@ def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, dir
         *([] if directory is None else [directory]),
     )
     env = {f"FIT_{name.upper()}": str(value) for name, value in settings.items()}
-    ended = run(*arguments, env={"KERAS_BACKEND": framework, **env})
+    ended = run(*arguments, env={"KERAS_BACKEND": framework, **env}, warm=warm and "!" not in kills)
     assert ended.code == code, ended.err
     return ended, [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
 
@@ -177,7 +178,7 @@ def test_ranks_without_rows_for_validation_have_the_metrics_of_the_others(framew
 
 
 def test_fit_goes_on_without_a_rank_that_is_stopped():
-    ended, reports = fit("torch", "", more=("--stall-shutdown", 2, "--chaos", "stop:rank=1@step=7+600s"))
+    ended, reports = fit("torch", "", more=("--stall-shutdown", 2, "--chaos", "stop:rank=1@step=7+600s"), warm=False)
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err
     assert "rank 1 will be killed.\nchorosrun: rank 1 was killed; 2 ranks go on.\n" in ended.err
 
@@ -261,21 +262,23 @@ def test_the_same_command_goes_on_from_the_last_step_with_fewer_ranks(tmp_path):
 )
 def test_a_loop_of_torch_trains_on_each_example_once(how, kills, env):
     flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
-    ended = run(*flags, sys.executable, HERE / "torch_script.py", kills, how, env=env)
+    ended = run(*flags, sys.executable, HERE / "torch_script.py", kills, how, env=TORCH | env, warm=True)
     assert ended.code == 0, ended.err
     reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err
 
 
 def test_a_lost_rank_is_replaced_in_a_function_of_elastic_run():
-    ended = run("-np", 3, "--min-np", 2, sys.executable, HERE / "torch_script.py", "0@5", "replaced")
+    ended = run(
+        "-np", 3, "--min-np", 2, sys.executable, HERE / "torch_script.py", "0@5", "replaced", env=TORCH, warm=True
+    )
     assert ended.code == 0, ended.err
     reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
     assert [(report["size"], report["wrong"]) for report in reports] == [(3, {})] * 3, ended.err
 
 
 def test_a_rank_that_is_lost_in_a_validation_of_elastic_run_is_replaced():
-    ended = run("-np", 3, "--min-np", 2, sys.executable, HERE / "run_script.py", env={"KERAS_BACKEND": "torch"})
+    ended = run("-np", 3, "--min-np", 2, sys.executable, HERE / "run_script.py", env=TORCH, warm=True)
     assert ended.code == 0, ended.err
     reports = sorted((json.loads(report) for report in re.findall(r"{.*}", ended.out)), key=lambda each: each["number"])
     expected = {"size": 3, "epoch": 4, "rows": [[96.0, 30.0]]}
@@ -325,7 +328,7 @@ def new_ranks_of_fit(framework, api, kills, *flags, more=(), epochs=None):
     if framework not in FRAMEWORKS:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
     arguments = (*flags, "--min-np", 1, sys.executable, HERE / "replaced_script.py", api, kills, *more)
-    ended = run(*arguments, env={"KERAS_BACKEND": framework})
+    ended = run(*arguments, env={"KERAS_BACKEND": framework}, warm=True)
     assert ended.code == 0, ended.err
     reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
     assert sorted(report["number"] for report in reports) == [0, 1, 2], ended.err
@@ -364,6 +367,6 @@ def test_new_ranks_take_the_places_of_lost_ones(victims, what, left, tmp_path):
 @pytest.mark.parametrize("moment", ["join", "broadcast_parameters", "broadcast_optimizer_state"])
 def test_ranks_that_join_early_get_the_last_ones_weights_though_another_is_lost(moment):
     flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
-    ended = run(*flags, sys.executable, HERE / "join_script.py", moment)
+    ended = run(*flags, sys.executable, HERE / "join_script.py", moment, env=TORCH, warm=True)
     assert ended.code == 0, ended.err
     assert re.findall("1 of 2: .*", ended.out) == ["1 of 2: 10.031, -1.969"] * 2

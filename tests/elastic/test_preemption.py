@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.test_lost_ranks import check_validation, fit
+from elastic.test_lost_ranks import TORCH, check_validation, fit
 from harness import needs
 from launch.launched import run
 
@@ -115,7 +115,8 @@ def test_a_job_without_commits_ends_at_once():
 
 def loop(faults, how, ranks, code=0, more=()):
     script = Path(__file__).with_name("torch_script.py")
-    ended = run("-np", ranks, "--min-np", 2, "--reset-limit", 0, *more, sys.executable, script, faults, how)
+    flags = ("-np", ranks, "--min-np", 2, "--reset-limit", 0, *more)
+    ended = run(*flags, sys.executable, script, faults, how, env=TORCH, warm="!" not in faults)
     assert ended.code == code, ended.err
     return [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
 

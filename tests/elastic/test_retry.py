@@ -12,18 +12,16 @@ import pytest
 
 import choros
 from choros.arrays.host_errors import recognize_errors, remembered_errors
-from choros.elastic import job as jobs
-from choros.elastic.job import ElasticJob, HostUpdate
+from choros.elastic import job
+from choros.elastic.job import HostUpdate
 from choros.elastic.retry import run, run_fn
 from choros.elastic.sampler import ElasticSampler
 from choros.elastic.state import ObjectState
 from choros.errors import EngineError, HostsUpdatedInterrupt, MismatchError, PeerLostError
 
 
-class Changing(ElasticJob):
+class Changing:
     """Records what is asked of it."""
-
-    survives = True
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -45,8 +43,8 @@ class Changing(ElasticJob):
         self.update = HostUpdate.NONE
         return True
 
-    def on_change(self, listener: Callable[[Mapping[int, int]], None]) -> None:
-        self.listeners.append(listener)
+    def on_change(self, listener: Callable[[Any], None]) -> None:
+        self.listeners.append(lambda new_ranks: listener(SimpleNamespace(new_ranks=new_ranks)))
 
     def commits(self) -> Any:
         return self
@@ -60,13 +58,14 @@ class Changing(ElasticJob):
 
 
 @pytest.fixture
-def changing() -> Iterator[Changing]:
+def changing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Changing]:
     choros.init()
-    job = Changing()
-    before = jobs.elastic_job()
-    jobs.use_elastic_job(job)
-    yield job
-    jobs.use_elastic_job(before)
+    changing = Changing()
+    monkeypatch.setattr(job, "survives", lambda: True)
+    for name in ("raising", "pending", "admit", "commits"):
+        monkeypatch.setattr(job, name, getattr(changing, name))
+    monkeypatch.setattr("choros.elastic.sampler.on_change", changing.on_change)
+    yield changing
     choros.shutdown()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 import choros.keras as hvd
 from choros.comm.selection import select_devices
+from choros.settings import current
 from choros.training.device import accelerated
 from choros.training.distributed_optimizer import reducer_of
 
@@ -32,4 +33,4 @@ def case_gradients_are_reduced_on_the_gpu() -> None:
     if keras.backend.backend() != "jax":
         assert reducer_of(optimizer).reducer.config.device.type == "cuda"
         library = {"nccl4py": "nccl4py_devices", "torch": "torch_devices"}[os.environ["CHOROS_DEVICES"]]
-        assert select_devices("mpi", hvd.size(), os.environ).module == library
+        assert select_devices("mpi", hvd.size(), current()).module == library

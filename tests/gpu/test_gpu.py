@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 
 from choros.comm.selection import nccl4py_problem
-from choros.launch.driver.accelerators import count_accelerators
+from choros.launch.driver.machine import count_accelerators
 from harness import Job, case_names, check_case, on
 
 pytestmark = [

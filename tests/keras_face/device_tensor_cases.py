@@ -17,9 +17,8 @@ import choros.keras as hvd
 from choros.arrays import ArraySpec, device_adapter
 from choros.comm import Communicator, Reduction
 from choros.comm.devices import Device, DeviceLink
-from choros.comm.engines.device_collectives import LinkedDevices, agree_to_connect
+from choros.comm.engines.device_collectives import DeviceCollectives, agree_to_connect
 from choros.comm.engines.nccl import exchange_id
-from choros.comm.selection import DeviceChoice
 from choros.errors import EngineError, MismatchError
 from choros.parallel.reduce.device import DeviceExchange, TensorDevice
 from choros.training.distributed_optimizer import reducer_of
@@ -117,11 +116,11 @@ def case_training_without_pytorch() -> None:
     communicator = hvd.global_process_set.communicator
     links: list[HostLink] = []
 
-    def connect(control: Communicator, device: Device) -> DeviceLink:
-        links.append(HostLink(control, device))
+    def connect(device: Device) -> DeviceLink:
+        links.append(HostLink(communicator, device))
         return links[-1]
 
-    collectives = LinkedDevices(communicator, DeviceChoice(None, ("cpu",), "a test"), connect)
+    collectives = DeviceCollectives(communicator, ("cpu",), connect)
     with patch.dict(communicator.__dict__, {"devices": collectives}), patch.dict(sys.modules, {"torch": None}):
         assert reduces_on_cpu()
         training_cases.case_adam_with_global_clipnorm_on_uneven_batches()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 from unittest.mock import patch
 
 import keras
@@ -14,6 +14,7 @@ import choros.keras as hvd
 from choros import distribute, nn
 from choros.errors import ConfigError
 from choros.parallel.reduce.joining import join
+from choros.settings import current
 from choros.training.distributed_optimizer import participation, receive_weights
 from keras_face.training_cases import assert_same_history, assert_same_on_all_ranks, assert_same_weights, communicator
 
@@ -208,7 +209,10 @@ def case_compression(compression):
 
 
 def case_buckets():
-    with patch.dict(os.environ, {"CHOROS_OVERLAP": "1"}), patch("choros.parallel.reduce.reducer._BUCKET_BYTES", 16):
+    with (
+        patch("choros.settings._config", replace(current(), overlap=True)),
+        patch("choros.parallel.reduce.plan._BUCKET_BYTES", 16),
+    ):
         optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"]())
     model, _ = horovod(optimizer)
     assert_same_weights(model, plain(OPTIMIZERS["adam"])[0])

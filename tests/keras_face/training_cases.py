@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -21,6 +22,7 @@ import pytest
 
 import choros.keras as hvd
 from choros.errors import ConfigError
+from choros.settings import current
 from choros.training.distributed_optimizer import reducer_of
 from ranks.reference import of_one_rank
 
@@ -581,7 +583,10 @@ def case_groups_of_variables():
 
 
 def case_gradients_sent_during_the_backward_pass():
-    with patch.dict(os.environ, {"CHOROS_OVERLAP": "1"}), patch("choros.parallel.reduce.reducer._BUCKET_BYTES", 256):
+    with (
+        patch("choros.settings._config", replace(current(), overlap=True)),
+        patch("choros.parallel.reduce.plan._BUCKET_BYTES", 256),
+    ):
         check_transparent("adam", UNEVEN, hvd.shard(data(), batch_size=BATCH))
         wide = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     three = (((64,), np.dtype("float32")),) * 3

@@ -17,8 +17,7 @@ import choros.keras as hvd
 from choros.comm.engines import xla
 from choros.errors import ConfigError, MismatchError
 from choros.topology import Topology
-from choros.training.batch_plan import BatchPlan
-from choros.training.global_arrays import count_examples
+from choros.training.spmd_trainer import BatchPlan, count_examples
 from keras_face.training_cases import (
     BATCH,
     CLASSES,

@@ -13,10 +13,14 @@ from pathlib import Path
 
 import psutil
 
+from warm.servers import warm_python
+
 CHOROSRUN = (sys.executable, "-P", "-m", "choros.launch.cli")
 #: A variable in the environment of every test job, which identifies its processes.
 TAG = "CHOROS_TEST_TAG"
-HIDDEN_JAX = str(Path(__file__).parent.parent / "hidden_jax")
+TESTS = Path(__file__).parent.parent
+#: What jobs of each framework do not find: Keras would import it, in seconds.
+HIDDEN = {"torch": ("jax", "tensorflow"), "tensorflow": ("jax",), "jax": ("tensorflow",)}
 #: What chorosrun shows if the start takes long, as on a busy machine.
 SLOW_START = re.compile(r"^chorosrun: starting \d+ \w+ …\n", re.MULTILINE)
 
@@ -32,13 +36,21 @@ class Ended:
 
 
 class Running:
-    """A running chorosrun, with a unique tag."""
+    """A running chorosrun, with a unique tag.
 
-    def __init__(self, *arguments, env=None, cwd=None, start=CHOROSRUN):
+    With ``warm``, processes that have imported the framework become its ranks, instead of new ones: see
+    ``warm/client.py``.
+    """
+
+    def __init__(self, *arguments, env=None, cwd=None, start=CHOROSRUN, warm=False):
         self.tag = f"{os.getpid()}-{time.monotonic_ns()}"
         environ = {**os.environ, **(env or {}), TAG: self.tag}
-        if environ.get("KERAS_BACKEND", "jax") != "jax":
-            environ["PYTHONPATH"] = os.pathsep.join([HIDDEN_JAX, *filter(None, [environ.get("PYTHONPATH")])])
+        hidden = [str(TESTS / f"hidden_{name}") for name in HIDDEN.get(environ.get("KERAS_BACKEND", ""), ())]
+        environ["PYTHONPATH"] = os.pathsep.join([*hidden, *filter(None, [environ.get("PYTHONPATH")])])
+        if warm:
+            python = warm_python(environ["KERAS_BACKEND"], environ["PYTHONPATH"])
+            at = arguments.index(sys.executable)
+            arguments = (*arguments[:at], *python, *arguments[at + 1 :])
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [*start, *map(str, arguments)],

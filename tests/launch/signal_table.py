@@ -6,7 +6,7 @@ Run as a script, it writes the table.
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.horovod_page import filled
+from launch.flag_pages import filled
 
 PAGE = Path(__file__).parents[2] / "docs" / "elastic.md"
 SIGNALS = ("TERM", "INT", "HUP", "KILL", "STOP")

@@ -1,6 +1,7 @@
 """The arguments of chorosrun and choros.run: the same names, defaults, checks and jobs."""
 
 import inspect
+import re
 from dataclasses import fields
 
 import pytest
@@ -8,9 +9,9 @@ import pytest
 from choros.errors import ConfigError
 from choros.launch import cli
 from choros.launch.plan.arguments import Arguments
-from choros.launch.plan.horovod_flags import HOROVOD_FLAGS, Same
+from choros.launch.plan.horovod_flags import HOROVOD_FLAGS
 from choros.launch.plan.hosts import Host
-from choros.launch.plan.limits import Limits
+from choros.launch.plan.job import Limits
 from choros.launch.protocol.wrapper_options import WrapperOptions
 from choros.launch.run import run
 
@@ -23,7 +24,7 @@ def job(accelerators=0, names=("here",), environ=None, **given):
 
 def test_chorosrun_and_run_have_the_same_arguments_and_defaults():
     flags = {option.name: option for option in cli.chorosrun.params}
-    horovods = {flag.dest for flag in HOROVOD_FLAGS if not isinstance(flag.does, Same)}
+    horovods = {flag.dest for flag in HOROVOD_FLAGS}
     only_flags = {"command", "config_file", "dry_run", "version", "check_build"}
     assert flags.keys() - only_flags - horovods == DEFAULTS.keys() - {"in_python"}
     parameters = inspect.signature(run).parameters
@@ -44,6 +45,12 @@ def test_chorosrun_and_run_have_the_same_arguments_and_defaults():
         assert (parameters[name].default or None) == (DEFAULTS[name] or None), name
     context = cli.chorosrun.make_context("chorosrun", ["true"])
     assert cli.arguments_of(context.params) == Arguments()
+
+
+def test_the_help_of_run_describes_all_arguments_by_their_names():
+    names = list(inspect.signature(run).parameters)
+    assert re.findall(r"^    (\w+): ", run.__doc__, re.MULTILINE)[: len(names)] == names
+    assert "--" not in run.__doc__.replace("--timeline-filename", "")
 
 
 def test_the_allocation_of_a_scheduler_is_the_default():

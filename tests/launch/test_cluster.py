@@ -7,13 +7,11 @@ import pytest
 
 from choros.errors import ConfigError
 from choros.launch.driver.cluster_addresses import assign_addresses
-from choros.launch.plan.cluster import role_in, task_environment
-from choros.launch.plan.command import Command
-from choros.launch.plan.dry_run import dry_run_text
+from choros.launch.plan.command import Command, dry_run_text
 from choros.launch.plan.hosts import Host, parse_hosts
 from choros.launch.plan.job import Job
-from choros.launch.plan.roles import Role, Roles
-from choros.launch.wrapper.task_address import listening_problem
+from choros.launch.plan.roles import Role, Roles, role_in, task_environment
+from choros.launch.wrapper.preparation import listening_problem
 from choros.topology import TFConfig, Topology, detect, read_tf_config, split_address
 
 HOSTS = parse_hosts("a.invalid:2,b.invalid:3")

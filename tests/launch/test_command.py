@@ -9,7 +9,7 @@ from choros.errors import ConfigError
 from choros.launch.plan.command import plan
 from choros.launch.plan.hosts import parse_hosts
 from choros.launch.plan.job import Job, Ssh
-from choros.launch.plan.mpi_implementations import Hydra, IntelMpi, Mpirun, OpenMpi4, OpenMpi5
+from choros.launch.plan.mpi_implementations import INTEL_MPI, MPICH, OPEN_MPI_4, OPEN_MPI_5, Mpirun
 from choros.launch.protocol.wrapper_options import WrapperOptions
 from choros.launch.wrapper import __main__ as wrapper
 
@@ -18,7 +18,7 @@ COMMAND = ("python", "train.py", "--lr", "0.1")
 
 
 def planned(job, implementation=None, environ=(), root=False):
-    mpirun = Mpirun("/bin/mpirun", implementation or OpenMpi5(), "")
+    mpirun = Mpirun("/bin/mpirun", implementation or OPEN_MPI_5, "")
     return plan(job, mpirun, dict(environ), name="j1", session="/tmp/s", root=root)
 
 
@@ -71,7 +71,7 @@ def test_open_mpi_5_on_remote_hosts():
 
 
 def test_open_mpi_4_on_remote_hosts():
-    assert argv_of(REMOTE, OpenMpi4(), ENVIRON) == (
+    assert argv_of(REMOTE, OPEN_MPI_4, ENVIRON) == (
         *("/bin/mpirun", "--bind-to", "none", "--map-by", "slot", "--oversubscribe"),
         *("--mca", "orte_local_tmpdir_base", "/tmp/s"),
         *("--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2,SIGPROF"),
@@ -86,7 +86,7 @@ def test_open_mpi_4_on_remote_hosts():
 
 
 @pytest.mark.parametrize(
-    ("implementation", "binding"), [(Hydra(), ("-bind-to", "none")), (IntelMpi(), ("-genv", "I_MPI_PIN", "0"))]
+    ("implementation", "binding"), [(MPICH, ("-bind-to", "none")), (INTEL_MPI, ("-genv", "I_MPI_PIN", "0"))]
 )
 def test_hydra_on_remote_hosts(implementation, binding):
     job = Job(COMMAND, 4, hosts=REMOTE_HOSTS, remote=REMOTE_HOSTS)
@@ -98,7 +98,7 @@ def test_hydra_on_remote_hosts(implementation, binding):
 
 def test_hydra_takes_no_arguments_of_ssh():
     with pytest.raises(ConfigError, match=r"ssh -o BatchMode=yes -p 2222: MPICH's and Intel's mpirun take a program"):
-        argv_of(REMOTE, Hydra())
+        argv_of(REMOTE, MPICH)
 
 
 def test_values_are_in_the_environment_only():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from choros.config import SESSION_BYTES
+from choros.settings import SESSION_BYTES
 from launch.launched import CHOROSRUN, rank_script
 
 TRAINING = """

@@ -2,9 +2,8 @@
 
 import pytest
 
-from choros.launch.plan.allocator import MEMORY
 from choros.launch.plan.cores import Share, divide, physical_cores, processor_quota
-from choros.launch.plan.settings import THREADS, rank_settings
+from choros.launch.plan.rank_environment import MEMORY, THREADS, rank_settings
 
 FOUR = [(0, 4), (1, 5), (2, 6), (3, 7)]
 

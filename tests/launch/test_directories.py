@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 
-from choros.launch.processes.directories import VARIABLE, Directory, remove_stale, shared_memory
+import pytest
+
+from choros.launch.processes.directories import VARIABLE, job_directories, remove_stale, shared_memory
 from choros.launch.protocol.wrapper_options import JOB
 
 
@@ -74,8 +76,13 @@ def test_the_directory_of_a_daemon_that_was_killed_is_stale_with_its_job(tmp_pat
     assert os.listdir(tmp_path) == ["prted.1"]  # its daemon removes it
 
 
-def test_remove(tmp_path):
-    directory = Directory.acquire(tmp_path / "x")
-    (directory.path / "file").touch()
-    directory.remove()
-    assert not directory.path.exists()
+def test_the_directories_of_a_job_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with job_directories("a name") as session:
+        assert {path.name for path in tmp_path.iterdir()} == {"choros-session-a name", "choros-job-a name"}
+        (session / "file").touch()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "choros-job-planted").symlink_to(tmp_path)
+    with pytest.raises(FileExistsError), job_directories("planted"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["choros-job-planted"]

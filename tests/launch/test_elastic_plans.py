@@ -5,16 +5,14 @@ import re
 import pytest
 
 from choros.errors import ConfigError
+from choros.launch.driver.job_end import JobEnd, Reason
 from choros.launch.driver.outcome import outcome_of
-from choros.launch.driver.stopping import Reason
-from choros.launch.driver.supervisor import JobEnd
 from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.command import plan
-from choros.launch.plan.discovery import Cooldown, HostHealth, parse_discovered
-from choros.launch.plan.elastic import Elastic
-from choros.launch.plan.hosts import Host
-from choros.launch.plan.limits import Limits
-from choros.launch.plan.mpi_implementations import Hydra, Mpirun, OpenMpi4, OpenMpi5
+from choros.launch.plan.hosts import Host, parse_discovered
+from choros.launch.plan.job import Cooldown, Elastic, Limits
+from choros.launch.plan.mpi_implementations import MPICH, OPEN_MPI_4, OPEN_MPI_5, Mpirun
+from choros.launch.plan.restart import HostHealth
 from choros.launch.protocol.frames import Exit, Start
 
 KILLED = {"code": 137, "signal": 9}
@@ -28,7 +26,7 @@ def job(printed="", environ=None, **given):
 
 
 def command(job, implementation=None, **environ):
-    mpirun = Mpirun("/bin/mpirun", implementation or OpenMpi5(), "")
+    mpirun = Mpirun("/bin/mpirun", implementation or OPEN_MPI_5, "")
     return plan(job, mpirun, environ, name="j1", session="/tmp/s", root=False)
 
 
@@ -74,7 +72,7 @@ def test_an_elastic_job_outlives_its_ranks():
     assert "--with-ft" not in command(job(num_proc=4)).argv
 
 
-@pytest.mark.parametrize("implementation", [OpenMpi4(), Hydra()])
+@pytest.mark.parametrize("implementation", [OPEN_MPI_4, MPICH])
 def test_other_implementations_refuse(implementation):
     with pytest.raises(
         ConfigError, match=rf"^/bin/mpirun belongs to {implementation.name}, whose ranks do not outlive"

@@ -3,8 +3,8 @@
 import pytest
 
 from choros.launch.protocol.frames import Exit, FrameReader, Result, Start, Text, decode, encode
-from choros.launch.wrapper.line_buffer import LineBuffer
 from choros.launch.wrapper.traceback_buffer import TracebackBuffer
+from choros.launch.wrapper.transcript import LineBuffer
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_frames_are_decoded_as_they_were_encoded(frame):
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"hello", b"\x1e", b"\x1enull", b'\x1e{"kind":"none"}', b'\x1e{"kind":"text"}', b"\x1e{", b"\x1e[1]"]
+    "line", [b"", b"hello", b"\x1e", b"\x1enull", b'\x1e{"kind":"none"}', b'\x1e{"kind":"Text"}', b"\x1e{", b"\x1e[1]"]
 )
 def test_lines_that_are_not_frames(line):
     assert decode(line) is None

@@ -2,41 +2,25 @@
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from choros.config import HOROVOD_UNUSED, VARIABLES, Config
 from choros.errors import ConfigError
 from choros.launch import cli
+from choros.launch.options import OF_HOROVODRUN
 from choros.launch.plan.config_file import parse_config, read_config_file, with_config
-from choros.launch.plan.horovod_flags import (
-    HOROVOD_FLAGS,
-    NoEffect,
-    Same,
-    Sets,
-    Value,
-    check,
-    unused,
-    variables,
-)
-from choros.launch.plan.settings import horovod_variables
+from choros.launch.plan.flags import LEVEL, SHARE, SWITCH
+from choros.launch.plan.horovod_flags import HOROVOD_FLAGS, check, unused, variables
+from choros.launch.plan.rank_environment import horovod_variables
 from choros.launch.run import run
+from choros.settings import HOROVOD_UNUSED, VARIABLES, Config
 from choros.topology import Topology
-from launch.horovod_page import PAGE, page
+from launch.flag_pages import CHOROSRUNS, pages
 
-#: What follows a flag, for each kind of value.
-SAMPLES = {
-    Value.SWITCH: [],
-    Value.WHOLE: ["2"],
-    Value.NUMBER: ["2.5"],
-    Value.SHARE: ["0.8"],
-    Value.TEXT: ["text"],
-    Value.LEVEL: ["INFO"],
-    Value.TWO: ["60", "300"],
-}
-SPELLINGS = [(flag, name) for flag in HOROVOD_FLAGS for name in (*flag.on, *flag.off)]
+SPELLINGS = [
+    (flag, name) for flag in OF_HOROVODRUN for name in (*flag.on, *flag.off) if name not in flag.own_names.split()
+]
 #: The configuration file of Horovod's own tests, with all sections.
 CONFIG = {
     "controller": "gloo",
@@ -67,6 +51,17 @@ def given(*argv):
     return cli.chorosrun.make_context("chorosrun", [*argv, "true"]).params
 
 
+def sample(flag):
+    """What follows a flag."""
+    if flag.value is SWITCH:
+        return []
+    if flag.value is LEVEL:
+        return ["INFO"]
+    if flag.nargs == 2:
+        return ["60", "300"]
+    return ["0.8" if flag.value is SHARE else "2" if flag.value.is_number else "text"]
+
+
 def error_of(capsys, *argv):
     with pytest.raises(SystemExit) as ended:
         cli.main([*argv, "true"])
@@ -75,29 +70,28 @@ def error_of(capsys, *argv):
 
 
 def test_the_table_has_all_flags_once():
-    assert sum(1 + bool(flag.off) for flag in HOROVOD_FLAGS) == 61
+    assert sum(1 + bool(flag.off) for flag in OF_HOROVODRUN) == 60  # two spellings of --network-interfaces are one row
     assert len({name for _, name in SPELLINGS}) == len(SPELLINGS) == 72  # with --stall-shutdown
 
 
 @pytest.mark.parametrize(("flag", "name"), [pytest.param(*each, id=each[1]) for each in SPELLINGS])
 def test_every_flag_of_horovodrun_is_accepted(flag, name):
-    argv = [name, *SAMPLES[flag.value]]
-    params = given(*argv)
+    params = given(name, *sample(flag))
     assert params["command"] == ("true",)
-    if isinstance(flag.does, NoEffect):
-        assert unused(params) == [f"{flag.spelled(params[flag.dest])} has no effect: {flag.does.reason}"]
+    if flag.no_effect:
+        assert unused(params) == [f"{flag.spelled(params[flag.dest])} has no effect: {flag.no_effect}"]
     else:
         assert not unused(params)
-    if isinstance(flag.does, Sets):
-        assert set(variables(params)) <= {flag.does.variable.name}
+    if flag in HOROVOD_FLAGS and flag.variable is not None:
+        assert set(variables(params)) <= {flag.variable.name}
         Config.from_environ(variables(params))
 
 
 def test_reasons_are_sentences():
     for flag in HOROVOD_FLAGS:
-        if isinstance(flag.does, NoEffect):
-            assert flag.does.reason.endswith("."), flag
-            assert len(flag.does.reason) > 30, flag
+        if flag.no_effect:
+            assert flag.no_effect.endswith("."), flag
+            assert len(flag.no_effect) > 30, flag
 
 
 @pytest.mark.parametrize(
@@ -340,9 +334,9 @@ def test_an_invalid_variable_of_horovod_is_named():
 
 
 def test_every_variable_of_a_flag_is_read_or_has_a_reason():
-    known = {alias.name for variable in VARIABLES for alias in variable.aliases}
+    known = {alias.name for variable in VARIABLES.values() for alias in variable.aliases}
     assert not known & HOROVOD_UNUSED.keys()
-    named = {f"HOROVOD_{flag.dest.upper()}" for flag in HOROVOD_FLAGS if isinstance(flag.does, NoEffect)}
+    named = {f"HOROVOD_{flag.dest.upper()}" for flag in HOROVOD_FLAGS if flag.no_effect}
     assert {"HOROVOD_CYCLE_TIME_MS", "HOROVOD_DISABLE_CACHE", "HOROVOD_USE_JSRUN"} == named - HOROVOD_UNUSED.keys()
 
 
@@ -401,20 +395,20 @@ def test_help():
     for option in cli.chorosrun.params:
         assert getattr(option, "hidden", False) or option.opts[0] in text or option.name == "command"
     for flag in HOROVOD_FLAGS:
-        if isinstance(flag.does, NoEffect):
+        if flag.no_effect:
             assert not re.search(rf"^ +{re.escape(flag.on[0])}\b", text, re.MULTILINE)
 
 
 def test_flags_that_are_the_same_are_chorosruns():
     known = {name for option in cli.chorosrun.params for name in (*option.opts, *option.secondary_opts)}
-    assert {name for flag, name in SPELLINGS if isinstance(flag.does, Same)} <= known
+    assert {name for _, name in SPELLINGS} <= known
 
 
-def test_the_page_lists_all():
-    """``python tests/launch/horovod_page.py`` writes it."""
-    assert PAGE.read_text() == page()
+def test_the_pages_list_all():
+    """``python tests/launch/flag_pages.py`` writes them."""
+    assert {path: path.read_text() for path in pages()} == pages()
 
 
 def test_chorosruns_page_lists_all_variables():
-    text = (Path(PAGE).parent / "chorosrun.md").read_text()
-    assert not [variable.name for variable in VARIABLES if f"`{variable.name}`" not in text]
+    text = CHOROSRUNS.read_text()
+    assert not [variable.name for variable in VARIABLES.values() if f"`{variable.name}`" not in text]

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.driver.host_names import own_names
+from choros.launch.driver.machine import own_names
 from choros.launch.plan.hosts import Host, parse_hostfile, parse_hosts, ranks_per_host, total_slots
 
 

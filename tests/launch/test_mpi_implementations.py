@@ -6,43 +6,42 @@ from pathlib import Path
 
 import pytest
 
-from choros.config import ENGINE
 from choros.errors import ConfigError
 from choros.launch.build_report import build_text, version_text
-from choros.launch.driver.accelerators import count_accelerators
-from choros.launch.driver.mpirun_detection import detect_mpirun
+from choros.launch.driver.machine import count_accelerators, detect_mpirun
 from choros.launch.plan.mpi_implementations import (
-    Hydra,
-    IntelMpi,
+    INTEL_MPI,
+    MPICH,
+    OPEN_MPI_4,
+    OPEN_MPI_5,
     Mpirun,
-    OpenMpi4,
-    OpenMpi5,
     implementation_of,
 )
+from choros.settings import VARIABLES
 
 
 @pytest.mark.parametrize(
     ("version", "implementation"),
     [
-        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to …", OpenMpi5),
-        ("mpirun (Open MPI) 6.0.0", OpenMpi5),
-        ("mpirun (Open MPI) 4.1.6", OpenMpi4),
-        ("mpiexec (OpenRTE) 4.1.6", OpenMpi4),
-        ("prterun (PRRTE) 3.0.9", OpenMpi5),
-        ("HYDRA build details:\n    Version:  4.2.1", Hydra),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701", IntelMpi),
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to …", OPEN_MPI_5),
+        ("mpirun (Open MPI) 6.0.0", OPEN_MPI_5),
+        ("mpirun (Open MPI) 4.1.6", OPEN_MPI_4),
+        ("mpiexec (OpenRTE) 4.1.6", OPEN_MPI_4),
+        ("prterun (PRRTE) 3.0.9", OPEN_MPI_5),
+        ("HYDRA build details:\n    Version:  4.2.1", MPICH),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701", INTEL_MPI),
         ("GNU coreutils 9", None),
         ("", None),
     ],
 )
 def test_implementations(version, implementation):
-    assert type(implementation_of(version)) is (implementation or type(None))
+    assert implementation_of(version) is implementation
 
 
 def test_the_mpirun_beside_python_is_the_default():
     mpirun = detect_mpirun()
     assert Path(mpirun.path).parent == Path(sys.executable).parent
-    assert isinstance(mpirun.implementation, OpenMpi5)
+    assert mpirun.implementation is OPEN_MPI_5
     assert mpirun.environment() == {}
 
 
@@ -59,7 +58,7 @@ def test_a_clusters_own_mpirun_has_its_own_library(tmp_path):
     for name in ("libmpi.so", "libmpi.so.40"):
         (tmp_path / "lib" / name).touch()
     mpirun = detect_mpirun(str(path))
-    assert isinstance(mpirun.implementation, OpenMpi4)
+    assert mpirun.implementation is OPEN_MPI_4
     assert mpirun.environment() == {"MPI4PY_LIBMPI": str(tmp_path / "lib" / "libmpi.so.40")}
 
 
@@ -88,14 +87,14 @@ def test_accelerators_of_amd(tmp_path, monkeypatch):
     assert count_accelerators(tmp_path / "none", tmp_path / "nodes") == 2
 
 
-MPIRUN = Mpirun("/bin/mpirun", OpenMpi5(), "mpirun (Open MPI) 5.0.11")
+MPIRUN = Mpirun("/bin/mpirun", OPEN_MPI_5, "mpirun (Open MPI) 5.0.11")
 
 
 def test_build():
     text = build_text(MPIRUN, installed={"jax", "keras", "mpi4py"}.__contains__)
     for line in ("[X] JAX", "[ ] PyTorch", "[ ] TensorFlow", "[X] Keras", "[X] local", "[X] mpi"):
         assert f"    {line}" in text
-    for engine in set(ENGINE.choices) - {"auto"}:
+    for engine in set(VARIABLES["engine"].choices) - {"auto"}:
         assert f"] {engine}" in text
     assert "[ ] mpi" in build_text("no mpirun is installed", installed=lambda module: True)
 

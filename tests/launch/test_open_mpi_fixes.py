@@ -2,7 +2,7 @@
 
 import pytest
 
-from choros.launch.wrapper.open_mpi_fixes import repairs
+from choros.launch.wrapper.preparation import repairs
 from choros.topology import detect
 
 

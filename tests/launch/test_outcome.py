@@ -2,12 +2,11 @@
 
 import pytest
 
-from choros.launch.driver.failures import exception_name
-from choros.launch.driver.mpirun_messages import explain
+from choros import durations
+from choros.launch.driver.failures import exception_name, explain
+from choros.launch.driver.job_end import JobEnd, Reason, first_signal
 from choros.launch.driver.outcome import outcome_of
-from choros.launch.driver.stopping import Reason, Stage, stages
-from choros.launch.driver.supervisor import JobEnd
-from choros.launch.plan.limits import Limits
+from choros.launch.plan.job import Limits
 from choros.launch.plan.roles import Roles
 from choros.launch.protocol.frames import Exit, Start
 
@@ -244,20 +243,19 @@ def test_nothing_to_explain():
     assert "gave no reason" in outcome(reason=None, started=(), mpirun_code=1).lines[0]
 
 
-def test_stages():
-    names = {reason: [stage.signal.name for stage in stages(reason, 20)] for reason in Reason}
-    assert names == {
-        Reason.FAILURE: ["SIGTERM", "SIGKILL"],
-        Reason.STUCK: ["SIGTERM", "SIGKILL"],
-        Reason.OVER: ["SIGTERM", "SIGKILL"],
-        Reason.DONE: ["SIGTERM", "SIGKILL"],
-        Reason.INTERRUPT: ["SIGINT", "SIGKILL"],
-        Reason.TOO_FEW: ["SIGTERM", "SIGKILL"],
-        Reason.LOST: ["SIGTERM", "SIGKILL"],
-        Reason.TERMINATE: ["SIGTERM", "SIGKILL"],
-        Reason.TIMEOUT: ["SIGTERM", "SIGKILL"],
-        Reason.START_TIMEOUT: ["SIGKILL"],
+def test_the_signals_of_a_stop():
+    firsts = {reason: first_signal(reason, 20) for reason in Reason}
+    assert {reason: first and first[0].name for reason, first in firsts.items()} == {
+        Reason.FAILURE: "SIGTERM",
+        Reason.STUCK: "SIGTERM",
+        Reason.OVER: "SIGTERM",
+        Reason.TOO_FEW: "SIGTERM",
+        Reason.LOST: "SIGTERM",
+        Reason.DONE: "SIGTERM",
+        Reason.INTERRUPT: "SIGINT",
+        Reason.TERMINATE: "SIGTERM",
+        Reason.TIMEOUT: "SIGTERM",
+        Reason.START_TIMEOUT: None,
     }
-    assert stages(Reason.INTERRUPT, 20)[0].seconds == 20
-    assert sum(stage.seconds for stage in stages(Reason.FAILURE, 20)) < 5
-    assert isinstance(stages(Reason.FAILURE, 20)[0], Stage)
+    assert firsts[Reason.INTERRUPT][1] == 20
+    assert firsts[Reason.FAILURE][1] + durations.KILL_GRACE < 5

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from choros.launch.driver.line_merger import LineMerger, Lines
-from choros.launch.driver.output import Files, Output, Screen, use_colour
+from choros.launch.driver.output import Output, Screen, open_files, use_colour
 from choros.launch.plan.roles import Roles
 from choros.launch.protocol.frames import Text
 
@@ -55,7 +55,7 @@ def test_lines_of_one_frame_all_have_their_rank():
 
 def test_roles(tmp_path):
     out, roles = io.BytesIO(), Roles(servers=1, workers=1)
-    output = Output(Screen(out, out, prefix=True, colour=False, roles=roles), Files(tmp_path, 3, roles))
+    output = Output(Screen(out, out, prefix=True, colour=False, roles=roles), open_files(tmp_path, 3, roles))
     for rank in range(3):
         output.write(Text(rank, "out", b"a\n"))
     output.close()
@@ -66,7 +66,7 @@ def test_roles(tmp_path):
 def test_the_screen_merges_equal_lines_and_the_files_have_those_of_each_rank(tmp_path):
     out, err = io.BytesIO(), io.BytesIO()
     screen = Screen(out, err, prefix=True, colour=True)
-    output = Output(screen, Files(tmp_path, 3), LineMerger(3))
+    output = Output(screen, open_files(tmp_path, 3), LineMerger(3))
     for rank in range(3):
         output.write(Text(rank, "err", b"warning\n"))
     assert err.getvalue() == b"[0-2] warning\n"  # no rank's colour
@@ -102,7 +102,9 @@ def test_colour_only_where_it_is_wanted(environ, terminal, colour):
 
 
 def test_files(tmp_path):
-    output = Output(Screen(io.BytesIO(), io.BytesIO(), prefix=True, colour=False), Files(tmp_path / "new" / "logs", 2))
+    output = Output(
+        Screen(io.BytesIO(), io.BytesIO(), prefix=True, colour=False), open_files(tmp_path / "new" / "logs", 2)
+    )
     output.write(Text(0, "out", b" 1%\r"))
     output.write(Text(0, "out", b"end\n"))
     output.write_to_file(0, "Traceback …")

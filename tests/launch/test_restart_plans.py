@@ -2,14 +2,11 @@
 
 import pytest
 
+from choros.launch.driver.job_end import JobEnd, Reason
 from choros.launch.driver.losses import loss_of
 from choros.launch.driver.outcome import outcome_of
-from choros.launch.driver.stopping import Reason
-from choros.launch.driver.supervisor import JobEnd
-from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.hosts import parse_hosts
-from choros.launch.plan.job import Job
-from choros.launch.plan.limits import Limits
+from choros.launch.plan.job import Elastic, Job, Limits
 from choros.launch.plan.restart import End, JobLoss, Restart, Tries, WaitForHosts, cut_off, moved, next_step, restarted
 from choros.launch.protocol.frames import Exit, Start
 

@@ -2,11 +2,12 @@
 
 import math
 import threading
+from functools import partial
 
 import pytest
 
 from choros.errors import ConfigError, JobTimeout, WorkerFailed
-from choros.launch.protocol.payload import FunctionCall, pack, read_framed, unpack
+from choros.launch.protocol.payload import pack, read_framed, unpack
 from choros.launch.run import run
 
 pytestmark = pytest.mark.slow
@@ -101,13 +102,13 @@ def test_hosts_are_given_once():
 
 def test_a_call_is_unpacked_as_it_was_packed(tmp_path):
     file = tmp_path / "pipe"
-    file.write_bytes(pack(FunctionCall(lambda a, b=0: a + b, (1,), {"b": 2})) + b"what follows")
+    file.write_bytes(pack(partial(lambda a, b=0: a + b, 1, b=2)) + b"what follows")
     with file.open("rb") as pipe:
         assert unpack(read_framed(pipe.fileno()))() == 3
 
 
 def test_a_call_that_is_cut_off(tmp_path):
     file = tmp_path / "pipe"
-    file.write_bytes(pack(FunctionCall(max, (1, 2), {}))[:-1])
+    file.write_bytes(pack(partial(max, 1, 2))[:-1])
     with file.open("rb") as pipe, pytest.raises(EOFError, match="received only a part"):
         read_framed(pipe.fileno())

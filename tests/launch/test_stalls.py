@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from choros.launch.driver.stack_requests import StackRequests
-from choros.launch.driver.stall_report import RankReport, stall_report
-from choros.launch.driver.waits import Stall
+from choros.launch.driver.stall_report import rank_report, stall_report
+from choros.launch.driver.wait_watch import StackRequests
 from choros.launch.processes import control
 from choros.launch.processes.directories import SESSION
 from choros.launch.protocol.frames import Stacks, Start
 from choros.observe.stacks import stack_text, state_of, take_stacks
+from choros.observe.waits import Stall
 from choros.transport.loop import Loop
 from harness import needs
 from launch.launched import Running, rank_script, run
@@ -161,9 +161,9 @@ def test_the_report_of_ranks_that_have_no_stack():
     stall = Stall("rank 0 has waited 60 s for ranks 1, 2, 3 in barrier()", (1, 2, 3), 0.0)
     start = Start(1, "a", 7)
     missing = [
-        RankReport("rank 1", None, None),
-        RankReport("rank 2", start, None, runs=False, doing="ended with exit code 0"),
-        RankReport("rank 3", start, None),
+        rank_report("rank 1", None, None),
+        rank_report("rank 2", start, None, runs=False, doing="ended with exit code 0"),
+        rank_report("rank 3", start, None),
     ]
     assert stall_report(stall, missing).splitlines()[1:] == [
         "  rank 1 has not started",

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from choros.launch import wrapper
+from choros.launch.driver.job_end import Reason
 from choros.launch.driver.line_merger import LineMerger
 from choros.launch.driver.output import Output, Screen
-from choros.launch.driver.stopping import Reason
-from choros.launch.driver.supervisor import supervise
+from choros.launch.driver.supervisor import Supervisor, caught_signals
 from choros.launch.plan.command import Command
-from choros.launch.plan.limits import Limits
-from choros.launch.plan.mpi_implementations import OpenMpi5
+from choros.launch.plan.job import Job, Limits
+from choros.launch.plan.mpi_implementations import OPEN_MPI_5
 from choros.launch.processes.directories import SESSION
 from choros.launch.processes.pipes import frame_pipes
 from choros.launch.protocol.wrapper_options import JOB
@@ -39,7 +39,9 @@ def job(code, *options, limits=None, environ=ENVIRON, wrapper=WRAPPER, err=None,
     out, err = io.BytesIO(), err or io.BytesIO()
     output = Output(Screen(out, err, prefix=False, colour=False), merger=merger)
     command = Command(argv, {**os.environ, **environ})
-    job_end = supervise(command, 1, output, signal_map=OpenMpi5.signal_map, limits=limits or Limits(), **how)
+    with caught_signals() as signals:
+        started = Supervisor(Job(argv, 1), command, output, limits or Limits(), signals, OPEN_MPI_5.signal_map, **how)
+        job_end = started.run()
     return job_end, out.getvalue(), err.getvalue()
 
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from choros.launch.driver.waits import Stall, Waits
 from choros.observe.events import INIT, LEAVING, SHUTDOWN, Event, Kind
+from choros.observe.waits import Stall, Waits
 from launch.launched import Running, rank_script, run
 
 ALL = (0, 1, 2)

@@ -51,7 +51,7 @@ def test_errors_teach_the_grammar(text, message):
 
 STEPS = """
 import os, sys, time
-from choros.config import Config
+from choros.settings import Config
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.observe.listeners import start_listeners

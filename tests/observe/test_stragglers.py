@@ -8,16 +8,16 @@ import pytest
 
 from choros.launch.plan.roles import NO_ROLES
 from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, Page, open_page, page, read_page
-from choros.observe.stragglers import RankSteps, Stragglers
+from choros.observe.stragglers import RankProgress, Stragglers
 from launch.launched import rank_script, run
 
 
 def slow(rank, steps=100, loading=0.0):
-    return RankSteps(rank, steps, steps, steps * 0.6, steps * 0.006, loading)
+    return RankProgress(rank, steps, steps, steps * 0.6, steps * 0.006, loading)
 
 
 def waits(rank, steps=100, share=0.4):
-    return RankSteps(rank, steps, 0, steps * 0.6, steps * 0.6 * share)
+    return RankProgress(rank, steps, 0, steps * 0.6, steps * 0.6 * share)
 
 
 def sentences(size, *notes):
@@ -34,7 +34,7 @@ def test_the_rank_that_the_others_wait_for_is_named_once():
     )
     assert [stragglers.note(each) for each in (waits(0, 200), slow(1, 200, 90.0))] == ["", ""]
     assert stragglers.of_job() == ""
-    even = RankSteps(0, 300, 100, 180.0, 50.0), RankSteps(1, 300, 300, 180.0, 1.8)
+    even = RankProgress(0, 300, 100, 180.0, 50.0), RankProgress(1, 300, 300, 180.0, 1.8)
     assert [stragglers.note(each) for each in even] == ["", ""]  # rank 0 was prompt in this period, too
 
 
@@ -51,8 +51,8 @@ def test_several_slow_ranks_are_named_together():
         (waits(0, share=0.08), slow(1)),  # too little to matter
         (waits(0, steps=19), slow(1, steps=19)),  # too few steps
         (waits(0), slow(1), slow(2)),  # most are slow: one is fast
-        (RankSteps(0, 100, 90, 60.0, 20.0), slow(1)),  # one long wait, as for a checkpoint
-        (RankSteps(0), slow(1)),  # a rank that does not train
+        (RankProgress(0, 100, 90, 60.0, 20.0), slow(1)),  # one long wait, as for a checkpoint
+        (RankProgress(0), slow(1)),  # a rank that does not train
     ],
     ids=["turns", "short", "few steps", "majority", "checkpoint", "no steps"],
 )

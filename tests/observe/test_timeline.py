@@ -15,16 +15,16 @@ from click.testing import CliRunner
 
 import choros
 from choros.cli import choros as choros_command
-from choros.comm.timeline import start_timeline, stop_timeline
-from choros.config import Config
+from choros.comm.recording import start_timeline, stop_timeline
 from choros.errors import ConfigError, NotInitializedError
 from choros.observe.events import Event, Kind
-from choros.observe.timeline.chrome import from_json, to_json
-from choros.observe.timeline.clocks import ClockSample, clock_map
-from choros.observe.timeline.files import merge_parts, part_path, parts_directory, read_trace
-from choros.observe.timeline.part import PartHeader, PartWriter, TimelinePart, read_part
-from choros.observe.timeline.summary import summarize, summary_text
-from choros.observe.timeline.trace import BUCKETS, STEPS, Interval, Mark, collectives_of, merge
+from choros.observe.timeline import PartHeader, PartWriter, TimelinePart, part_path, parts_directory, read_part
+from choros.settings import Config
+from choros.trace.chrome import from_json, to_json
+from choros.trace.clocks import ClockSample, clock_map
+from choros.trace.files import merge_parts, read_trace
+from choros.trace.summary import summarize, summary_text
+from choros.trace.trace import BUCKETS, STEPS, Interval, Mark, collectives_of, merge
 from observe.timelines import MS, call, check, part, read, record
 
 
@@ -423,10 +423,10 @@ def test_a_timeline_needs_init() -> None:
 def test_without_a_timeline_nothing_is_imported_for_it() -> None:
     code = (
         "import sys, choros; choros.init(); choros.shutdown(); "
-        "print([name for name in sys.modules if name.startswith('choros.observe.timeline.')])"
+        "print([name for name in sys.modules if name.startswith('choros.trace')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["['choros.observe.timeline.part']"]
+    assert done.stdout.split() == ["[]"]
 
 
 def test_the_variables() -> None:

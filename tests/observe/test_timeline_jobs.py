@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from choros.observe.timeline.files import merge_parts, parts_directory
-from choros.observe.timeline.summary import summarize
+from choros.observe.timeline import parts_directory
+from choros.trace.files import merge_parts
+from choros.trace.summary import summarize
 from comm.starts import by_hand, together
 from harness import Job, case_names, check_case, needs, on
 from launch.launched import Running, rank_script, run

@@ -11,12 +11,12 @@ import pytest
 
 import choros
 from choros.comm import Reduction
-from choros.comm.timeline import start_timeline, stop_timeline
+from choros.comm.recording import start_timeline, stop_timeline
 from choros.errors import ConfigError, MismatchError
-from choros.observe.timeline.files import parts_directory
-from choros.observe.timeline.summary import summarize, summary_text
-from choros.observe.timeline.trace import collectives_of
+from choros.observe.timeline import parts_directory
 from choros.parallel.objects import broadcast_object
+from choros.trace.summary import summarize, summary_text
+from choros.trace.trace import collectives_of
 from comm import matching_cases
 from observe.timelines import MS, read
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import keras
@@ -11,8 +12,9 @@ import torch
 
 import choros.keras as hvd
 import choros.torch as hvd_torch
-from choros.observe.timeline.summary import summarize, summary_text
-from choros.observe.timeline.trace import BUCKETS, EPOCHS, STEPS
+from choros.settings import current
+from choros.trace.summary import summarize, summary_text
+from choros.trace.trace import BUCKETS, EPOCHS, STEPS
 from observe.timelines import read
 
 FEATURES, BATCH = 4, 8
@@ -57,8 +59,8 @@ def case_fit(tmp_path: Path) -> None:
 
 
 def case_buckets_during_the_backward_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHOROS_OVERLAP", "1")
-    monkeypatch.setattr("choros.parallel.reduce.reducer._BUCKET_BYTES", 1024)
+    monkeypatch.setattr("choros.settings._config", replace(current(), overlap=True))
+    monkeypatch.setattr("choros.parallel.reduce.plan._BUCKET_BYTES", 1024)
     file = hvd.broadcast_object(tmp_path, 0) / "run.json"
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
     hvd_torch.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from choros.observe.events import Kind
-from choros.observe.timeline.chrome import from_json
-from choros.observe.timeline.part import PartHeader, Record, TimelinePart
-from choros.observe.timeline.trace import Trace
+from choros.observe.timeline import PartHeader, Record, TimelinePart
+from choros.trace.chrome import from_json
+from choros.trace.trace import Trace
 
 MS = 10**6
 

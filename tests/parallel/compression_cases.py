@@ -6,7 +6,8 @@ import numpy as np
 
 import choros
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.plan import ReduceConfig
+from choros.parallel.reduce.reducer import GradientReducer
 
 SHAPES = ((257, 64), (3, 3, 16, 24), (31,))
 ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES)

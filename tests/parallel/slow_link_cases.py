@@ -9,7 +9,8 @@ import choros
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.objects import allgather_object
 from choros.parallel.reduce.local_updates import LocalUpdates
-from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.plan import ReduceConfig
+from choros.parallel.reduce.reducer import GradientReducer
 from parallel.digits import HIDDEN, SGD, accuracy, batches, gradients, initial_weights
 
 EPOCHS, STEPS = 5, 100

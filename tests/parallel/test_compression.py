@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from choros.comm import BFLOAT16, ProcessSet, Reduction
 from choros.errors import ConfigError, MismatchError
 from choros.parallel import ops
+from choros.parallel.calls import CollectiveCall
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.compression.int8 import BLOCK
 from choros.parallel.compression.power_sgd import matrix_shape
+from choros.parallel.compression.sliced import BLOCK
 from choros.parallel.reduce.gradients import layout_of
-from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
-from choros.parallel.scaling import Scaling
+from choros.parallel.reduce.plan import ReduceConfig
+from choros.parallel.reduce.reducer import GradientReducer
 from harness import Job, case_names, check_case, on
 from parallel.digits import SGD, accuracy, batches, gradients, initial_weights
 from parallel.threads import on_threads
@@ -245,7 +246,7 @@ def test_a_compressor_of_ones_own_is_refused() -> None:
 
         compress = decompress = staticmethod(lambda *tensors: tensors)
 
-    for refuses in (lambda: ReduceConfig(compressor=Half), lambda: Scaling(Reduction.SUM, compression=Half)):
+    for refuses in (lambda: ReduceConfig(compressor=Half), lambda: CollectiveCall("allreduce", compression=Half)):
         with pytest.raises(ConfigError, match=r"compression=Half is none of Compression's.*fp16 or bf16 for a cast"):
             refuses()
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from choros.arrays.fingerprint import fingerprint
+from choros.arrays.adapter import fingerprint
 from choros.comm import ProcessSet
 from choros.comm.engines.threads import run_threads
 from choros.errors import DriftError
 from choros.parallel.identical import Comparison, check_identical
-from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.plan import ReduceConfig
+from choros.parallel.reduce.reducer import GradientReducer
+from choros.settings import current
 from harness import needs
 
 NAMES = ["first", "kernel", "bias"]
@@ -114,7 +118,7 @@ def test_devices_compute_the_same_fingerprint(shape, dtype):
 
 
 def test_models_that_are_trained_in_turn_are_both_compared(monkeypatch):
-    monkeypatch.setenv("CHOROS_COMPARE_EVERY", "4")
+    monkeypatch.setattr("choros.settings._config", replace(current(), compare_every=4))
 
     def train(communicator):
         reducer = GradientReducer(ReduceConfig(process_set=set_of(communicator)))

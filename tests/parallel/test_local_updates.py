@@ -14,7 +14,8 @@ from choros.comm import ProcessSet
 from choros.errors import ConfigError, MismatchError
 from choros.parallel.compression import Compression
 from choros.parallel.reduce.local_updates import LocalUpdates, OuterSGD
-from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.plan import ReduceConfig
+from choros.parallel.reduce.reducer import GradientReducer
 from parallel.digits import SGD, accuracy, batches, gradients, initial_weights
 from parallel.threads import on_threads
 

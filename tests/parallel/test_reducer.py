@@ -14,7 +14,8 @@ from choros.errors import ConfigError, EngineError, MismatchError
 from choros.parallel.compression import Compression
 from choros.parallel.reduce.gradients import layout_of
 from choros.parallel.reduce.joining import join
-from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.plan import ReduceConfig
+from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.sparse import SparseRows
 from parallel.threads import on_threads
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from choros.data.rows import batch_ranges, check_batch_size, example_indices
 from choros.errors import ConfigError
-from choros.parallel.data.shard import batch_ranges, check_batch_size, example_indices
 
 #: Examples, global batch size, ranks: even, uneven last batch, batches that ranks do not divide, fewer than ranks.
 CASES = [(16, 8, 2), (18, 8, 2), (17, 8, 3), (20, 7, 3), (7, 7, 4), (2, 8, 4), (1, 4, 4), (0, 4, 2), (5, 1, 1)]

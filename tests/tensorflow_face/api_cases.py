@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import choros.tensorflow as hvd
-from choros.comm import work
+from choros import durations
 from choros.errors import ConfigError, MismatchError
 from ranks.reference import of_one_rank
 
@@ -189,7 +189,7 @@ def case_errors_in_compiled_functions_and_sessions_are_those_of_eager_code() -> 
 
 
 def case_a_session_with_one_thread_is_told_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "_NEWCOMER_SECONDS", 0.1)
+    monkeypatch.setattr(durations, "NEWCOMER", 0.1)
     names = ["a", "b"] if hvd.rank() else ["b", "a"]
     config = v1.ConfigProto(use_per_session_threads=True, inter_op_parallelism_threads=1)
     with v1.Graph().as_default(), v1.Session(config=config) as session:

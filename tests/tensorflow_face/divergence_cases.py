@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,13 +11,13 @@ import tensorflow as tf
 import choros.tensorflow as hvd
 from choros.errors import DriftError
 from choros.parallel.objects import allgather_object
+from choros.settings import current
 
 
-def train(monkeypatch: pytest.MonkeyPatch, *, compiled: bool, **environment: str) -> list[tf.Variable]:
+def train(monkeypatch: pytest.MonkeyPatch, *, compiled: bool, **settings: str) -> list[tf.Variable]:
     # The tapes of other cases have other arguments, and so other reducers.
-    factor = 1.5 + len(environment) + compiled / 4
-    for name, value in {"CHOROS_COMPARE_EVERY": "4", **environment}.items():
-        monkeypatch.setenv(name, value)
+    factor = 1.5 + len(settings) + compiled / 4
+    monkeypatch.setattr("choros.settings._config", replace(current(), compare_every=4, **settings))
     kernel, bias = tf.Variable(tf.ones((6, 2)), name="kernel"), tf.Variable(tf.zeros(2), name="bias")
 
     def step(x: tf.Tensor) -> None:
@@ -43,7 +45,7 @@ def case_a_flipped_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def case_ranks_are_healed(monkeypatch: pytest.MonkeyPatch) -> None:
     for compiled in (False, True):
-        variables = [variable.numpy() for variable in train(monkeypatch, compiled=compiled, CHOROS_DIVERGENCE="heal")]
+        variables = [variable.numpy() for variable in train(monkeypatch, compiled=compiled, divergence="heal")]
         for others in allgather_object(variables):
             for mine, theirs in zip(variables, others, strict=True):
                 np.testing.assert_array_equal(mine, theirs)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import choros.torch as hvd
 from choros.errors import DriftError
 from choros.parallel.objects import allgather_object
+from choros.settings import current
 
 
-def train(monkeypatch: pytest.MonkeyPatch, **environment: str) -> torch.nn.Linear:
-    for name, value in {"CHOROS_COMPARE_EVERY": "4", **environment}.items():
-        monkeypatch.setenv(name, value)
+def train(monkeypatch: pytest.MonkeyPatch, **settings: str) -> torch.nn.Linear:
+    monkeypatch.setattr("choros.settings._config", replace(current(), compare_every=4, **settings))
     torch.manual_seed(0)
     module = torch.nn.Linear(6, 2)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.01))
@@ -31,7 +33,7 @@ def case_a_flipped_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def case_ranks_are_healed(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = train(monkeypatch, CHOROS_DIVERGENCE="heal")
+    module = train(monkeypatch, divergence="heal")
     for other in allgather_object([parameter.detach().numpy() for parameter in module.parameters()]):
         for mine, theirs in zip(module.parameters(), other, strict=True):
             torch.testing.assert_close(mine.detach(), torch.from_numpy(theirs), rtol=0, atol=0)

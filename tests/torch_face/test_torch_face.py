@@ -5,7 +5,7 @@ Collectives, in ``collective_cases.py``, run on both.
 
 import pytest
 
-from choros.parallel.reduce.reducer import bucket_bytes
+from choros.parallel.reduce.plan import bucket_bytes
 from harness import Job, case_names, check_case, on
 
 MODULE = "torch_face.torch_cases"

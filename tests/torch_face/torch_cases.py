@@ -12,6 +12,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ import torch
 
 import choros.torch as hvd
 from choros.errors import ConfigError, MismatchError
-from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.plan import ReduceConfig
+from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.torch_backward import BackwardExchange
+from choros.settings import current
 
 FEATURES, CLASSES, BATCH, STEPS = 6, 3, 8, 5
 Make = Callable[..., torch.optim.Optimizer]
@@ -31,8 +34,8 @@ ADAM: Make = functools.partial(torch.optim.Adam, lr=0.01)
 @contextmanager
 def overlapping(overlap: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CHOROS_OVERLAP", str(int(overlap)))
-        patch.setattr("choros.parallel.reduce.reducer._BUCKET_BYTES", 256)
+        patch.setattr("choros.settings._config", replace(current(), overlap=overlap))
+        patch.setattr("choros.parallel.reduce.plan._BUCKET_BYTES", 256)
         yield
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import keras
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import choros
 import choros.keras as hvd
 from choros.errors import DriftError
 from choros.parallel.objects import allgather_object
+from choros.settings import current
 
 EVERY, STEPS = 4, 6
 BACKEND = keras.backend.backend()
@@ -50,7 +53,7 @@ def assert_same(arrays) -> None:
 
 
 def case_a_flipped_bit_is_found_in_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHOROS_COMPARE_EVERY", str(EVERY))
+    monkeypatch.setattr("choros.settings._config", replace(current(), compare_every=EVERY))
     who = rf" \(rank {choros.size() - 1} has others than most\)" if choros.size() > 2 else ""
     expected = rf"after step 8, ranks have different values of \d of 4 .* first of '[^']*head/kernel'{who}\."
     with pytest.raises(DriftError, match=expected):
@@ -58,13 +61,12 @@ def case_a_flipped_bit_is_found_in_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def case_ranks_are_healed_in_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHOROS_COMPARE_EVERY", str(EVERY))
-    monkeypatch.setenv("CHOROS_DIVERGENCE", "heal")
+    monkeypatch.setattr("choros.settings._config", replace(current(), compare_every=EVERY, divergence="heal"))
     assert_same(fit().weights)
 
 
 def case_ranks_differ_without_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases above would notice nothing if the bit were not flipped in what is trained."""
-    monkeypatch.setenv("CHOROS_COMPARE_EVERY", "0")
+    monkeypatch.setattr("choros.settings._config", replace(current(), compare_every=0))
     with pytest.raises(AssertionError, match="not equal"):
         assert_same(fit().weights)

@@ -6,7 +6,7 @@ The last of four batches has one row, of which one rank gets none.
 from __future__ import annotations
 
 import contextlib
-import os
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +20,7 @@ from choros import distribute
 from choros.arrays import adapter_of
 from choros.errors import ConfigError, MismatchError
 from choros.parallel.moments import RankMoments
+from choros.settings import current
 from ranks.reference import of_one_rank
 from training import loss_cases
 from training.loss_cases import (
@@ -196,7 +197,10 @@ def case_buckets_that_are_sent_during_the_backward_pass():
     """On PyTorch their messages alternate with those of the layers, also on a rank that has joined."""
     if BACKEND != "torch":
         return
-    with patch.dict(os.environ, {"CHOROS_OVERLAP": "1"}), patch("choros.parallel.reduce.reducer._BUCKET_BYTES", 32):
+    with (
+        patch("choros.settings._config", replace(current(), overlap=True)),
+        patch("choros.parallel.reduce.plan._BUCKET_BYTES", 32),
+    ):
         check(images, numbers(N, *SHAPE), numbers(N, 2, seed=1))
 
 

@@ -10,7 +10,7 @@ import pytest
 import choros.keras
 from choros.elastic.commit_store import CommitStore
 from choros.errors import ConfigError
-from choros.training.commits import CommitCallback
+from choros.training.run_callback import RunCallback
 from choros.training.run_state import RunState
 from choros.training.trainer import Steps, attach
 
@@ -153,7 +153,7 @@ def case_commits_find_what_training_has_prepared(monkeypatch):
     """They do not prepare all layers of the model once more, each time."""
     model = build(1)
     directory = choros.keras.broadcast_object(tempfile.mkdtemp() if choros.rank() == 0 else None)
-    commits = CommitCallback(directory, [])
+    commits = RunCallback([], directory)
     commits.set_params({"epochs": 1})
     commits.set_model(model)
     model.history = keras.callbacks.History()

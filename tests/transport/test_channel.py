@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from choros.errors import EngineError
-from choros.transport.channel import ChannelClosed, connect
+from choros.transport.channel import ChannelClosed, Failure, connect
 from choros.transport.listener import Listener
 from choros.transport.loop import Loop
-from choros.transport.remote_errors import Failure
 from choros.transport.secret import Key
 from ranks.job import free_port
 from transport.relay import Relay

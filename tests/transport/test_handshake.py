@@ -14,8 +14,7 @@ import time
 import pytest
 
 from choros.errors import EngineError
-from choros.transport.channel import ChannelClosed, connect
-from choros.transport.endpoint import connect_within
+from choros.transport.channel import ChannelClosed, connect, connect_within
 from choros.transport.handshake import _GREETING, _MAGIC, Cut, Seal, accept_proof, offer_proof
 from choros.transport.listener import Listener
 from choros.transport.secret import Key

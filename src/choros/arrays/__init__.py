@@ -1,9 +1,4 @@
-"""Framework arrays: one adapter of primitives per framework, selected by the array's type.
-
-No framework is imported unless the user has imported it: an array of it proves that it is loaded.
-"""
-
-from __future__ import annotations
+"""Framework arrays: one adapter per framework, by the array's type; imports none, as an array proves it is loaded."""
 
 from functools import cache
 from importlib import import_module
@@ -32,11 +27,7 @@ _NUMPY = NumpyArrays()
 
 @cache
 def framework_adapter(framework: str) -> ArrayAdapter:
-    """Returns the adapter of ``tensorflow``, ``torch``, ``jax`` or ``numpy``; imports the framework.
-
-    Raises:
-        ConfigError: choros does not support the framework.
-    """
+    """Returns the adapter of ``tensorflow``, ``torch``, ``jax`` or ``numpy``; imports the framework."""
     if framework == "numpy":
         return _NUMPY
     if framework not in _ADAPTERS:
@@ -47,11 +38,7 @@ def framework_adapter(framework: str) -> ArrayAdapter:
 
 
 def device_adapter(framework: str) -> DeviceArrayAdapter:
-    """Returns the adapter of a framework whose arrays are reduced on their device: ``tensorflow`` or ``torch``.
-
-    Raises:
-        ConfigError: those of the framework are reduced through host memory only.
-    """
+    """Returns the adapter of a framework whose arrays are reduced on their device: ``tensorflow`` or ``torch``."""
     adapter = framework_adapter(framework)
     if not isinstance(adapter, DeviceArrayAdapter):
         raise ConfigError(f"arrays of {framework} are reduced through host memory, not on their device.")
@@ -69,8 +56,7 @@ def _framework_of(kind: type) -> str:
 def adapter_of(array: Any) -> ArrayAdapter:
     """Returns the adapter of ``array``'s framework; that of NumPy for numbers, lists and all other types.
 
-    Example:
-        >>> type(adapter_of([1.0, 2.0])).__name__
-        'NumpyArrays'
+    >>> type(adapter_of([1.0, 2.0])).__name__
+    'NumpyArrays'
     """
     return framework_adapter(_framework_of(type(array)))

@@ -1,7 +1,5 @@
 """The adapter interface: the primitives of a framework's arrays that the other modules need."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,12 +7,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-from choros.arrays.fingerprint import fingerprint
-
-__all__ = [
-    "ArrayAdapter", "ArrayFunction", "ArrayLayout", "ArraySpec", "DeviceArrayAdapter", "HostFunction", "HostUpdate",
-]  # fmt: skip
 
 HostArray = NDArray[Any]
 #: From host arrays to host arrays.
@@ -29,13 +21,7 @@ ArrayFunction = Callable[[Sequence[Any]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """The shape and dtype of an array; ``None`` is a dimension that is known only when the array is computed.
-
-    Attributes:
-        shape: the shape.
-        dtype: the dtype.
-        batched: whether a ``host_call`` under ``jax.vmap`` returns the array for each element of the batch.
-    """
+    """The shape, ``None`` where known only when computed, and dtype; ``batched``: one per element of ``jax.vmap``."""
 
     shape: tuple[int | None, ...]
     dtype: np.dtype[np.generic]
@@ -61,7 +47,7 @@ class ArrayAdapter(ABC):
         """Returns the array in host memory, without a copy where possible."""
 
     def fingerprint(self, array: Any) -> bytes:
-        """Returns ``fingerprint`` of the array's bytes (``fingerprint.py``), of which little is copied to the host."""
+        """Returns ``fingerprint`` of the array's bytes, of which little is copied to the host."""
         return fingerprint(self.to_host(array))
 
     @abstractmethod
@@ -76,9 +62,9 @@ class ArrayAdapter(ABC):
     def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
         """Returns the array cast to ``dtype``; differentiable."""
 
-    @abstractmethod
     def sum(self, array: Any) -> Any:
         """Returns the sum of all elements; differentiable."""
+        return array.sum()
 
     @abstractmethod
     def zeros_like(self, array: Any) -> Any:
@@ -88,9 +74,9 @@ class ArrayAdapter(ABC):
     def stop_gradient(self, array: Any) -> Any:
         """Returns the array as a constant, through which no gradient flows."""
 
-    @abstractmethod
     def extent(self, array: Any, axis: int) -> Any:
         """Returns the length of a dimension as an integer array, which compiled functions may compute at run time."""
+        return self.from_host(np.asarray(np.shape(array)[axis]), array)
 
     def rows_of(self, array: Any) -> tuple[Any, Any, Any] | None:
         """Returns the row indices, the rows and the dense shape of a sparse gradient; ``None`` for any other array."""
@@ -98,13 +84,7 @@ class ArrayAdapter(ABC):
         return None
 
     def from_rows(self, indices: Any, values: Any, shape: Any) -> Any:
-        """Returns a sparse gradient, for frameworks that have such.
-
-        Args:
-            indices: the indices of the rows.
-            values: the rows.
-            shape: the dense shape: a tuple, or as ``rows_of`` returned it.
-        """
+        """Returns a sparse gradient, for frameworks that have such; ``shape`` may be as ``rows_of`` returned it."""
         raise NotImplementedError
 
     def to_dense(self, array: Any, shape: tuple[int, ...]) -> Any:
@@ -217,3 +197,32 @@ class DeviceArrayAdapter(ArrayAdapter):
     @abstractmethod
     def buffer(self, vector: Any, device: Any) -> Any:
         """Returns a vector from ``pack`` as collectives on devices take it (``DeviceLink``), which overwrite it."""
+
+
+#: A prime.
+COLUMNS = 1021
+WORD_BYTES = 8
+
+
+def fingerprint(host: NDArray[Any]) -> bytes:
+    """Sums that differ if two arrays' bytes differ, ten times as fast as a cryptographic digest.
+
+    A flipped bit changes a sum in any case. Measured on 40 MB: 3 ms, with BLAKE2 61 ms, with CRC-32 14 ms::
+
+        bytes of the array   [ 1021 words of 8 bytes ]      the words are added, as integers, column by column:
+                             [ 1021 words            ]      rows of matrices begin in other columns, so rows that are
+                             [ …                     ]      exchanged change the sums, too
+                             [ the rest ]                   is kept as it is
+        fingerprint          [ 1021 sums ][ the rest ]      8 to 16 KiB at most
+
+    >>> array = np.zeros(5000)
+    >>> before = fingerprint(array)
+    >>> array[7] = -0.0
+    >>> len(before), before == fingerprint(array)
+    (15496, False)
+    """
+    raw = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+    rows = raw.size // (COLUMNS * WORD_BYTES)
+    whole = rows * COLUMNS * WORD_BYTES
+    sums = np.add.reduce(raw[:whole].view(np.uint64).reshape(rows, COLUMNS), axis=0) if rows else raw[:0]
+    return sums.tobytes() + raw[whole:].tobytes()

@@ -1,7 +1,6 @@
 """Errors of functions on the host, which compiled code calls: they arrive at its caller as what they are.
 
-A framework passes on no exception from the host, but its text, in an exception of its own. Here that one becomes an
-instance of the host's class, too, so that ``except MismatchError`` handles it as well as the framework's ``except``::
+A framework passes on only the text, in an exception of its own, which becomes one of the host's class, too::
 
     host       MismatchError("… rank 0: … rank 1: …")     remembered_errors() keeps it
                  │ its text
@@ -9,10 +8,8 @@ instance of the host's class, too, so that ``except MismatchError`` handles it a
                  │
     caller     an instance of both
 
-The framework's constructor is the only code of Python between the two: it creates instances of a subclass of both.
+The framework's constructor, the only code of Python between the two, creates instances of a subclass of both.
 """
-
-from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,8 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from choros.errors import ChorosError
-
-__all__ = ["error_of_host", "recognize_errors", "remembered_errors"]
 
 #: Those of the last calls; several threads may make some.
 _remembered: deque[ChorosError] = deque(maxlen=16)
@@ -40,12 +35,7 @@ def remembered_errors() -> Iterator[None]:
 
 
 def recognize_errors(theirs: Any, subclass_of: Callable[[Any], Any]) -> None:
-    """From now on, exceptions of the framework's class ``theirs`` are also of the class that the host raised.
-
-    Args:
-        theirs: a class of exceptions, one of whose arguments is the text. Its own subclasses are left alone.
-        subclass_of: returns the subclass of an error's class and of ``theirs``; it takes the arguments of ``theirs``.
-    """
+    """Lets exceptions of class ``theirs``, but not of its subclasses, also be of the class that the host raised."""
 
     def create(cls: type[Exception], *args: object, **kwargs: object) -> Exception:
         error = None

@@ -1,7 +1,5 @@
 """JAX arrays, concrete and traced."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -12,8 +10,6 @@ import numpy as np
 from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray, HostFunction, HostUpdate
 from choros.arrays.jax_host_call import HostCall
 from choros.errors import ConfigError
-
-__all__ = ["JaxArrays"]
 
 
 @final
@@ -46,10 +42,7 @@ class JaxArrays(ArrayAdapter):
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
     def host_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
-        """In a compiled function an ordered ``io_callback``: XLA keeps the calls in the order of the program.
-
-        Under ``jax.vmap`` it is one call of ``function``, on arrays with one more dimension: the last one.
-        """
+        """An ordered ``io_callback`` if compiled; under ``jax.vmap`` one call, whose last dimension is the batch."""
         return _bound(HostCall(_without_updates(function), tuple(outputs)), arrays)
 
     def host_update(
@@ -67,19 +60,12 @@ class JaxArrays(ArrayAdapter):
     def host_call_if(
         self, due: Any, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]
     ) -> list[Any]:
-        """``host_call`` where the number ``due`` is not 0; elsewhere the results are zeros. It has no gradient.
-
-        Unlike ``jax.lax.cond`` it can be in a function for ``jax.vmap``.
-        """
+        """``host_call`` if ``due`` is not 0, else zeros; no gradient; unlike ``lax.cond`` it works in ``vmap``."""
         return HostCall(_without_updates(function), tuple(outputs), conditional=True).bind(due, *arrays)
 
     def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
         """``jax.Array.astype``."""
         return array.astype(dtype)
-
-    def sum(self, array: Any) -> Any:
-        """``jax.numpy.sum``."""
-        return jnp.sum(array)
 
     def zeros_like(self, array: Any) -> Any:
         """``jax.numpy.zeros_like``."""
@@ -88,10 +74,6 @@ class JaxArrays(ArrayAdapter):
     def stop_gradient(self, array: Any) -> Any:
         """``jax.lax.stop_gradient``."""
         return jax.lax.stop_gradient(array)
-
-    def extent(self, array: Any, axis: int) -> Any:
-        """Returns a constant: shapes are static inside ``jax.jit``."""
-        return jnp.asarray(array.shape[axis])
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
         """Uses ``jax.custom_vjp``, inside a JAX transformation."""

@@ -1,11 +1,7 @@
-"""Calls of host functions as a primitive of JAX.
+"""Calls of host functions as a primitive of JAX, because ``io_callback`` has no rule for ``jax.vmap``.
 
-``io_callback`` is what runs in compiled functions, but it has no rule for ``jax.vmap``. The primitive has one: the call
-for a batch is one call, of arrays whose last dimension is that of the batch. Functions that do the same with all
-elements of an array, or of a row, then do for a batch what they do for each of its elements.
-
-``io_callback`` copies arguments and results. On a CPU large arrays are passed as they are, in XLA's memory, by
-``buffer_callback``. That keeps no order, so two ordered callbacks without arrays enclose it::
+The call for a batch is one call, of arrays whose last dimension is that of the batch. ``io_callback`` copies; on a
+CPU ``buffer_callback`` passes large arrays in XLA's memory, unordered: two ordered calls enclose it::
 
     ordered, as the program calls:   begin ─────────────► end    begin ─────────────► end
                                        │                   ▲       │                   ▲
@@ -16,7 +12,8 @@ elements of an array, or of a row, then do for a batch what they do for each of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -33,28 +30,21 @@ from choros.arrays.adapter import ArraySpec, HostArray, HostUpdate
 from choros.arrays.host_errors import recognize_errors, remembered_errors
 from choros.errors import ConfigError
 
-__all__ = ["HostCall"]
-
 _primitive = Primitive("choros_host_call")
 _primitive.multiple_results = True
 #: Copies of fewer bytes cost less than the two callbacks that enclose a ``buffer_callback``.
 _LARGE_BYTES = 1 << 20
+#: The least threads of XLA: one for a callback, one for its arguments.
+_THREADS = 2
 _NUMBER = jax.ShapeDtypeStruct((), np.int32)
 
 
 @final
 @dataclass(frozen=True)
 class HostCall:
-    """A call of a function on the host.
-
-    Attributes:
-        function: from host arrays to host arrays; it is given arrays into which it may write its first ``replaced``
-            results, and return them, or ``None``.
-        outputs: the shapes and dtypes of its results.
-        conditional: whether the first argument is a number that says if the function is called with the others; where
-            it is 0, the results are zeros.
-        replaced: the number of last arguments that as many first results replace.
-        keeps: whether these arguments keep their values: the results have other memory.
+    """A call of a host function; with ``conditional``, its first argument says if it is called: 0 gives zeros. It may
+    write its first ``replaced`` results into arrays that it is given, and return them, or ``None``. These results
+    replace as many last arguments, unless those keep (``keeps``) their values.
     """
 
     function: HostUpdate
@@ -64,11 +54,7 @@ class HostCall:
     keeps: bool = False
 
     def bind(self, *arrays: Any) -> list[Any]:
-        """Calls it now, or in each run of the function that is being compiled, in the order of the program.
-
-        Raises:
-            ConfigError: a function is being compiled, and the shape of a result is not known.
-        """
+        """Calls it now, or in each run of the function that is being compiled, in the order of the program."""
         return list(_primitive.bind(*arrays, call=self))
 
     def now(self, *arrays: Any) -> list[Any]:
@@ -80,16 +66,10 @@ class HostCall:
         jax.effects_barrier()  # on a GPU, a compiled function that was called earlier may still have calls to make
         return [jnp.asarray(result) for result in self.function([np.asarray(array) for array in arrays], None)]
 
-    def compiled(self, *arrays: Any) -> list[Any]:
+    def compiled(self, *arrays: Any, on_cpu: bool = False) -> list[Any]:
         """The results in a compiled function."""
-        return self._results(self._callback, arrays)
-
-    def compiled_for_cpu(self, *arrays: Any) -> list[Any]:
-        """The results in a compiled function on a CPU."""
-        nbytes = sum(array.size * array.dtype.itemsize for array in arrays)
-        return self._results(self._callback if nbytes < _LARGE_BYTES else self._callback_in_memory, arrays)
-
-    def _results(self, callback: Callable[..., list[Any]], arrays: Sequence[Any]) -> list[Any]:
+        large = sum(array.size * array.dtype.itemsize for array in arrays) >= _LARGE_BYTES
+        callback = self._callback_in_memory if on_cpu and large else self._callback
         if not self.conditional:
             return callback(*arrays)
         due, *given = arrays
@@ -161,10 +141,26 @@ def _bind_batch(arrays: Sequence[Any], dims: Sequence[int | None], *, call: Host
     return results, [len(each.shape) if each.batched else None for each in call.outputs]
 
 
+def _lowered(*arrays: Any, call: HostCall, on_cpu: bool = False) -> list[Any]:
+    return call.compiled(*arrays, on_cpu=on_cpu)
+
+
 @functools.cache
 def _order() -> Any:
     """The effect of an ordered ``io_callback``."""
     return jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+
+
+def spare_xla_thread() -> None:
+    """Prevents a deadlock of compiled JAX functions that wait for other ranks in a callback (jax-ml/jax#25861). The
+    callback holds a thread of XLA's pool, and another copies its arguments: with one core, and so one thread, a step
+    on large arrays would wait for itself. Must be called before JAX computes anything.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = os.environ.get("NPROC", "")
+    if (int(threads) if threads.isdigit() else cores) < _THREADS:
+        os.environ["NPROC"] = str(_THREADS)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 @functools.cache
@@ -177,10 +173,8 @@ def _also(own: Any) -> Any:
 recognize_errors(JaxRuntimeError, _also)
 _primitive.def_impl(lambda *arrays, call: call.now(*arrays))
 _primitive.def_effectful_abstract_eval(lambda *_, call: (call.abstract(), _order()))
-mlir.register_lowering(_primitive, mlir.lower_fun(lambda *arrays, call: call.compiled(*arrays), multiple_results=True))
+mlir.register_lowering(_primitive, mlir.lower_fun(_lowered, multiple_results=True))
 mlir.register_lowering(
-    _primitive,
-    mlir.lower_fun(lambda *arrays, call: call.compiled_for_cpu(*arrays), multiple_results=True),
-    platform="cpu",
+    _primitive, mlir.lower_fun(functools.partial(_lowered, on_cpu=True), multiple_results=True), platform="cpu"
 )
 batching.primitive_batchers[_primitive] = _bind_batch

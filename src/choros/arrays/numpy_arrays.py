@@ -1,14 +1,10 @@
 """NumPy arrays, Python numbers and lists of them."""
 
-from __future__ import annotations
-
 from typing import Any, final
 
 import numpy as np
 
 from choros.arrays.adapter import ArrayAdapter, ArraySpec, HostArray
-
-__all__ = ["NumpyArrays"]
 
 
 @final
@@ -43,7 +39,3 @@ class NumpyArrays(ArrayAdapter):
     def stop_gradient(self, array: Any) -> Any:
         """Returns ``array``."""
         return array
-
-    def extent(self, array: Any, axis: int) -> Any:
-        """From ``ndarray.shape``."""
-        return np.asarray(np.shape(array)[axis])

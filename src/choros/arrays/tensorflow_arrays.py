@@ -1,7 +1,5 @@
 """TensorFlow tensors, variables and IndexedSlices, eager and in a ``tf.function``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,8 +14,6 @@ from choros.arrays.adapter import ArrayFunction, ArrayLayout, ArraySpec, DeviceA
 from choros.arrays.host_errors import remembered_errors
 from choros.arrays.tensorflow_errors import session_errors, tensorflow_errors
 from choros.errors import ConfigError
-
-__all__ = ["TensorflowArrays"]
 
 _FLOAT32 = np.dtype(np.float32)
 #: DLPack's numbers of the host, and of NVIDIA's GPUs.
@@ -85,10 +81,8 @@ class TensorflowArrays(DeviceArrayAdapter):
         return list(results)
 
     def values_if(self, condition: Any, variables: Sequence[Any]) -> list[Any]:
-        """Reads the variables, or returns empty tensors if the condition is false.
-
-        Not in the branch with the call: TensorFlow keeps the order of calls of the host only if they have no variables
-        among their inputs. Not always: to read a variable that is updated by rows copies all of it.
+        """Reads the variables, or returns empty tensors if the condition is false: to read one updated by rows copies
+        it all. Not in the branch with the call: TensorFlow orders calls of the host only if no inputs are variables.
         """
         return list(
             tf.cond(
@@ -196,14 +190,9 @@ def _itemsize(dtype: Any) -> int:
 
 @final
 class _Buffer:
-    """The memory of a tensor, under DLPack's protocol as others understand it.
-
-    TensorFlow's own refuses the consumer's stream, but waits until the device has computed the tensor, so that any
-    stream may use it; and it numbers the GPUs that TensorFlow sees, as others number those of the process.
-
-    Args:
-        tensor: one that nothing else refers to.
-        index: the number of its GPU.
+    """The memory of a tensor that nothing else refers to, under DLPack's protocol as others understand it.
+    TensorFlow's own refuses the consumer's stream, but waits until the device has computed the tensor, so any stream
+    may use it; and it numbers the GPUs that TensorFlow sees, others those of the process.
     """
 
     def __init__(self, tensor: Any, index: int) -> None:

@@ -1,10 +1,7 @@
-"""Errors that are also TensorFlow's, so that ``except`` clauses of scripts for Horovod handle them.
-
-In eager code they are raised so. From a ``tf.function`` or a session TensorFlow passes on the text of the host's error,
-of a ``ValueError`` as an ``InvalidArgumentError``, of others as an ``UnknownError``: see ``host_errors.py``.
+"""Errors that are also TensorFlow's, so that ``except`` clauses of scripts for Horovod handle them. From a
+``tf.function`` or a session TensorFlow passes on the text only, of a ``ValueError`` as an
+``InvalidArgumentError``, of others as an ``UnknownError``: see ``host_errors.py``.
 """
-
-from __future__ import annotations
 
 import functools
 import re
@@ -17,8 +14,6 @@ import tensorflow as tf
 from choros.arrays.host_errors import recognize_errors
 from choros.errors import ConfigError, MismatchError
 
-__all__ = ["session_errors", "tensorflow_errors"]
-
 #: What to do if the threads of a session do not suffice.
 _ADVICE = (
     "A session of TensorFlow 1 begins what one run() fetches in any order, and each collective waits in one of its "
@@ -30,10 +25,7 @@ _ADVICE = (
 
 @functools.cache
 def _also(theirs: Any, own: Any) -> Any:
-    """Returns a subclass of both, with the name of ``own`` and the arguments of ``theirs``.
-
-    Mismatches are also the error that Horovod raises for them.
-    """
+    """Returns a subclass of both, named as ``own``, with ``theirs``' arguments; mismatches are Horovod's error, too."""
     bases = (tf.errors.FailedPreconditionError, theirs) if own is MismatchError else (theirs,)
     code = bases[0](None, None, "").error_code
 

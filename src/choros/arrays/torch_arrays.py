@@ -1,7 +1,5 @@
 """PyTorch tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, final
@@ -10,11 +8,16 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from choros.arrays.adapter import ArrayFunction, ArrayLayout, ArraySpec, DeviceArrayAdapter, HostArray
-from choros.arrays.fingerprint import COLUMNS, WORD_BYTES
+from choros.arrays.adapter import (
+    COLUMNS,
+    WORD_BYTES,
+    ArrayFunction,
+    ArrayLayout,
+    ArraySpec,
+    DeviceArrayAdapter,
+    HostArray,
+)
 from choros.errors import ConfigError
-
-__all__ = ["TorchArrays"]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -85,17 +88,9 @@ class TorchArrays(DeviceArrayAdapter):
         """``Tensor.to``."""
         return array.to(getattr(torch, dtype.name))
 
-    def sum(self, array: Any) -> Any:
-        """``torch.sum``."""
-        return torch.sum(array)
-
     def stop_gradient(self, array: Any) -> Any:
         """``Tensor.detach``."""
         return array.detach()
-
-    def extent(self, array: Any, axis: int) -> Any:
-        """From ``Tensor.shape``."""
-        return torch.tensor(array.shape[axis], device=array.device)
 
     def device_call(self, function: ArrayFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
         """Calls ``function``."""

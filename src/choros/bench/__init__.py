@@ -6,9 +6,9 @@
               │
               ▼
              run ─► process_group ─► channel  rounds of trials; a contender's processes; messages to them
-              │         └──────────► start    the launch commands of each contender's users
+              │         └──────────► contender  and the commands with which its users start it
               ▼
-           figures ─► report, plot, model
+           figures ─► report, plot
 
     cli ─► startup                           processes that live for one trial
 

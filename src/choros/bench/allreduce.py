@@ -1,32 +1,26 @@
 """``choros bench allreduce``: its contenders, cases, rows and tables."""
 
-from __future__ import annotations
+from collections.abc import Sequence
 
-from collections.abc import Callable, Sequence
-
-from choros.bench.cases import AllreduceCase, GroupedCase, unet_shapes
-from choros.bench.contender import CHOROS, Contender
+from choros.bench.cases import AllreduceCase, GroupedCase, format_bytes, unet_shapes
+from choros.bench.contender import CHOROS, Contender, chorosrun, horovodrun, mpirun, process, torchrun
 from choros.bench.figures import ratios
 from choros.bench.plot import fits
-from choros.bench.report import ReportRow, Table, compare
+from choros.bench.report import ReportRow, Table, compare, grouped
 from choros.bench.run import RunResult
-from choros.bench.sizes import format_bytes
-from choros.bench.start import chorosrun, horovodrun, mpirun, torchrun
-
-__all__ = ["ANY_ARRAY", "CONTENDERS", "DTYPES", "MEMCPY", "cases", "rows", "tables"]
 
 ANY_ARRAY, MEMCPY = "choros, any array", "memcpy"
 DTYPES = ("float32", "float64", "float16", "int32", "int64")
 
 CONTENDERS = (
-    Contender(CHOROS, chorosrun, "allreduce_choros", ["in-place"]),
-    Contender(ANY_ARRAY, chorosrun, "allreduce_choros", ["any-array"]),
-    Contender("mpi4py", mpirun, "allreduce_mpi4py", needs=["mpi4py"]),
-    Contender("mpi4py prepared", chorosrun, "allreduce_mpi4py", needs=["mpi4py"]),
-    Contender("mpi4py in 4 MiB pieces", chorosrun, "allreduce_mpi4py", [str(4 << 20)], needs=["mpi4py"]),
-    Contender("torch Gloo", torchrun, "allreduce_torch", needs=["torch"]),
-    Contender("Horovod", horovodrun, "allreduce_horovod", needs=["horovod", "torch"]),
-    Contender(MEMCPY, chorosrun, "memcpy"),
+    Contender(CHOROS, chorosrun, process("allreduce", "in_place")),
+    Contender(ANY_ARRAY, chorosrun, process("allreduce", "any_array")),
+    Contender("mpi4py", mpirun, process("allreduce", "mpi4py"), needs=["mpi4py"]),
+    Contender("mpi4py prepared", chorosrun, process("allreduce", "mpi4py"), needs=["mpi4py"]),
+    Contender("mpi4py in 4 MiB pieces", chorosrun, process("allreduce", "mpi4py", str(4 << 20)), needs=["mpi4py"]),
+    Contender("torch Gloo", torchrun, process("allreduce", "gloo"), needs=["torch"]),
+    Contender("Horovod", horovodrun, process("allreduce", "horovod"), needs=["horovod", "torch"]),
+    Contender(MEMCPY, chorosrun, process("allreduce", "memcpy")),
 )
 
 #: Filters of each level: those of the example, and those of the U-Net of Ronneberger et al. (2015) at half its width,
@@ -65,24 +59,17 @@ def tables(measured: Sequence[ReportRow]) -> list[Table]:
     for ranks in numbers:
         here = [row for row in measured if row.ranks == ranks]
         title = f"allreduce of {here[0].facts['dtype']}, {ranks} rank{'s' if ranks > 1 else ''}"
-        single = _sections([row for row in here if row.bench == "allreduce"], _size)
-        grouped = _sections([row for row in here if row.bench == "grouped"], _model)
+        single = grouped([row for row in here if row.bench == "allreduce"], _size)
+        gradients = grouped([row for row in here if row.bench == "grouped"], _model)
         fractions = [line for label, section in single for line in _fraction(label, section)]
-        costs = [line for label, section in grouped for line in _grouped_cost(label, section)]
+        costs = [line for label, section in gradients for line in _grouped_cost(label, section)]
         models = [
             f"α-β model of choros: α = {model.alpha_s * 1e6:.3g} µs a message, β = {model.beta_s * 1e9:.3g} ns a byte"
             for model in fits([row for row in here if row.bench == "allreduce"])
         ]
         made.append(compare(title, single, notes=[*fractions, *models]))
-        made.append(compare(f"grouped {title}", grouped, notes=[*costs, *(_NOTES if ranks == numbers[-1] else ())]))
+        made.append(compare(f"grouped {title}", gradients, notes=[*costs, *(_NOTES if ranks == numbers[-1] else ())]))
     return made
-
-
-def _sections(measured: Sequence[ReportRow], label: Callable[[ReportRow], str]) -> list[tuple[str, list[ReportRow]]]:
-    sections: dict[str, list[ReportRow]] = {}
-    for row in measured:
-        sections.setdefault(label(row), []).append(row)
-    return list(sections.items())
 
 
 def _size(row: ReportRow) -> str:

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from choros.bench.sizes import format_bytes
-
-__all__ = [
-    "CNN_SHAPES", "MODELS", "PARTS", "AllreduceCase", "GroupedCase", "Model", "PartCase", "Shape", "TrainCase",
-    "unet_shapes",
-]  # fmt: skip
+from choros.errors import ConfigError
 
 Shape = tuple[int, ...]
 
+_UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_NAMES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_SIZE = re.compile(r"(\d+)\s*([a-z]*)", re.IGNORECASE)
+#: The factor from one size of a range to the next.
+_STEP = 4
+
 
 @dataclass(frozen=True)
-class AllreduceCase:
+class BenchCase:
+    """A case, whose text labels its section of a table."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The keys that it adds to its rows of the JSON file."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class AllreduceCase(BenchCase):
     """An allreduce, with a sum, of one array of ``bytes`` bytes."""
 
     bytes: int
@@ -33,23 +46,17 @@ class AllreduceCase:
         return max(1, self.bytes // np.dtype(self.dtype).itemsize)
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The keys that it adds to its rows of the JSON file."""
-        return {"bytes": self.bytes, "dtype": self.dtype}
+    def joined(self) -> AllreduceCase:
+        """The case itself: its bytes are in one array."""
+        return self
 
     def __str__(self) -> str:
         return format_bytes(self.bytes)
 
 
 @dataclass(frozen=True)
-class GroupedCase:
-    """A grouped allreduce, with a sum, of a model's gradients.
-
-    Attributes:
-        name: the model's name.
-        shapes: the gradients' shapes.
-        dtype: the gradients' data type.
-    """
+class GroupedCase(BenchCase):
+    """A grouped allreduce, with a sum, of the gradients of the model ``name``."""
 
     name: str
     shapes: tuple[Shape, ...]
@@ -78,35 +85,36 @@ class Model:
     batch: int
 
 
+#: The classes of a model's labels, and the number of different examples.
+CLASSES, _DISTINCT = 10, 1024
 MODELS = {"cnn": Model((28, 28, 1), 128), "mlp": Model((784,), 32)}
 
 
 @dataclass(frozen=True)
-class TrainCase:
+class TrainCase(BenchCase):
     """Training steps of a model, with ``batch`` examples per rank and step."""
 
     model: str
     batch: int
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The keys that it adds to its rows of the JSON file."""
-        return {"model": self.model, "batch": self.batch}
-
     def __str__(self) -> str:
         return f"{self.model}, {self.batch} a rank"
 
 
+def examples(case: TrainCase, count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Returns ``count`` random images, from 0 to 1, and labels, which repeat after the first 1024."""
+    generator = np.random.default_rng(0)
+    shape = MODELS[case.model].example
+    images = generator.random((_DISTINCT, *shape), np.float32)
+    return np.resize(images, (count, *shape)), np.resize(generator.integers(0, CLASSES, _DISTINCT), count)
+
+
 @dataclass(frozen=True)
-class PartCase:
+class PartCase(BenchCase):
     """One part of the communication of a step of choros, a name in ``PARTS``, with the CNN's gradients."""
 
     part: str
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The keys that it adds to its rows of the JSON file."""
-        return {"model": "cnn", "part": self.part}
+    model: str = "cnn"
 
     def __str__(self) -> str:
         return self.part
@@ -120,15 +128,9 @@ CNN_SHAPES: tuple[Shape, ...] = (
 
 
 def unet_shapes(widths: Sequence[int], channels: int = 1) -> tuple[Shape, ...]:
-    """Returns the shapes of a U-Net's gradients, in Keras' order: two convolutions per level, transposed ones upwards.
-
+    """Returns the shapes of a U-Net's gradients in Keras' order; ``widths``: each level's filters, the finest first.
     With 16, 32 and 64 filters it is the model of ``examples/unet_horovod.py``.
 
-    Args:
-        widths: the numbers of filters of the levels, the finest first.
-        channels: the number of channels of the images.
-
-    Example:
         >>> unet_shapes([2])
         ((3, 3, 1, 2), (2,), (3, 3, 2, 2), (2,), (1, 1, 2, 1), (1,))
         >>> len(unet_shapes([16, 32, 64])), sum(map(math.prod, unet_shapes([16, 32, 64])))
@@ -144,3 +146,47 @@ def unet_shapes(widths: Sequence[int], channels: int = 1) -> tuple[Shape, ...]:
     for coarse, fine in pairwise(reversed(widths)):
         shapes += [(2, 2, fine, coarse), (fine,), *convolved_twice(2 * fine, fine)]
     return (*shapes, (1, 1, widths[0], 1), (1,))
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Parses sizes, with commas, and ranges, which grow by a factor of four, into bytes, or raises a ``ConfigError``.
+
+    >>> parse_sizes("512, 4KiB")
+    (512, 4096)
+    >>> parse_sizes("1MiB..20MiB")
+    (1048576, 4194304, 16777216, 20971520)
+    """
+    sizes: list[int] = []
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        size, end = _parse(first), _parse(last if dots else first)
+        if size > end:
+            raise ConfigError(f"--sizes {part.strip()}: the range is empty. Write the smaller size first.")
+        while size < end:
+            sizes.append(size)
+            size *= _STEP
+        sizes.append(end)
+    return tuple(dict.fromkeys(sizes))
+
+
+def _parse(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(match[2].lower() or "b") if match else None
+    if match is None or unit is None or int(match[1]) == 0:
+        raise ConfigError(
+            f"--sizes: {text.strip()!r} is not a size. Write sizes like 4KiB,256KiB,16MiB, or a range like "
+            "1MiB..256MiB; units are B, KiB, MiB and GiB."
+        )
+    return int(match[1]) * unit
+
+
+def format_bytes(size: int) -> str:
+    """Formats ``size`` bytes in the largest unit that fits.
+
+    >>> format_bytes(4096), format_bytes(1536 << 10), format_bytes(1000), format_bytes(470852)
+    ('4 KiB', '1.5 MiB', '1000 B', '459.8 KiB')
+    """
+    for name, unit in _NAMES:
+        if size >= unit:
+            return f"{size / unit:.1f}".removesuffix(".0") + f" {name}"
+    return f"{size} B"

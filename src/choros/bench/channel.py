@@ -1,60 +1,40 @@
-"""The messages between the coordinator and the processes of a contender.
+"""The messages between the coordinator and the processes of a contender, over ``transport``'s channels.
 
 ::
 
     coordinator, choros bench          process 0 of a contender        process 1
       listens on a Unix socket
       starts chorosrun, mpirun, … ─────► connects                        connects       (1)
-      ◄──────────── Started ────────────────────────────────────────────────
+      ◄──────────── STARTED ────────────────────────────────────────────────
       ───────────── Welcome: its rank, the barrier's file ───────────────►             (2)
                                          imports, joins its job          likewise
-      ◄──────────── Ready ────────────────────────────────────────────────              (3)
+      ◄──────────── READY ────────────────────────────────────────────────              (3)
       ───────────── Order: a case, the number of runs ────────────────────►             (4)
                                          prepares it if it is new        likewise
                                          ── barrier ── run ── barrier ── run …          (5)
       ◄──────────── Timing ───────────────────────────────────────────────              (6)
-      ───────────── Stop ─────────────────────────────────────────────────►             (7)
+      ───────────── STOP ─────────────────────────────────────────────────►             (7)
 
-Between (6) and the next (4) a process blocks in a read, so that it uses no CPU while another contender is measured.
-The barrier at (5) is in shared memory and the same for every contender: a library's own barrier would favour
-libraries with a fast one. A process that fails sends ``Failed`` instead of its answer.
-
-The channels are those of ``transport``: both ends prove that they know a key. The socket is in a directory that only
-this user can enter.
+Between (6) and the next (4) a process blocks in a read: it uses no CPU while another contender is measured. The
+barrier at (5) is the same for every contender: a library's own would favour those with a fast one. A process that
+fails sends ``Failed`` as its answer. Only this user can enter the directory of the socket.
 """
 
-from __future__ import annotations
-
+import enum
 import mmap
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
+from choros import durations
 from choros.bench.figures import Timing
 from choros.transport.channel import Channel, ChannelClosed, connect
 from choros.transport.secret import Key
-
-__all__ = [
-    "ADDRESS",
-    "COORDINATOR",
-    "KEY",
-    "PROCESS",
-    "Barrier",
-    "Failed",
-    "Order",
-    "Ready",
-    "Started",
-    "Stop",
-    "Task",
-    "Timing",
-    "Welcome",
-    "serve",
-]  # fmt: skip
 
 #: Environment variables of a contender's processes: the coordinator's address, and the key in hexadecimal.
 ADDRESS, KEY = "CHOROS_BENCH_ADDRESS", "CHOROS_BENCH_KEY"
@@ -63,27 +43,23 @@ COORDINATOR, PROCESS = "choros bench", "a process of a contender"
 
 _CACHE_LINE = 8  # 64-bit words
 _SPINS_BEFORE_YIELDING = 200
-_BARRIER_SECONDS = 600.0
-_CONNECT_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Started:
-    """A process has started."""
+class BenchSignal(enum.Enum):
+    """The messages without contents."""
+
+    STARTED = "a process has started"
+    READY = "a process has joined its job"
+    STOP = "the process must end"
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """The answer to ``Started``: the process' rank among the contender's processes, and the barrier's file."""
+    """The answer to ``STARTED``: the process' rank among the contender's processes, and the barrier's file."""
 
     rank: int
     processes: int
     barrier: str
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The process has joined its job."""
 
 
 @dataclass(frozen=True)
@@ -103,43 +79,23 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Stop:
-    """The process must end."""
-
-
-@dataclass(frozen=True)
 class Task:
-    """A case, ready to run.
-
-    Attributes:
-        run: does the given number of units of work; only this is timed.
-        before: called before each run, untimed.
-        check: called once, after the first run; raises if the result is wrong.
-        alone: only one of the contender's processes runs it, so there is no barrier.
+    """A case, ready to run; only ``run`` is timed. ``before`` precedes each run and its barrier.
+    ``check`` is called once, after the first run, and raises if the result is wrong.
     """
 
     run: Callable[[int], object]
     before: Callable[[], object] = lambda: None
     check: Callable[[], object] = lambda: None
-    alone: bool = False
 
 
-class Prepare(Protocol):
-    """Returns the ``Task`` of a case, in a process that has joined its job; ``None`` if the process does not run it."""
-
-    def __call__(self, case: Any, /) -> Task | None:
-        """Prepares ``case``; the previous case's data may be released."""
+#: Returns the ``Task`` of a case, in a process that has joined its job, and may release the data of the case before.
+Prepare = Callable[[Any], Task]
 
 
 @final
 class Barrier:
-    """A barrier for the processes of one contender: a counter for each, in a file that all map.
-
-    Args:
-        file: a file of ``size(processes)`` bytes, initially zeros.
-        rank: the rank of this process.
-        processes: the number of processes.
-    """
+    """A barrier for a contender's processes: a counter for each, in a file, initially zeros, that all map."""
 
     def __init__(self, file: Path, rank: int, processes: int) -> None:
         with file.open("r+b") as opened:
@@ -156,7 +112,7 @@ class Barrier:
         """Blocks until every process has called it."""
         counters, reached = self._counters, self._counters[self._mine] + 1
         counters[self._mine] = reached
-        deadline = time.monotonic() + _BARRIER_SECONDS
+        deadline = time.monotonic() + durations.BENCH_BARRIER
         for other in self._others:
             spins = 0
             while counters[other] < reached:
@@ -165,24 +121,20 @@ class Barrier:
                     os.sched_yield()
                     if time.monotonic() > deadline:
                         raise TimeoutError(
-                            f"another process of this contender did not reach the barrier in {_BARRIER_SECONDS:.0f} s"
+                            "another process of this contender did not reach the barrier in "
+                            f"{durations.BENCH_BARRIER:.0f} s"
                         )
 
 
-def serve(join: Callable[[], Prepare], environ: Mapping[str, str] = os.environ) -> None:
-    """Runs a process of a contender: joins its job, then serves the coordinator's orders until it sends ``Stop``.
-
-    Args:
-        join: imports and initialises the contender's library.
-        environ: contains the coordinator's address and key.
-    """
-    coordinator = _connect(environ)
+def serve(join: Callable[[], Prepare]) -> None:
+    """Runs a process of a contender: joins its job, then serves the coordinator's orders until it sends ``STOP``."""
+    coordinator = _connect()
     try:
-        coordinator.send(Started())
+        coordinator.send(BenchSignal.STARTED)
         welcome: Welcome = coordinator.receive()
         prepare = join()
         barrier = Barrier(Path(welcome.barrier), welcome.rank, welcome.processes)
-        coordinator.send(Ready())
+        coordinator.send(BenchSignal.READY)
         _serve_orders(coordinator, prepare, barrier)
     except ChannelClosed:  # the coordinator has ended
         os._exit(1)
@@ -191,24 +143,27 @@ def serve(join: Callable[[], Prepare], environ: Mapping[str, str] = os.environ) 
         raise
 
 
-def _connect(environ: Mapping[str, str]) -> Channel:
-    if ADDRESS not in environ:
+def serve_one_of(*joins: Callable[..., Prepare]) -> None:
+    """Serves with the one of ``joins`` that the command line names; its other words are arguments."""
+    named = {join.__name__: join for join in joins}
+    serve(lambda: named[sys.argv[1]](*sys.argv[2:]))
+
+
+def _connect() -> Channel:
+    if ADDRESS not in os.environ:
         sys.exit("This module is started by choros bench and cannot be run directly. Run: choros bench")
-    key = Key(bytes.fromhex(environ[KEY]))
-    return connect(environ[ADDRESS], key, PROCESS, COORDINATOR, _CONNECT_SECONDS)
+    key = Key(bytes.fromhex(os.environ[KEY]))
+    return connect(os.environ[ADDRESS], key, PROCESS, COORDINATOR, durations.BENCH_CONNECT)
 
 
 def _serve_orders(coordinator: Channel, prepare: Prepare, barrier: Barrier) -> None:
     case: Any = None
-    task: Task | None = None
+    task: Any = None
     while isinstance(order := coordinator.receive(), Order):
-        new = order.case != case
+        new = task is None or order.case != case
         if new:
             task = None  # releases its memory before the next case allocates
             case, task = order.case, prepare(order.case)
-        if task is None:
-            coordinator.send(None)
-            continue
         timing = _measure(task, order, barrier)
         if new:
             task.check()
@@ -219,8 +174,7 @@ def _measure(task: Task, order: Order, barrier: Barrier) -> Timing:
     begins, ends, cpu = [], [], 0.0
     for _ in range(order.runs):
         task.before()
-        if not task.alone:
-            barrier.wait()
+        barrier.wait()
         used = _cpu_seconds()
         begins.append(time.perf_counter())
         task.run(order.units)

@@ -1,32 +1,26 @@
 """The ``choros bench`` command: parses arguments and prints; the other modules of this package do the work."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
+from choros import durations
 from choros.bench import allreduce as sums
 from choros.bench import overhead as costs
 from choros.bench import startup
 from choros.bench import train as training
-from choros.bench.cases import MODELS
+from choros.bench.cases import MODELS, parse_sizes
 from choros.bench.contender import CHOROS, check_names, chosen
 from choros.bench.plot import plot_rows, plot_sizes
+from choros.bench.report import rows_of
 from choros.bench.run import Effort
 from choros.bench.session import ENOUGH_ROUNDS, BenchSession
-from choros.bench.sizes import parse_sizes
 from choros.errors import ConfigError
 
-__all__ = ["bench"]
-
-#: The default duration of a trial: for collectives, which take microseconds or milliseconds, and for training steps.
-_CALLS_SECONDS, _STEPS_SECONDS = 0.02, 2.0
 #: A call of ``fit`` has its own cost; in real training, one call has hundreds of steps.
 _FEWEST_STEPS = 8
 _SIZES = ("4KiB", "256KiB", "4MiB", "16MiB", "64MiB")
@@ -45,23 +39,8 @@ Exit codes:
 """
 
 
-@dataclass(frozen=True)
-class _Common:
-    """The options that all commands have."""
-
-    rounds: int
-    burst: float
-    only: tuple[str, ...]
-    plot: Path | None
-    json_file: Path | None
-
-    def session(self) -> BenchSession:
-        """Returns the session that measures the contenders."""
-        return BenchSession(self.plot, self.json_file)
-
-
 def _with_common(seconds: float | None) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Adds ``_Common``'s options to a command; ``seconds`` is the default of ``--burst``, ``None``: without it."""
+    """Adds the options of all commands, as a session; ``seconds``: the default of ``--burst``, ``None``: without it."""
     options = (
         click.option("--rounds", type=click.IntRange(min=1), default=ENOUGH_ROUNDS, show_default=True,
                      help="Number of trials of each contender."),
@@ -79,8 +58,8 @@ def _with_common(seconds: float | None) -> Callable[[Callable[..., int]], Callab
     def decorate(function: Callable[..., int]) -> Callable[..., int]:
         @wraps(function)
         def command(**given: Any) -> int:
-            common = _Common(**{each.name: given.pop(each.name, 0.0) for each in fields(_Common)})
-            return function(common=common, **given)
+            names = ("rounds", "burst", "only", "plot", "json_file")
+            return function(session=BenchSession(**{each: given.pop(each, 0.0) for each in names}), **given)
 
         for option in reversed(options if seconds is not None else [*options[:1], *options[2:]]):
             command = option(command)
@@ -110,8 +89,8 @@ def bench(context: click.Context) -> None:
     metavar="N,...",
     help="Number of ranks; 1,2,4,8: one after the other.",
 )
-@_with_common(_CALLS_SECONDS)
-def allreduce(sizes: str, dtype: str, ranks: str, common: _Common) -> int:
+@_with_common(durations.BENCH_CALLS)
+def allreduce(sizes: str, dtype: str, ranks: str, session: BenchSession) -> int:
     """Measures an allreduce: choros, raw mpi4py, torch Gloo, Horovod, and a memcpy as the limit.
 
     \b
@@ -120,10 +99,10 @@ def allreduce(sizes: str, dtype: str, ranks: str, common: _Common) -> int:
       choros bench allreduce --sizes 4KiB,64MiB --dtype float16 --json sums.json
       choros bench allreduce --ranks 1,2,4,8 --sizes 1MiB..256MiB --only memcpy --plot scaling.png
     """
-    session, effort = common.session(), Effort(common.rounds, common.burst, many_runs=True)
+    effort = Effort(session.rounds, session.burst, many_runs=True)
     wanted, numbers = parse_sizes(sizes), _parse_ranks(ranks)
-    check_names(common.only, [each.name for each in sums.CONTENDERS])
-    contenders = chosen(sums.CONTENDERS, common.only)
+    check_names(session.only, [each.name for each in sums.CONTENDERS])
+    contenders = chosen(sums.CONTENDERS, session.only)
     with session:
         for number in numbers:
             result = session.run(contenders, sums.cases(wanted, dtype), number, effort)
@@ -136,6 +115,8 @@ _FRAMEWORK = click.option("--framework", type=click.Choice([*training.CONTENDERS
                           show_default=True, help="The framework to train with; all: every installed one.")  # fmt: skip
 _MODEL = click.option("--model", type=click.Choice([*MODELS, "all"]), default="all", show_default=True,
                       help=_MODEL_HELP)  # fmt: skip
+_RANKS = click.option("-np", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, metavar="N",
+                      help="Number of ranks.")  # fmt: skip
 _BATCH = click.option("--batch-size", type=click.IntRange(min=1), metavar="N",
                       help="Batch size of each rank. Default: 128 (cnn), 32 (mlp).")  # fmt: skip
 
@@ -144,11 +125,9 @@ _BATCH = click.option("--batch-size", type=click.IntRange(min=1), metavar="N",
 @_FRAMEWORK
 @_MODEL
 @_BATCH
-@click.option(
-    "-np", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Number of ranks."
-)
-@_with_common(_STEPS_SECONDS)
-def train(framework: str, model: str, batch_size: int | None, ranks: int, common: _Common) -> int:
+@_RANKS
+@_with_common(durations.BENCH_STEPS)
+def train(framework: str, model: str, batch_size: int | None, ranks: int, session: BenchSession) -> int:
     """Measures training steps: choros, torch DDP, MirroredStrategy, MultiWorkerMirroredStrategy, jax.jit on a mesh,
     keras.distribution, Horovod.
 
@@ -157,16 +136,16 @@ def train(framework: str, model: str, batch_size: int | None, ranks: int, common
       choros bench train
       choros bench train --framework torch --model mlp --json steps.json
     """
-    session, effort = common.session(), Effort(common.rounds, common.burst, many_runs=False, fewest=_FEWEST_STEPS)
+    effort = Effort(session.rounds, session.burst, many_runs=False, fewest=_FEWEST_STEPS)
     wanted = training.frameworks(framework, _installed())
     contenders = {name: training.CONTENDERS[name] for name in wanted}
-    check_names(common.only, [each.name for group in contenders.values() for each in group])
+    check_names(session.only, [each.name for group in contenders.values() for each in group])
     with session:
         for name, group in contenders.items():
             result = session.run(
-                chosen(group, common.only), training.cases(model, batch_size), ranks, effort, f"{name}: "
+                chosen(group, session.only), training.cases(model, batch_size), ranks, effort, f"{name}: "
             )
-            session.rows += training.rows(result, ranks, name)
+            session.rows += rows_of("train", result, ranks, framework=name)
     title, sections = f"training step, {ranks} ranks", training.sections(session.rows)
     return session.report([training.table(title, sections)], lambda path: plot_rows(sections, path, title))
 
@@ -182,8 +161,8 @@ def train(framework: str, model: str, batch_size: int | None, ranks: int, common
     show_default=True,
     help="How often all contenders are started, for as many rounds each time: two starts of one job differ.",
 )
-@_with_common(_STEPS_SECONDS)
-def overhead(framework: str, model: str, batch_size: int | None, starts: int, common: _Common) -> int:
+@_with_common(durations.BENCH_STEPS)
+def overhead(framework: str, model: str, batch_size: int | None, starts: int, session: BenchSession) -> int:
     """Measures choros' overhead for one rank, the speedup with two ranks, and the parts of a step's communication.
 
     One rank has one core. Two ranks are compared with two independent processes of plain Keras, one on each core,
@@ -196,29 +175,26 @@ def overhead(framework: str, model: str, batch_size: int | None, starts: int, co
       choros bench overhead --framework tensorflow --batch-size 2048 --rounds 30
       choros bench overhead --only "choros, elastic" --only "choros, again" --rounds 8 --starts 8
     """
-    session = common.session()
-    effort = Effort(common.rounds, common.burst, many_runs=False, fewest=_FEWEST_STEPS, starts=starts)
-    check_names(common.only, [each.name for each in costs.CONTENDERS])
+    effort = Effort(session.rounds, session.burst, many_runs=False, fewest=_FEWEST_STEPS, starts=starts)
+    check_names(session.only, [each.name for each in costs.CONTENDERS])
     wanted = training.frameworks(framework, _installed())
     with session:
         for name in wanted:
-            contenders = training.of(name, *chosen(costs.CONTENDERS, common.only))
+            contenders = training.of(name, *chosen(costs.CONTENDERS, session.only))
             result = session.run(contenders, training.cases(model, batch_size), 2, effort, f"{name}: ")
-            session.rows += costs.rows(result, name)
-        brief = Effort(common.rounds, _CALLS_SECONDS, many_runs=True)
-        parts = session.run(chosen(costs.PARTS_CONTENDERS, common.only), costs.PART_CASES, 2, brief)
-        session.rows += costs.part_rows(parts)
+            session.rows += rows_of("overhead", result, 2, costs.PEERS, framework=name)
+        brief = Effort(session.rounds, durations.BENCH_CALLS, many_runs=True)
+        parts = session.run(chosen(costs.PARTS_CONTENDERS, session.only), costs.PART_CASES, 2, brief)
+        session.rows += rows_of("overhead", parts, 2)
     steps = [row for row in session.rows if "framework" in row.facts]
     title = "training step, 1 and 2 ranks"
     return session.report(costs.tables(session.rows), lambda path: plot_rows(training.sections(steps), path, title))
 
 
 @bench.command(epilog=_EPILOG)
-@click.option(
-    "-np", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Number of ranks."
-)
+@_RANKS
 @_with_common(None)
-def start(ranks: int, common: _Common) -> int:
+def start(ranks: int, session: BenchSession) -> int:
     """Measures the start of programs that do almost nothing: chorosrun, mpirun, torchrun; a first allreduce; an
     import.
 
@@ -227,12 +203,11 @@ def start(ranks: int, common: _Common) -> int:
       choros bench start
       choros bench start --ranks 4 --only mpirun --rounds 20 --json start.json
     """
-    names = [program.contender for case in startup.CASES for program in case.programs]
-    check_names(common.only, names)
-    wanted = (CHOROS, *common.only) if common.only else names
-    session = common.session()
+    names = [program.name for case in startup.CASES for program in case.programs]
+    check_names(session.only, names)
+    wanted = (CHOROS, *session.only) if session.only else names
     with session:
-        session.rows += startup.rows(session.run_starts(startup.CASES, wanted, ranks, common.rounds), ranks)
+        session.rows += startup.rows(session.run_starts(startup.CASES, wanted, ranks), ranks)
     title, sections = f"start to end, {ranks} rank{'s' if ranks > 1 else ''}", startup.sections(session.rows)
     return session.report([startup.table(title, sections)], lambda path: plot_rows(sections, path, title))
 

@@ -1,30 +1,50 @@
-"""Contenders: the libraries and configurations that are compared, one row of a table each."""
-
-from __future__ import annotations
+"""Contenders: the libraries that are compared, and the commands with which their users start them, pure; nothing is set
+that users would not have. What chorosrun sets is part of choros; ``mpi4py prepared`` and ``torch DDP prepared`` measure
+how much that contributes.
+"""
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Mapping, Sequence
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from choros.bench.start import Starter
 from choros.errors import ConfigError
-
-__all__ = ["CHOROS", "Contender", "check_names", "chosen"]
+from choros.launch.driver.machine import detect_mpirun
+from choros.launch.plan.cores import physical_cores
+from choros.launch.plan.mpi_implementations import OPEN_MPI_4, OPEN_MPI_5
 
 #: The name of choros' own contender: the baseline of all ratios.
 CHOROS = "choros"
+_LOCALHOST = "127.0.0.1"
+_CONFINE = (
+    "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); os.execv(sys.argv[2], sys.argv[2:])"
+)
 
 
 @dataclass(frozen=True)
+class LaunchCommand:
+    """One process to start: its argv, and the variables to add to its environment."""
+
+    argv: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+#: Returns the commands, given the number of ranks and Python's arguments for the program (``-m module argument …``).
+Starter = Callable[[int, Sequence[str]], list[LaunchCommand]]
+
+
+@dataclass(frozen=True, eq=False)
 class Contender:
     """A library, or a configuration of one, that is compared with the others.
 
     Attributes:
         name: its name in the tables and in the JSON file.
         start: returns the commands with which its users start it.
-        module: the module below ``choros.bench.processes`` that its bench processes run.
-        arguments: the module's command-line arguments.
+        argv: the arguments with which Python runs its program.
         needs: modules that must be installed.
         environ: environment variables that its users set.
         single: whether it runs in a single process, whatever the number of ranks (which are devices then).
@@ -32,8 +52,7 @@ class Contender:
 
     name: str
     start: Starter
-    module: str
-    arguments: Sequence[str] = ()
+    argv: Sequence[str]
     needs: Sequence[str] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     single: bool = False
@@ -43,10 +62,19 @@ class Contender:
         """Those of ``needs`` that are not installed. compat/horovod is not Horovod."""
         return [module for module in self.needs if importlib.util.find_spec(module) is None or _is_choros(module)]
 
-    @property
-    def argv(self) -> list[str]:
-        """The arguments with which Python runs the module."""
-        return ["-m", f"choros.bench.processes.{self.module}", *self.arguments]
+    def check_installed(self) -> None:
+        """Raises ``ContenderFailed`` if one of ``needs`` is missing."""
+        if self.missing:
+            raise ContenderFailed(f"not installed ({', '.join(self.missing)})")
+
+
+class ContenderFailed(RuntimeError):
+    """A contender could not be started, or failed to run an order; the message gives the reason."""
+
+
+def process(module: str, *arguments: str) -> list[str]:
+    """Returns Python's arguments for a module below ``choros.bench.processes``."""
+    return ["-m", f"choros.bench.processes.{module}", *arguments]
 
 
 def _is_choros(module: str) -> bool:
@@ -68,3 +96,118 @@ def check_names(only: Sequence[str], names: Sequence[str]) -> None:
 def chosen(contenders: Sequence[Contender], only: Sequence[str]) -> tuple[Contender, ...]:
     """Returns choros and the contenders that ``only`` names; all contenders if ``only`` is empty."""
     return tuple(each for each in contenders if not only or each.name in (*only, CHOROS))
+
+
+def chorosrun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
+    """chorosrun, as choros' users start a script.
+
+    >>> (command,) = chorosrun(2, ["-m", "program"])
+    >>> command.argv[1:]  # doctest: +ELLIPSIS
+    ('-m', 'choros.launch.cli', '-np', '2', '--start-timeout', '120', ..., '-m', 'program')
+    """
+    return [LaunchCommand(_chorosrun(ranks, program))]
+
+
+def elastic(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
+    """chorosrun with ``--min-np 1``: the ranks go on without those that are lost."""
+    return [LaunchCommand(_chorosrun(ranks, program, "--min-np", "1"))]
+
+
+def one_core(_ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
+    """chorosrun with one rank on one core: a rank's share when there are as many ranks as cores."""
+    argv = _chorosrun(1, program)
+    if hasattr(os, "sched_getaffinity"):
+        core = physical_cores(sorted(os.sched_getaffinity(0)))[0]
+        argv = (sys.executable, "-c", _CONFINE, ",".join(map(str, core)), *argv)
+    return [LaunchCommand(argv)]
+
+
+def _chorosrun(ranks: int, program: Sequence[str], *flags: str) -> tuple[str, ...]:
+    argv = (sys.executable, "-m", "choros.launch.cli", "-np", str(ranks), "--start-timeout", "120", *flags)
+    return (*argv, "--no-prefix-output", sys.executable, *program)
+
+
+def mpirun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
+    """``mpirun -np N`` with its defaults, plus the flags it requires for root or for more ranks than cores."""
+    found = detect_mpirun()
+    argv = [found.path]
+    if found.implementation in (OPEN_MPI_4, OPEN_MPI_5):
+        argv += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        argv += ["--oversubscribe"] if ranks > (os.cpu_count() or 1) else []
+    return [LaunchCommand((*argv, "-np", str(ranks), sys.executable, *program), found.environment())]
+
+
+def torchrun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
+    """PyTorch's launcher, which gives each process one thread."""
+    argv = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return [LaunchCommand((*argv, *program))]
+
+
+def prepared_torch(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
+    """chorosrun for processes of ``torch.distributed``, which find each other at an address."""
+    (port,) = _free_ports(1)
+    return [LaunchCommand(_chorosrun(ranks, program), {"MASTER_ADDR": _LOCALHOST, "MASTER_PORT": str(port)})]
+
+
+def horovodrun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
+    """Horovod's launcher."""
+    return [LaunchCommand(("horovodrun", "-np", str(ranks), sys.executable, *program))]
+
+
+def logical_cpus(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
+    """One process, whose last argument is the number of devices into which it divides the CPU."""
+    return [LaunchCommand((sys.executable, *program, str(ranks)))]
+
+
+def xla_devices(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
+    """One process in which XLA divides the CPU into ``ranks`` devices."""
+    return [LaunchCommand((sys.executable, *program), {"XLA_FLAGS": f"--xla_force_host_platform_device_count={ranks}"})]
+
+
+def tf_cluster(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
+    """One process for each rank, with the cluster in ``TF_CONFIG``."""
+    return _tf_cluster_at(_free_ports(ranks), program)
+
+
+def _tf_cluster_at(ports: Sequence[int], program: Sequence[str]) -> list[LaunchCommand]:
+    """Returns the processes of a cluster on these ports.
+
+    >>> _tf_cluster_at([1, 2], ["-m", "program"])[1].environ["TF_CONFIG"]
+    '{"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 1}}'
+    """
+    cluster = {"worker": [f"{_LOCALHOST}:{port}" for port in ports]}
+    return [
+        LaunchCommand(
+            (sys.executable, *program),
+            {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})},
+        )
+        for index in range(len(ports))
+    ]
+
+
+def jax_cluster(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
+    """One process for each rank, with the variables that ``keras.distribution.initialize`` reads."""
+    (port,) = _free_ports(1)
+    return [
+        LaunchCommand(
+            (sys.executable, *program),
+            {
+                "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"{_LOCALHOST}:{port}",
+                "KERAS_DISTRIBUTION_NUM_PROCESSES": str(ranks),
+                "KERAS_DISTRIBUTION_PROCESS_ID": str(rank),
+            },
+        )
+        for rank in range(ranks)
+    ]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Returns ports of this machine on which no process listens."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((_LOCALHOST, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

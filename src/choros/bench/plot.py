@@ -1,18 +1,14 @@
 """Plots of the measured figures, drawn with matplotlib."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from choros.bench.cases import format_bytes
 from choros.bench.contender import CHOROS
-from choros.bench.model import AlphaBeta, fit
+from choros.bench.figures import AlphaBeta, fit
 from choros.bench.report import ReportRow
-from choros.bench.sizes import format_bytes
 from choros.errors import ConfigError
-
-__all__ = ["check_matplotlib", "fits", "plot_rows", "plot_sizes", "scaling_title"]
 
 
 def check_matplotlib() -> None:
@@ -31,9 +27,8 @@ def fits(rows: Sequence[ReportRow]) -> list[AlphaBeta]:
 def scaling_title(ranks: Sequence[int], cores: int) -> str:
     """Returns the title of the plot of several numbers of ranks.
 
-    Example:
-        >>> scaling_title([1, 2, 4], cores=2)
-        'allreduce by choros; 4 ranks share 2 cores'
+    >>> scaling_title([1, 2, 4], cores=2)
+    'allreduce by choros; 4 ranks share 2 cores'
     """
     oversubscribed = [str(number) for number in ranks if number > cores]
     share = f"; {' and '.join(oversubscribed)} ranks share {cores} cores" if oversubscribed else ""

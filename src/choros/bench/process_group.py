@@ -11,45 +11,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
 import psutil
 
-from choros.bench.channel import ADDRESS, COORDINATOR, KEY, Barrier, Failed, Order, Ready, Stop, Timing, Welcome
-from choros.bench.contender import Contender
+from choros import durations
+from choros.bench.channel import ADDRESS, COORDINATOR, KEY, Barrier, BenchSignal, Failed, Order, Welcome
+from choros.bench.contender import Contender, ContenderFailed
 from choros.bench.figures import Trial, trial_of
 from choros.launch.processes import parent_death_guard
 from choros.transport.channel import Channel, ChannelClosed
 from choros.transport.listener import Listener
-from choros.transport.loop import Loop
 from choros.transport.secret import Key
 
-__all__ = ["ContenderFailed", "ProcessGroup"]
-
-_POLL_SECONDS = 0.25
-_START_SECONDS = 240.0
-_ANSWER_SECONDS = 600.0
-_GRACE_SECONDS = 5.0
-_CLEANUP_SECONDS = 2.0
 _REASON_LENGTH = 300
-
-
-class ContenderFailed(Exception):
-    """A contender could not be started, or failed to run an order; the message gives the reason."""
 
 
 @final
 class ProcessGroup:
-    """The running processes of a contender. Leaving the ``with`` block ends them in any state.
-
-    Args:
-        contender: the contender.
-        ranks: its number of ranks.
-        directory: an empty directory that only this user can enter.
-    """
+    """A contender's running processes, in a private directory; the end of the ``with`` block ends them in any state."""
 
     def __init__(self, contender: Contender, ranks: int, directory: Path) -> None:
         self.contender = contender
@@ -70,15 +53,10 @@ class ProcessGroup:
         self.stop(graceful=kind is None)
 
     def start(self) -> None:
-        """Starts the processes; returns when all have joined their job.
-
-        Raises:
-            ContenderFailed: it is not installed or does not start.
-        """
-        if self.contender.missing:
-            raise ContenderFailed(f"not installed ({', '.join(self.contender.missing)})")
+        """Starts the processes, or raises ``ContenderFailed``; returns when all have joined their job."""
+        self.contender.check_installed()
         key = Key(secrets.token_bytes(32))
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + durations.BENCH_START
         address = f"unix:{self._directory / 'socket'}"
         arrived: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         listener = Listener(address, key, COORDINATOR, lambda channel, _hello: arrived.put(channel))
@@ -86,7 +64,7 @@ class ProcessGroup:
             self._spawn({ADDRESS: address, KEY: key.secret.hex()})
             while len(self._channels) < self._size:
                 try:
-                    self._channels.append(arrived.get(timeout=_POLL_SECONDS))
+                    self._channels.append(arrived.get(timeout=durations.BENCH_LOOK))
                 except queue.Empty:
                     self._check(deadline)
         finally:
@@ -94,38 +72,33 @@ class ProcessGroup:
         barrier = self._directory / "barrier"
         barrier.write_bytes(bytes(Barrier.size(self._size)))
         self._send(Welcome(rank, self._size, str(barrier)) for rank in range(self._size))
-        for answer in self._answers(_START_SECONDS):
-            if not isinstance(answer, Ready):
-                raise ContenderFailed(f"a process answered {answer!r}; expected Ready()")
+        for answer in self._answers(durations.BENCH_START):
+            if answer is not BenchSignal.READY:
+                raise ContenderFailed(f"a process answered {answer!r}; expected {BenchSignal.READY!r}")
         self._record_process_tree()
 
     def run(self, case: Any, runs: int, units: int) -> Trial:
-        """Runs one trial: every process does ``runs`` runs of ``units`` units of ``case``.
-
-        Raises:
-            ContenderFailed: a process failed.
-        """
+        """Runs one trial, or raises ``ContenderFailed``: each process does ``runs`` runs of ``units`` of ``case``."""
         self._send([Order(case, runs, units)] * self._size)
-        timings = [answer for answer in self._answers(_ANSWER_SECONDS) if isinstance(answer, Timing)]
-        return trial_of(timings, units)
+        return trial_of(self._answers(durations.BENCH_ANSWER), units)
 
     def request_stop(self) -> None:
         """Asks the processes to end, without waiting for them."""
         for channel in self._channels:
             with contextlib.suppress(ChannelClosed):  # it has ended already
-                channel.send(Stop())
+                channel.send(BenchSignal.STOP)
 
     def stop(self, *, graceful: bool = True) -> None:
         """Ends the processes: asks them to end if ``graceful``, and kills those that remain."""
         if graceful:
             self.request_stop()
-            self._wait(_GRACE_SECONDS)
+            self._wait(durations.BENCH_GRACE)
         for channel in self._channels:
             channel.close()
         self._record_process_tree()
         for started in self._started:
             started.terminate()  # a launcher ends its ranks
-        self._wait(_CLEANUP_SECONDS)
+        self._wait(durations.BENCH_CLEANUP)
         for process in self._process_tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -159,26 +132,24 @@ class ProcessGroup:
     def _answers(self, seconds: float) -> list[Any]:
         """Returns the answer of each process; raises for the first that fails."""
         deadline = time.monotonic() + seconds
-        answers: dict[int, Any] = {}
-        loop = Loop(_POLL_SECONDS)
-        loop.repeat("check", _POLL_SECONDS, lambda: self._check(deadline))
-        for rank, channel in enumerate(self._channels):
-            loop.on_readable(channel, partial(self._receive, rank, loop, answers))
-        try:
-            loop.run(until=lambda: len(answers) == len(self._channels))
-        finally:
-            loop.close()
-        return [answers[rank] for rank in sorted(answers)]
+        answers: dict[Channel, Any] = {}
+        while left := [channel for channel in self._channels if channel not in answers]:
+            ready = wait([channel.fileno() for channel in left], durations.BENCH_LOOK)
+            if not ready:
+                self._check(deadline)
+            for channel in left:
+                if channel.fileno() in ready:
+                    answers[channel] = self._answer(channel)
+        return [answers[channel] for channel in self._channels]
 
-    def _receive(self, rank: int, loop: Loop, answers: dict[int, Any]) -> None:
-        channel = self._channels[rank]
-        loop.forget(channel)
+    def _answer(self, channel: Channel) -> Any:
         try:
-            answers[rank] = channel.receive()
+            answer = channel.receive()
         except ChannelClosed as error:
             raise ContenderFailed(self._reason_of_exit()) from error
-        if isinstance(answers[rank], Failed):
-            raise ContenderFailed(_shortened(answers[rank].reason))
+        if isinstance(answer, Failed):
+            raise ContenderFailed(_shortened(answer.reason))
+        return answer
 
     def _check(self, deadline: float) -> None:
         if any(process.poll() is not None for process in self._started):
@@ -187,14 +158,9 @@ class ProcessGroup:
             raise ContenderFailed("its processes did not answer in time")
 
     def _reason_of_exit(self) -> str:
-        """Returns why a process ended: the last line of output with "error", or else the last line."""
         self._wait(1.0)
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        of_errors = [line for line in lines if "rror" in line]
         codes = {process.poll() for process in self._started}
-        return _shortened(
-            (of_errors or lines or [f"ended with exit codes {sorted(map(str, codes))} and without output"])[-1]
-        )
+        return reason_in(self._log.read_text(errors="replace"), f"exit codes {sorted(map(str, codes))}")
 
     def _record_process_tree(self) -> None:
         """Records the descendants of the processes: when a launcher dies, its ranks cannot be found otherwise."""
@@ -217,6 +183,13 @@ def _with_path(argv: Sequence[str]) -> list[str]:
     if path is None:
         raise ContenderFailed(f"command not found: {argv[0]!r}")
     return [path, *argv[1:]]
+
+
+def reason_in(output: str, codes: str) -> str:
+    """Returns why a process has ended: its last line of output with "error", or else the last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    of_errors = [line for line in lines if "rror" in line]
+    return _shortened((of_errors or lines or [f"ended with {codes} and without output"])[-1])
 
 
 def _shortened(text: str) -> str:

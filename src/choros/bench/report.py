@@ -1,23 +1,19 @@
 """Rows, tables and the JSON file: the output of a benchmark run."""
 
-from __future__ import annotations
-
+import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from choros.bench.cases import TrainCase
 from choros.bench.contender import CHOROS
-from choros.bench.figures import Ratios, Summary, format_seconds, ratios
-from choros.bench.run import Skipped
+from choros.bench.figures import Summary, format_seconds, ratios
+from choros.bench.run import RunResult
 from choros.errors import ConfigError
-
-__all__ = [
-    "ReportRow", "Table", "as_json", "check_writable", "compare", "plain_text", "show", "skipped_lines", "write_json",
-]  # fmt: skip
 
 _MEASURED = ("best", "median", "CPU")
 _RATIOS = ("best÷", "median÷", "CPU÷")
@@ -25,15 +21,7 @@ _RATIOS = ("best÷", "median÷", "CPU÷")
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One contender's figures for one case.
-
-    Attributes:
-        bench: ``allreduce``, ``grouped``, ``train``, ``overhead`` or ``start``.
-        peer: the contender's name; ``choros`` for ours.
-        ranks: the number of ranks.
-        summary: seconds for one allreduce, or for one training step.
-        facts: the other keys that distinguish this row: ``bytes``, ``dtype``, ``framework``, ``model`` …
-    """
+    """One contender's figures for one case, in seconds per allreduce or step; ``facts``: the row's other keys."""
 
     bench: str
     peer: str
@@ -44,24 +32,38 @@ class ReportRow:
     def as_json(self) -> dict[str, Any]:
         """Returns the row of the JSON file.
 
-        Example:
-            >>> ReportRow("train", "choros", 2, Summary(1.0, 2.0, 3.0), {"batch": 8}).as_json()
-            {'bench': 'train', 'peer': 'choros', 'ranks': 2, 'best_s': 1.0, 'median_s': 2.0, 'cpu_s': 3.0, 'batch': 8}
+        >>> ReportRow("train", "choros", 2, Summary(1.0, 2.0, 3.0), {"batch": 8}).as_json()
+        {'bench': 'train', 'peer': 'choros', 'ranks': 2, 'best_s': 1.0, 'median_s': 2.0, 'cpu_s': 3.0, 'batch': 8}
         """
         summary = {"best_s": self.summary.best_s, "median_s": self.summary.median_s, "cpu_s": self.summary.cpu_s}
         return {"bench": self.bench, "peer": self.peer, "ranks": self.ranks, **summary, **self.facts}
 
 
+def rows_of(
+    bench: str, result: RunResult[Any], ranks: int, peers: Mapping[str, tuple[str, int]] = {}, **facts: Any
+) -> list[ReportRow]:
+    """Returns the rows of ``result`` with ``facts``; ``peers``: contenders that have another name and number of ranks.
+    Those of training have the images per second of the best round.
+    """
+    rows = []
+    for (case, name), summary in result.summaries.items():
+        peer, number = peers.get(name, (name, ranks))
+        speed = {"images_per_s": case.batch * number / summary.best_s} if isinstance(case, TrainCase) else {}
+        rows.append(ReportRow(bench, peer, number, summary, {**facts, **case.facts, **speed}))
+    return rows
+
+
+def grouped(rows: Iterable[ReportRow], label: Callable[[ReportRow], str]) -> list[tuple[str, list[ReportRow]]]:
+    """Returns the rows under their labels: the sections of a table."""
+    sections: dict[str, list[ReportRow]] = {}
+    for row in rows:
+        sections.setdefault(label(row), []).append(row)
+    return list(sections.items())
+
+
 @dataclass(frozen=True)
 class Table:
-    """A table as text: names in the first column, figures in the others.
-
-    Attributes:
-        title: the heading of the table.
-        columns: the headings of the columns.
-        sections: for each section its label, a line above its rows, and the rows' cells.
-        notes: lines below the table.
-    """
+    """A table as text, names in the first column; a section: its label, a line above its rows, and their cells."""
 
     title: str
     columns: tuple[str, ...]
@@ -76,14 +78,7 @@ def compare(
     throughput: bool = False,
     notes: Iterable[str] = (),
 ) -> Table:
-    """Returns a table of contenders with the ratios of each peer's figures to choros'.
-
-    Args:
-        title: the heading of the table.
-        sections: labels, each with the rows of the same case.
-        throughput: whether to show the rows' ``images_per_s``.
-        notes: lines below the table.
-    """
+    """Returns a table of contenders with each peer's ratios to choros; all rows of a section have the same case."""
     columns = ("", *(("images/s",) if throughput else ()), *_MEASURED, *_RATIOS)
     return Table(title, columns, tuple((label, _cells(rows, throughput)) for label, rows in sections), tuple(notes))
 
@@ -93,36 +88,28 @@ def _cells(rows: Sequence[ReportRow], throughput: bool) -> tuple[tuple[str, ...]
     cells: list[tuple[str, ...]] = []
     for row in rows:
         speed = (f"{row.facts['images_per_s']:,.0f}",) if throughput else ()
-        seconds = map(format_seconds, (row.summary.best_s, row.summary.median_s, row.summary.cpu_s))
-        ratio_cells = ("", "", "") if ours is None or row.peer == CHOROS else _ratio_cells(ratios(row.summary, ours))
-        cells.append((row.peer, *speed, *seconds, *ratio_cells))
+        relative = ("", "", "")
+        if ours is not None and row.peer != CHOROS:
+            to_ours = ratios(row.summary, ours)
+            relative = f"{to_ours.best:.2f}", f"{to_ours.median:.2f}", f"{to_ours.cpu:.2f}"
+        cells.append((row.peer, *speed, *seconds_of(row.summary), *relative))
     return tuple(cells)
 
 
-def _ratio_cells(relative: Ratios) -> tuple[str, str, str]:
-    return f"{relative.best:.2f}", f"{relative.median:.2f}", f"{relative.cpu:.2f}"
-
-
-def skipped_lines(skipped: Iterable[Skipped]) -> list[str]:
-    """Returns a line with the reason for each contender that is missing from all or some of the tables.
-
-    Example:
-        >>> skipped_lines([Skipped("Horovod", "", "not installed (horovod)")])
-        ['skipped: Horovod: not installed (horovod)']
-    """
-    return [f"skipped: {each.name}{each.since}: {each.reason}" for each in skipped]
+def seconds_of(summary: Summary) -> tuple[str, str, str]:
+    """Returns the cells of a summary."""
+    return format_seconds(summary.best_s), format_seconds(summary.median_s), format_seconds(summary.cpu_s)
 
 
 def plain_text(table: Table) -> str:
     """Returns the table as plain text.
 
-    Example:
-        >>> print(plain_text(Table("Sums", ("", "best"), (("4 KiB", (("choros", "8 µs"),)),), ("A note.",))))
-        Sums
-                  best
-        4 KiB
-          choros  8 µs
-        A note.
+    >>> print(plain_text(Table("Sums", ("", "best"), (("4 KiB", (("choros", "8 µs"),)),), ("A note.",))))
+    Sums
+              best
+    4 KiB
+      choros  8 µs
+    A note.
     """
     rows = [("  " + name, *figures) for _, section in table.sections for name, *figures in section]
     widths = [max(map(len, column)) for column in zip(table.columns, *rows, strict=True)]
@@ -139,16 +126,13 @@ def plain_text(table: Table) -> str:
 
 def show(table: Table, stream: TextIO = sys.stdout) -> None:
     """Prints the table: with ``rich`` on a terminal, if it is installed; as plain text otherwise."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table as RichTable
-    except ImportError:
+    if not stream.isatty() or importlib.util.find_spec("rich") is None:
         print(plain_text(table), file=stream)
         return
-    if not stream.isatty():
-        print(plain_text(table), file=stream)
-        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
     drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
     names, *figures = table.columns
     drawn.add_column(names)
@@ -165,15 +149,10 @@ def show(table: Table, stream: TextIO = sys.stdout) -> None:
         console.print(note)
 
 
-def as_json(machine: Mapping[str, Any], rows: Sequence[ReportRow]) -> dict[str, Any]:
-    """Returns the contents of the JSON file."""
-    return {"machine": dict(machine), "rows": [row.as_json() for row in rows]}
-
-
 def write_json(path: Path, machine: Mapping[str, Any], rows: Sequence[ReportRow]) -> None:
     """Writes ``path`` atomically."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(as_json(machine, rows), indent=1) + "\n")
+    partial.write_text(json.dumps({"machine": dict(machine), "rows": [row.as_json() for row in rows]}, indent=1) + "\n")
     os.replace(partial, path)
 
 

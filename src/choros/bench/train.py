@@ -1,27 +1,24 @@
 """``choros bench train``: the contenders of each framework, the cases, rows and tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
 from choros.bench.cases import MODELS, TrainCase
-from choros.bench.contender import CHOROS, Contender
-from choros.bench.report import ReportRow, Table, compare
-from choros.bench.run import RunResult
-from choros.bench.start import (
+from choros.bench.contender import (
+    CHOROS,
+    Contender,
     chorosrun,
     horovodrun,
     jax_cluster,
     logical_cpus,
     prepared_torch,
+    process,
     tf_cluster,
     torchrun,
     xla_devices,
 )
+from choros.bench.report import ReportRow, Table, compare, grouped
 from choros.errors import ConfigError
-
-__all__ = ["CONTENDERS", "cases", "frameworks", "of", "rows", "sections", "table"]
 
 
 def of(framework: str, *contenders: Contender) -> tuple[Contender, ...]:
@@ -33,26 +30,26 @@ def of(framework: str, *contenders: Contender) -> tuple[Contender, ...]:
 CONTENDERS = {
     "tensorflow": of(
         "tensorflow",
-        Contender(CHOROS, chorosrun, "train_choros"),
-        Contender("choros, by a tape", chorosrun, "train_tape"),
-        Contender("MirroredStrategy", logical_cpus, "train_mirrored", single=True),
-        Contender("MultiWorkerMirroredStrategy", tf_cluster, "train_multi_worker"),
+        Contender(CHOROS, chorosrun, process("keras_fit", "choros")),
+        Contender("choros, by a tape", chorosrun, process("tensorflow_loops", "tape")),
+        Contender("MirroredStrategy", logical_cpus, process("keras_fit", "mirrored"), single=True),
+        Contender("MultiWorkerMirroredStrategy", tf_cluster, process("tensorflow_loops", "multi_worker")),
     ),
     "torch": of(
         "torch",
-        Contender(CHOROS, chorosrun, "train_torch", ["choros"]),
-        Contender("choros, by Keras", chorosrun, "train_choros"),
-        Contender("torch DDP", torchrun, "train_torch", ["ddp"]),
-        Contender("torch DDP prepared", prepared_torch, "train_torch", ["ddp"]),
-        Contender("Horovod", horovodrun, "train_torch", ["horovod"], needs=["horovod"]),
+        Contender(CHOROS, chorosrun, process("torch_loops", "hooked", "choros.torch")),
+        Contender("choros, by Keras", chorosrun, process("keras_fit", "choros")),
+        Contender("torch DDP", torchrun, process("torch_loops", "ddp")),
+        Contender("torch DDP prepared", prepared_torch, process("torch_loops", "ddp")),
+        Contender("Horovod", horovodrun, process("torch_loops", "hooked", "horovod.torch"), needs=["horovod"]),
     ),
     "jax": of(
         "jax",
-        Contender(CHOROS, chorosrun, "train_choros"),
-        Contender("choros, by a loop", chorosrun, "train_jax", ["choros"], needs=["optax"]),
-        Contender("jax.jit on a mesh", jax_cluster, "train_jax", ["mesh"], needs=["optax"]),
-        Contender("keras.distribution (processes)", jax_cluster, "train_keras_distribution"),
-        Contender("keras.distribution (devices)", xla_devices, "train_keras_distribution", single=True),
+        Contender(CHOROS, chorosrun, process("keras_fit", "choros")),
+        Contender("choros, by a loop", chorosrun, process("jax_loops", "choros"), needs=["optax"]),
+        Contender("jax.jit on a mesh", jax_cluster, process("jax_loops", "mesh"), needs=["optax"]),
+        Contender("keras.distribution (processes)", jax_cluster, process("keras_fit", "distribution")),
+        Contender("keras.distribution (devices)", xla_devices, process("keras_fit", "distribution"), single=True),
     ),
 }
 
@@ -66,15 +63,7 @@ _NOTES = (
 
 
 def frameworks(wanted: str, installed: Sequence[str]) -> tuple[str, ...]:
-    """Returns the frameworks to train with.
-
-    Args:
-        wanted: one framework, or ``all`` for all that are installed.
-        installed: the installed frameworks.
-
-    Raises:
-        ConfigError: the framework is not installed, or no framework is.
-    """
+    """Returns ``wanted``, or for ``all`` all installed frameworks; a ``ConfigError`` if it, or any, is missing."""
     chosen = tuple(installed) if wanted == "all" else (wanted,)
     missing = [framework for framework in chosen if framework not in installed]
     if missing or not chosen:
@@ -86,30 +75,16 @@ def frameworks(wanted: str, installed: Sequence[str]) -> tuple[str, ...]:
 def cases(wanted: str, batch: int | None) -> list[TrainCase]:
     """Returns the models to train: one, or ``all``; each with ``batch`` examples per rank, or with its default.
 
-    Example:
-        >>> [str(case) for case in cases("all", None)]
-        ['cnn, 128 a rank', 'mlp, 32 a rank']
+    >>> [str(case) for case in cases("all", None)]
+    ['cnn, 128 a rank', 'mlp, 32 a rank']
     """
     chosen = MODELS if wanted == "all" else [wanted]
     return [TrainCase(name, batch or MODELS[name].batch) for name in chosen]
 
 
-def rows(result: RunResult[TrainCase], ranks: int, framework: str) -> list[ReportRow]:
-    """Returns the rows of ``result``, measured with ``framework``."""
-    made = []
-    for (case, name), summary in result.summaries.items():
-        facts = {"framework": framework, **case.facts, "images_per_s": case.batch * ranks / summary.best_s}
-        made.append(ReportRow("train", name, ranks, summary, facts))
-    return made
-
-
 def sections(measured: Sequence[ReportRow]) -> list[tuple[str, list[ReportRow]]]:
     """Groups the rows of the same framework, model and batch size under a label."""
-    found: dict[str, list[ReportRow]] = {}
-    for row in measured:
-        label = "{framework}, {model}, {batch} a rank".format_map(row.facts)
-        found.setdefault(label, []).append(row)
-    return list(found.items())
+    return grouped(measured, lambda row: "{framework}, {model}, {batch} a rank".format_map(row.facts))
 
 
 def table(title: str, measured: Sequence[tuple[str, Sequence[ReportRow]]]) -> Table:

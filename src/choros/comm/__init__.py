@@ -1,10 +1,9 @@
 """What ranks can do together, and joining and leaving the job."""
 
-from choros.comm.communicator import END, LEAVES, NEWCOMER, Communicator
+from choros.comm.communicator import Communicator
 from choros.comm.context import (
     add_process_set,
     admit,
-    global_process_set,
     init,
     is_initialized,
     leave_alone,
@@ -17,7 +16,8 @@ from choros.comm.context import (
     shutdown,
     topology,
 )
-from choros.comm.process_set import ProcessSet
+from choros.comm.members import END, LEAVES, NEWCOMER
+from choros.comm.process_set import ProcessSet, global_process_set
 from choros.comm.reduction import BFLOAT16, Reduction
 from choros.comm.request import Request
 from choros.comm.work import Work

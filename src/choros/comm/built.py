@@ -1,7 +1,5 @@
 """Horovod's questions about what can communicate here; answered without importing a framework."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re
@@ -9,21 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from choros.comm.context import global_process_set, is_initialized, topology
+from choros.comm.context import is_initialized, topology
+from choros.comm.process_set import global_process_set
 from choros.comm.selection import is_installed
-
-__all__ = [
-    "ccl_built",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rocm_built",
-]
 
 
 def mpi_built() -> bool:

@@ -1,55 +1,34 @@
 """The process's position in its job, between ``init()`` and ``shutdown()``."""
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import logging
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from types import TracebackType
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
-from choros.comm.communicator import NEWCOMER, SHUTDOWN, Communicator
-from choros.comm.engines.newcomer import NewcomerCommunicator
-from choros.comm.exit_code import exit_with_code_of_loss
+from choros.comm.communicator import Communicator
+from choros.comm.engines.local import LocalCommunicator
 from choros.comm.facts import without_facts
+from choros.comm.members import NEWCOMER
 from choros.comm.membership import Change
-from choros.comm.process_set import ProcessSet
+from choros.comm.process import Listeners, exit_with_code_of_loss, open_standard_files, show_log
+from choros.comm.process_set import ProcessSet, global_process_set
 from choros.comm.recording import end_recording, merge_after_crash, start_recording
-from choros.comm.request import called_at
+from choros.comm.request import SHUTDOWN, called_at
 from choros.comm.selection import select
 from choros.comm.waiting import LongWait
-from choros.config import Config, horovod_unused
 from choros.errors import ChorosError, ConfigError, EngineError, MismatchError, NotInitializedError
 from choros.observe import events
-from choros.observe.listeners import start_listeners
-from choros.observe.progress import open_page
+from choros.settings import Config, horovod_unused, keep
 from choros.topology import Topology, detect
-
-__all__ = [
-    "add_process_set",
-    "admit",
-    "global_process_set",
-    "init",
-    "is_initialized",
-    "leave_alone",
-    "on_change",
-    "on_init",
-    "opening",
-    "raising_losses",
-    "registered_process_sets",
-    "remove_process_set",
-    "shutdown",
-    "topology",
-]
 
 
 @dataclass
@@ -63,43 +42,11 @@ class _JobState:
     next_id: int = 1
 
 
-class _Listeners:
-    """The listeners of this process: they listen from ``init`` to ``shutdown``, and again while the process ends."""
-
-    def __init__(self) -> None:
-        self._start: Callable[[], list[Callable[[], None]]] = list
-        self._stops: list[Callable[[], None]] | None = None
-        self._lock = threading.Lock()
-
-    def configure(self, config: Config, rank: int) -> None:
-        """Sets what ``start`` starts, and the rank in this process's events."""
-        events.identify(rank)
-        self._start = partial(start_listeners, config, os.environ)
-
-    def start(self) -> None:
-        """Starts the configured listeners, if they are not running."""
-        with self._lock:
-            if self._stops is None:
-                self._stops = self._start()
-
-    def stop(self) -> None:
-        """Stops them."""
-        with self._lock:
-            for stop in self._stops or ():
-                stop()
-            self._stops = None
-
-
-#: Takes the place of the rank of a member that is lost.
-_LOST = -1
-#: All ranks (Horovod's ``global_process_set``); usable after ``init()``.
-global_process_set = ProcessSet([])
-
 _log = logging.getLogger("choros")
 _job: _JobState | None = None
 #: An exception ended the main program, or this rank leaves the others: it must end, not wait for them.
 _crashed = False
-_listeners = _Listeners()
+_listeners = Listeners()
 _hooked = False
 _finalize: Callable[[], None] | None = None
 _initializers: list[Callable[[Topology], None]] = []
@@ -134,20 +81,18 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet | Iterable[int]] | 
     if _job is not None:
         _check_registered(_job, given)
         return
-    _open_standard_files()
+    open_standard_files()
     _install_hooks()
     config = Config.from_environ(os.environ)
-    _show_log(config)
+    keep(config)
+    show_log(config)
     launched = detect(os.environ)
-    _listeners.configure(config, launched.rank)
-    _listeners.start()
-    open_page()
-    if events.active(events.Kind.SCRIPT_ENDED):
-        _watch_script()
+    _listeners.begin(config, launched.rank)
     try:
-        communicator, position, finalize = _start_engine(os.environ, launched, comm)
+        communicator, position, finalize = _start_engine(config, launched, comm)
     except BaseException:
         _listeners.stop()
+        keep(None)
         raise
     _listeners.configure(config, position.rank)
     for sentence in horovod_unused(os.environ) if position.rank == 0 else ():
@@ -188,7 +133,7 @@ def shutdown() -> None:
             events.emit(events.Kind.FINISHED, events.SHUTDOWN)
     except (MismatchError, EngineError) as error:
         # Another rank has ended, or has received the shutdown and continues. What is collective can no longer be freed.
-        job.finalize = _nothing
+        job.finalize = lambda: None
         if isinstance(error, EngineError):
             for process_set in (*job.process_sets.values(), global_process_set):
                 process_set.abandon()
@@ -197,6 +142,7 @@ def shutdown() -> None:
             process_set.unregister()
     global_process_set.process_set_id = None
     _listeners.stop()
+    keep(None)
     global _finalize
     _finalize = partial(_end, job)
 
@@ -204,16 +150,12 @@ def shutdown() -> None:
 def _on_change(change: Change) -> None:
     """Ranks were lost, or have joined: updates this process's position and the process sets."""
     job = _current("a change of the ranks")
-    job.communicator.ranks = tuple(range(job.communicator.size))
     hosts = job.communicator.hosts()
     job.topology = Topology.from_hosts(hosts, job.communicator.rank, launcher=job.topology.launcher)
     global_process_set.changed(job.communicator.ranks, admits=bool(change.joined))
     for process_set in job.process_sets.values():
         left = [change.new_ranks[rank] for rank in process_set.ranks if rank in change.new_ranks]
         process_set.changed(left)
-        if process_set.included():  # its communicator notices the loss in its next collective
-            members = process_set.communicator
-            members.ranks = tuple(change.new_ranks.get(rank, _LOST) for rank in members.ranks)
     if job.topology.rank == 0:
         _log.warning("%s.", change)
     events.identify(job.topology.rank)
@@ -222,21 +164,14 @@ def _on_change(change: Change) -> None:
 
 
 def on_change(listener: Callable[[Change], None]) -> Callable[[], None]:
-    """Calls ``listener`` whenever ranks were lost or have joined, in the collective in which all ranks notice it.
-
-    Returns:
-        A function that ends this.
-    """
+    """Calls ``listener`` in the collective in which all notice a loss or a new rank; returns what ends this."""
     _change_listeners.append(listener)
     return lambda: _change_listeners.remove(listener)
 
 
 @contextmanager
 def raising_losses() -> Iterator[None]:
-    """A context in which a collective that loses a rank raises a ``PeerLostError`` on the others: it is not made again.
-
-    The ranks that are left go on with the next collective.
-    """
+    """Within it, a collective that loses a rank raises a ``PeerLostError``, once; those left go on with the next."""
     communicator = _current("raising_losses()").communicator
     outer, communicator.raises_loss = communicator.raises_loss, True
     try:
@@ -248,10 +183,7 @@ def raising_losses() -> Iterator[None]:
 
 @contextmanager
 def opening() -> Iterator[None]:
-    """A context in which new ranks take the places of lost ones in an elastic job, whenever all ranks call ``admit``.
-
-    All ranks enter it at the same place of the program.
-    """
+    """Where new ranks replace lost ones of an elastic job, when all call ``admit``; all enter it at the same place."""
     job = _current("opening()")
     # A new rank cannot become a member of process sets that exist.
     with nullcontext() if job.process_sets else job.communicator.opening(), without_facts():
@@ -259,24 +191,19 @@ def opening() -> Iterator[None]:
 
 
 def admit() -> bool:
-    """Takes in a new rank, as the last one, if one waits; all ranks call it, in an ``opening``.
-
-    Returns:
-        Whether there is a new rank now. In a new rank, which waits here until it is taken in: ``False`` if the others
-        are in a later opening.
-
-    Raises:
-        SystemExit: in a process that was to become a rank, if it is not needed any more.
+    """Takes in a new rank, as the last one, if one waits, and returns whether; all ranks call it, in an ``opening``. A
+    new rank waits here: ``False`` if the others are in a later opening, ``SystemExit`` if it is not needed any more.
     """
     job = _current("admit()")
-    if not isinstance(job.communicator, NewcomerCommunicator):
+    if not isinstance(job.communicator, LocalCommunicator) or job.communicator.enter is None:
         if not (job.communicator.noticed & NEWCOMER and job.communicator.admit()):
             return False
         _watch_other_hosts(job)
         return True
+    new = job.communicator
     entered = job.communicator.enter()
-    communicator = entered or job.communicator.as_last()
-    communicator.raises_loss, communicator.notice = job.communicator.raises_loss, job.communicator.notice
+    communicator = entered or LocalCommunicator(new.size - 1, new.hosts(), new.enter)  # of the same ranks, the last one
+    communicator.opening, communicator.raises_loss, communicator.notice = new.opening, new.raises_loss, new.notice
     job.communicator = communicator
     job.topology = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=job.topology.launcher)
     global_process_set.register(0, communicator.ranks, communicator)
@@ -312,11 +239,7 @@ def is_initialized() -> bool:
 
 
 def topology(what: str = "this function") -> Topology:
-    """This process's position.
-
-    Raises:
-        NotInitializedError: before ``init()``; ``what`` names the caller in its text.
-    """
+    """This process's position; before ``init()``, a ``NotInitializedError`` in which ``what`` names the caller."""
     return _current(what).topology
 
 
@@ -365,12 +288,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _sets_of_all_ranks(communicator: Communicator, sets: Sequence[ProcessSet]) -> list[ProcessSet]:
-    """The sets to register, in the same order on all ranks, which differ in their sets if these are communicators'.
+    """The sets to register, in the same order on all ranks, which differ in their sets if these are communicators'::
 
-    ::
-
-        rank 0: ProcessSet(even)    rank 1: ProcessSet(odd)    rank 2: ProcessSet(even)      allgather of ranks
-        [0, 2], [1]                 [0, 2], [1]                [0, 2], [1]
+    rank 0: ProcessSet(even)    rank 1: ProcessSet(odd)    rank 2: ProcessSet(even)      allgather of ranks
+    [0, 2], [1]                 [0, 2], [1]                [0, 2], [1]
     """
     if all(each.mpi_comm is None for each in sets):
         return list(sets)
@@ -420,15 +341,9 @@ def _end(job: _JobState) -> None:
     _listeners.stop()
 
 
-def _nothing() -> None:
-    pass
-
-
-def _start_engine(
-    environ: Mapping[str, str], position: Topology, comm: Any
-) -> tuple[Communicator, Topology, Callable[[], None]]:
+def _start_engine(config: Config, position: Topology, comm: Any) -> tuple[Communicator, Topology, Callable[[], None]]:
     """Starts the engine for this job, which is imported only now that it is chosen."""
-    choice = select(environ, position, comm)
+    choice = select(config, position, comm)
     if position.rank == 0:
         _log.info(choice)
     engine = importlib.import_module(f"choros.comm.engines.{choice.engine}")
@@ -442,39 +357,6 @@ def _start_engine(
         return (*engine.start(position, comm), engine.finalize)
     finally:
         wait.end()
-
-
-@final
-class _OnlyHandler(logging.StreamHandler[Any]):
-    """Shows records on standard error as long as no other handler does: Keras and TensorFlow add one when they log."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See ``logging.Handler``."""
-        if {*_log.handlers, *logging.getLogger().handlers} == {self}:
-            super().emit(record)
-
-
-def _show_log(config: Config) -> None:
-    """Shows what choros logs on standard error, unless the program has set a level and handlers."""
-    if _log.level == logging.NOTSET:
-        _log.setLevel(config.log_level)
-    if not _log.hasHandlers():
-        handler = _OnlyHandler()
-        time = "%(asctime)s " if config.log_time else ""
-        handler.setFormatter(logging.Formatter(f"{time}%(name)s: %(message)s"))
-        _log.addHandler(handler)
-
-
-def _open_standard_files() -> None:
-    """Opens /dev/null where standard input, output or error is closed: else a connection of MPI's would have its place.
-
-    What a library prints, or a new process that closes its standard files, would then end up in that connection.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
 
 
 def _install_hooks() -> None:
@@ -497,18 +379,6 @@ def _install_hooks() -> None:
     atexit.register(_leave)
 
 
-@cache
-def _watch_script() -> None:
-    """Reports the end of the script, from a thread: after it, handlers and other threads may keep this rank alive."""
-
-    def watch() -> None:
-        threading.main_thread().join()
-        _listeners.start()
-        events.emit(events.Kind.SCRIPT_ENDED)
-
-    threading.Thread(target=watch, name="choros: end of the script", daemon=True).start()
-
-
 def _leave() -> None:
     if _crashed:
         merge_after_crash()
@@ -517,3 +387,38 @@ def _leave() -> None:
         shutdown()
     if _finalize is not None:
         _finalize()
+
+
+def rank() -> int:
+    """This process's number, ``0 … size() - 1``. ``NotInitializedError`` before ``init()``."""
+    return topology("rank()").rank
+
+
+def size() -> int:
+    """How many processes train together. ``NotInitializedError`` before ``init()``."""
+    return topology("size()").size
+
+
+def local_rank() -> int:
+    """This process's number among those on its host. ``NotInitializedError`` before ``init()``."""
+    return topology("local_rank()").local_rank
+
+
+def local_size() -> int:
+    """How many processes run on this host. ``NotInitializedError`` before ``init()``."""
+    return topology("local_size()").local_size
+
+
+def cross_rank() -> int:
+    """This host's number among the hosts that have a process of this ``local_rank()``."""
+    return topology("cross_rank()").cross_rank
+
+
+def cross_size() -> int:
+    """How many hosts have a process of this ``local_rank()``."""
+    return topology("cross_size()").cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host runs the same number of processes."""
+    return topology("is_homogeneous()").is_homogeneous

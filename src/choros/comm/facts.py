@@ -1,22 +1,15 @@
-"""Facts: objects that ranks have sent each other before they train, such as a seed. A new rank learns the same.
-
-::
+"""Facts: objects that ranks have sent each other before they train, such as a seed. A new rank learns the same. The
+state of the training, sent in an opening (``context.opening``), is none::
 
     rank 0, 1, 2     broadcast_object(draw())    broadcast_object(path)    fit(…)        facts: 17, "runs/5"
     a new rank       17                          "runs/5"                  fit(…)        its script makes the same calls
-
-In an opening (``context.opening``) ranks send each other the state of the training, which is no fact.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import cloudpickle
-
-__all__ = ["Facts", "facts", "learn_facts", "learned_fact", "note_fact", "without_facts"]
 
 #: Pickled objects, in the order of the calls.
 Facts = Sequence[bytes]

@@ -1,14 +1,10 @@
-"""Fusion: many arrays in few messages, and the plan of which item is sent in which message.
-
-Arrays of one dtype are concatenated in a fusion buffer, which is split into chunks that fit the caches. A chunk
-is packed, reduced and unpacked before the next is touched, so that its bytes leave the cache only once::
+"""Fusion: many arrays in few messages, and the plan of which item is sent in which message. A chunk is packed,
+reduced and unpacked before the next is touched, so that its bytes leave the cache only once::
 
     arrays    a a a a a a a a│b b│c c c c c c c c        pack: one concatenation per chunk
     chunks   └──── 0 ────┘└──── 1 ────┘└── 2 ──┘
     result    a a a a a a a a│b b│c c c c c c c c        unpack: one copy per chunk; each array is a view of the buffer
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,25 +13,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from choros.comm.memory import ALIGNMENT, aligned_empty
-
-__all__ = [
-    "CHUNK_BYTES",
-    "ArraySlice",
-    "Chunk",
-    "FusionBuffer",
-    "Layout",
-    "Slot",
-    "WireDtype",
-    "batches",
-    "chunk_bytes",
-    "pack",
-    "parts",
-    "plan_fusion",
-    "regrouped",
-    "views",
-]
 
 Array = NDArray[Any]
 #: The shape and dtype of each array.
@@ -52,25 +29,15 @@ _LEAST_BYTES = 4 << 10
 def chunk_bytes(requested: int | None) -> int:
     """Returns the size of chunks for a value of ``CHOROS_FUSION_BYTES``; ``None`` or 0 for the default.
 
-    Example:
-        >>> chunk_bytes(None), chunk_bytes(64 << 20), chunk_bytes(1)
-        (4194304, 67108864, 4096)
+    >>> chunk_bytes(None), chunk_bytes(64 << 20), chunk_bytes(1)
+    (4194304, 67108864, 4096)
     """
     return max(requested, _LEAST_BYTES) if requested else CHUNK_BYTES
 
 
 @dataclass(frozen=True)
-class Slot:
-    """The items ``start … stop - 1`` of a buffer, which hold array ``index``."""
-
-    index: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class ArraySlice:
-    """Items ``start … stop - 1`` of array ``index``."""
+class Span:
+    """Items ``start … stop - 1`` of array ``index``, or of a buffer, which hold this array."""
 
     index: int
     start: int
@@ -83,7 +50,7 @@ class Chunk:
 
     start: int
     stop: int
-    slices: tuple[ArraySlice, ...]
+    slices: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
@@ -93,30 +60,21 @@ class FusionBuffer:
     dtype: np.dtype[np.generic]
     wire: np.dtype[np.generic]
     size: int
-    slots: tuple[Slot, ...]
+    slots: tuple[Span, ...]
     chunks: tuple[Chunk, ...]
 
 
 def plan_fusion(
     layout: Layout, groups: Sequence[Sequence[int]], wire_dtype: WireDtype, chunk_bytes: int
 ) -> tuple[FusionBuffer, ...]:
-    """Plans the fusion buffers. The plan is the same on every rank: a pure function of values that all ranks agree on.
+    """Plans buffers of one group and dtype, the same on every rank; arrays that would break alignment come last.
 
-    In a buffer, arrays whose size would break the alignment of the arrays after them come last.
-
-    Args:
-        layout: the shapes and dtypes of the arrays.
-        groups: indices of arrays that are sent together: a buffer holds arrays of one group and dtype.
-        wire_dtype: maps an array's dtype to the dtype in which it is sent.
-        chunk_bytes: the maximum size of a message.
-
-    Example:
-        >>> float32 = np.dtype("float32")
-        >>> (buffer,) = plan_fusion((((2,), float32), ((3,), float32)), [[0, 1]], lambda dtype: dtype, 16)
-        >>> for chunk in buffer.chunks:
-        ...     print(chunk.stop - chunk.start, [(s.index, s.start, s.stop) for s in chunk.slices])
-        4 [(0, 0, 2), (1, 0, 2)]
-        1 [(1, 2, 3)]
+    >>> float32 = np.dtype("float32")
+    >>> (buffer,) = plan_fusion((((2,), float32), ((3,), float32)), [[0, 1]], lambda dtype: dtype, 16)
+    >>> for chunk in buffer.chunks:
+    ...     print(chunk.stop - chunk.start, [(s.index, s.start, s.stop) for s in chunk.slices])
+    4 [(0, 0, 2), (1, 0, 2)]
+    1 [(1, 2, 3)]
     """
     buffers = []
     for group in groups:
@@ -125,7 +83,7 @@ def plan_fusion(
             order = sorted(sizes, key=lambda index: sizes[index] * dtype.itemsize % ALIGNMENT != 0)
             slots, size = [], 0
             for index in order:
-                slots.append(Slot(index, size, size + sizes[index]))
+                slots.append(Span(index, size, size + sizes[index]))
                 size += sizes[index]
             wire = wire_dtype(dtype)
             most = max(1, chunk_bytes // wire.itemsize)
@@ -134,15 +92,15 @@ def plan_fusion(
     return tuple(buffers)
 
 
-def _chunk(slots: Sequence[Slot], start: int, stop: int) -> Chunk:
+def _chunk(slots: Sequence[Span], start: int, stop: int) -> Chunk:
     within = [slot for slot in slots if slot.start < stop and slot.stop > start]
-    slices = [ArraySlice(s.index, max(start - s.start, 0), min(stop, s.stop) - s.start) for s in within]
+    slices = [Span(s.index, max(start - s.start, 0), min(stop, s.stop) - s.start) for s in within]
     return Chunk(start, stop, tuple(slices))
 
 
 def pack(chunk: Chunk, flats: Sequence[Array], target: Array) -> None:
     """Copies the items of ``chunk`` from the arrays, all flat, to ``target``."""
-    np.concatenate(parts(chunk, flats), out=target, casting="unsafe")
+    np.concatenate([flats[s.index][s.start : s.stop] for s in chunk.slices], out=target, casting="unsafe")
 
 
 def parts(chunk: Chunk, flats: Sequence[Array]) -> list[Array]:
@@ -157,11 +115,10 @@ def views(buffer: FusionBuffer, flat: Array, layout: Layout, results: list[Array
 
 
 def batches(sizes: Sequence[int], chunk_bytes: int) -> Iterator[slice]:
-    """Yields which arrays of these ``sizes`` are sent in one message: neighbours of at most ``chunk_bytes``, or one.
+    """Yields which arrays are sent in one message: neighbours of at most ``chunk_bytes``, or one.
 
-    Example:
-        >>> [(batch.start, batch.stop) for batch in batches([3, 3, 9, 1], 8)]
-        [(0, 2), (2, 3), (3, 4)]
+    >>> [(batch.start, batch.stop) for batch in batches([3, 3, 9, 1], 8)]
+    [(0, 2), (2, 3), (3, 4)]
     """
     first, filled = 0, 0
     for index, size in enumerate(sizes):
@@ -174,19 +131,12 @@ def batches(sizes: Sequence[int], chunk_bytes: int) -> Iterator[slice]:
 
 
 def regrouped(received: NDArray[np.uint8], counts: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
-    """Returns the concatenation of the ranks' parts of each array, in rank order.
+    """Returns the concatenation of the ranks' parts of each array, whose ``counts`` are ``(ranks, arrays)``::
 
-    ::
+    received   a0 b0 │ a1 b1 │ a2 b2        ──►   [a0 a1 a2], [b0 b1 b2]
 
-        received   a0 b0 │ a1 b1 │ a2 b2        ──►   [a0 a1 a2], [b0 b1 b2]
-
-    Args:
-        received: the ranks' messages in rank order.
-        counts: the number of bytes of each part: ``(ranks, arrays)``.
-
-    Example:
-        >>> [part.tolist() for part in regrouped(np.arange(5, dtype=np.uint8), np.array([[1, 2], [1, 1]]))]
-        [[0, 3], [1, 2, 4]]
+    >>> [part.tolist() for part in regrouped(np.arange(5, dtype=np.uint8), np.array([[1, 2], [1, 1]]))]
+    [[0, 3], [1, 2, 4]]
     """
     if counts.shape[1] == 1:
         return [received]
@@ -196,3 +146,20 @@ def regrouped(received: NDArray[np.uint8], counts: NDArray[np.int64]) -> list[ND
     for result, of_ranks in zip(results, edges.swapaxes(0, 1).tolist(), strict=True):
         np.concatenate([received[start:stop] for start, stop in of_ranks], out=result)
     return results
+
+
+#: TensorFlow and XLA use memory in place if it begins at a multiple of this number of bytes, and copy it otherwise.
+ALIGNMENT = 64
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[Any]:
+    """An uninitialised array whose memory begins at a multiple of ``ALIGNMENT`` bytes.
+
+    >>> array = aligned_empty((3, 5), np.dtype("float32"))
+    >>> array.shape, array.ctypes.data % ALIGNMENT
+    ((3, 5), 0)
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes].view(dtype).reshape(shape)

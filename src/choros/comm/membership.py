@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Change", "Membership"]
-
 
 @dataclass(frozen=True)
 class Membership:
-    """The ranks of a process set between two changes; plans made for them are made again after a change.
+    """A set's ranks between two changes, after which plans are made again; ``epoch`` counts earlier registrations.
 
-    Attributes:
-        epoch: how often the set has been registered before: 0 after the first ``init()``, one more after each further
-            one. The same on every rank.
-        ranks: the global ranks, ascending.
-        admissions: how often this process has seen new ranks join.
-
-    Example:
-        >>> first = Membership(0, (0, 1))
-        >>> first.successor([0, 1]) == first
-        False
+    >>> first = Membership(0, (0, 1))
+    >>> first.successor([0, 1]) == first
+    False
     """
 
     epoch: int
@@ -35,22 +26,15 @@ class Membership:
 
 @dataclass(frozen=True)
 class Change:
-    """How the members of a communicator have changed.
+    """How members have changed: ``lost`` and the keys of ``new_ranks`` are ranks before, all others ranks now.
 
-    Attributes:
-        new_ranks: the rank of each member that has stayed, by its rank before.
-        lost: the ranks, as they were before, of those that were lost.
-        joined: the ranks of those that are new.
-        ends_job: whether those that are left must not go on.
-
-    Example:
-        >>> change = Change.between((0, 1, 2), (0, 2, 3))
-        >>> change.new_ranks, change.lost, change.joined
-        ({0: 0, 2: 1}, (1,), (2,))
-        >>> str(change)
-        'rank 1 of 3 was lost, 1 has joined, 3 go on'
-        >>> str(Change.between((0, 1, 2), (0,), ends_job=True))
-        'ranks 1, 2 of 3 were lost, 1 is left'
+    >>> change = Change.between((0, 1, 2), (0, 2, 3))
+    >>> change.new_ranks, change.lost, change.joined
+    ({0: 0, 2: 1}, (1,), (2,))
+    >>> str(change)
+    'rank 1 of 3 was lost, 1 has joined, 3 go on'
+    >>> str(Change.between((0, 1, 2), (0,), ends_job=True))
+    'ranks 1, 2 of 3 were lost, 1 is left'
     """
 
     new_ranks: Mapping[int, int]

@@ -1,18 +1,13 @@
-"""The connections that MPI makes to other hosts: a rank ends when a host falls silent.
-
-::
+"""The connections that MPI makes to other hosts: a rank ends when a host falls silent. Else MPI waits for a quarter
+of an hour, in C, where nothing interrupts it: so no exception ends the rank, but this thread, with the exit code
+and the text of a ``PeerLostError``. Linux only::
 
     rank 0 on a                              rank 2 on b
     addresses of a ──────── allgather ─────── addresses of b     of jobs on several hosts: in init(), with each new rank
     looks at MPI's connections to b    ╳     looks at those to a
     ends: rank 2 cannot be reached           ends: ranks 0 and 1 cannot be reached. No rank is left on a host
                                              that chorosrun does not reach
-
-Without this, MPI waits for a quarter of an hour, in C, where nothing interrupts it: so no exception ends the rank, but
-this thread, with the exit code and the text of a ``PeerLostError``. Linux only.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -25,19 +20,16 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import psutil
 
+from choros import durations
 from choros.comm.communicator import Communicator
 from choros.errors import PeerLostError
 from choros.transport.address import is_loopback
 from choros.transport.peers import remote_addresses
-from choros.transport.silence import LOOK_SECONDS, REACTION_SECONDS, answers, ask_often, is_silent, unreachable_seconds
-
-__all__ = ["watch_other_hosts"]
+from choros.transport.silence import answers, ask_often, is_silent, unreachable_seconds
 
 #: How many bytes of addresses each rank sends.
 _TEXT_BYTES = 512
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
-#: How often new connections are looked for.
-_NEW_SECONDS = 2.0
 
 #: By its address, the ranks on another host, as the launcher numbers them.
 _ranks_at: Mapping[str, list[int]] = {}
@@ -68,13 +60,14 @@ def _own_addresses() -> list[str]:
 
 def _look() -> None:
     seconds = unreachable_seconds()
-    limit, last = 1000 * (seconds - REACTION_SECONDS - LOOK_SECONDS), 1000 * (seconds - LOOK_SECONDS)
+    last = 1000 * (seconds - durations.SILENCE_LOOK)
+    limit = last - 1000 * durations.REACTION
     known: Mapping[int, str] = {}
     suspects: set[int] = set()
     due = 0.0
     while True:
         if time.monotonic() >= due:
-            known, due = remote_addresses(), time.monotonic() + _NEW_SECONDS
+            known, due = remote_addresses(), time.monotonic() + durations.NEW_CONNECTIONS
         for inode, end in _connections(known):
             if not is_silent(end, limit):
                 suspects.discard(inode)
@@ -82,7 +75,7 @@ def _look() -> None:
                 suspects.add(inode)
             elif not answers(end) and is_silent(end, last):  # else it is asked once more
                 _end(known[inode])
-        time.sleep(LOOK_SECONDS)
+        time.sleep(durations.SILENCE_LOOK)
 
 
 def _end(address: str) -> None:

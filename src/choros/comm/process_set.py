@@ -13,8 +13,6 @@ from choros.errors import ConfigError, NotInitializedError
 if TYPE_CHECKING:
     from choros.comm.communicator import Communicator
 
-__all__ = ["ProcessSet"]
-
 
 @final
 class ProcessSet:
@@ -114,6 +112,10 @@ class ProcessSet:
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+
+#: All ranks (Horovod's ``global_process_set``); usable after ``init()``.
+global_process_set = ProcessSet(())
 
 
 def _ranks_of(comm: Any) -> list[int]:

@@ -1,35 +1,36 @@
-"""The recording of a timeline: each rank records alone; where it ends, rank 0 receives what all have recorded.
-
-::
+"""The recording of a timeline: each rank records alone; at the end rank 0 receives all. The sizes are in the message
+that ends a job anyway, so a job without a timeline exchanges nothing. If ranks do not agree on the end, as one has
+died, the parts stay: chorosrun merges them, and without it each rank that can::
 
     rank 0   start: agree ─ collectives … ─ end: agree(bytes) ─ alltoall ─► FILE.json ─ agree ─ remove the part
     rank 1   start: agree ─ collectives … ─ end: agree(bytes) ─ alltoall ────────────── agree ─ remove the part
                              └── events ──► FILE.json.parts/ ──┘
-
-The control message that ends a job, or a timeline, carries the number of bytes that each rank has recorded, so a job
-without a timeline exchanges nothing for it. If ranks do not agree on the end, because one has died or has left, the
-parts stay where they are: chorosrun merges them when all ranks have ended, and without it each rank that can does.
 """
 
-from __future__ import annotations
-
 import logging
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from choros.comm.communicator import Communicator
+from choros.comm.process_set import global_process_set
 from choros.comm.request import Request
-from choros.errors import ConfigError, EngineError
+from choros.errors import ConfigError, EngineError, NotInitializedError
 from choros.observe import events
-from choros.observe.pipe import take_descriptor
-from choros.observe.timeline.part import RECORDED, PartHeader, PartWriter
-
-__all__ = ["end_recording", "merge_after_crash", "start_recording"]
+from choros.observe.pipe import take_pipe
+from choros.observe.timeline import (
+    RECORDED,
+    PartHeader,
+    PartWriter,
+    part_path,
+    read_part,
+    remove_part,
+    remove_stale_parts,
+)
 
 _log = logging.getLogger("choros")
 
@@ -39,73 +40,108 @@ class _Recording:
     """A timeline that this rank records."""
 
     file: Path
+    rank: int
     part: PartWriter
     stop_listening: Callable[[], None]
-    remove_part: Callable[[], None]
+
+    def end(self) -> bytes:
+        """Ends it; returns the events of this rank."""
+        self.stop_listening()
+        return self.part.end()
 
 
 _WRITTEN = Request("timeline written")
 _recording: _Recording | None = None
 
 
-def start_recording(communicator: Communicator, file_path: str, *, mark_cycles: bool) -> None:
-    """Starts a timeline of all ranks; each of them calls it.
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Starts to record what each rank does to a file that https://ui.perfetto.dev opens; all ranks call it.
+
+    A timeline that is being recorded is ended first. In Horovod, it is enough that rank 0 calls it, and
+    ``HOROVOD_TIMELINE=DYNAMIC`` must be set; here it need not be.
 
     Args:
-        communicator: that of all ranks.
-        file_path: the file; rank 0's counts, on its host.
-        mark_cycles: whether the trace marks the moments at which ranks agree.
+        file_path: the file, on rank 0's host; it is written by ``stop_timeline``, or when the job ends. Until then each
+            rank writes to a file of its own in ``FILE_PATH.parts``.
+        mark_cycles: also mark the moments at which all ranks have called a collective, as ``CYCLE_START``.
 
     Raises:
+        NotInitializedError: before ``init()``.
         ConfigError: the file cannot be created.
-        MismatchError: another rank's cannot, or another rank does something else.
-    """
-    from choros.observe.timeline import files  # takes 10 ms; other jobs do not need it
+        MismatchError: not all ranks called it.
 
+    Example:
+        >>> import choros, json, pathlib, tempfile
+        >>> choros.init()
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     start_timeline(f"{directory}/run.json")
+        ...     total = choros.global_process_set.communicator.allreduce(1, name="loss")
+        ...     stop_timeline()
+        ...     events = json.loads(pathlib.Path(directory, "run.json").read_text())["traceEvents"]
+        >>> [event["name"] for event in events if event["ph"] == "X"][-3:]
+        ['loss', 'wait', 'transfer']
+        >>> choros.shutdown()
+
+    Source: https://horovod.readthedocs.io/en/stable/timeline.html
+    """
+    communicator = _communicator("start_timeline()")
+    end_recording(communicator, Request("start_timeline"))
+    start_recording(communicator, os.fspath(file_path), mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Ends the timeline and writes its file, on rank 0; all ranks call it. Without a timeline, it does nothing else.
+
+    Raises:
+        NotInitializedError: before ``init()``.
+        MismatchError: not all ranks called it.
+
+    Source: https://horovod.readthedocs.io/en/stable/timeline.html
+    """
+    end_recording(_communicator("stop_timeline()"), Request("stop_timeline"))
+
+
+def _communicator(what: str) -> Communicator:
+    if global_process_set.process_set_id is None:
+        raise NotInitializedError(what)
+    return global_process_set.communicator
+
+
+def start_recording(communicator: Communicator, file_path: str, *, mark_cycles: bool) -> None:
+    """Starts a timeline, by all ranks; rank 0's path counts, on its host. ``mark_cycles`` marks when ranks agree."""
     global _recording
     file, rank = Path(file_path).absolute(), communicator.rank
-    part: PartWriter | None = None
-    problem: ConfigError | None = None
+    recording = problem = None
     try:
         if file.is_dir():
             raise IsADirectoryError("it is a directory")
         header = PartHeader.of_this_process(rank, communicator.size, mark_cycles=mark_cycles)
-        part = PartWriter(files.part_path(file, rank), header)
-        files.remove_stale_parts(file, communicator.size)
+        part = PartWriter(part_path(file, rank), header)
+        remove_stale_parts(file, communicator.size)
+        # From here on, so that the timeline shows which ranks wait here for others.
+        recording = _Recording(file, rank, part, events.listen(part.write, RECORDED))
     except OSError as error:
         problem = ConfigError(f"the timeline {file} cannot be written: {error}. Give the path of a file.")
-    # From here on, so that the timeline shows which ranks wait here for others.
-    stop_listening = _nothing if part is None else events.listen(part.write, RECORDED)
     try:
         request = Request("start_timeline", f"mark_cycles={mark_cycles}")
         communicator.atomic(lambda: communicator.agree(request, problem=problem))
     except BaseException:
-        stop_listening()
-        if part is not None:
-            part.end()
-            files.remove_part(file, rank)
+        if recording is not None:
+            recording.end()
+            remove_part(file, rank)
         raise
-    assert part is not None  # noqa: S101  (otherwise the problem was raised)
-    _recording = _Recording(file, part, stop_listening, partial(files.remove_part, file, rank))
+    _recording = recording
     if rank == 0:
         events.emit(events.Kind.RECORDING, str(file))
 
 
 def end_recording(communicator: Communicator, request: Request) -> None:
-    """Ends the timeline, if there is one, and agrees on ``request``; each rank calls it.
-
-    Rank 0 receives the parts of all ranks and writes the file. If that fails, it says so, and the parts are kept.
-
-    Raises:
-        MismatchError: another rank does something else.
-        EngineError: another rank has died.
-    """
+    """Ends the timeline, if any, and agrees on ``request``, by all ranks; if rank 0 cannot write it, the parts stay."""
     global _recording
     recording, _recording = _recording, None
     own = b""
     if recording is not None:
-        recording.stop_listening()
-        own = zlib.compress(recording.part.end(), level=1)
+        own = zlib.compress(recording.end(), level=1)
 
     def collective() -> bool:
         counts = communicator.agree(request, value=len(own))
@@ -124,26 +160,21 @@ def end_recording(communicator: Communicator, request: Request) -> None:
             _merge_here(recording)
         raise
     if recording is not None and written:
-        recording.remove_part()
+        remove_part(recording.file, recording.rank)
 
 
 def merge_after_crash() -> None:
     """Merges what this rank finds, if an exception ends it."""
     if _recording is not None:
-        _recording.stop_listening()
-        _recording.part.end()
+        _recording.end()
         _merge_here(_recording)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _merge_here(recording: _Recording) -> None:
     """Merges the parts that lie here, unless chorosrun does that after the end of all ranks."""
-    from choros.observe.timeline.files import merge_parts
+    from choros.trace.files import merge_parts  # takes 10 ms; other jobs do not need it
 
-    if take_descriptor() is not None:
+    if take_pipe() is not None:
         return
     try:
         merge_parts(recording.file)
@@ -153,8 +184,7 @@ def _merge_here(recording: _Recording) -> None:
 
 def _write(recording: _Recording, received: bytes, counts: Sequence[int]) -> bool:
     """Writes the timeline from the ranks' compressed parts; returns whether that was possible."""
-    from choros.observe.timeline.files import write_trace
-    from choros.observe.timeline.part import read_part
+    from choros.trace.files import write_trace
 
     parts, begin = [], 0
     for count in counts:

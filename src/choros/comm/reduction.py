@@ -11,17 +11,6 @@ from numpy.typing import NDArray
 
 from choros.errors import ConfigError, UnsupportedError
 
-__all__ = [
-    "BFLOAT16",
-    "DTYPES",
-    "UFUNCS",
-    "Reduction",
-    "check_dtype",
-    "from_working",
-    "working_dtype",
-    "working_op",
-]
-
 BFLOAT16: np.dtype[np.generic] = np.dtype(ml_dtypes.bfloat16)
 
 #: Every dtype the collectives take.
@@ -35,13 +24,10 @@ _KNOWN = frozenset(DTYPES)
 
 
 class Reduction(enum.Enum):
-    """What a reduction does with the ranks' values. Members equal Horovod's integers.
+    """What a reduction does with the ranks' values; members equal Horovod's integers. On booleans ``SUM`` and ``MAX``
+    are *or*, ``PRODUCT`` and ``MIN`` are *and*, ``AVERAGE`` is refused; of integers it rounds towards zero. bfloat16
+    is reduced in float32 and rounded once. ``ADASUM`` is for floating-point allreduces (``adasum.py``).
 
-    On booleans ``SUM`` and ``MAX`` are *or*, ``PRODUCT`` and ``MIN`` are *and*, and ``AVERAGE`` is refused.
-    ``AVERAGE`` of integers rounds towards zero. bfloat16 is reduced in float32 and rounded once. ``ADASUM`` is for
-    allreduces of floating-point arrays (``adasum.py``).
-
-    Example:
         >>> Reduction.SUM == 1, Reduction(1), Reduction("sum")
         (True, <Reduction.SUM: 'Sum'>, <Reduction.SUM: 'Sum'>)
     """
@@ -87,31 +73,28 @@ UFUNCS: dict[Reduction, np.ufunc] = {
 }
 
 
-def check_dtype(dtype: np.dtype[np.generic], op: Reduction | None = None, *, whole: bool = False) -> None:
-    """A ``ConfigError`` if ``dtype`` cannot be moved, or not be reduced with ``op``.
-
-    Args:
-        dtype: that of an array.
-        op: the reduction, if it is reduced.
-        whole: whether ranks receive whole arrays, which Adasum combines.
-    """
+def dtype_problem(
+    dtype: np.dtype[np.generic], op: Reduction | None = None, *, whole: bool = False
+) -> ConfigError | None:
+    """Why ``dtype`` cannot be moved, or reduced, if it cannot; Adasum needs ``whole`` arrays on all ranks."""
     if dtype not in _KNOWN:
         names = ", ".join(str(known) for known in DTYPES)
-        raise ConfigError(f"arrays of dtype {dtype} cannot be communicated; the dtypes that can are {names}.")
+        return ConfigError(f"arrays of dtype {dtype} cannot be communicated; the dtypes that can are {names}.")
     if op is Reduction.ADASUM and not whole:
-        raise UnsupportedError(
+        return UnsupportedError(
             "op=Adasum combines whole arrays: allreduce and grouped_allreduce have it; use Average or Sum here."
         )
     if op is Reduction.ADASUM and dtype.kind != "f" and dtype != BFLOAT16:
-        raise ConfigError(
+        return ConfigError(
             f"op=Adasum scales arrays by their directions and needs floating-point values, not {dtype}: cast the array "
             "first, or use Average or Sum."
         )
     if op is Reduction.AVERAGE and dtype == np.bool_:
-        raise ConfigError(
+        return ConfigError(
             "booleans have no average that is a boolean: cast to float32 for the share of true values, or use "
             "op=Max for 'any' and op=Min for 'all'."
         )
+    return None
 
 
 def working_op(dtype: np.dtype[np.generic], op: Reduction) -> Reduction:

@@ -1,14 +1,12 @@
-"""The request of a rank: its call of a collective, in a digest that ranks compare before data moves.
+"""The request of a rank: its call of a collective, in a digest that ranks compare before data moves::
 
-::
-
-    rank 0                     rank 1
-    request ─ digest, value ──┐ ┌─ digest, value ── request     (1) one control message of 16 bytes a rank
-                        ┌─────┴─┴─────┐
-    same digests?  ◄────┤  all ranks' ├────►  same digests?     (2) every rank compares the same table
-                        │   digests   │
-                        └─────────────┘
-    yes: the data moves.  no: the requests' texts are gathered, and every rank raises the same MismatchError
+rank 0                     rank 1
+request ─ digest, value ──┐ ┌─ digest, value ── request     (1) one control message of 16 bytes a rank
+                    ┌─────┴─┴─────┐
+same digests?  ◄────┤  all ranks' ├────►  same digests?     (2) every rank compares the same table
+                    │   digests   │
+                    └─────────────┘
+yes: the data moves.  no: the requests' texts are gathered, and every rank raises the same MismatchError
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["CollectiveSpec", "Request", "called_at", "caller", "digest_of", "is_users", "mismatch_text"]
+from choros.observe import events
 
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _calls = threading.local()
@@ -33,27 +31,22 @@ _calls = threading.local()
 
 @dataclass(frozen=True)
 class CollectiveSpec:
-    """What a rank must know to take part in a collective without having called it: see ``Communicator.join``.
-
-    Attributes:
-        collective: its name.
-        arrays: dtype and shape of each array; for those whose first dimension may differ, without it.
-        op: the reduction.
-        root: the member that sends.
+    """What a rank must know to take part without a call (``Communicator.join``); no first dimension that may differ.
+    An ``agreement`` moves no data; a ``sum`` is one of as many numbers as the values say: ``differ`` if they do.
     """
 
     collective: str
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
     op: str = ""
     root: int | None = None
+    differ: str = ""
 
     def encode(self) -> bytes:
         """Returns it as a message.
 
-        Example:
-            >>> spec = CollectiveSpec("allreduce", (("float32", (3, 4)),), "Sum")
-            >>> CollectiveSpec.decode(spec.encode()) == spec
-            True
+        >>> spec = CollectiveSpec("allreduce", (("float32", (3, 4)),), "Sum")
+        >>> CollectiveSpec.decode(spec.encode()) == spec
+        True
         """
         return json.dumps(asdict(self)).encode()
 
@@ -67,15 +60,8 @@ class CollectiveSpec:
 
 @dataclass(frozen=True)
 class Request:
-    """One rank's part in a collective: all that must be the same on every rank.
-
-    Attributes:
-        collective: its name.
-        arguments: the arguments that must agree, as text, such as ``op=Sum, dtype=float32, shape=(3, 4)``.
-        name: the name the caller gave, if any.
-        spec: for ranks that have joined.
-        explain: likewise, for what a layer above exchanges: returns the message from which such a rank learns what to
-            do. With neither, they cannot take part.
+    """One rank's part in a collective: all that must be the same on every rank. Ranks that have joined take part by
+    ``spec``, or learn what to do from the message that ``explain`` returns; with neither, they cannot.
     """
 
     collective: str
@@ -105,10 +91,7 @@ def digest_of(message: bytes) -> int:
 
 
 def caller() -> str | None:
-    """``file:line`` of the innermost frame outside choros.
-
-    On a thread of choros, that of the call for which the thread works (``called_at``); ``None`` if there is none.
-    """
+    """``file:line`` of the innermost frame outside choros, or of the call a thread works for (``called_at``)."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_users(frame.f_code.co_filename):
@@ -135,18 +118,13 @@ def called_at(location: str | None) -> Iterator[None]:
 
 
 def mismatch_text(texts: Sequence[str], ranks: Sequence[int]) -> str:
-    """The message of a ``MismatchError``: each rank's request, equal requests together.
+    """The message of a ``MismatchError``: each rank's request, equal requests together; ``ranks`` are global.
 
-    Args:
-        texts: each member's request as text.
-        ranks: the members' global ranks.
-
-    Example:
-        >>> print(mismatch_text(["barrier()", "barrier()", "allreduce()"], [0, 1, 2]))
-        Ranks made different calls, so no data was moved:
-          ranks 0, 1: barrier()
-          rank 2: allreduce()
-        Ranks must call the same collectives with the same dtypes and shapes, and those without a name in order.
+    >>> print(mismatch_text(["barrier()", "barrier()", "allreduce()"], [0, 1, 2]))
+    Ranks made different calls, so no data was moved:
+      ranks 0, 1: barrier()
+      rank 2: allreduce()
+    Ranks must call the same collectives with the same dtypes and shapes, and those without a name in order.
     """
     asked: dict[str, list[int]] = {}
     for text, rank in zip(texts, ranks, strict=True):
@@ -159,3 +137,9 @@ def mismatch_text(texts: Sequence[str], ranks: Sequence[int]) -> str:
             "Ranks must call the same collectives with the same dtypes and shapes, and those without a name in order.",
         ]
     )
+
+
+#: The request of a rank that ends: it matches no other, so ranks that still call a collective are notified.
+SHUTDOWN = Request(events.SHUTDOWN.removesuffix("()"))
+#: The request of a rank that has joined: it matches every request that this rank can participate in.
+JOINED = Request("join")

@@ -1,34 +1,14 @@
-"""Selection of the engine and of the collectives on devices: tables of rules, of which the first that holds applies."""
-
-from __future__ import annotations
+"""Selection of the engine and of the collectives on devices: the first rule that holds applies."""
 
 import ctypes
-import functools
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from choros.config import DEVICES, ELASTIC, ENGINE, Config
-from choros.errors import ChorosError, ConfigError, EngineUnavailable
+from choros.errors import ConfigError, EngineUnavailable
+from choros.settings import Config
 from choros.topology import NEVER_MPI, WITHOUT_MPI, Topology
-
-__all__ = [
-    "CHOICES",
-    "DEVICE_CHOICES",
-    "REFUSALS",
-    "Choice",
-    "DeviceChoice",
-    "DeviceRule",
-    "DeviceSituation",
-    "EngineRule",
-    "Refusal",
-    "Situation",
-    "is_installed",
-    "nccl4py_problem",
-    "select",
-    "select_devices",
-]
 
 
 @dataclass(frozen=True)
@@ -42,153 +22,62 @@ class Choice:
         return f"engine {self.engine}: {self.reason}"
 
 
-@dataclass(frozen=True)
-class Situation:
-    """The inputs of the choice.
-
-    Attributes:
-        requested: the value of ``CHOROS_ENGINE``.
-        topology: the topology from the launcher's environment.
-        comm: the ``comm`` argument of ``init``.
-        installed: returns whether a module can be imported.
-        elastic: whether others may join the job.
-    """
-
-    requested: str
-    topology: Topology
-    comm: Any
-    installed: Callable[[str], bool]
-    elastic: bool = False
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other rank, and will be none."""
-        return self.topology.size == 1 and self.comm in (None, [0]) and not self.elastic
-
-    @property
-    def is_without_mpi(self) -> bool:
-        """Whether there are other ranks, which are not expected to have MPI."""
-        return self.topology.launcher in WITHOUT_MPI and self.topology.size > 1
-
-    @property
-    def has_mpi_communicator(self) -> bool:
-        """Whether ``init`` was given a communicator of mpi4py."""
-        return self.comm is not None and not isinstance(self.comm, Sequence)
-
-
-@dataclass(frozen=True)
-class EngineRule:
-    """An engine, and when it is selected; ``reason`` may contain ``{launcher}`` and ``{size}``."""
-
-    engine: str
-    reason: str
-    holds: Callable[[Situation], bool]
-
-
-def _requested(engine: str) -> EngineRule:
-    return EngineRule(engine, f"{ENGINE.name}={engine}", lambda situation: situation.requested == engine)
-
-
-CHOICES: tuple[EngineRule, ...] = (
-    *(_requested(engine) for engine in ENGINE.choices if engine != "auto"),
-    EngineRule("local", "one rank: nothing to move", lambda situation: situation.is_alone),
-    EngineRule("mpi", "init() was given an MPI communicator", lambda situation: situation.has_mpi_communicator),
-    EngineRule("torch", "{launcher} started {size} ranks without MPI", lambda situation: situation.is_without_mpi),
-    EngineRule("mpi", "{launcher} started {size} ranks", lambda _: True),
-)
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why an engine cannot be selected, and when; ``text`` may contain ``{launcher}`` and ``{size}``."""
-
-    engine: str
-    error: type[ChorosError]
-    text: str
-    holds: Callable[[Situation], bool]
-
-
-REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        "local",
-        ConfigError,
-        "CHOROS_ENGINE=local is for one rank, but {launcher} started {size}.",
-        lambda situation: situation.topology.size > 1,
-    ),
-    Refusal(
-        "mpi",
-        EngineUnavailable,
-        "{launcher} started {size} ranks, and the mpi engine cannot join ranks that MPI's own launchers did not start. "
-        "Start the script with chorosrun -np {size} in place of it, or unset CHOROS_ENGINE: the torch engine can.",
-        lambda situation: situation.topology.launcher in NEVER_MPI and situation.topology.size > 1,
-    ),
-    Refusal(
-        "torch",
-        EngineUnavailable,
-        "{launcher} started {size} ranks, and the torch engine, which moves their bytes, needs PyTorch: pip install "
-        "torch. Without it, start the script with chorosrun -np {size}, or, if SLURM has PMIx, with srun "
-        "--mpi=pmix.",
-        lambda situation: not situation.installed("torch"),
-    ),
-    Refusal(
-        "torch",
-        ConfigError,
-        "init() was given an MPI communicator, which only the mpi engine takes: unset CHOROS_ENGINE, or give init() a "
-        "list of ranks.",
-        lambda situation: situation.has_mpi_communicator,
-    ),
-    Refusal(
-        "xla",
-        EngineUnavailable,
-        "CHOROS_ENGINE=xla needs JAX: pip install jax. Without it, unset CHOROS_ENGINE.",
-        lambda situation: not situation.installed("jax"),
-    ),
-)
-
-
 def is_installed(module: str) -> bool:
     """Whether ``module`` can be imported, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 
 def select(
-    environ: Mapping[str, str], topology: Topology, comm: Any = None, installed: Callable[[str], bool] = is_installed
+    config: Config, topology: Topology, comm: Any = None, installed: Callable[[str], bool] = is_installed
 ) -> Choice:
     """Selects the engine for this job, the same on every rank.
 
-    Args:
-        environ: the environment, usually ``os.environ``.
-        topology: the topology from the launcher's environment.
-        comm: the ``comm`` argument of ``init``.
-        installed: returns whether a module can be imported.
-
-    Raises:
-        ConfigError: ``CHOROS_ENGINE`` is invalid for this job.
-        EngineUnavailable: the engine that is needed cannot run here.
-
-    Example:
-        >>> print(select({}, Topology()))
-        engine local: one rank: nothing to move
-        >>> print(select({}, Topology(rank=1, size=4, launcher="mpirun")))
-        engine mpi: mpirun started 4 ranks
+    >>> print(select(Config.from_environ({}), Topology()))
+    engine local: one rank: nothing to move
+    >>> print(select(Config.from_environ({}), Topology(rank=1, size=4, launcher="mpirun")))
+    engine mpi: mpirun started 4 ranks
     """
-    elastic = ELASTIC.read(environ) == "1"
-    situation = Situation(Config.from_environ(environ).engine, topology, comm, installed, elastic)
-    rule = next(rule for rule in CHOICES if rule.holds(situation))
-    for refusal in REFUSALS:
-        if refusal.engine == rule.engine and refusal.holds(situation):
-            raise refusal.error(refusal.text.format(launcher=topology.launcher, size=topology.size))
-    return Choice(rule.engine, rule.reason.format(launcher=topology.launcher, size=topology.size))
+    size, launcher = topology.size, topology.launcher
+    has_mpi_communicator = comm is not None and not isinstance(comm, Sequence)
+    if config.engine != "auto":
+        choice = Choice(config.engine, f"CHOROS_ENGINE={config.engine}")
+    elif size == 1 and comm in (None, [0]) and not config.elastic:  # else others may join the job
+        choice = Choice("local", "one rank: nothing to move")
+    elif has_mpi_communicator:
+        choice = Choice("mpi", "init() was given an MPI communicator")
+    elif launcher in WITHOUT_MPI and size > 1:
+        choice = Choice("torch", f"{launcher} started {size} ranks without MPI")
+    else:
+        choice = Choice("mpi", f"{launcher} started {size} ranks")
+    if choice.engine == "local" and size > 1:
+        raise ConfigError(f"CHOROS_ENGINE=local is for one rank, but {launcher} started {size}.")
+    if choice.engine == "mpi" and launcher in NEVER_MPI and size > 1:
+        raise EngineUnavailable(
+            f"{launcher} started {size} ranks, and the mpi engine cannot join ranks that MPI's own launchers did not "
+            f"start. Start the script with chorosrun -np {size} in place of it, or unset CHOROS_ENGINE: the torch "
+            "engine can."
+        )
+    if choice.engine == "torch" and not installed("torch"):
+        raise EngineUnavailable(
+            f"{launcher} started {size} ranks, and the torch engine, which moves their bytes, needs PyTorch: pip "
+            f"install torch. Without it, start the script with chorosrun -np {size}, or, if SLURM has PMIx, with srun "
+            "--mpi=pmix."
+        )
+    if choice.engine == "torch" and has_mpi_communicator:
+        raise ConfigError(
+            "init() was given an MPI communicator, which only the mpi engine takes: unset CHOROS_ENGINE, or give "
+            "init() a list of ranks."
+        )
+    if choice.engine == "xla" and not installed("jax"):
+        raise EngineUnavailable("CHOROS_ENGINE=xla needs JAX: pip install jax. Without it, unset CHOROS_ENGINE.")
+    return choice
 
 
 # ── tensors on devices ───────────────────────────────────────────────────────────────────────────
 
 
 def nccl4py_problem() -> str:
-    """Returns why nccl4py cannot be used here, as a clause; nothing if it can.
-
-    NCCL's library and the driver are loaded, but CUDA is not initialised: the script may yet choose its devices.
-    """
+    """Why nccl4py cannot be used here, as a clause, or nothing. CUDA stays as it is: the script may choose devices."""
     if importlib.util.find_spec("nccl") is None:
         return "nccl4py is not installed"
     try:
@@ -204,127 +93,48 @@ def nccl4py_problem() -> str:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The collectives on devices, and why they were selected.
-
-    Attributes:
-        module: the module in ``comm/engines`` that connects devices; ``None`` if tensors are copied to the host.
-        kinds: the kinds of devices whose tensors are not copied to the host.
-        reason: why.
-    """
+    """The collectives on devices, and why; without a ``module`` that connects them, tensors go through the host."""
 
     module: str | None
     kinds: tuple[str, ...]
     reason: str
 
 
-@dataclass(frozen=True)
-class DeviceSituation:
-    """The inputs of that choice.
-
-    Attributes:
-        requested: the value of ``CHOROS_DEVICES``.
-        engine: the engine of host arrays.
-        size: the number of ranks.
-        installed: returns whether a module can be imported.
-        nccl4py_problem: returns why nccl4py cannot be used, as a clause; nothing if it can.
-    """
-
-    requested: str
-    engine: str
-    size: int
-    installed: Callable[[str], bool]
-    nccl4py_problem: Callable[[], str]
-
-    def allows(self, library: str) -> bool:
-        """Whether ``CHOROS_DEVICES`` names ``library``, or none."""
-        return self.requested in ("auto", library)
-
-
-@dataclass(frozen=True)
-class DeviceRule:
-    """A choice, and when it is selected; its reason may contain ``{problem}``, that of nccl4py."""
-
-    choice: DeviceChoice
-    holds: Callable[[DeviceSituation], bool]
-
-
-DEVICE_CHOICES: tuple[DeviceRule, ...] = (
-    DeviceRule(DeviceChoice(None, (), "one rank: nothing to move"), lambda situation: situation.size == 1),
-    DeviceRule(
-        DeviceChoice(None, (), f"copied through host memory: {DEVICES.name}=host"),
-        lambda situation: situation.requested == "host",
-    ),
-    DeviceRule(
-        DeviceChoice(None, (), "copied through host memory, which threads share"),
-        lambda situation: situation.engine == "threads",
-    ),
-    DeviceRule(
-        DeviceChoice(None, (), "copied through host memory: this engine has no collectives on devices"),
-        lambda situation: situation.engine not in ("mpi", "torch"),
-    ),
-    DeviceRule(
-        DeviceChoice(
-            "torch_devices",
-            ("cpu", "cuda"),
-            "torch.distributed, which connects these ranks, moves those on GPUs (NCCL, RCCL) and in host memory (Gloo)",
-        ),
-        lambda situation: situation.engine == "torch" and situation.allows("torch"),
-    ),
-    DeviceRule(
-        DeviceChoice(
-            "nccl4py_devices",
-            ("cuda",),
-            "NCCL moves those on GPUs, by nccl4py, of TensorFlow and of PyTorch; the engine moves host memory",
-        ),
-        lambda situation: situation.allows("nccl4py") and not situation.nccl4py_problem(),
-    ),
-    DeviceRule(
-        DeviceChoice("torch_devices", ("cuda",), f"torch.distributed moves those on GPUs: {DEVICES.name}=torch"),
-        lambda situation: situation.requested == "torch" and situation.installed("torch"),
-    ),
-    DeviceRule(
-        DeviceChoice(
-            "torch_devices", ("cuda",), "torch.distributed moves those on GPUs (NCCL, RCCL), because {problem}"
-        ),
-        lambda situation: situation.allows("torch") and situation.installed("torch"),
-    ),
-    DeviceRule(
-        DeviceChoice(None, (), "copied through host memory, because {problem}, and PyTorch is not installed either"),
-        lambda situation: situation.requested == "auto",
-    ),
-)
-
-
 def select_devices(
     engine: str,
     size: int,
-    environ: Mapping[str, str],
+    config: Config,
     installed: Callable[[str], bool] = is_installed,
     nccl4py_problem: Callable[[], str] = nccl4py_problem,
 ) -> DeviceChoice:
     """Selects the collectives on devices between ``size`` ranks whose host arrays ``engine`` moves.
 
-    Args:
-        engine: the engine of a communicator.
-        size: the number of its ranks.
-        environ: the environment, usually ``os.environ``.
-        installed: returns whether a module can be imported.
-        nccl4py_problem: returns why nccl4py cannot be used, as a clause; nothing if it can.
-
-    Raises:
-        EngineUnavailable: what ``CHOROS_DEVICES`` names cannot be used here.
-
-    Example:
-        >>> select_devices("mpi", 1, {}).reason
-        'one rank: nothing to move'
+    >>> select_devices("mpi", 1, Config.from_environ({})).reason
+    'one rank: nothing to move'
     """
-    problem_once = functools.cache(nccl4py_problem)  # loads libraries, and several rules ask
-    situation = DeviceSituation(Config.from_environ(environ).devices, engine, size, installed, problem_once)
-    choice = next((rule.choice for rule in DEVICE_CHOICES if rule.holds(situation)), None)
-    if choice is not None:
-        return replace(choice, reason=choice.reason.format(problem=problem_once())) if "{" in choice.reason else choice
-    problem = problem_once() if situation.requested == "nccl4py" else "PyTorch is not installed"
+    requested = config.devices
+    if size == 1:
+        return DeviceChoice(None, (), "one rank: nothing to move")
+    if requested == "host":
+        return DeviceChoice(None, (), "copied through host memory: CHOROS_DEVICES=host")
+    if engine == "threads":
+        return DeviceChoice(None, (), "copied through host memory, which threads share")
+    if engine not in ("mpi", "torch"):
+        return DeviceChoice(None, (), "copied through host memory: this engine has no collectives on devices")
+    if engine == "torch" and requested in ("auto", "torch"):
+        moves = "which connects these ranks, moves those on GPUs (NCCL, RCCL) and in host memory (Gloo)"
+        return DeviceChoice("torch_devices", ("cpu", "cuda"), f"torch.distributed, {moves}")
+    problem = "" if requested == "torch" else nccl4py_problem()
+    if requested != "torch" and not problem:
+        moves = "NCCL moves those on GPUs, by nccl4py, of TensorFlow and of PyTorch; the engine moves host memory"
+        return DeviceChoice("nccl4py_devices", ("cuda",), moves)
+    if requested != "nccl4py" and installed("torch"):
+        why = " (NCCL, RCCL), because " + problem if problem else ": CHOROS_DEVICES=torch"
+        return DeviceChoice("torch_devices", ("cuda",), f"torch.distributed moves those on GPUs{why}")
+    if requested == "auto":
+        reason = f"copied through host memory, because {problem}, and PyTorch is not installed either"
+        return DeviceChoice(None, (), reason)
     raise EngineUnavailable(
-        f"{DEVICES.name}={situation.requested} cannot be used, because {problem}. Install what is missing "
-        "(pip install 'choros[cuda]', or torch), or unset it: choros then selects what can be used."
+        f"CHOROS_DEVICES={requested} cannot be used, because {problem or 'PyTorch is not installed'}. Install what is "
+        "missing (pip install 'choros[cuda]', or torch), or unset it: choros then selects what can be used."
     )

@@ -1,13 +1,9 @@
-"""Signatures of objects that ranks exchange: what is unpickled comes from a rank of the job.
-
-::
+"""Signatures of objects that ranks exchange: what is unpickled comes from a rank of the job. MPI's connections are
+those of the job's own processes and need none; Gloo's prove nothing about who is at their other end::
 
     rank 0                                      rank 1
     object ─ pickle ─► data, HMAC ────────────► HMAC of the same? ─ unpickle ─► object
                  of the key of the communicator, the number of the collective, the rank of the sender, and the data
-
-Engines whose connections are those of the job's own processes, such as MPI's, need none. Gloo's prove nothing about who
-is at their other end.
 """
 
 from __future__ import annotations
@@ -18,26 +14,20 @@ from typing import ClassVar, final
 
 from choros.errors import EngineError
 
-__all__ = ["Signatures"]
-
 
 @final
 @dataclass(frozen=True)
 class Signatures:
-    """The signatures of the ranks of one communicator.
+    """The signatures of the ranks of one communicator, by a ``key`` that only these ranks have.
 
-    Attributes:
-        key: the key, which only these ranks have.
-
-    Example:
-        >>> signatures = Signatures(b"key")
-        >>> signed = signatures.sign(b"data", collective=7, rank=1)
-        >>> signatures.verified(signed, collective=7, rank=1)
-        b'data'
-        >>> signatures.verified(signed, collective=8, rank=1)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        choros.errors.EngineError: an object was not sent by rank 1: another process interferes ...
+    >>> signatures = Signatures(b"key")
+    >>> signed = signatures.sign(b"data", collective=7, rank=1)
+    >>> signatures.verified(signed, collective=7, rank=1)
+    b'data'
+    >>> signatures.verified(signed, collective=8, rank=1)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    choros.errors.EngineError: an object was not sent by rank 1: another process interferes ...
     """
 
     #: The bytes that a signature adds.
@@ -50,11 +40,7 @@ class Signatures:
         return data + self._tag(data, collective, rank)
 
     def verified(self, signed: bytes, *, collective: int, rank: int) -> bytes:
-        """Returns the data that ``rank`` has signed.
-
-        Raises:
-            EngineError: ``rank`` has not signed it, for this collective.
-        """
+        """Returns the data that ``rank`` has signed for this collective, or raises an ``EngineError``."""
         data, tag = signed[: -self.OVERHEAD], signed[-self.OVERHEAD :]
         if not hmac.compare_digest(tag, self._tag(data, collective, rank)):
             raise EngineError(

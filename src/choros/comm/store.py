@@ -1,6 +1,6 @@
-"""Rendezvous of the ranks of the torch engine, through a key-value store that rank 0 keeps.
-
-::
+"""Rendezvous of the ranks of the torch engine, through a key-value store of rank 0, which stops listening when all
+have connected: ``torch.distributed`` needs the port. If that listens already (torchrun's agent), rank 0 writes its
+address into that store, which others may change: it proves nothing. A control plane broadcasts it::
 
     rank 0                               rank 1
     listens at the master                connects           (1) a channel: both prove that they belong to the job
@@ -11,11 +11,6 @@
     ┌─────────┐
     │ ranks   │───── Loss ─────────────► PeerWatch          (4) from then on: which ranks are lost (peers.py)
     └─────────┘
-
-Rank 0 is a client of its own store, too. It stops listening when all ranks have connected: then the port is free for
-``torch.distributed``, which has a store of its own. If that listens at the master already, as torchrun's agent does,
-rank 0 listens at a free port and writes the address into that store, which others may read and change: what they find
-there proves nothing, and they trust it with nothing. With a control plane, such as MPI, rank 0 broadcasts its address.
 """
 
 from __future__ import annotations
@@ -40,6 +35,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 import torch.distributed as dist  # noqa: TID253  (imported by the torch engine alone)
 
+from choros import durations
 from choros.comm.communicator import Communicator
 from choros.comm.peers import Loss, PeerWatch
 from choros.comm.signature import Signatures
@@ -48,17 +44,10 @@ from choros.observe import events
 from choros.observe.events import Event, Kind
 from choros.topology import Master, Topology
 from choros.transport.address import LOOPBACK, Location, address_towards, is_loopback, outward_address, this_host
-from choros.transport.channel import Channel, ChannelClosed, Unreachable, connect
-from choros.transport.endpoint import connect_within
+from choros.transport.channel import Channel, ChannelClosed, Unreachable, connect, connect_within
 from choros.transport.listener import Listener
 from choros.transport.secret import Key, rank_key, secret_in
 
-__all__ = ["RendezvousStore", "exchange_locations", "leave_stores", "peers_of", "store_at", "store_over", "translated"]
-
-#: The time between two polls of the store.
-_POLL_SECONDS = 0.02
-#: After this time, ranks say for whom they wait.
-_SILENT_SECONDS = 10.0
 #: The maximum length of the address and the key that rank 0 broadcasts.
 _TEXT_BYTES = 256
 #: The key of a random value that rank 0 chooses for the job.
@@ -91,11 +80,7 @@ def translated(what: str, engine: str = "Gloo") -> Iterator[None]:
 
 @final
 class _Values:
-    """The values of the store, in the process of rank 0.
-
-    Args:
-        ranks: the number of ranks that will connect.
-    """
+    """The values of the store, in the process of rank 0; ``ranks`` will connect."""
 
     def __init__(self, ranks: int) -> None:
         self._values = {_JOB: secrets.token_bytes(32)}
@@ -146,9 +131,7 @@ class _Values:
             "set": self._values.__setitem__,
             "get": lambda names: ([self._values.get(name) for name in names], self._gone),
             "add": self._add,
-            "compare_set": self._compare_set,
             "delete": lambda name: self._values.pop(name, None) is not None,
-            "count": lambda: len(self._values),
         }
         with self._lock:
             return operations[operation](*given)
@@ -158,23 +141,10 @@ class _Values:
         self._values[name] = str(total).encode()
         return total
 
-    def _compare_set(self, name: str, expected: bytes, desired: bytes) -> bytes:
-        if self._values.get(name, b"") == expected:
-            self._values[name] = desired
-        return self._values.get(name, expected)
-
 
 @final
 class RendezvousStore(dist.Store):  # type: ignore[misc]  # torch has no types here
-    """A store of ``torch.distributed`` whose values are in the process of rank 0.
-
-    Args:
-        channel: to rank 0.
-        rank: this process.
-
-    Attributes:
-        peers: which ranks are lost.
-    """
+    """A store of ``torch.distributed`` whose values are in the process of rank 0, at the end of ``channel``."""
 
     def __init__(self, channel: Channel, rank: int) -> None:
         super().__init__()
@@ -223,24 +193,16 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]  # torch has no types h
         return self._values([key])[0] or b""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all values are set.
-
-        Raises:
-            EngineUnavailable: they are not after ``timeout``.
-        """
+        """Waits until all values are set, or raises an ``EngineUnavailable`` after ``timeout``."""
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit.total_seconds()
         while not self.check(keys):
             if time.monotonic() > deadline:
                 raise EngineUnavailable(f"another rank did not connect within {limit.total_seconds():g} s.")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(durations.STORE_LOOK)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Returns whether all values are set.
-
-        Raises:
-            PeerLostError: they are not, and a rank has ended, for which all others would wait.
-        """
+        """Whether all are set; a ``PeerLostError`` if not, and a rank has ended, for which all others would wait."""
         return None not in self._values(keys)
 
     def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -263,23 +225,12 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]  # torch has no types h
         total: int = self._ask("add", key, amount)
         return total
 
-    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Sets a value if it is the expected one; returns the value afterwards."""
-        texts = (value.encode() if isinstance(value, str) else bytes(value) for value in (expected, desired))
-        value: bytes = self._ask("compare_set", key, *texts)
-        return value
-
     def delete_key(self, key: str) -> bool:
         """Deletes a value; returns whether there was one."""
         return bool(self._ask("delete", key))
 
-    def num_keys(self) -> int:
-        """Returns the number of values."""
-        return int(self._ask("count"))
-
-    #: The names under which the stores that torch puts before this one call them.
+    #: The name under which the stores that torch puts before this one call it.
     deleteKey = delete_key  # noqa: N815
-    getNumKeys = num_keys  # noqa: N815
 
     def _ask(self, *request: Any) -> Any:
         with self._lock:
@@ -304,17 +255,8 @@ def leave_stores() -> None:
 
 
 def store_at(master: Master, topology: Topology, seconds: float) -> tuple[RendezvousStore, Signatures, str]:
-    """Returns the store of the ranks that meet at ``master``, and the address from which this rank reaches it.
-
-    The ranks authenticate each other by ``CHOROS_SECRET``; without it, those on one host by a file of the user, and
-    those on several hosts not at all.
-
-    Returns:
-        The store, the signatures of the ranks, and the address.
-
-    Raises:
-        EngineUnavailable: nothing answers at ``master`` within ``seconds``.
-        EngineError: the process there does not belong to the job.
+    """Returns the store of the ranks that meet at ``master``, their signatures, and this rank's address for it. Ranks
+    authenticate each other by ``CHOROS_SECRET``, else by a file of the user on one host, and not at all on several.
     """
     rank = topology.rank
     key = rank_key(os.environ)
@@ -353,16 +295,12 @@ def store_over(control: Communicator, seconds: float) -> tuple[dist.Store, Signa
 
 
 def exchange_locations(store: dist.Store, rank: int, size: int, address: str, seconds: float) -> list[Location]:
-    """Returns the location of every rank.
-
-    Raises:
-        EngineUnavailable: a rank has not connected within ``seconds``.
-    """
+    """Returns the location of every rank, or raises an ``EngineUnavailable`` if one is not there within ``seconds``."""
     deadline = time.monotonic() + seconds
     keys = [f"location {other}" for other in range(size)]
     with translated("the rendezvous of the ranks"):
         store.set(keys[rank], json.dumps([this_host(), address]))
-        report_at = time.monotonic() + _SILENT_SECONDS
+        report_at = time.monotonic() + durations.SLOW_CONNECT
         while not store.check(keys):
             if time.monotonic() > deadline:
                 raise EngineUnavailable(
@@ -372,7 +310,7 @@ def exchange_locations(store: dist.Store, rank: int, size: int, address: str, se
             if time.monotonic() > report_at:
                 _log.warning("waiting for %s of %d to connect, for %g s at most.", _missing(store, keys), size, seconds)
                 report_at = deadline
-            time.sleep(_POLL_SECONDS)
+            time.sleep(durations.STORE_LOOK)
         return [Location(*json.loads(store.get(key))) for key in keys]
 
 
@@ -453,11 +391,11 @@ def _reach(master: Master, rank: int, seconds: float) -> str:
 
 def _patiently(attempt: Callable[[float], T], address: str, seconds: float) -> T:
     """Returns ``attempt(seconds)``, which waits for rank 0; says so after some seconds."""
-    if seconds > _SILENT_SECONDS:
+    if seconds > durations.SLOW_CONNECT:
         with contextlib.suppress(Unreachable, OSError):
-            return attempt(_SILENT_SECONDS)
+            return attempt(durations.SLOW_CONNECT)
         _log.warning("waiting for rank 0 to listen at %s, for %g s at most.", address, seconds)
-        seconds -= _SILENT_SECONDS
+        seconds -= durations.SLOW_CONNECT
     return attempt(seconds)
 
 

@@ -13,32 +13,36 @@
 Started with ``chorosrun -np 4 python train.py``, four processes each train on their share of every batch.
 """
 
-from choros.distribute import cluster_resolver, coordinator, experimental
-from choros.distribute.communication import (
+from typing import TYPE_CHECKING
+
+from choros.data.tf_auto_shard import AutoShardPolicy
+from choros.distribute import cluster_resolver, experimental
+from choros.distribute.current import experimental_set_strategy, get_replica_context, get_strategy
+from choros.distribute.replicas import ReplicaContext
+from choros.distribute.scope import has_strategy, in_cross_replica_context
+from choros.distribute.strategies import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    TPUStrategy,
+)
+from choros.distribute.strategy import Strategy
+from choros.distribute.types import (
     HierarchicalCopyAllReduce,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
     NcclAllReduce,
+    PerReplica,
+    ReduceOp,
     ReductionToOneDevice,
     RunOptions,
 )
-from choros.distribute.current import (
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from choros.distribute.datasets import AutoShardPolicy
-from choros.distribute.input_context import InputContext, InputOptions, InputReplicationMode
-from choros.distribute.mirrored import MirroredStrategy
-from choros.distribute.multi_worker import MultiWorkerMirroredStrategy
-from choros.distribute.one_device import OneDeviceStrategy
-from choros.distribute.parameter_server import ParameterServerStrategy, Server
-from choros.distribute.reduce_op import ReduceOp
-from choros.distribute.replica_context import ReplicaContext
-from choros.distribute.strategy import Strategy
-from choros.distribute.tpu import TPUStrategy
-from choros.distribute.values import PerReplica
 from choros.frameworks import choose_keras_backend as _choose_keras_backend
+
+if TYPE_CHECKING:
+    from choros.distribute import coordinator
+    from choros.parameter_server import ParameterServerStrategy, Server
 
 _choose_keras_backend()  # before the script imports Keras
 
@@ -70,3 +74,14 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Imports what is asked for of parameter servers: other programs never load them."""
+    from importlib import import_module
+
+    if name in ("coordinator", "partitioners"):
+        return import_module(f"choros.distribute.{name}")
+    if name in ("ParameterServerStrategy", "Server"):
+        return getattr(import_module("choros.parameter_server"), name)
+    raise AttributeError(f"module 'choros.distribute' has no attribute {name!r}")

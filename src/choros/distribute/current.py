@@ -7,27 +7,15 @@
         strategy.run(step)    strategy                        get_replica_context() is the replica's
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from contextlib import AbstractContextManager
 from typing import final
 
 from choros.distribute import scope
-from choros.distribute.fit.training import Training
-from choros.distribute.process_replicas import ProcessReplicas
-from choros.distribute.replica_context import ReplicaContext
+from choros.distribute.replicas import ProcessReplicas, ReplicaContext
 from choros.distribute.strategy import Strategy
 from choros.errors import StrategyError
-
-__all__ = [
-    "experimental_set_strategy",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-]
 
 
 @final
@@ -37,28 +25,12 @@ class DefaultStrategy(Strategy):
     is_default = True
 
     def __init__(self) -> None:
-        super().__init__(ProcessReplicas(alone=True))
-
-    @property
-    def training(self) -> Training | None:
-        """``None``: Keras objects are not patched."""
-        return None
+        super().__init__(ProcessReplicas(alone=True), training=None)
 
 
 @functools.cache
 def _default_strategy() -> Strategy:
     return DefaultStrategy()
-
-
-def has_strategy() -> bool:
-    """Whether the program is in the scope of a strategy.
-
-    Example:
-        >>> from choros import distribute
-        >>> distribute.has_strategy()
-        False
-    """
-    return scope.has_strategy()
 
 
 def get_strategy() -> Strategy:
@@ -71,18 +43,6 @@ def get_strategy() -> Strategy:
     """
     strategy: Strategy = scope.current_strategy() or _default_strategy()
     return strategy
-
-
-def in_cross_replica_context() -> bool:
-    """Whether the program is in the scope of a strategy, but not in a replica.
-
-    Example:
-        >>> from choros import distribute
-        >>> with distribute.OneDeviceStrategy("cpu").scope():
-        ...     distribute.in_cross_replica_context()
-        True
-    """
-    return scope.current_strategy() is not None and scope.current_replica() is None
 
 
 def get_replica_context() -> ReplicaContext | None:

@@ -1,17 +1,17 @@
 """``tf.distribute.experimental``: experimental classes, and older names of stable ones."""
 
-from __future__ import annotations
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from typing import Any
+from choros.distribute.checkpoints import KerasCheckpoint
+from choros.distribute.preemption import PreemptionCheckpointHandler, TerminationConfig
+from choros.distribute.strategies import CentralStorageStrategy, TPUStrategy
+from choros.distribute.strategies import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
+from choros.distribute.types import CommunicationImplementation, CommunicationOptions, ValueContext
 
-from choros.distribute import coordinator, partitioners
-from choros.distribute.central_storage import CentralStorageStrategy
-from choros.distribute.communication import CommunicationImplementation, CommunicationOptions
-from choros.distribute.input_context import ValueContext
-from choros.distribute.multi_worker import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
-from choros.distribute.parameter_server import ParameterServerStrategy
-from choros.distribute.preemption import KerasCheckpoint, PreemptionCheckpointHandler, TerminationConfig
-from choros.distribute.tpu import TPUStrategy
+if TYPE_CHECKING:
+    from choros.distribute import coordinator, partitioners
+    from choros.parameter_server import ParameterServerStrategy
 
 __all__ = [
     "CentralStorageStrategy",
@@ -42,3 +42,10 @@ def MultiWorkerMirroredStrategy(
         cluster_resolver: as for the strategy itself.
     """
     return _MultiWorkerMirroredStrategy(cluster_resolver, communication)
+
+
+def __getattr__(name: str) -> object:
+    """Imports what is asked for of parameter servers: other programs never load them."""
+    if name in ("ParameterServerStrategy", "coordinator", "partitioners"):
+        return getattr(import_module("choros.distribute"), name)
+    raise AttributeError(f"module 'choros.distribute.experimental' has no attribute {name!r}")

@@ -1,13 +1,12 @@
 """The patches of Keras' classes that make plain ``model.fit`` use a strategy; no other module patches them.
 
-While a scope is open, or a replica runs, the ``__init__`` of Keras' classes notifies the strategy, and ``compile``
-checks the model; on leaving the last scope the classes are restored::
+While a scope is open or a replica runs, these notify the strategy; leaving the last scope restores them::
 
     with strategy.scope():
         model = Sequential(…) ──► Trainer.__init__ ───► this model's fit, evaluate, … delegate to strategy.training
         Adam()                ──► Optimizer.__init__ ─► strategy.training.optimizer_created
         Accuracy()            ──► Metric.__init__ ────► strategy.training.metric_created
-        Dropout(…)            ──► SeedGenerator.__init__ ─► strategy.training.seed_generator_created
+        Dropout(…)            ──► SeedGenerator.__init__ ─► strategy.training.follow_seeds
         BatchNormalization(synchronized=True) ──► Keras' own, then synchronised over strategy.training.combine_moments
         (a layer's weights)   ──► Layer.add_weight ─────► strategy.training.weight_added
         (their variables)     ──► Variable.__init__ ──► strategy.training.variable_created
@@ -16,64 +15,43 @@ checks the model; on leaving the last scope the classes are restored::
         model(x)              ──► Variable.__init__ ──► as above, for variables that the first call creates
         other.apply(…)        ──► Optimizer.apply ────► strategy.training.optimizer_created, if other is of no scope
 
-Afterwards only the objects created in the scope stay patched: methods of the model instance, not of its class, which
-are not saved with it. Each passes Keras' own method to the strategy's ``Training``, which decides with which data and
-callbacks it is called.
+Objects of the scope stay patched: methods of the instance, not of its class, which are not saved with it. Each
+passes Keras' own method to the strategy's ``Training``, which decides its data and callbacks.
 """
-
-from __future__ import annotations
 
 import functools
 import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, final
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, final
 
-from choros.distribute.fit.call import KerasCall
-from choros.distribute.fit.training import Training
+from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.scope import current_strategy, in_fit, in_replica
-from choros.distribute.tf_variables import variables_of_keras
+from choros.distribute.variables import variables_of_keras, variables_of_metrics
 from choros.errors import StrategyError
+from choros.training.replaced import Replaced
 from choros.training.tf_context import as_one_replica
-
-__all__ = ["patch_keras", "strategy_of"]
 
 _ATTRIBUTE = "_choros_strategy"
 _TRAINING_METHODS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
-class TrainingStrategy(Protocol):
-    """The part of a strategy that this module uses."""
-
-    @property
-    def training(self) -> Training | None:
-        """The training of models that are created in the scope."""
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """Returns the block of the strategy's scope."""
-
-
-def strategy_of(created: Any) -> TrainingStrategy | None:
-    """Returns the strategy in whose scope a model, an optimizer or a Keras variable was created."""
+def strategy_of(created: Any) -> Any:
+    """Returns the strategy in whose scope a model, an optimizer or a Keras variable was created; else ``None``."""
     return getattr(created, "__dict__", {}).get(_ATTRIBUTE)
 
 
 @contextmanager
-def patch_keras(strategy: TrainingStrategy, *, in_run: bool = False) -> Iterator[None]:
-    """The block in which Keras' classes are patched to notify ``strategy`` of new objects.
-
-    Args:
-        strategy: the one whose scope is open.
-        in_run: whether this is ``strategy.run``, which not every training needs to be notified of.
-    """
+def patch_keras(strategy: Any, *, in_run: bool = False) -> Iterator[None]:
+    """The block in which Keras' classes notify ``strategy``; not every training is notified in ``run`` (``in_run``)."""
     training = strategy.training if "keras" in sys.modules else None
     if training is None or (in_run and not training.follows_run):
         yield
         return
     with _patched_classes:
-        training.seed_generators_used()
+        training.follow_seeds()
         yield
 
 
@@ -84,23 +62,20 @@ class _PatchedClasses:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._depth = 0
-        self._own: list[tuple[Any, str, Any]] = []
+        self._patches = ExitStack()
 
     def __enter__(self) -> None:
         with self._lock:
             self._depth += 1
             if self._depth == 1:
-                patches = _patches()
-                self._own = [(kind, name, kind.__dict__[name]) for kind, name, _ in patches]
-                for kind, name, wrapped in patches:
-                    setattr(kind, name, wrapped(kind.__dict__[name]))
+                for kind, name, wrapped in _patches():
+                    self._patches.enter_context(Replaced(kind, **{name: wrapped(vars(kind)[name])}))
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._depth -= 1
             if self._depth == 0:
-                for kind, name, own in self._own:  # where a method has two patches, both kept its own
-                    setattr(kind, name, own)
+                self._patches.close()
 
 
 _patched_classes = _PatchedClasses()
@@ -109,7 +84,7 @@ _patched_classes = _PatchedClasses()
 def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     import keras
 
-    from choros.training.keras_internals import (
+    from choros.training.keras_internals.models import (
         AnyVariable,
         BaseOptimizer,
         MultiOptimizer,
@@ -124,12 +99,13 @@ def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (Trainer, "__init__", _notifying(lambda training: training.model_created)),
         (BaseOptimizer, "__init__", _notifying(lambda training: training.optimizer_created)),
         (keras.Metric, "__init__", _notifying(lambda training: training.metric_created)),
-        (keras.Metric, "add_variable", _of_metrics),
-        (keras.random.SeedGenerator, "__init__", _notifying(lambda training: training.seed_generator_created)),
+        (keras.Metric, "add_variable", _within(variables_of_metrics)),
+        (keras.random.SeedGenerator, "__init__", _notifying(lambda training: training.follow_seeds)),
         (keras.Layer, "add_weight", _notifying_of_weights),
         (keras.layers.BatchNormalization, "__init__", _synchronizing),
         (Trainer, "compile", _checking_scope),
-        *((kind, "__init__", _as_one_replica) for kind in strategy_aware_classes()),
+        # Keras does not see the strategy, with which it would train.
+        *((kind, "__init__", _within(as_one_replica)) for kind in strategy_aware_classes()),
         (BaseOptimizer, "apply", _distributing),
         (MultiOptimizer, "apply", _distributing),
         (loss_scale_optimizer, "apply", _distributing),
@@ -181,15 +157,18 @@ def _notifying_of_weights(own: Any) -> Any:
     return add_weight
 
 
-def _of_metrics(own: Any) -> Any:
-    from choros.distribute.fit.variables import variables_of_metrics
+def _within(block: Callable[[], AbstractContextManager[None]]) -> Callable[[Any], Any]:
+    """Returns a wrapper of a method, which runs within the block."""
 
-    @functools.wraps(own)
-    def add_variable(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with variables_of_metrics():
-            return own(self, *args, **kwargs)
+    def wrapper(own: Any) -> Any:
+        @functools.wraps(own)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with block():
+                return own(self, *args, **kwargs)
 
-    return add_variable
+        return method
+
+    return wrapper
 
 
 def _synchronizing(own: Any) -> Any:
@@ -207,17 +186,6 @@ def _synchronizing(own: Any) -> Any:
         synchronize(self, strategy.training.combine_moments)
 
     init.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # Keras reads the names of its arguments
-    return init
-
-
-def _as_one_replica(own: Any) -> Any:
-    """Returns a wrapper of ``__init__`` in which Keras does not see the strategy, with which it would train."""
-
-    @functools.wraps(own)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        with as_one_replica():
-            own(self, *args, **kwargs)
-
     return init
 
 
@@ -270,18 +238,14 @@ def _distributing(own: Any) -> Any:
     return method
 
 
-def _patch_model(model: Any, strategy: TrainingStrategy) -> None:
+def _patch_model(model: Any, strategy: Any) -> None:
     """Makes this model's methods delegate to the strategy's training."""
     for name in _TRAINING_METHODS:
         object.__setattr__(model, name, _delegating(strategy, model, name))
 
 
-def _delegating(strategy: TrainingStrategy, model: Any, name: str) -> Any:
-    """Returns a method of the model that passes Keras' own to the strategy's training.
-
-    A class may override a method to prepare its data, as those of KerasHub do, and then call Keras': its own code runs
-    as it is, and the strategy receives what it passes on.
-    """
+def _delegating(strategy: Any, model: Any, name: str) -> Any:
+    """Returns a method that passes Keras' own to the training; overrides, as KerasHub's, run as they are."""
     import keras
 
     own = getattr(model, name)
@@ -306,12 +270,8 @@ def _delegating(strategy: TrainingStrategy, model: Any, name: str) -> Any:
             return own(*args, **kwargs)  # fit calls evaluate for validation; a callback may call predict
         if not prepares:
             return delegate(own, args, kwargs)
-        outer = vars(home)[name]
-        setattr(home, name, inner)
-        try:
+        with Replaced(home, **{name: inner}):
             return own(*args, **kwargs)
-        finally:
-            setattr(home, name, outer)
 
     return method
 
@@ -323,9 +283,9 @@ def _replace_tensorboard(call: KerasCall) -> KerasCall:
         given = [] if given is None else [given]
     from choros.training.tensorboard import stand_in_for
 
-    replaced = [stand_in_for(each) for each in given]
-    unchanged = all(new is old for new, old in zip(replaced, given, strict=True))
-    return call if unchanged else call.replaced(callbacks=replaced)
+    working = [stand_in_for(each) for each in given]
+    unchanged = all(new is old for new, old in zip(working, given, strict=True))
+    return call if unchanged else call.replaced(callbacks=working)
 
 
 def _checking_scope(own: Any) -> Any:

@@ -4,8 +4,6 @@ A partitioner is a callable ``(shape, dtype) -> [shards, 1, 1, …]``: the numbe
 axis, and 1 for each other axis. These have TensorFlow's names and arithmetic.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

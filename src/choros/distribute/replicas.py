@@ -1,14 +1,35 @@
-"""The replicas of a strategy: how they run a function together, and their collectives."""
+"""The replicas of a strategy: how they run a function together, and their collectives.
 
-from __future__ import annotations
+One replica per process exchanges values through the job's communicator::
 
+    process 0, replica 0           process 1, replica 1
+    strategy.run(step)             strategy.run(step)            every process runs the whole script
+      all_reduce(SUM, a) ────────── all_reduce(SUM, b)           a + b on both
+    strategy.reduce(MEAN, loss) ─── strategy.reduce(MEAN, loss)  likewise
+
+In a compiled function (``tf.function``, ``jax.jit``) each of these is a call on the host, in program order.
+"""
+
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, final
 
-from choros.distribute.reduce_op import ReduceOp
+import numpy as np
 
-__all__ = ["Axis", "Replicas"]
+from choros.arrays import ArraySpec, adapter_of
+from choros.comm import Reduction, global_process_set, is_initialized, topology
+from choros.distribute.scope import enter_scope
+from choros.distribute.tf_functions import converted, windows_of_any_rows
+from choros.distribute.torch_objects import synchronized_torch_objects
+from choros.distribute.types import ReduceOp, select
+from choros.errors import ConfigError
+from choros.parallel import ops
+from choros.parallel.objects import allgather_object
+from choros.parallel.random_streams import tensorflow_numbers_of
+from choros.parallel.structure import leaves, map_structure
+from choros.topology import Topology
 
 #: One dimension, or several; ``None``: the replicas' values are reduced element by element.
 Axis = int | Sequence[int] | None
@@ -47,8 +68,205 @@ class Replicas(ABC):
     def all_gather(self, value: Any, axis: int) -> Any:
         """In replica context: returns the replicas' values, concatenated along ``axis``."""
 
-    @abstractmethod
+
+@final
+class ReplicaContext:
+    """The replica in which ``strategy.run`` calls a function, and its collectives.
+
+    All replicas must call the same collective methods in the same order.
+
+    Attributes:
+        strategy: the ``Strategy`` of the replica.
+    """
+
+    def __init__(self, strategy: Any, replica_id: Any) -> None:
+        self.strategy = strategy
+        self._replica_id = replica_id
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """The index of this replica, from 0; a traced number where several replicas share one compiled step."""
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas on all processes together."""
+        count: int = self.strategy.replicas.count
+        return count
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
+        """Reduces the replicas' values, on each replica. Gradients flow through it.
+
+        Args:
+            reduce_op: ``SUM`` or ``MEAN``.
+            value: an array, a number, or a structure of them; the same shapes on every replica.
+            options: has no effect; the engine decides how values are sent.
+
+        Example:
+            >>> from choros import distribute
+            >>> def step():
+            ...     return distribute.get_replica_context().all_reduce("SUM", 2.0)
+            >>> distribute.OneDeviceStrategy("cpu").run(step)
+            2.0
+        """
+        del options
+        return self.strategy.replicas.all_reduce(ReduceOp.of(reduce_op), value)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Concatenates the replicas' values along ``axis``, on each replica. Gradients flow through it.
+
+        Args:
+            value: an array with at least one dimension, or a structure of them; only the dimension ``axis`` may differ
+                between replicas.
+            axis: the dimension.
+            options: has no effect.
+        """
+        del options
+        return self.strategy.replicas.all_gather(value, axis)
+
     def merge_call(
-        self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """In replica context: calls ``function(strategy, …)`` in cross-replica context."""
+        """Calls ``merge_fn(strategy, *args)`` in cross-replica context, where ``strategy.reduce`` works.
+
+        Every process calls it for its replica. Unlike TensorFlow's, it may be called within a condition or a nested
+        function, provided that all replicas call it.
+        """
+        with enter_scope(self.strategy):
+            return converted(merge_fn)(self.strategy, *args, **(kwargs or {}))
+
+    def __repr__(self) -> str:
+        number = self._replica_id if isinstance(self._replica_id, (int, np.integer)) else "traced"
+        return f"ReplicaContext(replica {number} of {self.num_replicas_in_sync})"
+
+
+@final
+class ProcessReplicas(Replicas):
+    """The job's processes, whose number may change, or this one ``alone``, each with one replica on its device."""
+
+    local_count = 1
+
+    def __init__(
+        self, *, alone: bool = False, on_device: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        self._alone = alone
+        self._on_device = on_device
+        self._position = topology() if not alone and is_initialized() else Topology()
+
+    @property
+    def count(self) -> int:  # type: ignore[override]  # read-only
+        """The number of processes."""
+        return self._topology.size
+
+    @property
+    def first(self) -> int:  # type: ignore[override]  # read-only
+        """The rank of this one."""
+        return self._topology.rank
+
+    @property
+    def _topology(self) -> Topology:
+        if not self._alone and is_initialized():
+            self._position = topology()  # else, after shutdown(), the last one
+        return self._position
+
+    def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls ``function`` on this process's replica."""
+        job = self._topology
+        with ExitStack() as stack:
+            stack.enter_context(self._on_device())
+            stack.enter_context(enter_scope(strategy, ReplicaContext(strategy, job.rank)))
+            if job.size > 1:
+                stack.enter_context(synchronized_torch_objects(job.rank))
+                stack.enter_context(windows_of_any_rows())
+                stack.enter_context(tensorflow_numbers_of(job.rank))
+            return converted(function)(*select(0, tuple(args)), **select(0, dict(kwargs)))
+
+    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
+        """Reduces over ``axis`` on the host, then over the processes."""
+        value = select(0, value)
+        if axis is None:
+            return self._allreduce(op, value, "reduce")
+        return map_structure(lambda leaf: self._reduce(op, leaf, axis), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Gathers each leaf."""
+        return self.all_gather(select(0, value), axis)
+
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+        """Reduces all leaves in one grouped allreduce."""
+        return self._allreduce(op, value, "all_reduce")
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Gathers each leaf."""
+        return map_structure(lambda leaf: self._gather(leaf, axis), value)
+
+    def _allreduce(self, op: ReduceOp, value: Any, name: str) -> Any:
+        if self.count == 1:
+            return value
+        given = [_meanable(op, leaf) for leaf in leaves(value)]
+        reduced = iter(ops.grouped_allreduce(given, op.engine_op, name=name))
+        return map_structure(lambda _: next(reduced), value)
+
+    def _reduce(self, op: ReduceOp, value: Any, axis: int | Sequence[int]) -> Any:
+        value = _meanable(op, value)
+        adapter = adapter_of(value)
+        spec = adapter.spec(value)
+        axes = axes_of(spec.shape, axis)
+        rest = tuple(n for dimension, n in enumerate(spec.shape) if dimension not in axes)
+
+        def on_host(hosts: Sequence[Any]) -> Sequence[Any]:
+            (host,) = hosts
+            total, count = host.sum(axis=axes), np.asarray(math.prod(host.shape[each] for each in axes))
+            if self.count > 1:
+                communicator = global_process_set.communicator
+                total, count = communicator.grouped_allreduce([total, count], Reduction.SUM, name="reduce")
+            return [np.asarray(total / max(int(count), 1) if op is ReduceOp.MEAN else total, spec.dtype)]
+
+        (result,) = adapter.host_call(on_host, [value], [ArraySpec(rest, spec.dtype)])
+        return result
+
+    def _gather(self, value: Any, axis: int) -> Any:
+        adapter = adapter_of(value)
+        if adapter.rows_of(value) is not None:
+            raise ConfigError(
+                f"gather: {type(value).__name__} cannot be gathered, as in tf.distribute: gather its values and its "
+                "indices, or reduce it with SUM."
+            )
+        spec = adapter.spec(value)
+        axis = axis_of(spec.shape, axis, "gather")
+        if self.count == 1:
+            return value
+        if spec.dtype.kind not in "OSU":
+            return ops.allgather(value, axis=axis, name="gather")
+
+        def strings_on_host(hosts: Sequence[Any]) -> Sequence[Any]:
+            return [np.concatenate(allgather_object(np.asarray(hosts[0]), name="gather"), axis)]
+
+        shape = tuple(None if dimension == axis else n for dimension, n in enumerate(spec.shape))
+        (result,) = adapter.host_call(strings_on_host, [value], [ArraySpec(shape, spec.dtype)])
+        return result
+
+
+def _meanable(op: ReduceOp, value: Any) -> Any:
+    """Returns integers as floating-point numbers, for a mean."""
+    if op is not ReduceOp.MEAN or isinstance(value, (bool, int, float)):
+        return value
+    adapter = adapter_of(value)
+    if adapter.rows_of(value) is not None:
+        return value
+    return adapter.cast(value, adapter.widest_float) if adapter.spec(value).dtype.kind in "iub" else value
+
+
+def axis_of(shape: Sequence[int | None], axis: int, method: str) -> int:
+    """Returns the index of the dimension ``axis``, counted from the front; ConfigError if there is none such."""
+    if not -len(shape) <= axis < len(shape):
+        raise ConfigError(
+            f"{method}(axis={axis}): the value has the shape {tuple(shape)}, which has no such dimension. Reduce "
+            "scalars with axis=None; to gather them, reshape them to arrays of one element first."
+        )
+    return axis % len(shape)
+
+
+def axes_of(shape: Sequence[int | None], axis: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns the indices of the dimensions over which a value is reduced."""
+    return tuple(axis_of(shape, each, "reduce") for each in (axis if isinstance(axis, Sequence) else (axis,)))

@@ -8,51 +8,25 @@
           merge_call(f)           cross-replica context       f(strategy, …) sees all replicas
         model.fit(…)          in the scope again              averages gradients over examples
 
-Each thread has a stack of entered scopes; the topmost entry counts. TensorFlow's own functions in ``tf.distribute`` and
-``tf.nn`` answer for it, too. This module does not depend on the strategies, so that all of their modules can import it;
-``choros.distribute.current`` has the functions for users.
+The topmost entry counts; ``tf.distribute`` and ``tf.nn`` answer for it, too. This module does not depend on the
+strategies, so that all of their modules can import it; ``choros.distribute.current`` is for users.
 """
-
-from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from choros.errors import StrategyError
 from choros.training.tf_context import as_one_replica, current_for_tensorflow
-
-__all__ = [
-    "current_replica",
-    "current_strategy",
-    "depth",
-    "enter_fit",
-    "enter_scope",
-    "has_strategy",
-    "in_fit",
-    "in_replica",
-]
-
-
-class EnteredStrategy(Protocol):
-    """The part of a strategy that this module uses."""
-
-    @property
-    def is_default(self) -> bool:
-        """Whether its scope counts as outside of all scopes."""
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas."""
 
 
 @dataclass(frozen=True)
 class _ScopeEntry:
     """An entry of the stack: ``replica`` is ``None`` in cross-replica context."""
 
-    strategy: EnteredStrategy
+    strategy: Any  # a Strategy; its module imports this one
     replica: Any = None
     fit: bool = False
 
@@ -70,16 +44,8 @@ _stack = _Stack()
 
 
 @contextmanager
-def enter_scope(strategy: EnteredStrategy, replica: Any = None) -> Iterator[None]:
-    """The block in which the program is in the scope of ``strategy``, or in one of its replicas.
-
-    Args:
-        strategy: the one to enter. The default strategy's scope has no effect.
-        replica: the replica's context; ``None`` for cross-replica context.
-
-    Raises:
-        StrategyError: another strategy's scope is open.
-    """
+def enter_scope(strategy: Any, replica: Any = None) -> Iterator[None]:
+    """The block in the scope of ``strategy``, or in its ``replica``; the default strategy's scope has no effect."""
     if replica is None and strategy.is_default:
         yield
         return
@@ -106,19 +72,16 @@ def enter_fit() -> Iterator[None]:
 
 @contextmanager
 def _entered(entry: _ScopeEntry) -> Iterator[None]:
+    if entry.strategy.num_replicas_in_sync == 1:  # TensorFlow's default
+        in_tensorflow: AbstractContextManager[None] = nullcontext()
+    else:
+        in_tensorflow = as_one_replica() if entry.fit else current_for_tensorflow(entry.strategy, entry.replica)
     _stack.entries.append(entry)
     try:
-        with _answers_of_tensorflow(entry):
+        with in_tensorflow:
             yield
     finally:
         _stack.entries.pop()
-
-
-def _answers_of_tensorflow(entry: _ScopeEntry) -> AbstractContextManager[None]:
-    """Returns the block in which TensorFlow's functions answer for ``entry``; one replica is TensorFlow's default."""
-    if entry.strategy.num_replicas_in_sync == 1:
-        return nullcontext()
-    return as_one_replica() if entry.fit else current_for_tensorflow(entry.strategy, entry.replica)
 
 
 def depth() -> int:
@@ -137,8 +100,26 @@ def current_replica() -> Any:
 
 
 def has_strategy() -> bool:
-    """Whether the program is in the scope of a strategy other than the default one."""
+    """Whether the program is in the scope of a strategy.
+
+    Example:
+        >>> from choros import distribute
+        >>> distribute.has_strategy()
+        False
+    """
     return _stack.top is not None and not _stack.top.strategy.is_default
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the program is in the scope of a strategy, but not in a replica.
+
+    Example:
+        >>> from choros import distribute
+        >>> with distribute.OneDeviceStrategy("cpu").scope():
+        ...     distribute.in_cross_replica_context()
+        True
+    """
+    return _stack.top is not None and _stack.top.replica is None
 
 
 def in_replica() -> bool:

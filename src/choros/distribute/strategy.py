@@ -15,19 +15,15 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar, final
 
 from choros.distribute import datasets
-from choros.distribute.extended import StrategyExtended
 from choros.distribute.fit.training import Training
-from choros.distribute.input_context import InputContext, InputOptions, ValueContext
-from choros.distribute.keras_hook import patch_keras
-from choros.distribute.reduce_op import ReduceOp
+from choros.distribute.keras_hook import patch_keras, strategy_of
 from choros.distribute.replicas import Axis, Replicas
-from choros.distribute.saving_hook import guard_saving
+from choros.distribute.saving import guard_saving
 from choros.distribute.scope import current_replica, enter_scope
-from choros.distribute.tf_variables import follow_variables
-from choros.distribute.values import PerReplica, per_replica
+from choros.distribute.tf_functions import leave_unconverted
+from choros.distribute.types import InputContext, InputOptions, PerReplica, ReduceOp, ValueContext, per_replica
+from choros.distribute.variables import follow_variables
 from choros.errors import ConfigError, StrategyError
-
-__all__ = ["Strategy"]
 
 
 class Strategy(ABC):
@@ -35,6 +31,7 @@ class Strategy(ABC):
 
     Args:
         replicas: the participating replicas.
+        training: the training of models that are created in the scope; ``None`` without Keras.
         cluster_resolver: the resolver that provided the workers' addresses, if any.
 
     Attributes:
@@ -43,15 +40,13 @@ class Strategy(ABC):
 
     is_default: ClassVar[bool] = False
 
-    def __init__(self, replicas: Replicas, cluster_resolver: Any = None) -> None:
+    @abstractmethod
+    def __init__(self, replicas: Replicas, training: Training | None, cluster_resolver: Any = None) -> None:
+        leave_unconverted()
         self.replicas = replicas
+        self.training = training
         self._cluster_resolver = cluster_resolver
         self._extended = StrategyExtended(self)
-
-    @property
-    @abstractmethod
-    def training(self) -> Training | None:
-        """The training of models that are created in the scope; ``None`` without Keras."""
 
     def placement(self) -> AbstractContextManager[Any]:
         """Returns the block in which variables are created on this strategy's device."""
@@ -272,7 +267,7 @@ class _Scope(AbstractContextManager[Strategy]):
 
     def __enter__(self) -> Strategy:
         strategy = self._strategy
-        guard_saving()
+        guard_saving(strategy_of)
         with ExitStack() as stack:
             blocks = enter_scope(strategy), strategy.placement(), patch_keras(strategy), self._variables()
             for block in blocks:
@@ -286,3 +281,60 @@ class _Scope(AbstractContextManager[Strategy]):
 
     def __exit__(self, *exception: Any) -> bool | None:
         return self._entered.pop().__exit__(*exception)
+
+
+@final
+class StrategyExtended:
+    """``tf.distribute.StrategyExtended``, for processes that each hold one copy of every variable."""
+
+    #: Makes ``tf.function`` trace a function anew in a strategy, where TensorFlow's names have other answers.
+    _retrace_functions_for_each_device = True
+
+    def __init__(self, strategy: Any) -> None:  # a Strategy; its module imports this one
+        self._strategy = strategy
+
+    def _use_merge_call(self) -> bool:
+        """Tells TensorFlow that variables are updated in replica context."""
+        return False
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Whether the Keras variable ``v`` was created in this strategy's scope."""
+        return strategy_of(v) is self._strategy
+
+    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any = None, options: Any = None) -> Any:
+        """``strategy.reduce``: every process receives the result; ``destinations`` has no effect."""
+        del destinations, options
+        return self._strategy.reduce(reduce_op, value, axis=None)
+
+    def batch_reduce_to(
+        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any = None
+    ) -> list[Any]:
+        """``reduce_to`` for each pair of a value and a destination."""
+        return [self.reduce_to(reduce_op, value, to, options) for value, to in value_destination_pairs]
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls ``fn(var, *args)`` once: this process has one copy of ``var``."""
+        result = fn(var, *args, **(kwargs or {}))
+        return result if group else (result,)
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """``strategy.run``."""
+        return self._strategy.run(fn, args, kwargs)
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """Does nothing: all variables of a process are on one device."""
+        del colocate_with_variable
+        return nullcontext()
+
+    def value_container(self, value: Any) -> Any:
+        """Returns ``value`` itself: no variable consists of others."""
+        return value

@@ -1,4 +1,4 @@
-"""PyTorch's own modules and optimizers in ``strategy.run``, without Keras.
+"""PyTorch's own modules and optimizers in ``strategy.run``, without Keras: it calls hooks while a replica runs.
 
 ::
 
@@ -7,11 +7,7 @@
       loss.backward()
       optimizer.step()      gradients ──────── the sum over replicas ──────── gradients
                             parameters: compared ────────── parameters
-
-PyTorch calls the hooks of this module for all modules and optimizers, while a replica runs.
 """
-
-from __future__ import annotations
 
 import sys
 import weakref
@@ -25,12 +21,11 @@ from choros.errors import StrategyError
 from choros.parallel.compression import Compression
 from choros.parallel.identical import are_identical
 from choros.parallel.ops import broadcast_arrays
+from choros.parallel.random_streams import torch_numbers_of
 from choros.parallel.reduce.device import device_to_reduce_on
-from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
+from choros.parallel.reduce.plan import ReduceConfig
+from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.torch_backward import compare_parameters
-from choros.parallel.torch_random import torch_numbers_of
-
-__all__ = ["synchronized_torch_objects"]
 
 _ADVICE = (
     "Replicas must start from the same values and change them in the same way: give the optimizer the parameters of "
@@ -43,13 +38,7 @@ _reducers: weakref.WeakKeyDictionary[Any, GradientReducer] = weakref.WeakKeyDict
 
 @contextmanager
 def synchronized_torch_objects(replica: int) -> Iterator[None]:
-    """The block of a replica: modules start from the same values, and optimizers sum the replicas' gradients.
-
-    PyTorch's random numbers are the replica's own.
-
-    Args:
-        replica: its index.
-    """
+    """The block of a replica: modules start from equal values, optimizers sum gradients, random numbers are its own."""
     if sys.modules.get("torch") is None:
         yield
         return

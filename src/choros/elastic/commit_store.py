@@ -5,41 +5,43 @@
     DIRECTORY/commit-00000041.npz    kept, in case the next one is damaged
     DIRECTORY/commit-00000042.npz    the last one
     DIRECTORY/.unfinished.…/         the next one, being written; flushed and renamed (``choros/durable.py``)
+
+A file is NumPy's ``.npz``: a zip archive, with a checksum for each member. Nothing in it is unpickled::
+
+    0.npy, 1.npy, …    the arrays and bytes
+    state.npy          JSON: the structure, the small values, and what each array is
+
+    {"w": bfloat16 array, "best": None}   ►   {"dict": [["w", {"array": ["0", "bfloat16"]}], ["best", null]]}
 """
 
-from __future__ import annotations
-
 import errno
+import json
 import logging
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
-from choros.durable import unfinished
-from choros.elastic.state_file import read_state, write_state
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.durable import Numbered
 from choros.errors import ConfigError
 from choros.ownership import WRITABLE, problem_with
 
-__all__ = ["Commit", "CommitStore"]
-
 _log = logging.getLogger("choros")
-_NAME = re.compile(r"commit-(\d+)\.npz")
 _KEPT = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_STATE = "state"
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit that has been loaded.
-
-    Attributes:
-        number: counts the commits of a directory, from 1.
-        state: what was written.
-    """
+    """A commit that has been loaded: its number, counted from 1 in its directory, and the state that was written."""
 
     number: int
     state: Any
@@ -47,45 +49,30 @@ class Commit:
 
 @final
 class CommitStore:
-    """The commits in one directory; one process at a time writes, on a file system that all hosts share.
+    """The commits in one directory on a file system that all hosts share; one process at a time writes.
 
-    Args:
-        directory: is created by the first ``write``.
-
-    Example:
-        >>> import numpy as np, tempfile
-        >>> store = CommitStore(tempfile.mkdtemp())
-        >>> store.load_last() is None
-        True
-        >>> store.write({"weights": [np.ones(2)], "epoch": 3})
-        1
-        >>> store.load_last().state
-        {'weights': [array([1., 1.])], 'epoch': 3}
+    >>> import numpy as np, tempfile
+    >>> store = CommitStore(tempfile.mkdtemp())
+    >>> store.load_last() is None
+    True
+    >>> store.write({"weights": [np.ones(2)], "epoch": 3})
+    1
+    >>> store.load_last().state
+    {'weights': [array([1., 1.])], 'epoch': 3}
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
+        self._files = Numbered(self.directory, "commit-", ".npz", digits=8, kept=_KEPT)
 
     def write(self, state: Any) -> int | None:
-        """Writes a commit; when this returns, it is on the disk. The last two are kept.
-
-        If the disk is full, a warning says so: training goes on, and the last commit is still there.
-
-        Args:
-            state: dicts, lists and tuples of NumPy arrays of any dtype, bytes, numbers, strings, booleans and ``None``.
-
-        Returns:
-            The commit's number; ``None`` if the disk is full.
-
-        Raises:
-            ConfigError: something else is in the state.
-            OSError: it could not be written for another reason; the last commit is still there.
+        """Writes a commit; when this returns its number, it is on the disk. The last two are kept.
+        If the disk is full, a warning says so, and it returns ``None``: training goes on, with the last commit there.
         """
         self.directory.mkdir(mode=0o777 & ~WRITABLE, parents=True, exist_ok=True)
-        earlier = self._files()
-        number = max(earlier, default=0) + 1
+        number = max(self._files.complete(), default=0) + 1
         try:
-            with unfinished(self.directory / f"commit-{number:08}.npz") as file:
+            with self._files.write(number) as file:
                 write_state(file, state)
                 file.chmod(file.stat().st_mode & ~WRITABLE)
         except OSError as error:
@@ -94,20 +81,11 @@ class CommitStore:
             message = "commit %d in %s is not written, training goes on without it: %s."
             _log.warning(message, number, self.directory, error)
             return None
-        for old in sorted(earlier)[: 1 - _KEPT]:
-            earlier[old].unlink()
         return number
 
     def load_last(self, *, own: bool = False) -> Commit | None:
-        """Returns the last complete commit; ``None`` if there are no commits.
-
-        Args:
-            own: it must be a file that only this user can have written, since what it holds is unpickled.
-
-        Raises:
-            ConfigError: there are commits, but all of them are damaged, or another user could have written them.
-        """
-        files = self._files()
+        """The last complete commit or ``None``; ConfigError: all damaged, or (``own``: unpickled) not only ours."""
+        files = self._files.complete()
         for number in sorted(files, reverse=True):
             try:
                 with self._opened(files[number].name, own=own) as file:
@@ -137,12 +115,6 @@ class CommitStore:
         finally:
             os.close(directory)
 
-    def _files(self) -> dict[int, Path]:
-        if not self.directory.is_dir():
-            return {}
-        found = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
-        return {int(match[1]): path for match, path in found if match is not None}
-
 
 def _check_own(path: Path, descriptor: int) -> None:
     problem = problem_with(path, os.fstat(descriptor))
@@ -151,3 +123,79 @@ def _check_own(path: Path, descriptor: int) -> None:
             f"{problem}. Who can write a commit of hvd.elastic.run can run code in this job. If it is yours: "
             f"chmod go-w {path}. Else choose another --commit-dir."
         )
+
+
+def write_state(path: str | os.PathLike[str], state: Any) -> None:
+    """Writes ``state`` over ``path``: dicts, lists and tuples of NumPy values (not ``object``), bytes, numbers,
+    strings, booleans, ``None``; keys are the last four, but bytes. ConfigError says where something else is.
+    """
+    members: list[NDArray[Any]] = []
+    structure = json.dumps(_encoded(state, members, "state"))
+    arrays: dict[str, Any] = {str(index): member for index, member in enumerate(members)}
+    arrays[_STATE] = np.frombuffer(structure.encode(), np.uint8)
+    with open(path, "wb") as file:
+        np.savez(file, **arrays)
+
+
+def read_state(opened: BinaryIO) -> Any:
+    """Returns the state of an opened file of ``write_state``; any error says that the file is damaged."""
+    with np.load(opened, allow_pickle=False) as file:
+        if (damaged := file.zip.testzip()) is not None:
+            raise ValueError(f"{damaged} has another checksum")
+        return _decoded(json.loads(file[_STATE].tobytes()), file)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``write_state`` accepts ``value``.
+
+    >>> is_plain({"best": np.float32(0.5), "epochs": [0, 1]}), is_plain({"model": object()})
+    (True, False)
+    """
+    try:
+        _encoded(value, [], "")
+    except ConfigError:
+        return False
+    return True
+
+
+def _encoded(value: Any, members: list[NDArray[Any]], where: str) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        array, dtype = np.asarray(value), None
+        if hasattr(ml_dtypes, array.dtype.name):  # NumPy's format does not know it
+            dtype = array.dtype.name
+            array = array.view(np.dtype((np.void, array.dtype.itemsize)))
+        members.append(array)
+        return {kind: [str(len(members) - 1), dtype]}
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, (bytes, bytearray)):
+        members.append(np.frombuffer(value, np.uint8))
+        return {"bytes": str(len(members) - 1)}
+    if type(value) in (list, tuple):
+        items = [_encoded(item, members, f"{where}[{index}]") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if type(value) is dict and all(type(key) in _PLAIN for key in value):
+        return {"dict": [[key, _encoded(item, members, f"{where}[{key!r}]")] for key, item in value.items()]}
+    raise ConfigError(
+        f"{where} is {value!r:.80} ({type(value).__name__}), which a commit cannot hold: it holds dicts, lists and "
+        "tuples of NumPy arrays, bytes, numbers, strings, booleans and None. Convert it, or leave it out."
+    )
+
+
+def _decoded(value: Any, members: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, members) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "dict":
+        return {key: _decoded(item, members) for key, item in content}
+    if kind == "tuple":
+        return tuple(_decoded(item, members) for item in content)
+    if kind == "bytes":
+        return members[content].tobytes()
+    array = members[content[0]]
+    if content[1] is not None:
+        array = array.view(np.dtype(getattr(ml_dtypes, content[1])))
+    return array if kind == "array" else array[()]

@@ -1,4 +1,4 @@
-"""Preemption: a rank of an elastic job, or the whole job, is asked to end by SIGTERM or SIGUSR1, and does after a step.
+"""Preemption: SIGTERM or SIGUSR1 asks a rank of an elastic job, or the whole job, to end, and it does after a step.
 
 ::
 
@@ -9,47 +9,33 @@
                    SIGTERM                                   SIGTERM      END, the notice of the rank that was first,
                                                                           in the agreement that ends step 17
 
-To the others, a rank that leaves is lost in its next step, of which it has applied nothing; by its notice ``LEAVES``
-they know that it is not to be replaced. If all end, they must do so after the same step; the signal reaches them in
-different ones, and the notice all in the same.
-
-SIGWINCH asks for the same, of all ranks that commit, because the job goes on on other hosts then; it never ends a rank
-that does not.
-
-A second signal ends a rank at once, as does a request to end a job without commits. A handler of the program's own
+To the others, a rank that leaves is lost in its next step, of which it has applied nothing; by its ``LEAVES`` they
+know not to replace it. If all end, they must after the same step: that of the notice, as signals come in different
+ones. SIGWINCH asks all ranks that commit for the same, as the job goes on on other hosts; it never ends others.
+A second signal ends a rank at once, as does a request to end a job without commits; a program's own handler
 takes the place of this one.
 """
-
-from __future__ import annotations
 
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 from choros.comm import END, LEAVES, global_process_set, is_initialized, leave_alone
-from choros.config import MIN_NP
 from choros.errors import PREEMPTED
 from choros.observe import MOVE
 from choros.observe.progress import page
-
-__all__ = ["end_job", "fewest_ranks", "job_ends", "leave_if_asked", "watch_signals"]
+from choros.settings import current
 
 _log = logging.getLogger("choros")
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class _Asked:
-    """What this rank was asked.
-
-    Attributes:
-        signal: the signal; 0 before.
-        ends_job: whether the whole job is to end: chorosrun was asked, or too few ranks would be left.
-        commits: returns whether the program commits when the job is to end.
-    """
+    """What this rank was asked (``signal`` 0: nothing); ``ends_job``: chorosrun was, or too few ranks would be left."""
 
     signal = 0
     ends_job = False
@@ -60,14 +46,8 @@ _asked = _Asked()
 
 
 def watch_signals(commits: Callable[[], bool] | None = None) -> Callable[[], None]:
-    """From now on, this rank ends between two steps if it is asked to; in jobs that are not elastic, nothing changes.
-
-    Args:
-        commits: returns whether all ranks commit, by ``end_job``, if the whole job is to end; else they end at once.
-            ``None``: who has called this function before, or will, knows.
-
-    Returns:
-        A function that ends this.
+    """Lets this rank end between two steps if asked, in an elastic job, until the returned function is called.
+    ``commits``: whether all ranks commit by ``end_job`` if the job ends, else they end at once; ``None``: others know.
     """
     elastic = is_initialized() and global_process_set.communicator.elastic
     if not elastic or threading.current_thread() is not threading.main_thread():
@@ -75,18 +55,26 @@ def watch_signals(commits: Callable[[], bool] | None = None) -> Callable[[], Non
     before = _asked.commits
     if commits is not None:
         _asked.commits = commits
-    watched = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-    for number in watched:
-        signal.signal(number, _on_signal)
+    unwatch = handle([number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL], _on_signal)
     if signal.getsignal(MOVE) is signal.SIG_DFL:
         signal.signal(MOVE, _on_move)
 
     def stop() -> None:
         if commits is not None:
             _asked.commits = before
-        for number in watched:
-            if signal.getsignal(number) is _on_signal:
-                signal.signal(number, signal.SIG_DFL)
+        unwatch()
+
+    return stop
+
+
+def handle(signals: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Callable[[], None]:
+    """Lets ``handler`` handle signals until the returned function is called, in the main thread like this one."""
+    before = {number: signal.signal(number, handler) for number in signals}
+
+    def stop() -> None:
+        for number, previous in before.items():
+            if previous is not None and signal.getsignal(number) is handler:  # ``None``: not Python's own
+                signal.signal(number, previous)
 
     return stop
 
@@ -96,7 +84,7 @@ def _on_signal(number: int, _frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     communicator = global_process_set.communicator
-    too_few = communicator.size <= fewest_ranks()
+    too_few = communicator.size <= current().min_np
     _asked.signal, _asked.ends_job = number, page.job_is_to_end or (too_few and _asked.commits())
     communicator.notice |= END if _asked.ends_job else LEAVES
 
@@ -107,25 +95,13 @@ def _on_move(number: int, _frame: FrameType | None) -> None:
         global_process_set.communicator.notice |= END
 
 
-def fewest_ranks() -> int:
-    """The number of ranks with which the job goes on."""
-    return int(MIN_NP.number(os.environ, "ranks"))
-
-
 def job_ends() -> bool:
     """Whether the job was asked to end: the same on all ranks that have made the same collectives."""
     return bool(global_process_set.communicator.noticed & END)
 
 
 def end_job(commit: Callable[[], None]) -> None:
-    """Commits, and ends this rank; all ranks call it after the same step.
-
-    Args:
-        commit: commits; on all ranks, of which rank 0 writes.
-
-    Raises:
-        SystemExit: always.
-    """
+    """Commits, and ends this rank by ``SystemExit``; all ranks call it after the same step, and rank 0 writes."""
     communicator = global_process_set.communicator
     while True:
         writer = communicator.launched[0]
@@ -136,11 +112,7 @@ def end_job(commit: Callable[[], None]) -> None:
 
 
 def leave_if_asked() -> None:
-    """Ends this rank if it alone was asked to end; call it between two steps, after all that belongs to the first one.
-
-    Raises:
-        SystemExit: it was asked.
-    """
+    """``SystemExit`` if this rank alone was asked to end; call it between two steps, after all of the first one."""
     communicator = global_process_set.communicator
     if _asked.signal and not _asked.ends_job and (communicator.noticed & LEAVES or communicator.is_new):
         name = signal.Signals(_asked.signal).name

@@ -11,8 +11,6 @@
       └──────────────────────────────────┘
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar, cast
 
 from choros.arrays.host_errors import error_of_host
-from choros.elastic.job import elastic_job
+from choros.elastic import job
 from choros.elastic.preemption import watch_signals
 from choros.elastic.state import State
 from choros.errors import (
@@ -31,8 +29,6 @@ from choros.errors import (
     MismatchError,
     PeerLostError,
 )
-
-__all__ = ["run", "run_fn"]
 
 R = TypeVar("R")
 
@@ -86,17 +82,17 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
-        ranks, failures, commits = elastic_job(), 0, 0
-        with ranks.opening(), ranks.raising(), ExitStack() as stack:
-            stack.callback(watch_signals(lambda: elastic_job().commits() is not None))
+        failures, commits = 0, 0
+        with job.opening(), job.raising(), ExitStack() as stack:
+            stack.callback(watch_signals(lambda: job.commits() is not None))
             # A new rank calls the callbacks, too: they may communicate. It receives the state of the others.
-            must_reset, must_load, skip_sync = ranks.is_new, not ranks.is_new, False
+            must_reset, must_load, skip_sync = job.is_new(), not job.is_new(), False
             while True:
                 try:
                     if must_load:
                         state.load()
                         must_load = False
-                    if not ranks.admit():
+                    if not job.admit():
                         return cast(R, None)
                     if must_reset:
                         reset()
@@ -109,7 +105,7 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
                 except EngineError as error:
                     failures = failures + 1 if state.commits == commits else 1
                     commits = state.commits
-                    is_final = isinstance(error, PeerLostError) and (error.ends_job or not ranks.survives)
+                    is_final = isinstance(error, PeerLostError) and (error.ends_job or not job.survives())
                     if is_final or failures == _TRIES:
                         raise
                     _log.warning("training goes on from the last commit: %s", error_of_host(error))

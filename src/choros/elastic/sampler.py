@@ -1,7 +1,5 @@
 """The sampler of elastic training: each example of an epoch once, whatever ranks are lost or join."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Mapping, Sized
@@ -9,13 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from choros.comm import Reduction, global_process_set
-from choros.comm.ranks import rank, size
-from choros.elastic.job import elastic_job
-from choros.elastic.ledger import Ledger
+from choros.comm import Reduction, global_process_set, on_change
+from choros.comm.context import rank, size
+from choros.comm.membership import Change
+from choros.data.plan import Ledger
 from choros.elastic.preemption import leave_if_asked, watch_signals
-
-__all__ = ["ElasticSampler"]
 
 
 class ElasticSampler:
@@ -59,7 +55,7 @@ class ElasticSampler:
         self._ledger = Ledger.of_epoch(0, size())
         self._batch_size = self._last_batch_size = 0
         self._joins = self._restored = False
-        elastic_job().on_change(self._changed)
+        on_change(self._changed)
         watch_signals()
 
     @property
@@ -168,5 +164,5 @@ class ElasticSampler:
             random.Random(self.seed + self.epoch).shuffle(indices)  # noqa: S311
         return indices
 
-    def _changed(self, new_ranks: Mapping[int, int]) -> None:
-        self._ledger = self._ledger.lost(new_ranks)
+    def _changed(self, change: Change) -> None:
+        self._ledger = self._ledger.lost(change.new_ranks)

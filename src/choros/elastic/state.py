@@ -1,7 +1,5 @@
 """Horovod's states of elastic training: what a function needs to go on, committed in memory and on disk."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -11,13 +9,12 @@ import cloudpickle
 import numpy as np
 
 from choros.comm import Reduction, global_process_set
-from choros.comm.ranks import rank
-from choros.elastic.job import HostUpdate, elastic_job
+from choros.comm.context import rank
+from choros.elastic import job
+from choros.elastic.job import HostUpdate
 from choros.elastic.preemption import end_job, job_ends, leave_if_asked
 from choros.errors import HostsUpdatedInterrupt
 from choros.parallel.objects import broadcast_object, object_of_first
-
-__all__ = ["ObjectState", "State"]
 
 _PICKLED = "pickled state"
 
@@ -84,7 +81,7 @@ class State:
     def _commit(self) -> None:
         self.save()
         self.commits += 1
-        store = elastic_job().commits()
+        store = job.commits()
         if store is not None and self._rank() == 0:
             store.write({_PICKLED: cloudpickle.dumps(self.committed())})
 
@@ -96,7 +93,7 @@ class State:
         Raises:
             HostsUpdatedInterrupt: it is so; its ``skip_sync`` says that none were added.
         """
-        known = max(self._update, elastic_job().pending())
+        known = max(self._update, job.pending())
         communicator = global_process_set.communicator
         if job_ends() and communicator.allreduce(np.ones(()), Reduction.SUM, name="ranks here") == communicator.size:
             end_job(self._commit)  # else some have joined the others, and come to the next call
@@ -110,7 +107,7 @@ class State:
 
         All ranks must call it together.
         """
-        store = elastic_job().commits()
+        store = job.commits()
         last = None if store is None else object_of_first(partial(store.load_last, own=True))
         if last is not None:
             self.use(cloudpickle.loads(last.state[_PICKLED]))

@@ -1,10 +1,6 @@
-"""The collectives with Horovod's names, on pytrees, inside and outside of ``jax.jit``.
-
-Their gradients are their adjoints, as ``parallel/ops.py`` lists them: those of the sum of all ranks' losses. Under
-``jax.vmap`` a collective of a batch of arrays is one collective.
+"""The collectives with Horovod's names, on pytrees, inside and outside of ``jax.jit``; under ``jax.vmap`` a batch is
+one. Their gradients are their adjoints, as ``parallel/ops.py`` lists them: those of the sum of all ranks' losses.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +10,7 @@ import jax.numpy as jnp
 
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.parallel import objects, ops
+from choros.parallel.calls import Gradients, options_of
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.variants import documented
 
@@ -68,18 +65,8 @@ def allreduce(
     averaged = Reduction(op) is Reduction.AVERAGE
     values = jax.tree.map(lambda leaf: float(leaf) if averaged and isinstance(leaf, int) else leaf, tree)
 
-    def reduce(arrays: Sequence[Any]) -> Sequence[Any]:
-        return ops.grouped_allreduce(
-            arrays,
-            op,
-            name=name,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            compression=compression,
-            process_set=process_set,
-        )
-
-    return _of_tree(reduce, values)
+    options = options_of(name, process_set, prescale_factor, postscale_factor, compression, Gradients.ADJOINT)
+    return _of_tree(lambda arrays: ops.grouped_allreduce(arrays, op, **options), values)
 
 
 @documented(tree=_ROWS)
@@ -126,18 +113,8 @@ def reducescatter(
     If these are not divisible, the first ranks have one row more.
     """
 
-    def scatter(arrays: Sequence[Any]) -> Sequence[Any]:
-        return ops.grouped_reducescatter(
-            arrays,
-            op,
-            name=name,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            compression=compression,
-            process_set=process_set,
-        )
-
-    return _of_tree(scatter, tree)
+    options = options_of(name, process_set, prescale_factor, postscale_factor, compression, Gradients.ADJOINT)
+    return _of_tree(lambda arrays: ops.grouped_reducescatter(arrays, op, **options), tree)
 
 
 #: Horovod's names; a list is a pytree.
@@ -186,9 +163,6 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def _of_tree(collective: Callable[[Sequence[Any]], Sequence[Any]], tree: Any) -> Any:
-    """Applies ``collective`` to the leaves as arrays: inside ``jax.jit`` even a number becomes part of the program.
-
-    Otherwise its collective would run while JAX traces, which ranks need not do equally often.
-    """
+    """Applies ``collective`` to leaves as arrays: a number's would run while JAX traces, not equally often on ranks."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(collective([jnp.asarray(leaf) for leaf in leaves]))

@@ -8,8 +8,6 @@
 The state is that of ``tx``: a checkpoint of it can be used without choros.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,9 +27,8 @@ from choros.jax.parameters import paths_of
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.identical import check_identical
 from choros.parallel.reduce import joining
-from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, indices_of_groups
-
-__all__ = ["distributed", "join"]
+from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
+from choros.parallel.reduce.reducer import GradientReducer
 
 Array = NDArray[Any]
 _ADVICE = "Start all ranks from the same values: params = broadcast_parameters(params) before training."
@@ -42,12 +39,7 @@ _ADAPTER = JaxArrays()
 
 @final
 class _GradientReduction:
-    """Reduces the gradients of one transformation.
-
-    Attributes:
-        reducer: of host arrays.
-        layout: the parameters' shapes and dtypes, from ``init``: a rank may join before it has computed a gradient.
-    """
+    """Reduces one transformation's gradients; ``layout`` is from ``init``: a rank may join before it has a gradient."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         self.reducer = reducer
@@ -148,18 +140,7 @@ def distributed(
         >>> optax.apply_updates(params, updates)
         {'w': Array([0.5, 0.5], dtype=float32)}
     """
-    try:
-        import optax
-    except ImportError as error:
-        raise ImportError("choros.jax.distributed needs optax: pip install optax.") from error
-
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise ConfigError(
-            f"distributed takes an optax transformation, not {tx!r}: create one, such as optax.adam(0.001)."
-        )
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
-    tx = optax.with_extra_args_support(tx)
+    tx = _checked(tx)
     config = ReduceConfig(
         op=op,
         compressor=compression,
@@ -169,6 +150,27 @@ def distributed(
     )
     reduction = _GradientReduction(GradientReducer(config, name))
     _reductions.add(reduction)
+    return _reducing(tx, reduction)
+
+
+def _checked(tx: Any) -> Any:
+    """Returns ``tx`` as a transformation that takes extra arguments; an error if it is none."""
+    try:
+        import optax
+    except ImportError as error:
+        raise ImportError("choros.jax.distributed needs optax: pip install optax.") from error
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise ConfigError(
+            f"distributed takes an optax transformation, not {tx!r}: create one, such as optax.adam(0.001)."
+        )
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+    return optax.with_extra_args_support(tx)
+
+
+def _reducing(tx: Any, reduction: _GradientReduction) -> Any:
+    """Returns ``tx`` after ``reduction``."""
+    import optax
 
     def init(params: Any) -> Any:
         reduction.layout = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in _trained(params).values())

@@ -1,7 +1,5 @@
 """Broadcast of models and optimizer states, which are pytrees."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -12,8 +10,6 @@ from numpy.typing import NDArray
 from choros.comm import ProcessSet, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.ops import broadcast_arrays
-
-__all__ = ["broadcast_parameters", "paths_of"]
 
 Array = NDArray[Any]
 #: The types of leaves that are sent.

@@ -36,12 +36,12 @@ from choros.parallel import horovod as _horovod
 from choros.parallel.horovod import *
 from choros.training.device import pin_device
 from choros.training.horovod_optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from choros.training.model_variables import broadcast_global_variables
-from choros.training.sync_batch_normalization import SyncBatchNormalization
+from choros.training.normalization import SyncBatchNormalization
+from choros.training.trainer import broadcast_global_variables
 from choros.training.variables import broadcast_variables
 
 if _keras.backend.backend() == "jax":
-    from choros.arrays.xla_threads import spare_xla_thread as _spare_xla_thread
+    from choros.arrays.jax_host_call import spare_xla_thread as _spare_xla_thread
 
     _spare_xla_thread()
 

@@ -1,7 +1,5 @@
 """Horovod's callbacks for ``model.fit``, on all frameworks."""
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -22,10 +20,9 @@ from choros.training.callbacks import (
     EpochCallback,
     MetricAverageCallback,
 )
-from choros.training.keras_internals import innermost, learning_rate_of
+from choros.training.keras_internals.models import innermost, learning_rate_of
 from choros.training.metrics import count_examples
 from choros.training.tensorboard import TensorBoard
-from choros.training.trainer import is_spmd
 
 __all__ = [
     "BestModelCheckpoint",
@@ -239,9 +236,9 @@ class BestModelCheckpoint(EpochCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Checks that there is a path, before an epoch has been trained."""
-        super().on_train_begin(logs)
         if self.filepath is None:
             raise ConfigError("BestModelCheckpoint needs the path of the file to save: pass filepath='….keras'.")
+        super().on_train_begin(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Saves the model if this epoch was the best."""
@@ -327,6 +324,6 @@ class Throughput(EpochCallback):
         communicator = global_process_set.communicator
         seconds = float(communicator.allreduce(time.perf_counter() - self._begin, Reduction.MAX))
         # Metrics of an SPMD step have counted the examples of all ranks.
-        op = Reduction.MAX if is_spmd(self.model) else Reduction.SUM
+        op = Reduction.MAX if self._steps.is_spmd else Reduction.SUM
         counted = float(communicator.allreduce(float(count_examples(self.model)), op))
         self._measured = (float(self.total_images or counted), max(seconds, 1e-9))

@@ -1,21 +1,13 @@
-"""The collectives with the arguments of Horovod's Keras API, also for Keras variables.
-
-They are differentiable, with Horovod's gradients; ``parallel/ops.py`` lists them.
-"""
-
-from __future__ import annotations
+"""Horovod's Keras collectives, with its gradients, also for Keras variables; ``parallel/ops.py`` lists them."""
 
 from typing import Any
 
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.parallel import ops
+from choros.parallel.calls import Gradients, options_of
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.variants import documented
+from choros.parallel.variants import documented, op_of
 from choros.training.variables import value_of
-
-__all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reducescatter"]
-
-_HOROVOD = ops.Gradients.HOROVOD
 
 
 @documented()
@@ -43,28 +35,20 @@ def allreduce(
         >>> hvd.allreduce(2.5, op=hvd.Sum)
         2.5
     """
-    return ops.allreduce(
-        value_of(value),
-        ops.op_of(average, op),
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        process_set=process_set,
-        gradients=_HOROVOD,
-    )
+    options = options_of(name, process_set, prescale_factor, postscale_factor, compression)
+    return ops.allreduce(value_of(value), op_of(average, op), **options)
 
 
 @documented()
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Concatenates the ranks' arrays along the first dimension, which may differ between ranks."""
-    return ops.allgather(value_of(value), name=name, process_set=process_set, gradients=_HOROVOD)
+    return ops.allgather(value_of(value), name=name, process_set=process_set, gradients=Gradients.HOROVOD)
 
 
 @documented()
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Sends the ``value`` of ``root_rank`` to every rank: an array of the same shape and dtype on all, or a number."""
-    return ops.broadcast(value_of(value), root_rank, name=name, process_set=process_set, gradients=_HOROVOD)
+    return ops.broadcast(value_of(value), root_rank, name=name, process_set=process_set, gradients=Gradients.HOROVOD)
 
 
 @documented()
@@ -75,7 +59,7 @@ def reducescatter(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduces ``value`` over the ranks and gives each its rows; the first ranks get the remainder."""
-    return ops.reducescatter(value_of(value), op, name=name, process_set=process_set, gradients=_HOROVOD)
+    return ops.reducescatter(value_of(value), op, name=name, process_set=process_set, gradients=Gradients.HOROVOD)
 
 
 @documented()

@@ -1,17 +1,13 @@
 """This rank's shard of a data set, of any kind that Keras takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from choros.comm import global_process_set, topology
+from choros.data.arrays import array_slices, takes_no_py_dataset
+from choros.data.kinds import are_arrays, kind_of, shard_of
+from choros.data.rows import Part, Sharding, check_batch_size
 from choros.errors import ConfigError
-from choros.parallel.data import Part, Sharding, are_arrays, elastic_shard, kind_of, remember_source
-from choros.parallel.data.array_slices import array_slices, takes_no_py_dataset
-from choros.parallel.data.shard import check_batch_size
-from choros.training.keras_internals import hand_over_arrays
-
-__all__ = ["shard"]
+from choros.training.keras_internals.fit import hand_over_arrays
 
 
 def shard(
@@ -63,13 +59,10 @@ def shard(
         check_batch_size(batch_size, here.size)
     if batch_size is not None and are_arrays(data) and takes_no_py_dataset():
         data, shuffle = array_slices(data, seed + initial_epoch if shuffle else None), False
-    kind = kind_of(data)
-    if shuffle and not kind.shuffles:
+    if shuffle and not kind_of(data).shuffles:
         raise ConfigError(
             "shuffle=True is for arrays and for the batches of a PyDataset; shuffle the "
             f"{type(data).__name__} itself, in the same order on all ranks."
         )
     sharding = Sharding(Part(here.rank, here.size), batch_size, shuffle, seed, initial_epoch)
-    if global_process_set.communicator.elastic and (own := elastic_shard(data, sharding)) is not None:
-        return own
-    return remember_source(kind.shard(data, sharding), data, sharding)
+    return shard_of(data, sharding, elastic=global_process_set.communicator.elastic)

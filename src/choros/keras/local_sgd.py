@@ -1,10 +1,4 @@
-"""Local SGD and DiLoCo in ``model.fit``: ranks train independently and average their weights periodically.
-
-The optimizer is a plain one, and the training step is Keras' own, compiled as Keras compiles it: it does not
-communicate. ``parallel/reduce/local_updates.py`` documents what ranks exchange between steps.
-"""
-
-from __future__ import annotations
+"""Local SGD and DiLoCo in ``fit``, with Keras' step; ``parallel/reduce/local_updates.py``: what ranks exchange."""
 
 from typing import Any, final
 
@@ -17,12 +11,11 @@ from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.reduce.local_updates import LocalUpdates, OuterSGD
 from choros.training.distributed_optimizer import reducer_of
-from choros.training.keras_internals import innermost
+from choros.training.keras_internals.fit import sync_jax_state
+from choros.training.keras_internals.models import innermost
 from choros.training.metrics import count_examples
-from choros.training.model_variables import model_variables
+from choros.training.trainer import model_variables
 from choros.training.variables import broadcast_variables
-
-__all__ = ["DiLoCoCallback", "LocalSGDCallback"]
 
 
 def LocalSGDCallback(
@@ -125,7 +118,7 @@ class _LocalUpdatesCallback(keras.callbacks.Callback):
         """Exchanges weights after the number of steps that ``updates`` has."""
         steps, self._batches = batch + 1 - self._batches, batch + 1
         if self._included and self._updates.step(steps):
-            self._synchronize()
+            sync_jax_state(self.model)
             self._write(self._updates.exchange(self._read(), examples=self._count()))
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -155,11 +148,6 @@ class _LocalUpdatesCallback(keras.callbacks.Callback):
         examples = count_examples(self.model) or self._batches
         new, self._examples = examples - self._examples, examples
         return new
-
-    def _synchronize(self) -> None:
-        """On JAX, writes the weights of the training loop to the model; Keras reads them again before its next step."""
-        if keras.backend.backend() == "jax":
-            self.model.jax_state_sync()
 
     def _read(self) -> list[NDArray[Any]]:
         values = [variable.value for variable in self.model.trainable_variables]

@@ -1,7 +1,5 @@
 """Loading of saved models, ready to continue training."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,9 +10,8 @@ import numpy as np
 
 from choros.parallel.compression import Compression, Compressor
 from choros.training.horovod_optimizer import DistributedOptimizer
-from choros.training.keras_internals import load_optimizer_weights_from_hdf5_group, trained_variables
-
-__all__ = ["load_model"]
+from choros.training.keras_internals.models import trained_variables
+from choros.training.keras_internals.saving import load_optimizer_weights_from_hdf5_group
 
 
 def load_model(
@@ -53,11 +50,7 @@ def load_model(
 
 
 def _bound(optimizer: Any, model: Any, path: Path) -> Any:
-    """Returns the optimizer with its state, built for the model's variables.
-
-    Keras (3.15) builds the optimizer of an ``.h5`` file before a sequential model has its variables; it then neither
-    restores the optimizer's state nor can train the model with it.
-    """
+    """The optimizer with its state: of an ``.h5`` file Keras 3.15 builds it before a sequential model has variables."""
     known = {id(variable) for variable in trained_variables(optimizer)} if optimizer.built else set()
     if path.suffix not in (".h5", ".hdf5") or all(id(variable) in known for variable in model.trainable_variables):
         return optimizer

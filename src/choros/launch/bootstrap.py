@@ -1,7 +1,5 @@
 """The program that each rank of ``choros.run`` runs: receives the function, calls it and sends back its result."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import TracebackType
@@ -12,8 +10,6 @@ import cloudpickle
 from choros.launch.protocol.payload import read_framed, unpack
 from choros.launch.protocol.wrapper_options import RESULT_FD
 from choros.topology import detect
-
-__all__ = ["main"]
 
 
 def _receive() -> bytes:

@@ -1,16 +1,12 @@
 """The output of ``chorosrun --check-build`` and ``--version``: what is installed, without importing it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
 
-from choros.launch.driver.accelerators import count_accelerators
+from choros.launch.driver.machine import count_accelerators
 from choros.launch.plan.mpi_implementations import Mpirun
-
-__all__ = ["build_text", "version_text"]
 
 _FRAMEWORKS = {"JAX": "jax", "PyTorch": "torch", "TensorFlow": "tensorflow"}
 
@@ -25,12 +21,7 @@ def version_text(mpirun: Mpirun | str) -> str:
 
 
 def build_text(mpirun: Mpirun | str, installed: Callable[[str], bool] | None = None) -> str:
-    """Returns a list of frameworks and engines, with ``[X]`` for those that are installed.
-
-    Args:
-        mpirun: the mpirun that would be used, or an error message if none was found.
-        installed: reports whether a module can be imported.
-    """
+    """Returns a list of frameworks and engines, with ``[X]`` for installed ones; ``mpirun`` may be an error message."""
     found = installed or (lambda module: importlib.util.find_spec(module) is not None)
     mpi = found("mpi4py") and isinstance(mpirun, Mpirun)
     lines = [f"choros {_version('choros')}".rstrip() + ":", "", "Available frameworks:"]

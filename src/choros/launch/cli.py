@@ -1,39 +1,30 @@
 """The ``chorosrun`` command: parses arguments and prints; the other modules of this package do the work."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from choros.config import LOG_LEVEL
 from choros.errors import ChorosError, LaunchError
 from choros.frameworks import installed, runs_here
-from choros.launch.driver.accelerators import count_accelerators
-from choros.launch.driver.discovery import run_script
-from choros.launch.driver.host_names import own_names
 from choros.launch.driver.launcher import dry_run_command, launch
-from choros.launch.driver.line_merger import LineMerger
-from choros.launch.driver.mpirun_detection import detect_mpirun
+from choros.launch.driver.machine import count_accelerators, detect_mpirun, own_names, run_script
 from choros.launch.driver.outcome import outcome_of
-from choros.launch.driver.output import DescriptorSink, Files, Output, Screen, use_colour
-from choros.launch.options import GroupedCommand, with_options
-from choros.launch.plan.arguments import Arguments
-from choros.launch.plan.dry_run import dry_run_text
+from choros.launch.driver.output import DescriptorSink, output_of, use_colour
+from choros.launch.options import OF_HOROVODRUN, GroupedCommand, with_options
+from choros.launch.plan.arguments import FLAGS, Arguments
+from choros.launch.plan.command import dry_run_text
 from choros.launch.plan.environment import parse_variables
-from choros.launch.plan.horovod_flags import HOROVOD_FLAGS, check, unused, variables
+from choros.launch.plan.horovod_flags import check, unused, variables
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
-
-__all__ = ["main"]
+from choros.settings import VARIABLES
 
 
 @click.command(cls=GroupedCommand, context_settings={"allow_interspersed_args": False, "max_content_width": 110})
@@ -44,8 +35,12 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
     if given["version"] or given["check_build"]:
         from choros.launch.build_report import build_text, version_text  # takes 10 ms; only these two flags need it
 
-        text = version_text if given["version"] else build_text
-        click.echo(text(_mpirun_or_error(given["mpirun"])))
+        found: Mpirun | str
+        try:
+            found = detect_mpirun(given["mpirun"])
+        except ChorosError as error:
+            found = str(error)
+        click.echo((version_text if given["version"] else build_text)(found))
         return 0
     if not command:
         raise click.UsageError("no command given. Example: chorosrun -np 2 python train.py")
@@ -72,25 +67,22 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
 
 def arguments_of(given: Mapping[str, Any]) -> Arguments:
     """Returns the arguments that the options in ``given`` set."""
-    values = {each.name: given[each.name] for each in fields(Arguments) if each.name in given}
+    values = {name: given[name] for name in FLAGS}
     flagged = variables(given)
     env = {**flagged, **parse_variables(given["env"], os.environ)}
-    verbose = given["verbose"] or flagged.get(LOG_LEVEL.name) == "DEBUG"
+    verbose = given["verbose"] or flagged.get(VARIABLES["log_level"].name) == "DEBUG"
     return Arguments(**{**values, "env": env, "verbose": verbose})
 
 
 def unabbreviated(name: str) -> str:
-    """Returns the flag of horovodrun, without dashes, of which ``name`` is the beginning.
+    """Returns the one flag of horovodrun, without dashes, that ``name`` begins; else, or if it is a flag, ``name``.
 
-    If ``name`` is itself a flag, or the beginning of several or of none, it is returned.
-
-    Example:
-        >>> unabbreviated("verb"), unabbreviated("no-stall"), unabbreviated("host"), unabbreviated("ps")
-        ('verbose', 'no-stall-check', 'host', 'ps')
+    >>> unabbreviated("verb"), unabbreviated("no-stall"), unabbreviated("host"), unabbreviated("ps")
+    ('verbose', 'no-stall-check', 'host', 'ps')
     """
     own = {flag.lstrip("-") for each in chorosrun.params for flag in (*each.opts, *each.secondary_opts)}
-    long = (flag.removeprefix("--") for each in HOROVOD_FLAGS for flag in (*each.on, *each.off) if flag[:2] == "--")
-    meant = [flag for flag in long if flag.startswith(name)]
+    names = (flag for each in OF_HOROVODRUN for flag in (*each.on, *each.off) if flag not in each.own_names.split())
+    meant = [flag[2:] for flag in names if flag.startswith(f"--{name}")]
     return meant[0] if len(meant) == 1 and name not in own else name
 
 
@@ -104,37 +96,18 @@ def missing_command(program: str) -> str | None:
     return f"command not found: {program!r}." if not path.exists() else f"{program!r} is not executable."
 
 
-def _mpirun_or_error(path: str | None) -> Mpirun | str:
-    try:
-        return detect_mpirun(path)
-    except ChorosError as error:
-        return str(error)
-
-
 def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
     colour = use_colour(os.environ, os.isatty(1) and os.isatty(2))
-    prefix = arguments.prefix(job.most)
-    timestamp = arguments.prefix_output_with_timestamp
-    screen = Screen(
-        DescriptorSink(1), DescriptorSink(2), prefix=prefix, colour=colour, roles=job.roles, timestamp=timestamp
-    )
-    directory = arguments.output_dir
-    files = Files(Path(directory), job.most, job.roles) if directory else None
-    output = Output(screen, files, LineMerger(job.most) if arguments.merge(job.most, os.environ) else None)
+    output = output_of(job, arguments, os.environ, DescriptorSink(1), DescriptorSink(2), colour=colour)
     limits = arguments.limits(os.environ)
     outcome = outcome_of(launch(job, mpirun, os.environ, output, limits, verbose=arguments.verbose), limits)
     for line in outcome.lines:
-        screen.show(line)
+        output.show(line)
     return outcome.exit_code
 
 
 def main(arguments: Sequence[str] | None = None, *, abbreviations: bool = False) -> NoReturn:
-    """Runs ``chorosrun`` and exits.
-
-    Args:
-        arguments: its arguments. Default: this process's command line.
-        abbreviations: whether horovodrun's flags may be abbreviated, as in horovodrun.
-    """
+    """Runs ``chorosrun`` and exits; ``abbreviations``: its flags may be abbreviated, as in horovodrun."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     _open_standard_streams()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in ``chorosrun … &`` in a script

@@ -1,18 +1,13 @@
 """chorosrun's options, in groups, and its help text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
 
-from choros.launch.plan.arguments import Arguments
-from choros.launch.plan.flags import Flag, FlagValue, Seconds, WholeNumber, flag_of
-from choros.launch.plan.horovod_flags import HOROVOD_FLAGS, LEVELS, HorovodFlag, Same, Sets, Value
-
-__all__ = ["GroupedCommand", "GroupedOption", "with_options"]
+from choros.launch.plan.arguments import FLAGS
+from choros.launch.plan.flags import FILE, SECONDS, SECONDS_OR_ZERO, SWITCH, Flag, Value
+from choros.launch.plan.horovod_flags import HOROVOD_FLAGS
 
 _EXAMPLES = """\
   chorosrun -np 2 python train.py                       two processes on this machine
@@ -55,14 +50,6 @@ _HOROVOD = (
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
-class GroupedOption(click.Option):
-    """An option with the heading under which the help lists it."""
-
-    def __init__(self, *names: Any, group: str, **rest: Any) -> None:
-        super().__init__(*names, **rest)
-        self.group = group
-
-
 class GroupedCommand(click.Command):
     """A command whose help begins with examples, lists options by group, and ends with exit codes."""
 
@@ -75,10 +62,11 @@ class GroupedCommand(click.Command):
         with formatter.section("Examples"):
             formatter.write(_EXAMPLES)
         groups: dict[str, list[tuple[str, str]]] = {}
+        shown = {flag.dest: flag.group for flag in ALL_FLAGS}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
-                group = parameter.group if isinstance(parameter, GroupedOption) else "Information"
+                group = shown.get(parameter.name, "Information")
                 groups.setdefault(group, []).append(record)
         for group, records in groups.items():
             with formatter.section(group):
@@ -109,68 +97,51 @@ class _SecondsType(click.types.FloatParamType):
     name = "number of seconds"
 
 
-_TYPES = {WholeNumber: _WholeNumberType(), Seconds: _SecondsType()}
-_HOROVOD_TYPES: dict[Value, dict[str, Any]] = {
-    Value.SWITCH: {"is_flag": True},
-    Value.WHOLE: {"type": _WholeNumberType()},
-    Value.NUMBER: {"type": float},
-    Value.SHARE: {"type": float},
-    Value.TEXT: {"type": str},
-    Value.LEVEL: {"type": click.Choice(LEVELS, case_sensitive=False)},
-}
+def _type_of(value: Value) -> Any:
+    if value.choices:
+        return click.Choice(value.choices, case_sensitive=False)
+    if value.types == (int,):
+        return _WholeNumberType()
+    if value.is_number:
+        return _SecondsType() if value in (SECONDS, SECONDS_OR_ZERO) else float
+    return click.Path(dir_okay=False) if value is FILE else str
 
 
-def _option(group: str, *names: str, **rest: Any) -> Callable[[Decorated], Decorated]:
-    return click.option(*names, cls=GroupedOption, group=group, **rest)
-
-
-def _option_of(name: str, flag: Flag, default: object) -> Callable[[Decorated], Decorated]:
-    """The option that sets the field ``name`` of ``Arguments``, which checks its value."""
-    settings: dict[str, Any] = {"help": flag.help, "metavar": flag.metavar}
-    if flag.bounds is not None:
-        settings |= {"type": _TYPES[type(flag.bounds)], "default": default, "show_default": default is not None}
-        settings |= {"nargs": 2} if flag.value is FlagValue.TWO else {}
-    elif flag.value is FlagValue.REPEATED:
-        settings |= {"multiple": True}
-    elif flag.value is FlagValue.SWITCH:
-        settings |= {"is_flag": True, "default": default}
+def _option_of(flag: Flag) -> Callable[[Decorated], Decorated]:
+    """The option of a row; what is given is checked where it is used."""
+    settings: dict[str, Any] = {"default": flag.default}
+    if flag.multiple:
+        settings = {"multiple": True}
+    elif flag.value is SWITCH:
+        settings |= {"is_flag": True}
     else:
-        settings |= {"type": click.Path(dir_okay=False) if flag.value is FlagValue.FILE else str, "default": default}
-    return _option(flag.group, name, *flag.names, **settings)
-
-
-def _option_of_horovod(flag: HorovodFlag) -> Callable[[Decorated], Decorated]:
-    """The option of a flag of horovodrun that sets a variable, which help lists, or changes nothing."""
-    shown = flag.does if isinstance(flag.does, Sets) and flag.does.group else None
+        settings |= {"type": _type_of(flag.value), "nargs": flag.nargs}
+        settings |= {"show_default": flag.value.is_number and flag.default is not None}
     names = [f"{on}/{off}" for on, off in zip(flag.on, flag.off, strict=True)] if flag.off else flag.on
-    return _option(
-        shown.group if shown else "",
-        flag.dest,
-        *names,
-        default=None,
-        hidden=shown is None,
-        help=shown.help if shown else "",
-        metavar=flag.metavar,
-        **_HOROVOD_TYPES[flag.value],
-    )
+    settings |= {"hidden": not flag.group, "help": flag.help, "metavar": flag.metavar}
+    return click.option(flag.dest, *names, **settings)
 
 
-#: The options that are no arguments of a job.
-_OPTIONS = (
-    _option("Job", "--config-file", type=click.Path(dir_okay=False), metavar="FILE",
-            help="A file of flags in Horovod's YAML format, which flags on the command line override."),
-    _option("Information", "--dry-run", is_flag=True, help="Print the mpirun command and each rank's settings; start "
-            "nothing."),
-    _option("Information", "-v", "--version", is_flag=True, help="Print the versions of choros, mpi4py and mpirun."),
-    _option("Information", "-cb", "--check-build", is_flag=True,
-            help="Print which frameworks and engines are installed."),
+#: The flags that are no arguments of a job.
+_REQUESTS = (
+    Flag("Job", "--config-file", value=FILE, metavar="FILE",
+        help="A file of flags in Horovod's YAML format, which flags on the command line override.",
+        horovod="flags on the command line override it; a key that it does not know is an error"),
+    Flag("Information", "--dry-run", value=SWITCH, default=False,
+        help="Print the mpirun command and each rank's settings; start nothing."),
+    Flag("Information", "-v --version", argument="version", value=SWITCH, default=False, horovod="",
+        help="Print the versions of choros, mpi4py and mpirun."),
+    Flag("Information", "-cb --check-build", argument="check_build", value=SWITCH, default=False, horovod="",
+        help="Print which frameworks and engines are installed."),
 )  # fmt: skip
+
+#: The rows of all flags, and of those that horovodrun has.
+ALL_FLAGS: tuple[Flag, ...] = (*FLAGS.values(), *HOROVOD_FLAGS, *_REQUESTS)
+OF_HOROVODRUN = (*(flag for flag in ALL_FLAGS if flag.horovod is not None), *HOROVOD_FLAGS)
 
 
 def with_options(function: Decorated) -> Decorated:
     """Adds all of chorosrun's options to a click command."""
-    arguments = [_option_of(each.name, flag, each.default) for each in fields(Arguments) if (flag := flag_of(each))]
-    horovod = [_option_of_horovod(flag) for flag in HOROVOD_FLAGS if not isinstance(flag.does, Same)]
-    for option in reversed([*arguments, *horovod, *_OPTIONS]):
-        function = option(function)
+    for flag in reversed(ALL_FLAGS):
+        function = _option_of(flag)(function)
     return function

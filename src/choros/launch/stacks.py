@@ -1,16 +1,10 @@
 """``choros stacks``: prints the Python stacks of all ranks of a running job."""
 
-from __future__ import annotations
-
 import click
 
+from choros import durations
 from choros.errors import LaunchError
 from choros.launch.processes.control import running_jobs, text_of
-
-__all__ = ["stacks"]
-
-#: chorosrun waits for its wrappers for less.
-_SECONDS = 20.0
 
 
 @click.command(context_settings={"max_content_width": 110})
@@ -30,7 +24,7 @@ def stacks(job: int | None) -> None:
         raise LaunchError(f"choros stacks {job}: {job} is not the PID of a chorosrun of yours on this host; {which}.")
     number = next(iter(jobs)) if job is None else job
     try:
-        click.echo(text_of(jobs[number], _SECONDS), nl=False)
+        click.echo(text_of(jobs[number], durations.STACKS_COMMAND), nl=False)
     except OSError as error:
         raise LaunchError(f"choros stacks {number}: chorosrun does not answer: {error}.") from error
 

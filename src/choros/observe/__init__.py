@@ -2,8 +2,6 @@
 
 import signal
 
-__all__ = ["EVENTS_FD", "EVERY_EVENT", "MOVE"]
-
 #: The variable with the file descriptor of the pipe through which a rank sends its events to its wrapper: those of the
 #: kinds that chorosrun always needs, or with ``EVERY_EVENT`` after it all of them.
 EVENTS_FD = "CHOROS_EVENTS_FD"

@@ -1,14 +1,9 @@
-"""Faults that are injected on purpose: ranks that are killed or stopped at a step, to see what the job does.
-
-::
+"""Faults that are injected on purpose, to see what the job does; a job without faults has no cost::
 
     kill:rank=1@step=17,stop:rank=2@step=30+5s,random-kills=3@step=1-50,seed=7
 
-A listener of the begin of steps injects them, so that a job without faults has no cost. Ranks are those that chorosrun
-shows; a rank that takes the place of a killed one is not killed again.
+Ranks are those that chorosrun shows; a rank that takes the place of a killed one is not killed again.
 """
-
-from __future__ import annotations
 
 import logging
 import os
@@ -16,16 +11,13 @@ import random
 import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
 
-from choros.config import CHAOS, Config
 from choros.errors import ConfigError
-from choros.observe.events import Event, Kind, Listener
+from choros.observe.events import Event, Kind, listen
+from choros.settings import Config
 from choros.topology import detect
-
-__all__ = ["Fault", "close", "kinds", "make", "parse_faults", "wanted"]
 
 _log = logging.getLogger("choros")
 
@@ -41,13 +33,7 @@ _GRAMMAR = (
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """A fault of one rank.
-
-    Attributes:
-        step: the step at whose begin it is injected; the first one is 1.
-        rank: the rank.
-        seconds: how long the rank is stopped; 0: it is killed.
-    """
+    """A fault of one rank when ``step`` begins, the first being 1: stopped for ``seconds``; 0: killed."""
 
     step: int
     rank: int
@@ -55,20 +41,12 @@ class Fault:
 
 
 def parse_faults(text: str, size: int) -> tuple[Fault, ...]:
-    """Returns the faults that ``text`` describes, in the order of their steps; equal texts have equal faults.
+    """Returns the faults in ``text``, by step; equal texts have equal faults, wrong ones a ``ConfigError``.
 
-    Args:
-        text: the description.
-        size: the number of ranks.
-
-    Raises:
-        ConfigError: it is malformed, or names a rank that the job does not have.
-
-    Example:
-        >>> parse_faults("stop:rank=2@step=30+5s,kill:rank=1@step=17", size=3)
-        (Fault(step=17, rank=1, seconds=0.0), Fault(step=30, rank=2, seconds=5.0))
-        >>> parse_faults("random-kills=2@step=1-9,seed=7", 4) == parse_faults("seed=7,random-kills=2@step=1-9", 4)
-        True
+    >>> parse_faults("stop:rank=2@step=30+5s,kill:rank=1@step=17", size=3)
+    (Fault(step=17, rank=1, seconds=0.0), Fault(step=30, rank=2, seconds=5.0))
+    >>> parse_faults("random-kills=2@step=1-9,seed=7", 4) == parse_faults("seed=7,random-kills=2@step=1-9", 4)
+    True
     """
     faults: list[Fault] = []
     draws: list[re.Match[str]] = []
@@ -100,47 +78,32 @@ def parse_faults(text: str, size: int) -> tuple[Fault, ...]:
     return tuple(sorted(faults))
 
 
-def kinds() -> tuple[Kind, ...]:
-    """The kinds of events that inject faults."""
-    return (Kind.STEP_BEGUN,)
-
-
-def wanted(config: Config, environ: Mapping[str, str]) -> bool:  # noqa: ARG001  (see ListenerSpec)
-    """Whether this rank has faults: one that was started later has none."""
-    return bool(CHAOS.read(environ)) and "OMPI_PARENT_PORT" not in environ
-
-
-def make(config: Config, environ: Mapping[str, str]) -> Listener:  # noqa: ARG001  (see ListenerSpec)
-    """Returns the listener that injects the faults of this rank."""
+def start(config: Config, environ: Mapping[str, str]) -> Callable[[], None] | None:
+    """Injects the faults of this rank; one that was started later has none. Warns of those whose steps never came."""
+    if not config.chaos or "OMPI_PARENT_PORT" in environ:
+        return None
     own = detect(environ)
-    faults = parse_faults(CHAOS.read(environ), own.size)
-    return _Injector([fault for fault in faults if fault.rank == own.rank])
+    faults = [fault for fault in parse_faults(config.chaos, own.size) if fault.rank == own.rank]
+    steps = 0
 
-
-def close(listener: Listener) -> None:
-    """Warns of faults of this rank whose steps it has not made."""
-    if isinstance(listener, _Injector) and (
-        later := [fault for fault in listener.faults if fault.step > listener.steps]
-    ):
-        _log.warning(
-            "--chaos: rank %d ends after %d steps; it was to be %s in step %d.",
-            later[0].rank, listener.steps, "stopped" if later[0].seconds else "killed", later[0].step,
-        )  # fmt: skip
-
-
-@final
-class _Injector:
-    """Counts the steps of this process, and injects its faults."""
-
-    def __init__(self, faults: Sequence[Fault]) -> None:
-        self.faults = faults
-        self.steps = 0
-
-    def __call__(self, _event: Event) -> None:
-        self.steps += 1
-        for fault in self.faults:
-            if fault.step == self.steps:
+    def on_step(_event: Event) -> None:
+        nonlocal steps
+        steps += 1
+        for fault in faults:
+            if fault.step == steps:
                 _inject(fault)
+
+    remove = listen(on_step, (Kind.STEP_BEGUN,))
+
+    def stop() -> None:
+        remove()
+        if later := [fault for fault in faults if fault.step > steps]:
+            _log.warning(
+                "--chaos: rank %d ends after %d steps; it was to be %s in step %d.",
+                later[0].rank, steps, "stopped" if later[0].seconds else "killed", later[0].step,
+            )  # fmt: skip
+
+    return stop
 
 
 def _inject(fault: Fault) -> None:

@@ -8,9 +8,9 @@
     listeners of a rank ── pipe ──► wrapper ── frames ──► listeners of chorosrun
     (``listeners.py``)                                    (the log, with CHOROS_LOG_LEVEL=debug)
 
-Code that emits events does not depend on the listeners. Events of a kind to which no one listens are not created; code
-that runs in every collective checks ``active()`` first and then does not collect the details. chorosrun always listens
-to the kinds in ``REPORTS``, which are rare: it needs them to know whether a job can still end.
+Emitting code does not depend on listeners. Events to which no one listens are not created; code that runs in every
+collective checks ``active()`` before it collects details. chorosrun always listens to ``REPORTS``, which are rare:
+it needs them to know whether a job can still end.
 """
 
 from __future__ import annotations
@@ -23,23 +23,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import final
 
-__all__ = [
-    "INIT", "LEAVING", "REPORTS", "SHUTDOWN", "Detail", "Event", "Kind", "Listener", "active", "emit", "identify",
-    "listen", "publish", "span",
-]  # fmt: skip
-
 Detail = int | float | str | bool | tuple[int, ...] | list[int]
 
 
 @final
 class Kind(enum.StrEnum):
-    """The kinds of events. ``…_BEGUN`` and ``…_DONE`` occur in pairs, from one thread of one process.
-
-    A step is begun when ranks have agreed to reduce its gradients, and done when they are reduced, bucket by bucket; on
-    a worker of a job with parameter servers, it is the function that the chief has scheduled. Between a collective's
-    two events is ``COLLECTIVE_MATCHED``: all ranks have called it, and the transfer begins. A rank that waits long for
-    others emits ``WAITING`` several times, and then ``WAITED``; the name of the wait is the call. ``RECORDING`` names
-    the file of a timeline.
+    """The kinds of events. ``…_BEGUN`` and ``…_DONE`` occur in pairs, from one thread; in a collective's pair is
+    ``COLLECTIVE_MATCHED``: all ranks have called it. A step lasts from the agreement to reduce its gradients until
+    all are reduced. A long wait emits ``WAITING`` several times, then ``WAITED``, named after the call.
     """
 
     STEP_BEGUN = "step begun"
@@ -77,21 +68,13 @@ INIT, SHUTDOWN, LEAVING = "init()", "shutdown()", "MPI_Finalize()"
 
 @dataclass(frozen=True)
 class Event:
-    """An event.
+    """An event; its time is seconds since 1970 by its host's clock, its rank ``-1`` in a process such as chorosrun.
 
-    Attributes:
-        kind: its kind.
-        name: the name of its subject: a collective, a task, a file.
-        rank: the rank of its process; ``-1`` for a process without a rank, such as chorosrun.
-        time: its time, in seconds since 1970, by the clock of that rank's host.
-        details: numbers and short texts, such as ``bytes``, ``seconds`` and ``process_set`` (its ranks).
-
-    Example:
-        >>> event = Event(Kind.COLLECTIVE_DONE, "loss", rank=1, time=0.0, details={"bytes": 8})
-        >>> print(event)
-        collective done: loss (bytes=8)
-        >>> Event.from_json(event.to_json()) == event
-        True
+    >>> event = Event(Kind.COLLECTIVE_DONE, "loss", rank=1, time=0.0, details={"bytes": 8})
+    >>> print(event)
+    collective done: loss (bytes=8)
+    >>> Event.from_json(event.to_json()) == event
+    True
     """
 
     kind: Kind
@@ -110,11 +93,7 @@ class Event:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Event:
-        """The event that ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text is none.
-        """
+        """Returns the event that ``to_json`` wrote; a ``ValueError`` if the text is none."""
         try:
             fields = json.loads(text)
             return cls(**{**fields, "kind": Kind(fields["kind"])})
@@ -136,25 +115,15 @@ def active(kind: Kind = Kind.COLLECTIVE_BEGUN) -> bool:
 
 
 def listen(listener: Listener, kinds: Collection[Kind] = tuple(Kind)) -> Callable[[], None]:
-    """Registers ``listener``, which is called with every later event of this process.
+    """Calls ``listener`` with later events, in their thread: it must be quick, emit none and call no collective.
 
-    The emitting thread calls it, so it must be quick, must not emit events and must not call a collective.
-
-    Args:
-        listener: the listener.
-        kinds: the kinds of events that it receives.
-
-    Returns:
-        A function that removes the listener.
-
-    Example:
-        >>> received = []
-        >>> stop = listen(lambda event: received.append(str(event)))
-        >>> emit(Kind.CHECKPOINT, "model.keras", step=3)
-        >>> stop()
-        >>> emit(Kind.CHECKPOINT, "model.keras", step=4)
-        >>> received
-        ['checkpoint: model.keras (step=3)']
+    >>> received = []
+    >>> stop = listen(lambda event: received.append(str(event)))
+    >>> emit(Kind.CHECKPOINT, "model.keras", step=3)
+    >>> stop()
+    >>> emit(Kind.CHECKPOINT, "model.keras", step=4)
+    >>> received
+    ['checkpoint: model.keras (step=3)']
     """
     registered = (listener, frozenset(kinds))
     _register((*_listeners, registered))
@@ -174,13 +143,7 @@ def identify(rank: int) -> None:
 
 
 def emit(kind: Kind, name: str = "", **details: Detail) -> None:
-    """Passes an event of this process to all listeners.
-
-    Args:
-        kind: the event's kind.
-        name: the name of its subject.
-        details: see ``Event``.
-    """
+    """Passes an event of this process to all listeners; ``name`` is that of its subject."""
     if kind in _heard:
         publish(Event(kind, name, _rank, time.time(), details))
 
@@ -196,14 +159,13 @@ def publish(event: Event) -> None:
 def span(begun: Kind, done: Kind, name: str = "", **details: Detail) -> Iterator[None]:
     """Emits ``begun`` before the block and ``done``, with its ``seconds``, after it.
 
-    Example:
-        >>> received = []
-        >>> stop = listen(lambda event: received.append(event.kind.value))
-        >>> with span(Kind.STEP_BEGUN, Kind.STEP_DONE):
-        ...     pass
-        >>> stop()
-        >>> received
-        ['step begun', 'step done']
+    >>> received = []
+    >>> stop = listen(lambda event: received.append(event.kind.value))
+    >>> with span(Kind.STEP_BEGUN, Kind.STEP_DONE):
+    ...     pass
+    >>> stop()
+    >>> received
+    ['step begun', 'step done']
     """
     if begun not in _heard:
         yield

@@ -1,62 +1,43 @@
 """The event pipe: sends a rank's events, as lines of JSON, to the wrapper, which forwards them to chorosrun."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Collection, Mapping
-from typing import final
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from typing import NamedTuple, final
 
-from choros.config import Config
 from choros.observe import EVENTS_FD, EVERY_EVENT
-from choros.observe.events import REPORTS, Event, Kind, Listener
-
-__all__ = ["EventPipe", "kinds", "make", "take_descriptor", "wanted"]
-
-_descriptor: int | None = None
-_kinds: Collection[Kind] = REPORTS
+from choros.observe.events import REPORTS, Event, Kind, listen
+from choros.settings import Config
 
 
-def take_descriptor() -> int | None:
-    """Returns the descriptor of the wrapper's pipe; ``None`` if there is none.
+class WrapperPipe(NamedTuple):
+    """The pipe to the wrapper, and the kinds of events that it reads."""
 
-    The first call removes it from the environment: in a child process, the number denotes another file.
-    """
-    global _descriptor, _kinds
+    descriptor: int
+    kinds: Collection[Kind]
+
+
+@cache
+def take_pipe() -> WrapperPipe | None:
+    """Returns the wrapper's pipe, or ``None``; removes it from the environment: in a child it denotes another file."""
     text = os.environ.pop(EVENTS_FD, None)
-    if text is not None:
-        _descriptor = int(text.removesuffix(EVERY_EVENT))
-        os.set_inheritable(_descriptor, False)
-        _kinds = tuple(Kind) if text.endswith(EVERY_EVENT) else REPORTS
-    return _descriptor
+    if text is None:
+        return None
+    descriptor = int(text.removesuffix(EVERY_EVENT))
+    os.set_inheritable(descriptor, False)
+    return WrapperPipe(descriptor, tuple(Kind) if text.endswith(EVERY_EVENT) else REPORTS)
 
 
-def kinds() -> Collection[Kind]:
-    """Returns the kinds of events that the wrapper reads."""
-    take_descriptor()
-    return _kinds
-
-
-def wanted(config: Config, environ: Mapping[str, str]) -> bool:
-    """Returns whether the wrapper reads this process's events."""
+def start(config: Config, environ: Mapping[str, str]) -> Callable[[], None] | None:
+    """Writes each event to the wrapper's pipe, if there is one."""
     del config, environ
-    return take_descriptor() is not None
-
-
-def make(config: Config, environ: Mapping[str, str]) -> Listener:
-    """Returns a listener that writes each event to the wrapper's pipe."""
-    del config, environ
-    descriptor = take_descriptor()
-    assert descriptor is not None  # noqa: S101  (checked by wanted)
-    return EventPipe(descriptor).write
+    pipe = take_pipe()
+    return None if pipe is None else listen(EventPipe(pipe.descriptor).write, pipe.kinds)
 
 
 @final
 class EventPipe:
-    """Writes events to a descriptor and never blocks.
-
-    If the pipe is full, events are dropped: training must not wait for the reader. The next event that fits contains
-    the number of dropped events, ``lost``.
-    """
+    """Writes events to a descriptor, never blocks: a full pipe drops them; the next has their number, ``lost``."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

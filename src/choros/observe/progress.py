@@ -8,16 +8,12 @@
 Writing takes a microsecond, and wakes no one. Without a wrapper, the page is this process's own memory.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct
 import time
 from dataclasses import dataclass
 from typing import final
-
-__all__ = ["PAGE_BYTES", "PROGRESS_FD", "Page", "PageContents", "note_end", "open_page", "page", "read_page"]
 
 #: The variable with the file descriptor of the page.
 PROGRESS_FD = "CHOROS_PROGRESS_FD"
@@ -36,18 +32,9 @@ _PROMPT = 0.05
 
 @dataclass(frozen=True)
 class PageContents:
-    """What a rank has done since it joined the job.
-
-    Attributes:
-        steps: the training steps whose gradients it reduced.
-        prompt_steps: those in which it hardly waited, because it was among the last.
-        seconds: the time from its first to its last step.
-        waiting: the part of it in which it waited for other ranks.
-        loading: the part of it between training steps, in which data are loaded, as far as that is known.
-        last: the last collective that it made with all others; empty before the first.
-        last_time: the time at which all had called it, in seconds since 1970.
-        last_size: their number.
-        moves: whether its data still move.
+    """What a rank has done since it joined. ``seconds``: from its first to its last step; ``waiting``, ``loading``: of
+    it; ``prompt_steps``: it hardly waited, being among the last. ``last``: the last collective of all ranks,
+    ``last_time``: when all had called it, since 1970; ``moves``: its data still move.
     """
 
     steps: int = 0
@@ -65,19 +52,17 @@ class PageContents:
 class Page:
     """Writes the page.
 
-    Example:
-        >>> page = Page(bytearray(PAGE_BYTES))
-        >>> page.begin_collective(b"allreduce(name='loss')", 2)
-        >>> read_page(page.memory).last
-        "allreduce(name='loss')"
+    >>> page = Page(bytearray(PAGE_BYTES))
+    >>> page.begin_collective(b"allreduce(name='loss')", 2)
+    >>> read_page(page.memory).last
+    "allreduce(name='loss')"
     """
 
     def __init__(self, memory: bytearray | mmap.mmap) -> None:
         self.memory = memory
-        self._waited = 0.0
+        #: The seconds that this rank has waited for others since its last step.
+        self.waited = 0.0
         self._loaded = 0.0
-        self._steps = self._prompt_steps = 0
-        self._seconds = self._waiting = self._loading = 0.0
         self._step_began = 0.0
         self._left = 0.0
 
@@ -85,11 +70,6 @@ class Page:
     def job_is_to_end(self) -> bool:
         """Whether chorosrun has asked all ranks to end, and not someone this one alone."""
         return bool(self.memory[_END])
-
-    @property
-    def waited(self) -> float:
-        """The seconds that this rank has waited for others since its last step."""
-        return self._waited
 
     def begin_collective(self, text: bytes, ranks: int) -> None:
         """Notes that all of a number of ranks have called a collective."""
@@ -103,23 +83,18 @@ class Page:
 
     def note_wait(self, seconds: float) -> None:
         """Notes that this rank has waited for others."""
-        self._waited += seconds
+        self.waited += seconds
 
     def note_step(self) -> None:
         """Notes that all ranks have come to reduce the gradients of a step."""
         now = time.perf_counter()
-        waited, self._waited = self._waited, 0.0
-        loaded, self._loaded = self._loaded, 0.0
         if self._step_began:  # before the first step, ranks start, compile and load
-            seconds = now - self._step_began
-            self._steps += 1
-            self._prompt_steps += waited < _PROMPT * seconds
-            self._seconds += seconds
-            self._waiting += min(waited, seconds)
-            self._loading += min(loaded, seconds)
-            counts = (self._steps, self._prompt_steps, self._seconds, self._waiting, self._loading)
-            _COUNTS.pack_into(self.memory, 0, *counts)
-        self._step_began = now
+            own = now - self._step_began
+            steps, prompt_steps, seconds, waiting, loading = _COUNTS.unpack_from(self.memory)
+            prompt_steps += self.waited < _PROMPT * own
+            waiting, loading = waiting + min(self.waited, own), loading + min(self._loaded, own)
+            _COUNTS.pack_into(self.memory, 0, steps + 1, prompt_steps, seconds + own, waiting, loading)
+        self._step_began, self.waited, self._loaded = now, 0.0, 0.0
 
     def enter_train_step(self) -> None:
         """Notes the begin of a training step on a batch that was loaded since the end of the last one."""

@@ -1,11 +1,7 @@
-"""The Python stacks of a rank and its child processes, as py-spy reads them from their memory.
-
-py-spy is a program of its own: it needs nothing from the process that it reads, so it works if that is stopped, in an
-endless loop or in C, with or without the interpreter's lock. It does not stop it either (``--nonblocking``): if a
-running process changes its stack at that moment, py-spy fails, and is asked again.
+"""The Python stacks of a rank and its children, as py-spy, another program, reads them from memory: also if they are
+stopped, in an endless loop or in C. With ``--nonblocking`` it does not stop them: it fails if a stack changes
+then, and is asked again.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -16,13 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STOPPED", "parent_of", "stack_text", "state_of", "stopped_above", "take_stacks"]
+from choros import durations
 
 #: What a process does that SIGSTOP has stopped.
 STOPPED = "is stopped by a signal"
 
-#: As long as chorosrun waits for the answer, at most.
-_SECONDS = 2.0
 _ATTEMPTS = 4
 #: Of a rank with many child processes, such as those of a DataLoader, the first ones.
 _PROCESSES = 6
@@ -74,7 +68,7 @@ def take_stacks(pid: int) -> str:
     program = _py_spy()
     if program is None:
         return "(no stack: py-spy is not installed on this host: pip install py-spy)"
-    end = time.monotonic() + _SECONDS
+    end = time.monotonic() + durations.STACKS
     tree = [pid, *_descendants(pid)]
     parts, problem = [], ""
     for each in tree[:_PROCESSES]:
@@ -89,17 +83,12 @@ def take_stacks(pid: int) -> str:
 
 
 def stack_text(threads: Iterable[Mapping[str, Any]], main: int) -> str:
-    """Returns stacks as Python writes them: the main thread first, threads with equal stacks together.
+    """Returns stacks as Python writes them: thread ``main``, the process's number, first; equal stacks together.
 
-    Args:
-        threads: the threads, as py-spy writes them in JSON.
-        main: the process's number, which is that of its main thread.
-
-    Example:
-        >>> frames = [{"name": "train", "filename": "train.py", "line": 1}]
-        >>> print(stack_text([{"os_thread_id": 7, "thread_name": None, "frames": frames}], 7))
-        main thread
-          File "train.py", line 1, in train
+    >>> frames = [{"name": "train", "filename": "train.py", "line": 1}]
+    >>> print(stack_text([{"os_thread_id": 7, "thread_name": None, "frames": frames}], 7))
+    main thread
+      File "train.py", line 1, in train
     """
     stacks: dict[str, list[str]] = {}
     for thread in sorted(threads, key=lambda thread: thread.get("os_thread_id") != main):

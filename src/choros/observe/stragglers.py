@@ -6,17 +6,13 @@
     rank 1   computes ── waits ─────────────┤           all others there, and they are not
     rank 2   computes ──────────────────────┘
 
-Over a period, ranks are stragglers if they were prompt in 80 % of the steps and waited less than 5 % of the time, while
-each of the others waited 10 % of it or more and was prompt in at most half of the steps, and the others are not fewer.
-A rank that is the last now and then, as it writes a checkpoint or because times vary, is none.
+Over a period, ranks are stragglers if they were prompt in 80 % of the steps and waited less than 5 % of the time,
+while each of the others waited 10 % of it or more and was prompt in at most half of the steps, and the others are
+not fewer. A rank that is the last now and then, as it writes a checkpoint or because times vary, is none.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-__all__ = ["RankSteps", "Stragglers"]
 
 _FEWEST_STEPS = 20
 _PROMPT_SHARE = 0.8
@@ -26,16 +22,9 @@ _LONG_WAIT = 0.1
 
 
 @dataclass(frozen=True)
-class RankSteps:
-    """The training steps of a rank: what ``choros.observe.progress.PageContents`` has of them.
-
-    Attributes:
-        rank: the rank.
-        steps: their number.
-        prompt_steps: that of those in which it hardly waited, because it was among the last.
-        seconds: the time that they took.
-        waiting: the part of it in which it waited for other ranks.
-        loading: the part of it in which it loaded data.
+class RankProgress:
+    """What a rank has done so far (``choros.observe.progress.PageContents``), and how many seconds ``ago``.
+    chorosrun gets it once a minute, before a rank's stacks and before its end.
     """
 
     rank: int
@@ -44,41 +33,35 @@ class RankSteps:
     seconds: float = 0.0
     waiting: float = 0.0
     loading: float = 0.0
-
-
-_NOTHING = RankSteps(-1)
+    last: str = ""
+    ago: float = 0.0
 
 
 @dataclass
 class Stragglers:
-    """Finds the stragglers of each period, and of the job.
+    """Finds the stragglers of each period, and of the job; ``size``: the ranks at the start, ``name`` names ranks.
 
-    Attributes:
-        size: the number of ranks at the start.
-        name: returns the name of ranks.
-
-    Example:
-        >>> stragglers = Stragglers(2, lambda ranks: f"rank {ranks[0]}")
-        >>> stragglers.note(RankSteps(0, steps=100, prompt_steps=3, seconds=60.0, waiting=24.0))
-        ''
-        >>> stragglers.note(RankSteps(1, steps=100, prompt_steps=98, seconds=60.0, waiting=0.6, loading=40.2))[:72]
-        'rank 1 is slower than the others, which waited 40 % of the time for it i'
+    >>> stragglers = Stragglers(2, lambda ranks: f"rank {ranks[0]}")
+    >>> stragglers.note(RankProgress(0, steps=100, prompt_steps=3, seconds=60.0, waiting=24.0))
+    ''
+    >>> stragglers.note(RankProgress(1, steps=100, prompt_steps=98, seconds=60.0, waiting=0.6, loading=40.2))[:72]
+    'rank 1 is slower than the others, which waited 40 % of the time for it i'
     """
 
     size: int
     name: Callable[[Sequence[int]], str]
-    _now: dict[int, RankSteps] = field(default_factory=dict)
-    _earlier: Mapping[int, RankSteps] = field(default_factory=dict)
+    _now: dict[int, RankProgress] = field(default_factory=dict)
+    _earlier: Mapping[int, RankProgress] = field(default_factory=dict)
     _reported: set[int] = field(default_factory=set)
     _shown: tuple[int, ...] = ()
 
-    def note(self, done: RankSteps) -> str:
+    def note(self, done: RankProgress) -> str:
         """Records what a rank has done; returns a sentence if a period is over, and it has new stragglers."""
         self._now[done.rank] = done
         self._reported.add(done.rank)
         if len(self._reported) < max(self.size, len(self._now)):
             return ""
-        periods = [_since(self._earlier.get(rank, _NOTHING), self._now[rank]) for rank in sorted(self._now)]
+        periods = [_since(self._earlier.get(rank), self._now[rank]) for rank in sorted(self._now)]
         found = _stragglers(periods)
         self._earlier, self._reported = dict(self._now), set()
         if not found or found == self._shown:
@@ -94,7 +77,7 @@ class Stragglers:
         found = _stragglers(whole)
         return self._sentence(found, whole) if found and found != self._shown else ""
 
-    def _sentence(self, found: Sequence[int], periods: Sequence[RankSteps]) -> str:
+    def _sentence(self, found: Sequence[int], periods: Sequence[RankProgress]) -> str:
         waited = min(_share(each.waiting, each) for each in periods if each.rank not in found)
         first = next(each for each in periods if each.rank == found[0])
         loading, waiting = _share(first.loading, first), _share(first.waiting, first)
@@ -111,8 +94,10 @@ class Stragglers:
         return text.replace("%", " %")
 
 
-def _since(earlier: RankSteps, now: RankSteps) -> RankSteps:
-    return RankSteps(
+def _since(earlier: RankProgress | None, now: RankProgress) -> RankProgress:
+    if earlier is None:
+        return now
+    return RankProgress(
         now.rank,
         now.steps - earlier.steps,
         now.prompt_steps - earlier.prompt_steps,
@@ -122,7 +107,7 @@ def _since(earlier: RankSteps, now: RankSteps) -> RankSteps:
     )
 
 
-def _stragglers(periods: Sequence[RankSteps]) -> tuple[int, ...]:
+def _stragglers(periods: Sequence[RankProgress]) -> tuple[int, ...]:
     if min(each.steps for each in periods) < _FEWEST_STEPS:
         return ()
     found = tuple(
@@ -138,5 +123,5 @@ def _stragglers(periods: Sequence[RankSteps]) -> tuple[int, ...]:
     return found if wait and 0 < len(found) <= len(others) else ()
 
 
-def _share(seconds: float, period: RankSteps) -> float:
+def _share(seconds: float, period: RankProgress) -> float:
     return seconds / period.seconds if period.seconds > 0 else 0.0

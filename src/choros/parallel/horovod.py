@@ -1,7 +1,6 @@
-"""The public names that Horovod's APIs have in common, for every framework; faces re-export them.
-
-A face is a package that imports these by ``from choros.parallel.horovod import *``, and adds what its framework does
-differently: its collectives (``parallel/variants.py``), its optimizer, its broadcast of parameters, its elastic states.
+"""The public names that Horovod's APIs have in common, for every framework; faces re-export them. A face imports
+these by ``import *`` and adds what its framework does differently: its collectives (``parallel/variants.py``), its
+optimizer, its broadcast of parameters, its elastic states.
 """
 
 from choros.comm import (
@@ -26,8 +25,8 @@ from choros.comm.built import (
     nccl_built,
     rocm_built,
 )
-from choros.comm.ranks import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
-from choros.comm.timeline import start_timeline, stop_timeline
+from choros.comm.context import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
+from choros.comm.recording import start_timeline, stop_timeline
 from choros.errors import EngineError
 from choros.parallel.compression import Compression
 from choros.parallel.objects import allgather_object, broadcast_object

@@ -1,17 +1,13 @@
 """The check that arrays are identical on all ranks: one control message, as long as they are.
 
-::
+More than rounding is an error, or is healed: all take over the values of most ranks, else those of the lowest of
+the ranks that agree. Or it is a warning, once for the same arrays::
 
     rank 0                     rank 1                     rank 2
     digest of all arrays ────── digest of all arrays ────── digest of all arrays     (1) agree: equal digests end it
     digest of each ──────────── digest of each ──────────── digest of each           (2) which arrays, of which ranks
     its values ───────────────► distance ──────────────────► distance                (3) from those of most ranks
-
-More than rounding is an error, or is healed: all take over the values of most ranks. If no values are those of most
-ranks, those of the lowest of the ranks that agree count. Or it is a warning, once for the same arrays.
 """
-
-from __future__ import annotations
 
 import hashlib
 import logging
@@ -28,8 +24,6 @@ from choros.arrays import adapter_of
 from choros.comm import ProcessSet, Request, global_process_set
 from choros.errors import DriftError
 
-__all__ = ["Comparison", "are_identical", "check_identical", "digest"]
-
 Array = NDArray[Any]
 #: Differences up to this many units in the last place of an array's largest value are rounding: hosts may have
 #: different processors.
@@ -42,14 +36,8 @@ _warned_of: set[tuple[str, ...]] = set()
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of what ranks train.
-
-    Attributes:
-        step: the steps that all ranks have made.
-        first: the step of the first comparison. Rounding errors grow with the root of the number of steps from there.
-        divergence: if ranks differ, ``"error"``; ``"heal"``: they receive the values of most ranks; ``"warn"``: they go
-            on.
-        before: whether the arrays are those before the update of that step.
+    """A comparison, ``before`` or after the update of ``step``; rounding errors grow with the root of the steps since
+    ``first``. ``divergence``: ``"error"``, ``"heal"`` (ranks that differ receive the values of most) or ``"warn"``.
     """
 
     step: int = 1
@@ -66,25 +54,19 @@ class Comparison:
     def rounding(self) -> float:
         """How many units in the last place may differ.
 
-        Example:
-            >>> Comparison(2, first=2).rounding, Comparison(200, first=2).rounding
-            (8.0, 80.0)
+        >>> Comparison(2, first=2).rounding, Comparison(200, first=2).rounding
+        (8.0, 80.0)
         """
         return _ROUNDING * math.sqrt(max(1.0, self.step / self.first))
 
 
 def are_identical(arrays: Sequence[Any], process_set: ProcessSet = global_process_set) -> bool:
-    """Returns whether all ranks have the same bits in ``arrays``, with one control message.
+    """Returns whether all ranks have the same bits in ``arrays``, as many on each, with one control message.
 
-    Args:
-        arrays: of NumPy or a framework, as many on every rank.
-        process_set: the ranks that participate.
-
-    Example:
-        >>> import choros
-        >>> choros.init()
-        >>> are_identical([np.ones(3)])
-        True
+    >>> import choros
+    >>> choros.init()
+    >>> are_identical([np.ones(3)])
+    True
     """
     communicator, request = process_set.communicator, Request("compare", f"{len(arrays)} arrays")
     digests = communicator.atomic(lambda: communicator.agree(request, value=digest(arrays)))
@@ -100,24 +82,11 @@ def check_identical(
     process_set: ProcessSet = global_process_set,
     assign: Callable[[int, Array], None] | None = None,
 ) -> None:
-    """Raises an error on every rank if the ranks' ``arrays`` differ by more than rounding, or heals them.
+    """Raises the same ``DriftError`` on every rank if ``arrays`` differ by more than rounding, or heals by ``assign``.
 
-    Args:
-        names: the arrays' names, for the error.
-        arrays: of NumPy or a framework, of the same shapes and dtypes on every rank.
-        comparison: when, and what happens.
-        advice: what the user can do; the end of the error.
-        process_set: the ranks that participate.
-        assign: overwrites the array of an index on this rank; ``None``: they cannot be healed.
-
-    Raises:
-        DriftError: they differ. The text is the same on every rank; it names the first array that differs, the one that
-            differs most, and the ranks that differ from most.
-
-    Example:
-        >>> import choros
-        >>> choros.init()
-        >>> check_identical(["kernel"], [np.ones(3)], Comparison(step=2), advice="Broadcast it.")
+    >>> import choros
+    >>> choros.init()
+    >>> check_identical(["kernel"], [np.ones(3)], Comparison(step=2), advice="Broadcast it.")
     """
     if are_identical(arrays, process_set):
         return

@@ -1,4 +1,4 @@
-"""The mean and the variance of all ranks' rows, from those of each: what synchronised batch normalisation computes.
+"""The mean and the variance of all ranks' rows, from those of each: for synchronised batch normalisation.
 
 One message a layer in the forward pass, and one in the backward pass::
 
@@ -11,13 +11,12 @@ One message a layer in the forward pass, and one in the backward pass::
             └───────────────── allreduce, sum ──────────────────┘              backward
     divided by w0                by w1
 
-The ranks minimise one loss together, in which the loss of a rank has the weight w: its number of examples where the
-reducer averages gradients over examples. Every rank's loss depends on the moments, and the reducer weights its
+The ranks minimise one loss together, in which the loss of a rank has the weight w, its number of examples where
+the reducer averages gradients over examples. Every loss depends on the moments, and the reducer weights its
 gradients once more; hence the factors.
 """
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -26,34 +25,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
-from choros.comm import ProcessSet, Reduction, Request, global_process_set
-from choros.errors import MismatchError
-from choros.parallel.reduce.joining import Participation
-
-__all__ = ["RankMoments", "participation"]
+from choros.comm import ProcessSet, Request, global_process_set
+from choros.comm.request import CollectiveSpec
+from choros.comm.transfers import sum_numbers
 
 Array = NDArray[Any]
-_MOMENTS = Request("moments of a layer's inputs")
-_GRADIENT = Request("gradient of the moments")
+_DIFFER = (
+    "the ranks' layers normalise different numbers of channels together; they sent {} numbers: all ranks must have the "
+    "same model, and call its layers in the same order."
+)
+_MOMENTS, _GRADIENT = (
+    Request(collective, spec=CollectiveSpec("sum", differ=_DIFFER))
+    for collective in ("moments of a layer's inputs", "gradient of the moments")
+)
 
 
 @final
 @dataclass(frozen=True)
 class RankMoments:
-    """Combines the moments of the ranks' rows.
+    """Combines the moments of the ranks' rows; its own only, where ``exchanges`` says that others do not call it.
 
-    Attributes:
-        process_set: the ranks.
-        weight: that of this rank's loss, a number or an integer array; 1 where the ranks' gradients are summed. 0: the
-            gradient of its rows counts nowhere.
-        exchanges: returns whether the other ranks call it, too; asked whenever it runs. Otherwise this rank's own
-            moments are returned.
-
-    Example:
-        >>> import choros
-        >>> choros.init()
-        >>> RankMoments().combine(np.array(4.0), np.array([1.5]), np.array([8.0]))
-        (array([1.5]), array([2.]))
+    >>> import choros
+    >>> choros.init()
+    >>> RankMoments().combine(np.array(4.0), np.array([1.5]), np.array([8.0]))
+    (array([1.5]), array([2.]))
     """
 
     process_set: ProcessSet = global_process_set
@@ -66,17 +61,8 @@ class RankMoments:
         return center, variance
 
     def combine_counted(self, count: Any, mean: Any, squares: Any) -> tuple[Any, Any, Any]:
-        """Returns the number of all ranks' rows, 1 if there are none, their mean and their variance.
-
-        Mean and variance are differentiable, also repeatedly. The number is one for each channel.
-
-        Args:
-            count: the number of this rank's rows, a floating-point scalar or one for each channel; may be 0.
-            mean: their mean, an array of any framework with one number for each channel.
-            squares: the sums of their squared deviations from ``mean``, likewise.
-
-        Raises:
-            MismatchError: ranks have different numbers of channels.
+        """Returns the number of all ranks' rows, 1 if there are none, their mean and their variance; one per channel.
+        Mean and variance are differentiable, also repeatedly. ``squares`` sums the squared deviations from ``mean``.
         """
         adapter = adapter_of(mean)
         spec = adapter.spec(mean)
@@ -87,7 +73,7 @@ class RankMoments:
         # These are exact, but constants. The terms that carry the gradient are zero: the mean is the sum of the ranks'
         # first terms, and the variance that of the second ones, minus (mean - center)².
         terms = [mean * count / divisor, (squares + count * (mean - center) ** 2) / divisor]
-        first, second = adapter.with_gradient(list, self._sum_weighted, terms)
+        first, second = adapter.with_gradient(list, functools.partial(self._sum, weighted=True), terms)
         deviation = first - hold(first)
         return divisor, center + deviation, variance + (second - hold(second)) - deviation * deviation
 
@@ -100,9 +86,6 @@ class RankMoments:
         center = sums[1] / divisor
         variance = np.maximum(sums[2] / divisor - center**2, 0.0)
         return [each.astype(dtype) for each in (divisor, center, variance)]
-
-    def _sum_weighted(self, gradients: Sequence[Any]) -> list[Any]:
-        return self._sum(gradients, weighted=True)
 
     def _sum(self, arrays: Sequence[Any], *, weighted: bool) -> list[Any]:
         """The sum over the ranks, with the factors drawn above if ``weighted``; each is the other's adjoint."""
@@ -133,27 +116,7 @@ class RankMoments:
 
         def collective() -> Array:
             total = sums.flatten() if communicator.elastic else sums.reshape(-1)
-            _check_sizes(communicator.agree(request, value=sums.size))
-            communicator.reduce_in_place(total, Reduction.SUM)
+            sum_numbers(communicator, total, communicator.agree(request, value=sums.size), _DIFFER)
             return total
 
         sums[...] = communicator.atomic(collective).reshape(sums.shape)
-
-
-def participation(process_set: ProcessSet) -> Participation:
-    """How a rank without rows participates in both messages."""
-
-    def add_nothing(sizes: Sequence[int]) -> None:
-        _check_sizes(sizes)
-        process_set.communicator.reduce_in_place(np.zeros(max(sizes)), Reduction.SUM)
-
-    return {_MOMENTS: add_nothing, _GRADIENT: add_nothing}
-
-
-def _check_sizes(sizes: Sequence[int]) -> None:
-    """Every rank sees the same sizes: 0 for ranks without rows."""
-    if len(set(sizes) - {0}) > 1:
-        raise MismatchError(
-            f"the ranks' layers normalise different numbers of channels together; they sent {list(sizes)} numbers: all "
-            "ranks must have the same model, and call its layers in the same order."
-        )

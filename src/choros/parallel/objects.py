@@ -1,7 +1,5 @@
 """Collectives of Python objects, which are pickled on one rank and unpickled on the others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,8 +11,6 @@ from choros.comm import Communicator, ProcessSet, global_process_set
 from choros.comm.facts import learned_fact, note_fact
 from choros.comm.signature import Signatures
 from choros.parallel.ops import root_index
-
-__all__ = ["allgather_object", "broadcast_object", "object_of_first"]
 
 T = TypeVar("T")
 
@@ -57,18 +53,12 @@ def broadcast_object(
 
 
 def object_of_first(make: Callable[[], T]) -> T:
-    """Sends what ``make`` returns on the first rank to all ranks.
+    """Sends ``make()`` of the first rank that is left to all ranks; its exception is raised on all of them.
 
-    If that rank is lost meanwhile, and the others go on, ``make`` is called on the first one of them.
-
-    Raises:
-        Exception: that of ``make``, on all ranks.
-
-    Example:
-        >>> import choros
-        >>> choros.init()
-        >>> object_of_first(lambda: 17)
-        17
+    >>> import choros
+    >>> choros.init()
+    >>> object_of_first(lambda: 17)
+    17
     """
     communicator = global_process_set.communicator
 
@@ -116,10 +106,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 class _Signed:
-    """The objects of one collective, signed if the engine's connections need it.
-
-    Created after the lengths were exchanged: the number of collectives is then the same on all ranks.
-    """
+    """A collective's objects, signed if need be; created after the lengths, so all ranks count as many collectives."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._signatures = communicator.signatures

@@ -1,20 +1,15 @@
 """Nested structures: tuples, lists and dicts, such as the elements of data sets and the results of functions."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
-
-__all__ = ["leaves", "map_structure"]
 
 
 def map_structure(function: Callable[[Any], Any], structure: Any) -> Any:
     """Returns ``structure`` with ``function`` applied to its leaves: all but tuples, lists, dicts and ``None``.
 
-    Example:
-        >>> map_structure(lambda number: number + 1, {"a": (1, None), "b": [2]})
-        {'a': (2, None), 'b': [3]}
+    >>> map_structure(lambda number: number + 1, {"a": (1, None), "b": [2]})
+    {'a': (2, None), 'b': [3]}
     """
     if structure is None:
         return None
@@ -31,9 +26,8 @@ def map_structure(function: Callable[[Any], Any], structure: Any) -> Any:
 def leaves(structure: Any) -> list[Any]:
     """Returns the leaves of ``structure``, in the order of ``map_structure``.
 
-    Example:
-        >>> leaves({"a": (1, None), "b": [2]})
-        [1, 2]
+    >>> leaves({"a": (1, None), "b": [2]})
+    [1, 2]
     """
     found: list[Any] = []
     map_structure(found.append, structure)

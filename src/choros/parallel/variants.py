@@ -1,28 +1,23 @@
 """What Horovod's faces have in common above ``ops.py``: the documentation of arguments, and variants of collectives.
 
-A face defines a collective once, with Horovod's arguments; the other variants have the same ones ::
+A face defines a collective once; the signatures and names of the variants follow from it::
 
     allreduce                                  the definition
     asynchronous(allreduce)                    allreduce_async: starts it and returns a handle
     in_place(allreduce, write)                 allreduce_: overwrites its first argument
     asynchronous(in_place(allreduce, write))   allreduce_async_
-
-Their signatures are those of the definition, for type checkers and for ``inspect``; their names follow from its name.
 """
-
-from __future__ import annotations
 
 import functools
 import inspect
 import re
 import textwrap
+import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from choros.comm import ProcessSet, Work
-from choros.parallel.ops import op_of
-
-__all__ = ["ARGUMENTS", "REDUCTION_ARGUMENTS", "asynchronous", "documented", "in_place"]
+from choros.comm import ProcessSet, Reduction, Work
+from choros.errors import ConfigError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,23 +63,34 @@ REDUCTION_ARGUMENTS = {
 }
 
 
+def op_of(average: bool | None, op: Reduction | None, *, stacklevel: int = 3) -> Reduction:
+    """Returns the reduction that Horovod's deprecated ``average`` or its ``op`` selects: the average, if neither.
+
+    >>> op_of(None, Reduction.SUM)
+    <Reduction.SUM: 'Sum'>
+    """
+    if average is None:
+        return Reduction.AVERAGE if op is None else Reduction(op)
+    if op is not None:
+        raise ConfigError("allreduce: pass op or average, not both; average is deprecated.")
+    text = "allreduce(average=…) is deprecated: use op=Average or op=Sum."
+    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
+    return Reduction.AVERAGE if average else Reduction.SUM
+
+
 def documented(**specific: str) -> Callable[[F], F]:
     """Returns a decorator that adds the section *Args* to a docstring: what ``ARGUMENTS`` says, or ``specific``.
 
-    Raises:
-        LookupError: an argument of the function is in neither.
-
-    Example:
-        >>> @documented(rows="how many.")
-        ... def gather(rows, name=None):
-        ...     '''Gathers.'''
-        >>> print(gather.__doc__)
-        Gathers.
-        <BLANKLINE>
-        Args:
-            rows: how many.
-            name: shown in errors; the same on every rank.
-        <BLANKLINE>
+    >>> @documented(rows="how many.")
+    ... def gather(rows, name=None):
+    ...     '''Gathers.'''
+    >>> print(gather.__doc__)
+    Gathers.
+    <BLANKLINE>
+    Args:
+        rows: how many.
+        name: shown in errors; the same on every rank.
+    <BLANKLINE>
     """
 
     def document(function: F) -> F:
@@ -108,19 +114,11 @@ def documented(**specific: str) -> Callable[[F], F]:
 
 
 def asynchronous(collective: Callable[P, T], ready: Callable[[Any], None] = lambda _: None) -> Callable[P, Work[T]]:
-    """Returns the variant of ``collective`` that starts it on the communicator's thread and returns a handle.
-
-    Args:
-        collective: has the arguments ``name`` and ``process_set``.
-        ready: called with the first argument before it starts, to wait until a device has computed it.
-    """
-    bound = _binder(collective)
+    """Returns the variant that starts on the communicator's thread, once ``ready`` returns, and gives a handle."""
     base = collective.__name__.strip("_")
     suffix = "_" if collective.__name__.endswith("_") else ""
 
-    @functools.wraps(collective)
-    def start(*args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        arguments = bound(*args, **kwargs)
+    def start(arguments: dict[str, Any]) -> Work[T]:
         ready(next(iter(arguments.values())))
         process_set: ProcessSet = arguments["process_set"]
         call = functools.partial(collective, **arguments)
@@ -128,7 +126,8 @@ def asynchronous(collective: Callable[P, T], ready: Callable[[Any], None] = lamb
             return process_set.communicator.start(call)
         return process_set.communicator.start_named(arguments["name"], call)
 
-    return _named(
+    return _variant(
+        collective,
         start,
         f"{base}_async{suffix}",
         f"Starts ``{base}{suffix}`` and returns a handle, whose result ``synchronize`` returns.\n\n"
@@ -137,41 +136,36 @@ def asynchronous(collective: Callable[P, T], ready: Callable[[Any], None] = lamb
 
 
 def in_place(collective: Callable[P, T], write: Callable[[Any, T], T]) -> Callable[P, T]:
-    """Returns the variant of ``collective`` that overwrites its first argument with the result, and returns it.
+    """Returns the variant of ``collective`` that overwrites its first argument, of the result's shape, by ``write``."""
+    base = collective.__name__
 
-    Args:
-        collective: a collective whose result has the shape of its first argument.
-        write: overwrites its first argument with the second, and returns it.
-    """
-    bound = _binder(collective)
-    base = collective.__name__.strip("_")
-
-    @functools.wraps(collective)
-    def overwrite(*args: P.args, **kwargs: P.kwargs) -> T:
-        arguments = bound(*args, **kwargs)
+    def overwrite(arguments: dict[str, Any]) -> T:
         return write(next(iter(arguments.values())), collective(**arguments))  # type: ignore[call-arg]
 
-    return _named(overwrite, f"{base}_", f"``{base}`` that overwrites its first argument, and returns it.")
+    summary = f"``{base}`` that overwrites its first argument, and returns it."
+    return _variant(collective, overwrite, f"{base}_", summary)
 
 
-def _binder(collective: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """A function that returns all arguments of a call by name, with ``op`` in place of ``average``."""
+def _variant(
+    collective: Callable[P, Any], function: Callable[[dict[str, Any]], T], name: str, summary: str
+) -> Callable[P, T]:
+    """``function`` of all arguments of ``collective`` by name but ``compression``, which no variant has in Horovod."""
     signature = inspect.signature(collective)
+    kept = [each for each in signature.parameters.values() if each.name != "compression"]
+    signature = signature.replace(parameters=kept)
 
-    def bind(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    @functools.wraps(collective)
+    def variant(*args: P.args, **kwargs: P.kwargs) -> T:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         arguments = dict(call.arguments)
         if arguments.get("average") is not None:
             # Now, because the warning points at the caller, who is not on another thread's stack.
-            arguments["op"] = op_of(arguments["average"], arguments["op"], stacklevel=4)
+            arguments["op"] = op_of(arguments["average"], arguments["op"])
             arguments["average"] = None
-        return arguments
+        return function(arguments)
 
-    return bind
-
-
-def _named(variant: F, name: str, summary: str) -> F:
+    variant.__signature__ = signature  # type: ignore[attr-defined]
     variant.__name__ = variant.__qualname__ = name
     variant.__doc__ = summary
     return documented()(variant)

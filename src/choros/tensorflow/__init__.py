@@ -47,7 +47,7 @@ from choros.tensorflow.variables import (
     broadcast_variables,
 )
 from choros.training.horovod_optimizer import PartialDistributedOptimizer
-from choros.training.sync_batch_normalization import SyncBatchNormalization
+from choros.training.normalization import SyncBatchNormalization
 
 __all__ = [
     "BroadcastGlobalVariablesHook",

@@ -1,4 +1,4 @@
-"""The accumulation of gradients over several backward passes, for optimizers that cannot accumulate themselves.
+"""Accumulates gradients over several backward passes, for optimizers that cannot accumulate themselves.
 
 ::
 
@@ -7,8 +7,6 @@
     counter            1          2          0
     apply_gradients    nothing    nothing    the update
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +17,6 @@ from choros.arrays import framework_adapter
 from choros.comm import ProcessSet, global_process_set
 from choros.errors import ConfigError
 from choros.tensorflow.graphs import unconverted
-
-__all__ = ["LocalGradientAggregationHelper"]
 
 
 class LocalGradientAggregationHelper:

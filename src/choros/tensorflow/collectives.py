@@ -1,9 +1,4 @@
-"""The collectives with the arguments of Horovod's TensorFlow API: eager, and in functions and graphs.
-
-Their gradients follow Horovod's convention; ``parallel/ops.py`` lists them.
-"""
-
-from __future__ import annotations
+"""The collectives with the arguments and gradients (``parallel/ops.py``) of Horovod's TensorFlow API, eager or not."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -14,9 +9,9 @@ import tensorflow as tf
 from choros.arrays.tensorflow_errors import tensorflow_errors
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.parallel import ops
+from choros.parallel.calls import Gradients, options_of
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.ops import Gradients
-from choros.parallel.variants import documented
+from choros.parallel.variants import documented, op_of
 from choros.tensorflow.graphs import in_session_graph, unconverted
 from choros.training.variables import value_of
 
@@ -77,16 +72,8 @@ def allreduce(
         [1.0, 1.0]
     """
     del device_dense, device_sparse, ignore_name_scope
-    return ops.allreduce(
-        _tensor(tensor),
-        ops.op_of(average, op, stacklevel=_CALLER),
-        name=_name(name, "allreduce", tensor),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        process_set=process_set,
-        gradients=Gradients.HOROVOD,
-    )
+    options = options_of(_name(name, "allreduce", tensor), process_set, prescale_factor, postscale_factor, compression)
+    return ops.allreduce(_tensor(tensor), op_of(average, op, stacklevel=_CALLER), **options)
 
 
 @_public
@@ -105,15 +92,11 @@ def grouped_allreduce(
 ) -> list[Any]:
     """``allreduce`` of several tensors, in as few messages as possible."""
     del device_dense, device_sparse, ignore_name_scope
+    options = options_of(
+        _name(name, "grouped_allreduce", *tensors), process_set, prescale_factor, postscale_factor, compression
+    )
     return ops.grouped_allreduce(
-        [_tensor(tensor) for tensor in tensors],
-        ops.op_of(average, op, stacklevel=_CALLER),
-        name=_name(name, "grouped_allreduce", *tensors),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        process_set=process_set,
-        gradients=Gradients.HOROVOD,
+        [_tensor(tensor) for tensor in tensors], op_of(average, op, stacklevel=_CALLER), **options
     )
 
 
@@ -192,16 +175,10 @@ def reducescatter(
 ) -> Any:
     """Reduces ``tensor`` over the ranks and returns this rank's rows; the first ranks get the remainder."""
     del device_dense, ignore_name_scope
-    return ops.reducescatter(
-        _tensor(tensor),
-        op,
-        name=_name(name, "reducescatter", tensor),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        process_set=process_set,
-        gradients=Gradients.HOROVOD,
+    options = options_of(
+        _name(name, "reducescatter", tensor), process_set, prescale_factor, postscale_factor, compression
     )
+    return ops.reducescatter(_tensor(tensor), op, **options)
 
 
 @_public
@@ -216,16 +193,10 @@ def grouped_reducescatter(
 ) -> list[Any]:
     """``reducescatter`` of several tensors, in as few messages as possible."""
     del device_dense
-    return ops.grouped_reducescatter(
-        [_tensor(tensor) for tensor in tensors],
-        op,
-        name=_name(None, "grouped_reducescatter", *tensors),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        process_set=process_set,
-        gradients=Gradients.HOROVOD,
+    options = options_of(
+        _name(None, "grouped_reducescatter", *tensors), process_set, prescale_factor, postscale_factor, compression
     )
+    return ops.grouped_reducescatter([_tensor(tensor) for tensor in tensors], op, **options)
 
 
 def _tensor(value: Any) -> Any:

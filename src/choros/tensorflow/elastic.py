@@ -14,8 +14,6 @@
     train(state)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

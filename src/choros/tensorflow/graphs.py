@@ -1,14 +1,10 @@
 """Where the code that calls a function of this package runs: in TensorFlow 1's graphs, in AutoGraph's functions."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import tensorflow as tf
-
-__all__ = ["in_session_graph", "unconverted"]
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,16 +1,16 @@
 """Collectives of Python objects, with the arguments of Horovod's TensorFlow API."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 from choros.comm import ProcessSet, global_process_set
 from choros.parallel import objects
+from choros.parallel.variants import documented
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn"]
+_SESSION = "Horovod's; has no effect, because objects do not pass through TensorFlow."
 
 
+@documented(obj="any object that cloudpickle supports; ignored on other ranks.", session=_SESSION)
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -19,13 +19,6 @@ def broadcast_object(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Sends the object of ``root_rank`` to every rank.
-
-    Args:
-        obj: any object that cloudpickle supports; ignored on other ranks.
-        root_rank: a global rank.
-        session: Horovod's; has no effect, because objects do not pass through TensorFlow.
-        name: shown in errors.
-        process_set: the participating ranks.
 
     Returns:
         A copy of the object; on the root, ``obj`` itself.
@@ -51,16 +44,10 @@ def broadcast_object_fn(
     return broadcast
 
 
+@documented(obj="the object of this rank.", session=_SESSION)
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Returns the objects of all ranks, in rank order, on every rank.
-
-    Args:
-        obj: the object of this rank.
-        session: Horovod's; has no effect.
-        name: shown in errors.
-        process_set: the participating ranks.
-    """
+    """Returns the objects of all ranks, in rank order, on every rank."""
     del session
     return objects.allgather_object(obj, name, process_set)

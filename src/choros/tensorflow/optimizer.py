@@ -1,8 +1,6 @@
 """Horovod's ``DistributedOptimizer``: of Keras' optimizers, and of those of TensorFlow 1."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import keras
@@ -16,8 +14,6 @@ from choros.tensorflow.aggregation import LocalGradientAggregationHelper
 from choros.tensorflow.graphs import unconverted
 from choros.tensorflow.reduction import AdasumReduction, TapeReduction, reduction_of
 from choros.training import horovod_optimizer
-
-__all__ = ["DistributedOptimizer"]
 
 _LegacyOptimizer: Any = tf.compat.v1.train.Optimizer
 
@@ -61,68 +57,98 @@ def DistributedOptimizer(
         >>> hvd.init()
         >>> optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
     """
+    del device_dense, device_sparse
+    given: dict[str, Any] = {
+        "op": op,
+        "compression": compression,
+        "sparse_as_dense": sparse_as_dense,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "groups": groups if groups is not None else num_groups,
+        "process_set": process_set,
+        "scale_local_gradients": scale_local_gradients,
+    }
+    accumulated: dict[str, Any] = {
+        "backward_passes_per_step": backward_passes_per_step,
+        "average_aggregated_gradients": average_aggregated_gradients,
+    }
     if isinstance(optimizer, keras.optimizers.Optimizer):
-        return horovod_optimizer.DistributedOptimizer(
-            optimizer,
-            name,
-            device_dense,
-            device_sparse,
-            compression,
-            sparse_as_dense,
-            gradient_predivide_factor,
-            op,
-            backward_passes_per_step,
-            average_aggregated_gradients,
-            num_groups,
-            groups,
-            process_set,
-            scale_local_gradients,
-        )
+        return horovod_optimizer.DistributedOptimizer(optimizer, name, **given, **accumulated)
+    return _of_tensorflow_1(optimizer, name, use_locking, given, accumulated)
+
+
+def _of_tensorflow_1(
+    optimizer: Any, name: str | None, use_locking: bool, given: dict[str, Any], accumulated: dict[str, Any]
+) -> Any:
     if not isinstance(optimizer, _LegacyOptimizer):
         raise ConfigError(
             f"DistributedOptimizer takes a Keras optimizer or one of tf.compat.v1.train, not a "
             f"{type(optimizer).__name__}: create one, such as keras.optimizers.Adam(), and pass it."
         )
-    name = name or f"Distributed{type(optimizer).__name__}"
-    reduction = reduction_of(
-        op=op,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        predivide_factor=gradient_predivide_factor,
-        groups=groups if groups is not None else num_groups,
-        process_set=process_set,
-        scale_local=scale_local_gradients,
-    )
-    if isinstance(reduction, AdasumReduction):
-        if backward_passes_per_step != 1:
+    passes = accumulated["backward_passes_per_step"]
+    named = name or f"Distributed{type(optimizer).__name__}"
+    reduction = reduction_of(**given)
+    aggregation = None
+    if passes != 1:
+        if isinstance(reduction, AdasumReduction):
             raise ConfigError("op=Adasum with an optimizer of TensorFlow 1 needs backward_passes_per_step=1.")
-        return _AdasumLegacyOptimizer(optimizer, reduction, name, use_locking)
-    helper = None
-    if backward_passes_per_step != 1:
-        helper = LocalGradientAggregationHelper(
-            backward_passes_per_step,
-            reduction.reduce,
-            sparse_as_dense,
-            average_aggregated_gradients,
-            process_set.rank() or 0,
-            LocalGradientAggregationHelper._OPTIMIZER_TYPE_LEGACY,
-            process_set,
-            scale_local_gradients,
-            name,
+        common = {key: given[key] for key in ("sparse_as_dense", "process_set", "scale_local_gradients")}
+        aggregation = LocalGradientAggregationHelper(
+            allreduce_func=reduction.reduce, rank=0, optimizer_type="", name=named, **common, **accumulated
         )
-    return _DistributedLegacyOptimizer(optimizer, reduction, helper, name, use_locking)
+    return _DistributedLegacyOptimizer(optimizer, reduction, aggregation, named, use_locking)
 
 
-class _LegacyWrapper(_LegacyOptimizer):  # type: ignore[misc]
-    """An optimizer of TensorFlow 1 for which another one makes the updates."""
+@final
+class _DistributedLegacyOptimizer(_LegacyOptimizer):  # type: ignore[misc]
+    """An optimizer of TensorFlow 1 for which another one makes the updates: of reduced gradients; with Adasum, ranks
+    combine what these have added to the variables.
+    """
 
-    def __init__(self, optimizer: Any, name: str, use_locking: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        reduction: TapeReduction | AdasumReduction,
+        aggregation: LocalGradientAggregationHelper | None,
+        name: str,
+        use_locking: bool,
+    ) -> None:
         super().__init__(name=name, use_locking=use_locking)
         self._optimizer = optimizer
+        self._reduction = reduction
+        self._aggregation = aggregation
 
+    def register_local_var(self, var: Any) -> None:
+        """Keeps the gradient of ``var`` on its rank."""
+        if self._aggregation is None:
+            self._reduction.add_local(var)
+        else:
+            self._aggregation.register_local_var(var)
+
+    @unconverted
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Of the optimizer that makes the updates."""
-        return list(self._optimizer.compute_gradients(*args, **kwargs))
+        """Returns the reduced gradients, with their variables."""
+        pairs = list(self._optimizer.compute_gradients(*args, **kwargs))
+        if isinstance(self._reduction, AdasumReduction):
+            return pairs
+        gradients, variables = zip(*pairs, strict=True)
+        reduce = self._reduction.reduce if self._aggregation is None else self._aggregation.compute_gradients
+        return list(zip(reduce(gradients, variables), variables, strict=True))
+
+    @unconverted
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """Updates the variables."""
+        pairs = list(grads_and_vars)
+
+        def apply() -> Any:
+            return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
+
+        if isinstance(self._reduction, AdasumReduction):
+            return _combine_changes(
+                self._reduction, [variable for gradient, variable in pairs if gradient is not None], apply
+            )
+        if self._aggregation is None:
+            return apply()
+        return self._aggregation.apply_gradients(apply, self._optimizer, pairs, global_step=global_step)
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
         """Of the optimizer that makes the updates."""
@@ -137,67 +163,13 @@ class _LegacyWrapper(_LegacyOptimizer):  # type: ignore[misc]
         return self._optimizer.variables()
 
 
-@final
-class _DistributedLegacyOptimizer(_LegacyWrapper):
-    """Reduces in ``compute_gradients``."""
-
-    def __init__(
-        self,
-        optimizer: Any,
-        reduction: TapeReduction,
-        helper: LocalGradientAggregationHelper | None,
-        name: str,
-        use_locking: bool,
-    ) -> None:
-        super().__init__(optimizer, name, use_locking)
-        self._reduction = reduction
-        self._helper = helper
-
-    def register_local_var(self, var: Any) -> None:
-        """Keeps the gradient of ``var`` on its rank."""
-        if self._helper is None:
-            self._reduction.add_local(var)
-        else:
-            self._helper.register_local_var(var)
-
-    @unconverted
-    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Returns the reduced gradients, with their variables."""
-        gradients, variables = zip(*super().compute_gradients(*args, **kwargs), strict=True)
-        reduce = self._reduction.reduce if self._helper is None else self._helper.compute_gradients
-        return list(zip(reduce(gradients, variables), variables, strict=True))
-
-    @unconverted
-    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Updates the variables."""
-        pairs = list(grads_and_vars)
-
-        def apply() -> Any:
-            return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
-
-        if self._helper is None:
-            return apply()
-        return self._helper.apply_gradients(apply, self._optimizer, pairs, global_step=global_step)
-
-
-@final
-class _AdasumLegacyOptimizer(_LegacyWrapper):
-    """Combines what ``apply_gradients`` has added to the variables, by Adasum."""
-
-    def __init__(self, optimizer: Any, reduction: AdasumReduction, name: str, use_locking: bool) -> None:
-        super().__init__(optimizer, name, use_locking)
-        self._reduction = reduction
-
-    @unconverted
-    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Updates the variables."""
-        pairs = list(grads_and_vars)
-        variables = [variable for gradient, variable in pairs if gradient is not None]
-        starts = [tf.identity(variable) for variable in variables]
-        with tf.control_dependencies(starts):
-            update = self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
-        with tf.control_dependencies([] if update is None else [update]):
-            added = [tf.identity(variable) - start for variable, start in zip(variables, starts, strict=True)]
-        combined = self._reduction.reduce(added, variables)
-        triples = zip(variables, starts, combined, strict=True)
-        return tf.group(*(variable.assign(start + each) for variable, start, each in triples))
+def _combine_changes(reduction: AdasumReduction, variables: list[Any], apply: Callable[[], Any]) -> Any:
+    """Combines what ``apply`` adds to ``variables``."""
+    starts = [tf.identity(variable) for variable in variables]
+    with tf.control_dependencies(starts):
+        update = apply()
+    with tf.control_dependencies([] if update is None else [update]):
+        added = [tf.identity(variable) - start for variable, start in zip(variables, starts, strict=True)]
+    combined = reduction.reduce(added, variables)
+    triples = zip(variables, starts, combined, strict=True)
+    return tf.group(*(variable.assign(start + each) for variable, start, each in triples))

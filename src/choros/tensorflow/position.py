@@ -1,18 +1,14 @@
 """This process's position as a tensor, which a graph computes in each of its runs; and ``join``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from choros.comm import is_initialized, ranks, registered_process_sets
+from choros.comm import context, is_initialized, registered_process_sets
 from choros.errors import ConfigError
 from choros.tensorflow.reduction import join_all
-
-__all__ = ["join", "local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op"]
 
 #: What ``process_set_included_op`` returns in place of an answer, as in Horovod.
 _NOT_INITIALIZED, _UNKNOWN = -1, -2
@@ -30,17 +26,17 @@ def rank_op(name: str | None = None) -> Any:
         >>> int(hvd.rank_op())
         0
     """
-    return _scalar(ranks.rank, name)
+    return _scalar(context.rank, name)
 
 
 def local_rank_op(name: str | None = None) -> Any:
     """``local_rank()`` as an int32 scalar."""
-    return _scalar(ranks.local_rank, name)
+    return _scalar(context.local_rank, name)
 
 
 def local_size_op(name: str | None = None) -> Any:
     """``local_size()`` as an int32 scalar."""
-    return _scalar(ranks.local_size, name)
+    return _scalar(context.local_size, name)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:

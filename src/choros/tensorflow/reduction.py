@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -13,17 +12,16 @@ import tensorflow as tf
 
 from choros.arrays import framework_adapter
 from choros.comm import ProcessSet, Reduction, global_process_set
-from choros.config import Config
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel import ops
 from choros.parallel.compression import Compressor
 from choros.parallel.reduce import joining
-from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, indices_of_groups
+from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
+from choros.parallel.reduce.reducer import GradientReducer
+from choros.settings import current
 from choros.tensorflow.graphs import in_session_graph
 from choros.training.optimizer_reducer import OptimizerReducer, placed
 from choros.training.variables import value_of
-
-__all__ = ["AdasumReduction", "TapeReduction", "join_all", "reduction_of"]
 
 _ADVICE = (
     "Start all ranks from the same values: call broadcast_variables(model.variables, root_rank=0), and with the "
@@ -41,25 +39,13 @@ def reduction_of(
     op: Reduction,
     compression: Compressor,
     sparse_as_dense: bool,
-    predivide_factor: float,
+    gradient_predivide_factor: float,
     groups: int | Sequence[Sequence[Any]],
     process_set: ProcessSet,
-    scale_local: bool,
+    scale_local_gradients: bool,
 ) -> TapeReduction | AdasumReduction:
-    """Returns how a distributed tape, or an optimizer of TensorFlow 1, reduces its gradients.
-
-    Args:
-        op: ``AVERAGE``, ``SUM`` or ``ADASUM``.
-        compression: that of gradients.
-        sparse_as_dense: whether sparse gradients are made dense.
-        predivide_factor: averages divide by this factor before the sum, and by the rest after it.
-        groups: a number of groups, 0 for none, or lists of sources.
-        process_set: the ranks that share gradients.
-        scale_local: whether gradients that stay on their rank are divided by the number of ranks.
-
-    Raises:
-        NotInitializedError: before ``init()``.
-        ConfigError: an argument has an invalid value.
+    """Returns how a tape, or an optimizer of TensorFlow 1, reduces gradients; a ``ConfigError`` for invalid arguments.
+    The arguments are Horovod's; ``groups``: a number, 0: none, or lists of sources.
     """
     if process_set.included() is None:
         raise NotInitializedError("the distributed tape or optimizer")
@@ -70,17 +56,17 @@ def reduction_of(
         )
     indices_of_groups(groups if isinstance(groups, int) else 0, (), "source")
     if Reduction(op) is Reduction.ADASUM:
-        if predivide_factor != 1.0:
+        if gradient_predivide_factor != 1.0:
             raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
         return AdasumReduction(compression, sparse_as_dense, process_set)
     config = ReduceConfig(
         op=op,
         compressor=compression,
-        predivide_factor=predivide_factor,
-        compared_step=min(_COMPARED_STEP, max(2, Config.from_environ(os.environ).compare_every or _COMPARED_STEP)),
+        predivide_factor=gradient_predivide_factor,
+        compared_step=min(_COMPARED_STEP, max(2, current().compare_every or _COMPARED_STEP)),
         process_set=process_set,
     )
-    return TapeReduction(config, groups, sparse_as_dense, scale_local)
+    return TapeReduction(config, groups, sparse_as_dense, scale_local_gradients)
 
 
 def join_all() -> int:
@@ -123,13 +109,7 @@ class TapeReduction:
         return any(source is each for each in self._local)
 
     def reduce(self, gradients: Sequence[Any], sources: Sequence[Any], examples: Any = None) -> list[Any]:
-        """Returns the ranks' gradients, averaged or summed; ``None`` for those that are ``None``.
-
-        Args:
-            gradients: this rank's.
-            sources: the variables or tensors they belong to.
-            examples: the number of examples that weights them; ``None`` for the same weight on all ranks.
-        """
+        """Returns the ranks' gradients, averaged, weighted by ``examples``, or summed; ``None`` for ``None``."""
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if not given:
             return list(gradients)
@@ -172,8 +152,7 @@ class TapeReduction:
                 sparse_as_dense=self._sparse_as_dense,
                 advice=_ADVICE,
             )
-            for source in self._local:  # which it keeps, so that no other one gets its id
-                reducer.add_local(source)
+            reducer.local += self._local  # which it keeps, so that no other one gets its id
             _reducers[key] = reducer
         return _reducers[key]
 

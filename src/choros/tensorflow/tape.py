@@ -8,11 +8,9 @@
                                                                                         │
     optimizer.apply_gradients  ◄────────────────────────────────────────────────────────┘
 
-A loop makes a new tape for each step, but what reduces their gradients lasts: it is created once for all tapes that
-have the same arguments (``reduction.py``).
+A loop makes a new tape for each step, but what reduces their gradients lasts: it is created once for all tapes
+that have the same arguments (``reduction.py``).
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
@@ -27,8 +25,6 @@ from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
 from choros.tensorflow.graphs import unconverted
 from choros.tensorflow.reduction import AdasumReduction, TapeReduction, reduction_of
 from choros.training.horovod_optimizer import local_variables
-
-__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 
 class _DistributedTape:
@@ -49,23 +45,9 @@ class _DistributedTape:
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         examples: Any = None,
     ) -> Any:
-        """Returns the gradients of ``target``, reduced over the ranks.
-
-        Args:
-            target: as in TensorFlow.
-            sources: variables or tensors, or a structure of them, the same on every rank.
-            output_gradients: as in TensorFlow.
-            use_generic_names: Horovod's; has no effect.
-            unconnected_gradients: as in TensorFlow.
-            examples: the number of examples of which ``target`` is the mean on this rank, a number or a scalar tensor;
-                the average is then that over the examples of all ranks. 0: this rank's gradients count nothing.
-                ``None``: all ranks have the same weight, as in Horovod.
-
-        Returns:
-            A structure as that of ``sources``; ``None`` for a source on which ``target`` does not depend.
-
-        Raises:
-            MismatchError: the ranks' gradients have different shapes or dtypes, or a rank has none.
+        """Returns the gradients of ``target``, over all ranks; ``None`` where it does not depend on the source.
+        ``examples``: of these, ``target`` is this rank's mean; the average is then over all ranks' examples. 0: this
+        rank's count nothing; ``None``: equal weights, as in Horovod. ``use_generic_names`` has no effect.
         """
         del use_generic_names
         own: Any = super()
@@ -77,15 +59,7 @@ class _DistributedTape:
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **options: Any
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Returns two lists of pairs (source, gradient): for the local sources, and for those of all ranks.
-
-        Args:
-            target: as for ``gradient``.
-            sources: likewise.
-            output_gradients: likewise.
-            use_generic_names: likewise.
-            **options: other arguments of ``gradient``.
-        """
+        """Returns pairs (source, gradient): for the local sources, and for those of all ranks; see ``gradient``."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names, **options)
         pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True))
         is_local = self._choros_reduction.is_local
@@ -156,10 +130,10 @@ def DistributedGradientTape(
         op=op,
         compression=compression,
         sparse_as_dense=sparse_as_dense,
-        predivide_factor=gradient_predivide_factor,
+        gradient_predivide_factor=gradient_predivide_factor,
         groups=groups if groups is not None else num_groups,
         process_set=process_set,
-        scale_local=scale_local_gradients,
+        scale_local_gradients=scale_local_gradients,
     )
     return tape
 

@@ -1,7 +1,5 @@
 """Broadcasts of variables from one rank to the others: eager, in a ``tf.function`` and in a graph of TensorFlow 1."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -11,8 +9,6 @@ from choros.comm import ProcessSet, global_process_set
 from choros.errors import GraphRequiredError
 from choros.tensorflow.graphs import in_session_graph, unconverted
 from choros.training.variables import broadcast_updates
-
-__all__ = ["BroadcastGlobalVariablesHook", "broadcast_", "broadcast_global_variables", "broadcast_variables"]
 
 
 @unconverted

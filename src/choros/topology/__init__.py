@@ -2,10 +2,9 @@
 
 from choros.topology.environments import ENVIRONMENTS, NEVER_MPI, WITHOUT_MPI, Environment, detect
 from choros.topology.master import Master, find_master
-from choros.topology.shard import shard_range
 from choros.topology.slurm import expand_counts, expand_hosts
 from choros.topology.tf_config import TF_CONFIG, TFConfig, read_tf_config, split_address
-from choros.topology.topology import Topology
+from choros.topology.topology import Topology, shard_range
 
 __all__ = [
     "ENVIRONMENTS",

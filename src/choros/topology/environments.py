@@ -1,22 +1,16 @@
-"""The environment variables of launchers, as one table, and their precedence.
-
-``mpirun`` may run inside a SLURM allocation and ``torchrun`` inside ``srun``: the launcher that started *this process*
-has precedence, so SLURM is read last. Two launchers that each start single ranks cannot be nested; if the variables of
-both are set, they must agree.
+"""The environment variables of launchers, as one table, and their precedence: what started *this process* is first,
+so SLURM, inside which ``mpirun`` and ``torchrun`` may run, is read last. Two launchers that each start single
+ranks cannot be nested; if the variables of both are set, they must agree.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from choros.config import NEW_RANK
 from choros.errors import ConfigError
+from choros.settings import VARIABLES
 from choros.topology.slurm import expand_counts
 from choros.topology.tf_config import TF_CONFIG, read_tf_config, split_address
 from choros.topology.topology import Topology
-
-__all__ = ["ENVIRONMENTS", "NEVER_MPI", "SLURM", "WITHOUT_MPI", "Environment", "detect"]
 
 Environ = Mapping[str, str]
 
@@ -147,25 +141,15 @@ WITHOUT_MPI = (*NEVER_MPI, SLURM.launcher)
 
 
 def detect(environ: Environ) -> Topology:
-    """Determines the rank and size of this process from its environment.
+    """Returns this process's topology; a single process if no variable is set, or for ``TF_CONFIG``'s parameter
+    servers and evaluators, which join no collective. A ``ConfigError`` names variables that contradict each other.
 
-    Args:
-        environ: the environment, usually ``os.environ``.
-
-    Returns:
-        The topology; that of a single process if no variable is set, or if ``TF_CONFIG`` describes a parameter
-        server or an evaluator, which participate in no collective.
-
-    Raises:
-        ConfigError: variables contradict each other or are not integers; the text names them.
-
-    Example:
         >>> detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).rank
         1
         >>> detect({}).size
         1
     """
-    if new_rank := NEW_RANK.read(environ):  # to mpirun it is the only rank of a job of its own
+    if new_rank := VARIABLES["new_rank"].read(environ):  # to mpirun it is the only rank of a job of its own
         rank, *hosts = new_rank.split(",")
         launched = OPEN_MPI.read(environ) or Topology()
         return Topology.from_hosts(hosts, int(rank), launcher=launched.launcher)

@@ -1,7 +1,5 @@
 """The rendezvous address of ranks that are started without MPI, from the environment. Pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,21 +8,13 @@ from choros.topology.environments import SLURM
 from choros.topology.slurm import expand_hosts
 from choros.topology.tf_config import TF_CONFIG, parse_port, read_tf_config, split_address
 
-__all__ = ["Master", "find_master"]
-
 #: The ports of SLURM's job steps: 100 jobs and 100 steps in each have different ones.
 _FIRST_PORT, _STEPS, _JOBS = 20_000, 100, 100
 
 
 @dataclass(frozen=True)
 class Master:
-    """The rendezvous address of ranks.
-
-    Attributes:
-        host: a host name or an IP address.
-        port: the TCP port.
-        listens: torchrun's agent already listens there; otherwise rank 0 must.
-    """
+    """The rendezvous address of ranks; ``listens``: torchrun's agent already listens there; otherwise rank 0 must."""
 
     host: str
     port: int
@@ -35,20 +25,10 @@ class Master:
 
 
 def find_master(environ: Mapping[str, str], launcher: str) -> Master | None:
-    """Returns the rendezvous address of ranks started by ``launcher``, ``None`` if ``environ`` has none.
+    """Returns the address of ``TF_CONFIG``'s first task, ``MASTER_ADDR``, or for srun the job step's first host.
 
-    Args:
-        environ: the environment, usually ``os.environ``.
-        launcher: the name of ``detect``'s result. For ``TF_CONFIG`` the address is that of the first task, for all
-            others ``MASTER_ADDR`` and ``MASTER_PORT``. For srun, if these are not set, the host is the first of the
-            job step, and the port depends on the numbers of the job and the step.
-
-    Raises:
-        ConfigError: the variables are not a valid address.
-
-    Example:
-        >>> print(find_master({"MASTER_ADDR": "a", "MASTER_PORT": "29500"}, "torchrun"))
-        a:29500
+    >>> print(find_master({"MASTER_ADDR": "a", "MASTER_PORT": "29500"}, "torchrun"))
+    a:29500
     """
     if launcher == TF_CONFIG:
         config = read_tf_config(environ)

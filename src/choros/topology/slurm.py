@@ -1,22 +1,17 @@
 """SLURM's lists of hosts and of the tasks on each of them."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator
 
 from choros.errors import ConfigError
 
-__all__ = ["expand_counts", "expand_hosts"]
-
 
 def expand_counts(text: str, name: str) -> list[int]:
     """Parses SLURM's list of ranks per host, ``text``, which is the value of the variable ``name``.
 
-    Example:
-        >>> expand_counts("2(x3),1", "SLURM_STEP_TASKS_PER_NODE")
-        [2, 2, 2, 1]
+    >>> expand_counts("2(x3),1", "SLURM_STEP_TASKS_PER_NODE")
+    [2, 2, 2, 1]
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -28,14 +23,10 @@ def expand_counts(text: str, name: str) -> list[int]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Parses SLURM's list of hosts; keeps its order.
+    """Parses SLURM's list of hosts, keeping its order; a ``ConfigError`` if ``text`` is not such a list.
 
-    Raises:
-        ConfigError: ``text`` is not such a list.
-
-    Example:
-        >>> expand_hosts("n[08-10,12]x,login,r[1-2]c[1-2]")
-        ['n08x', 'n09x', 'n10x', 'n12x', 'login', 'r1c1', 'r1c2', 'r2c1', 'r2c2']
+    >>> expand_hosts("n[08-10,12]x,login,r[1-2]c[1-2]")
+    ['n08x', 'n09x', 'n10x', 'n12x', 'login', 'r1c1', 'r1c2', 'r2c1', 'r2c2']
     """
     parts = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
     hosts = [host for part in parts for host in _expand(part)]

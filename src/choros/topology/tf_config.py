@@ -15,11 +15,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from choros.errors import ConfigError
-
-__all__ = ["TF_CONFIG", "TFConfig", "parse_port", "read_tf_config", "split_address"]
 
 #: The name of the variable.
 TF_CONFIG = "TF_CONFIG"
@@ -36,20 +34,13 @@ _OLD_CHIEF = "master"
 @final
 @dataclass(frozen=True)
 class TFConfig:
-    """A cluster and the task of this process. Created by ``of`` or ``read_tf_config``, which validate it.
+    """A cluster and this process's task, which for an evaluator may not be in it; ``of`` validates both.
 
-    Attributes:
-        cluster: role → the addresses, ``host:port``, of its tasks.
-        role: the role of this process: ``"chief"``, ``"worker"``, ``"ps"`` or ``"evaluator"``.
-        index: its index among the tasks of its role. An evaluator may be missing in the cluster.
-        rpc_layer: the protocol, a prefix of TensorFlow's addresses, such as ``"grpc"``.
-
-    Example:
-        >>> config = TFConfig.of({"worker": ["a:1"], "chief": ["c:1"], "ps": ["p:1"]}, "worker", 0)
-        >>> config.ranks
-        ('c:1', 'a:1')
-        >>> config.rank
-        1
+    >>> config = TFConfig.of({"worker": ["a:1"], "chief": ["c:1"], "ps": ["p:1"]}, "worker", 0)
+    >>> config.ranks
+    ('c:1', 'a:1')
+    >>> config.rank
+    1
     """
 
     cluster: Mapping[str, tuple[str, ...]]
@@ -59,11 +50,7 @@ class TFConfig:
 
     @classmethod
     def of(cls, cluster: object, role: object, index: object, rpc_layer: object = None) -> TFConfig:
-        """Validates the arguments; the role ``"master"`` becomes ``"chief"``.
-
-        Raises:
-            ConfigError: they do not describe a cluster and a task of it; the text says what to do.
-        """
+        """Validates the arguments; ``"master"`` becomes ``"chief"``. A ``ConfigError`` says what to do."""
         checked = _check_cluster(cluster)
         name = _CHIEF if role == _OLD_CHIEF else role
         if not isinstance(name, str) or name not in _ROLES:
@@ -95,9 +82,8 @@ class TFConfig:
     def text(self) -> str:
         """Returns the variable's value.
 
-        Example:
-            >>> TFConfig.of({"worker": ["a:1"]}, "worker", 0).text()
-            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+        >>> TFConfig.of({"worker": ["a:1"]}, "worker", 0).text()
+        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
         """
         rpc_layer = {} if self.rpc_layer is None else {"rpc_layer": self.rpc_layer}
         return json.dumps(
@@ -110,34 +96,27 @@ class TFConfig:
 
 
 def read_tf_config(environ: Mapping[str, str], role: str | None = None, index: int | None = None) -> TFConfig | None:
-    """Reads and validates ``TF_CONFIG``.
+    """Returns ``TF_CONFIG``, ``role`` and ``index`` replacing its task's; ``None`` if unset or without a cluster.
 
-    Args:
-        environ: the environment, usually ``os.environ``.
-        role: replaces the task's type.
-        index: replaces the task's index.
-
-    Returns:
-        The cluster and the task; ``None`` if the variable is not set, is empty, or has an empty cluster: then this
-        process is not part of a cluster.
-
-    Raises:
-        ConfigError: it is not JSON, or does not describe a cluster and a task; the text says what was given, what
-            was expected and what to do.
-
-    Example:
-        >>> import json
-        >>> text = json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}})
-        >>> read_tf_config({"TF_CONFIG": text}).rank
-        1
-        >>> read_tf_config({}) is None
-        True
+    >>> import json
+    >>> text = json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}})
+    >>> read_tf_config({"TF_CONFIG": text}).rank
+    1
+    >>> read_tf_config({}) is None
+    True
     """
     text = environ.get(TF_CONFIG)
     if not text:
         return None
     try:
-        given = _decode(text)
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"It is not JSON ({error}): use double quotes, and no comma before a closing bracket."
+            ) from None
+        if not isinstance(given, dict) or "cluster" not in given:
+            raise ConfigError('It has no "cluster": add one with the addresses of all tasks, or unset it to run alone.')
         if given["cluster"] == {}:
             return None
         task = given.get("task", {})
@@ -155,14 +134,10 @@ def read_tf_config(environ: Mapping[str, str], role: str | None = None, index: i
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns the host and the port of ``host:port``; an IPv6 address is written in brackets.
+    """Returns the host and port of ``host:port``, an IPv6 address in brackets; a ``ConfigError`` for another format.
 
-    Raises:
-        ConfigError: ``address`` has another format.
-
-    Example:
-        >>> split_address("[fd00::1]:2222")
-        ('fd00::1', 2222)
+    >>> split_address("[fd00::1]:2222")
+    ('fd00::1', 2222)
     """
     host, _, port = address.rpartition(":")
     number = parse_port(port)
@@ -174,25 +149,12 @@ def split_address(address: str) -> tuple[str, int]:
 def parse_port(text: str) -> int | None:
     """Returns ``text`` as a TCP port, ``None`` if it is not one.
 
-    Example:
-        >>> parse_port("2222"), parse_port("65536"), parse_port("http")
-        (2222, None, None)
+    >>> parse_port("2222"), parse_port("65536"), parse_port("http")
+    (2222, None, None)
     """
     # Python refuses to convert thousands of digits.
     number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 5 else 0
     return number if 0 < number < 1 << 16 else None
-
-
-def _decode(text: str) -> dict[str, Any]:
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"It is not JSON ({error}): use double quotes, and no comma before a closing bracket."
-        ) from None
-    if not isinstance(given, dict) or "cluster" not in given:
-        raise ConfigError('It has no "cluster": add one with the addresses of all tasks, or unset it to run alone.')
-    return given
 
 
 def _check_cluster(cluster: object) -> dict[str, tuple[str, ...]]:

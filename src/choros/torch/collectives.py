@@ -1,11 +1,6 @@
-"""The collectives with the arguments of Horovod's PyTorch API.
-
-Those that return new tensors are differentiable, with Horovod's gradients, which ``parallel/ops.py`` lists. The others
-are variants of these definitions (``parallel/variants.py``). Where Horovod's variants lack an argument, a private
-function has theirs.
+"""The collectives with the arguments of Horovod's PyTorch API, and their variants (``parallel/variants.py``); those
+that return new tensors have Horovod's gradients, as in ``parallel/ops.py``.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -15,8 +10,9 @@ import torch
 from choros.comm import ProcessSet, Reduction, Work, global_process_set
 from choros.errors import ConfigError
 from choros.parallel import ops, variants
+from choros.parallel.calls import Gradients, options_of
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.variants import documented, in_place
+from choros.parallel.variants import documented, in_place, op_of
 
 __all__ = [
     "allgather",
@@ -48,7 +44,8 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_HOROVOD = ops.Gradients.HOROVOD
+#: A variant of a collective that lacks one of its arguments.
+_WithoutCompression = Callable[..., Any]
 
 
 def _asynchronous(collective: Callable[P, T]) -> Callable[P, Work[T]]:
@@ -99,35 +96,13 @@ def allreduce(
         >>> hvd.allreduce(torch.ones(2), op=hvd.Sum)
         tensor([1., 1.])
     """
-    return ops.allreduce(
-        tensor,
-        ops.op_of(average, op),
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        process_set=process_set,
-        gradients=_HOROVOD,
-    )
+    options = options_of(name, process_set, prescale_factor, postscale_factor, compression)
+    return ops.allreduce(tensor, op_of(average, op), **options)
 
 
-def _allreduce(
-    tensor: Any,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Reduction | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    return allreduce(
-        tensor, average, name, Compression.none, op, prescale_factor, postscale_factor, process_set=process_set
-    )
-
-
-allreduce_ = in_place(_allreduce, _overwrite)
-allreduce_async = _asynchronous(_allreduce)
-allreduce_async_ = _asynchronous(allreduce_)
+allreduce_: _WithoutCompression = in_place(allreduce, _overwrite)
+allreduce_async: _WithoutCompression = _asynchronous(allreduce)
+allreduce_async_: _WithoutCompression = _asynchronous(allreduce_)
 
 
 @documented()
@@ -142,41 +117,19 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """``allreduce`` of several tensors, in as few messages as possible."""
-    return ops.grouped_allreduce(
-        tensors,
-        ops.op_of(average, op),
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        process_set=process_set,
-        gradients=_HOROVOD,
-    )
+    options = options_of(name, process_set, prescale_factor, postscale_factor, compression)
+    return ops.grouped_allreduce(tensors, op_of(average, op), **options)
 
 
-def _grouped_allreduce(
-    tensors: Sequence[Any],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Reduction | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Any]:
-    return grouped_allreduce(
-        tensors, average, name, Compression.none, op, prescale_factor, postscale_factor, process_set=process_set
-    )
-
-
-grouped_allreduce_ = in_place(_grouped_allreduce, _overwrite)
-grouped_allreduce_async = _asynchronous(_grouped_allreduce)
-grouped_allreduce_async_ = _asynchronous(grouped_allreduce_)
+grouped_allreduce_: _WithoutCompression = in_place(grouped_allreduce, _overwrite)
+grouped_allreduce_async: _WithoutCompression = _asynchronous(grouped_allreduce)
+grouped_allreduce_async_: _WithoutCompression = _asynchronous(grouped_allreduce_)
 
 
 @documented()
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Concatenates the ranks' tensors along the first dimension, which may differ between ranks."""
-    return ops.allgather(tensor, name=name, process_set=process_set, gradients=_HOROVOD)
+    return ops.allgather(tensor, name=name, process_set=process_set, gradients=Gradients.HOROVOD)
 
 
 @documented()
@@ -184,7 +137,7 @@ def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """``allgather`` of several tensors."""
-    return ops.grouped_allgather(tensors, name=name, process_set=process_set, gradients=_HOROVOD)
+    return ops.grouped_allgather(tensors, name=name, process_set=process_set, gradients=Gradients.HOROVOD)
 
 
 allgather_async = _asynchronous(allgather)
@@ -196,7 +149,7 @@ def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Sends the ``tensor`` of ``root_rank`` to every rank; all have the same shape."""
-    return ops.broadcast(tensor, root_rank, name=name, process_set=process_set, gradients=_HOROVOD)
+    return ops.broadcast(tensor, root_rank, name=name, process_set=process_set, gradients=Gradients.HOROVOD)
 
 
 broadcast_ = in_place(broadcast, _overwrite)
@@ -230,30 +183,11 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """Reduces ``tensor`` over the ranks and returns this rank's rows; the first ranks get the remainder."""
-    return ops.reducescatter(
-        tensor,
-        op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        process_set=process_set,
-        gradients=_HOROVOD,
-    )
+    options = options_of(name, process_set, prescale_factor, postscale_factor, compression)
+    return ops.reducescatter(tensor, op, **options)
 
 
-def _reducescatter(
-    tensor: Any,
-    name: str | None = None,
-    op: Reduction = Reduction.AVERAGE,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Any:
-    return reducescatter(tensor, name, Compression.none, op, process_set, prescale_factor, postscale_factor)
-
-
-reducescatter_async = _asynchronous(_reducescatter)
+reducescatter_async: _WithoutCompression = _asynchronous(reducescatter)
 
 
 @documented(op="the reduction, not ``Adasum``.")
@@ -267,30 +201,11 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """``reducescatter`` of several tensors."""
-    return ops.grouped_reducescatter(
-        tensors,
-        op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        process_set=process_set,
-        gradients=_HOROVOD,
-    )
+    options = options_of(name, process_set, prescale_factor, postscale_factor, compression)
+    return ops.grouped_reducescatter(tensors, op, **options)
 
 
-def _grouped_reducescatter(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    op: Reduction = Reduction.AVERAGE,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[Any]:
-    return grouped_reducescatter(tensors, name, Compression.none, op, process_set, prescale_factor, postscale_factor)
-
-
-grouped_reducescatter_async = _asynchronous(_grouped_reducescatter)
+grouped_reducescatter_async: _WithoutCompression = _asynchronous(grouped_reducescatter)
 
 
 @documented(tensor="a sparse tensor (``torch.sparse_coo``).", op="``Average`` or ``Sum``.")
@@ -311,7 +226,8 @@ def sparse_allreduce_async(
     """
     if not tensor.is_sparse:
         raise ConfigError("sparse_allreduce_async takes a sparse tensor: pass dense ones to allreduce_async.")
-    return allreduce_async(tensor, None, name, op, process_set=process_set).wait
+    handle: Work[Any] = allreduce_async(tensor, None, name, op, process_set=process_set)
+    return handle.wait
 
 
 def synchronize(handle: Work[T]) -> T:

@@ -15,8 +15,6 @@
     train(hvd.elastic.TorchState(model, optimizer, sampler=hvd.elastic.ElasticSampler(dataset), epoch=0))
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

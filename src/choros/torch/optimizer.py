@@ -1,15 +1,12 @@
 """The distributed optimizer: a torch optimizer whose ``step`` first reduces the ranks' gradients.
 
-The user's optimizer object is kept. A hook that torch runs before every step reduces gradients, also if a learning
-rate scheduler has already replaced the method ``step``; the object's class becomes a subclass of the same name, which
-adds Horovod's methods::
+The user's object is kept: torch's hook before every step also works if a learning rate scheduler has replaced
+``step``; its class becomes a subclass of the same name, which adds Horovod's methods::
 
     backward() ──► [hooks: buckets start]     step() ──► [pre-hook: reduce over ranks] ──► torch's step
                                          │                        ▲
                                          └─ synchronize() ────────┘ clip gradients here
 """
-
-from __future__ import annotations
 
 import itertools
 import warnings
@@ -17,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, final
 
 import torch
@@ -28,11 +26,10 @@ from choros.parallel.objects import allgather_object
 from choros.parallel.ops import grouped_allreduce
 from choros.parallel.reduce import joining
 from choros.parallel.reduce.device import device_to_reduce_on
-from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket_bytes, indices_of_groups
+from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes, indices_of_groups
+from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
-
-__all__ = ["DistributedOptimizer", "abandon_step", "join"]
 
 T = TypeVar("T")
 _ATTRIBUTE = "_choros_gradient_hook"
@@ -53,15 +50,7 @@ _created = itertools.count()
 
 @final
 class _GradientHook:
-    """Reduces the gradients of one distributed optimizer before its steps.
-
-    Attributes:
-        exchange: reduces its parameters' gradients; ``None`` if there are no other ranks.
-        process_set: the ranks that train together, if there are others.
-        skipping: whether steps use gradients as they are, without reducing them.
-        number: the number of distributed optimizers that were created before it.
-        shares_state: whether all ranks have the same state of the optimizer.
-    """
+    """Reduces one optimizer's gradients before its steps, if not ``skipping``; ``number``: those created before it."""
 
     shares_state = True
 
@@ -139,6 +128,7 @@ class _ChangeHook:
     """
 
     pending = False
+    skipping = False
     exchange = None
     shares_state = False
 
@@ -147,19 +137,6 @@ class _ChangeHook:
         self.number = next(_created)
         self._compression = compression
         self._before: list[tuple[Any, Any]] = []
-
-    @property
-    def skipping(self) -> bool:
-        """Whether steps reduce nothing: never."""
-        return False
-
-    @skipping.setter
-    def skipping(self, value: bool) -> None:
-        if value:
-            raise ConfigError(
-                "skip_synchronize() is not possible with op=Adasum, which combines what the step has changed: clip the "
-                "gradients of this rank after backward(), and call step()."
-            )
 
     def reduce(self, optimizer: Any) -> None:
         """Nothing: gradients are those of this rank."""
@@ -196,22 +173,18 @@ class _HorovodMethods:
     """Horovod's methods, which the subclass adds to the optimizer's own."""
 
     def synchronize(self) -> None:
-        """Reduces the gradients of all parameters now, so that the next ``step`` need not.
-
-        For code that needs the reduced gradients before the step, such as clipping::
-
-            loss.backward()
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        """
+        """Reduces all gradients now, to clip them, say; then ``step`` within ``with optimizer.skip_synchronize()``."""
         _hook_of(self).reduce(self)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Returns a context in which ``step`` uses gradients as they are, without reducing them."""
         hook = _hook_of(self)
+        if isinstance(hook, _ChangeHook):
+            raise ConfigError(
+                "skip_synchronize() is not possible with op=Adasum, which combines what the step has changed: clip the "
+                "gradients of this rank after backward(), and call step()."
+            )
         hook.skipping = True
         try:
             yield
@@ -307,6 +280,35 @@ def DistributedOptimizer(
         >>> isinstance(optimizer, torch.optim.SGD)
         True
     """
+    _check(optimizer, backward_passes_per_step, named_parameters, process_set)
+    if Reduction(op) is Reduction.ADASUM:
+        return _wrap(optimizer, _adasum_hook(compression, gradient_predivide_factor, process_set))
+    parameters = _trained(optimizer)
+    config = ReduceConfig(
+        op=op,
+        compressor=compression,
+        predivide_factor=gradient_predivide_factor,
+        groups=indices_of_groups(groups if groups is not None else num_groups, parameters, "parameter"),
+        process_set=process_set,
+    )
+    exchange = _exchange_of(parameters, config, backward_passes_per_step, gathers_rows=not sparse_as_dense)
+    return _wrap(optimizer, _GradientHook(exchange))
+
+
+def _adasum_hook(compression: Compressor, predivide_factor: float, process_set: ProcessSet) -> Any:
+    if predivide_factor != 1.0:
+        raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
+    alone = not process_set.included() or not process_set.communicator.may_have_others
+    return _GradientHook(None) if alone else _ChangeHook(compression, process_set)
+
+
+def _check(
+    optimizer: Any,
+    backward_passes_per_step: int,
+    named_parameters: Iterable[tuple[str, Any]] | None,
+    process_set: ProcessSet,
+) -> None:
+    """Raises an error if the optimizer cannot be distributed; keeps the names of its parameters."""
     if process_set.included() is None:
         raise NotInitializedError("DistributedOptimizer()")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -322,46 +324,31 @@ def DistributedOptimizer(
         raise ConfigError("this optimizer is already distributed: pass it to DistributedOptimizer only once.")
     if backward_passes_per_step < 1:
         raise ConfigError(f"backward_passes_per_step={backward_passes_per_step} must be 1 or more.")
-    parameters = _trained(optimizer)
     if named_parameters is None:
-        groups_of = enumerate(group["params"] for group in optimizer.param_groups)
-        named_parameters = [(f"parameter {i}.{j}", each) for i, group in groups_of for j, each in enumerate(group)]
+        groups = enumerate(group["params"] for group in optimizer.param_groups)
+        named_parameters = [(f"parameter {i}.{j}", each) for i, group in groups for j, each in enumerate(group)]
     named_parameters = list(named_parameters)
     _check_names(named_parameters, optimizer)
     # Horovod's attribute, which scripts read.
     vars(optimizer)["_parameter_names"] = {parameter: name for name, parameter in named_parameters}
-    if Reduction(op) is Reduction.ADASUM:
-        if gradient_predivide_factor != 1.0:
-            raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
-        alone = not process_set.included() or not process_set.communicator.may_have_others
-        _wrap(optimizer, _GradientHook(None) if alone else _ChangeHook(compression, process_set))
-        return optimizer
+
+
+def _exchange_of(
+    parameters: Sequence[Any], config: ReduceConfig, micro_batches: int, *, gathers_rows: bool
+) -> BackwardExchange | None:
+    """Returns what reduces the gradients of ``parameters``; ``None`` if this rank trains alone."""
     device = None
-    if process_set.included():
+    if config.process_set.included():
         devices = [parameter.device for parameter in parameters]
-        device = device_to_reduce_on(process_set.communicator, compression, "torch", devices)
+        device = device_to_reduce_on(config.process_set.communicator, config.compressor, "torch", devices)
     buckets = bucket_bytes(accelerated=any(p.device.type != "cpu" for p in parameters), device=device)
-    config = ReduceConfig(
-        op=op,
-        compressor=compression,
-        predivide_factor=gradient_predivide_factor,
-        groups=indices_of_groups(groups if groups is not None else num_groups, parameters, "parameter"),
-        bucket_bytes=buckets,
-        device=device,
-        process_set=process_set,
+    reducer = GradientReducer(replace(config, bucket_bytes=buckets, device=device))
+    if not reducer.active:
+        return None
+    overlap = buckets is not None
+    return BackwardExchange(
+        reducer, parameters, overlap=overlap, micro_batches=micro_batches, gathers_rows=gathers_rows
     )
-    reducer = GradientReducer(config)
-    exchange = None
-    if reducer.active:
-        exchange = BackwardExchange(
-            reducer,
-            parameters,
-            overlap=buckets is not None,
-            micro_batches=backward_passes_per_step,
-            gathers_rows=not sparse_as_dense,
-        )
-    _wrap(optimizer, _GradientHook(exchange))
-    return optimizer
 
 
 def join(device: int = -1) -> int:
@@ -425,7 +412,7 @@ def join(device: int = -1) -> int:
     return communicator.atomic(receive)
 
 
-def _wrap(optimizer: Any, hook: _GradientHook | _ChangeHook) -> None:
+def _wrap(optimizer: Any, hook: _GradientHook | _ChangeHook) -> Any:
     base = type(optimizer)
     namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     optimizer.__class__ = type(base.__name__, (_HorovodMethods, base), namespace)
@@ -433,6 +420,7 @@ def _wrap(optimizer: Any, hook: _GradientHook | _ChangeHook) -> None:
     optimizer.register_step_pre_hook(hook.before_step)
     optimizer.register_step_post_hook(lambda stepped, *_: hook.after_step(stepped))
     _distributed.add(optimizer)
+    return optimizer
 
 
 def _check_names(named_parameters: Sequence[Any], optimizer: Any) -> None:

@@ -1,7 +1,5 @@
 """Broadcast of model parameters and optimizer state."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,9 +11,6 @@ from choros.comm import ProcessSet, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.objects import broadcast_object
 from choros.parallel.ops import broadcast_arrays
-
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
-
 
 #: Optimizers whose state of zeros, and no steps, is that before the first step. SGD's is not, with dampening.
 _STARTS_FROM_ZEROS = (

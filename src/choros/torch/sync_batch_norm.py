@@ -1,7 +1,5 @@
 """Batch normalisation over the rows of all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,8 +7,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from choros.comm import ProcessSet, global_process_set
 from choros.parallel.moments import RankMoments
-
-__all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc, unused-ignore]

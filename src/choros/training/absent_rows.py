@@ -12,17 +12,14 @@
 At the end of its batches a rank joins instead (``parallel/reduce/joining.py``): it need not know how many are left.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from choros.parallel.structure import map_structure
-from choros.training.keras_internals import JAX_STATE, build_metrics
-
-__all__ = ["step_without_rows"]
+from choros.training.keras_internals.fit import JAX_STATE
+from choros.training.keras_internals.models import build_metrics
 
 _NON_TRAINABLE, _METRICS = JAX_STATE.index("non_trainable_variables"), -1
 
@@ -30,23 +27,12 @@ _NON_TRAINABLE, _METRICS = JAX_STATE.index("non_trainable_variables"), -1
 def step_without_rows(
     model: Any, own: Callable[..., Any], arguments: Sequence[Any], absent: Any, local: Callable[[], Sequence[Any]]
 ) -> Any:
-    """Runs a step whose batch may have no rows.
-
-    Args:
-        model: the model.
-        own: its training or test step.
-        arguments: those of the step: ``(data,)``, or ``(state, data)`` on JAX.
-        absent: whether there are no rows: ``True``, or a boolean tensor in a compiled function of TensorFlow.
-        local: returns the model's variables to which the ranks' steps assign values of their own, besides metrics.
-
-    Returns:
-        The result of the step. Without rows, its logs are the metrics of the batches before.
-    """
+    """Runs a step that may have no rows: logs are then those of before. ``local``: what steps assign, not metrics."""
     *state, data = arguments
     padded = map_structure(lambda leaf: _with_row(leaf, absent), data)
     if state:
         return _stateless(model, own, state[0], padded, local())
-    build_metrics(model, padded)
+    build_metrics(model, lambda: padded)
     kept = [(variable, keras.ops.copy(variable.value)) for variable in (*local(), *model.metrics_variables)]
     logs = own(padded)
     for variable, value in kept:

@@ -1,8 +1,5 @@
 """Callbacks of both programming models: identical weights, metrics of all ranks, epochs that end together."""
 
-from __future__ import annotations
-
-import os
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,38 +8,27 @@ from typing import Any, final
 import keras
 
 from choros.comm import global_process_set, is_initialized, topology
-from choros.config import COMMIT_DIR
+from choros.data.epochs import epochs_of_steps
+from choros.data.kinds import epochs_of_shard
+from choros.data.rows import Part
 from choros.observe import events
 from choros.observe.events import Kind
-from choros.parallel.data import Part, epochs_of_shard, epochs_of_steps
-from choros.training.admission import AdmissionCallback
-from choros.training.commits import CommitCallback
-from choros.training.keras_internals import is_built
+from choros.settings import current
+from choros.training.keras_internals.models import is_built
 from choros.training.metrics import average_logs, count_examples, flat_results, global_results
-from choros.training.model_variables import model_variables
 from choros.training.random_numbers import draw_by_rank
-from choros.training.run_state import RestoringCallback
-from choros.training.trainer import Steps, attach, is_spmd
+from choros.training.run_callback import RunCallback
+from choros.training.trainer import Steps, attach, model_variables
 from choros.training.variables import broadcast_variables
-
-__all__ = [
-    "BroadcastGlobalVariablesCallback",
-    "ElasticCallback",
-    "EpochCallback",
-    "MetricAverageCallback",
-    "StepCallback",
-]
 
 
 class EpochCallback(keras.callbacks.Callback):
-    """The base class of all choros callbacks: prepares the model, and ends each epoch on all ranks at once.
-
-    Ranks may have different numbers of batches. A rank without batches participates with zeros (joins) until all
-    ranks are done, before anything that compares ranks or reads the weights: before validation, or else at the end of
-    the epoch. The first choros callback in the list does it.
+    """The base of all choros callbacks: prepares the model, and ends each epoch on all ranks at once. Ranks without
+    batches join until all are done, before anything that compares ranks or reads the weights: before validation, or
+    else at the end of the epoch. The first choros callback in the list does it.
     """
 
-    _steps: Steps | None = None
+    _steps: Steps
 
     def set_params(self, params: Any) -> None:
         """Leaves Keras' progress bar to rank 0, unless the program has set ``verbose``.
@@ -61,12 +47,12 @@ class EpochCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins anew, also after a ``fit`` that an exception has ended."""
-        if self._steps is not None:
-            self._steps.begin_training()
+        self._steps.in_epoch = False
+        self._steps.evaluation.forget()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Marks that batches may come, so that the rank joins at their end."""
-        if self._steps is not None and self._steps.optimizers and not self._steps.in_epoch:
+        if self._steps.optimizers and not self._steps.in_epoch:
             events.emit(Kind.EPOCH_BEGUN, self.model.name, epoch=epoch)
             self._steps.begin_epoch(epoch)
 
@@ -79,7 +65,7 @@ class EpochCallback(keras.callbacks.Callback):
         self._end_batches()
 
     def _end_batches(self) -> None:
-        if self._steps is not None and self._steps.in_epoch:
+        if self._steps.in_epoch:
             self._steps.end_epoch()
             events.emit(Kind.EPOCH_DONE, self.model.name)
 
@@ -111,7 +97,7 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts if the model is built, else schedules the broadcast; a rank that came later has the weights."""
         super().on_train_begin(logs)
-        if self._steps is not None and self._steps.epochs is not None and self._steps.epochs.is_late:
+        if self._steps.epochs is not None and self._steps.epochs.is_late:
             return
         if is_built(self.model):
             self._broadcast()
@@ -125,21 +111,17 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
         self._broadcast()
 
     def _broadcast(self) -> None:
-        variables = model_variables(self.model, seeds=is_spmd(self.model))
+        variables = model_variables(self.model, seeds=self._steps.is_spmd)
         variables = [variable for variable in variables if id(variable) not in self._left_out]
         broadcast_variables(variables, self.root_rank)
 
 
 class StepCallback(EpochCallback):
-    """Ends a rank of an elastic job between two steps, if it or the job was asked to end.
-
-    Put it first: what the callbacks of the last batch have done is committed, and nothing of the next one.
-    """
+    """Ends a rank between two steps if asked; put it first, so commits hold all of the last batch, none of the next."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Ends this rank, if it is time."""
-        if self._steps is not None:
-            self._steps.begin_batch()
+        self._steps.begin_batch()
 
 
 @final
@@ -164,44 +146,41 @@ class ElasticCallback(StepCallback):
         self.data = data
         self._context = ExitStack()
         weakref.finalize(self, self._context.close)  # before Python ends, if an exception ends fit
-        directory = COMMIT_DIR.read(os.environ)
-        self._parts: list[RestoringCallback] = []
-        if directory:
-            self._parts.append(CommitCallback(directory, callbacks or ()))
-        if callbacks is not None and global_process_set.communicator.elastic:
-            self._parts.append(AdmissionCallback(callbacks))
+        directory = current().commit_dir
+        admits = callbacks is not None and global_process_set.communicator.elastic
+        self._run = RunCallback(callbacks or (), directory, admits=admits) if directory or admits else None
 
     def set_model(self, model: Any) -> None:
         """Prepares the model."""
         super().set_model(model)
-        for part in self._parts:
-            part.set_model(model)
+        if self._run is not None:
+            self._run.set_model(model)
 
     def set_params(self, params: Any) -> None:
         """Takes the arguments of ``fit``."""
         super().set_params(params)
-        for part in self._parts:
-            part.set_params(params)
+        if self._run is not None:
+            self._run.set_params(params)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Follows what happens to the ranks, and goes on from the last commit, if there is one."""
         super().on_train_begin(logs)
         communicator = global_process_set.communicator
-        if self._steps is not None and communicator.elastic:
+        if communicator.elastic:
             part = Part(communicator.rank, communicator.size)
             epochs = epochs_of_shard(self.data, part)
             steps, number = self.params.get("steps"), epochs.number_of_batches
             if steps is not None and number is not None and steps >= number - 1:
                 steps = None  # not steps_per_epoch, but the number of this rank's batches
             self._context.enter_context(self._steps.elastic(epochs_of_steps(epochs, steps, part)))
-        for part in self._parts:
-            part.on_train_begin(logs)
+        if self._run is not None:
+            self._run.on_train_begin(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins the epoch, or goes on in it."""
         super().on_epoch_begin(epoch, logs)
-        for part in self._parts:
-            part.on_epoch_begin(epoch, logs)
+        if self._run is not None:
+            self._run.on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Ends this rank, if it is time."""
@@ -217,18 +196,18 @@ class ElasticCallback(StepCallback):
         """Ends the epoch's batches."""
         self._restore_callbacks()
         super().on_epoch_end(epoch, logs)
-        for part in self._parts:
-            part.on_epoch_end(epoch, logs)
+        if self._run is not None:
+            self._run.on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Ends that."""
-        for part in self._parts:
-            part.on_train_end(logs)
+        if self._run is not None:
+            self._run.on_train_end(logs)
         self._context.close()
 
     def _restore_callbacks(self) -> None:
-        for part in self._parts:
-            part.restore_callbacks()
+        if self._run is not None:
+            self._run.restore_callbacks()
 
 
 @final
@@ -265,20 +244,19 @@ class MetricAverageCallback(EpochCallback):
         super().on_test_begin(logs)
         if self._in_epoch:
             self._store_training()
-        if self._steps is not None and not self._whole_tests:
-            self._steps.begin_test()
+        if not self._whole_tests:
+            self._steps.evaluation.begin()
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Ends this rank or begins again, in an elastic job, if it is time."""
-        if self._steps is not None:
-            self._steps.begin_test_batch()
+        self._steps.evaluation.begin_batch()
 
     def on_test_end(self, logs: Any = None) -> None:
         """Replaces the metrics of ``evaluate``, or stores them for the end of the epoch."""
-        if self._steps is None or self._whole_tests:
+        if self._whole_tests:
             results = global_results(self.model, counted=True)
         else:
-            results = flat_results(self._steps.end_test())
+            results = flat_results(self._steps.evaluation.end())
         if self._in_epoch or self._training:
             self._validation = {f"val_{name}": value for name, value in results.items()}
         _replace(logs, results)
@@ -297,13 +275,13 @@ class MetricAverageCallback(EpochCallback):
                 logs.update(results)  # this rank had no batches, and Keras logs no metrics
         _replace(logs, known)
         if others:
-            share = None if self._steps is None else self._steps.last_share
+            share = self._steps.last_share
             logs.update(average_logs(others, (self._examples or 1) if share is None else share))
 
     def _store_training(self) -> None:
         self._in_epoch = False
         self._examples = count_examples(self.model)
-        self._training = global_results(self.model, counted=is_spmd(self.model))
+        self._training = global_results(self.model, counted=self._steps.is_spmd)
 
 
 def _replace(logs: dict[str, Any] | None, results: dict[str, float]) -> None:

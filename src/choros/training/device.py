@@ -1,7 +1,5 @@
 """The device of a process: one accelerator, and its share of the host's cores."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 
@@ -9,8 +7,6 @@ import keras
 
 from choros.comm import topology
 from choros.errors import ConfigError
-
-__all__ = ["accelerated", "pin_device", "tensorflow_gpu"]
 
 
 def pin_device(intra_op_threads: int | None = None, inter_op_threads: int | None = None) -> str:
@@ -43,11 +39,7 @@ def pin_device(intra_op_threads: int | None = None, inter_op_threads: int | None
 
 
 def _set_threads(what: str, setter: Callable[[int], None], given: int | None, *variables: str) -> None:
-    """Sets the size of a thread pool to ``given``, or else to the launcher's number in the environment ``variables``.
-
-    A pool that has started already keeps its size. It has read the launcher's number when it started, so that only
-    ``given`` is an error then.
-    """
+    """Sets a thread pool's size; one that has started has read the launcher's, so only ``given`` is an error then."""
     number = given or _from_environ(*variables)
     if not number:
         return

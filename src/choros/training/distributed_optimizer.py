@@ -1,15 +1,11 @@
 """The class of a distributed optimizer: a Keras optimizer whose ``apply`` first reduces the gradients.
 
-Every Keras trainer calls ``Optimizer.apply``, on all frameworks. Because the reduction comes first in it, clipping,
-accumulation, weight decay and moving averages see the gradient of the global batch::
+Every Keras trainer calls ``apply``, and what follows in it sees the gradient of the global batch::
 
     train_step ──► apply(gradients) ──► [reduce over ranks] ──► clip ──► accumulate ──► update ──► EMA
 
-The user's optimizer object is kept and its class is replaced by a subclass of the same name, so its state, its saved
-name and the fast paths that Keras chooses by class do not change.
+The user's object gets a subclass of the same name: its state, saved name and Keras' fast paths by class stay.
 """
-
-from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
@@ -19,7 +15,7 @@ import keras
 
 from choros.errors import ConfigError
 from choros.parallel.reduce.joining import Participation
-from choros.training.keras_internals import (
+from choros.training.keras_internals.models import (
     BaseOptimizer,
     accumulators,
     apply_count,
@@ -31,32 +27,15 @@ from choros.training.optimizer_reducer import OptimizerReducer, tensor_of
 from choros.training.tf_context import as_one_replica
 from choros.training.variables import broadcast_updates, value_of
 
-__all__ = [
-    "derive",
-    "in_apply",
-    "move_outwards",
-    "own_class",
-    "participation",
-    "receive_weights",
-    "reduce_early",
-    "reducer_of",
-    "unwrap",
-    "wrap",
-]
-
 _ATTRIBUTE = "_choros_reducer"
 
 
-class _ApplyingThread(threading.local):
-    inside = False
-
-
-_thread = _ApplyingThread()
+_applying = threading.local()
 
 
 def in_apply() -> bool:
     """Whether a distributed optimizer applies reduced gradients, in this thread: all ranks make the same updates."""
-    return _thread.inside
+    return getattr(_applying, "inside", False)
 
 
 class _DistributedMixin:
@@ -123,41 +102,31 @@ class _DistributedMixin:
 
     def register_local_var(self, var: Any) -> None:
         """Keeps the gradient of ``var`` on its rank (Horovod's name)."""
-        reducer_of(self).add_local(var)  # type: ignore[union-attr]
+        reducer_of(self).local.append(var)  # type: ignore[union-attr]
 
 
 def _apply_reduced(optimizer: Any, reduced: Sequence[Any], variables: Sequence[Any] | None) -> None:
     """Keras' own ``apply``, on ranks that keep the optimizer's state; ``None`` for all variables of the optimizer."""
     reducer: Any = reducer_of(optimizer)
-    _thread.inside = True
+    _applying.inside = True
     try:
         if reducer.has_state:
             with as_one_replica():
                 own_class(optimizer).apply(optimizer, reduced, variables)
-        _after_update(optimizer, reducer, trained_variables(optimizer) if variables is None else variables)
+        if reducer.state_owner is not None:  # it alone makes the update: the others count it, and receive the values
+            if not reducer.has_state:
+                apply_count(optimizer).assign_add(1)
+            trained = trained_variables(optimizer) if variables is None else variables
+            broadcast_updates(trained, reducer.state_owner, heirs=())  # no other rank has the new values
     finally:
-        _thread.inside = False
-
-
-def _after_update(optimizer: Any, reducer: OptimizerReducer, variables: Sequence[Any]) -> None:
-    """If only one rank makes the update: the other ranks count the update and receive the new values."""
-    if reducer.state_owner is None:
-        return
-    if not reducer.has_state:
-        apply_count(optimizer).assign_add(1)
-    broadcast_updates(variables, reducer.state_owner, heirs=())  # no other rank has the new values
+        _applying.inside = False
 
 
 _derived_classes: dict[tuple[type, type], type] = {}
 
 
 def derive(base: type, behaviour: type) -> type:
-    """Returns the subclass of the optimizer class ``base`` that is saved as ``base``; created only once.
-
-    Args:
-        base: a Keras optimizer's class.
-        behaviour: a mixin whose methods override those of ``base``.
-    """
+    """The subclass of ``base``, overridden by the mixin ``behaviour``, that is saved as ``base``; created only once."""
     derived = _derived_classes.get((base, behaviour))
     if derived is None:
         namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
@@ -183,34 +152,22 @@ def wrap(optimizer: Any, reducer: OptimizerReducer) -> None:
     object.__setattr__(optimizer, _ATTRIBUTE, reducer)
 
 
-def unwrap(optimizer: Any) -> OptimizerReducer:
-    """Undoes ``wrap`` and returns the reducer, for a caller that wraps an outer optimizer instead."""
-    reducer: OptimizerReducer = optimizer.__dict__.pop(_ATTRIBUTE)
-    optimizer.__class__ = own_class(optimizer)
-    return reducer
-
-
 def move_outwards(optimizer: Any) -> bool:
-    """Makes an optimizer that contains others the distributed one, in place of the inner optimizers.
-
-    Ranks must reduce gradients before a ``LossScaleOptimizer`` checks whether they are finite, so that the result of
-    the check is the same on all ranks.
-
-    Returns:
-        Whether an inner optimizer was distributed.
-    """
-    reducers = [unwrap(inner) for inner in inner_optimizers(optimizer) if reducer_of(inner) is not None]
+    """Distributes the outer optimizer, if an inner one was: ranks must reduce before a check whether all is finite."""
+    reducers = []
+    for inner in inner_optimizers(optimizer):
+        if reducer_of(inner) is not None:
+            reducers.append(inner.__dict__.pop(_ATTRIBUTE))
+            inner.__class__ = own_class(inner)
     if reducers and reducer_of(optimizer) is None:
         wrap(optimizer, reducers[0])
     return bool(reducers)
 
 
 def participation(optimizer: Any) -> Participation:
-    """How a rank without batches participates in the updates of an optimizer; nothing, if that is not built.
-
-    If only one rank makes the updates, it makes them even when it has no more batches itself, and the other ranks
-    receive its weights each time. In an elastic job every rank makes them, so that none is lost with the last rank that
-    has batches.
+    """How a rank without batches participates in the updates; nothing, if the optimizer is not built. A sole updater
+    makes them even so, and the others receive its weights; in an elastic job all make them, so that none is lost with
+    the last rank that has batches.
     """
     reducer = reducer_of(optimizer)
     variables = trained_variables(optimizer)
@@ -239,11 +196,7 @@ def _makes_updates_of_others(optimizer: Any) -> bool:
 
 
 def reduce_early(optimizer: Any) -> None:
-    """Moves what this rank's micro-batches since the last update have given into the optimizer's own accumulators.
-
-    So it is on all ranks, in commits and in files: no loss of a rank takes it away. All ranks call it together, between
-    two steps. A ``LossScaleOptimizer``'s gradients, which are not in the accumulators' scale, stay where they are.
-    """
+    """Moves micro-batches' gradients into the optimizer's accumulators, on all ranks: no loss of a rank takes them."""
     reducer, own = reducer_of(optimizer), accumulators(optimizer)
     if reducer is None or not reducer.reducer.active or not own:
         return
@@ -254,14 +207,8 @@ def reduce_early(optimizer: Any) -> None:
 
 
 def receive_weights(optimizer: Any) -> tuple[int, ...]:
-    """Ends an epoch, once all ranks have joined.
-
-    Ranks that had no batches in the last step receive the weights and the optimizer's state of a rank that had one, so
-    that all ranks end the epoch with identical values, the learning rate included.
-
-    Returns:
-        The ranks that have made the last update, those that had a batch first, as the launcher numbers them; none if
-        all had one.
+    """Ends an epoch once all have joined: ranks without a last batch receive weights and optimizer state of one with.
+    Returns the ranks of the last update, those with a batch first, as the launcher numbers them; none if all had one.
     """
     reducer = reducer_of(optimizer)
     if reducer is None:

@@ -9,89 +9,53 @@
     validation, on_epoch_end, callbacks
 """
 
-from __future__ import annotations
-
 import logging
-import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import Any, Protocol, final
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
 
 import keras
 
 from choros.comm import NEWCOMER, global_process_set, on_change
 from choros.comm.membership import Change
-from choros.config import COMMIT_STEPS
-from choros.elastic.ledger import Ledger
-from choros.elastic.preemption import end_job, fewest_ranks, job_ends, leave_if_asked, watch_signals
-from choros.parallel.data.epochs import EpochData
-from choros.parallel.data.shard_batches import ShardBatches
+from choros.data.epochs import EpochData
+from choros.data.plan import Ledger, ShardBatches
+from choros.elastic.preemption import end_job, job_ends, leave_if_asked, watch_signals
+from choros.errors import PeerLostError
 from choros.parallel.identical import digest
 from choros.parallel.structure import leaves
-from choros.training.keras_internals import keeping_metrics
-
-__all__ = ["ElasticEpochs"]
+from choros.settings import current
+from choros.training.replaced import Replaced
 
 _log = logging.getLogger("choros")
 
 
-class CommonSteps(Protocol):
-    """The steps that all ranks make together, as ``trainer.Steps``."""
-
-    @property
-    def batches(self) -> int:
-        """The number of batches on which all ranks have trained."""
-
-    @property
-    def accumulated(self) -> int:
-        """The last of these that are micro-batches of an update to come."""
-
-    def join(self) -> None:
-        """Takes part in the others' steps until no rank has batches left."""
-
-    def end_batches(self) -> None:
-        """``join``; then nothing is accumulated that a rank could take with it."""
-
-    def forget_accumulated(self) -> None:
-        """Takes back the micro-batches of the update to come."""
-
-
 @final
 class ElasticEpochs:
-    """What this rank trains on in each epoch; the ledger behind it is the same on all ranks.
-
-    Args:
-        data: the data set of ``fit``.
-        steps: those of the model.
-        class_weight: that of ``fit``.
-
-    Attributes:
-        commit: writes a commit, between two steps; all ranks call it together. ``None``: the job has no commits.
-        admit: takes in a new rank in the epoch of this number, between two steps, if one waits; all ranks call it
-            together. It returns whether there is one. ``None``: the job has no new ranks.
-        is_late: whether this process was taken in by others, which are in the middle of ``fit``.
+    """What this rank trains on in each epoch, by a ledger that is the same on all ranks. All call ``commit`` and
+    ``admit`` (``None``: none in this job) together between two steps; ``is_late``: others took it in amid ``fit``.
     """
 
     commit: Callable[[], None] | None = None
     admit: Callable[[int], bool] | None = None
     is_late = False
 
-    def __init__(self, data: EpochData, steps: CommonSteps, class_weight: Mapping[int, float] | None = None) -> None:
-        self._data = data
+    def __init__(self, data: EpochData, steps: Any, class_weight: Mapping[int, float] | None = None) -> None:
+        """``steps``: the model's ``trainer.Steps``."""
+        self.data = data
         self._steps = steps
         self._class_weight = class_weight
         self._ledger: Ledger | None = None
         self._counted = self._committed = 0
         self._resumed: Ledger | None = None
         self._order: int | None = None
-        self._commit_steps = int(COMMIT_STEPS.number(os.environ, "steps"))
+        self._commit_steps = current().commit_steps
         self._taken_over: Ledger | None = None
-        self._context = ExitStack()
 
     @property
     def ledger(self) -> Ledger | None:
         """That of the current epoch; ``None`` outside of epochs."""
-        batches = self._steps.batches
+        batches: int = self._steps.batches
         if self._ledger is not None and batches > self._counted:
             self._ledger = self._ledger.stepped(batches - self._counted)
         self._counted = batches
@@ -101,17 +65,20 @@ class ElasticEpochs:
     def ledger(self, ledger: Ledger | None) -> None:
         self._ledger, self._counted = ledger, self._steps.batches
 
-    def start(self) -> None:
-        """Follows what happens to the ranks, until ``stop``."""
-        if self._data.doubt is not None and global_process_set.rank() == 0:
-            _log.warning("if a rank is lost, not every example of the epoch is used exactly once: %s", self._data.doubt)
-        self._context.callback(on_change(self._on_change))
-        self._context.callback(watch_signals(commits=lambda: self.commit is not None))
-
-    def stop(self) -> None:
-        """Ends with ``fit``."""
-        self._context.close()
-        self.ledger = None
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """The context of ``fit``, which follows what happens to the ranks; if too few are left, they commit."""
+        if self.data.doubt is not None and global_process_set.rank() == 0:
+            _log.warning("if a rank is lost, not every example of the epoch is used exactly once: %s", self.data.doubt)
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "ledger", None)
+            stack.callback(on_change(self._on_change))
+            stack.callback(watch_signals(commits=lambda: self.commit is not None))
+            try:
+                yield
+            except PeerLostError:
+                self._commit_after_loss()
+                raise
 
     def begin(self, epoch: int) -> None:
         """Shards an epoch over the ranks, before Keras reads it."""
@@ -125,29 +92,24 @@ class ElasticEpochs:
             self.ledger = taken_over
             self._check_order(epoch)
         elif resumed is not None and resumed.epoch == epoch:
-            self.ledger = resumed.resumed(communicator.size, self._data.length(epoch))
+            self.ledger = resumed.resumed(communicator.size, self.data.length(epoch))
             self._check_order(epoch)
         else:
             self.ledger = Ledger.of_epoch(epoch, communicator.size)
         self._committed = self.ledger.steps
         if self.commit is not None and self._commit_steps:  # later, the data are being read
             self._order = self._order_of(epoch)
-        self._data.begin_epoch(epoch, self.ledger.of_rank(communicator.rank))
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch."""
-        return self._data.epoch
+        self.data.begin_epoch(epoch, self.ledger.of_rank(communicator.rank))
 
     @property
     def position(self) -> dict[str, Any]:
         """Where the ranks are in the epoch, as plain values for a commit."""
         ledger = self.ledger
-        return {"ledger": None if ledger is None else ledger.to_json(), "seed": self._data.seed, "order": self._order}
+        return {"ledger": None if ledger is None else ledger.to_json(), "seed": self.data.seed, "order": self._order}
 
     def resume(self, position: Mapping[str, Any]) -> None:
         """Makes the epoch of a ``position`` go on from there, when it begins, with the ranks that there are now."""
-        self._data.seed = position["seed"]
+        self.data.seed = position["seed"]
         self._resumed = None if position["ledger"] is None else Ledger.from_json(position["ledger"])
         self._order = position["order"]
 
@@ -158,13 +120,13 @@ class ElasticEpochs:
 
     def example_batch(self) -> Any:
         """Returns a batch, from which metrics can be built; ``None`` if the data can be read only once."""
-        batch = next(self._data.batches([ShardBatches(0, 1, range(1))], self._data.epoch), None)
-        self._data.begin_epoch(self._data.epoch, self._data.parts)  # a stream has drawn other seeds since
+        batch = next(self.data.batches([ShardBatches(0, 1, range(1))], self.data.epoch), None)
+        self.data.begin_epoch(self.data.epoch, self.data.parts)  # a stream has drawn other seeds since
         return batch
 
     def _order_of(self, epoch: int) -> int:
         """Returns a number for the order of an epoch: that of its first batch."""
-        first = next(self._data.batches([ShardBatches(0, 1, range(1))], epoch), ())
+        first = next(self.data.batches([ShardBatches(0, 1, range(1))], epoch), ())
         return digest([each for each in leaves(first) if each is not None])
 
     def _check_order(self, epoch: int) -> None:
@@ -179,10 +141,7 @@ class ElasticEpochs:
             )
 
     def between_steps(self) -> None:
-        """Ends this rank if it was asked to end, or the job; takes new ranks in. All call it after each of their steps.
-
-        A new rank comes here next, and from then on knows what the others do. Between micro-batches nothing happens.
-        """
+        """All call it after each step: ends rank or job if asked, takes new ranks in, but not between micro-batches."""
         if self._steps.accumulated:
             return
         communicator = global_process_set.communicator
@@ -192,8 +151,8 @@ class ElasticEpochs:
             self._end_if_asked()
             if self.admit is None or not communicator.noticed & NEWCOMER or not self._has_place:
                 break
-            order, self._order = self._order, self._order_of(self._data.epoch)
-            if self.admit(self._data.epoch) and self.ledger is not None:
+            order, self._order = self._order, self._order_of(self.data.epoch)
+            if self.admit(self.data.epoch) and self.ledger is not None:
                 self._committed = self.ledger.steps  # a new rank counts from here
             self._order = order
         if self.commit is None or not self._commit_steps:
@@ -203,15 +162,14 @@ class ElasticEpochs:
             self._committed = ledger.steps
             self.commit()
 
-    def commit_after_loss(self) -> None:
-        """Commits the last step, when too few ranks are left; all of them call it."""
-        if self.commit is None or global_process_set.communicator.size >= fewest_ranks():
+    def _commit_after_loss(self) -> None:
+        if self.commit is None or global_process_set.communicator.size >= current().min_np:
             return
         try:
             if (ledger := self.ledger) is not None:
                 self.ledger = ledger.taken_back(self._steps.accumulated)
             self._steps.forget_accumulated()
-            self._order = self._order_of(self._data.epoch)
+            self._order = self._order_of(self.data.epoch)
             self.commit()
         except Exception as error:  # noqa: BLE001  (the loss is what is raised)
             _log.warning("the last step is not committed: %s: %s", type(error).__name__, error)
@@ -219,25 +177,26 @@ class ElasticEpochs:
     @property
     def _has_place(self) -> bool:
         """Whether a new rank can take over what a lost one has left, from the next step on."""
-        if self.ledger is None or not self._data.begins_anywhere:
+        if self.ledger is None or not self.data.begins_anywhere:
             return False
-        return self.ledger.has_place(self._data.length(self.ledger.epoch))
+        return self.ledger.has_place(self.data.length(self.ledger.epoch))
 
     def finish(self, model: Any) -> None:
         """Ends the epoch's batches on all ranks at once, and trains on what lost ranks have left over."""
         communicator = global_process_set.communicator
-        self._end_batches()
-        while self.ledger is not None and self.ledger.lacks_owners:
-            length = self._data.length(self.ledger.epoch)
-            if self.ledger.is_done(length):
+        while True:
+            self._steps.end_batches()
+            self._end_if_asked()
+            ledger = self.ledger
+            if ledger is None or not ledger.lacks_owners or ledger.is_done(length := self.data.length(ledger.epoch)):
                 return
-            self.ledger, self._committed = self.ledger.resharded(communicator.size, length), 0
-            for batch in self._data.batches(self.ledger.of_rank(communicator.rank), self.ledger.epoch):
+            ledger = self.ledger = ledger.resharded(communicator.size, length)
+            self._committed = 0
+            for batch in self.data.batches(ledger.of_rank(communicator.rank), ledger.epoch):
                 x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-                with keeping_metrics(model):
+                with Replaced(model, reset_metrics=lambda: None):  # train_on_batch would
                     model.train_on_batch(x, y, weights, self._class_weight)
                 self.between_steps()
-            self._end_batches()
 
     @property
     def job_ends(self) -> bool:
@@ -247,12 +206,8 @@ class ElasticEpochs:
     def end_if_job_ends(self) -> None:
         """Commits and ends this rank, if all are to; all ranks call it together."""
         if self.commit is not None and job_ends():
-            self._order = self._order_of(self._data.epoch)  # the data are read no more
+            self._order = self._order_of(self.data.epoch)  # the data are read no more
             end_job(self.commit)
-
-    def _end_batches(self) -> None:
-        self._steps.end_batches()
-        self._end_if_asked()
 
     def _end_if_asked(self) -> None:
         self.end_if_job_ends()

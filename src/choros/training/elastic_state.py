@@ -1,7 +1,5 @@
 """Horovod's states of elastic training for Keras models and lists of variables, and its callbacks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -11,25 +9,13 @@ from choros.arrays import adapter_of
 from choros.elastic.state import ObjectState, State
 from choros.errors import ConfigError, HostsUpdatedInterrupt
 from choros.training.distributed_optimizer import reduce_early, reducer_of
-from choros.training.keras_internals import is_built
-from choros.training.model_variables import model_variables
+from choros.training.keras_internals.models import is_built
+from choros.training.trainer import model_variables
 from choros.training.variables import broadcast_variables, value_of
-
-__all__ = [
-    "CommitStateCallback",
-    "KerasState",
-    "UpdateBatchStateCallback",
-    "UpdateEpochStateCallback",
-    "VariablesState",
-]
 
 
 class VariablesState(ObjectState):
-    """The values of variables, and objects.
-
-    Args:
-        kwargs: the objects, as for ``ObjectState``.
-    """
+    """The values of variables, and objects, as for ``ObjectState``."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -42,7 +28,8 @@ class VariablesState(ObjectState):
 
     def save(self) -> None:
         """Copies the values, and the objects."""
-        self._values = [_host_copy(variable) for variable in self.tracked()]
+        values = [value_of(variable) for variable in self.tracked()]
+        self._values = [adapter_of(value).to_host(value).copy() for value in values]
         super().save()
 
     def restore(self) -> None:
@@ -65,11 +52,6 @@ class VariablesState(ObjectState):
         """Takes them."""
         self._values = committed["values"]
         super().use(committed["objects"])
-
-
-def _host_copy(variable: Any) -> Any:
-    value = value_of(variable)
-    return adapter_of(value).to_host(value).copy()
 
 
 class KerasState(VariablesState):

@@ -17,8 +17,6 @@ import keras
 
 from choros.comm import global_process_set
 
-__all__ = ["FirstRankCallback", "VerbosityCallback", "is_first"]
-
 
 def is_first() -> bool:
     """Whether this is rank 0 at present; not a new rank before the others have taken it in."""
@@ -35,18 +33,10 @@ def _passed_on(hook: str) -> Callable[..., None]:
 
 @final
 class FirstRankCallback(keras.callbacks.Callback):
-    """Calls another callback of ``fit`` on rank 0 alone.
+    """Calls ``callback`` on rank 0; a new rank 0 begins it (``CSVLogger`` adds), but not a ``BackupAndRestore``.
 
-    A rank that becomes rank 0 begins it first, as ``fit`` would; a ``CSVLogger`` then adds to its file, and
-    ``BackupAndRestore``, which would load its backup, does not begin.
-
-    Args:
-        callback: the callback; every rank has one.
-        verbose: what it takes to be that of ``fit``; ``None``: that of ``fit``.
-
-    Example:
-        >>> FirstRankCallback(keras.callbacks.CSVLogger("log.csv")).callback.filename
-        'log.csv'
+    >>> FirstRankCallback(keras.callbacks.CSVLogger("log.csv")).callback.filename
+    'log.csv'
     """
 
     def __init__(self, callback: Any, verbose: Any = None) -> None:
@@ -68,26 +58,23 @@ class FirstRankCallback(keras.callbacks.Callback):
         self.callback.set_model(model)
 
     def pass_on(self, hook: str, *arguments: Any, **named: Any) -> None:
-        """Calls a method of the callback, if this is rank 0."""
-        if is_first():
-            if not self._begun and hook != "on_train_begin":
-                self._begin(None if hook == "on_epoch_begin" else self._epoch)
-            self._begun = True
-            getattr(self.callback, hook)(*arguments, **named)
+        """Calls a method of the callback, if this is rank 0; before the first one those that it has missed."""
+        is_epoch = hook == "on_epoch_begin"
+        if is_epoch:
+            self._epoch = arguments[0]
+        if not is_first():
+            return
+        if not self._begun and hook != "on_train_begin":
+            if hasattr(self.callback, "append"):
+                self.callback.append = True
+            if not isinstance(self.callback, keras.callbacks.BackupAndRestore):
+                self.callback.on_train_begin()
+            if self._epoch is not None and not is_epoch:
+                self.callback.on_epoch_begin(self._epoch)
+        self._begun = True
+        getattr(self.callback, hook)(*arguments, **named)
 
-    def _begin(self, epoch: int | None) -> None:
-        if hasattr(self.callback, "append"):
-            self.callback.append = True
-        if not isinstance(self.callback, keras.callbacks.BackupAndRestore):
-            self.callback.on_train_begin()
-        if epoch is not None:
-            self.callback.on_epoch_begin(epoch)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Passes it on, and remembers the epoch."""
-        self._epoch = epoch
-        self.pass_on("on_epoch_begin", epoch, logs)
-
+    on_epoch_begin = _passed_on("on_epoch_begin")
     on_epoch_end = _passed_on("on_epoch_end")
     on_train_begin, on_train_end = _passed_on("on_train_begin"), _passed_on("on_train_end")
     on_test_begin, on_test_end = _passed_on("on_test_begin"), _passed_on("on_test_end")
@@ -97,11 +84,7 @@ class FirstRankCallback(keras.callbacks.Callback):
 
 @final
 class VerbosityCallback(keras.callbacks.Callback):
-    """Lets callbacks print on rank 0 alone, from the beginning of each epoch on; put it before them.
-
-    Args:
-        callbacks: those of ``fit``; of these, Keras' own that have ``verbose``.
-    """
+    """Lets Keras' own ``verbose`` callbacks print on rank 0 alone, from the start of each epoch; put it before them."""
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         super().__init__()

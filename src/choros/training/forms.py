@@ -14,17 +14,14 @@ The degree is the power of the number of rows with which the loss grows if each 
 equals that of the rows may be theirs, or a constant of the program: then a value has several forms that are possible.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+import operator
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import final
-
-__all__ = ["CONSTANT", "COUNT", "MEAN", "SUM", "Dependence", "Form", "Reading", "ValueForm"]
 
 #: A divisor up to this, or 1, may as well be a constant as the number of rows.
 _USUAL = 4
@@ -55,20 +52,15 @@ class Form:
 CONSTANT, COUNT = Form(0, Dependence.NUMBER), Form(1, Dependence.NUMBER)
 MEAN, SUM = Form(0, Dependence.LINEAR), Form(1, Dependence.LINEAR)
 _OTHER = Form(0, Dependence.OTHER)
+_OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 _LOSSES = frozenset((CONSTANT, MEAN, SUM))
 
 
 @final
 @dataclass(frozen=True)
 class ValueForm:
-    """What is known of an array in a program.
-
-    Attributes:
-        shape: its shape; ``None`` for a length that is known when the program runs.
-        forms: the forms that it may have; none if it is not known.
-        axis: the axis of the rows, if it has one.
-        number: all its elements, where the program says it.
-        averaged: of a sum over axes, the number of elements that each is the sum of, and the forms of their mean.
+    """What is known of an array: shape (``None``: known when it runs), forms (none: unknown), axis of the rows, number.
+    ``averaged``: of a sum over axes, the number of elements that each is the sum of, and the forms of their mean.
     """
 
     shape: Shape
@@ -87,18 +79,14 @@ class ValueForm:
 
 @final
 class Reading:
-    """The rules by which the values of a program follow from each other.
+    """The rules by which a program's values follow from each other; ``rows``: empty if it does not know them.
 
-    Args:
-        rows: the numbers of rows of the arrays of a batch; empty if the program does not know them.
-
-    Example:
-        >>> reading = Reading([8])
-        >>> x, w = reading.leaf((8, 3)), ValueForm((3,))
-        >>> product = reading.arithmetic("mul", [x, w], (8, 3))
-        >>> total = reading.reduce(product, (0, 1), ())
-        >>> total.total == SUM, reading.arithmetic("div", [total, ValueForm((), number=24.0)], ()).total == MEAN
-        (True, True)
+    >>> reading = Reading([8])
+    >>> x, w = reading.leaf((8, 3)), ValueForm((3,))
+    >>> product = reading.arithmetic("mul", [x, w], (8, 3))
+    >>> total = reading.reduce(product, (0, 1), ())
+    >>> total.total == SUM, reading.arithmetic("div", [total, ValueForm((), number=24.0)], ()).total == MEAN
+    (True, True)
     """
 
     def __init__(self, rows: Collection[int]) -> None:
@@ -114,10 +102,6 @@ class Reading:
         forms = frozenset((MEAN if random else CONSTANT,))
         return ValueForm(shape, forms, self._new_axis(shape, range(len(shape))), number)
 
-    def unknown(self, shape: Shape) -> ValueForm:
-        """A value of which nothing can be said."""
-        return ValueForm(shape, frozenset())
-
     def same(self, value: ValueForm, shape: Shape, axis: int | None) -> ValueForm:
         """The same elements in another order, where the rows have ``axis``."""
         return replace(value, shape=shape, axis=axis)
@@ -131,7 +115,7 @@ class Reading:
         several = [axis for axis, each in enumerate(shape) if self._is_multiple(each)]
         placed = [axis for axis in (*exact, *several) if _product(shape[:axis]) == before]
         found = (*placed, *exact, *several)
-        return replace(value, shape=shape, axis=found[0]) if found else self.unknown(shape)
+        return replace(value, shape=shape, axis=found[0]) if found else ValueForm(shape, frozenset())
 
     def broadcast(self, value: ValueForm, shape: Shape, axes: Sequence[int]) -> ValueForm:
         """The same elements, repeated along new axes; ``axes`` are those of the value in the new ``shape``."""
@@ -141,7 +125,10 @@ class Reading:
 
     def arithmetic(self, operation: str, operands: Sequence[ValueForm], shape: Shape) -> ValueForm:
         """``add``, ``sub``, ``mul`` or ``div``, element by element."""
-        axis = _aligned_axis(operands, shape)
+        # The last axes of the operands are those of the result.
+        axis = min(
+            (len(shape) - len(each.shape) + each.axis for each in operands if each.axis is not None), default=None
+        )
         if operation in ("mul", "div"):
             dividend, divisor = operands
             if operation == "div" and dividend.averaged is not None and divisor.number == dividend.averaged[0]:
@@ -154,7 +141,16 @@ class Reading:
             )
         else:
             parts = [each for each in operands if each.number != 0] or operands
-            add = functools.partial(_forms_of_sum, has_rows=axis is not None)
+            # A row with a number of all rows is a function of each row; a number of all with another is none.
+            highest = Dependence.OTHER if axis is None else Dependence.LINEAR
+
+            def add(first: frozenset[Form], second: frozenset[Form]) -> frozenset[Form]:
+                pairs = [(a, b) for a, b in itertools.product(first, second) if a.degree == b.degree]
+                return frozenset(
+                    Form(a.degree, max(a.kind, b.kind) if Dependence.OTHER not in (a.kind, b.kind) else highest)
+                    for a, b in pairs
+                )
+
             forms = functools.reduce(add, [each.forms for each in parts])
         return ValueForm(shape, forms, axis, _folded(operation, operands))
 
@@ -180,14 +176,7 @@ class Reading:
         axes: Sequence[Sequence[int]],
         shape: Shape,
     ) -> ValueForm:
-        """The sum of products over axes, as a product of matrices.
-
-        Args:
-            operands: the two arrays.
-            over: the axes of each that are summed over.
-            axes: for each axis of each, its place in the result; whatever for those that are summed over.
-            shape: the shape of the result.
-        """
+        """The sum of products ``over`` axes, as of matrices; ``axes``: their places in the result, unless summed."""
         kept = [
             places[value.axis]
             for value, summed, places in zip(operands, over, axes, strict=True)
@@ -249,14 +238,6 @@ class Reading:
         return value.forms
 
 
-def _forms_of_sum(first: frozenset[Form], second: frozenset[Form], *, has_rows: bool) -> frozenset[Form]:
-    pairs = [(a, b) for a, b in itertools.product(first, second) if a.degree == b.degree]
-    highest = Dependence.LINEAR if has_rows else Dependence.OTHER  # each row with a number of all rows
-    return frozenset(
-        Form(a.degree, max(a.kind, b.kind) if Dependence.OTHER not in (a.kind, b.kind) else highest) for a, b in pairs
-    )
-
-
 def _kind_of_product(a: Form, b: Form, first: ValueForm, second: ValueForm, operation: str) -> Dependence:
     """Of ``a * b`` or ``a / b``. Each row with a mean over all is a function of each row: so are normalizations."""
     if first.axis is None and second.axis is None:
@@ -277,19 +258,7 @@ def _folded(operation: str, operands: Sequence[ValueForm]) -> float | None:
     numbers = [each.number for each in operands if each.number is not None]
     if len(numbers) < len(operands) or (operation == "div" and not numbers[1]):
         return None
-    functions: dict[str, Callable[[float, float], float]] = {
-        "add": lambda a, b: a + b,
-        "sub": lambda a, b: a - b,
-        "mul": lambda a, b: a * b,
-        "div": lambda a, b: a / b,
-    }
-    return functools.reduce(functions[operation], numbers)
-
-
-def _aligned_axis(operands: Iterable[ValueForm], shape: Shape) -> int | None:
-    """The axis of the rows where the last axes of the operands are those of the result."""
-    found = [each.axis + len(shape) - len(each.shape) for each in operands if each.axis is not None]
-    return min(found) if found else None
+    return functools.reduce(_OPERATORS[operation], numbers)
 
 
 def _same_axis(value: ValueForm, shape: Shape) -> int | None:

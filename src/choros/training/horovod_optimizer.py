@@ -1,7 +1,5 @@
 """Horovod's distributed optimizers of Keras: gradients are averaged over the examples of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,13 +8,11 @@ import keras
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.reduce.reducer import ReduceConfig, indices_of_groups
+from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
 from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
 from choros.training.distributed_optimizer import reducer_of, wrap
-from choros.training.keras_internals import innermost, trained_variables
+from choros.training.keras_internals.models import innermost, trained_variables
 from choros.training.optimizer_reducer import OptimizerReducer, accumulation_steps, placed
-
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "local_variables"]
 
 _ADVICE = (
     "Start all ranks from the same values: pass BroadcastGlobalVariablesCallback(0) to model.fit, or call "
@@ -67,16 +63,7 @@ def DistributedOptimizer(
         'Adam'
     """
     del name, device_dense, device_sparse
-    if process_set.included() is None:
-        raise NotInitializedError("DistributedOptimizer()")
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ConfigError(
-            f"DistributedOptimizer takes a keras.optimizers.Optimizer, not a {type(optimizer).__name__}: create one, "
-            "such as keras.optimizers.Adam(), and pass it."
-        )
-    base = innermost(optimizer)
-    if reducer_of(optimizer) or reducer_of(base):
-        raise ConfigError("this optimizer is distributed already: wrap it only once.")
+    base = _checked(optimizer, process_set)
     config = placed(
         ReduceConfig(
             op=op,
@@ -152,12 +139,23 @@ def PartialDistributedOptimizer(
     return optimizer
 
 
-def local_variables(layers: Any) -> list[Any]:
-    """Returns the trainable variables of ``local_layers``: a layer, several, or ``None``.
+def _checked(optimizer: Any, process_set: ProcessSet) -> Any:
+    """Returns the innermost optimizer; an error if ``optimizer`` cannot be distributed."""
+    if process_set.included() is None:
+        raise NotInitializedError("DistributedOptimizer()")
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(
+            f"DistributedOptimizer takes a keras.optimizers.Optimizer, not a {type(optimizer).__name__}: create one, "
+            "such as keras.optimizers.Adam(), and pass it."
+        )
+    base = innermost(optimizer)
+    if reducer_of(optimizer) or reducer_of(base):
+        raise ConfigError("this optimizer is distributed already: wrap it only once.")
+    return base
 
-    Raises:
-        ConfigError: as for ``PartialDistributedOptimizer``.
-    """
+
+def local_variables(layers: Any) -> list[Any]:
+    """The trainable variables of ``local_layers``: a layer, several, or ``None``."""
     if layers is None:
         return []
     layers = [layers] if isinstance(layers, keras.layers.Layer) or not isinstance(layers, Iterable) else list(layers)

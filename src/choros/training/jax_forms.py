@@ -1,7 +1,5 @@
 """How losses in JAX depend on the rows, read from the program that computes them: see ``forms.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -12,8 +10,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from choros.comm.request import is_users
 from choros.training.forms import MEAN, Form, Reading, ValueForm
-
-__all__ = ["LossProgram", "forms_of_marked", "line_of", "mark", "mark_known", "total"]
 
 _KNOWN, _NUMBERED = "choros", "choros: "
 _SAME = frozenset(("convert_element_type", "copy", "neg", "optimization_barrier", "reduce_precision", "stop_gradient"))
@@ -29,14 +25,7 @@ _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 @final
 @dataclass(frozen=True)
 class LossProgram:
-    """A function that returns a loss, or a tuple of which a loss is the first, and its arguments.
-
-    Attributes:
-        function: the function.
-        arguments: its positional arguments.
-        named: the others.
-        weights: the positions of those arguments that are weights.
-    """
+    """A function that returns a loss, or a tuple that begins with one, its arguments, and which of them are weights."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -75,12 +64,7 @@ def forms_of_marked(program: LossProgram, rows: frozenset[int]) -> dict[str, For
 
 @final
 class _ReadProgram:
-    """A program that ``jax`` traces, and does not run.
-
-    Attributes:
-        result: what is known of its first result.
-        marked: the forms of the values that it marks.
-    """
+    """A program that ``jax`` traces, and does not run: the forms of its first result, and of values that it marks."""
 
     def __init__(self, program: LossProgram, rows: frozenset[int]) -> None:
         self._reading = Reading(rows)

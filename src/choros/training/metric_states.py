@@ -8,9 +8,6 @@ declares that. So ``rules_of`` tries it, once, from two states and on an invente
     s ────── update(b) ──► ?      a minimum:   update(s, b) == min(s, t)
 """
 
-from __future__ import annotations
-
-import enum
 import functools
 import warnings
 import weakref
@@ -25,26 +22,17 @@ from choros.arrays import adapter_of
 from choros.comm import Reduction, global_process_set
 from choros.parallel.objects import allgather_object
 from choros.parallel.ops import broadcast_arrays
-from choros.training.keras_internals import single_metrics
-
-__all__ = ["Rule", "merged", "watch"]
+from choros.training.keras_internals.models import single_metrics
 
 Array = NDArray[Any]
 
 _ROWS, _TRIALS = 3, 3
 
 
-class Rule(enum.Enum):
-    """How the ranks' values of a variable are merged."""
+#: How the ranks' values of a variable are merged; ``None``: they are those of rank 0.
+Rule = Reduction | None
 
-    SUM = Reduction.SUM
-    MEAN = Reduction.AVERAGE
-    MAX = Reduction.MAX
-    MIN = Reduction.MIN
-    FIRST = None
-
-
-_DECLARED = {"sum": Rule.SUM, "mean": Rule.MEAN}
+_DECLARED = {"sum": Reduction.SUM, "mean": Reduction.AVERAGE}
 #: For metrics of the user's: the arguments of an update, as arrays of zeros, and the rules once they are known.
 _arguments: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _rules: weakref.WeakKeyDictionary[Any, list[Rule]] = weakref.WeakKeyDictionary()
@@ -76,13 +64,13 @@ def merged(metrics: Sequence[Any]) -> tuple[list[Any], list[Array], list[Array]]
     own = [np.array(adapter_of(variable.value).to_host(variable.value)) for variable in variables]
     values = list(own)
     communicator = global_process_set.communicator
-    for rule in Rule:
+    for rule in dict.fromkeys(rules):
         chosen = [index for index, each in enumerate(rules) if each is rule]
-        if chosen and rule.value is not None:
-            reduced = communicator.grouped_allreduce([own[index] for index in chosen], rule.value, name="metrics")
+        arrays = [own[index] for index in chosen]
+        if rule is None:
+            reduced = broadcast_arrays(arrays, 0, names=["metrics"] * len(chosen), heirs=communicator.launched)
         else:
-            names = ["metrics"] * len(chosen)
-            reduced = broadcast_arrays([own[index] for index in chosen], 0, names=names, heirs=communicator.launched)
+            reduced = communicator.grouped_allreduce(arrays, rule, name="metrics")
         for index, value in zip(chosen, reduced, strict=True):
             values[index] = value
     return variables, own, values
@@ -100,11 +88,11 @@ def _rules_of(metrics: Sequence[Any]) -> list[Rule]:
             rules = next((rules for rules in found if rules is not None), None)
             if rules is not None:
                 _rules[metric], _agreed_with[metric] = rules, admissions
-    return [
-        rule
-        for metric in metrics
-        for rule in _rules.get(metric) or [_DECLARED.get(v.aggregation, Rule.FIRST) for v in metric.variables]
-    ]
+    return [rule for metric in metrics for rule in _rules.get(metric) or _declared(metric)]
+
+
+def _declared(metric: Any) -> list[Rule]:
+    return [_DECLARED.get(variable.aggregation) for variable in metric.variables]
 
 
 def _try(metric: Any) -> list[Rule] | None:
@@ -112,8 +100,9 @@ def _try(metric: Any) -> list[Rule] | None:
     if metric not in _arguments:
         return None
     generator = np.random.default_rng(0)
-    declared = [_DECLARED.get(variable.aggregation, Rule.FIRST) for variable in metric.variables]
-    candidates = [[Rule.SUM, Rule.MAX, Rule.MIN] if rule is Rule.SUM else [rule] for rule in declared]
+    declared = _declared(metric)
+    any_of_three: list[Rule] = [Reduction.SUM, Reduction.MAX, Reduction.MIN]
+    candidates = [any_of_three if rule is Reduction.SUM else [rule] for rule in declared]
     try:
         reset = _hosts(metric.stateless_reset_state())
         for scale in np.arange(_TRIALS) * 3.0:
@@ -137,13 +126,13 @@ def _try(metric: Any) -> list[Rule] | None:
                 "minimum over batches: its value on all ranks is that of rank 0.",
                 stacklevel=2,
             )
-    return [(rules or [Rule.FIRST])[0] for rules in candidates]
+    return [rules[0] if rules else None for rules in candidates]
 
 
-def _holds(rule: Rule, reset: Array, s: Array, t: Array, both: Array) -> bool:
+def _holds(rule: Any, reset: Array, s: Array, t: Array, both: Array) -> bool:
     with np.errstate(invalid="ignore"):
-        expected = {Rule.SUM: s + (t - reset), Rule.MAX: np.maximum(s, t), Rule.MIN: np.minimum(s, t)}[rule]
-    return bool(np.allclose(both, expected, rtol=1e-4, atol=1e-5))
+        expected = {Reduction.SUM: s + (t - reset), Reduction.MAX: np.maximum(s, t), Reduction.MIN: np.minimum(s, t)}
+    return bool(np.allclose(both, expected[rule], rtol=1e-4, atol=1e-5))
 
 
 def _updated(metric: Any, state: Sequence[Array], arguments: Any) -> list[Array]:

@@ -1,7 +1,5 @@
 """Metrics over the examples of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,31 +12,9 @@ from choros.comm import Reduction, global_process_set
 from choros.parallel.ops import broadcast_arrays
 from choros.training.metric_states import merged
 
-__all__ = [
-    "average_logs",
-    "count_examples",
-    "flat_results",
-    "global_metrics",
-    "global_result",
-    "global_results",
-    "merged_metrics",
-]
-
 
 def global_metrics(model: Any, *, counted: bool = False) -> dict[str, Any]:
-    """Returns the results of the model's metrics as if one process had seen all ranks' examples.
-
-    A Keras metric keeps sums (of losses, of hits, of weights) and divides when its result is read. The ranks' sums
-    are reduced, so ratios such as precision or AUC are correct too; so are maxima and minima (``metric_states.py``).
-    The model's own metric variables do not change.
-
-    Args:
-        model: a model with metrics of the same names on every rank.
-        counted: whether every rank's metrics have seen all ranks' examples already.
-
-    Returns:
-        What the model's ``get_metrics_result`` returns, as numbers and NumPy arrays; identical on every rank.
-    """
+    """The metrics as if one process had seen all rows: sums are reduced before a ratio is read; the model's stay."""
     with merged_metrics(() if counted else model.metrics):
         results = keras.tree.map_structure(_on_host, model.get_metrics_result())
     arrays = keras.tree.flatten(results)
@@ -85,12 +61,7 @@ def merged_metrics(metrics: Sequence[Any]) -> Iterator[None]:
 
 
 def average_logs(logs: dict[str, Any], examples: float) -> dict[str, float]:
-    """Returns the mean over the ranks of numbers that are not metrics of the model, weighted by examples.
-
-    Args:
-        logs: numbers by name, with the same names on every rank.
-        examples: the number of examples that this rank's numbers come from, or its share of them.
-    """
+    """The ranks' mean of numbers that are no metrics, weighted by ``examples`` or shares; all ranks have the names."""
     names = sorted(name for name, value in logs.items() if np.ndim(value) == 0 and not isinstance(value, str))
     weighted = np.array([float(logs[name]) * examples for name in names] + [float(examples)])
     total = global_process_set.communicator.allreduce(weighted, Reduction.SUM, name=f"logs {', '.join(names)}")

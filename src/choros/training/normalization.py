@@ -9,55 +9,37 @@ other frameworks. Here a layer asks where it is called::
     while Keras computes shapes                  Keras' own
 """
 
-from __future__ import annotations
-
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
+from choros.comm import global_process_set, is_initialized
+from choros.errors import ConfigError
 from choros.parallel.moments import RankMoments
-from choros.training.keras_internals import in_symbolic_scope, normalize_by
-from choros.training.own_losses import mark_known
-from choros.training.weighting import step_of_this_thread
-
-__all__ = ["is_synchronized", "synchronize", "synchronizing"]
+from choros.training.keras_internals.models import in_symbolic_scope, normalize_by
+from choros.training.replaced import Replaced
+from choros.training.weighting import mark_known, step_of_this_thread
 
 #: From a count, a mean and a sum of squared deviations to the mean and the variance of all.
 Combine = Callable[[Any, Any, Any], tuple[Any, Any]]
 
-_ATTRIBUTE = "_choros_synchronized"
-
 
 def synchronize(layer: Any, elsewhere: Callable[[], Combine | None] = lambda: None) -> None:
-    """Makes a ``keras.layers.BatchNormalization`` normalise by the moments of all ranks, in training; once.
-
-    Args:
-        layer: the layer, which is changed in place.
-        elsewhere: returns how moments are combined outside of the training steps of models; ``None``: they are not.
-    """
-    if hasattr(layer, _ATTRIBUTE):
-        return
+    """Makes a layer, once, in place, normalise by all ranks' moments in training; ``elsewhere``: outside of steps."""
 
     def moments(inputs: Any, mask: Any, axes: Sequence[int], own: Callable[[], Any]) -> tuple[Any, Any]:
         combine = None if in_symbolic_scope() else _combine_here(elsewhere)
         mean, variance = own() if combine is None else map(mark_known, combine(*_own_moments(inputs, mask, axes)))
         return mean, variance
 
-    # Bypasses Keras' attribute tracking: neither is part of the layer's state.
-    object.__setattr__(layer, _ATTRIBUTE, True)
     normalize_by(layer, moments)
 
 
-@contextmanager
-def synchronizing() -> Iterator[None]:
-    """A block in which each layer that asks for it is synchronised when it is called.
-
-    A layer may create others in its first call.
-    """
+def synchronizing() -> Replaced:
+    """A block in which layers that ask for it are synchronised when they are called: a layer may create others then."""
     kind = keras.layers.BatchNormalization
     own = kind.call
 
@@ -67,16 +49,47 @@ def synchronizing() -> Iterator[None]:
             synchronize(layer)
         return own(layer, *args, **kwargs)
 
-    kind.call = call
-    try:
-        yield
-    finally:
-        kind.call = own
+    return Replaced(kind, call=call)
 
 
 def is_synchronized(layer: Any) -> bool:
     """Whether the layer is a ``BatchNormalization`` that normalises by the moments of all ranks."""
     return isinstance(layer, keras.layers.BatchNormalization) and bool(layer.synchronized)
+
+
+@keras.saving.register_keras_serializable(package="choros")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """A ``keras.layers.BatchNormalization`` that normalises by the mean and the variance of all ranks' rows.
+
+    In training, on all frameworks: in ``fit``, and in loops of your own, in which all ranks must call it. Ranks may
+    have different numbers of rows. Each call sends one small message forward and one backward.
+
+    Args:
+        fused: Horovod's; only ``False``.
+        **kwargs: those of ``keras.layers.BatchNormalization``.
+
+    Raises:
+        ConfigError: ``fused`` is not ``False``.
+
+    Example:
+        >>> import keras, choros.keras as hvd
+        >>> hvd.init()
+        >>> model = keras.Sequential([keras.Input((4,)), hvd.SyncBatchNormalization(momentum=0.9)])
+    """
+
+    def __init__(self, fused: bool = False, **kwargs: Any) -> None:
+        if fused is not False:
+            raise ConfigError(f"SyncBatchNormalization(fused={fused}): only False is possible, as in Horovod.")
+        # Keras accepts the argument only on TensorFlow.
+        super().__init__(**{**kwargs, "synchronized": False})
+        self.synchronized = True
+        synchronize(self, _of_the_job)
+
+
+def _of_the_job() -> Any:
+    """What combines the moments of all ranks, whose gradients have the same weight."""
+    several = is_initialized() and global_process_set.communicator.size > 1
+    return RankMoments().combine if several else None
 
 
 def _combine_here(elsewhere: Callable[[], Combine | None]) -> Combine | None:

@@ -8,8 +8,6 @@
                                                  └─ replicas that are devices of one process: the strategy's sum
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -21,23 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.arrays import ArrayAdapter, ArraySpec, device_adapter, framework_adapter
-from choros.comm import ProcessSet, Reduction, global_process_set
+from choros.comm import Reduction, global_process_set
 from choros.comm.devices import Device
 from choros.errors import ConfigError
-from choros.parallel.compression import Compressor
 from choros.parallel.identical import check_identical
-from choros.parallel.reduce.device import TensorDevice, device_to_reduce_on
+from choros.parallel.reduce.device import device_to_reduce_on
 from choros.parallel.reduce.gradients import Gradient, GradientLayout, layout_of
 from choros.parallel.reduce.joining import Participation
-from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig, bucket_bytes
+from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes
+from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.sparse import RowsLayout, SparseRows
 from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.training.device import accelerated, tensorflow_gpu
-from choros.training.keras_internals import is_embedding, read_gathered_rows_only, torch_device
+from choros.training.keras_internals.models import read_gathered_rows_only, torch_device
 from choros.training.variables import overwrite
 from choros.training.weighting import correction, current_step
-
-__all__ = ["OptimizerReducer", "accumulation_steps", "placed", "tensor_of"]
 
 Array = NDArray[Any]
 #: A number that the host returns to the training step.
@@ -49,24 +45,9 @@ if keras.backend.backend() == "tensorflow":  # before a step is traced
 
 @final
 class OptimizerReducer:
-    """Reduces the gradients of one Keras optimizer, and knows which ranks keep its state; or those of tapes.
-
-    Args:
-        configure: returns the configuration. It is called when the configuration is first needed, because a strategy
-            wraps optimizers that are still being constructed.
-        scale_local_gradients: whether gradients that stay on their rank are divided by the number of ranks.
-        op: returns whether the gradients of this call are averaged or summed; ``None``: always as configured.
-        sparse_as_dense: whether sparse gradients are made dense; otherwise ranks gather their rows.
-        sum_over_devices: the sum of replicas that are devices of this process; ``None``: the ranks reduce.
-        state_owner: the only rank that keeps the optimizer's state and makes the updates; ``None``: every rank does.
-        advice: what the user can do if ranks have different values; the end of the error.
-
-    In a training step that choros has prepared (``weighting.py``) a rank's gradients are weighted by its examples;
-    elsewhere all ranks have the same weight.
-
-    Attributes:
-        name: distinguishes it from those of other optimizers of the model; the same on every rank.
-        state_owner: the argument.
+    """Reduces one Keras optimizer's gradients, or tapes', and knows which ranks keep its state (``None``: all).
+    ``configure`` is called late: a strategy wraps optimizers that are still being constructed. In a prepared step
+    (``weighting.py``) ranks weigh by their examples, elsewhere all the same.
     """
 
     def __init__(
@@ -89,7 +70,7 @@ class OptimizerReducer:
         self._backward: BackwardExchange | None = None
         self._advice = advice
         self._scale_local = scale_local_gradients
-        self._local: list[Any] = []
+        self.local: list[Any] = []
         #: By the layout of their gradients, the variables of the steps so far.
         self._variables: dict[GradientLayout, list[Any]] = {}
         #: Whether a comparison is due after the update, in a step that is being compiled too; and by which reducer.
@@ -105,10 +86,7 @@ class OptimizerReducer:
 
     @cached_property
     def _summing(self) -> GradientReducer:
-        """The reducer of a strategy's custom loop, which sums.
-
-        On torch it has no part in the backward pass: a loop may compute gradients that it does not apply.
-        """
+        """Sums, for a strategy's custom loop; without torch's backward pass: a loop need not apply what it computes."""
         config = dataclasses.replace(self.reducer.config, op=Reduction.SUM)
         return GradientReducer(dataclasses.replace(config, bucket_bytes=None) if _on_torch() else config)
 
@@ -120,30 +98,16 @@ class OptimizerReducer:
     @property
     def reduces_all(self) -> bool:
         """Whether all gradients are reduced over all ranks."""
-        return self.reducer.config.process_set is global_process_set and not self._local
-
-    def add_local(self, variable: Any) -> None:
-        """Keeps ``variable``'s gradient on its rank."""
-        self._local.append(variable)
+        return self.reducer.config.process_set is global_process_set and not self.local
 
     def is_local(self, variable: Any) -> bool:
         """Whether ``variable``'s gradient stays on its rank."""
-        return any(variable is local for local in self._local)
+        return any(variable is local for local in self.local)
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], micro_batches: Any = 0, examples: Any = None
     ) -> list[Any]:
-        """Reduces the gradients for this step's update.
-
-        Args:
-            gradients: this rank's gradients; ``None`` for a variable without one.
-            variables: the variables they belong to: Keras', or TensorFlow's.
-            micro_batches: the number of micro-batches so far, that is of calls of ``apply`` before this one.
-            examples: the number of examples that weights them; ``None``: that of the training step.
-
-        Returns:
-            The average of the ranks' gradients, or their sum, as configured.
-        """
+        """Reduces this rank's gradients for the update; ``micro_batches``: the calls of ``apply`` before this one."""
         gradients = list(gradients)
         self._due = None
         if self._sparse_as_dense:
@@ -164,7 +128,7 @@ class OptimizerReducer:
             pairs = zip(gradients, variables, strict=True)
             return gradients if factor == 1 else [None if g is None else _scaled(g, factor, v) for g, v in pairs]
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        shared = [index for index in given if not self.is_local(variables[index])] if self._local else given
+        shared = [index for index in given if not self.is_local(variables[index])] if self.local else given
         own, trained = [gradients[i] for i in shared], [variables[i] for i in shared]
         reduced = self._reduce(reducer, own, trained, micro_batches, examples)
         # Keras divides by the number of micro-batches, as for reduced gradients.
@@ -177,18 +141,7 @@ class OptimizerReducer:
         return gradients
 
     def compare(self, variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """After the update, inside the training step: at times, checks that all ranks have the same ``values``.
-
-        Args:
-            variables: the variables that ``reduce`` was given; local ones are not compared.
-            values: their values after the update.
-
-        Returns:
-            ``values``; healed ones if ranks had different values, where the caller has to assign them: on JAX.
-
-        Raises:
-            DriftError: ranks have different values.
-        """
+        """At times checks that all ranks have these values after the update; on JAX the caller assigns the healed."""
         due, self._due = self._due, None
         reducer, values = self._last, list(values)
         if self.state_owner is not None or reducer is None or due is None:  # of the owner, all have just received them
@@ -247,7 +200,11 @@ class OptimizerReducer:
             examples = 1 if step is None else step.examples
         if _on_torch() and (config.bucket_bytes is not None or config.device is not None):
             if config.bucket_bytes is not None:
-                reduced = self._reduce_during_backward(gradients, [variable.value for variable in variables])
+                # Hooks send full buckets in ``loss.backward()``, from the second step on: ``apply`` is too late.
+                parameters = [variable.value for variable in variables]
+                if self._backward is None:
+                    self._backward = BackwardExchange(self.reducer, parameters, overlap=True, examples=_step_examples)
+                reduced = self._backward.reduce(parameters, gradients)
             else:
                 exchange = (int(micro_batches) + 1) % config.micro_batches == 0
                 reduced = reducer.reduce(gradients, examples=int(examples), exchange=exchange)
@@ -266,24 +223,10 @@ class OptimizerReducer:
         reduced, self._due = _host_call(on_host, numbers, gradients, layout, config.device, flag, keeps=keeps)
         return reduced
 
-    def _reduce_during_backward(self, gradients: list[Any], parameters: list[Any]) -> list[Any]:
-        """On torch: from the second step on, hooks send full buckets while ``loss.backward()`` still runs.
-
-        Keras has computed the gradients before it calls ``apply``, so hooks on torch's parameters see them first.
-        """
-        if self._backward is None:
-            self._backward = BackwardExchange(self.reducer, parameters, overlap=True, examples=_examples_of_step)
-        return self._backward.reduce(parameters, gradients)
-
     def _reduce_buckets(
         self, reducer: GradientReducer, gradients: list[Any], layout: GradientLayout, examples: Any
     ) -> list[Any]:
-        """Makes one host call per bucket: a compiled step can make it as soon as the bucket's gradients are computed.
-
-        The calls have side effects, so the frameworks keep them in this order on every rank. Each returns the reduced
-        gradients of its bucket; in an elastic job, where all are reduced again if a rank is lost, the last one returns
-        all of them.
-        """
+        """One host call per bucket, by side effects in one order; in an elastic job the last returns all gradients."""
         reduced, flag, keeps = list(gradients), lambda: reducer.due is not None, reducer.may_repeat
         buckets, everything, device = reducer.plan(layout), tuple(range(len(layout))), reducer.config.device
         kept: dict[int, Gradient] = {}
@@ -322,12 +265,7 @@ class OptimizerReducer:
         return reduced
 
     def reduce_early(self) -> list[tuple[Any, Any]]:
-        """Reduces the gradients of micro-batches since the last update now, on all ranks together, between two steps.
-
-        Returns:
-            Variables, and the gradients that their optimizer then has to accumulate; none if there are none, or on a
-            rank that has made no step.
-        """
+        """Reduces gradients of micro-batches now, on all ranks between two steps; returns what is to be accumulated."""
         pairs: list[tuple[Any, Any]] = []
         for layout, gradients in self.reducer.reduce_early().items():
             pairs += zip(self._variables.get(layout, ()), gradients, strict=False)
@@ -336,12 +274,7 @@ class OptimizerReducer:
     def participation(
         self, variables: Sequence[Any], on_update: Callable[[list[Gradient], Sequence[Any]], None] | None = None
     ) -> Participation:
-        """``GradientReducer.participation`` for the gradients of ``variables``; those of embeddings may be sparse.
-
-        Args:
-            variables: all that may have gradients.
-            on_update: called with the gradients of each of the others' steps, and the variables to which they belong.
-        """
+        """As ``GradientReducer.participation``; sparse ones may come, ``on_update`` gets those of others' steps."""
 
         def update(reduced: list[Gradient]) -> None:
             if on_update is not None:
@@ -349,10 +282,10 @@ class OptimizerReducer:
 
         dense = tuple((tuple(v.shape), _dtype(v)) for v in variables)
         sparse = []
-        if keras.backend.backend() == "tensorflow" and not self._sparse_as_dense and any(map(is_embedding, variables)):
+        if keras.backend.backend() == "tensorflow" and not self._sparse_as_dense and any(map(_is_embedding, variables)):
             for index_dtype in (np.dtype(np.int32), np.dtype(np.int64)):
                 pairs = zip(variables, dense, strict=True)
-                sparse.append(tuple(RowsLayout(*each, index_dtype) if is_embedding(v) else each for v, each in pairs))
+                sparse.append(tuple(RowsLayout(*each, index_dtype) if _is_embedding(v) else each for v, each in pairs))
         return self.reducer.participation(dense, update, sparse)
 
 
@@ -360,7 +293,7 @@ def _replaced(values: list[Any], new: Mapping[int, Any]) -> list[Any]:
     return [new.get(index, value) for index, value in enumerate(values)]
 
 
-def _examples_of_step() -> Any:
+def _step_examples() -> Any:
     """The number of examples in the batch; ``None`` outside of steps, whose backward passes involve no other rank."""
     step = current_step()
     return None if step is None else step.examples
@@ -387,17 +320,9 @@ def _host_call(
     *,
     keeps: bool,
 ) -> tuple[list[Any], Any]:
-    """Calls ``function(numbers, gradients, out)`` on the host, from any step.
-
-    The gradients are those of ``layout``; it returns those of ``returned``, by default as many as it is given.
-
-    A sparse gradient is passed as two arrays, its indices and its values, whose numbers of rows vary. If gradients are
-    reduced on a ``device``, all are passed as tensors, and dense ones stay there. ``out`` are arrays into
-    which ``function`` may write its results, or ``None``: those of ``gradients``, unless it ``keeps`` these until it
-    returns.
-
-    Returns:
-        The gradients, and the number that ``flag()`` has on the host after the call.
+    """Calls ``function(numbers, gradients, out)`` on the host, from any step; returns gradients, and ``flag()`` then.
+    A sparse one is two arrays of varying rows, indices and values; on a ``device`` dense ones stay. ``out``: arrays
+    for results, those of ``gradients`` unless it ``keeps`` these until it returns, or ``None``.
     """
     adapter, returned = _adapter(), layout if returned is None else returned
     inputs = [keras.ops.convert_to_tensor(number, "int32") for number in numbers]
@@ -449,7 +374,12 @@ def _layout(gradient: Any, variable: Any) -> Any:
     shape = tuple(variable.shape)
     if rows is None:
         return shape, _dtype(gradient)
-    return RowsLayout(shape, _dtype(rows[1]), _dtype(rows[0]), repeats=is_embedding(variable))
+    return RowsLayout(shape, _dtype(rows[1]), _dtype(rows[0]), repeats=_is_embedding(variable))
+
+
+def _is_embedding(variable: Any) -> bool:
+    """Whether ``variable`` is the table of a ``keras.layers.Embedding``, which gives it this name."""
+    return bool(getattr(variable, "name", None) == "embeddings")
 
 
 def _scaled(gradient: Any, factor: float, variable: Any) -> Any:
@@ -464,24 +394,19 @@ def _adapter() -> ArrayAdapter:
 
 def placed(config: ReduceConfig) -> ReduceConfig:
     """Returns ``config`` with the device and the bucket size that suit the framework and its device."""
-    device = _device_to_reduce_on(config.process_set, config.compressor)
+    backend, device = keras.backend.backend(), None  # on JAX through host memory
+    if backend != "jax" and config.process_set.included():
+        own: Any
+        if backend == "torch":
+            import torch
+
+            own = torch.empty(0, device=torch_device()).device
+        else:
+            gpu = tensorflow_gpu()
+            own = Device("cpu") if gpu is None else Device("cuda", gpu)
+        device = device_to_reduce_on(config.process_set.communicator, config.compressor, backend, [own])
     buckets = bucket_bytes(accelerated=accelerated(), device=device) if config.micro_batches == 1 else None
     return dataclasses.replace(config, device=device, bucket_bytes=buckets)
-
-
-def _device_to_reduce_on(process_set: ProcessSet, compression: Compressor) -> TensorDevice | None:
-    """The device on which gradients are reduced without host staging; ``None`` on JAX."""
-    backend = keras.backend.backend()
-    if backend == "jax" or not process_set.included():
-        return None
-    if backend == "torch":
-        import torch
-
-        device: Any = torch.empty(0, device=torch_device()).device
-    else:
-        gpu = tensorflow_gpu()
-        device = Device("cpu") if gpu is None else Device("cuda", gpu)
-    return device_to_reduce_on(process_set.communicator, compression, backend, [device])
 
 
 def accumulation_steps(optimizer: Any, backward_passes: int) -> int:

@@ -8,29 +8,31 @@
                   replica 2      [seed + 2 · spacing, 7]
 
 So dropout drops other units on each replica, reproducibly: the numbers depend on the seed and the replica's index.
-Random functions of PyTorch and TensorFlow themselves are varied by ``parallel/torch_random.py`` and ``tf_random.py``.
+Random functions of PyTorch and TensorFlow themselves are varied by ``parallel/random_streams.py``.
 """
-
-from __future__ import annotations
 
 import functools
 import random
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import numpy as np
 
 from choros.comm import global_process_set
-from choros.parallel.tf_random import set_tensorflow_streams, tensorflow_numbers_of, tensorflow_streams
-from choros.parallel.torch_random import SPACING, set_torch_streams, torch_numbers_of, torch_streams
+from choros.parallel.random_streams import (
+    SPACING,
+    set_tensorflow_streams,
+    set_torch_streams,
+    tensorflow_numbers_of,
+    tensorflow_streams,
+    torch_numbers_of,
+    torch_streams,
+)
 from choros.training.distributed_optimizer import derive
-from choros.training.keras_internals import global_seed_generator, seed_generators_of
+from choros.training.keras_internals.models import global_seed_generator, seed_generators_of
 from choros.training.trainer import spans_ranks
-
-__all__ = ["draw_by_rank", "draw_by_replica", "random_streams", "seed_generators", "set_random_streams"]
 
 _ATTRIBUTE = "_choros_replica"
 
@@ -50,12 +52,7 @@ class _ReplicaDrawsMixin:
 
 
 def draw_by_replica(generator: Any, index: Callable[[], Any]) -> None:
-    """Makes the seeds that ``generator`` draws depend on the replica, in place; once.
-
-    Args:
-        generator: a ``keras.random.SeedGenerator``.
-        index: returns the index of the replica that draws, possibly a traced number; 0 outside of replicas.
-    """
+    """Makes ``generator``'s seeds depend on the replica, once, in place; ``index`` may be traced, 0 outside of them."""
     if hasattr(generator, _ATTRIBUTE):
         return
     setattr(generator, _ATTRIBUTE, index)
@@ -69,10 +66,7 @@ def seed_generators(model: Any = None) -> list[Any]:
 
 
 def draw_by_rank(model: Any) -> None:
-    """Makes the random numbers of a model's training steps differ between ranks; call it before ``attach``.
-
-    Steps that are compiled for the devices of all ranks draw the numbers of the global batch.
-    """
+    """Makes random numbers differ by rank, before ``attach``; steps for all ranks' devices draw the global batch's."""
     communicator = global_process_set.communicator
     if communicator.size == 1 or spans_ranks():
         return
@@ -82,16 +76,14 @@ def draw_by_rank(model: Any) -> None:
     numbers_of = {"torch": torch_numbers_of, "tensorflow": tensorflow_numbers_of}.get(keras.backend.backend())
     if numbers_of is not None and not hasattr(model, _ATTRIBUTE):
         object.__setattr__(model, _ATTRIBUTE, rank)
-        model.train_step = _within(lambda: numbers_of(rank), model.train_step)
+        own = model.train_step
 
+        @functools.wraps(own)
+        def train_step(*args: Any) -> Any:
+            with numbers_of(rank):
+                return own(*args)
 
-def _within(block: Callable[[], AbstractContextManager[None]], train_step: Any) -> Any:
-    @functools.wraps(train_step)
-    def step(*args: Any) -> Any:
-        with block():
-            return train_step(*args)
-
-    return step
+        model.train_step = train_step
 
 
 #: What reads and continues the streams of libraries that may be loaded.
@@ -104,10 +96,7 @@ _STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 
 def random_streams() -> dict[str, Any]:
-    """The states of the global random streams: Python's, NumPy's, and those of frameworks that are loaded.
-
-    They consist of NumPy arrays, numbers and strings. Keras' seed generators are variables (``seed_generators``).
-    """
+    """The global random streams' states, as plain values; Keras' generators are variables (``seed_generators``)."""
     return {name: read() for name, (read, _) in _STREAMS.items() if sys.modules.get(name) is not None}
 
 

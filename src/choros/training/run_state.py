@@ -10,8 +10,6 @@
 The state does not depend on the framework.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import Counter
@@ -23,21 +21,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
-from choros.elastic.state_file import is_plain
+from choros.elastic.commit_store import is_plain
 from choros.errors import ConfigError
 from choros.training.distributed_optimizer import reducer_of
 from choros.training.first_rank import FirstRankCallback
-from choros.training.keras_internals import (
+from choros.training.keras_internals.fit import sync_jax_state
+from choros.training.keras_internals.models import (
     build_metrics,
     global_seed_generator,
     local_value,
     optimizers_of,
     seed_generators_of,
-    sync_jax_state,
 )
 from choros.training.random_numbers import random_streams, set_random_streams
-
-__all__ = ["RestoringCallback", "RunState"]
 
 #: What ``fit`` gives callbacks; and what Keras' own set in each process: the sign of ``min_delta``, with a comparison,
 #: which is a function; of TensorBoard, what belongs to its writers and to the profiler.
@@ -53,19 +49,10 @@ _OUTPUT = ("ProgbarLogger", "VerbosityCallback")
 
 @final
 class RunState:
-    """Captures and restores the state of a run of ``fit``.
+    """Captures and restores a run of ``fit``; a callback's ``state_dict()`` and ``load_state_dict(state)`` decide, or
+    its attributes that are plain values. One with the name of a constructor's argument is configuration, and stays as
+    the script has set it, unless the training has changed it.
 
-    Of callbacks it captures the attributes that are plain values: numbers, strings, booleans, ``None``, bytes, NumPy
-    arrays, and lists, tuples and dicts of these. So Keras' own go on, as do most of users': the best value, the
-    patience left, the history. An attribute with the name of an argument of the constructor is configuration, and stays
-    as the script has set it, unless the training has changed it. A callback with the methods ``state_dict()`` and
-    ``load_state_dict(state)`` decides itself.
-
-    Args:
-        model: the compiled model.
-        callbacks: all of ``fit``'s, Keras' ``History`` among them; on other ranks there may be others.
-
-    Example:
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
         >>> run = RunState(model, [keras.callbacks.EarlyStopping("loss")])
@@ -82,14 +69,7 @@ class RunState:
         self._configured = [_configuration(each) for each in self._callbacks]
 
     def capture(self, *, epoch: int, position: Any = None, metrics: bool = True) -> dict[str, Any]:
-        """Returns the state of this process, as copies; it communicates with no other.
-
-        Args:
-            epoch: the epoch that is being trained, or that comes next.
-            position: where it is in the epoch: any plain value.
-            metrics: whether to include this process's metrics of the epoch so far. A process that joins others must
-                not have them: these examples would count twice.
-        """
+        """Copies this process's state, without communication. No ``metrics`` for one that joins: they count twice."""
         model = self._model
         sync_jax_state(model)
         callbacks = zip(_keys(self._callbacks), self._callbacks, self._configured, strict=True)
@@ -107,23 +87,13 @@ class RunState:
         }
 
     def restore(self, state: dict[str, Any], batch: Any = None) -> None:
-        """Continues from a state, in this process.
-
-        Call it after ``on_train_begin`` of all callbacks, which resets them, and between steps. A callback without a
-        counterpart in the state is left as it is.
-
-        Args:
-            state: from ``capture``, of a process that runs the same script.
-            batch: data as for ``train_step``, with which TensorFlow creates the metrics that its first step would
-                create; needed if the state has metrics.
-
-        Raises:
-            ConfigError: the model, its optimizers or its metrics are others; nothing has been changed.
+        """Continues from a state of the same script, between steps, after all callbacks' ``on_train_begin``, which
+        resets them. TensorFlow needs ``batch`` if there are metrics. A ConfigError (another model) has changed nothing.
         """
         model = self._model
         sync_jax_state(model)
         if batch is not None:
-            build_metrics(model, batch)
+            build_metrics(model, lambda: batch)
         optimizers = self._optimizers()
         if len(optimizers) != len(state["optimizers"]):
             raise ConfigError(
@@ -160,23 +130,6 @@ class RunState:
         if own is not None and not own.built:
             own.build(self._model.trainable_variables)
         return [each for each in optimizers_of(self._model) if each.built]
-
-
-class RestoringCallback(keras.callbacks.Callback):
-    """The base class of callbacks that restore a run, before other callbacks in the list or after them.
-
-    When an epoch goes on in its middle, callbacks begin it once more, and set what it has counted so far to zero.
-    """
-
-    _run: RunState | None = None
-    #: The state from which an epoch goes on in its middle, until all callbacks have begun it.
-    _goes_on: dict[str, Any] | None = None
-
-    def restore_callbacks(self) -> None:
-        """Restores them once more after the beginning of such an epoch; call it before anything else happens in it."""
-        state, self._goes_on = self._goes_on, None
-        if state is not None and self._run is not None:
-            self._run.restore_callbacks(state)
 
 
 def _state_of(optimizer: Any) -> list[Any]:

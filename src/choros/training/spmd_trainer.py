@@ -1,17 +1,13 @@
 """The SPMD trainer: ``fit``, ``evaluate`` and ``predict`` of a Keras model on JAX, run on the devices of a mesh.
 
-Keras' own trainer still controls epochs, callbacks and compilation. Two of its functions are wrapped, on one model
-object; neither wrapper is saved with the model::
+Keras' own trainer still controls epochs, callbacks, compilation; two functions of a model are wrapped, unsaved::
 
     fit ─► train_function(state, iterator)     wrapped: state and batches become global arrays, in this module
              └─ jit ─► train_step(state, data) wrapped: takes the examples out of the global batch
                                                ▲ Keras', or the user's own
 
-``test`` and ``predict`` are wrapped in the same way. Training runs on the whole mesh: its processes agree on every
-batch, with one control message. Evaluation and prediction run on this process's devices only: one process may
-evaluate alone, and ``predict`` returns a row for each row of its data, in order.
-
-Processes may have different numbers of batches::
+``test`` and ``predict`` likewise, but on this process's devices only: one process may evaluate alone. Training
+runs on the whole mesh: processes agree on every batch, with one message, and may have different numbers of them::
 
     process 0                    process 1
     batch 1 ─ 8 examples ─┐  ┌─ 8 examples ─ batch 1
@@ -24,80 +20,39 @@ Processes may have different numbers of batches::
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
+from choros.comm import ProcessSet, Request
 from choros.errors import ConfigError
-from choros.training.batch_plan import BatchPlan
-from choros.training.global_arrays import (
-    GlobalBatch,
-    assemble,
-    constrain_replicated,
-    count_examples,
-    devices_by_process,
-    examples_of,
-    is_on,
-    local_mesh,
-    replicate,
-    unreplicate,
-)
-from choros.training.keras_internals import (
-    JAX_STATE,
-    innermost,
-    jax_state,
-    learning_rate_of,
-    put_jax_state,
-    unsynced_jax_state,
-)
-
-__all__ = ["Peers", "SpmdTrainer"]
+from choros.training.keras_internals.fit import JAX_STATE, jax_state, put_jax_state, unsynced_jax_state
+from choros.training.keras_internals.models import innermost, learning_rate_of
 
 _OPTIMIZER = JAX_STATE.index("optimizer_variables")
 
 
-class Peers(ABC):
-    """Communication between the processes of a mesh; all processes must call the same methods in the same order."""
-
-    @abstractmethod
-    def agree(self, layout: str, examples: int, problem: ConfigError | None) -> Sequence[int]:
-        """Returns the number of examples that each process contributes to the next step.
-
-        Args:
-            layout: a description of the batch's arrays, which must be the same on all processes.
-            examples: the number that this process contributes.
-            problem: an error in this process's call: raised here; the other processes raise a ``MismatchError``.
-        """
-
-    @abstractmethod
-    def share(self, number: float, root: int) -> float:
-        """Returns the ``number`` of the process ``root``."""
-
-
 @final
 class SpmdTrainer:
-    """Runs the steps of a model on the devices of a mesh; created once for a model, which it changes in place.
+    """Runs a JAX model's steps on a mesh, changing it once, in place; ConfigError if ``keras.distribution`` is used.
 
-    Args:
-        model: a compiled Keras model, on JAX.
-        mesh: one-dimensional, in the order of the processes.
-        peers: the communication with the processes of the mesh.
-        is_shared: returns whether the model trains with them; called again when the model has been compiled again.
-
-    Attributes:
-        local_devices: the number of the mesh's devices that belong to this process.
-
-    Raises:
-        ConfigError: ``keras.distribution`` is in use, which shards batches itself.
+    The processes of a mesh of several, which are those of ``process_set``, make the same calls in the same order.
     """
 
-    def __init__(self, model: Any, mesh: Mesh, peers: Peers, is_shared: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        mesh: Mesh,
+        process_set: ProcessSet | None = None,
+        is_shared: Callable[[], bool] = lambda: True,
+    ) -> None:
         if keras.distribution.distribution() is not None:
             raise ConfigError(
                 "keras.distribution.set_distribution was called, but choros already shards this model's batches: "
@@ -105,9 +60,11 @@ class SpmdTrainer:
             )
         self._model = model
         self._mesh = mesh
-        self._peers = peers
+        self._process_set = process_set
         self._is_shared = is_shared
-        self._devices = devices_by_process(mesh)
+        owners = [device.process_index for device in mesh.devices.flat]
+        #: The number of devices in each process, in the order of the mesh.
+        self._devices = tuple(owners.count(owner) for owner in dict.fromkeys(owners))
         self._layout = ""
         self._empty: Any = None
         self._step: Any = None
@@ -128,18 +85,12 @@ class SpmdTrainer:
 
     @property
     def _is_compiled(self) -> bool:
-        """Whether steps are compiled; eager operations (``run_eagerly``) stay on one device.
-
-        Of several eager operations that wait for other processes, two processes may start different ones first.
-        """
+        """Whether steps are compiled; eager ones stay on one device: processes may order waiting ones differently."""
         return bool(self._model.jit_compile and not self._model.run_eagerly)
 
     def join(self) -> int | None:
-        """Participates with empty batches until no process has batches left; every process must call it.
-
-        Returns:
-            A process that contributed examples to the last step, if another process did not: that process may have
-            missed changes that callbacks made to the weights or the optimizer. ``None`` if all contributed.
+        """Participates with empty batches until no process has any left; all call it. Returns one with examples in
+        the last step if another had none, which may have missed changes by its callbacks; ``None`` if all had.
         """
         model = self._model
         state = None
@@ -155,18 +106,18 @@ class SpmdTrainer:
 
     def _agree(self, examples: int, problem: ConfigError | None) -> BatchPlan | None:
         """Returns the plan of the next global batch; ``None`` if no process has examples."""
-        counts = tuple(self._peers.agree(self._layout, examples, problem))
+        if self._process_set is None:
+            if problem is not None:
+                raise problem
+            return BatchPlan((examples,), self._devices) if examples else None
+        communicator, request = self._process_set.communicator, _request(self._layout)
+        counts = tuple(communicator.atomic(lambda: communicator.agree(request, value=examples, problem=problem)))
         if not any(counts):
             return None
         self._active = [process for process, count in enumerate(counts) if count]
         if len(self._active) < len(counts):
-            self._rate = self._peers.share(self._rate, self._active[0])
+            self._rate = float(communicator.broadcast(np.float64(self._rate), self._active[0], name="learning rate"))
         return BatchPlan(counts, self._devices)
-
-    def _store_rate(self, state: Any) -> None:
-        """Stores the learning rate of a state read from the model's variables, which callbacks may have set."""
-        if (index := self._rate_index()) is not None:
-            self._rate = float(state[_OPTIMIZER][index])
 
     def _with_rate(self, state: Any) -> Any:
         """Returns ``state`` with the learning rate that was stored or shared."""
@@ -192,7 +143,7 @@ class SpmdTrainer:
         def on_examples(state: Any, batch: Any) -> Any:
             if not isinstance(batch, GlobalBatch):
                 return step(state, batch)
-            return constrain_replicated(step(state, examples_of(batch, mesh)), mesh)
+            return jax.lax.with_sharding_constraint(step(state, examples_of(batch, mesh)), _replicated_sharding(mesh))
 
         @functools.wraps(make)
         def make_function(force: bool = False) -> None:
@@ -206,9 +157,10 @@ class SpmdTrainer:
                 self._step = inner
 
             def on_mesh(state: Any, iterator: Any) -> Any:
-                if not _comes_from(mesh, state):
-                    if kind == "train":
-                        self._store_rate(state)
+                if any(len(part[0].sharding.device_set) != mesh.size for part in state if part):
+                    # The state is that of the model's variables, not of a step on the mesh: callbacks may have set it.
+                    if kind == "train" and (index := self._rate_index()) is not None:
+                        self._rate = float(state[_OPTIMIZER][index])
                     state = replicate(state, mesh)
                 outputs, state = inner(state, batches(iterator))
                 return unreplicate(outputs), state
@@ -236,14 +188,14 @@ class SpmdTrainer:
                 yield assemble(data, plan, self._mesh)
 
 
+@functools.lru_cache(maxsize=16)
+def _request(layout: str) -> Request:
+    return Request("batch", layout)
+
+
 def _own_batches(iterator: Iterable[Any], mesh: Mesh) -> Iterator[GlobalBatch]:
     for data in iterator:
         yield assemble(data, BatchPlan((count_examples(data),), (mesh.size,)), mesh)
-
-
-def _comes_from(mesh: Mesh, state: Any) -> bool:
-    """Whether all of ``state`` is a result of a step on ``mesh``; otherwise all of it is the model's variables."""
-    return all(is_on(part[0], mesh) for part in state if part)
 
 
 def _unreplicate_on_sync(model: Any) -> None:
@@ -257,3 +209,144 @@ def _unreplicate_on_sync(model: Any) -> None:
         sync()
 
     model.jax_state_sync = unreplicate_and_sync
+
+
+# Arrays over the devices of a mesh; process 0 has three examples, process 1 two, and each has two devices:
+#
+#              process 0              process 1
+#     host     a b c                  d e
+#              │ the same number of rows for each device, enough for all examples: 2
+#              ▼
+#     device   [a b]    [c ·]         [d e]    [· ·]          padded, so that all shards have one shape
+#     ─────────┼────────┼─────────────┼────────┼───────── into the compiled step
+#     device   [a b]    [c d]         [e]      []             the examples alone, in this order, sharded again
+#
+# XLA shards again inside the step, where shapes may differ, so all is computed from exactly the global batch, not
+# with weights of zero; batches that divide equally are passed as they are. Between steps Keras' variables stay
+# ordinary arrays on this process's first device: callbacks and ``evaluate`` on one rank do not see the mesh.
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Which rows of a global batch are examples, by each process's examples and devices; the same on every process.
+
+    >>> plan = BatchPlan(examples=(3, 2), devices=(2, 2))
+    >>> plan.rows, plan.is_even
+    (2, False)
+    >>> plan.index().tolist()
+    [0, 1, 2, 4, 5]
+    """
+
+    examples: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows on each device."""
+        return max(-(-count // devices) for count, devices in zip(self.examples, self.devices, strict=True))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every row is an example."""
+        return sum(self.examples) == self.rows * sum(self.devices)
+
+    def index(self) -> NDArray[np.int32]:
+        """The indices of the rows that are examples."""
+        starts = np.cumsum((0, *self.devices[:-1])) * self.rows
+        ranges = [np.arange(start, start + count) for start, count in zip(starts, self.examples, strict=True)]
+        return np.concatenate(ranges).astype(np.int32)
+
+
+class GlobalBatch(NamedTuple):
+    """A batch on a mesh: global arrays sharded by rows, and the indices of those that are examples (``None``: all)."""
+
+    rows: Any
+    index: Any
+
+
+@functools.cache
+def local_mesh(mesh: Mesh) -> Mesh:
+    """The mesh of this process's devices of ``mesh``."""
+    return Mesh(np.array(mesh.local_devices), mesh.axis_names)
+
+
+def assemble(data: Any, plan: BatchPlan, mesh: Mesh) -> GlobalBatch:
+    """Puts this process's examples on its devices, as its shard of a global batch; ``plan`` is the same on all."""
+    here = NamedSharding(local_mesh(mesh), PartitionSpec(*mesh.axis_names))
+    everywhere = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+
+    def put(leaf: Any) -> Any:
+        own = jax.device_put(_padded(leaf, plan.rows * len(mesh.local_devices)), here)
+        return _global_array(own, (plan.rows * mesh.size, *own.shape[1:]), everywhere)
+
+    index = None
+    if not plan.is_even:
+        own = jax.device_put(plan.index(), _replicated_sharding(local_mesh(mesh)))
+        index = _global_array(own, None, _replicated_sharding(mesh))
+    return GlobalBatch(jax.tree.map(put, data), index)
+
+
+def examples_of(batch: GlobalBatch, mesh: Mesh) -> Any:
+    """Returns the examples of a global batch, inside the compiled step."""
+    if batch.index is None:
+        return batch.rows
+    sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+
+    def select(rows: Any) -> Any:
+        return jax.lax.with_sharding_constraint(jnp.take(rows, batch.index, axis=0, mode="clip"), sharding)
+
+    return jax.tree.map(select, batch.rows)
+
+
+def replicate(values: Any, mesh: Mesh) -> Any:
+    """Returns arrays of one device, identical on all processes, as arrays replicated on every device of the mesh."""
+    here, everywhere = _replicated_sharding(local_mesh(mesh)), _replicated_sharding(mesh)
+    return jax.tree.map(lambda array: _global_array(jax.device_put(array, here), None, everywhere), values)
+
+
+def unreplicate(values: Any) -> Any:
+    """Undoes ``replicate``: returns this process's first copy of each array; other values are left as they are."""
+
+    def first(array: Any) -> Any:
+        if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:
+            return array.addressable_shards[0].data
+        return array
+
+    return jax.tree.map(first, values)
+
+
+def count_examples(data: Any) -> int:
+    """The examples in a batch of this process; ConfigError if it has none, numbers of rows differ, or it is sparse."""
+    leaves = jax.tree.leaves(data, is_leaf=_is_sparse)
+    if any(map(_is_sparse, leaves)):
+        raise ConfigError("a batch has sparse arrays, which cannot be sharded over devices: convert them to dense.")
+    lengths = {np.shape(leaf)[:1] for leaf in leaves}
+    if len(lengths) != 1 or lengths & {(), (0,)}:
+        counts = ", ".join(sorted(str(*length) if length else "no number of" for length in lengths))
+        raise ConfigError(f"the arrays of a batch have {counts} examples: all must have the same number, at least one.")
+    ((count,),) = lengths
+    return int(count)
+
+
+def _is_sparse(leaf: Any) -> bool:
+    return hasattr(leaf, "todense")
+
+
+@functools.cache
+def _replicated_sharding(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _global_array(own: Any, shape: tuple[int, ...] | None, everywhere: NamedSharding) -> Any:
+    """The global array whose shards in this process are those of ``own``."""
+    shards = [shard.data for shard in own.addressable_shards]
+    return jax.make_array_from_single_device_arrays(own.shape if shape is None else shape, everywhere, shards)
+
+
+def _padded(leaf: Any, rows: int) -> Any:
+    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    missing = rows - array.shape[0]
+    if missing == 0:
+        return array
+    pad = jnp.pad if isinstance(array, jax.Array) else np.pad
+    return pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)])

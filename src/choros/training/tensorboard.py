@@ -12,15 +12,13 @@
 These are the names that ``keras.callbacks.TensorBoard`` writes, so runs of both can be compared.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
 
 import keras
@@ -28,9 +26,7 @@ import keras
 from choros.comm import is_initialized, topology
 from choros.errors import ConfigError
 
-__all__ = ["TensorBoard", "stand_in_for"]
-
-_files = itertools.count()
+_numbers = itertools.count()
 
 
 @final
@@ -71,7 +67,12 @@ class TensorBoard(keras.callbacks.Callback):
             raise ConfigError(f"update_freq={update_freq!r}: expected 'epoch', 'batch' or a number of batches.")
         if histogram_freq < 0:
             raise ConfigError(f"histogram_freq={histogram_freq!r}: expected a number of epochs, or 0 for never.")
-        _check_installed()
+        try:
+            importlib.import_module("tensorboardX")
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoard's files are written with tensorboardX: pip install 'choros[tensorboard]'."
+            ) from error
         self.log_dir = os.fspath(log_dir)
         self.histogram_freq = histogram_freq
         self.write_graph = write_graph
@@ -79,7 +80,7 @@ class TensorBoard(keras.callbacks.Callback):
         self.update_freq = every
         # If the callback does nothing after a batch, JAX need not wait for the batch.
         self.async_safe = every == "epoch" and not write_steps_per_second
-        self._files: dict[str, _EventFile] = {}
+        self._files: dict[str, Any] = {}
         self._training = False
         self._batches = self._epoch_batches = 0
         self._batch_began = self._epoch_began = 0.0
@@ -93,7 +94,7 @@ class TensorBoard(keras.callbacks.Callback):
             except (NotImplementedError, TypeError, ValueError) as error:  # not a reason to stop training
                 warnings.warn(f"TensorBoard shows no graph: the model cannot be written as JSON. {error}", stacklevel=2)
                 return
-            self._write("train", lambda file: file.graph(layers))
+            self._write("train", _graph(layers), 0)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts the clock."""
@@ -114,7 +115,7 @@ class TensorBoard(keras.callbacks.Callback):
         scalars = dict(logs or {})
         if self.write_steps_per_second:
             scalars["steps_per_second"] = 1 / max(time.perf_counter() - self._batch_began, 1e-9)
-        self._write("train", lambda file: file.scalars("batch_{}", scalars, self._batches))
+        self._write("train", _scalars("batch_{}", scalars), self._batches)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Writes the epoch's metrics, and histograms every ``histogram_freq`` epochs."""
@@ -124,18 +125,18 @@ class TensorBoard(keras.callbacks.Callback):
         scalars.update(_learning_rates(self.model.optimizer))
         if self.write_steps_per_second:
             scalars["steps_per_second"] = self._epoch_batches / max(time.perf_counter() - self._epoch_began, 1e-9)
-        self._write("train", lambda file: file.scalars("epoch_{}", scalars, epoch))
+        self._write("train", _scalars("epoch_{}", scalars), epoch)
         if held_out:
-            self._write("validation", lambda file: file.scalars("epoch_{}", held_out, epoch))
+            self._write("validation", _scalars("epoch_{}", held_out), epoch)
         if self.histogram_freq and epoch % self.histogram_freq == 0:
-            self._write("train", lambda file: file.histograms(self.model.weights, epoch))
+            self._write("train", _histograms(self.model.weights), epoch)
 
     def on_test_end(self, logs: Any = None) -> None:
         """Writes the results of the evaluation, with the number of updates so far as the step."""
         iterations = getattr(self.model.optimizer, "iterations", None)
         if logs and iterations is not None:
             step = int(keras.ops.convert_to_numpy(iterations))
-            self._write("validation", lambda file: file.scalars("evaluation_{}_vs_iterations", logs, step))
+            self._write("validation", _scalars("evaluation_{}_vs_iterations", logs), step)
         if not self._training:
             self._close()
 
@@ -157,29 +158,26 @@ class TensorBoard(keras.callbacks.Callback):
             file.close()
         self._files = {}
 
-    def _write(self, name: str, write: Any) -> None:
+    def _write(self, name: str, summaries: Iterable[Any], step: int) -> None:
         if is_initialized() and topology().rank != 0:
             return
         if name not in self._files:
-            self._files[name] = _EventFile(os.path.join(self.log_dir, name))
-        write(self._files[name])
+            from tensorboardX import FileWriter
+
+            # tensorboardX names files by the second, so names need a suffix to be unique.
+            suffix = f".{os.getpid()}.{next(_numbers)}"
+            self._files[name] = FileWriter(os.path.join(self.log_dir, name), filename_suffix=suffix)
+        for summary in summaries:
+            self._files[name].add_summary(summary, step)
         self._files[name].flush()
 
 
 def stand_in_for(callback: Any) -> Any:
-    """Returns a ``TensorBoard`` with the options of Keras' own ``callback``, if that one cannot work here.
+    """A ``TensorBoard`` like Keras' ``callback``, if that cannot work here; ConfigError if options need TensorFlow.
 
-    Returns:
-        ``callback`` itself, if it is another callback, or if TensorFlow and the package tensorboard are installed.
-
-    Raises:
-        ConfigError: its options need TensorFlow.
-        ImportError: tensorboardX is not installed.
-
-    Example:
-        >>> callback = keras.callbacks.EarlyStopping()
-        >>> stand_in_for(callback) is callback
-        True
+    >>> callback = keras.callbacks.EarlyStopping()
+    >>> stand_in_for(callback) is callback
+    True
     """
     if type(callback) is not keras.callbacks.TensorBoard or (_can_import("tensorflow") and _can_import("tensorboard")):
         return callback
@@ -202,63 +200,30 @@ def stand_in_for(callback: Any) -> Any:
     )
 
 
-@final
-class _EventFile:
-    """A file of TensorBoard's ``Event`` records; records are on disk after ``flush``."""
+def _scalars(name: str, values: Mapping[str, Any]) -> Iterator[Any]:
+    """Summaries of numbers; ``name`` is a format in which ``{}`` stands for each number's own name."""
+    from tensorboardX.summary import scalar
 
-    def __init__(self, directory: str) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-
-        os.makedirs(directory, exist_ok=True)
-        # tensorboardX names files by the second, so names need a suffix to be unique.
-        self._writer = EventsWriter(os.path.join(directory, "events"), f".{os.getpid()}.{next(_files)}")
-
-    def scalars(self, name: str, values: Mapping[str, Any], step: int) -> None:
-        """Writes numbers; ``name`` is a format in which ``{}`` stands for each number's own name."""
-        from tensorboardX.summary import scalar
-
-        for own, value in values.items():
-            self._add(scalar(name.format(own), float(value)), step)
-
-    def histograms(self, weights: Any, step: int) -> None:
-        """Writes the distribution of values of each of a model's ``weights``."""
-        from tensorboardX.summary import histogram
-
-        for weight in weights:
-            values = keras.ops.convert_to_numpy(weight.value)
-            self._add(histogram(f"{weight.path}/histogram", values, bins="auto"), step)
-
-    def graph(self, layers: str) -> None:
-        """Writes a Keras model as JSON, under the tag that TensorBoard reads."""
-        from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
-        from tensorboardX.proto.tensor_pb2 import TensorProto
-
-        plugin = SummaryMetadata.PluginData(plugin_name="graph_keras_model", content=b"1")
-        tensor = TensorProto(dtype="DT_STRING", string_val=[layers.encode()])
-        value = Summary.Value(tag="keras", metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor)
-        self._add(Summary(value=[value]), 0)
-
-    def flush(self) -> None:
-        """Writes all records to disk."""
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._writer.close()
-
-    def _add(self, summary: Any, step: int) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-
-        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=summary))
+    for own, value in values.items():
+        yield scalar(name.format(own), float(value))
 
 
-def _check_installed() -> None:
-    try:
-        importlib.import_module("tensorboardX")
-    except ImportError as error:
-        raise ImportError(
-            "TensorBoard's files are written with tensorboardX: pip install 'choros[tensorboard]'."
-        ) from error
+def _histograms(weights: Any) -> Iterator[Any]:
+    """Summaries of the distribution of values of each of a model's ``weights``."""
+    from tensorboardX.summary import histogram
+
+    for weight in weights:
+        yield histogram(f"{weight.path}/histogram", keras.ops.convert_to_numpy(weight.value), bins="auto")
+
+
+def _graph(layers: str) -> Iterator[Any]:
+    """The summary of a Keras model as JSON, under the tag that TensorBoard reads."""
+    from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboardX.proto.tensor_pb2 import TensorProto
+
+    plugin = SummaryMetadata.PluginData(plugin_name="graph_keras_model", content=b"1")
+    tensor = TensorProto(dtype="DT_STRING", string_val=[layers.encode()])
+    yield Summary(value=[Summary.Value(tag="keras", metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor)])
 
 
 def _can_import(name: str) -> bool:

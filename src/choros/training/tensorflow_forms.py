@@ -1,7 +1,5 @@
 """How a loss in TensorFlow's graph depends on the rows, whose number the graph seldom knows: see ``forms.py``."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, final
@@ -11,8 +9,6 @@ import tensorflow as tf
 
 from choros.comm.request import is_users
 from choros.training.forms import CONSTANT, COUNT, MEAN, Form, Reading, ValueForm
-
-__all__ = ["line_of", "mark_known", "total"]
 
 _KNOWN, _READINGS = "_choros_known", "_choros_readings"
 _SAME = frozenset(
@@ -45,12 +41,7 @@ def line_of(loss: Any) -> str | None:
 
 
 def total(loss: Any, rows: frozenset[int]) -> Form | None:
-    """The form of a loss, or of the sum of losses; ``None`` if it is not known.
-
-    Args:
-        loss: a tensor; outside of graphs, it is known only if it is marked.
-        rows: the numbers of rows of the batch's arrays; empty if the graph does not know them.
-    """
+    """The form of a loss, or of losses' sum, ``None`` if unknown; outside of graphs only a marked one is known."""
     if not tf.is_symbolic_tensor(loss):
         return MEAN if hasattr(loss, _KNOWN) else None
     readings = loss.graph.get_collection_ref(_READINGS)

@@ -10,24 +10,15 @@ not Keras, reduces gradients and splits batches::
         model.fit(…)                    TensorFlow's default strategy, of one replica
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["as_one_replica", "current_for_tensorflow"]
-
 
 @contextmanager
 def current_for_tensorflow(strategy: Any, replica: Any) -> Iterator[None]:
-    """The block in which ``strategy`` is TensorFlow's current strategy; does nothing where TensorFlow does not train.
-
-    Args:
-        strategy: has the attributes of a ``tf.distribute.Strategy``.
-        replica: has those of a ``tf.distribute.ReplicaContext``; ``None`` for cross-replica context.
-    """
+    """In this block ``strategy`` is TensorFlow's, cross-replica without ``replica``; nothing if it does not train."""
     if not _tensorflow_trains():
         yield
         return

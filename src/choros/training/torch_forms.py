@@ -1,9 +1,4 @@
-"""How losses in PyTorch depend on the rows, read while a step computes them: see ``forms.py``.
-
-What a step computes is noted in the first steps only: it costs some microseconds for each operation.
-"""
-
-from __future__ import annotations
+"""How PyTorch losses depend on the rows (``forms.py``); noted in the first steps only, as it costs time."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from choros.training.forms import MEAN, SUM, Dependence, Form, Reading, ValueForm
-
-__all__ = ["line_of", "mark_known", "noted", "total"]
 
 _SAME = frozenset(
     ("_to_copy", "alias", "clone", "contiguous", "copy", "detach", "lift", "lift_fresh", "lift_fresh_copy", "neg", "to")
@@ -74,7 +67,7 @@ class _Notes(TorchDispatchMode):
         try:
             return self._result(name, given, shape)
         except Exception:  # noqa: BLE001 - an operation with other arguments than expected: training goes on
-            return self._reading.unknown(shape)
+            return ValueForm(shape, frozenset())
 
     def _result(self, name: str, given: Mapping[str, Any], shape: tuple[int, ...]) -> ValueForm:
         reading = self._reading
@@ -94,7 +87,7 @@ class _Notes(TorchDispatchMode):
             return reading.arithmetic(operation, operands[::-1] if name == "rsub" else operands, shape)
         if name == "reciprocal":
             return reading.arithmetic("div", [ValueForm((), number=1.0), first], shape)
-        if name == "pow" and _is_two(given.get("exponent")):
+        if name == "pow" and not torch.is_tensor(given["exponent"]) and given["exponent"] == 2:
             return reading.arithmetic("mul", [first, first], shape)
         if name == "where" and "other" in given and self.value_of(given["condition"]).axis is None:
             return reading.arithmetic("add", [self.value_of(given[each]) for each in ("self", "other")], shape)
@@ -162,11 +155,7 @@ _current: _Notes | None = None
 
 @contextmanager
 def noted(rows: frozenset[int]) -> Iterator[None]:
-    """A context in which what is computed can be read.
-
-    Args:
-        rows: the numbers of rows of the batch's arrays.
-    """
+    """A context in which what is computed can be read; ``rows``: the numbers of rows of the batch's arrays."""
     global _current
     with _Notes(rows) as notes:
         _current = notes
@@ -201,10 +190,6 @@ def _number(name: str, given: Mapping[str, Any]) -> float | None:
         return float("ones" in name)
     number = given.get("fill_value", given.get("value", given.get("s")))
     return float(number) if isinstance(number, int | float) else None
-
-
-def _is_two(number: Any) -> bool:
-    return isinstance(number, int | float) and number == 2
 
 
 def _one_of(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

@@ -1,17 +1,17 @@
-"""Broadcasts of variables from one rank to the others."""
+"""What ranks do with variables: broadcast them from one to the others, and aggregate what replicas assign to them."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
+import numpy as np
+from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
-from choros.comm import ProcessSet, global_process_set
+from choros.comm import ProcessSet, Request, global_process_set
+from choros.comm.request import CollectiveSpec
+from choros.comm.transfers import sum_numbers
 from choros.parallel.ops import broadcast_arrays
-
-__all__ = ["broadcast_updates", "broadcast_variables", "overwrite", "value_of"]
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
@@ -43,14 +43,7 @@ def broadcast_updates(
     process_set: ProcessSet = global_process_set,
     heirs: Sequence[int] | None = None,
 ) -> list[Any]:
-    """``broadcast_variables`` that returns the operations to run in a graph of TensorFlow 1.
-
-    Args:
-        variables: see there.
-        root_rank: see there.
-        process_set: see there.
-        heirs: as for ``broadcast_arrays``; ``None``: all ranks.
-    """
+    """``broadcast_variables`` that returns the operations to run in a TensorFlow 1 graph; ``heirs`` ``None``: all."""
     communicator = process_set.communicator
     if communicator.size == 1:
         return []
@@ -78,12 +71,80 @@ def _assign(variable: Any, value: Any) -> Any:
 def overwrite(variable: Any, host: Any) -> None:
     """Overwrites a variable of TensorFlow or PyTorch, or one of Keras on these, on this rank alone."""
     value = value_of(variable)
-    if hasattr(value, "assign"):
-        value.assign(host)
-    else:
-        value.data.copy_(adapter_of(value).from_host(host, value))
+    _assign(value, adapter_of(value).from_host(host, value))
 
 
 def value_of(variable: Any) -> Any:
     """Returns what a framework's operations read: the value of a Keras variable, and any other variable itself."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
+    keras = sys.modules.get("keras")  # not loaded for loops that do not use it
+    return variable.value if keras is not None and isinstance(variable, keras.Variable) else variable
+
+
+# Values that replicas assign to a variable, aggregated as it asks, here by ``sum``:
+#
+#     rank 0, 31 rows          rank 1, 17 rows          rank 2, without rows
+#     assign_add(31.0)         assign_add(17.0)         joined
+#             └──────────────── allreduce ─────────────────┘
+#     48.0                     48.0                     receives the variable at the end of the epoch
+#
+# The mean is weighted by the ranks' examples in ``fit``, so that the mean of the ranks' rows is that of all rows; in
+# custom loops, as in ``tf.distribute``, all replicas have the same weight.
+_DIFFER = (
+    "replicas assign values of different sizes to variables with the same aggregation, {} numbers: all replicas must "
+    "assign the same variables in the same order."
+)
+_REQUESTS = {
+    kind: Request("variable", kind, spec=CollectiveSpec("sum", differ=_DIFFER))
+    for kind in ("sum", "mean", "only_first_replica")
+}
+
+
+def aggregate(
+    kind: str,
+    value: Any,
+    *,
+    process_set: ProcessSet = global_process_set,
+    examples: Any = None,
+    weighted: bool = False,
+    exchanges: Callable[[], bool] = lambda: True,
+) -> Any:
+    """The ranks' values as an ``aggregation`` combines them; 0 ``examples`` do not count, ``weighted``: as weights.
+
+    >>> import choros
+    >>> choros.init()
+    >>> aggregate("mean", np.array([1.0, 2.0]))
+    array([1., 2.])
+    """
+    adapter = adapter_of(value)
+    known = examples is None or isinstance(examples, int)
+
+    def on_host(hosts: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
+        host = hosts[0]
+        if not exchanges():
+            return [host]
+        rows = int(hosts[1]) if not known else 1 if examples is None else examples
+        communicator = process_set.communicator
+
+        def collective() -> NDArray[np.float64]:
+            sums = np.zeros(host.size + 1)
+            sizes = communicator.agree(_REQUESTS[kind], value=sums.size if rows else 0)
+            first = next(rank for rank, size in enumerate(sizes) if size)
+            if rows and (kind != "only_first_replica" or communicator.rank == first):
+                weight = rows if kind == "mean" and weighted else 1
+                sums[:-1] = host.reshape(-1) * weight
+                sums[-1] = weight
+            sum_numbers(communicator, sums, sizes, _DIFFER)
+            return sums
+
+        sums = communicator.atomic(collective)
+        total = sums[:-1] if kind == "sum" else sums[:-1] / sums[-1]
+        return [total.reshape(host.shape).astype(host.dtype)]
+
+    inputs = [adapter.stop_gradient(value)] if known else [adapter.stop_gradient(value), examples]
+    (result,) = adapter.host_call(on_host, inputs, [adapter.spec(value)])
+    return result
+
+
+def is_aggregated_on_write(variable: Any) -> bool:
+    """Whether assignments to a Keras variable in training steps are aggregated."""
+    return getattr(variable, "is_aggregated_on_write", False)

@@ -1,8 +1,7 @@
 """The weights of a step on each rank: how losses and metrics of its rows become those of the global batch.
 
-The reducer weights a rank's gradient by ``examples / global examples``, which is right for a loss that is a mean over
-examples. A loss that divides by something else is scaled by the rest, where it is computed, so that the weighted sum
-over the ranks is the loss of the global batch::
+A rank's gradient is weighted by ``examples / global examples``, right for means over examples. Other losses are
+scaled where they are computed, so that the weighted sum over the ranks is the loss of the global batch::
 
     the loss divides by            the factor on this rank
     examples (Keras' default)      1: nothing is exchanged
@@ -10,24 +9,24 @@ over the ranks is the loss of the global batch::
     nothing (sum, or a vector)     global examples / examples
     weights, or unmasked steps     (divisor / global divisor) * (global examples / examples)
 
-A ``Mean`` that is given one number for a whole batch counts it as one: here it counts as this rank's share of the
-examples, so that all ranks' parts of a batch count as one together.
-
-The global numbers are exchanged in the forward pass, and only by steps that contain such a loss or metric::
+A ``Mean`` given one number for a whole batch counts it as this rank's share of the examples. Global numbers are
+exchanged in the forward pass, and only by steps that contain such a loss or metric::
 
     rank 0              rank 1              rank 2, without rows
     31 examples         17 examples         joined                  agree: the examples of each rank
     divisor 12.5   +    divisor 3.0    +    0                       allreduce: the global divisor
 """
 
-from __future__ import annotations
-
 import functools
+import importlib
 import itertools
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any, final
 
 import keras
@@ -36,19 +35,18 @@ from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec, framework_adapter
 from choros.comm import Communicator, ProcessSet, Reduction, Request
-from choros.comm.request import caller
-from choros.parallel.reduce.joining import Participation
-from choros.training import own_losses
+from choros.comm.request import CollectiveSpec, caller
 from choros.training.differentiation import scaled_gradients
-from choros.training.keras_internals import apply_mask, patched_reductions
+from choros.training.forms import CONSTANT, MEAN, SUM, Dependence, Form
+from choros.training.keras_internals.fit import apply_mask, patched_reductions
 
-__all__ = ["ModelStep", "correction", "current_step", "participation", "run_step", "step_of_this_thread", "try_step"]
-
-_SHARE = Request("examples of a batch")
-_DIVISOR = Request("divisor of a loss")
+_SHARE = Request("examples of a batch", spec=CollectiveSpec("agreement"))
+_DIVISOR = Request("divisor of a loss", spec=CollectiveSpec("allreduce", (("float64", (1,)),), Reduction.SUM.value))
 #: In a training step of the user's own, what is not computed in each step has that many to be read in.
 _FIRST_STEPS = 16
 _SCALAR = ArraySpec((), np.dtype(np.float32))
+#: From the examples and a number of this rank, what it computes together with the others.
+_Exchange = Callable[[Communicator, int, float], float]
 #: More losses than a step has: tests have them, too, and no gradient after them.
 _MANY = 64
 
@@ -56,23 +54,9 @@ _MANY = 64
 @final
 @dataclass(frozen=True)
 class ModelStep:
-    """A step of a model on this rank.
-
-    Attributes:
-        examples: the number of examples in its batch, of the array with the most: a number, or a tensor in a compiled
-            function. With 0 it computes on a row that counts nowhere (``absent_rows.py``).
-        process_set: the ranks that train together.
-        weighted: whether the loss of a rank counts by its examples; otherwise the ranks' losses are added.
-        of_all_ranks: whether the batch is the global one, so that nothing has to be weighted.
-        exchanges: returns whether the other ranks make this step too; asked whenever the step runs.
-        trains: whether gradients of its losses are reduced.
-        rows: the numbers of rows of the batch's arrays; empty in a function that is compiled for any.
-        by_part: whether arrays of a batch may have different numbers of rows, so that means do not divide by examples.
-        own_methods: those of the model's methods that are not Keras'.
-        decided: which of the losses that Keras has not computed are sums over the rows, as earlier batches have shown,
-            and how many steps have noted that.
-        numbers: counts the losses that Keras has not computed.
-        marked: those of them that a trial has marked, and the lines that have computed them; ``None`` if it is none.
+    """A model's step on this rank; with 0 ``examples`` it computes on a row that counts nowhere (``absent_rows.py``).
+    ``weighted``: its loss counts by its examples, else losses are added; ``of_all_ranks``: the batch is the global
+    one. ``exchanges()``, whether others make it too, is asked whenever it runs; ``by_part``: rows differ.
     """
 
     examples: Any
@@ -118,22 +102,16 @@ def run_step(step: ModelStep) -> Iterator[None]:
 
 
 def try_step(step: ModelStep, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Finds out which losses are sums over the rows, where only the program of a step tells: on JAX.
-
-    Args:
-        step: the step, which runs.
-        run: its function, which is traced, and not run.
-        arguments: those of the function; the first has the weights.
-    """
+    """Traces, and does not run, a step to find which losses are sums over the rows: on JAX only its program tells."""
     tried = ("tried", step.trains)
-    if step.of_all_ranks or tried in step.decided or not own_losses.reads_programs():
+    if step.of_all_ranks or tried in step.decided or keras.backend.backend() != "jax":
         return
     marked: dict[str, str | None] = {}
     with _in_place(replace(step, numbers=itertools.count(1), marked=marked)):
-        forms = own_losses.forms_of_marked(run, arguments, step.rows)
+        program = _forms().LossProgram(run, arguments, weights=(0,))
+        forms = _read(lambda: _forms().forms_of_marked(program, step.rows)) or {}  # none, if it only runs eagerly
     for name, line in marked.items():
-        is_sum = own_losses.decide(forms.get(name), name, line, step.process_set, warns=step.trains)
-        step.decided[name, step.trains, 0] = is_sum
+        step.decided[name, step.trains, 0] = _decide(step, forms.get(name), name, line)
     step.decided[tried] = True
 
 
@@ -149,24 +127,15 @@ def _in_place(step: ModelStep) -> Iterator[None]:
 
 @contextmanager
 def _noted(step: ModelStep) -> Iterator[None]:
-    """The first steps note how losses are computed, where that costs time: on PyTorch."""
+    """The first steps note how losses are computed, if these do not tell it themselves: on PyTorch."""
     noted = ("noted steps", step.trains)
     first = _FIRST_STEPS if "train_step" in step.own_methods else 1
-    if step.decided.get(noted, 0) >= first:
+    if keras.backend.backend() != "torch" or step.decided.get(noted, 0) >= first:
         yield
         return
-    with own_losses.noted(step.rows):
+    with _forms().noted(step.rows):
         yield
-    step.decided[noted] = step.decided.get(noted, 0) + (not own_losses.is_unsure(step.rows))
-
-
-def participation(process_set: ProcessSet) -> Participation:
-    """How a rank without rows participates in what losses and metrics exchange."""
-
-    def add_nothing(_: Sequence[int]) -> None:
-        process_set.communicator.reduce_in_place(np.zeros(1), Reduction.SUM)
-
-    return {_SHARE: lambda _: None, _DIVISOR: add_nothing}
+    step.decided[noted] = step.decided.get(noted, 0) + (not _is_unsure(step.rows))
 
 
 def _reduce_loss(
@@ -178,29 +147,30 @@ def _reduce_loss(
     dtype: Any = None,
 ) -> Any:
     """``reduce_weighted_values`` of Keras' losses, called as ``own``, times the factor of this rank."""
+    reduced = functools.partial(own, values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     step = step_of_this_thread()
+    if step is None:
+        return reduced()
     weighted = sample_weight is not None or mask is not None
     is_scalar = len(getattr(values, "shape", ())) == 0 and not weighted
     divisor = None  # unless it is the number of values in the rows of the batch
-    if step is not None and reduction == "mean_with_sample_weight" and weighted:
+    if reduction == "mean_with_sample_weight" and weighted:
         given = None if sample_weight is None else keras.ops.copy(sample_weight)  # Keras multiplies torch's in place
         divisor = keras.ops.sum(apply_mask(given, mask, keras.backend.floatx(), reduction))
-    elif step is not None and reduction in ("mean", "sum_over_batch_size", "mean_with_sample_weight"):
+    elif reduction in ("mean", "sum_over_batch_size", "mean_with_sample_weight"):
         if mask is not None:
             divisor = keras.ops.sum(keras.ops.cast(mask, "float32"))
         elif step.by_part and not is_scalar:
             divisor = keras.ops.shape(values)[0]
-    loss = own(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-    if step is not None and divisor is not None:
+    loss = reduced()
+    if divisor is not None:
         loss = keras.ops.sum(loss)  # of no rows, Keras returns no number
-        loss = loss * keras.ops.cast(_factor_of_divisor(step, keras.ops.cast(divisor, "float32")), loss.dtype)
-    if step is not None and is_scalar:
+        loss = loss * keras.ops.cast(_exchanged(step, keras.ops.cast(divisor, "float32"), _of_divisor), loss.dtype)
+    if is_scalar:
         return _of_all_ranks_if_sum(step, loss, "the result of a loss function")
-    if step is not None and reduction == "sum":
+    if reduction == "sum":
         loss = _added(step, loss)
-    if step is not None and reduction not in (None, "none"):
-        loss = own_losses.mark_known(loss)
-    return loss
+    return loss if reduction in (None, "none") else mark_known(loss)
 
 
 def _reduce_samples(own: Callable[..., Any], values: Any, sample_weight: Any, reduce_fn: Any, dtype: Any) -> Any:
@@ -209,8 +179,8 @@ def _reduce_samples(own: Callable[..., Any], values: Any, sample_weight: Any, re
     step = step_of_this_thread()
     if step is None or reduce_fn is not keras.ops.mean or sample_weight is not None or len(values.shape) > 0:
         return values, sample_weight
-    share = keras.ops.cast(_share_of_examples(step, values), values.dtype)
-    if "train_step" in step.own_methods and own_losses.is_surely_sum(values, step.rows):
+    share = keras.ops.cast(_exchanged(step, values, _share, of_loss=False), values.dtype)
+    if "train_step" in step.own_methods and _read(lambda: _forms().total(values, step.rows)) == SUM:
         return values, share
     return values * share, share
 
@@ -232,37 +202,19 @@ def _compute_loss(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 
 
 def _of_all_ranks_if_sum(step: ModelStep, loss: Any, what: str, total: Callable[[Any], Any] = keras.ops.sum) -> Any:
-    """The total of what the user's code has computed, over all ranks' rows if it is a sum over this rank's.
-
-    Args:
-        step: the step.
-        loss: a number, or several.
-        what: of what.
-        total: adds them up.
-    """
+    """The total of what the user's code has computed, over all ranks' rows if it is a sum over this rank's."""
     name = f"{what} ({next(step.numbers)})"
     if step.marked is not None:
         step.marked[name] = caller()
-        return total(own_losses.mark(loss, name))
-    return _of_all_ranks(step, total(loss), _is_sum(step, loss, name))
-
-
-def _of_all_ranks(step: ModelStep, loss: Any, is_sum: bool) -> Any:
-    """A loss that the user's code has computed, over all ranks' rows if it is a sum over this rank's."""
-    return own_losses.mark_known(_added(step, loss) if is_sum else loss)
+        return total(_forms().mark(loss, name))
+    is_sum, loss = _is_sum(step, loss, name), total(loss)
+    return mark_known(_added(step, loss) if is_sum else loss)
 
 
 def _added(step: ModelStep, loss: Any) -> Any:
     """A sum over this rank's rows, such that the weighted mean of the ranks' is the sum over all of them."""
-    weighted = loss / keras.ops.cast(_share_of_examples(step, loss, of_loss=True), loss.dtype)
+    weighted = loss * keras.ops.cast(_exchanged(step, loss, _of_sum), loss.dtype)
     return weighted if step.weighted else loss + keras.ops.stop_gradient(weighted - loss)
-
-
-def _is_sum(step: ModelStep, loss: Any, what: str, *, by_calls: bool = False) -> bool:
-    with _in_place(replace(step, numbers=itertools.count(1))):  # a program that is read is traced once more
-        return own_losses.is_sum(
-            loss, what, step.rows, step.decided, step.process_set, by_calls=by_calls, warns=step.trains
-        )
 
 
 def _factor_of_gradients(target: Any) -> Any:
@@ -272,7 +224,7 @@ def _factor_of_gradients(target: Any) -> Any:
         return None
     if "train_step" not in step.own_methods or not _is_sum(step, target, "a loss of the training step", by_calls=True):
         return None
-    return 1 / _share_of_examples(step, keras.ops.convert_to_tensor(step.examples, "int32"), of_loss=True)
+    return _exchanged(step, keras.ops.convert_to_tensor(step.examples, "int32"), _of_sum)
 
 
 def step_of_this_thread() -> ModelStep | None:
@@ -280,46 +232,47 @@ def step_of_this_thread() -> ModelStep | None:
     return _current if _current is not None and _current.thread == threading.get_ident() else None
 
 
-def _share_of_examples(step: ModelStep, like: Any, *, of_loss: bool = False) -> Any:
-    """This rank's share of the global batch, a scalar; ``like`` makes it part of the function that computes it."""
+def _exchanged(step: ModelStep, value: Any, exchange: _Exchange, *, of_loss: bool = True) -> Any:
+    """The number that ranks ``exchange``, on the host, of their examples and ``value``; 1 if only this one steps.
+    ``value`` makes it part of the function that computes it; the factor ``of_loss`` may be computed again.
+    """
 
-    def on_host(examples: int, _: NDArray[Any]) -> float:
-        share = _exchanged_share(step.process_set.communicator, examples)
-        if of_loss:
-            _weighted.note(step, lambda each: _inverse(_exchanged_share(each, examples)), _inverse(share))
-        return share
+    def on_host(hosts: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
+        factor = 1.0
+        if step.exchanges():
+            examples, own = int(hosts[0]), float(hosts[1].reshape(-1)[0])
+            factor = exchange(step.process_set.communicator, examples, own)
+            if of_loss:
+                _weighted.note(step, lambda each: exchange(each, examples, own), factor)
+        return [np.asarray(factor, np.float32)]
 
-    return _on_host(on_host, step, like)
-
-
-def _factor_of_divisor(step: ModelStep, divisor: Any) -> Any:
-    """The factor of a loss that divides by ``divisor``."""
-
-    def on_host(examples: int, divisor: NDArray[Any]) -> float:
-        own = float(divisor) if examples else 0.0
-        factor = _exchanged_factor(step.process_set.communicator, own, examples)
-        _weighted.note(step, lambda each: _exchanged_factor(each, own, examples), factor)
-        return factor
-
-    return _on_host(on_host, step, divisor)
+    arrays = [keras.ops.convert_to_tensor(step.examples, "int32"), keras.ops.stop_gradient(value)]
+    (result,) = framework_adapter(keras.backend.backend()).host_call(on_host, arrays, [_SCALAR])
+    return result
 
 
-def _exchanged_share(communicator: Communicator, examples: int) -> float:
+def _share(communicator: Communicator, examples: int, _: float) -> float:
+    """This rank's share of the global batch."""
     return examples / sum(communicator.atomic(lambda: communicator.agree(_SHARE, value=examples)))
 
 
-def _exchanged_factor(communicator: Communicator, divisor: float, examples: int) -> float:
+def _of_sum(communicator: Communicator, examples: int, _: float) -> float:
+    """The factor of a loss that divides by nothing."""
+    share = _share(communicator, examples, _)
+    return 1 / share if share else 0.0
+
+
+def _of_divisor(communicator: Communicator, examples: int, divisor: float) -> float:
+    """The factor of a loss that divides by ``divisor``."""
+    own = divisor if examples else 0.0
+
     def collective() -> float:
-        total = np.array([divisor])
+        total = np.array([own])
         everywhere = sum(communicator.agree(_DIVISOR, value=examples))
         communicator.reduce_in_place(total, Reduction.SUM)
-        return divisor / total[0] * everywhere / examples if divisor else 0.0
+        return own / total[0] * everywhere / examples if own else 0.0
 
     return communicator.atomic(collective)
-
-
-def _inverse(share: float) -> float:
-    return 1 / share if share else 0.0
 
 
 @final
@@ -341,10 +294,7 @@ class _WeightedLosses:
         self._losses.append((process_set, process_set.communicator.launched, exchange, factor))
 
     def correction(self) -> float:
-        """Returns the factor by which the gradients must be multiplied; all ranks of the step call this.
-
-        Several losses whose factors have changed differently cannot be told apart in a gradient: the mean is taken.
-        """
+        """The gradients' factor; all ranks call it. A gradient does not tell losses apart: factors are averaged."""
         self._step_ends = True
         ratios = []
         for process_set, launched, exchange, factor in self._losses:
@@ -356,21 +306,82 @@ class _WeightedLosses:
 
 
 _weighted = _WeightedLosses()
+#: The factor of gradients whose loss was weighted for ranks of which some were lost since.
+correction = _weighted.correction
 
 
-def correction() -> float:
-    """Returns the factor of gradients whose loss was weighted for ranks of which some were lost since."""
-    return _weighted.correction()
+# the user's own losses --------------------------------------------------------------------------
+
+_UNKNOWN = "choros cannot know whether it is a sum over the rows of the batch or a mean"
+_OTHER = (
+    "it is a product, a ratio or another function of sums over the rows of the batch, and each rank has its own rows"
+)
+_HOW = (
+    "so that it counts as a mean over them. Compute it by means over the rows, or by sums over them, or by a loss of "
+    "Keras' with a reduction; see Losses in docs/training.md."
+)
 
 
-def _on_host(function: Callable[[int, NDArray[Any]], float], step: ModelStep, value: Any) -> Any:
-    """Calls ``function(examples, value)`` on the host if ranks exchange; 1 otherwise."""
+def _is_sum(step: ModelStep, loss: Any, what: str, *, by_calls: bool = False) -> bool:
+    """Whether a user's ``loss`` is a sum over the rows; if neither sum nor mean: a warning. No ``rows``: for any."""
+    key = (what, step.trains, _calls() if by_calls else 0)
+    if key in step.decided:
+        return bool(step.decided[key])
+    with _in_place(replace(step, numbers=itertools.count(1))):  # a program that is read is traced once more
+        form = _read(lambda: _forms().total(loss, step.rows))
+    if form is None and _is_of_rows(getattr(loss, "shape", ()), step.rows):
+        form = SUM
+    is_sum = _decide(step, form, what, _forms().line_of(loss) or caller())
+    if form not in (CONSTANT, MEAN, SUM) or not _is_unsure(step.rows):
+        step.decided[key] = is_sum
+    return is_sum
 
-    def call(hosts: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
-        examples, host = hosts
-        result = function(int(examples), host) if step.exchanges() else 1.0
-        return [np.asarray(result, np.float32)]
 
-    arrays = [keras.ops.convert_to_tensor(step.examples, "int32"), keras.ops.stop_gradient(value)]
-    (result,) = framework_adapter(keras.backend.backend()).host_call(call, arrays, [_SCALAR])
-    return result
+def _decide(step: ModelStep, form: Form | None, what: str, line: str | None) -> bool:
+    """Whether a loss of this form is a sum over the rows; if it is neither that nor a mean, a warning says so."""
+    if step.trains and form not in (CONSTANT, MEAN, SUM) and step.process_set.rank() == 0:
+        file, _, number = (line or ":1").rpartition(":")
+        is_other = form is not None and form.kind is Dependence.OTHER
+        text = f"{what}: {_OTHER if is_other else _UNKNOWN}, {_HOW}"
+        warnings.warn_explicit(text, UserWarning, file or "<choros>", int(number))
+    return form == SUM
+
+
+def _is_unsure(rows: frozenset[int]) -> bool:
+    """Whether this rank has one row, whose number cannot be distinguished from others, or none."""
+    return bool(rows) and max(rows) <= 1
+
+
+def mark_known(loss: Any) -> Any:
+    """Returns ``loss``, with the note that it is one of all ranks, whatever it is computed from."""
+    return _forms().mark_known(loss)
+
+
+def _is_of_rows(shape: Any, rows: frozenset[int]) -> bool:
+    """Whether an array of this shape has a number for each row."""
+    if getattr(shape, "rank", 0) is None:  # of TensorFlow
+        return True
+    return len(shape) > 0 and (shape[0] is None or shape[0] in rows)
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    """What is read; ``None`` if a program does what is not expected, or runs only eagerly: training goes on."""
+    try:
+        return read()
+    except Exception:  # noqa: BLE001 - of operations of any library, and of the user's code that is traced
+        return None
+
+
+def _forms() -> Any:
+    """How losses are read on this framework."""
+    return importlib.import_module(f"choros.training.{keras.backend.backend()}_forms")
+
+
+def _calls() -> int:
+    """A number for the calls, since the step began, that have led here."""
+    frame: FrameType | None = sys._getframe(1)
+    calls = []
+    while frame is not None and frame.f_globals.get("__name__") != "choros.training.trainer":
+        calls.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(calls))

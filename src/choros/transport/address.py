@@ -1,7 +1,5 @@
 """The choice of a rank's address: loopback if all ranks share a host, else an address that other hosts can reach."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket
@@ -11,8 +9,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["LOOPBACK", "Location", "address_towards", "choose_address", "is_loopback", "outward_address", "this_host"]
-
 LOOPBACK = "127.0.0.1"
 #: Two machines may have the same name, and network namespaces of one machine cannot use each other's loopback.
 _HOST_IDS = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net"))
@@ -20,12 +16,7 @@ _HOST_IDS = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net"))
 
 @dataclass(frozen=True)
 class Location:
-    """The host and address of a rank.
-
-    Attributes:
-        host: the name that ``this_host`` returns there.
-        address: the address of that host from which the rank connected to the store.
-    """
+    """The host of a rank, by its ``this_host``, and that host's address from which the rank connected to the store."""
 
     host: str
     address: str
@@ -39,11 +30,10 @@ def this_host() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether ``address`` is a loopback address, which other hosts cannot reach; ``False`` for host names.
+    """Returns whether ``address`` is loopback, which other hosts cannot reach; ``False`` for host names.
 
-    Example:
-        >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1"), is_loopback("a.example")
-        (True, False, False)
+    >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1"), is_loopback("a.example")
+    (True, False, False)
     """
     try:
         return ipaddress.ip_address(address).is_loopback
@@ -52,17 +42,13 @@ def is_loopback(address: str) -> bool:
 
 
 def choose_address(locations: Sequence[Location], rank: int) -> str | None:
-    """Returns the address that ``rank`` should listen at, ``None`` if ``locations`` do not determine it.
+    """Returns where ``rank`` should listen; ``None`` if its own host must choose, as its name resolves to loopback.
 
-    A host whose own name resolves to loopback, as on Debian, connected to the store through loopback, which other hosts
-    cannot reach; only that host can find a better address (``address_towards`` another rank).
-
-    Example:
-        >>> choose_address([Location("a", "10.0.0.1"), Location("a", "10.0.0.1")], rank=0)
-        '127.0.0.1'
-        >>> choose_address([Location("a", "127.0.1.1"), Location("b", "10.0.0.2")], rank=1)
-        '10.0.0.2'
-        >>> choose_address([Location("a", "127.0.1.1"), Location("b", "10.0.0.2")], rank=0)
+    >>> choose_address([Location("a", "10.0.0.1"), Location("a", "10.0.0.1")], rank=0)
+    '127.0.0.1'
+    >>> choose_address([Location("a", "127.0.1.1"), Location("b", "10.0.0.2")], rank=1)
+    '10.0.0.2'
+    >>> choose_address([Location("a", "127.0.1.1"), Location("b", "10.0.0.2")], rank=0)
     """
     if all(location.host == locations[rank].host for location in locations):
         return LOOPBACK
@@ -72,9 +58,8 @@ def choose_address(locations: Sequence[Location], rank: int) -> str | None:
 def address_towards(other: str) -> str:
     """Returns the source address of packets from this host to ``other``; sends none.
 
-    Example:
-        >>> address_towards("127.0.0.1")
-        '127.0.0.1'
+    >>> address_towards("127.0.0.1")
+    '127.0.0.1'
     """
     family = socket.AF_INET6 if ":" in other else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

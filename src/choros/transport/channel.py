@@ -25,26 +25,26 @@ import socket
 import struct
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
+import cloudpickle
+
+from choros import durations
 from choros.errors import EngineError
-from choros.transport.endpoint import connect_within
+from choros.topology import split_address
 from choros.transport.handshake import Cut, Handshake, Seal, offer_proof
 from choros.transport.secret import Key
 from choros.transport.silence import fell_silent, watch_for_silence
 
-__all__ = ["PROOF_SECONDS", "Channel", "ChannelClosed", "Unreachable", "connect"]
-
-#: How long the peer may take to prove that it has the job's key.
-PROOF_SECONDS = 20.0
 _HEAD = struct.Struct("!QI")
 #: What is sealed is sent and received in chunks of this size: one end computes the HMAC while the other one does, too.
 _CHUNK = 1 << 20
 #: Parts up to this size are copied into one write.
 _SMALL = 1 << 16
-_RETRY_SECONDS = 0.1
 
 
 #: The connections of this process's channels.
@@ -61,11 +61,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class ChannelClosed(EngineError):
-    """The peer of a channel has closed it or is lost.
-
-    Attributes:
-        silent: whether the peer's host does not answer any more; otherwise it has closed the connection, or has ended.
-    """
+    """A channel's peer has closed it or ended, or, if ``silent``, its host does not answer any more."""
 
     def __init__(self, message: str, *, silent: bool = False) -> None:
         super().__init__(message)
@@ -74,15 +70,7 @@ class ChannelClosed(EngineError):
 
 @final
 class Channel:
-    """Sends objects to one other process and receives them. One thread may send while another one receives.
-
-    Args:
-        end: a connection.
-        handshake: what its ends have proved.
-
-    Attributes:
-        peer: the name of the other process, which it has proved.
-    """
+    """Sends objects to one process, whose name ``peer`` is proved, and receives them, perhaps in another thread."""
 
     def __init__(self, end: socket.socket, handshake: Handshake) -> None:
         self.peer = handshake.peer
@@ -106,11 +94,7 @@ class Channel:
         return self._end.fileno()
 
     def send(self, message: Any) -> None:
-        """Sends a picklable object; arrays in it are sent without a copy.
-
-        Raises:
-            ChannelClosed: the peer is gone.
-        """
+        """Sends a picklable object; arrays in it are sent without a copy. ``ChannelClosed``: the peer is gone."""
         buffers: list[pickle.PickleBuffer] = []
         body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         raw = [buffer.raw() for buffer in buffers]
@@ -124,11 +108,7 @@ class Channel:
             raise self._closed(error) from error
 
     def receive(self) -> Any:
-        """Waits for the next object and returns it; arrays in it are writable.
-
-        Raises:
-            ChannelClosed: the peer is gone, or someone has changed its message on the way.
-        """
+        """Returns the next object, its arrays writable; ``ChannelClosed``: peer gone, or its message was changed."""
         try:
             (head,) = self._read(_HEAD.size)
             length, count = _HEAD.unpack(head)
@@ -193,18 +173,8 @@ class Unreachable(EngineError):
 
 
 def connect(address: str, key: Key, name: str, peer: str, seconds: float) -> Channel:
-    """Waits for the process that listens at ``address`` and returns a channel to it.
-
-    Args:
-        address: ``host:port``, or ``unix:PATH``.
-        key: the job's key.
-        name: the name of this process.
-        peer: the name of the process that must listen there, which it proves.
-        seconds: how long to wait.
-
-    Raises:
-        Unreachable: no process listens there in time.
-        EngineError: the peer has another key or another name.
+    """Returns a channel to ``peer``, which proves its name, at ``address`` (``host:port`` or ``unix:PATH``).
+    ``Unreachable``: no process listens there in time; another ``EngineError``: the peer has another key or name.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -217,13 +187,13 @@ def connect(address: str, key: Key, name: str, peer: str, seconds: float) -> Cha
                 "CHOROS_START_TIMEOUT sets the time limit."
             ) from error
         try:
-            return Channel(end, offer_proof(end, key, name, peer, PROOF_SECONDS))
+            return Channel(end, offer_proof(end, key, name, peer, durations.PROOF))
         except EngineError as error:
             end.close()
             # A listener with too many connections that prove nothing closes the oldest of them.
-            if not isinstance(error, Cut) or time.monotonic() + _RETRY_SECONDS > deadline:
+            if not isinstance(error, Cut) or time.monotonic() + durations.CONNECT_AGAIN > deadline:
                 raise not_authenticated(peer, error) from error
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(durations.CONNECT_AGAIN)
 
 
 def not_authenticated(peer: str, error: EngineError) -> EngineError:
@@ -257,3 +227,79 @@ def _tune(end: socket.socket) -> None:
     # A message is several writes, none of which may wait until the peer has acknowledged the previous one.
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     watch_for_silence(end)
+
+
+_UNIX = "unix:"
+_BACKLOG = 128
+
+
+def listen_at(address: str) -> socket.socket:
+    """Returns a socket that listens only at ``address``, or raises an ``OSError``."""
+    if address.startswith(_UNIX):
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listening.bind(address.removeprefix(_UNIX))
+            listening.listen(_BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+        return listening
+    host, port = split_address(address)
+    family, *_, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(resolved[:2], family=family, backlog=_BACKLOG)
+
+
+def connect_within(address: str, seconds: float) -> socket.socket:
+    """Connects to ``address``; retries until a process listens, or raises the last ``OSError`` after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            connected = _connect(address, max(durations.ENDPOINT_LOOK, deadline - time.monotonic()))
+        except OSError:
+            if time.monotonic() + durations.ENDPOINT_LOOK > deadline:
+                raise
+            time.sleep(durations.ENDPOINT_LOOK)
+        else:
+            connected.settimeout(None)
+            return connected
+
+
+def _connect(address: str, seconds: float) -> socket.socket:
+    if not address.startswith(_UNIX):
+        connected = socket.create_connection(split_address(address), timeout=seconds)
+        # The kernel may choose a free port of this host as the source: the socket is then connected to itself.
+        if connected.getsockname() == connected.getpeername():
+            connected.close()
+            raise ConnectionRefusedError("no process listens there")
+        return connected
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.settimeout(seconds)
+        connected.connect(address.removeprefix(_UNIX))
+    except OSError:
+        connected.close()
+        raise
+    return connected
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error to be raised in another process, by cloudpickle, since its class may be defined in the user's script."""
+
+    pickled: bytes
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Pickles ``error``, its traceback a note; an ``EngineError`` with its text if it cannot be pickled."""
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        try:
+            pickle.loads(cloudpickle.dumps(error))  # noqa: S301
+        except Exception:  # noqa: BLE001  (an exception's own methods may raise anything)
+            error = EngineError(f"{type(error).__name__}: {error}")
+        error.add_note(f"Raised on {socket.gethostname()}:\n{trace}")
+        return cls(cloudpickle.dumps(error))
+
+    def error(self) -> Exception:
+        """Returns the error to raise."""
+        error: Exception = pickle.loads(self.pickled)  # noqa: S301  (from an authenticated process)
+        return error

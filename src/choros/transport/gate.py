@@ -1,19 +1,18 @@
 """Gates: the kernel closes sockets at which a library listens to all who do not have a key.
 
-Open MPI and its mpirun listen, at all addresses of the host, even if all ranks run on one; no parameter changes that.
-mpirun believes what a client says of its user, and a rank what another one says of its number. So a gate is put before
-their sockets, from outside of the library::
+Open MPI and its mpirun listen at all of the host's addresses, whatever the parameters; mpirun believes what a
+client says of its user, and a rank what another says of its number. So a gate is put before their sockets, from
+outside::
 
     another user ─── SYN ───────────────►╳│
                                           │ TCP_MD5SIG (RFC 2385): the kernel drops packets without a signature
     who has the key ─ SYN, signed ───────►│──► accept()
                                          gate
 
-This needs no rights, only the descriptor: mpirun's is duplicated from a child of this process (``pidfd_getfd``). Who
-has connected before the gate was closed is *expelled*. Linux only, from 5.7 on, and only where containers allow it.
+This needs no rights, only the descriptor: mpirun's is duplicated from a child of this process (``pidfd_getfd``).
+Who has connected before the gate was closed is *expelled*. Linux only, from 5.7 on, and only where containers
+allow it.
 """
-
-from __future__ import annotations
 
 import os
 import secrets
@@ -26,8 +25,6 @@ from contextlib import contextmanager, suppress
 from typing import final
 
 from choros.transport.peers import End, sockets_of, users_connected_to
-
-__all__ = ["INTERFACE", "Gate", "connect_signed", "new_key", "new_listeners"]
 
 #: The name of the loopback interface.
 INTERFACE = "lo"
@@ -53,14 +50,7 @@ def new_key() -> bytes:
 
 @final
 class Gate:
-    """The gate before sockets at which a process listens.
-
-    Args:
-        pid: the process: this one, or a child of it.
-        key: the key; by default one that nobody has.
-        sockets: the numbers of its sockets; by default all at which it listens at the time of a call.
-
-    """
+    """The gate before sockets, by default all at which ``pid`` listens at a call; nobody has the default key."""
 
     def __init__(self, pid: int, key: bytes = b"", sockets: Iterable[int] | None = None) -> None:
         self._pid = pid
@@ -81,10 +71,7 @@ class Gate:
         return found
 
     def close(self) -> bool:
-        """Closes the gate, and ends connections that the process has not accepted yet.
-
-        Returns whether the kernel allows it for all of the sockets, and there are any.
-        """
+        """Closes the gate, ends connections not accepted yet; returns whether it worked for all, and any exist."""
 
         def close(_number: int, listening: socket.socket) -> None:
             _require(listening, self._key)
@@ -98,11 +85,7 @@ class Gate:
         self._with_each(self.sockets(), lambda _number, listening: _require(listening, b""))
 
     def expel(self) -> set[int]:
-        """Ends connections that the process has accepted from other users since the last call.
-
-        Returns those users who have sent something; among them is ``peers.ELSEWHERE`` if it came from another host, or
-        its sender has ended since.
-        """
+        """Ends accepted connections of other users; returns those who sent something (``ELSEWHERE``: not known)."""
         ports = {port for _, port in self.sockets().values()}
         if not ports:
             return set()
@@ -143,10 +126,7 @@ class Gate:
 
 @contextmanager
 def new_listeners() -> Iterator[set[int]]:
-    """A context in which a library begins to listen, in this process; at its end those sockets are bound to loopback.
-
-    Yields the set to which their numbers are added then.
-    """
+    """A context that binds sockets that begin to listen in it to loopback at its end; their numbers are yielded."""
     everything = Gate(os.getpid())
     before, new = everything.sockets().keys(), set[int]()
     yield new
@@ -156,11 +136,7 @@ def new_listeners() -> Iterator[set[int]]:
 
 
 def connect_signed(address: End, key: bytes, seconds: float) -> socket.socket:
-    """Connects to a socket behind a gate; without a key, to one without a gate.
-
-    Raises:
-        OSError: it does not answer for ``seconds``.
-    """
+    """Connects behind a gate, or without a key where there is none; an ``OSError`` if none answers for ``seconds``."""
     connection = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
     try:
         if key:

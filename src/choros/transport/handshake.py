@@ -12,19 +12,17 @@
 A process that receives a wrong proof answers with zeros: so the other one knows, too, that their keys differ.
 
 The transcript is the SHA-256 of both greetings, so a proof is valid for these roles, in this direction, on this
-connection only. A process that hands on the messages of two others cannot produce one of its own, nor speak in their
-name afterwards:
+connection only. A process that hands on two others' messages can produce none of its own, nor speak for them
+later:
 
-- *path* names the connection if both ends are on this host: the host, and the addresses of both ends (Unix: the path of
-  the socket). No two connections of a host have the same addresses at one time. If both ends report the same path, they
-  are connected directly, and only the kernel can write into the connection: messages are sent as they are.
-- Otherwise the connection leaves the host, or someone forwards it: every message is *sealed* with a key that both ends
-  derive from the transcript (``Seal``). Who forwards it can read the messages, not change or add any.
+- *path* names the connection if both ends are on this host: the host, and both ends' addresses (Unix: the socket's
+  path), which no two connections have at one time. Both ends report the same path: they are connected directly,
+  only the kernel can write into the connection, and messages are sent as they are.
+- Otherwise the connection leaves the host, or someone forwards it: every message is *sealed* with a key that both
+  ends derive from the transcript (``Seal``). Who forwards it can read the messages, not change or add any.
 
 After SIGMA and TLS 1.3's PSK handshake in their simplest form; see RFC 8446, section 4.2.11.
 """
-
-from __future__ import annotations
 
 import contextlib
 import hashlib
@@ -34,14 +32,13 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
 from choros.errors import EngineError
 from choros.transport.address import is_loopback, this_host
 from choros.transport.secret import Key
-
-__all__ = ["Cut", "Handshake", "Seal", "accept_proof", "offer_proof"]
 
 _MAGIC = b"choros 2"
 _DIGEST = 32
@@ -60,14 +57,13 @@ class Cut(EngineError):
 class Seal:
     """Authenticates the sections of one direction of a connection: each has its own HMAC, by its number.
 
-    Example:
-        >>> sender, receiver = Seal(b"key"), Seal(b"key")
-        >>> tag = sender.next()
-        >>> tag.update(b"section")
-        >>> same = receiver.next()
-        >>> same.update(b"section")
-        >>> hmac.compare_digest(tag.digest(), same.digest())
-        True
+    >>> sender, receiver = Seal(b"key"), Seal(b"key")
+    >>> tag = sender.next()
+    >>> tag.update(b"section")
+    >>> same = receiver.next()
+    >>> same.update(b"section")
+    >>> hmac.compare_digest(tag.digest(), same.digest())
+    True
     """
 
     #: The number of bytes of a tag.
@@ -85,13 +81,7 @@ class Seal:
 
 @dataclass(frozen=True)
 class Handshake:
-    """The outcome of a handshake.
-
-    Attributes:
-        peer: the name that the other end has proved.
-        sends: seals what this end sends; ``None`` if the ends are connected directly.
-        receives: likewise, what it receives.
-    """
+    """A handshake's outcome: the proved name, and what seals either direction; ``None`` for direct connections."""
 
     peer: str
     sends: Seal | None
@@ -111,18 +101,8 @@ class _Greeting:
 
 
 def offer_proof(end: socket.socket, key: Key, name: str, peer: str, seconds: float) -> Handshake:
-    """Proves to the listening process that this one has the key, and demands the same.
-
-    Args:
-        end: a new connection; its time limit is changed.
-        key: the job's key.
-        name: the name of this process.
-        peer: the name that the other process must have.
-        seconds: how long the handshake may take.
-
-    Raises:
-        Cut: the other end has closed the connection.
-        EngineError: the other process has another key or another name, or did not reply in time.
+    """Proves to the listening process that this one has the key, and demands the same; changes the socket's time
+    limit. ``Cut``: the other end has closed it; another ``EngineError``: another key or name, or no reply in time.
     """
     return _Ends(end, key, name, time.monotonic() + seconds).connecting(peer)
 
@@ -220,35 +200,32 @@ class _Ends:
         return _Greeting(nonce, path, name, peer)
 
     def _send(self, data: bytes) -> None:
-        try:
-            self._end.settimeout(self._left())
+        with self._in_time():
             self._end.sendall(data)
-        except TimeoutError as error:
-            raise _late() from error
-        except OSError as error:
-            raise Cut("the connection was closed during the handshake.") from error
 
     def _receive(self, size: int) -> bytes:
         data = b""
         while len(data) < size:
-            try:
-                self._end.settimeout(self._left())
+            with self._in_time():
                 part = self._end.recv(size - len(data))
-            except TimeoutError as error:
-                raise _late() from error
-            except OSError as error:
-                raise Cut("the connection was closed during the handshake.") from error
-            if not part:
-                raise Cut("the connection was closed during the handshake.")
+                if not part:
+                    raise ConnectionResetError
             data += part
         return data
 
-    def _left(self) -> float:
-        """Returns the time left: the limit is for the handshake as a whole, however slowly bytes arrive."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        return left
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """A context that raises what ends it; the time limit is that of the whole handshake, however slow bytes are."""
+        try:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._end.settimeout(left)
+            yield
+        except TimeoutError as error:
+            raise EngineError("the handshake took too long.") from error
+        except OSError as error:
+            raise Cut("the connection was closed during the handshake.") from error
 
 
 def path_of(end: socket.socket) -> bytes:
@@ -273,7 +250,3 @@ def _plain(address: str) -> str:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
-
-
-def _late() -> EngineError:
-    return EngineError("the handshake took too long.")

@@ -1,7 +1,5 @@
 """Listeners: accept connections from other processes of the job."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging
@@ -11,19 +9,16 @@ import time
 from collections.abc import Callable
 from typing import Any, final
 
+from choros import durations
 from choros.errors import EngineError
-from choros.transport.channel import PROOF_SECONDS, Channel, ChannelClosed, not_authenticated
-from choros.transport.endpoint import listen_at
+from choros.transport.channel import Channel, ChannelClosed, listen_at, not_authenticated
 from choros.transport.handshake import Cut, accept_proof
 from choros.transport.secret import Key
-
-__all__ = ["Listener"]
 
 #: How many connections may be in their handshake. One more, and the oldest is closed: a process of the job needs
 #: milliseconds for its proof, and connects again if it was closed.
 _UNPROVEN = 64
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_PAUSE_SECONDS = 0.05
 _WARNINGS = 10
 
 _log = logging.getLogger(__name__)
@@ -31,22 +26,8 @@ _log = logging.getLogger(__name__)
 
 @final
 class Listener:
-    """Listens at one address, and starts a thread for each process that connects.
-
-    Processes that do not prove that they belong to the job are closed after ``PROOF_SECONDS``, or earlier if there are
-    many of them.
-
-    Args:
-        address: ``host:port`` or ``unix:PATH``, or a socket that listens; no other address is opened.
-        key: the job's key; connections from processes without it are refused.
-        name: the name of this process, which those that connect must expect.
-        serve: called in the new thread with the channel and the first message.
-
-    Attributes:
-        refusal: why the last process that could not prove that it belongs to the job was refused; empty if none was.
-
-    Raises:
-        EngineError: listening there is not possible.
+    """Listens only at ``address``, and calls ``serve`` with the channel and the first message in a thread for each.
+    Who proves nothing is closed after ``durations.PROOF``, earlier if they are many; ``refusal``: why the last was.
     """
 
     def __init__(
@@ -85,7 +66,7 @@ class Listener:
                     return
                 if error.errno in _FULL:
                     self._close_oldest()
-                    time.sleep(_PAUSE_SECONDS)
+                    time.sleep(durations.LISTENER_PAUSE)
                 continue  # the process that connected has given up already
             with self._lock:
                 self._unproven.append(end)
@@ -100,7 +81,7 @@ class Listener:
 
     def _greet(self, end: socket.socket, peer: str) -> None:
         try:
-            handshake = accept_proof(end, self._key, self._name, PROOF_SECONDS)
+            handshake = accept_proof(end, self._key, self._name, durations.PROOF)
         except EngineError as error:
             end.close()
             refusal = str(not_authenticated(peer, error))

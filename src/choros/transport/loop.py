@@ -14,14 +14,10 @@
 Signals are waited for as descriptors too (``SignalPipe``).
 """
 
-from __future__ import annotations
-
 import selectors
 import time
 from collections.abc import Callable
 from typing import Protocol, final
-
-__all__ = ["HasFileno", "Loop"]
 
 
 class HasFileno(Protocol):
@@ -33,15 +29,10 @@ class HasFileno(Protocol):
 
 @final
 class Loop:
-    """Calls the callbacks of ready descriptors and expired deadlines, in the thread that runs it.
+    """Calls the callbacks of ready descriptors and expired deadlines, in the thread that runs it. Signal handlers may
+    set deadlines if a ``SignalPipe`` wakes it. ``poll_seconds``: the longest time between checks of ``run``'s
+    condition; ``None`` if every change of it comes with a ready descriptor, a signal or a deadline.
 
-    Deadlines may be set and cancelled from signal handlers, if a ``SignalPipe`` wakes the loop.
-
-    Args:
-        poll_seconds: the longest time between checks of the condition of ``run``; ``None`` if every change of it comes
-            with a ready descriptor, a signal or a deadline, so that no polling is needed.
-
-    Example:
         >>> loop, rings = Loop(), []
         >>> loop.set_deadline("alarm", 0.01, lambda: rings.append("now"))
         >>> loop.run(until=lambda: bool(rings), seconds=10)

@@ -1,10 +1,6 @@
-"""Whose processes are at the other end of this host's connections, as the kernel knows.
-
-For connections that a library makes, such as Gloo, which connects ranks without asking who they are. Linux only:
-elsewhere nothing is checked.
+"""Whose processes are at the other end of this host's connections, as the kernel knows: for libraries, such as Gloo,
+that connect ranks without asking who they are. Linux only: elsewhere nothing is checked.
 """
-
-from __future__ import annotations
 
 import ipaddress
 import os
@@ -17,10 +13,6 @@ from pathlib import Path
 
 from choros.errors import EngineError
 
-__all__ = [
-    "ELSEWHERE", "End", "connections_of_this_user", "ports_of", "remote_addresses", "sockets_of", "users_connected_to",
-]  # fmt: skip
-
 #: In place of a user: the other end is on another host, or has ended.
 ELSEWHERE = -1
 _ESTABLISHED, _LISTENS = "01", "0A"
@@ -31,14 +23,7 @@ End = tuple[str, int]
 
 @dataclass(frozen=True)
 class _Connection:
-    """One end of a connection.
-
-    Attributes:
-        local: the address and port of this end.
-        remote: those of the other one.
-        user: who owns this end.
-        inode: the number of its socket; 0 if no process has accepted it yet.
-    """
+    """One end of a connection, its owner, and its socket's ``inode``; 0 if no process has accepted it yet."""
 
     local: End
     remote: End
@@ -48,11 +33,7 @@ class _Connection:
 
 @contextmanager
 def connections_of_this_user() -> Iterator[None]:
-    """A context in which this process is connected, within this host, only to processes of this user.
-
-    Raises:
-        EngineError: at its end, if a process of another user is at the other end of a new connection.
-    """
+    """A context that ends with an ``EngineError`` if a new connection within this host is to another user."""
     before = sockets_of()
     yield
     new = sockets_of().keys() - before.keys()
@@ -65,10 +46,7 @@ def connections_of_this_user() -> Iterator[None]:
 
 
 def users_connected_to(ports: set[int]) -> dict[int, int]:
-    """Returns the users of other ends of the connections to these ports of this host, by the socket's number.
-
-    Connections that no process has accepted yet have the number 0.
-    """
+    """Returns the users at the other ends of connections to these ports, by socket number; 0: not accepted yet."""
     return {end.inode: user for end, user in _with_users(_connections()) if end.local[1] in ports}
 
 
@@ -119,9 +97,8 @@ def _rows() -> Iterator[list[str]]:
 def _end(text: str) -> End:
     """The address and port in a row of the kernel's table.
 
-    Example:
-        >>> _end("0100007F:1F90"), _end("0000000000000000FFFF00000100007F:1F90")
-        (('127.0.0.1', 8080), ('127.0.0.1', 8080))
+    >>> _end("0100007F:1F90"), _end("0000000000000000FFFF00000100007F:1F90")
+    (('127.0.0.1', 8080), ('127.0.0.1', 8080))
     """
     address, _, port = text.partition(":")
     return _address(address), int(port, 16)

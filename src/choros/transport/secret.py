@@ -6,8 +6,6 @@
     a file of the user  that only this user can read: a job on one host
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -17,25 +15,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from choros.config import SECRET
 from choros.errors import ConfigError
 from choros.ownership import READABLE, problem_with
+from choros.settings import VARIABLES
 from choros.topology import split_address
 from choros.transport.address import is_loopback
-
-__all__ = ["Key", "job_key", "key_of_user", "rank_key", "secret_in"]
 
 _BYTES = 32
 
 
 @dataclass(frozen=True)
 class Key:
-    """What the processes of a job know, and others do not.
-
-    Attributes:
-        secret: the key.
-        within_host: it proves the same user on the same host: it is valid only for direct connections within a host.
-        elsewhere: in that case, the key of connections between hosts; ``None`` if there must be none.
+    """What the processes of a job know, and others do not. ``within_host``: it proves the same user on the same host,
+    valid only for direct connections; ``elsewhere`` is then the key between hosts, ``None`` if there must be none.
     """
 
     secret: bytes = field(repr=False)
@@ -45,30 +37,17 @@ class Key:
     def secret_of(self, *, local: bool) -> bytes | None:
         """Returns the key of a connection, within this host if ``local``; ``None`` if none is allowed.
 
-        Example:
-            >>> Key(b"k").secret_of(local=False), Key(b"k", within_host=True).secret_of(local=False)
-            (b'k', None)
+        >>> Key(b"k").secret_of(local=False), Key(b"k", within_host=True).secret_of(local=False)
+        (b'k', None)
         """
         return self.secret if local or not self.within_host else self.elsewhere
 
 
 def job_key(environ: Mapping[str, str], addresses: Iterable[str]) -> Key:
-    """Returns the key of the job whose processes listen at ``addresses``.
+    """Returns the job's key: ``CHOROS_SECRET``, or on one host ``key_of_user``'s; a ``ConfigError`` for neither.
 
-    This is ``CHOROS_SECRET`` if it is set, as by ``chorosrun``. A job on one host does not need it: then the key is
-    read from a file that only this user can read, created when first needed.
-
-    Args:
-        environ: the environment variables.
-        addresses: the processes' addresses, each ``host:port``.
-
-    Raises:
-        ConfigError: the variable is not set and processes are on several hosts, or it is no valid hexadecimal key, or
-            no file can be kept from other users.
-
-    Example:
-        >>> job_key({"CHOROS_SECRET": "00ff" * 8}, ["a:1", "b:1"]).secret.hex()
-        '00ff00ff00ff00ff00ff00ff00ff00ff'
+    >>> job_key({"CHOROS_SECRET": "00ff" * 8}, ["a:1", "b:1"]).secret.hex()
+    '00ff00ff00ff00ff00ff00ff00ff00ff'
     """
     secret = secret_in(environ)
     if secret is not None:
@@ -76,32 +55,23 @@ def job_key(environ: Mapping[str, str], addresses: Iterable[str]) -> Key:
     remote = [address for address in addresses if not _is_local(address)]
     if remote:
         raise ConfigError(
-            f"{SECRET.name} is not set, and {remote[0]} can be reached from other hosts: the processes of a job need "
+            f"CHOROS_SECRET is not set, and {remote[0]} can be reached from other hosts: the processes of a job need "
             f"it to authenticate each other. {_how_to()}"
         )
     return Key(key_of_user(environ), within_host=True)
 
 
 def rank_key(environ: Mapping[str, str]) -> Key:
-    """Returns the key of ranks that are started without chorosrun, which may be on one host or on several.
-
-    This is ``CHOROS_SECRET`` if it is set. Without it, ranks on one host have the key of ``key_of_user``, and those on
-    several hosts have none: whoever can reach them can be one of them.
-
-    Raises:
-        ConfigError: as ``job_key``.
+    """Returns the key of ranks started without chorosrun: ``CHOROS_SECRET``, or within a host that of ``key_of_user``.
+    Between hosts there is none without it: whoever can reach ranks can be one. A ``ConfigError`` as in ``job_key``.
     """
     secret = secret_in(environ)
     return Key(key_of_user(environ), within_host=True, elsewhere=b"") if secret is None else Key(secret)
 
 
 def secret_in(environ: Mapping[str, str]) -> bytes | None:
-    """Returns the value of ``CHOROS_SECRET``; ``None`` if it is not set.
-
-    Raises:
-        ConfigError: it is no valid hexadecimal key.
-    """
-    text = environ.get(SECRET.name, "")
+    """Returns ``CHOROS_SECRET``, ``None`` if it is not set; a ``ConfigError`` if it is no valid hexadecimal key."""
+    text = environ.get(VARIABLES["secret"].name, "")
     if not text:
         return None
     try:
@@ -109,17 +79,13 @@ def secret_in(environ: Mapping[str, str]) -> bytes | None:
     except ValueError:
         key = b""
     if len(key) < 16:
-        raise ConfigError(f"{SECRET.name} must have 32 hexadecimal digits or more. {_how_to()}")
+        raise ConfigError(f"CHOROS_SECRET must have 32 hexadecimal digits or more. {_how_to()}")
     return key
 
 
 def key_of_user(environ: Mapping[str, str]) -> bytes:
-    """Returns the key in this user's file, ``~/.cache/choros/key/secret``; creates it if there is none.
-
-    Where the home cannot be written, the file is in a directory of the user below the system's temporary one.
-
-    Raises:
-        ConfigError: others could read or replace the file.
+    """Returns the key in this user's ``~/.cache/choros/key/secret``, which it creates; without a writable home, in the
+    system's temporary directory. A ``ConfigError`` if others could read or replace it.
     """
     cache = Path(environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     home = cache / "choros" / "key"
@@ -195,4 +161,4 @@ def _create(opened: int) -> None:
 def _check(path: Path, status: os.stat_result) -> None:
     problem = problem_with(path, status, READABLE)
     if problem:
-        raise ConfigError(f"{problem}. Delete it, and it is created anew. Or set {SECRET.name}. {_how_to()}")
+        raise ConfigError(f"{problem}. Delete it, and it is created anew. Or set CHOROS_SECRET. {_how_to()}")

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, final
 
-__all__ = ["Handler", "SignalPipe", "read_sender", "signal_with_sender", "wake_only"]
-
 #: The size of Linux' struct signalfd_siginfo, and where in it the sender's process number is.
 _INFO_BYTES, _SENDER = 128, slice(12, 16)
 #: The size of a signal set of glibc and musl.
@@ -25,10 +23,7 @@ def wake_only(number: int, frame: FrameType | None) -> None:
 
 
 def signal_with_sender(number: signal.Signals) -> int | None:
-    """Returns a descriptor from which ``read_sender`` reads who has sent this signal; ``None`` if the system has none.
-
-    The signal is blocked from now on, also in children, which must unblock it.
-    """
+    """Returns a descriptor for ``read_sender``, or ``None``; blocks the signal, also in children: they must unblock."""
     if not sys.platform.startswith("linux"):
         return None
     import ctypes  # takes 5 ms
@@ -51,13 +46,8 @@ def read_sender(descriptor: int) -> int:
 
 @final
 class SignalPipe:
-    """Catches signals from ``open`` to ``close``, or within a ``with`` block.
-
-    Only the main thread of a process can catch signals; in another thread the pipe stays empty.
-
-    Args:
-        handlers: called immediately when a signal arrives, even while the main thread is blocked; ``wake_only`` for
-            signals that are handled when ``read`` is called.
+    """Catches signals from ``open`` to ``close`` in the main thread; elsewhere it stays empty, as Python catches none.
+    Handlers are called at once, even while that thread is blocked; ``wake_only`` for signals handled by ``read``.
     """
 
     def __init__(self, handlers: Mapping[signal.Signals, Handler]) -> None:

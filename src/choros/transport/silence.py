@@ -8,16 +8,13 @@
     the link was down      the kernel may send again only a second after it is up: so before a host counts as silent, a
                            new connection asks it, at a port where nothing listens; a refusal is an answer, too
 
-A process that computes, or that is stopped, answers, because its kernel does. Who waits for a connection that was shut
-down sees its end: ``recv`` and ``send`` return at once. Without this, the kernel would send data again for a quarter
-of an hour. Linux only: elsewhere keepalive alone finds out, where nothing is on the way.
+A process that computes or is stopped answers, as its kernel does. ``recv`` and ``send`` on a connection that was
+shut down return at once; otherwise the kernel would send data again for a quarter of an hour. Linux only:
+elsewhere keepalive alone finds out, where nothing is on the way.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import socket
 import struct
 import sys
@@ -25,21 +22,11 @@ import threading
 import time
 import weakref
 
-from choros.config import UNREACHABLE_SECONDS
+from choros import durations
+from choros.settings import current
 
-__all__ = [
-    "LOOK_SECONDS", "REACTION_SECONDS", "answers", "ask_often", "fell_silent", "is_silent", "unreachable_seconds",
-    "watch_for_silence",
-]  # fmt: skip
-
-#: Seconds between two looks at the connections.
-LOOK_SECONDS = 0.25
-#: The kernel asks once a second: less than one question and a half is too short.
-_LEAST_SECONDS = 2.0
-#: How often a host that seems to be silent is asked by a new connection, and the seconds that it has to answer.
-_QUESTIONS, _ANSWER_SECONDS = 2, 0.25
-#: From the suspicion here, before these questions, to the error where it is waited for.
-REACTION_SECONDS = 0.75
+#: How often a host that seems to be silent is asked by a new connection.
+_QUESTIONS = 2
 #: Of ``struct tcp_info``: the state; how often data were sent again, and questions asked, without progress; the
 #: milliseconds since data were last sent, since data came and since a confirmation came.
 _INFO = struct.Struct("=B1xBB40xI4xII")
@@ -68,7 +55,7 @@ def watch_for_silence(end: socket.socket) -> None:
 
 def unreachable_seconds() -> float:
     """Returns the seconds after which a host that does not answer counts as lost."""
-    return max(_LEAST_SECONDS, UNREACHABLE_SECONDS.number(os.environ, "seconds", or_zero=False))
+    return max(durations.LEAST_SILENCE, current().unreachable_seconds)
 
 
 def ask_often(end: socket.socket, times: int = 100) -> None:
@@ -86,10 +73,10 @@ def fell_silent(end: socket.socket, error: OSError) -> bool:
 
 def _look(seconds: float) -> None:
     """Looks at all connections, as long as there are any."""
-    limit = 1000 * (seconds - REACTION_SECONDS - LOOK_SECONDS)
+    limit = 1000 * (seconds - durations.REACTION - durations.SILENCE_LOOK)
     suspects: weakref.WeakSet[socket.socket] = weakref.WeakSet()
     while True:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(durations.SILENCE_LOOK)
         with _lock:
             ends = list(_watched)
             if not ends:
@@ -134,13 +121,13 @@ def answers(end: socket.socket) -> bool:
     for _ in range(_QUESTIONS):
         began = time.monotonic()
         with socket.socket(end.family, socket.SOCK_STREAM) as question:
-            question.settimeout(_ANSWER_SECONDS)
+            question.settimeout(durations.QUESTION)
             try:
                 question.connect((host, own_port))
             except ConnectionRefusedError:
                 return True
             except OSError:  # no answer, or its own link is down
-                time.sleep(max(0.0, began + _ANSWER_SECONDS - time.monotonic()))
+                time.sleep(max(0.0, began + durations.QUESTION - time.monotonic()))
             else:
                 return True
     return False

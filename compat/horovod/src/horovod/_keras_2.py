@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from choros.training.keras_internals import AnyVariable, BaseOptimizer, Trainer
+import keras  # noqa: TID253  (only Keras' faces import this module)
 
 __all__ = ["CallableList"]
 
@@ -16,7 +16,8 @@ class CallableList(list[Any]):
         return self
 
 
-_variables, _compile = BaseOptimizer.variables, Trainer.compile
+Optimizer = keras.optimizers.Optimizer
+_variables, _compile = Optimizer.variables, keras.Model.compile
 
 
 @functools.wraps(_compile)
@@ -24,7 +25,7 @@ def _compile_as_in_keras_2(self: Any, *args: Any, experimental_run_tf_function: 
     _compile(self, *args, **kwargs)
 
 
-BaseOptimizer.variables = property(lambda self: CallableList(_variables.fget(self)), doc=_variables.__doc__)
-Trainer.compile = _compile_as_in_keras_2
+Optimizer.variables = property(lambda self: CallableList(_variables.fget(self)), doc=_variables.__doc__)
+keras.Model.compile = _compile_as_in_keras_2
 #: A key for dictionaries, as of TensorFlow's own variables.
-AnyVariable.ref = lambda self: self.value.ref()
+keras.Variable.ref = lambda self: self.value.ref()

@@ -1,22 +1,12 @@
-"""Memory that the ranks of a host share, outside MPI.
-
-::
+"""Memory that the ranks of a host share, outside MPI; a barrier of MPI makes writes visible to the other ranks. It is
+a memfd or a temporary file, as ``/dev/shm`` is small in containers, and is reserved first: a file that is only
+mapped, as Open MPI's are before ``reserve_segments``, ends a process by SIGBUS when the file system is full::
 
     rank 0                            rank 1
     reserve: memfd, posix_fallocate   reserve
     name ───────── allgather ───────► name            /proc/PID/fd/N, which only processes of this user can open
     map both ◄─── all have mapped? ─► map both        if one of them failed, all get an OSError
-
-Such memory is not taken from ``/dev/shm``, which is small in containers, and all of it is reserved before it is used: a
-file that is only mapped ends a process by SIGBUS when the file system is full. Where the kernel has no memfd, a
-temporary file is used.
-
-Open MPI's own memory, for its messages, is in files that are only mapped: ``reserve_segments`` reserves it.
-
-A barrier of MPI between writing and reading makes writes visible to other ranks, as its messages do.
 """
-
-from __future__ import annotations
 
 import mmap
 import os
@@ -29,8 +19,6 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-__all__ = ["reserve_segments", "share"]
-
 #: Open MPI's own segments, in the directory that chorosrun has chosen because it has room for them.
 _SEGMENTS = re.compile(r"/\S*/choros-job-\w+/sm_segment\.\S+")
 
@@ -38,13 +26,7 @@ _ZEROS = 1 << 20
 
 
 def share(host: MPI.Intracomm, nbytes: int) -> list[NDArray[np.uint8]]:
-    """Returns the memory of each rank of ``host``: ``nbytes`` bytes, which all of them read and write.
-
-    Every rank of ``host`` must call it. The memory is released with the arrays.
-
-    Raises:
-        OSError: a rank has too little memory, or the ranks cannot open each other's; on every rank.
-    """
+    """Returns the memory of each rank of ``host``; all must call it. If one fails, all raise an ``OSError``."""
     problem, descriptor, name, parts = "", -1, "", []
     try:
         descriptor, name = _reserve(nbytes)
@@ -94,14 +76,7 @@ def _map(name: str, nbytes: int) -> NDArray[np.uint8]:
 
 
 def reserve_segments(maps: Path = Path("/proc/self/maps")) -> None:
-    """Reserves Open MPI's segments that this process has mapped.
-
-    Args:
-        maps: the kernel's list of what this process has mapped.
-
-    Raises:
-        OSError: there is no room for them any more.
-    """
+    """Reserves Open MPI's segments that this process has mapped; an ``OSError`` if there is no room any more."""
     with suppress(FileNotFoundError):  # not on Linux; or a segment that its rank has removed
         for name in sorted(set(_SEGMENTS.findall(maps.read_text(errors="replace")))):
             with open(name, "rb+") as segment:

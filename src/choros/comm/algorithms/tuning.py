@@ -1,10 +1,6 @@
-"""``CHOROS_AUTOTUNE=1``: the sizes that are fastest here, measured when the job starts.
-
-All ranks measure every candidate together and exchange the times; all choose the candidate whose slowest rank was the
-fastest. The choice is the same on every rank, as the numbers are. A size that the user has given is not changed.
+"""``CHOROS_AUTOTUNE=1``: the sizes that are fastest here, measured when the job starts. All ranks choose the
+candidate whose slowest rank was the fastest. A size that the user has given is not changed.
 """
-
-from __future__ import annotations
 
 import csv
 import time
@@ -15,15 +11,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from choros.comm.algorithms.algorithm import Tuning
 from choros.comm.communicator import Communicator
+from choros.comm.fusion import CHUNK_BYTES
 from choros.comm.reduction import Reduction
-
-__all__ = ["Measurement", "autotune", "best", "write_measurements"]
 
 T = TypeVar("T")
 #: Makes a communicator use other sizes; called on every rank with the same ones.
-Tune = Callable[[Tuning], None]
+Tune = Callable[["Tuning"], None]
 
 _CHUNKS = tuple(1 << shift for shift in (19, 20, 21, 22, 23))
 _BLOCKS = tuple(1 << shift for shift in (17, 18, 19, 20, 21))
@@ -31,6 +25,21 @@ _WINDOWS = tuple(1 << shift for shift in (12, 14, 16, 18))
 _ROUNDS = 5
 #: Shared memory for no message at all.
 _NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes that affect the speed of an allreduce, never its result; the same on every rank. From ``window_bytes`` on
+    messages are reduced in shared memory, not by MPI; ``block_bytes`` are summed, and copied from cache.
+    """
+
+    chunk_bytes: int = CHUNK_BYTES
+    window_bytes: int = 16 << 10
+    block_bytes: int = 1 << 20
+
+    def __str__(self) -> str:
+        by = f"in shared memory from {self.window_bytes >> 10} KiB on" if self.window_bytes < 1 << 40 else "by messages"
+        return f"{by}, in chunks of {self.chunk_bytes >> 10} KiB, {self.block_bytes >> 10} KiB at once"
 
 
 @dataclass(frozen=True)
@@ -45,18 +54,7 @@ class Measurement:
 def autotune(
     communicator: Communicator, tuning: Tuning, tune: Tune, megabytes: int = 16, *, keep_chunks: bool = False
 ) -> tuple[Tuning, list[Measurement]]:
-    """Measures, and from then on uses, the best sizes for ``communicator``; every rank must call it.
-
-    Args:
-        communicator: of all ranks.
-        tuning: the sizes to start from.
-        tune: makes the communicator use the given sizes.
-        megabytes: the size of the array that chunks are measured on.
-        keep_chunks: keep the size of chunks that ``tuning`` has.
-
-    Returns:
-        The chosen sizes, and all that were measured.
-    """
+    """Measures, and from then on uses, the best sizes for ``communicator``; every rank must call it."""
     large = np.ones(megabytes << 18, np.float32)
     measurements: list[Measurement] = []
     if not keep_chunks:
@@ -70,11 +68,7 @@ def autotune(
 
 
 def write_measurements(path: Path, measurements: Sequence[Measurement], chosen: Tuning) -> None:
-    """Writes a CSV file with a row for each measurement, and the chosen sizes as the last row.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes a CSV file with a row for each measurement, and the chosen sizes as the last row."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*(each.name for each in fields(Tuning)), "array_bytes", "seconds"])
@@ -111,15 +105,10 @@ def _choose(
 
 
 def best(candidates: Sequence[T], times: Sequence[Sequence[float]]) -> T:
-    """The candidate whose slowest rank was the fastest.
+    """The candidate whose slowest rank was the fastest; ``times`` has, for each rank, the time of each candidate.
 
-    Args:
-        candidates: the measured alternatives.
-        times: for each rank, the time of each candidate.
-
-    Example:
-        >>> best(["flat", "window"], [[2.0, 1.5], [2.0, 1.0]])
-        'window'
+    >>> best(["flat", "window"], [[2.0, 1.5], [2.0, 1.0]])
+    'window'
     """
     slowest = [max(column) for column in zip(*times, strict=True)]
     return candidates[slowest.index(min(slowest))]

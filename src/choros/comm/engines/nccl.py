@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,61 +14,40 @@ from choros.errors import EngineError
 if TYPE_CHECKING:
     from choros.comm.communicator import Communicator
 
-__all__ = ["SharedCards", "exchange_id", "share_cards"]
-
 #: The first version of NCCL in which ranks can share a card, if it is configured to.
 _SHARES_CARDS = (2, 30)
 _SHARE_CARDS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
-@dataclass(frozen=True)
-class SharedCards:
-    """Whether NCCL lets ranks share a card.
+def shares_cards(version: Sequence[int]) -> bool:
+    """Whether NCCL of this version lets ranks share a card, if ``NCCL_MULTI_RANK_GPU_ENABLE`` is 1.
 
-    Attributes:
-        version: that of the loaded library.
-
-    Example:
-        >>> SharedCards((2, 27, 3)).allowed
-        False
+    >>> shares_cards((2, 27, 3))
+    False
     """
-
-    version: tuple[int, ...]
-
-    @property
-    def allowed(self) -> bool:
-        """Whether the library can, if ``NCCL_MULTI_RANK_GPU_ENABLE`` is 1."""
-        return self.version[:2] >= _SHARES_CARDS
-
-    def error(self, error: Exception | None = None) -> EngineError:
-        """The error of ranks that cannot connect: because they share a card, or for NCCL's reason ``error``."""
-        if error is not None and "Duplicate GPU" not in str(error):
-            return EngineError(f"NCCL cannot connect: {error}")
-        needed, found = (".".join(map(str, version)) for version in (_SHARES_CARDS, self.version))
-        setting = os.environ.get(_SHARE_CARDS, "not set")
-        return EngineError(
-            f"several ranks have the same GPU, which NCCL lets them from version {needed} on (this is {found}) with "
-            f"{_SHARE_CARDS}=1 (here {setting}). Start one rank for each GPU, as chorosrun without -np does, or "
-            "install a newer NCCL."
-        )
+    return tuple(version[:2]) >= _SHARES_CARDS
 
 
-def share_cards(control: Communicator, card: str, cards: SharedCards) -> None:
-    """Configures NCCL if ranks share a card; all members must call it, before NCCL connects them.
+def connection_error(version: Sequence[int], error: Exception | None = None) -> EngineError:
+    """The error of ranks that cannot connect: because they share a card, or for NCCL's reason ``error``."""
+    if error is not None and "Duplicate GPU" not in str(error):
+        return EngineError(f"NCCL cannot connect: {error}")
+    needed, found = (".".join(map(str, each)) for each in (_SHARES_CARDS, version))
+    setting = os.environ.get(_SHARE_CARDS, "not set")
+    return EngineError(
+        f"several ranks have the same GPU, which NCCL lets them from version {needed} on (this is {found}) with "
+        f"{_SHARE_CARDS}=1 (here {setting}). Start one rank for each GPU, as chorosrun without -np does, or "
+        "install a newer NCCL."
+    )
 
-    Args:
-        control: the members.
-        card: the unique name of this rank's card, equally long on all ranks.
-        cards: what NCCL can.
 
-    Raises:
-        EngineError: NCCL cannot do that.
-    """
+def share_cards(control: Communicator, card: str, version: Sequence[int]) -> None:
+    """Configures NCCL if ranks share a card; all call it before NCCL connects, with unique names of equal length."""
     every = control.allgather(np.frombuffer(card.encode(), np.uint8)[None], name="cards")
     if len(np.unique(every, axis=0)) < control.size:
         os.environ.setdefault(_SHARE_CARDS, "1")  # read when NCCL connects its first ranks
-        if not cards.allowed:
-            raise cards.error()
+        if not shares_cards(version):
+            raise connection_error(version)
 
 
 def exchange_id(control: Communicator, make: Callable[[], bytes]) -> bytes:

@@ -13,30 +13,22 @@ from nccl import core
 from choros.comm.communicator import Communicator
 from choros.comm.devices import Device, DeviceLink
 from choros.comm.engines.device_collectives import agree_to_connect
-from choros.comm.engines.nccl import SharedCards, exchange_id, share_cards
+from choros.comm.engines.nccl import connection_error, exchange_id, share_cards
 from choros.comm.reduction import Reduction
 from choros.errors import ChorosError, EngineError, EngineUnavailable
-
-__all__ = ["NcclLink", "connect"]
 
 _OPS = {Reduction.SUM: core.SUM, Reduction.MIN: core.MIN, Reduction.MAX: core.MAX, Reduction.PRODUCT: core.PROD}
 
 
 def connect(control: Communicator, device: Device) -> NcclLink:
-    """Connects the members' GPUs, of which ``device`` is this rank's; all members must call it.
+    """Connects the members' GPUs, of which ``device`` is this rank's; all members must call it::
 
-    ::
-
-        rank 0                                              rank 1
-        ── same kind of device, same library? ────────────────────────   control plane: agree
-        ── names of the cards: is one shared? ────────────────────────   control plane: allgather
-        id = get_unique_id()
-        ── id ────────────────────────────────────────────► id           control plane: broadcast
-        Communicator.init(2, 0, id) ◄────── NCCL ─────────► Communicator.init(2, 1, id)
-
-    Raises:
-        EngineUnavailable: the device is not a GPU of NVIDIA's.
-        EngineError: NCCL cannot connect the GPUs.
+    rank 0                                              rank 1
+    ── same kind of device, same library? ────────────────────────   control plane: agree
+    ── names of the cards: is one shared? ────────────────────────   control plane: allgather
+    id = get_unique_id()
+    ── id ────────────────────────────────────────────► id           control plane: broadcast
+    Communicator.init(2, 0, id) ◄────── NCCL ─────────► Communicator.init(2, 1, id)
     """
     problem = None
     if device.type != "cuda":
@@ -55,15 +47,15 @@ class NcclLink(DeviceLink):
     def __init__(self, control: Communicator, device: Device) -> None:
         self._rank = control.rank
         self._index = device.index
-        version = core.get_version().libnccl
-        cards = SharedCards(version.version.release if version is not None else ())
+        library = core.get_version().libnccl
+        version = library.version.release if library is not None else ()
         with self._current() as gpu:
-            share_cards(control, gpu.uuid, cards)
+            share_cards(control, gpu.uuid, version)
             unique = core.UniqueId.from_bytes(exchange_id(control, lambda: core.get_unique_id().as_bytes))
             try:
                 self._communicator = core.Communicator.init(control.size, control.rank, unique)
             except Exception as error:
-                raise cards.error(error) from error
+                raise connection_error(version, error) from error
             self._stream = gpu.create_stream()
 
     def allreduce(self, buffer: Any, op: Reduction) -> None:

@@ -1,11 +1,7 @@
-"""Private groups of ``torch.distributed``: their creation, their options, and waiting for their collectives.
-
-The default group of ``torch.distributed`` is never created. Keras from 3.16 on wraps a model in
-DistributedDataParallel as soon as ``torch.distributed.is_initialized()``, and would average gradients a second time;
-and the user's script can call ``init_process_group`` itself.
+"""Private groups of ``torch.distributed``: creation, options, waiting. The default group is never created: Keras from
+3.16 on would then wrap a model in DistributedDataParallel, and average gradients a second time; and the user's
+script can call ``init_process_group`` itself.
 """
-
-from __future__ import annotations
 
 import math
 import os
@@ -19,21 +15,12 @@ from typing import Any
 import torch  # noqa: TID253  (imported by the torch engine, and where torch's tensors are at hand)
 import torch.distributed as dist  # noqa: TID253
 
+from choros import durations
 from choros.comm.reduction import Reduction
 from choros.comm.store import translated
 from choros.comm.waiting import LongWait, Reporter
 from choros.transport.address import LOOPBACK, Location, address_towards, choose_address, is_loopback
 from choros.transport.peers import connections_of_this_user
-
-__all__ = [
-    "FOREVER",
-    "allreduce_options",
-    "broadcast_options",
-    "gloo_group",
-    "own_address",
-    "start_allgather",
-    "wait_on_host",
-]
 
 _OPS = {
     Reduction.SUM: dist.ReduceOp.SUM,
@@ -44,14 +31,11 @@ _OPS = {
 #: An hour before a rank's next collective is no error. A rank that dies closes its connections.
 FOREVER = timedelta(days=365)
 #: The interval at which Python can handle Ctrl-C.
-_NAP = timedelta(seconds=0.1)
+_NAP = timedelta(seconds=durations.NAP)
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, address: str, seconds: float, check: Callable[[], None]) -> Any:
-    """Gloo's connections of the members, listening at ``address`` unless ``GLOO_SOCKET_IFNAME`` names interfaces.
-
-    ``check`` raises the error that ends the wait for them.
-    """
+    """Connects members by Gloo at ``address``, or ``GLOO_SOCKET_IFNAME``; ``check`` raises what ends the wait."""
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     options = dist.ProcessGroupGloo._Options()
     # Gloo lets in whoever comes first. Between hosts, nothing says who that was.
@@ -97,15 +81,8 @@ def wait_on_host(
     check: Callable[[], None] = lambda: None,
     transfer: float = math.inf,
 ) -> None:
-    """Waits for a collective of tensors in host memory; raises its error.
-
-    The thread sleeps until Gloo's thread wakes it, or for a tenth of a second, after which Python can handle Ctrl-C.
-
-    Args:
-        work: the collective.
-        describe: returns the wait, to report it; ``None``: it is not reported.
-        check: raises the error that ends the wait.
-        transfer: the seconds that it takes if all ranks are there; infinite if they are.
+    """Waits for a collective of host tensors, which takes ``transfer`` seconds if all are there; ``check`` raises what
+    ends it. The thread sleeps a tenth of a second at most, after which Python can handle Ctrl-C.
     """
     with Reporter(describe, transfer=transfer) as reporter:
         while not work.is_completed():

@@ -10,11 +10,10 @@ from typing import TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm.communicator import Array, Communicator
+from choros.comm.communicator import Communicator
+from choros.comm.primitives import Array
 from choros.comm.reduction import UFUNCS, Reduction
 from choros.errors import EngineError
-
-__all__ = ["ThreadCommunicator", "run_threads"]
 
 T = TypeVar("T")
 
@@ -57,9 +56,13 @@ class ThreadCommunicator(Communicator):
 
     engine = "threads"
 
-    def __init__(self, rank: int, ranks: Sequence[int], board: _Board) -> None:
-        super().__init__(rank, ranks)
+    def __init__(self, rank: int, board: _Board) -> None:
+        super().__init__(rank, range(len(board.slots)))
         self._board = board
+
+    def exchange(self, item: T) -> list[T]:
+        """Returns every rank's ``item``, itself; all ranks call it in the same order."""
+        return self._board.exchange(self.rank, item)
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.stack(self._board.exchange(self.rank, header))
@@ -90,27 +93,22 @@ class ThreadCommunicator(Communicator):
     def _split(self, ranks: Sequence[int]) -> ThreadCommunicator | None:
         if self.rank not in ranks:
             return None
-        board = self._board.child(tuple(ranks))
-        members = [self.ranks[rank] for rank in ranks]
-        return ThreadCommunicator(list(ranks).index(self.rank), members, board)
+        return ThreadCommunicator(list(ranks).index(self.rank), self._board.child(tuple(ranks)))
 
     def _close(self) -> None:
         pass
 
 
-def run_threads(function: Callable[[Communicator], T], size: int) -> list[T]:
-    """Calls ``function`` with its communicator on ``size`` threads; returns the results in rank order.
+def run_threads(function: Callable[[ThreadCommunicator], T], size: int) -> list[T]:
+    """Calls ``function`` with its communicator on ``size`` threads; the first error is raised, and ends the others.
 
-    The first error of any thread is raised here; the other threads stop waiting.
-
-    Example:
-        >>> run_threads(lambda communicator: int(communicator.allreduce(communicator.rank, Reduction.SUM)), 3)
-        [3, 3, 3]
+    >>> run_threads(lambda communicator: int(communicator.allreduce(communicator.rank, Reduction.SUM)), 3)
+    [3, 3, 3]
     """
     board = _Board(size)
 
     def rank_main(rank: int) -> T:
-        communicator = ThreadCommunicator(rank, range(size), board)
+        communicator = ThreadCommunicator(rank, board)
         try:
             return function(communicator)
         except BaseException:

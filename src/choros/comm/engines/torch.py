@@ -1,7 +1,4 @@
-"""The engine of ranks that MPI did not start: Gloo, by ``torch.distributed``, moves host arrays of any framework.
-
-Ranks of torchrun, of ``TF_CONFIG`` or of MPI rendezvous through a key-value store (``store.py``) and connect pairwise.
-"""
+"""The engine of ranks that MPI did not start: Gloo moves host arrays, after a rendezvous by ``store.py``."""
 
 from __future__ import annotations
 
@@ -17,13 +14,15 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm.communicator import Array, Communicator
+from choros import durations
+from choros.comm.communicator import Communicator
 from choros.comm.fusion import chunk_bytes
 from choros.comm.peers import PeerWatch
+from choros.comm.primitives import Array
 from choros.comm.reduction import UFUNCS, Reduction
 from choros.comm.request import caller
-from choros.config import SECRET, Config
 from choros.errors import EngineUnavailable
+from choros.settings import VARIABLES, current
 from choros.topology import WITHOUT_MPI, Master, Topology, find_master, shard_range
 from choros.transport.address import LOOPBACK
 from choros.transport.secret import secret_in
@@ -46,7 +45,6 @@ from choros.comm.engines.process_groups import (
     wait_on_host,
 )
 from choros.comm.signature import Signatures
-from choros.comm.stall_watch import StallWatch
 from choros.comm.store import (
     RendezvousStore,
     exchange_locations,
@@ -56,16 +54,12 @@ from choros.comm.store import (
     store_over,
     translated,
 )
-from choros.comm.straggler_watch import StragglerWatch
-
-__all__ = ["TorchCommunicator", "finalize", "start"]
+from choros.comm.store_watch import StallWatch, StragglerWatch
 
 #: The dtypes that Gloo reduces itself.
 _GLOO_DTYPES = frozenset(
     np.dtype(name) for name in ("int8", "uint8", "int32", "int64", "float16", "float32", "float64")
 )
-#: What Gloo, whose threads sleep, takes to exchange a few bytes on a busy machine.
-_EXCHANGE_SECONDS = 2e-3
 
 _starts = itertools.count()
 _stall_watch: StallWatch | None = None
@@ -75,12 +69,7 @@ _log = logging.getLogger("choros")
 
 @final
 class TorchCommunicator(Communicator):
-    """Ranks that are processes, connected with each other by Gloo.
-
-    Attributes:
-        address: where this rank listens.
-        peers: which ranks of the job are lost.
-    """
+    """Ranks that are processes, connected with each other by Gloo; ``peers`` knows which ranks are lost."""
 
     engine = "torch"
     signatures: Signatures
@@ -90,23 +79,13 @@ class TorchCommunicator(Communicator):
         store: dist.Store,
         signatures: Signatures,
         rank: int,
-        ranks: Sequence[int],
+        launched: Sequence[int],
         address: str,
         seconds: float,
         peers: PeerWatch,
     ) -> None:
-        """Connects the members; all of them must call it.
-
-        Args:
-            store: the members' own.
-            signatures: the members' own.
-            rank: this process among them.
-            ranks: their global ranks.
-            address: where this rank listens.
-            seconds: how long connecting may take.
-            peers: which ranks of the job are lost.
-        """
-        super().__init__(rank, ranks)
+        """Connects the members within ``seconds``; all call it, with the members' own store and signatures."""
+        super().__init__(rank, launched)
         self.peers = peers
         self.signatures = signatures
         self.address = address
@@ -141,7 +120,7 @@ class TorchCommunicator(Communicator):
         self._wait(
             "the check of a collective",
             lambda: self._group._allgather_base(torch.from_numpy(table), torch.from_numpy(header)),
-            _EXCHANGE_SECONDS,
+            durations.EXCHANGE,
         )
         return table.reshape(self.size, 2)
 
@@ -185,7 +164,7 @@ class TorchCommunicator(Communicator):
         store, signatures = self._branch()
         if self.rank not in ranks:
             return None
-        members = [self.ranks[rank] for rank in ranks]
+        members = [self.launched[rank] for rank in ranks]
         rank = list(ranks).index(self.rank)
         return TorchCommunicator(store, signatures, rank, members, self.address, self._seconds, self.peers)
 
@@ -202,19 +181,11 @@ class TorchCommunicator(Communicator):
 
 
 def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchCommunicator, Topology]:
-    """Connects all ranks; returns their communicator, and this rank's position, derived from the ranks' hosts.
-
-    Ranks of torchrun and ``TF_CONFIG`` meet where these say, those that MPI started where MPI's rank 0 says.
-
-    Args:
-        topology: the topology from the launcher's environment.
-        comm: the ranks that take part; ``None`` for all.
-
-    Raises:
-        ConfigError: this rank does not take part.
-        EngineUnavailable: the environment lacks the master's address, or a rank does not connect in time.
+    """Connects all ranks, where torchrun, ``TF_CONFIG`` or MPI's rank 0 say; returns the communicator, and this rank's
+    position, derived from the ranks' hosts.
     """
-    config = Config.from_environ(os.environ)
+    global _stall_watch, _straggler_watch
+    config = current()
     seconds = config.start_timeout
     store: dist.Store = dist.HashStore()
     signatures = Signatures(b"")
@@ -231,14 +202,18 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
     # Each start uses different keys: ranks may leave and join many times.
     name = f"choros {next(_starts)}"
     peers = peers_of(store)
-    watch = None
+    stalls = None
     if isinstance(store, RendezvousStore) and topology.launcher in WITHOUT_MPI:
         if config.stall_seconds:
-            watch = StallWatch(store, topology.rank, config.stall_seconds)
-        _watch_stragglers(store, topology)
+            stalls = StallWatch(store, topology.rank, config.stall_seconds)
+        _straggler_watch = _straggler_watch or StragglerWatch(store, topology.rank, topology.size)
     store, signatures = dist.PrefixStore(name, store), signatures.branch(name)
     locations = exchange_locations(store, topology.rank, topology.size, address, seconds)
-    _watch_stalls(watch, topology.size)
+    if _stall_watch is not None:  # of an earlier start
+        _stall_watch.stop()
+    _stall_watch = stalls
+    if stalls is not None:
+        stalls.start(topology.size)
     address = own_address(locations, topology.rank)
     communicator = TorchCommunicator(store, signatures, topology.rank, range(topology.size), address, seconds, peers)
     communicator.chunk_bytes = chunk_bytes(config.fusion_bytes)
@@ -253,30 +228,13 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
 
 def finalize() -> None:
     """Tells the other ranks, and ends MPI if it was the control plane; call it once, when the process ends."""
-    _watch_stalls(None)
-    if _straggler_watch is not None:
-        _straggler_watch.stop()
+    for watch in (_stall_watch, _straggler_watch):
+        if watch is not None:
+            watch.stop()
     leave_stores()
     mpi = sys.modules.get("choros.comm.engines.mpi")
     if mpi is not None:
         mpi.finalize()
-
-
-def _watch_stalls(watch: StallWatch | None, size: int = 0) -> None:
-    """Starts ``watch``, in place of that of an earlier start."""
-    global _stall_watch
-    if _stall_watch is not None:
-        _stall_watch.stop()
-    if watch is not None:
-        watch.start(size)
-    _stall_watch = watch
-
-
-def _watch_stragglers(store: RendezvousStore, topology: Topology) -> None:
-    """Begins with the first start."""
-    global _straggler_watch
-    if _straggler_watch is None:
-        _straggler_watch = StragglerWatch(store, topology.rank, topology.size)
 
 
 def _warn_of_open_network(hosts: Sequence[str]) -> None:
@@ -286,7 +244,7 @@ def _warn_of_open_network(hosts: Sequence[str]) -> None:
         _log.warning(
             "%s is not set, and the ranks are on %d hosts: whoever reaches them there can join them, read and change "
             "what they send, and run code as this user. Trust the network, or set it, the same on every rank.",
-            SECRET.name,
+            VARIABLES["secret"].name,
             several,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -12,9 +11,8 @@ import torch.distributed as dist  # noqa: TID253
 
 from choros.comm.communicator import Communicator
 from choros.comm.devices import Device, DeviceLink
-from choros.comm.engines.device_collectives import agree_to_connect
-from choros.comm.engines.device_group import as_tensor
-from choros.comm.engines.nccl import SharedCards, share_cards
+from choros.comm.engines.device_collectives import agree_to_connect, as_tensor
+from choros.comm.engines.nccl import connection_error, share_cards
 from choros.comm.engines.process_groups import (
     FOREVER,
     allreduce_options,
@@ -27,21 +25,12 @@ from choros.comm.engines.process_groups import (
 from choros.comm.engines.torch import TorchCommunicator
 from choros.comm.reduction import Reduction
 from choros.comm.store import exchange_locations, peers_of, store_over, translated
-from choros.config import Config
 from choros.errors import EngineUnavailable
-
-__all__ = ["TorchLink", "connect"]
+from choros.settings import current
 
 
 def connect(control: Communicator, device: Device) -> TorchLink:
-    """Connects the members' devices, of which ``device`` is this rank's; all members must call it.
-
-    Ranks on one card need NCCL 2.30, which is configured to let them.
-
-    Raises:
-        EngineUnavailable: there is no engine for such devices.
-        EngineError: the devices cannot be connected.
-    """
+    """Connects the members' devices; all call it. Ranks on one card need NCCL 2.30, which is configured to let them."""
     problem = None
     if device.type not in ("cuda", "cpu"):
         problem = EngineUnavailable(
@@ -58,7 +47,7 @@ class TorchLink(DeviceLink):
     """A private process group; on the CPU, where Gloo moves the bytes, a call returns when they have arrived."""
 
     def __init__(self, control: Communicator, device: Device) -> None:
-        seconds = Config.from_environ(os.environ).start_timeout
+        seconds = current().start_timeout
         if isinstance(control, TorchCommunicator):
             store, address, check = control.branch(), control.address, control.check_peers
         else:
@@ -116,8 +105,7 @@ class TorchLink(DeviceLink):
 
 def _nccl_group(store: dist.Store, control: Communicator, device: torch.device) -> Any:
     version = tuple(dist.ProcessGroupNCCL.get_runtime_nccl_version())  # torch.cuda.nccl.version() is that of its build
-    cards = SharedCards(version)
-    share_cards(control, str(torch.cuda.get_device_properties(device).uuid), cards)
+    share_cards(control, str(torch.cuda.get_device_properties(device).uuid), version)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = FOREVER
     try:
@@ -126,5 +114,5 @@ def _nccl_group(store: dist.Store, control: Communicator, device: torch.device) 
         group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
         torch.cuda.synchronize(device)
     except RuntimeError as error:
-        raise cards.error(error) from error
+        raise connection_error(version, error) from error
     return group

@@ -1,19 +1,13 @@
-"""The engine for JAX on accelerators: device arrays are reduced inside the compiled step, by XLA.
-
-Hosts still need a control plane: collectives of host arrays use MPI, or ``local`` for a single process.
-This engine adds one mesh of all devices of all processes::
+"""The engine for JAX on accelerators: XLA reduces device arrays in the compiled step, over one mesh; MPI, or
+``local``, moves host arrays. ``jax.distributed`` starts once, before JAX's devices; a second ``init()`` finds it
+running. Its own ways to abort a process are disabled: chorosrun watches the processes::
 
     rank 0                                   rank 1
     mpi.start                                mpi.start
     own address        ── broadcast ───────► address                   host collectives are MPI's from here on
     jax.distributed.initialize ◄── gRPC ───► jax.distributed.initialize
     mesh: gpu 0, gpu 1, gpu 2, gpu 3         the same                  NCCL, Gloo or the TPUs' links move the arrays
-
-``jax.distributed`` can be initialised once a process and before JAX has initialised its devices; a second ``init()``
-finds it running. Its own ways to abort a process are disabled: chorosrun watches the processes.
 """
-
-from __future__ import annotations
 
 import atexit
 import ctypes
@@ -25,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from choros import durations
 from choros.comm.communicator import Communicator
 from choros.comm.engines.local import LocalCommunicator
 from choros.comm.request import Request
@@ -32,16 +27,10 @@ from choros.errors import ConfigError, EngineError, EngineUnavailable
 from choros.topology import Topology
 from choros.transport.address import LOOPBACK, outward_address
 
-__all__ = ["BATCH_AXIS", "finalize", "mesh", "start"]
-
 #: The first version that can run without its preemption service.
 _OLDEST_JAX = (0, 8, 0)
 #: The name of the mesh's only axis, along which examples are sharded.
 BATCH_AXIS = "batch"
-#: A process that sends nothing for this long is considered dead by processes without other evidence.
-_HEARTBEAT_SECONDS = 30
-#: The time for which a process that ends waits for the others to end, too.
-_SHUTDOWN_SECONDS = 10
 _OPTIONS = {
     # Ranks are stopped with SIGTERM, which JAX would treat as a notice to save and continue.
     "jax_enable_preemption_service": False,
@@ -58,19 +47,9 @@ _farewell: Communicator | None = None
 
 
 def start(topology: Topology, comm: Any = None) -> tuple[Communicator, Topology]:
-    """Joins the processes' devices in one mesh; returns the communicator for host arrays and this rank's position.
-
-    A process alone needs no MPI: its mesh has the devices it sees. Of several on one host each takes the
-    accelerator of its ``local_rank``, unless ``JAX_LOCAL_DEVICE_IDS`` lists others.
-
-    Args:
-        topology: the topology from the launcher's environment.
-        comm: as for the mpi engine.
-
-    Raises:
-        EngineUnavailable: JAX is too old.
-        ConfigError: JAX has looked for devices already, so that it cannot join the others'.
-        EngineError: the processes cannot reach each other.
+    """Joins the processes' devices in one mesh, before JAX looks for any; returns the communicator for host arrays and
+    this rank's position. A process alone needs no MPI. Of several on one host each takes the accelerator of its
+    ``local_rank``, unless ``JAX_LOCAL_DEVICE_IDS`` lists others.
     """
     global _farewell, _mesh
     if jax.__version_info__ < _OLDEST_JAX:
@@ -94,23 +73,19 @@ def start(topology: Topology, comm: Any = None) -> tuple[Communicator, Topology]
 
 
 def mesh() -> jax.sharding.Mesh | None:
-    """All devices of all processes in the order of the ranks; ``None`` unless this engine was started.
-
-    The APIs use it to determine whether gradients are reduced in the compiled step.
-    """
+    """All devices by rank; ``None`` without this engine, in which the compiled step reduces the gradients."""
     return _mesh
 
 
 def finalize() -> None:
-    """Leaves ``jax.distributed``, then MPI; call it once, when the process ends.
-
-    Rank 0 is the last to leave, as it holds the others together.
-    """
+    """Leaves ``jax.distributed``, then MPI, with the process; rank 0 is last, as it holds the others together."""
     if _farewell is None:
         return
     if _farewell.rank == 0:
         _farewell.barrier()
-    _leave_jax()
+    from jax._src import api
+
+    api.clean_up()  # releases devices before jax.distributed.shutdown()
     if _farewell.rank != 0:
         _farewell.barrier()
     _farewell.close()
@@ -139,15 +114,20 @@ def _join(communicator: Communicator, position: Topology) -> None:
             process_id=communicator.rank,
             local_device_ids=_local_devices(position, os.environ),
             cluster_detection_method="deactivate",
-            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+            heartbeat_timeout_seconds=int(durations.XLA_HEARTBEAT),
+            shutdown_timeout_seconds=int(durations.XLA_SHUTDOWN),
         )
     except RuntimeError as error:
         raise EngineError(
             f"rank {communicator.rank} could not join the others at {address}: {error}. If that is no address of rank "
             "0's host, set JAX_COORDINATOR_ADDRESS=host:port."
         ) from error
-    _leave_to_finalize()
+    # A rank that dies must not disconnect in order: it would wait for others, and rank 0 would kill them.
+    from jax._src import api, distributed
+
+    atexit.unregister(api.clean_up)
+    for part in (distributed.global_state.client, distributed.global_state.service):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))  # never destroyed, which would disconnect too
 
 
 def _problem(communicator: Communicator, *, joined: bool) -> ConfigError | None:
@@ -168,38 +148,16 @@ def _problem(communicator: Communicator, *, joined: bool) -> ConfigError | None:
     return None
 
 
-def _leave_to_finalize() -> None:
-    """Keeps a rank that dies of an exception from disconnecting in order, which would wait for the others.
-
-    JAX would do so when Python ends. If rank 0 did, the others would die of it and be reported as the cause.
-    """
-    from jax._src import api, distributed
-
-    atexit.unregister(api.clean_up)
-    for part in (distributed.global_state.client, distributed.global_state.service):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))  # never destroyed, which would disconnect too
-
-
-def _leave_jax() -> None:
-    from jax._src import api
-
-    api.clean_up()  # releases devices before jax.distributed.shutdown()
-
-
 def _agreed_address(communicator: Communicator, position: Topology) -> str:
     """The address at which rank 0 listens: ``JAX_COORDINATOR_ADDRESS`` if it is set there, else a free port."""
     text = np.zeros(_ADDRESS_BYTES, np.uint8)
     if communicator.rank == 0:
-        mine = os.environ.get("JAX_COORDINATOR_ADDRESS") or _free_address(one_host=position.local_size == position.size)
+        host = LOOPBACK if position.local_size == position.size else outward_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            mine = os.environ.get("JAX_COORDINATOR_ADDRESS") or f"{host}:{probe.getsockname()[1]}"
         text[: len(mine)] = np.frombuffer(mine.encode(), np.uint8)
     return communicator.broadcast(text, 0, name="address of jax.distributed").tobytes().rstrip(b"\0").decode()
-
-
-def _free_address(*, one_host: bool) -> str:
-    """An address of this host that all ranks reach, and a free port of it."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return f"{LOOPBACK if one_host else outward_address()}:{probe.getsockname()[1]}"
 
 
 def _local_devices(position: Topology, environ: Mapping[str, str]) -> list[int] | None:

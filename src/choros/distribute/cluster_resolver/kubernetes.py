@@ -1,17 +1,12 @@
 """The resolver of the running pods of a Kubernetes cluster."""
 
-from __future__ import annotations
-
 import enum
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from choros.distribute.cluster_resolver.cluster_spec import ClusterSpec
-from choros.distribute.cluster_resolver.resolver import ClusterResolver, url
+from choros.distribute.cluster_resolver.resolver import ClusterResolver, ClusterSpec
 from choros.errors import ConfigError, LaunchError
-
-__all__ = ["KubernetesClusterResolver", "KubernetesExecutableLocation"]
 
 
 class KubernetesExecutableLocation(enum.Enum):
@@ -72,19 +67,6 @@ class KubernetesClusterResolver(ClusterResolver):
                 for job, selectors in self._selectors.items()
             }
         )
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """See ``ClusterResolver``."""
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        return url(self.cluster_spec(), job, index, rpc_layer or self.rpc_layer)
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
-    ) -> dict[str, int]:
-        """Empty: the framework counts its own devices."""
-        del task_type, task_id, config_proto
-        return {}
 
     def _pods(self, selector: str) -> list[Any]:
         found = self._client.list_pod_for_all_namespaces(label_selector=selector)

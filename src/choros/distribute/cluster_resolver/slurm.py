@@ -1,17 +1,13 @@
 """The resolver of the tasks of a SLURM job step."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, final
 
-from choros.distribute.cluster_resolver.cluster_spec import ClusterSpec
-from choros.distribute.cluster_resolver.resolver import ClusterResolver, url
+from choros.distribute.cluster_resolver.resolver import ClusterResolver, ClusterSpec
 from choros.errors import ConfigError
 from choros.topology import expand_counts, expand_hosts
-
-__all__ = ["SlurmClusterResolver"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -76,16 +72,8 @@ class SlurmClusterResolver(ClusterResolver):
         host, local = slots[rank]
         _check_position(rank, list(counts).index(host), local)
         self.task_type, self.task_id = tasks[rank]
-        self._cluster_spec = ClusterSpec(
-            {
-                job: [
-                    f"{host}:{port_base + local}"
-                    for (host, local), task in zip(slots, tasks, strict=True)
-                    if task[0] == job
-                ]
-                for job in requested
-            }
-        )
+        addresses = (f"{host}:{port_base + local}" for host, local in slots)
+        self._cluster_spec = ClusterSpec({job: list(islice(addresses, count)) for job, count in requested.items()})
         on_node = gpus_per_node if gpus_per_node is not None else int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
         visible = _visible_gpus(on_node)
         on_node = on_node or len(visible)
@@ -109,12 +97,6 @@ class SlurmClusterResolver(ClusterResolver):
     def get_task_info(self) -> tuple[str | None, int | None]:
         """``(task_type, task_id)``."""
         return self.task_type, self.task_id
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """See ``ClusterResolver``."""
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        return url(self._cluster_spec, job, index, rpc_layer or self.rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None

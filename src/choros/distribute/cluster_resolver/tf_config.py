@@ -1,16 +1,11 @@
 """The resolver of the cluster in ``TF_CONFIG``; and the ``TF_CONFIG`` of any resolver's cluster."""
 
-from __future__ import annotations
-
 import os
-from typing import Any, final
+from typing import final
 
-from choros.distribute.cluster_resolver.cluster_spec import ClusterSpec
-from choros.distribute.cluster_resolver.resolver import ClusterResolver, url
+from choros.distribute.cluster_resolver.resolver import ClusterResolver, ClusterSpec
 from choros.errors import ConfigError
 from choros.topology import TFConfig, read_tf_config
-
-__all__ = ["TFConfigClusterResolver", "tf_config_of"]
 
 
 @final
@@ -89,16 +84,7 @@ class TFConfigClusterResolver(ClusterResolver):
         cluster = self.cluster_spec()
         if sum(map(cluster.num_tasks, cluster.jobs)) <= 1:
             return ""
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        return url(cluster, job, index, rpc_layer or self.rpc_layer)
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
-    ) -> dict[str, int]:
-        """Empty: ``TF_CONFIG`` does not contain it; the framework counts its own devices."""
-        del task_type, task_id, config_proto
-        return {}
+        return super().master(task_type, task_id, rpc_layer)
 
     def _read(self) -> TFConfig | None:
         return read_tf_config(os.environ, self._task_type, self._task_id)

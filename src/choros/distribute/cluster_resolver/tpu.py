@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from choros.distribute.cluster_resolver.cluster_spec import ClusterSpec
-from choros.distribute.cluster_resolver.resolver import ClusterResolver
+from choros.distribute.cluster_resolver.resolver import ClusterResolver, ClusterSpec
 from choros.errors import EngineUnavailable
-
-__all__ = ["TPUClusterResolver"]
 
 
 @final

@@ -1,9 +1,7 @@
 """The arguments of a function that replicas run, flattened for compilation."""
 
-from __future__ import annotations
-
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,73 +9,61 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choros.distribute.values import PerReplica
+from choros.distribute.types import PerReplica
 from choros.errors import StrategyError
 
-__all__ = ["Pattern", "by_leaf", "flatten"]
 
+class _Given(enum.Enum):
+    """What stands for an array among the leaves of a pattern."""
 
-class _LeafKind(enum.Enum):
     PER_REPLICA = "one value per replica"
     REPLICATED = "an array or a number that is replicated"
-    CONSTANT = "any other object"
 
 
 @final
 @dataclass(frozen=True)
 class Pattern:
-    """The structure of arguments, without their arrays.
-
-    Attributes:
-        key: equal for arguments that one compiled step can serve, for the lifetime of the constants.
-    """
+    """Arguments without their arrays; ``key`` is equal if one compiled step serves both, while the constants live."""
 
     tree: Any
-    kinds: tuple[_LeafKind, ...]
-    constants: tuple[Any, ...]
+    leaves: tuple[Any, ...]
     key: Any
 
     def unflatten(
         self, per_replica: Sequence[Any], replicated: Sequence[Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Returns the arguments of one replica, positional and by keyword."""
-        sources: dict[_LeafKind, Iterator[Any]] = {
-            _LeafKind.PER_REPLICA: iter(per_replica),
-            _LeafKind.REPLICATED: iter(replicated),
-            _LeafKind.CONSTANT: iter(self.constants),
-        }
-        args, kwargs = jax.tree.unflatten(self.tree, [next(sources[kind]) for kind in self.kinds])
+        arrays = {_Given.PER_REPLICA: iter(per_replica), _Given.REPLICATED: iter(replicated)}
+        leaves = [next(arrays[leaf]) if isinstance(leaf, _Given) else leaf for leaf in self.leaves]
+        args, kwargs = jax.tree.unflatten(self.tree, leaves)
         return args, kwargs
 
 
 def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pattern, list[PerReplica], list[Any]]:
-    """Returns the pattern of the arguments, their per-replica values, and their replicated arrays and numbers.
-
-    Raises:
-        StrategyError: the arguments are being traced by JAX.
-    """
-    leaves, tree = jax.tree.flatten(by_leaf((tuple(args), dict(kwargs))))
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, jnp.zeros(()))):
+    """Returns the arguments' pattern, per-replica values, and replicated ones; StrategyError if JAX is tracing them."""
+    given, tree = jax.tree.flatten(by_leaf((tuple(args), dict(kwargs))))
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in (*given, jnp.zeros(()))):
         raise StrategyError(
             "strategy.run was called within a function that JAX compiles or differentiates, but it compiles the "
             "function itself. Call it outside of jax.jit and jax.grad."
         )
-    kinds, constants, per_replica, replicated, key = [], [], [], [], []
-    for leaf in leaves:
+    leaves: list[Any] = []
+    key: list[Any] = []
+    per_replica: list[PerReplica] = []
+    replicated: list[Any] = []
+    for leaf in given:
         if isinstance(leaf, PerReplica):
-            kinds.append(_LeafKind.PER_REPLICA)
+            leaves.append(_Given.PER_REPLICA)
             per_replica.append(leaf)
-            key.append(_spec(leaf.values[0]))
+            key.append((_Given.PER_REPLICA, *_spec(leaf.values[0])))
         elif _is_array(leaf):
-            kinds.append(_LeafKind.REPLICATED)
+            leaves.append(_Given.REPLICATED)
             replicated.append(_array(leaf))
-            key.append(_spec(leaf))
+            key.append((_Given.REPLICATED, *_spec(leaf)))
         else:
-            kinds.append(_LeafKind.CONSTANT)
-            constants.append(leaf)
+            leaves.append(leaf)
             key.append(leaf if isinstance(leaf, (bool, str, bytes, enum.Enum)) else id(leaf))
-    pattern = Pattern(tree, tuple(kinds), tuple(constants), (tree, tuple(kinds), tuple(key)))
-    return pattern, per_replica, replicated
+    return Pattern(tree, tuple(leaves), (tree, tuple(key))), per_replica, replicated
 
 
 def by_leaf(structure: Any) -> Any:
@@ -102,5 +88,5 @@ def _array(leaf: Any) -> Any:
     return leaf if isinstance(leaf, (jax.Array, int, float, complex)) else np.asarray(leaf)
 
 
-def _spec(array: Any) -> Any:
+def _spec(array: Any) -> tuple[Any, ...]:
     return np.shape(array), getattr(array, "dtype", type(array))

@@ -6,27 +6,19 @@
     PerReplica(1.0, 2.0)                       ◄──►  one array of shape (2,)
 """
 
-from __future__ import annotations
-
+import weakref
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from choros.distribute.devices.weak_map import WeakMap
-from choros.distribute.values import PerReplica
-
-__all__ = ["DeviceArrays"]
+from choros.distribute.types import PerReplica
 
 
 @final
 class DeviceArrays:
-    """The global arrays of a mesh.
-
-    Args:
-        mesh: has one dimension, with one device per replica.
-    """
+    """The global arrays of a mesh with one dimension and one device per replica."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.devices = list(mesh.devices.flat)
@@ -63,7 +55,14 @@ class DeviceArrays:
 
     def variable_values(self, variables: Sequence[Any]) -> list[Any]:
         """Returns the replicated values of Keras variables; copies them to the devices only if they have changed."""
-        return [self._variable_value(variable) for variable in variables]
+        arrays = []
+        for variable in variables:
+            value, array = self._variables.get(variable) or (None, None)
+            if value is not variable.value:
+                array = jax.device_put(variable.value, self._replicated)
+                self._variables[variable] = (variable.value, array)
+            arrays.append(array)
+        return arrays
 
     def assign(self, variables: Sequence[Any], arrays: Sequence[Any]) -> None:
         """Assigns the replicated values to Keras variables, as ordinary arrays of the first device."""
@@ -71,9 +70,29 @@ class DeviceArrays:
             variable.assign(array.addressable_data(0))
             self._variables[variable] = (variable.value, array)
 
-    def _variable_value(self, variable: Any) -> Any:
-        value, array = self._variables.get(variable) or (None, None)
-        if value is not variable.value:
-            array = jax.device_put(variable.value, self._replicated)
-            self._variables[variable] = (variable.value, array)
-        return array
+
+V = TypeVar("V")
+
+
+@final
+class WeakMap(Generic[V]):
+    """A weak-key dictionary by identity, for keys that redefine equality, as Keras variables do.
+
+    >>> class Owner: ...
+    >>> owner, known = Owner(), WeakMap()
+    >>> known[owner] = 1
+    >>> known.get(owner), known.get(Owner())
+    (1, None)
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], V]] = {}
+
+    def get(self, key: Any) -> V | None:
+        """Returns the value of ``key``; ``None`` if there is none."""
+        entry = self._entries.get(id(key))
+        return None if entry is None else entry[1]
+
+    def __setitem__(self, key: Any, value: V) -> None:
+        number = id(key)
+        self._entries[number] = (weakref.ref(key, lambda _: self._entries.pop(number, None)), value)

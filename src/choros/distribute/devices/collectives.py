@@ -1,42 +1,25 @@
 """Collectives among replicas on the devices of one process: within one compiled step, or between threads."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choros.comm import Communicator, Reduction
-from choros.distribute.reduce_op import ReduceOp
-from choros.distribute.replicas import Axis
-from choros.errors import ConfigError
-
-__all__ = [
-    "AXIS",
-    "ReplicaCollectives",
-    "ThreadCollectives",
-    "TracedCollectives",
-    "axes_of",
-    "axis_of",
-    "count_along",
-    "mean_of",
-]
+from choros.comm.engines.threads import ThreadCommunicator
+from choros.distribute.replicas import Axis, axes_of, axis_of
+from choros.distribute.types import ReduceOp
+from choros.errors import ConfigError, MismatchError
 
 #: The name of the only axis of the replicas' mesh.
 AXIS = "replica"
 
 
 class ReplicaCollectives(ABC):
-    """The collectives of one replica; all replicas must make the same calls in the same order.
-
-    Attributes:
-        replica: the index of this replica; traced in a compiled step.
-    """
+    """The collectives of one replica; all replicas must make the same calls in the same order."""
 
     replica: Any
 
@@ -53,11 +36,11 @@ class ReplicaCollectives(ABC):
         """``all_reduce``, which also reduces over the dimensions ``axis`` of each array."""
         if axis is None:
             return self.all_reduce(op, array)
-        axes = axes_of(array, axis)
+        axes = axes_of(np.shape(array), axis)
         total = self.all_reduce(ReduceOp.SUM, jnp.sum(array, axes))
         if op is ReduceOp.SUM:
             return total
-        return mean_of(total, self.all_reduce(ReduceOp.SUM, np.int32(count_along(array, axes))))
+        return _mean_of(total, self.all_reduce(ReduceOp.SUM, np.int32(_count_along(array, axes))))
 
 
 @final
@@ -73,31 +56,26 @@ class TracedCollectives(ReplicaCollectives):
 
     def all_gather(self, array: Any, axis: int) -> Any:
         """``all_gather`` of arrays of one shape."""
-        return jax.lax.all_gather(jnp.asarray(array), AXIS, axis=axis_of(array, axis, "gather"), tiled=True)
+        return jax.lax.all_gather(jnp.asarray(array), AXIS, axis=axis_of(np.shape(array), axis, "gather"), tiled=True)
 
 
 @final
 class ThreadCollectives(ReplicaCollectives):
-    """Collectives between threads, one per replica, outside of everything that JAX traces."""
+    """Collectives between threads, one per replica, on one device, outside of everything that JAX traces."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: ThreadCommunicator) -> None:
         self._communicator = communicator
         self.replica = communicator.rank
 
     def all_reduce(self, op: ReduceOp, array: Any) -> Any:
-        """Reduces in host memory."""
-        return self._on_host(array, lambda host: self._communicator.allreduce(_fractional(op, host), _ENGINE_OPS[op]))
+        """Reduces arrays of one shape."""
+        return reduced(op, self._exchange(f"all_reduce, {op.name}", array), None)
 
     def all_gather(self, array: Any, axis: int) -> Any:
-        """Gathers in host memory; the arrays may differ in the dimension ``axis``."""
-        axis = axis_of(array, axis, "gather")
+        """Gathers arrays that may differ in the dimension ``axis``."""
+        return gathered(self._exchange("all_gather", array), axis)
 
-        def gathered(host: Any) -> Any:
-            return np.moveaxis(self._communicator.allgather(np.ascontiguousarray(np.moveaxis(host, axis, 0))), 0, axis)
-
-        return self._on_host(array, gathered)
-
-    def _on_host(self, array: Any, function: Callable[[Any], Any]) -> Any:
+    def _exchange(self, call: str, array: Any) -> list[Any]:
         if isinstance(array, jax.core.Tracer):
             raise ConfigError(
                 "the replicas have batches of different shapes, such as the last of an epoch, and call a collective "
@@ -105,42 +83,47 @@ class ThreadCollectives(ReplicaCollectives):
                 "replicas (drop_remainder=True), call the collective outside, or start one process per device with "
                 "chorosrun."
             )
-        return jnp.asarray(function(np.asarray(jnp.asarray(array))))
+        calls, arrays = zip(*self._communicator.exchange((call, jnp.asarray(array))), strict=True)
+        if len(set(calls)) > 1:
+            raise MismatchError(
+                f"the replicas made different calls, {'; '.join(calls)}: all must make the same, in the same order."
+            )
+        return list(arrays)
 
 
-_ENGINE_OPS = {ReduceOp.SUM: Reduction.SUM, ReduceOp.MEAN: Reduction.AVERAGE}
+def reduced(op: ReduceOp, values: Sequence[Any], axis: Axis) -> Any:
+    """Returns the sum or the mean of replicas' values that are on one device."""
+    if axis is None:
+        if len({value.shape for value in values}) > 1:
+            raise ConfigError(
+                f"reduce(axis=None) adds the replicas' values element by element, but their shapes are "
+                f"{', '.join(str(value.shape) for value in values)}: pass axis=0 to reduce over the examples as well."
+            )
+        return (jnp.sum if op is ReduceOp.SUM else jnp.mean)(jnp.stack(values), 0)
+    axes = [axes_of(value.shape, axis) for value in values]
+    total = jnp.sum(jnp.stack([value.sum(own) for value, own in zip(values, axes, strict=True)]), 0)
+    if op is ReduceOp.SUM:
+        return total
+    return _mean_of(total, sum(_count_along(value, own) for value, own in zip(values, axes, strict=True)))
 
 
-def _fractional(op: ReduceOp, host: Any) -> Any:
-    """Converts integers to floating point for a mean."""
-    return host.astype(np.float32) if op is ReduceOp.MEAN and host.dtype.kind in "iub" else host
-
-
-def axis_of(array: Any, axis: int, method: str) -> int:
-    """Returns the index of the dimension ``axis`` of ``array``, counted from the front.
-
-    Raises:
-        ConfigError: ``array`` has no such dimension.
-    """
-    shape = np.shape(array)
-    if not -len(shape) <= axis < len(shape):
+def gathered(values: Sequence[Any], axis: int) -> Any:
+    """Returns replicas' values that are on one device, concatenated along ``axis``."""
+    axes = {axis_of(value.shape, axis, "gather") for value in values}
+    others = {tuple(np.delete(value.shape, list(axes))) for value in values}
+    if len(axes) > 1 or len(others) > 1:
         raise ConfigError(
-            f"{method}(axis={axis}): the value has the shape {shape}, which has no such dimension. Reduce "
-            "scalars with axis=None; to gather them, reshape them to arrays of one element first."
+            f"gather(axis={axis}): the replicas' values have the shapes "
+            f"{', '.join(str(value.shape) for value in values)}; they may differ in that dimension only."
         )
-    return axis % len(shape)
+    return jnp.concatenate(values, axes.pop())
 
 
-def axes_of(array: Any, axis: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns the indices of the dimensions over which ``array`` is reduced."""
-    return tuple(axis_of(array, each, "reduce") for each in (axis if isinstance(axis, Sequence) else (axis,)))
-
-
-def count_along(array: Any, axes: Sequence[int]) -> int:
+def _count_along(array: Any, axes: Sequence[int]) -> int:
     """Returns the number of elements of ``array`` that are reduced to one."""
     return math.prod(np.shape(array)[each] for each in axes)
 
 
-def mean_of(total: Any, count: Any) -> Any:
+def _mean_of(total: Any, count: Any) -> Any:
     """Returns the mean of ``count`` values; zero if there are none."""
     return total / jnp.maximum(count, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,13 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from choros.distribute.devices.arrays import WeakMap
 from choros.distribute.devices.collectives import AXIS, ReplicaCollectives, TracedCollectives
-from choros.distribute.devices.weak_map import WeakMap
 
 if TYPE_CHECKING:
     from choros.distribute.devices.keras_flow import Flow
-
-__all__ = ["CompileCache", "CompiledStep", "ReplicaFunction", "flow_of"]
 
 #: Calls the user's function on one replica, given its collectives, its per-replica and the replicated values.
 ReplicaFunction = Callable[[ReplicaCollectives, Sequence[Any], Sequence[Any]], Any]
@@ -26,42 +23,16 @@ ReplicaFunction = Callable[[ReplicaCollectives, Sequence[Any], Sequence[Any]], A
 _SHARDED, _REPLICATED = PartitionSpec(AXIS), PartitionSpec()
 
 
-def flow_of(call: ReplicaFunction, mesh: Mesh, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Flow | None:
-    """Returns the Keras variables that a function reads and assigns; ``None`` without Keras.
-
-    Args:
-        call: the function.
-        mesh: the mesh of the replicas.
-        per_replica: the per-replica arguments of one replica.
-        replicated: the other arguments, which all replicas share.
-    """
-    if "keras" not in sys.modules:
-        return None
-    from choros.distribute.devices.keras_flow import record
-
-    def trace(recorded: Callable[[Callable[[], Any]], Any]) -> None:
-        def on_device(per_replica: Sequence[Any], replicated: Sequence[Any]) -> None:
-            recorded(lambda: call(TracedCollectives(), per_replica, replicated))
-
-        specs = {"in_specs": _REPLICATED, "out_specs": _REPLICATED, "check_vma": False}
-        jax.eval_shape(jax.shard_map(on_device, mesh=mesh, **specs), per_replica, replicated)
-
-    return record(trace)
+def run_replica(
+    collectives: ReplicaCollectives, flow: Flow | None, variables: Sequence[Any], function: Callable[[], Any]
+) -> tuple[Any, list[Any]]:
+    """Calls ``function`` with the flow's Keras variables set to these values; also returns what it assigns to them."""
+    return (function(), []) if flow is None else flow.run(collectives, variables, function)
 
 
 @final
 class CompiledStep:
-    """One compiled step for all replicas.
-
-    Attributes:
-        flow: the Keras variables that are its first inputs, and its last outputs.
-
-    Args:
-        call: the function.
-        mesh: the mesh of the replicas.
-        is_number: for each per-replica argument, whether it is a scalar.
-        flow: as the attribute.
-    """
+    """One compiled step for all replicas; the flow's Keras variables are its first inputs and its last outputs."""
 
     def __init__(self, call: ReplicaFunction, mesh: Mesh, is_number: Sequence[bool], flow: Flow | None) -> None:
         self.flow = flow
@@ -79,12 +50,7 @@ class CompiledStep:
     def __call__(
         self, variables: Sequence[Any], per_replica: Sequence[Any], replicated: Sequence[Any]
     ) -> tuple[list[Any], tuple[bool, ...], Any, list[Any]]:
-        """Runs the step.
-
-        Returns:
-            The leaves of the results, sharded over the devices; which of them are scalars; their tree; and the values
-            to assign to the flow's outputs.
-        """
+        """Returns the results' sharded leaves, which of them are scalars, their tree, and the flow's outputs."""
         results, assigned = self._compiled(list(variables), list(per_replica), list(replicated))
         leaves, tree = jax.tree.flatten(results)
         return leaves, self._result_is_number, tree, assigned
@@ -94,16 +60,9 @@ class CompiledStep:
         own = [
             array.reshape(()) if number else array for array, number in zip(per_replica, self._is_number, strict=True)
         ]
-        assigned: list[Any] = []
-        if self.flow is None:
-            results = self._call(collectives, own, replicated)
-        else:
-            results, assigned = self.flow.run(
-                variables,
-                collectives.replica == 0,
-                lambda: self._call(collectives, own, replicated),
-                collectives.all_reduce,
-            )
+        results, assigned = run_replica(
+            collectives, self.flow, variables, lambda: self._call(collectives, own, replicated)
+        )
         results = jax.tree.map(jnp.asarray, results)
         self._result_is_number = tuple(leaf.ndim == 0 for leaf in jax.tree.leaves(results))
         return jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf.reshape(1), results), assigned
@@ -119,13 +78,7 @@ class CompileCache:
     def get(
         self, function: Callable[..., Any], key: Any, make: Callable[[Callable[..., Any]], CompiledStep]
     ) -> CompiledStep:
-        """Returns the compiled step of ``function`` for arguments of this ``key``; compiles it if there is none.
-
-        Args:
-            function: the user's function.
-            key: see ``Pattern``.
-            make: compiles the function that it is given, which does not keep the user's function alive.
-        """
+        """Returns the compiled step for this ``Pattern`` key; ``make``'s function does not keep the user's alive."""
         owner: Any = function
         method = None
         if isinstance(function, types.MethodType):

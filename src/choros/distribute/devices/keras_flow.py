@@ -28,12 +28,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import keras
+from jax.sharding import Mesh, PartitionSpec
 
-from choros.distribute.reduce_op import ReduceOp
-
-__all__ = ["Flow", "record", "share_variables_of"]
+from choros.distribute.devices.collectives import ReplicaCollectives, TracedCollectives
+from choros.distribute.types import ReduceOp
 
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -45,12 +46,8 @@ def share_variables_of(optimizer: Any) -> None:
 
 @dataclass(frozen=True)
 class Flow:
-    """The variables of one function.
-
-    Attributes:
-        variables: those that the function reads or assigns.
-        assigned: the indices in ``variables`` of those that it assigns.
-        replicated: the indices of those to which all replicas assign the same value.
+    """One function's variables: those it reads or assigns, and by index those it assigns, and those to which all
+    replicas assign the same value.
     """
 
     variables: tuple[Any, ...]
@@ -63,68 +60,53 @@ class Flow:
         return tuple(self.variables[index] for index in self.assigned)
 
     def run(
-        self, values: Sequence[Any], is_first: Any, function: Callable[[], Any], all_reduce: Callable[..., Any]
+        self, collectives: ReplicaCollectives, values: Sequence[Any], function: Callable[[], Any]
     ) -> tuple[Any, list[Any]]:
-        """Calls ``function`` on one replica, with the variables set to ``values``.
-
-        Args:
-            values: one for each variable.
-            is_first: whether this is the first replica.
-            function: reads and assigns the variables.
-            all_reduce: reduces an array over the replicas, given a ``ReduceOp`` and the array.
-
-        Returns:
-            The result of ``function``, and the values to assign to ``outputs``.
-        """
+        """Calls ``function`` with the variables set to ``values``; also returns the values for ``outputs``."""
+        is_first = collectives.replica == 0
         own = [
             jnp.where(is_first, value, jnp.zeros_like(value)) if variable.aggregation == "sum" else value
             for variable, value in zip(self.variables, values, strict=True)
         ]
         with _Recorder(zip(self.variables, own, strict=True)) as scope:
             result = function()
-        return result, [self._merged(index, scope, is_first, all_reduce) for index in self.assigned]
+        return result, [self._merged(index, scope, collectives) for index in self.assigned]
 
-    def _merged(self, index: int, scope: _Recorder, is_first: Any, all_reduce: Callable[..., Any]) -> Any:
+    def _merged(self, index: int, scope: _Recorder, collectives: ReplicaCollectives) -> Any:
         variable = self.variables[index]
         value = scope.get_current_value(variable)
         if index in self.replicated:
             return value
         averaged = variable.aggregation == "none" and "float" in variable.dtype
         if variable.aggregation == "mean" or averaged:
-            return all_reduce(ReduceOp.MEAN, value)
-        if variable.aggregation == "sum":
-            return all_reduce(ReduceOp.SUM, value)
-        return all_reduce(ReduceOp.SUM, jnp.where(is_first, value, jnp.zeros_like(value)))
+            return collectives.all_reduce(ReduceOp.MEAN, value)
+        if variable.aggregation != "sum":
+            value = jnp.where(collectives.replica == 0, value, jnp.zeros_like(value))
+        return collectives.all_reduce(ReduceOp.SUM, value)
 
 
-def record(trace: Callable[[Callable[[Callable[[], Any]], Any]], None]) -> Flow:
-    """Returns the variables that a function reads and assigns; the function is traced, not computed.
-
-    Args:
-        trace: traces the function; it must call the function through the callable that it is given.
-    """
+def flow_of(function: Callable[..., Any], mesh: Mesh, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Flow:
+    """Returns the variables that ``function``, which takes a replica's collectives and values, reads and assigns."""
     recorder = _Recorder()
 
-    def recorded(function: Callable[[], Any]) -> Any:
+    def on_device(*values: Any) -> None:
         with recorder:
-            return function()
+            function(TracedCollectives(), *values)
 
+    everywhere = PartitionSpec()
+    traced = jax.shard_map(on_device, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
     # Variables that the function creates are initialised on leaving the outer scope, when nothing is traced any more.
     with keras.StatelessScope():
-        trace(recorded)
+        jax.eval_shape(traced, per_replica, replicated)
     variables = tuple(recorder.seen.values())
     assigned = tuple(index for index, key in enumerate(recorder.seen) if key in recorder.state_mapping)
     of_optimizers = {id(variable) for optimizer in _optimizers for variable in optimizer.variables}
-    replicated = {index for index in assigned if variables[index].trainable or id(variables[index]) in of_optimizers}
-    return Flow(variables, assigned, frozenset(replicated))
+    same = {index for index in assigned if variables[index].trainable or id(variables[index]) in of_optimizers}
+    return Flow(variables, assigned, frozenset(same))
 
 
 class _Recorder(keras.StatelessScope):
-    """Records which variables are read or assigned; a subclass of Keras' scope, because Keras calls its methods.
-
-    Attributes:
-        seen: the variables by their ``id``, because they compare by value.
-    """
+    """Records variables read or assigned, by ``id``: they compare by value; a Keras scope, as Keras calls it."""
 
     def __init__(self, state_mapping: Any = None) -> None:
         super().__init__(state_mapping)

@@ -10,8 +10,6 @@ from typing import Any, TypeAlias, cast
 
 from choros.errors import ConfigError
 
-__all__ = ["DeviceName", "devices_of", "on_device"]
-
 Block: TypeAlias = AbstractContextManager[Any]
 
 _NAME = re.compile(r"(?:/?(?:job|replica|task):\w+)*/?(?:device:)?([a-z]+)(?::(\d+))?", re.IGNORECASE)
@@ -19,15 +17,10 @@ _NAME = re.compile(r"(?:/?(?:job|replica|task):\w+)*/?(?:device:)?([a-z]+)(?::(\
 
 @dataclass(frozen=True)
 class DeviceName:
-    """A device of this process.
+    """A device of this process: ``"cpu"``, ``"gpu"`` or ``"tpu"``, and its index among those.
 
-    Attributes:
-        kind: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-        index: its index among the devices of this kind.
-
-    Example:
-        >>> [str(DeviceName.parse(name)) for name in ("cpu", "/gpu:1", "/job:localhost/replica:0/task:0/device:GPU:0")]
-        ['cpu:0', 'gpu:1', 'gpu:0']
+    >>> [str(DeviceName.parse(name)) for name in ("cpu", "/gpu:1", "/job:localhost/replica:0/task:0/device:GPU:0")]
+    ['cpu:0', 'gpu:1', 'gpu:0']
     """
 
     kind: str
@@ -35,11 +28,7 @@ class DeviceName:
 
     @classmethod
     def parse(cls, name: str) -> DeviceName:
-        """Parses ``name``.
-
-        Raises:
-            ConfigError: ``name`` is not a device name.
-        """
+        """Parses ``name``; ConfigError if it is not a device name."""
         match = _NAME.fullmatch(name) if isinstance(name, str) else None
         if match is None:
             raise ConfigError(f"{name!r} is not a device name: write 'cpu', '/gpu:0' or 'GPU:1'.")
@@ -86,21 +75,17 @@ def on_device(framework: str, device: DeviceName) -> Block:
 
             return cast("Block", tf.device(f"/device:{device.kind.upper()}:{device.index}"))
         case "torch":
-            return _on_torch_device(device)
+            import torch
+
+            kind = "cpu" if device.kind == "cpu" else torch.accelerator.current_accelerator().type
+            name = kind if kind == "cpu" else f"{kind}:{device.index}"
+            if "keras" not in sys.modules:
+                return cast("Block", torch.device(name))
+            # Not torch.device: a DataLoader that shuffles would draw its random numbers on the accelerator, and fail.
+            import keras
+
+            return cast("Block", keras.device(name))
         case _:
             import jax
 
             return cast("Block", jax.default_device(jax_devices()[device]))
-
-
-def _on_torch_device(device: DeviceName) -> Block:
-    import torch
-
-    kind = "cpu" if device.kind == "cpu" else torch.accelerator.current_accelerator().type
-    name = kind if kind == "cpu" else f"{kind}:{device.index}"
-    if "keras" not in sys.modules:
-        return cast("Block", torch.device(name))
-    # Not torch.device: a DataLoader that shuffles would draw its random numbers on the accelerator, and fail.
-    import keras
-
-    return cast("Block", keras.device(name))

@@ -10,12 +10,9 @@
 
     in step:  all_reduce = psum       in merge_call:  reduce = psum, in the same step
 
-Numbers and arrays in the arguments are traced. All other arguments (strings, ``True``, objects) are constants of the
-step, which is compiled once for each function, structure of arguments and shapes. Keras variables that the function
-reads or assigns are inputs and outputs of the step (``keras_flow.py``).
-
-A compiled step has the same shapes on all devices. For a batch that cannot be divided equally, such as the last one of
-an epoch, the replicas run eagerly instead, as threads on one device, which synchronise in each collective.
+Numbers and arrays in the arguments are traced; all others are constants of the step, compiled once for each
+function, structure and shapes; Keras variables are its inputs and outputs (``keras_flow.py``). A batch that cannot
+be divided equally runs eagerly instead, as threads on one device that synchronise in each collective.
 """
 
 from __future__ import annotations
@@ -24,44 +21,35 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from choros.comm import Communicator
-from choros.comm.engines.threads import run_threads
+from choros.comm.engines.threads import ThreadCommunicator, run_threads
 from choros.distribute.devices.arguments import Pattern, by_leaf, flatten
 from choros.distribute.devices.arrays import DeviceArrays
 from choros.distribute.devices.collectives import (
     AXIS,
     ReplicaCollectives,
     ThreadCollectives,
-    axes_of,
-    axis_of,
-    count_along,
-    mean_of,
+    gathered,
+    reduced,
 )
-from choros.distribute.devices.compiled_step import CompileCache, CompiledStep, ReplicaFunction, flow_of
+from choros.distribute.devices.compiled_step import CompileCache, CompiledStep, ReplicaFunction, run_replica
 from choros.distribute.devices.names import DeviceName, jax_devices
 from choros.distribute.fit.training import Training
-from choros.distribute.reduce_op import ReduceOp
-from choros.distribute.replica_context import ReplicaContext
-from choros.distribute.replicas import Axis, Replicas
+from choros.distribute.replicas import Axis, ReplicaContext, Replicas
 from choros.distribute.scope import enter_scope
-from choros.distribute.values import PerReplica
+from choros.distribute.types import PerReplica, ReduceOp
 from choros.errors import ConfigError, StrategyError
 
-__all__ = ["DeviceReplicas", "local_devices", "on_devices"]
+if TYPE_CHECKING:
+    from choros.distribute.devices.keras_flow import Flow
 
 
 def local_devices(names: Sequence[str] | None = None) -> list[Any]:
-    """Returns JAX's devices of this process with these names; all of the default platform if no names are given.
-
-    Raises:
-        ConfigError: there is no such device, or one is named twice.
-    """
+    """Returns JAX's devices of these names, by default all of its platform; ConfigError if absent or twice."""
     if names is None:
         return list(jax.local_devices())
     known = jax_devices()
@@ -89,11 +77,7 @@ class _Active(threading.local):
 
 @final
 class DeviceReplicas(Replicas):
-    """One replica on each device of this process.
-
-    Args:
-        devices: JAX devices; at least two, of one kind.
-    """
+    """One replica on each device of this process; at least two devices, of one kind."""
 
     first = 0
 
@@ -119,7 +103,7 @@ class DeviceReplicas(Replicas):
         def compiled(function: Callable[..., Any]) -> CompiledStep:
             call = self._in_replica_context(strategy, function, pattern)
             is_number = [np.ndim(part) == 0 for part in own]
-            return CompiledStep(call, self._mesh, is_number, flow_of(call, self._mesh, own, replicated))
+            return CompiledStep(call, self._mesh, is_number, self._flow_of(call, own, replicated))
 
         step = self._cache.get(function, pattern.key, compiled)
         variables = self._arrays.variable_values(step.flow.variables) if step.flow else []
@@ -134,13 +118,13 @@ class DeviceReplicas(Replicas):
         """Reduces on the first device; in a ``merge_call``, within the step."""
         if (collectives := self._active.collectives) is not None:
             return jax.tree.map(lambda leaf: collectives.reduce(op, leaf, axis), value)
-        return jax.tree.map(lambda leaf: _reduced(op, self._on_first(leaf), axis), by_leaf(value))
+        return jax.tree.map(lambda leaf: reduced(op, self._on_first(leaf), axis), by_leaf(value))
 
     def gather(self, value: Any, axis: int) -> Any:
         """Gathers on the first device; in a ``merge_call``, within the step."""
         if self._active.collectives is not None:
             return self.all_gather(value, axis)
-        return jax.tree.map(lambda leaf: _gathered(self._on_first(leaf), axis), by_leaf(value))
+        return jax.tree.map(lambda leaf: gathered(self._on_first(leaf), axis), by_leaf(value))
 
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         """Reduces each leaf."""
@@ -152,13 +136,6 @@ class DeviceReplicas(Replicas):
         collectives = self._active_collectives("all_gather")
         return jax.tree.map(lambda leaf: collectives.all_gather(leaf, axis), value)
 
-    def merge_call(
-        self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Continues the step: ``function`` is called once for all replicas, with each one's own arguments."""
-        with enter_scope(strategy):
-            return function(strategy, *args, **kwargs)
-
     def _in_replica_context(self, strategy: Any, function: Callable[..., Any], pattern: Pattern) -> ReplicaFunction:
         """Returns a function that calls ``function`` in replica context, with arguments of this ``pattern``."""
 
@@ -169,23 +146,29 @@ class DeviceReplicas(Replicas):
 
         return call
 
+    def _flow_of(self, call: ReplicaFunction, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Flow | None:
+        """Returns the Keras variables that a function reads and assigns; ``None`` without Keras."""
+        if "keras" not in sys.modules:
+            return None
+        from choros.distribute.devices.keras_flow import flow_of
+
+        return flow_of(call, self._mesh, per_replica, replicated)
+
     def _run_threads(self, call: ReplicaFunction, per_replica: Sequence[PerReplica], replicated: Sequence[Any]) -> Any:
         devices = self._arrays.devices
-        flow = flow_of(call, self._mesh, [value.values[0] for value in per_replica], replicated)
+        flow = self._flow_of(call, [value.values[0] for value in per_replica], replicated)
+        variables = flow.variables if flow else ()
 
-        def replica(communicator: Communicator) -> tuple[Any, list[Any]]:
+        def replica(communicator: ThreadCommunicator) -> tuple[Any, list[Any]]:
             collectives = ThreadCollectives(communicator)
             with jax.default_device(devices[0]):
                 own = jax.device_put([value.values[collectives.replica] for value in per_replica], devices[0])
                 shared = jax.device_put(list(replicated), devices[0])
-                if flow is None:
-                    return call(collectives, own, shared), []
-                values = [jax.device_put(variable.value, devices[0]) for variable in flow.variables]
-                first = collectives.replica == 0
-                return flow.run(values, first, lambda: call(collectives, own, shared), collectives.all_reduce)
+                values = [jax.device_put(variable.value, devices[0]) for variable in variables]
+                return run_replica(collectives, flow, values, lambda: call(collectives, own, shared))
 
         done = run_threads(replica, self.count)
-        if flow is not None:
+        if flow:
             for variable, value in zip(flow.outputs, done[0][1], strict=True):
                 variable.assign(value)
 
@@ -214,29 +197,3 @@ class DeviceReplicas(Replicas):
         """Returns the replicas' values on the first device; a plain value counts once per replica."""
         values = leaf.values if isinstance(leaf, PerReplica) else (leaf,) * self.count
         return [jax.device_put(value, self._arrays.devices[0]) for value in values]
-
-
-def _reduced(op: ReduceOp, values: Sequence[Any], axis: Axis) -> Any:
-    if axis is None:
-        if len({value.shape for value in values}) > 1:
-            raise ConfigError(
-                f"reduce(axis=None) adds the replicas' values element by element, but their shapes are "
-                f"{', '.join(str(value.shape) for value in values)}: pass axis=0 to reduce over the examples as well."
-            )
-        return (jnp.sum if op is ReduceOp.SUM else jnp.mean)(jnp.stack(values), 0)
-    axes = [axes_of(value, axis) for value in values]
-    total = jnp.sum(jnp.stack([value.sum(own) for value, own in zip(values, axes, strict=True)]), 0)
-    if op is ReduceOp.SUM:
-        return total
-    return mean_of(total, sum(count_along(value, own) for value, own in zip(values, axes, strict=True)))
-
-
-def _gathered(values: Sequence[Any], axis: int) -> Any:
-    axes = {axis_of(value, axis, "gather") for value in values}
-    others = {tuple(np.delete(value.shape, list(axes))) for value in values}
-    if len(axes) > 1 or len(others) > 1:
-        raise ConfigError(
-            f"gather(axis={axis}): the replicas' values have the shapes "
-            f"{', '.join(str(value.shape) for value in values)}; they may differ in that dimension only."
-        )
-    return jnp.concatenate(values, axes.pop())

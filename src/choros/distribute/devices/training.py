@@ -1,11 +1,6 @@
-"""Training of Keras models on the devices of one process, on JAX.
-
-Keras' own methods train, on Keras' own data; ``choros.training.spmd_trainer`` runs each step on all devices and
-computes the global batch exactly, whatever its size. So neither gradients nor metrics are averaged here.
-A model that is compiled with ``run_eagerly=True`` or ``jit_compile=False`` stays on one device.
+"""Training of Keras models on this process's devices, on JAX: ``choros.training.spmd_trainer`` computes the global
+batch exactly, so nothing is averaged here; with ``run_eagerly=True`` or ``jit_compile=False`` one device is used.
 """
-
-from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,34 +9,24 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from choros.data.kinds import are_arrays, kind_of
+from choros.data.rows import check_global_batch, count_rows
 from choros.distribute import datasets
 from choros.distribute.devices.keras_flow import share_variables_of
-from choros.distribute.fit.call import KerasCall
-from choros.distribute.fit.gradients import distribute_optimizer
-from choros.distribute.fit.random_numbers import follow_seeds
-from choros.distribute.fit.training import Training
-from choros.distribute.reduce_op import ReduceOp
+from choros.distribute.fit.gradients import distribute_optimizer, follow_seeds
+from choros.distribute.fit.shares import BATCH
+from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_fit, in_replica
-from choros.errors import ConfigError
-from choros.parallel.data import are_arrays, check_global_batch, count_rows, kind_of
-from choros.training.spmd_trainer import Peers, SpmdTrainer
+from choros.distribute.types import ReduceOp
+from choros.training.spmd_trainer import SpmdTrainer
 
-__all__ = ["DeviceTraining"]
-
-#: Keras' default batch size for arrays.
-_BATCH = 32
 _AXIS = "batch"
 
 
 @final
 class DeviceTraining(Training):
-    """Trains on several devices of this process.
-
-    Args:
-        replicas: those of the strategy.
-        devices: the JAX devices of these replicas.
-    """
+    """Trains on several devices of this process."""
 
     follows_run = True
 
@@ -50,22 +35,9 @@ class DeviceTraining(Training):
         self._mesh = jax.sharding.Mesh(np.array(devices), (_AXIS,))
         self._patched: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def variable_created(self, variable: Any) -> None:
-        """Does nothing: all replicas share one copy."""
-
-    def model_created(self, model: Any) -> None:
-        """Does nothing: the model is patched when it is compiled."""
-
-    def metric_created(self, metric: Any) -> None:
-        """Does nothing: ``run`` sums the replicas' updates itself."""
-
-    def seed_generator_created(self, generator: Any) -> None:
+    def follow_seeds(self, generator: Any = None) -> None:
         """Makes it draw other numbers on each replica."""
-        follow_seeds([generator], self._replicas)
-
-    def seed_generators_used(self) -> None:
-        """Makes Keras' own generator draw other numbers on each replica."""
-        follow_seeds(None, self._replicas)
+        follow_seeds(generator, self._replicas)
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Makes ``optimizer`` sum the replicas' gradients in ``run``."""
@@ -82,13 +54,14 @@ class DeviceTraining(Training):
         if model.optimizer is not None:
             self.optimizer_created(model.optimizer)
         if model not in self._patched:
-            SpmdTrainer(model, self._mesh, _SingleProcess(), lambda: True)
+            SpmdTrainer(model, self._mesh)
             self._patched.add(model)
 
     def fit(self, model: Any, call: KerasCall) -> Any:
         """Runs Keras' own method."""
-        rows = _rows_of_batches(call["x"], call["batch_size"])
-        if rows is not None:
+        x = call["x"]
+        rows = min(call["batch_size"] or BATCH, count_rows(x)) if are_arrays(x) else kind_of(x).batch_rows(x)
+        if rows is not None:  # known without consuming data
             check_global_batch(rows, self._mesh.size)
         return self._run(call, "x", "validation_data")
 
@@ -109,10 +82,6 @@ class DeviceTraining(Training):
 
     predict_on_batch = test_on_batch
 
-    def save(self, write: Callable[[], Any], path: str) -> Any:
-        """Writes."""
-        return write()
-
     def _combine_moments(self, count: Any, mean: Any, squares: Any) -> tuple[Any, Any]:
         total, summed = self._replicas.all_reduce(ReduceOp.SUM, [count, count * mean])
         center = summed / total
@@ -124,25 +93,3 @@ class DeviceTraining(Training):
         global_batches = {name: datasets.split_batches(call[name], self._replicas) for name in distributed}
         with enter_fit():
             return call.replaced(**global_batches).run()
-
-
-@final
-class _SingleProcess(Peers):
-    """The only process of the mesh."""
-
-    def agree(self, layout: str, examples: int, problem: ConfigError | None) -> Sequence[int]:
-        """Returns this process's own number of examples; raises its own error."""
-        if problem is not None:
-            raise problem
-        return (examples,)
-
-    def share(self, number: float, root: int) -> float:
-        """Returns the number itself."""
-        return number
-
-
-def _rows_of_batches(data: Any, batch_size: int | None) -> int | None:
-    """Returns the rows of a full batch, if they are known without consuming data."""
-    if are_arrays(data):
-        return min(batch_size or _BATCH, count_rows(data))
-    return kind_of(data).batch_rows(data)

@@ -7,21 +7,19 @@
     elsewhere                 an error: only this process's copy of the variables would be updated
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from choros.comm import Reduction
-from choros.distribute.reduce_op import ReduceOp
 from choros.distribute.replicas import Replicas
 from choros.distribute.scope import current_replica, in_fit
+from choros.distribute.types import ReduceOp
 from choros.errors import StrategyError
-from choros.parallel.reduce.reducer import ReduceConfig
+from choros.parallel.reduce.plan import ReduceConfig
 from choros.training.distributed_optimizer import reducer_of, wrap
-from choros.training.keras_internals import innermost
+from choros.training.keras_internals.models import innermost
 from choros.training.optimizer_reducer import OptimizerReducer, accumulation_steps, placed
-
-__all__ = ["distribute_optimizer"]
+from choros.training.random_numbers import draw_by_replica, seed_generators
+from choros.training.trainer import spans_ranks
 
 _ADVICE = (
     "Replicas must start from the same values and change them in the same way: create models and optimizers within "
@@ -30,13 +28,9 @@ _ADVICE = (
 
 
 def distribute_optimizer(optimizer: Any, replicas: Replicas, state_owner: int | None = None) -> None:
-    """Patches ``optimizer`` to reduce the gradients of a strategy's replicas; does nothing if it is patched already.
-
-    Args:
-        optimizer: any Keras optimizer; its own ``__init__`` may not have returned yet.
-        replicas: those of the strategy. Processes sum their gradients through the gradient reducer; the devices of one
-            process sum them inside of their compiled step.
-        state_owner: the only process that keeps its state and applies updates; ``None``: all processes do.
+    """Patches ``optimizer``, once, to reduce the replicas' gradients; its ``__init__`` may not have returned yet.
+    Processes use the gradient reducer, devices of one process their compiled step; ``state_owner`` is the only
+    process that keeps state and applies updates.
     """
     if reducer_of(optimizer) is not None:
         return
@@ -66,3 +60,18 @@ def _op_here() -> Reduction:
             "strategy.run(fn, args=…) runs, or use model.fit."
         )
     return Reduction.SUM
+
+
+def follow_seeds(generator: Any, replicas: Replicas) -> None:
+    """Makes a seed generator draw other numbers on each replica; ``None``: Keras' own, for functions without a seed."""
+
+    def index() -> Any:
+        replica = current_replica()  # AutoGraph, which reads this in a tf.function, has no walrus
+        if replica is not None:
+            return replica.replica_id_in_sync_group
+        # Outside of replicas and fit, such as for initial values, all processes draw the same numbers; so does a
+        # compiled step that sees the batches of all ranks.
+        return replicas.first if in_fit() and not spans_ranks() else 0
+
+    for each in seed_generators() if generator is None else [generator]:
+        draw_by_replica(each, index)

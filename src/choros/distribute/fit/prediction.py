@@ -8,8 +8,6 @@
                                       a b c d e f g                               on both
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -19,26 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import global_process_set
-from choros.distribute.fit.call import KerasCall
-from choros.parallel.data import are_arrays, count_rows, cut, kind_of
+from choros.data.kinds import are_arrays, kind_of
+from choros.data.rows import count_rows, cut
+from choros.distribute.fit.training import KerasCall
 from choros.parallel.objects import allgather_object
 from choros.topology import shard_range
-from choros.training.elastic_evaluation import RanksHaveChanged
-
-__all__ = ["order_of_rows", "predict_rows"]
+from choros.training.evaluation import RanksHaveChanged
 
 
 def predict_rows(call: KerasCall, rank: int, size: int, *, distributed: bool = False) -> Any:
-    """Runs ``model.predict`` or ``predict_on_batch`` over ``size`` processes, of which this is ``rank``.
-
-    Args:
-        call: the call.
-        rank: this process.
-        size: the number of processes.
-        distributed: whether the batches are this process's rows of global batches already.
-
-    Raises:
-        RanksHaveChanged: a process was lost meanwhile, in an elastic job: call this again.
+    """Runs ``model.predict`` over ``size`` processes; RanksHaveChanged if an elastic job lost one: call it again.
+    ``distributed`` says that the batches are this process's rows of global batches already.
     """
     data, ranks = call["x"], global_process_set.communicator.launched
     if size == 1:
@@ -74,14 +63,10 @@ def predict_rows(call: KerasCall, rank: int, size: int, *, distributed: bool = F
 
 
 def order_of_rows(counts: list[list[int]]) -> NDArray[np.int64]:
-    """Returns the position of each input row in the concatenated outputs of all processes.
+    """Returns the position of each input row in the outputs of all processes; ``counts`` are rows by process and batch.
 
-    Args:
-        counts: for each process, its number of rows of each batch.
-
-    Example:
-        >>> order_of_rows([[2, 2], [2, 1]]).tolist()
-        [0, 1, 4, 5, 2, 3, 6]
+    >>> order_of_rows([[2, 2], [2, 1]]).tolist()
+    [0, 1, 4, 5, 2, 3, 6]
     """
     starts = np.cumsum([0, *(sum(of_process) for of_process in counts[:-1])])
     positions = []

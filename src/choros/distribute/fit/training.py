@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
-
-from choros.distribute.fit.call import KerasCall
-
-__all__ = ["Training"]
+from typing import Any, ClassVar, final
 
 
 class Training(ABC):
     """Decides with which data and callbacks Keras' own methods are called.
 
     The …_created methods are hooks. All others receive the model and the user's call, and return the result for the
-    user. The strategy's scope is open, except in the methods that write files.
+    user: here, that of Keras' own method. The strategy's scope is open, except in the methods that write files.
 
     Attributes:
         follows_run: whether the hooks are also called in ``strategy.run``: for variables that the first call of a model
@@ -24,30 +21,26 @@ class Training(ABC):
 
     follows_run: ClassVar[bool] = False
 
-    @abstractmethod
-    def variable_created(self, variable: Any) -> None:
+    def variable_created(self, variable: Any) -> None:  # noqa: B027
         """Called after a Keras variable is created; it may have no value yet."""
 
     @abstractmethod
     def optimizer_created(self, optimizer: Any) -> None:
         """Called while an optimizer is created; its own ``__init__`` may not have returned yet."""
 
-    @abstractmethod
-    def model_created(self, model: Any) -> None:
+    def model_created(self, model: Any) -> None:  # noqa: B027
         """Called while a model is created, before it has any layers."""
 
-    @abstractmethod
-    def metric_created(self, metric: Any) -> None:
+    def metric_created(self, metric: Any) -> None:  # noqa: B027
         """Called while a metric is created; its own ``__init__`` may not have returned yet."""
 
     def weight_added(self, weight: Any) -> None:  # noqa: B027
         """Called after a layer has created a variable of its own."""
 
-    def seed_generator_created(self, generator: Any) -> None:  # noqa: B027  (not all need it)
-        """Called after a ``keras.random.SeedGenerator`` is created."""
-
-    def seed_generators_used(self) -> None:  # noqa: B027
-        """Called when a scope is entered and before a replica runs: Keras' own generator may be new."""
+    def follow_seeds(self, generator: Any = None) -> None:  # noqa: B027  (not all need it)
+        """Called after a ``keras.random.SeedGenerator`` is created. Without one, when a scope is entered and before a
+        replica runs: Keras' own generator, for functions without a seed, may be new.
+        """
 
     def combine_moments(self) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
         """Returns what combines the replicas' moments here, for a ``BatchNormalization(synchronized=True)``.
@@ -56,38 +49,89 @@ class Training(ABC):
         """
         return None
 
-    @abstractmethod
     def compile(self, model: Any, call: KerasCall) -> None:
         """``model.compile``."""
+        call.run()
 
-    @abstractmethod
     def fit(self, model: Any, call: KerasCall) -> Any:
         """``model.fit`` on global batches; returns the history."""
+        return call.run()
 
-    @abstractmethod
     def evaluate(self, model: Any, call: KerasCall) -> Any:
         """``model.evaluate``: metrics over all examples, the same on every process."""
+        return call.run()
 
-    @abstractmethod
     def predict(self, model: Any, call: KerasCall) -> Any:
         """``model.predict``: outputs for all examples in their order, on every process."""
+        return call.run()
 
-    @abstractmethod
     def train_on_batch(self, model: Any, call: KerasCall) -> Any:
         """``model.train_on_batch`` of a global batch."""
+        return call.run()
 
-    @abstractmethod
     def test_on_batch(self, model: Any, call: KerasCall) -> Any:
         """``model.test_on_batch`` of a global batch."""
+        return call.run()
 
-    @abstractmethod
     def predict_on_batch(self, model: Any, call: KerasCall) -> Any:
         """``model.predict_on_batch`` of a global batch."""
+        return call.run()
 
-    @abstractmethod
     def save(self, write: Callable[[], Any], path: str) -> Any:
         """Any function that writes files of a model or a checkpoint: one process writes those of ``path``.
 
         Returns:
             The result of ``write``; ``None`` if it is not known.
         """
+        del path
+        return write()
+
+
+@final
+class KerasCall:
+    """A call of one of Keras' methods, whose arguments can be replaced before it is run.
+
+    >>> call = KerasCall(lambda x, batch_size=32: (x, batch_size), (1,), {})
+    >>> call["batch_size"], call.replaced(x=2).run()
+    (32, (2, 32))
+    """
+
+    def __init__(self, method: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._method = method
+        self._bound = inspect.signature(method).bind(*args, **kwargs)
+        self._bound.apply_defaults()
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments."""
+        return self._bound.args
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return self._bound.kwargs
+
+    def __getitem__(self, name: str) -> Any:
+        return self._bound.arguments[name]
+
+    def get(self, name: str) -> Any:
+        """Returns an argument; ``None`` if the method does not have it."""
+        return self._bound.arguments.get(name)
+
+    def replaced(self, **arguments: Any) -> KerasCall:
+        """Returns the same call with other ``arguments``."""
+        call = KerasCall(self._method, self._bound.args, self._bound.kwargs)
+        call._bound.arguments.update(arguments)
+        return call
+
+    def run(self) -> Any:
+        """Calls the method."""
+        return self._method(*self._bound.args, **self._bound.kwargs)
+
+
+@final
+class LocalTraining(Training):
+    """Runs Keras' own methods; optimizers are not patched, and may be applied anywhere."""
+
+    def optimizer_created(self, optimizer: Any) -> None:
+        """Does nothing: the sum over one replica is its own gradient."""

@@ -1,6 +1,4 @@
-"""Chooses the addresses and the secret of a job with parameter servers: see ``plan/cluster.py``."""
-
-from __future__ import annotations
+"""Chooses the addresses and the secret of a job with parameter servers: see ``plan/roles.py``."""
 
 import json
 import secrets
@@ -8,31 +6,20 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 
-from choros.config import SECRET
 from choros.errors import ConfigError
-from choros.launch.plan.cluster import addresses_by_role
 from choros.launch.plan.environment import in_allocation
 from choros.launch.plan.hosts import ranks_per_host
 from choros.launch.plan.job import Job
+from choros.launch.plan.roles import addresses_by_role
 from choros.launch.processes.ports import free_ports
 from choros.launch.protocol.wrapper_options import CLUSTER
-
-__all__ = ["assign_addresses"]
+from choros.settings import VARIABLES
 
 _LOOPBACK = "127.0.0.1"
 
 
 def assign_addresses(job: Job, environ: Mapping[str, str]) -> Job:
-    """Returns the job with its cluster's addresses and secret in its environment; a job without roles unchanged.
-
-    Args:
-        job: the job to run.
-        environ: the user's environment; a secret set there is kept.
-
-    Raises:
-        ConfigError: a scheduler chooses the hosts, so their addresses are not known.
-        LaunchError: there are no free ports.
-    """
+    """Returns the job with its addresses and secret (by default new) in its environment; fails under a scheduler."""
     if not job.roles:
         return job
     if not job.hosts and in_allocation(environ):
@@ -42,8 +29,10 @@ def assign_addresses(job: Job, environ: Mapping[str, str]) -> Job:
         )
     hosts = _hosts_of_ranks(job)
     ports = free_ports(job.size)
-    cluster = addresses_by_role(job.roles, [_address(host, port) for host, port in zip(hosts, ports, strict=True)])
-    shared = {CLUSTER: json.dumps(cluster), SECRET.name: environ.get(SECRET.name) or secrets.token_hex(32)}
+    names = [f"[{host}]" if ":" in host else host for host in hosts]
+    cluster = addresses_by_role(job.roles, [f"{name}:{port}" for name, port in zip(names, ports, strict=True)])
+    secret = VARIABLES["secret"].name
+    shared = {CLUSTER: json.dumps(cluster), secret: environ.get(secret) or secrets.token_hex(32)}
     return replace(job, environment={**shared, **job.environment})
 
 
@@ -55,7 +44,12 @@ def _hosts_of_ranks(job: Job) -> list[str]:
     if len(names) <= 1 or not remote:
         return [_LOOPBACK] * job.size
     resolved = {name: _resolve(name) for name in names if name in remote}
-    here = _seen_from(next(iter(resolved.values())))
+    from choros.transport.address import address_towards, outward_address  # imports NumPy, which few jobs need here
+
+    try:  # the address of this host on the route to another one
+        here = address_towards(next(iter(resolved.values())))
+    except OSError:
+        here = outward_address()
     return [resolved.get(name, here) for name, count in zip(names, counts, strict=True) for _ in range(count)]
 
 
@@ -65,17 +59,3 @@ def _resolve(name: str) -> str:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return name
-
-
-def _seen_from(other: str) -> str:
-    """Returns the address of this host on the route to ``other``."""
-    from choros.transport.address import address_towards, outward_address  # imports NumPy, which few jobs need here
-
-    try:
-        return address_towards(other)
-    except OSError:
-        return outward_address()
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -7,12 +7,9 @@
                                                   the first leaves when all ranks    [0] b
                                                   have written it, or after a moment …
 
-A rank's line joins an equal one that is held, or is held itself, as the last. It does not join one that leaves before
-other lines of its rank that came earlier, unless those can leave still earlier: no rank's lines change their order.
-Standard output, partial lines and progress bars are not merged; they are held only behind lines of their own rank.
+A line joins an equal one only where its rank's lines keep their order. Standard output, partial lines and progress
+bars are not merged; they are held only behind lines of their own rank.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Iterator
@@ -20,12 +17,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import final
 
+from choros import durations
 from choros.launch.protocol.frames import Text
 
-__all__ = ["LineMerger", "Lines"]
-
-#: How long a line is held at most: ranks that import a framework together are some tens of milliseconds apart.
-_SECONDS = 0.08
 #: If a rank writes more than this at once, nothing of it is merged: to read each line would slow the rank down.
 _MOST_LINES, _MOST_BYTES = 50, 1 << 13
 #: If more is held than this, the first leave earlier, so that a search takes no time.
@@ -41,13 +35,7 @@ _LINE = re.compile(rb"[^\n]*\n|[^\n]+")
 
 @dataclass(frozen=True)
 class Lines:
-    """Output to show.
-
-    Attributes:
-        ranks: the ranks that wrote it, in increasing order.
-        stream: ``"out"`` or ``"err"``.
-        data: lines with their ends, or a partial line.
-    """
+    """Output to show: lines with their ends, or a partial line, and the ranks that wrote it, in increasing order."""
 
     ranks: tuple[int, ...]
     stream: str
@@ -67,17 +55,13 @@ class _Held:
 
 @final
 class LineMerger:
-    """Merges equal lines of ``size`` ranks.
+    """Merges equal lines, whatever their logger's time and thread; methods return the output to show at time ``now``.
 
-    Every method returns the output that is to be shown; the time is an argument, in seconds. Lines that differ only in
-    the time and the thread that a logger wrote before them are equal; that of the first rank is shown.
-
-    Example:
-        >>> merger = LineMerger(size=2)
-        >>> merger.add(Text(0, "err", b"hello\\n"), now=0.0)
-        []
-        >>> merger.add(Text(1, "err", b"hello\\n"), now=0.01)
-        [Lines(ranks=(0, 1), stream='err', data=b'hello\\n')]
+    >>> merger = LineMerger(size=2)
+    >>> merger.add(Text(0, "err", b"hello\\n"), now=0.0)
+    []
+    >>> merger.add(Text(1, "err", b"hello\\n"), now=0.01)
+    [Lines(ranks=(0, 1), stream='err', data=b'hello\\n')]
     """
 
     def __init__(self, size: int) -> None:
@@ -90,8 +74,10 @@ class LineMerger:
         """Adds output of a rank."""
         for data, key in self._parts(text):
             if key is None or not self._join(text.rank, key):
-                place = self._behind(text.rank) if key is None else len(self._held)
-                self._held.insert(place, _Held([text.rank], text.stream, data, now + _SECONDS, key))
+                place = len(self._held)
+                while key is None and place and text.rank not in self._held[place - 1].ranks:
+                    place -= 1  # only behind lines of its own rank
+                self._held.insert(place, _Held([text.rank], text.stream, data, now + durations.MERGE, key))
         return self.due(now)
 
     def due(self, now: float) -> list[Lines]:
@@ -142,10 +128,6 @@ class LineMerger:
                 held.ranks.append(rank)
                 return True
         return False
-
-    def _behind(self, rank: int) -> int:
-        """Returns the place behind all that is held of ``rank``."""
-        return next((place for place in range(len(self._held), 0, -1) if rank in self._held[place - 1].ranks), 0)
 
     def _is_complete(self, held: _Held) -> bool:
         return held.key is None or len(held.ranks) == self._size

@@ -1,21 +1,16 @@
 """What an elastic job has lost when it could not go on in place: mpirun, a host, or a link between hosts. Pure."""
 
-from __future__ import annotations
-
 import itertools
 import re
 
-from choros.config import RESTARTS
 from choros.errors import PREEMPTED, PeerLostError
-from choros.launch.driver.mpirun_messages import aborted_by_mpi, lost_hosts
-from choros.launch.driver.stopping import Reason
-from choros.launch.driver.supervisor import JobEnd
+from choros.launch.driver.failures import aborted_by_mpi, lost_hosts
+from choros.launch.driver.job_end import JobEnd, Reason
 from choros.launch.plan.hosts import hosts_of_ranks
 from choros.launch.plan.job import Job
 from choros.launch.plan.restart import JobLoss
 from choros.launch.protocol.frames import Exit
-
-__all__ = ["loss_of"]
+from choros.settings import VARIABLES
 
 #: What a rank says when it ends because of a silent host: see ``comm/other_hosts.py``.
 _UNREACHABLE = re.compile(r"the host \S+ of ranks? ([\d, ]+) cannot be reached")
@@ -23,13 +18,7 @@ _UNREACHABLE = re.compile(r"the host \S+ of ranks? ([\d, ]+) cannot be reached")
 
 def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
     """Returns what the job has lost, without which it can be started again; ``None``: its outcome stands.
-
-    That is if it has ended by itself, was stopped, has failed at its first start, or so many ranks have failed that
-    fewer than ``--min-np`` are left.
-
-    Args:
-        job_end: how it has ended.
-        job: the job as it was started last.
+    That is if it ended by itself, was stopped, failed at its first start, or has fewer ranks left than ``--min-np``.
     """
     elastic, ends = job_end.elastic, list(job_end.exits.values())
     started = len(job_end.started) >= job_end.size and not job_end.unconnected
@@ -37,7 +26,7 @@ def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
         return None
     if job_end.reason not in (None, Reason.TOO_FEW, Reason.LOST, Reason.START_TIMEOUT) and not job_end.unconnected:
         return None
-    if not started and RESTARTS.name not in job.environment:
+    if not started and VARIABLES["restarts"].name not in job.environment:
         return None
     failed = [end for end in ends if end.code not in (0, PREEMPTED, PeerLostError.exit_code) and not end.stopped]
     if len(job_end.members) - len(failed) < elastic.least:
@@ -57,8 +46,9 @@ def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
 
 def _interrupted(job_end: JobEnd) -> set[int]:
     """The ranks that have not ended by themselves, nor failed; on one host, those of too few are not among them."""
-    several_hosts = len({start.host for start in job_end.started.values()}) > 1
-    lost = {rank for rank, end in job_end.exits.items() if several_hosts and end.code == PeerLostError.exit_code}
+    lost = {
+        rank for rank, end in job_end.exits.items() if len(job_end.hosts) > 1 and end.code == PeerLostError.exit_code
+    }
     stopped = {rank for rank, end in job_end.exits.items() if end.stopped}
     return lost | (stopped | (job_end.missing)) - job_end.done
 

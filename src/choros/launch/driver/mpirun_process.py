@@ -1,30 +1,85 @@
-"""The mpirun process: runs in its own session, behind a gate; when it ends, every process of that session is ended."""
+"""The mpirun process: runs in its own session, behind a gate; when it ends, every process of that session is ended.
+In a job on one host, nobody but the job's wrappers connects to it:
 
-from __future__ import annotations
+::
+
+    chorosrun        mpirun                     another user
+        │ starts ──────►│ listens
+        │ sees it       │ ◄───── connects ───────── │      microseconds later
+        │ stops it, closes the gate, expels ──────► │
+        │ continues it  │
+        │               │ starts wrappers
+        │ key ──────────────► wrappers connect, signed
+
+mpirun knows its job only once it listens, so nothing can be asked of it before. If this process was not scheduled
+in that moment, and somebody has sent it something, mpirun is started again.
+"""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import final
 
+from choros import durations
 from choros.errors import LaunchError
 from choros.launch.plan.command import Command
 from choros.launch.processes import parent_death_guard
+from choros.launch.processes.directories import write_key
 
-if TYPE_CHECKING:
-    from choros.launch.driver.mpirun_gate import MpirunGate
-
-__all__ = ["MpirunProcess"]
-
-#: How long mpirun may take to end by itself, after SIGTERM, and after SIGKILL.
-_END_SECONDS = 3.0
-#: How long its children may outlive it: wrappers that clean up, ssh clients that see the connection close.
-_CHILDREN_GRACE = 2.0
 #: How often mpirun is started again because somebody has connected to it.
 _TRIES = 20
+
+
+@final
+class MpirunGate:
+    """The gate before an mpirun just started; ``intruders``: users who have sent it something in more than a moment."""
+
+    def __init__(self, pid: int) -> None:
+        self.intruders: set[int] = set()
+        self._pid = pid
+        from choros.transport.gate import Gate, new_key  # imports sockets, which --help does not need
+
+        self._key = new_key()
+        self._gate = Gate(pid, self._key)
+        self._known: set[int] = set()
+        self._looked = time.monotonic()
+
+    def wait(self, has_ended: Callable[[], bool]) -> None:
+        """Closes the gate as soon as mpirun listens, and returns when it starts processes, or takes long for it."""
+        end, children = time.monotonic() + durations.GATE_SPIN, Path(f"/proc/{self._pid}/task/{self._pid}/children")
+        while not has_ended() and time.monotonic() <= end:
+            with suppress(OSError):  # the kernel may not list them
+                if children.read_bytes():
+                    break
+            self.look()
+        self.look()
+
+    def look(self) -> None:
+        """Closes the gate if mpirun has opened a socket."""
+        from choros.transport.peers import sockets_of
+
+        sockets = set(sockets_of(self._pid))
+        if not sockets <= self._known:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGSTOP)
+                late = time.monotonic() - self._looked > durations.GATE_LOOK
+                self._gate.close()
+                users = self._gate.expel()
+                os.kill(self._pid, signal.SIGCONT)
+                self.intruders |= users if late else set()
+            self._known |= sockets
+        self._looked = time.monotonic()
+
+    def give_key(self, session: Path) -> bool:
+        """Closes the gate for good, and gives wrappers the key; returns ``False`` if the kernel allows no gate."""
+        closed = self._gate.close()
+        write_key(session, self._key if closed else b"")
+        return closed
 
 
 class MpirunProcess:
@@ -34,8 +89,8 @@ class MpirunProcess:
         self._command = command
         self._start(stdin=stdin)
         for _ in range(_TRIES if command.gate else 0):
-            self._gate.wait(self.has_ended)
-            if not self._gate.intruders:
+            self.gate.wait(self.has_ended)
+            if not self.gate.intruders:
                 break
             self.send(signal.SIGKILL)
             self.finish()
@@ -45,37 +100,29 @@ class MpirunProcess:
         self.stderr = self._popen.stderr.fileno() if self._popen.stderr is not None else -1
 
     def _start(self, *, stdin: bool) -> None:
+        # The name of the job for mpirun and its clients, which nobody guesses; other hosts show it in a command line.
+        namespace = {"PMIX_SERVER_NSPACE": f"choros-{os.urandom(16).hex()}"} if self._command.gate else {}
         self._popen = subprocess.Popen(
             [sys.executable, "-I", "-S", parent_death_guard.__file__, str(os.getpid()), *self._command.argv],
-            env={**self._command.environ, **_namespace(self._command)},
+            env={**self._command.environ, **namespace},
             stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
         )
-        from choros.launch.driver.mpirun_gate import MpirunGate  # imports sockets, which --help does not need
-
-        self._gate: MpirunGate = MpirunGate(self._popen.pid)
-
-    def look_at_gate(self) -> None:
-        """Closes the gate before further sockets of mpirun."""
-        self._gate.look()
+        self.gate = MpirunGate(self._popen.pid)
 
     def close_gate(self) -> bool:
-        """Closes the gate for good, and gives wrappers its key; returns ``False`` if the kernel allows no gate.
-
-        Raises:
-            LaunchError: another user's process was connected.
-        """
-        self._gate.look()
-        if self._gate.intruders:
-            users = ", ".join(map(str, sorted(self._gate.intruders)))
+        """Closes the gate for good and gives wrappers its key; ``False``: no gate is allowed. Fails at an intruder."""
+        self.gate.look()
+        if self.gate.intruders:
+            users = ", ".join(map(str, sorted(self.gate.intruders)))
             raise LaunchError(
                 f"a process of another user (uid {users}) connects to mpirun whenever it starts. Ask that user, or an "
                 "administrator, to end it."
             )
-        return self._gate.give_key(Path(self._command.gate))
+        return self.gate.give_key(Path(self._command.gate))
 
     def send(self, number: signal.Signals) -> None:
         """Sends mpirun a signal if it is still running."""
@@ -101,7 +148,7 @@ class MpirunProcess:
             if number is not None:
                 self.send(number)
             try:
-                self._popen.wait(_END_SECONDS)
+                self._popen.wait(durations.MPIRUN_END)
                 break
             except subprocess.TimeoutExpired:
                 continue
@@ -109,7 +156,7 @@ class MpirunProcess:
         return self._popen.returncode or 0
 
     def _end_session(self) -> None:
-        end = time.monotonic() + _CHILDREN_GRACE
+        end = time.monotonic() + durations.MPIRUN_CHILDREN
         while (left := self._session()) and time.monotonic() < end:
             time.sleep(0.05)
         for pid in left:
@@ -120,26 +167,17 @@ class MpirunProcess:
 
     def _session(self) -> list[int]:
         """Returns the processes of mpirun's session."""
+        try:
+            pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        except FileNotFoundError:
+            import psutil  # takes 10 ms; needed only on systems without /proc
+
+            pids = list(psutil.pids())
         found = []
-        for pid in _pids():
+        for pid in pids:
             try:
                 if os.getsid(pid) == self._popen.pid:
                     found.append(pid)
             except (ProcessLookupError, PermissionError):
                 continue
         return found
-
-
-def _namespace(command: Command) -> dict[str, str]:
-    """The name of the job for mpirun and its clients, which nobody guesses; other hosts show it in a command line."""
-    return {"PMIX_SERVER_NSPACE": f"choros-{os.urandom(16).hex()}"} if command.gate else {}
-
-
-def _pids() -> list[int]:
-    """Returns all processes of this host."""
-    try:
-        return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    except FileNotFoundError:
-        import psutil  # takes 10 ms; needed only on systems without /proc
-
-        return list(psutil.pids())

@@ -1,22 +1,15 @@
 """The outcome of a job: messages and an exit code, computed from how its ranks ended. Pure."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from choros.errors import PREEMPTED, LaunchError, PeerLostError
-from choros.launch.driver.failures import exception_name, headline
-from choros.launch.driver.mpirun_messages import aborted_by_mpi, explain, lost_hosts, met_shutdown
-from choros.launch.driver.stopping import Reason, signal_name
-from choros.launch.driver.supervisor import JobEnd
-from choros.launch.plan.elastic import Elastic
-from choros.launch.plan.limits import Limits
+from choros.launch.driver.failures import aborted_by_mpi, exception_name, explain, headline, lost_hosts, met_shutdown
+from choros.launch.driver.job_end import JobEnd, Reason, signal_name
+from choros.launch.plan.job import Elastic, Limits
 from choros.launch.plan.roles import CHIEF, PS, WORKER, Roles
 from choros.launch.protocol.frames import Exit
-
-__all__ = ["Outcome", "outcome_of"]
 
 #: chorosrun's exit code for jobs whose exit code does not come from a rank.
 _CODES = {Reason.INTERRUPT: 130, Reason.TERMINATE: 143, Reason.TIMEOUT: 124}
@@ -28,13 +21,7 @@ _SUSPECTS = (PS, CHIEF, WORKER)
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a job.
-
-    Attributes:
-        exit_code: chorosrun's exit code.
-        lines: the messages to show, in this order; the traceback of the rank that failed first is the last one.
-        failure: the exit of the rank that failed first, if a rank failed.
-    """
+    """The outcome of a job: the messages to show end with the traceback of ``failure``, the rank that failed first."""
 
     exit_code: int
     lines: tuple[str, ...] = ()
@@ -42,12 +29,7 @@ class Outcome:
 
 
 def outcome_of(job_end: JobEnd, limits: Limits) -> Outcome:
-    """Returns the outcome of the job.
-
-    Args:
-        job_end: how the job and its ranks ended.
-        limits: the time limits, for the messages.
-    """
+    """Returns the outcome of the job; its messages name the time limits."""
     if job_end.given_up:
         line = f"chorosrun: {job_end.given_up}. With --commit-dir, the same command goes on from the last commit."
         return Outcome(PeerLostError.exit_code, (line,))

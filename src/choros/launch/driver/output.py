@@ -1,7 +1,5 @@
 """The ranks' output: written to the terminal, each line prefixed with the ranks that wrote it, and to files."""
 
-from __future__ import annotations
-
 import os
 import select
 import time
@@ -11,10 +9,10 @@ from typing import Protocol
 
 from choros.errors import ConfigError
 from choros.launch.driver.line_merger import LineMerger, Lines
+from choros.launch.plan.arguments import Arguments
+from choros.launch.plan.job import Job
 from choros.launch.plan.roles import NO_ROLES, Roles
 from choros.launch.protocol.frames import Text
-
-__all__ = ["DescriptorSink", "Files", "Output", "Screen", "Sink", "use_colour"]
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _CLEAR_TO_END = b"\x1b[K"
@@ -43,30 +41,13 @@ class DescriptorSink:
                 select.select([], [self.descriptor], [])
 
 
-class _Discard:
-    def write(self, data: bytes, /) -> None:
-        pass
-
-
 def use_colour(environ: Mapping[str, str], terminal: bool) -> bool:
     """Returns whether to colour output to a ``terminal``: https://no-color.org."""
     return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 class Screen:
-    """Writes the ranks' output to this process's standard output and error.
-
-    Lines of different ranks are never mixed: when another rank writes after a partial line, the partial line is
-    ended first.
-
-    Args:
-        out: standard output.
-        err: standard error.
-        prefix: begin every line with the ranks that wrote it.
-        colour: show these in colours.
-        roles: the ranks' roles.
-        timestamp: begin every line with the date and time at which it is shown.
-    """
+    """Writes the ranks' output to standard output and error; a partial line ends first when another rank writes."""
 
     def __init__(
         self,
@@ -78,7 +59,7 @@ class Screen:
         roles: Roles = NO_ROLES,
         timestamp: bool = False,
     ) -> None:
-        self._streams: dict[str, Sink] = {"out": out, "err": err}
+        self._streams: dict[str, Sink | None] = {"out": out, "err": err}
         self._prefix = prefix
         self._timestamp = timestamp
         self._colour = colour
@@ -123,10 +104,12 @@ class Screen:
 
     def _write(self, name: str, data: bytes) -> None:
         """Writes to a stream. If that is not possible any more, the job continues without it."""
+        stream = self._streams[name]
         try:
-            self._streams[name].write(data)
+            if stream is not None:
+                stream.write(data)
         except OSError as error:
-            self._streams[name] = _Discard()
+            self._streams[name] = None
             if not isinstance(error, BrokenPipeError) and name == "out":  # "| head" is no error
                 self.show(
                     f"chorosrun: standard output cannot be written ({error.strerror}); the job continues without it."
@@ -140,74 +123,48 @@ class Screen:
         return b"%s\x1b[%dm%s\x1b[0m" % (stamp, _COLOURS[ranks[0] % len(_COLOURS)], label)
 
 
-class Files:
-    """Writes each rank's output to ``DIR/rank.N/stdout`` and ``DIR/rank.N/stderr``, or ``DIR/worker.N/…``.
+Files = dict[tuple[int, str], DescriptorSink]
 
-    Raises:
-        ConfigError: they cannot be created.
-    """
 
-    def __init__(self, directory: Path, size: int, roles: Roles = NO_ROLES) -> None:
-        self._files: dict[tuple[int, str], DescriptorSink] = {}
-        for rank in range(size):
-            for stream in ("out", "err"):
-                path = directory / roles.directory(rank) / f"std{stream}"
-                try:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-                except OSError as error:
-                    self.close()
-                    raise ConfigError(
-                        f"--output-dir {directory}: {path} cannot be created: {error.strerror}."
-                    ) from error
-                self._files[rank, stream] = DescriptorSink(file)
-
-    def write(self, frame: Text) -> None:
-        """Appends lines, or a partial line, as the rank wrote them; raises an ``OSError`` if there is no room."""
-        self._files[frame.rank, frame.stream].write(frame.data)
-
-    def close(self) -> None:
-        """Closes all files."""
-        for file in self._files.values():
-            os.close(file.descriptor)
-        self._files.clear()
+def open_files(directory: Path, size: int, roles: Roles = NO_ROLES) -> Files:
+    """Creates ``DIR/rank.N/stdout`` and ``DIR/rank.N/stderr``, or ``DIR/worker.N/…``, of each rank."""
+    files: Files = {}
+    for rank in range(size):
+        for stream in ("out", "err"):
+            path = directory / roles.directory(rank) / f"std{stream}"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                raise ConfigError(f"--output-dir {directory}: {path} cannot be created: {error.strerror}.") from error
+            files[rank, stream] = DescriptorSink(file)
+    return files
 
 
 class Output:
-    """The screen, and the output files if ``--output-dir`` is given.
-
-    Args:
-        screen: the screen.
-        files: the files, which have all lines of each rank.
-        merger: merges equal lines of several ranks on the screen.
-    """
+    """The screen, whose equal lines ``merger`` merges, and the files of ``--output-dir``, which have all lines."""
 
     def __init__(self, screen: Screen, files: Files | None = None, merger: LineMerger | None = None) -> None:
         self._screen = screen
-        self._files = files
-        self._merger = merger
+        self._files = files or {}
+        self._merger = merger or LineMerger(1)
 
     def write(self, text: Text) -> None:
         """Writes a rank's output to its files, and to the screen, where lines may be held: see ``due_after``."""
-        if self._merger is None:
-            self._screen.write(Lines((text.rank,), text.stream, text.data))
-        else:
-            self._write(self._merger.add(text, time.monotonic()))
+        self._show(self._merger.add(text, time.monotonic()))
         self._write_to_file(text)
 
     def write_due(self) -> None:
         """Writes the held lines that are due to the screen."""
-        if self._merger is not None:
-            self._write(self._merger.due(time.monotonic()))
+        self._show(self._merger.due(time.monotonic()))
 
     def due_after(self) -> float | None:
         """Returns the seconds after which held lines are due; ``None`` if there are none."""
-        return None if self._merger is None else self._merger.wait(time.monotonic())
+        return self._merger.wait(time.monotonic())
 
     def flush(self) -> None:
         """Writes all held lines to the screen."""
-        if self._merger is not None:
-            self._write(self._merger.flush())
+        self._show(self._merger.flush())
 
     def write_to_file(self, rank: int, text: str) -> None:
         """Writes a rank's final traceback to its file only: the screen shows it with the job's outcome."""
@@ -227,20 +184,32 @@ class Output:
     def close(self) -> None:
         """Finishes the output and closes the files."""
         self.finish()
-        if self._files is not None:
-            self._files.close()
+        for file in self._files.values():
+            os.close(file.descriptor)
+        self._files = {}
 
-    def _write(self, lines: Iterable[Lines]) -> None:
+    def _show(self, lines: Iterable[Lines]) -> None:
         for each in lines:
             self._screen.write(each)
 
     def _write_to_file(self, text: Text) -> None:
         try:
-            if self._files is not None:
-                self._files.write(text)
+            if self._files:
+                self._files[text.rank, text.stream].write(text.data)
         except OSError as error:
-            self._files = None
+            self._files = {}
             self.show(
                 f"chorosrun: --output-dir: a file cannot be written ({error.strerror}). From here on, the output of "
                 "the ranks is not written to files."
             )
+
+
+def output_of(
+    job: Job, arguments: Arguments, environ: Mapping[str, str], out: Sink, err: Sink, *, colour: bool
+) -> Output:
+    """Returns the output of a job, as its arguments want it."""
+    prefix, directory = arguments.prefix(job.most), arguments.output_dir
+    timestamp = arguments.prefix_output_with_timestamp
+    screen = Screen(out, err, prefix=prefix, colour=colour, roles=job.roles, timestamp=timestamp)
+    files = open_files(Path(directory), job.most, job.roles) if directory else None
+    return Output(screen, files, LineMerger(job.most) if arguments.merge(job.most, environ) else None)

@@ -1,10 +1,6 @@
 """The check, before mpirun starts, that every remote host exists and accepts the login.
-
-mpirun tries hosts one after the other and reports little when a host does not answer. This check tries all hosts at
-once, for a bounded time, and raises one error with the hosts that failed and the reasons.
+All at once, for a bounded time, with all reasons: mpirun tries one after the other, and reports little.
 """
-
-from __future__ import annotations
 
 import concurrent.futures
 import shutil
@@ -13,15 +9,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
+from choros import durations
 from choros.errors import HostUnreachable, LaunchError
 from choros.launch.plan.hosts import Host
 from choros.launch.plan.job import Ssh
 
-__all__ = ["answering", "check_hosts", "unreachable"]
-
-_NAME_SECONDS = 6.0
 _AT_ONCE = 128
 _LISTED = 4
 #: Prints the host's name, what is unique to its kernel, and the device that is its shared memory.
@@ -29,12 +22,8 @@ _IDENTITY = "uname -n; cat /proc/sys/kernel/random/boot_id 2>/dev/null; stat -c 
 _IDENTITY_LINES = 3
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """A host's answer: why it cannot be used (empty: it can), or the lines that identify it."""
-
-    problem: str = ""
-    identity: tuple[str, ...] = ()
+#: The lines that identify a host that was asked.
+Identity = tuple[str, ...]
 
 
 def check_hosts(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> None:
@@ -54,37 +43,33 @@ def check_hosts(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> None:
         )
     end = time.monotonic() + seconds
     names = [host.name for host in hosts]
-    if not ssh.command:
-        answers = _ask_all(names, lambda name: _Answer(_resolve(name)), min(_NAME_SECONDS, seconds))
-        _check(answers, ssh)  # one missing host fails the job: do not wait for logins
+    if not ssh.command:  # one missing host fails the job: do not wait for logins
+        _, unknown = _ask_all(names, _resolve, min(durations.NAME, seconds))
+        if unknown:
+            raise unreachable(unknown, len(names), ssh)
     left = max(1.0, end - time.monotonic())
-    answers = _ask_all(names, lambda name: _log_in(name, ssh, left), left)
-    _check(answers, ssh)
+    answers, failures = _ask_all(names, lambda name: _log_in(name, ssh, left), left)
+    if failures:
+        raise unreachable(failures, len(names), ssh)
     _check_distinct(answers)
 
 
 def answering(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> tuple[Host, ...]:
     """Returns those of the ``hosts`` that accept the login within ``seconds``."""
-    answers = _ask_all([host.name for host in hosts], lambda name: _log_in(name, ssh, seconds), seconds)
-    return tuple(host for host in hosts if not answers[host.name].problem)
+    answers, _ = _ask_all([host.name for host in hosts], lambda name: _log_in(name, ssh, seconds), seconds)
+    return tuple(host for host in hosts if host.name in answers)
 
 
-def _check(answers: Mapping[str, _Answer], ssh: Ssh) -> None:
-    failures = {name: answer.problem for name, answer in answers.items() if answer.problem}
-    if failures:
-        raise unreachable(failures, len(answers), ssh)
-
-
-def _check_distinct(answers: Mapping[str, _Answer]) -> None:
+def _check_distinct(answers: Mapping[str, Identity]) -> None:
     """Raises ``HostUnreachable`` if two names are one machine: MPI's processes would overwrite each other's files."""
     own = subprocess.run(["sh", "-c", _IDENTITY], capture_output=True, text=True, check=False).stdout.splitlines()
     known = {tuple(own): "localhost"}
-    for name, answer in answers.items():
-        other = known.setdefault(answer.identity, name) if len(answer.identity) == _IDENTITY_LINES else name
+    for name, identity in answers.items():
+        other = known.setdefault(identity, name) if len(identity) == _IDENTITY_LINES else name
         if other != name:
             raise HostUnreachable(
                 f"{other} and {name} are one machine (or containers that share one) with the hostname "
-                f"{answer.identity[0]}: name it once, with all its slots, such as -H {other}:SLOTS, or give the "
+                f"{identity[0]}: name it once, with all its slots, such as -H {other}:SLOTS, or give the "
                 "containers different hostnames."
             )
 
@@ -101,26 +86,35 @@ def unreachable(failures: dict[str, str], total: int, ssh: Ssh) -> HostUnreachab
     )
 
 
-def _ask_all(names: Sequence[str], ask: Callable[[str], _Answer], seconds: float) -> dict[str, _Answer]:
-    """Returns name → answer; a host without an answer after ``seconds`` cannot be used."""
-    answers: dict[str, concurrent.futures.Future[_Answer]] = {name: concurrent.futures.Future() for name in names}
+def _ask_all(
+    names: Sequence[str], ask: Callable[[str], Identity], seconds: float
+) -> tuple[dict[str, Identity], dict[str, str]]:
+    """Returns the answers of hosts, by name, and why others cannot be used: ``ask`` failed, or took ``seconds``."""
+    asked: dict[str, concurrent.futures.Future[Identity]] = {name: concurrent.futures.Future() for name in names}
     slots = threading.BoundedSemaphore(_AT_ONCE)
 
     def answer(name: str) -> None:
         with slots:
-            answers[name].set_result(ask(name))
+            try:
+                asked[name].set_result(ask(name))
+            except OSError as error:
+                asked[name].set_exception(error)
 
     for name in names:  # daemon threads: a resolver that hangs must not delay this process's exit
         threading.Thread(target=answer, args=(name,), daemon=True).start()
-    concurrent.futures.wait(answers.values(), timeout=seconds)
-    late = _Answer(f"no answer within {seconds:.0f} s")
-    return {name: future.result() if future.done() else late for name, future in answers.items()}
+    done, _ = concurrent.futures.wait(asked.values(), timeout=seconds)
+    failures = {
+        name: str(future.exception()) if future in done else f"no answer within {seconds:.0f} s"
+        for name, future in asked.items()
+        if future not in done or future.exception() is not None
+    }
+    return {name: future.result() for name, future in asked.items() if name not in failures}, failures
 
 
-def _resolve(name: str) -> str:
-    """Returns why ``name`` has no address; empty if it has one, or if ssh's configuration maps it to another name."""
+def _resolve(name: str) -> Identity:
+    """Fails if ``name`` has no address, unless ssh's configuration maps it to another name."""
     if _has_address(name):
-        return ""
+        return ()
     try:
         known = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, timeout=5, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -128,8 +122,8 @@ def _resolve(name: str) -> str:
     settings = dict(line.split(" ", 1) for line in known.splitlines() if " " in line)
     alias = settings.get("hostname", name)
     if "proxycommand" in settings or "proxyjump" in settings or (alias != name and _has_address(alias)):
-        return ""
-    return "no such name"
+        return ()
+    raise OSError("no such name")
 
 
 def _has_address(name: str) -> bool:
@@ -139,8 +133,8 @@ def _has_address(name: str) -> bool:
         return False
 
 
-def _log_in(name: str, ssh: Ssh, seconds: float) -> _Answer:
-    """Runs a command on ``name``."""
+def _log_in(name: str, ssh: Ssh, seconds: float) -> Identity:
+    """Runs a command on ``name``; raises an ``OSError`` if that is not possible."""
     argv = ssh.argv()
     if not ssh.command:
         argv += ["-o", f"ConnectTimeout={max(1, int(min(10, seconds)))}"]
@@ -153,11 +147,9 @@ def _log_in(name: str, ssh: Ssh, seconds: float) -> _Answer:
             timeout=seconds,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return _Answer(f"no answer within {seconds:.0f} s")
-    except OSError as error:
-        return _Answer(str(error))
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from error
     if answer.returncode == 0:
-        return _Answer(identity=tuple(answer.stdout.splitlines()))
+        return tuple(answer.stdout.splitlines())
     lines = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
-    return _Answer(lines[-1] if lines else f"{argv[0]} failed with exit code {answer.returncode}")
+    raise OSError(lines[-1] if lines else f"{argv[0]} failed with exit code {answer.returncode}")

@@ -1,7 +1,16 @@
-"""Starts an elastic job again when it has lost mpirun, a host or a link: acts as ``plan/restart.py`` says."""
+"""Starts an elastic job again when it has lost mpirun, a host or a link: acts as ``plan/restart.py`` says.
+While it runs, it watches what the host discovery script prints.
+
+::
+
+    thread     script ── a:2,b:2 ── a:2,b:2 ── a:2,b:2,c:2 ── does c accept a login? ── yes
+                                                                                        │ a byte, in a pipe
+    supervisor ── waits in its loop for ranks and mpirun ───────────────────────────────▼ wanted(): Restart(6, …)
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -10,56 +19,106 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from choros.config import COMMIT_DIR
+from choros import durations
 from choros.errors import PREEMPTED, ConfigError
-from choros.launch.driver.discovery import run_script
-from choros.launch.driver.host_names import own_names
-from choros.launch.driver.host_watch import HostWatch
+from choros.launch.driver.job_end import JobEnd, Reason
 from choros.launch.driver.losses import loss_of
-from choros.launch.driver.stopping import Reason
-from choros.launch.driver.supervisor import JobEnd
-from choros.launch.plan.discovery import HostHealth, parse_discovered
-from choros.launch.plan.elastic import Elastic
+from choros.launch.driver.machine import own_names, run_script
 from choros.launch.plan.environment import in_slurm
-from choros.launch.plan.hosts import Host, total_slots
-from choros.launch.plan.job import Job
-from choros.launch.plan.limits import Limits
-from choros.launch.plan.restart import End, JobLoss, Restart, Tries, WaitForHosts, cut_off, moved, next_step, restarted
+from choros.launch.plan.hosts import Host, parse_discovered, total_slots
+from choros.launch.plan.job import Elastic, Job, Limits
+from choros.launch.plan.restart import (
+    End,
+    HostHealth,
+    JobLoss,
+    Restart,
+    Tries,
+    WaitForHosts,
+    cut_off,
+    moved,
+    next_step,
+    restarted,
+)
+from choros.settings import VARIABLES
 
-__all__ = ["launch_again"]
-
-#: How long a host may take to accept the login.
-_LOGIN_SECONDS = 10.0
-_POLL_SECONDS = 1.0
 _CAUGHT = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class HostWatch:
+    """Polls the hosts on which ``job`` could go on in a thread of its own, which may take its time."""
+
+    def __init__(self, waiting: _Waiting, job: Job) -> None:
+        self._waiting, self._job = waiting, job
+        self._reader, self._writer = os.pipe()
+        self._reached = {host.name for host in job.hosts}
+        self._found: tuple[Host, ...] = ()
+        self._ends = threading.Event()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._poll, name="choros: hosts", daemon=True).start()
+
+    def fileno(self) -> int:
+        """Readable when the hosts have changed."""
+        return self._reader
+
+    def wanted(self) -> Restart | None:
+        """Returns how the job is to be started on the hosts of now; ``None``: it stays as it is."""
+        os.read(self._reader, 1 << 10)
+        with self._lock:
+            return moved(self._job, self._waiting.elastic, self._found)
+
+    def close(self) -> None:
+        """Ends the thread after its present call."""
+        with self._lock:
+            self._ends.set()
+            os.close(self._reader)
+            os.close(self._writer)
+
+    def _poll(self) -> None:
+        while not self._ends.wait(durations.HOSTS_LOOK):
+            found = self._there()
+            with self._lock:
+                if self._ends.is_set():
+                    return
+                if found != self._found:
+                    self._found = found
+                    os.write(self._writer, b".")
+
+    def _there(self) -> tuple[Host, ...]:
+        """The hosts of now; new ones when they accept the login."""
+        try:
+            hosts = self._waiting.known()
+        except ConfigError:
+            return self._found
+        names = {host.name for host in hosts}
+        new = self._waiting.answering(tuple(host for host in hosts if host.name not in self._reached))
+        self._reached = (self._reached & names) | {host.name for host in new}
+        return tuple(host for host in hosts if host.name in self._reached)
+
 
 #: Runs a job to its end, within a number of seconds.
 Launch = Callable[[Job, Limits, HostWatch | None], JobEnd]
 
 
 def launch_again(
-    job: Job, environ: Mapping[str, str], limits: Limits, launch: Launch, show: Callable[[str], None]
+    job: Job,
+    elastic: Elastic,
+    environ: Mapping[str, str],
+    limits: Limits,
+    launch: Launch,
+    show: Callable[[str], None],
 ) -> JobEnd:
-    """Runs ``job``, and if it loses mpirun, hosts or links, again on what is left; returns its last end.
-
-    Args:
-        job: the job.
-        environ: the user's environment.
-        limits: the time limits, of all launches together.
-        launch: runs a job once.
-        show: shows a message.
-    """
+    """Runs ``job``, and if it loses mpirun, hosts or links, again on what is left; limits hold for all launches."""
     end_of_time = None if limits.run is None else time.monotonic() + limits.run
-    elastic = job.elastic
-    if elastic is None:
-        return launch(job, limits, None)
     waiting = _Waiting(job, elastic, environ, HostHealth(job.discovery.cooldown), end_of_time, show)
     tries, current = Tries(), job
     while True:
         left = None if end_of_time is None else max(0.0, end_of_time - time.monotonic())
         with _watched(waiting, current, tries) as hosts:
             job_end = launch(current, replace(limits, run=left), hosts)
-        if job_end.move is not None and _has_moved(job_end):
+        codes = {end.code for end in job_end.exits.values()}
+        # All ranks that were left have committed and ended, and only because hosts have changed.
+        has_moved = not job_end.preempted and job_end.reason is None and PREEMPTED in codes and not job_end.missing
+        if job_end.move is not None and has_moved:
             tries = Tries(tries.restarts + 1)
             current = restarted(job, job_end.move, tries.restarts, own_names(), environ)
             show(f"chorosrun: the job {_again(current, job_end.move, tries.restarts, environ)}.")
@@ -71,8 +130,9 @@ def launch_again(
         try:
             with _raised():
                 step = waiting.after(loss, tries)
-        except _Signalled as signalled:
-            return _ended_by(signalled.number, job_end)
+        except _Signalled as signalled:  # the last commit is all that there is of the job
+            preempted = signalled.number in (signal.SIGTERM, signal.SIGUSR1)
+            return JobEnd(0, reason=Reason.TERMINATE, elastic=elastic, preempted=preempted)
         if step is None:
             return replace(job_end, reason=Reason.TIMEOUT, waits=())
         if isinstance(step, End):
@@ -85,45 +145,21 @@ def launch_again(
 @contextmanager
 def _watched(waiting: _Waiting, job: Job, tries: Tries) -> Iterator[HostWatch | None]:
     """A block in which the hosts that the script prints are watched, if the job can go on on others."""
-    elastic, resets = waiting.elastic, waiting.elastic.resets
-    has_commits = bool(COMMIT_DIR.read({**waiting.environ, **job.environment}))
+    resets = waiting.elastic.resets
+    has_commits = bool(VARIABLES["commit_dir"].read({**waiting.environ, **job.environment}))
     if job.discovery.script is None or not has_commits or (resets is not None and tries.restarts >= resets):
         yield None
         return
-    reached = {host.name for host in job.hosts}
-
-    def there() -> tuple[Host, ...]:
-        """The hosts of now; new ones when they accept the login."""
-        nonlocal reached
-        try:
-            hosts = waiting.known()
-        except ConfigError:
-            return watch.found
-        new = tuple(host for host in hosts if host.name not in reached)
-        reached = (reached & {host.name for host in hosts}) | {host.name for host in waiting.answering(new)}
-        return tuple(host for host in hosts if host.name in reached)
-
-    watch = HostWatch(there, lambda hosts: moved(job, elastic, hosts))
-    watch.start()
+    watch = HostWatch(waiting, job)
     try:
         yield watch
     finally:
         watch.close()
 
 
-def _has_moved(job_end: JobEnd) -> bool:
-    """Whether all ranks that were left have committed and ended, and only because hosts have changed."""
-    codes = {end.code for end in job_end.exits.values()}
-    return not job_end.preempted and job_end.reason is None and PREEMPTED in codes and not job_end.missing
-
-
 @dataclass
 class _Waiting:
-    """Looks for hosts on which the job can go on.
-
-    Attributes:
-        health: which hosts are left out.
-    """
+    """Looks for hosts on which the job can go on; ``health`` says which are left out."""
 
     job: Job
     elastic: Elastic
@@ -133,10 +169,7 @@ class _Waiting:
     show: Callable[[str], None]
 
     def after(self, loss: JobLoss, tries: Tries) -> Restart | End | None:
-        """Returns what to do after ``loss``, when there are hosts or it has waited long enough.
-
-        ``None``: the time of the job is over.
-        """
+        """Returns what to do after ``loss``, with hosts or after waiting long enough; ``None``: no time is left."""
         began = time.monotonic()
         for host in loss.hosts:
             self.health = self.health.failed(host, began)
@@ -147,18 +180,15 @@ class _Waiting:
                 return step
             if self.end_of_time is not None and time.monotonic() >= self.end_of_time:
                 return None
-            message = f"chorosrun: {loss.what}; {self._waits(step)}."
+            slots = f"{step.slots} slot{'s' * (step.slots != 1)}"
+            message = (
+                f"chorosrun: {loss.what}; waiting up to {self.elastic.timeout:g} s for hosts with slots for --min-np "
+                f"{self.elastic.least} ranks, now {slots}."
+            )
             if message != said:
                 self.show(message)
                 said = message
-            time.sleep(_POLL_SECONDS)
-
-    def _waits(self, step: WaitForHosts) -> str:
-        slots = f"{step.slots} slot{'s' * (step.slots != 1)}"
-        return (
-            f"waiting up to {self.elastic.timeout:g} s for hosts with slots for --min-np {self.elastic.least} ranks, "
-            f"now {slots}"
-        )
+            time.sleep(durations.HOSTS_RETRY)
 
     def _hosts(self, loss: JobLoss, tries: Tries) -> tuple[Host, ...]:
         """The hosts on which the job can be started again."""
@@ -193,14 +223,14 @@ class _Waiting:
             return hosts
         from choros.launch.driver.preflight import answering  # takes 20 ms; other jobs do not need it
 
-        there = answering(remote, self.job.ssh, _LOGIN_SECONDS)
+        there = answering(remote, self.job.ssh, durations.LOGIN)
         return tuple(host for host in hosts if host not in remote or host in there)
 
 
 def _again(job: Job, step: Restart, number: int, environ: Mapping[str, str]) -> str:
     """What happens now, in words."""
     where = f" on {','.join(map(str, step.hosts))}" if step.hosts else ""
-    commits = COMMIT_DIR.read({**environ, **job.environment})
+    commits = VARIABLES["commit_dir"].read({**environ, **job.environment})
     begins = "goes on from its last commit" if commits else "begins anew, as it has no --commit-dir"
     kind = job.roles.kind(step.size)
     return f"is started again, with {step.size} {kind}{where}, and {begins} (restart {number})"
@@ -231,9 +261,3 @@ def _raised() -> Iterator[None]:
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
-
-
-def _ended_by(number: int, job_end: JobEnd) -> JobEnd:
-    """The end of a job by a signal while it waits for hosts: the last commit is all that there is of it."""
-    preempted = number in (signal.SIGTERM, signal.SIGUSR1)
-    return JobEnd(0, reason=Reason.TERMINATE, elastic=job_end.elastic, preempted=preempted)

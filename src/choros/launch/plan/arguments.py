@@ -2,14 +2,12 @@
 
 ::
 
-    chorosrun   options.py ◄── the flag of each field ──┐
+    chorosrun   options.py ◄── the row of each field ───┐
                     │                                   │
                     ├──────────────────────────────► Arguments ──► Job, Limits
                     │
-    choros.run  its signature
+    choros.run  its signature; documentation ◄── rows
 """
-
-from __future__ import annotations
 
 import os
 import shlex
@@ -17,24 +15,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from choros.config import CHAOS, COMMIT_DIR, COMMIT_STEPS, MERGE_OUTPUT, START_TIMEOUT, Config
 from choros.errors import ConfigError
-from choros.launch.plan.discovery import Cooldown, Discovery, parse_discovered
-from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.environment import allocated_slots, in_allocation
-from choros.launch.plan.flags import FlagValue, Seconds, WholeNumber, flag, flag_of
-from choros.launch.plan.hosts import MOST_SLOTS, Host, parse_hostfile, parse_hosts, total_slots
-from choros.launch.plan.job import Job, Ssh
-from choros.launch.plan.limits import Limits
+from choros.launch.plan.flags import (
+    FILE,
+    SECONDS,
+    SECONDS_OR_ZERO,
+    SWITCH,
+    Flag,
+    flag,
+    variables_of,
+    whole_numbers,
+)
+from choros.launch.plan.hosts import MOST_SLOTS, Host, parse_discovered, parse_hostfile, parse_hosts, total_slots
+from choros.launch.plan.job import Cooldown, Discovery, Elastic, Job, Limits, Ssh
 from choros.launch.protocol.wrapper_options import WrapperOptions
 from choros.observe.chaos import parse_faults
-
-__all__ = ["Arguments"]
+from choros.settings import VARIABLES, Config
 
 #: Variables in which Kubernetes' MPI operator and other tools pass a host file to mpirun.
 _DEFAULT_HOSTFILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
 _RESTARTS = 3
-_RANKS = WholeNumber(1, MOST_SLOTS)
+_RANKS = whole_numbers(1, MOST_SLOTS)
 _LIMITS = Limits()
 _ELASTIC = Elastic(1, 1)
 #: The arguments that make a job elastic, and those that only apply to such a job.
@@ -44,158 +46,157 @@ _ONLY_ELASTIC = ("elastic_timeout", "reset_limit", "cooldown_range")
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments, named as choros.run's and chorosrun's flags; each has its flag.
+    """The arguments, named as choros.run's and chorosrun's flags; ``in_python``: error messages name choros.run's.
 
-    Attributes:
-        in_python: error messages name choros.run's arguments instead of chorosrun's flags.
-
-    Raises:
-        ConfigError: a value is invalid.
-
-    Example:
-        >>> Arguments(start_timeout=float("nan"))
-        Traceback (most recent call last):
-        choros.errors.ConfigError: --start-timeout nan: expected a finite number of seconds, more than 0.
-        >>> Arguments(num_proc=0, in_python=True)
-        Traceback (most recent call last):
-        choros.errors.ConfigError: num_proc=0: expected a whole number from 1 to 1048576.
+    >>> Arguments(start_timeout=float("nan"))
+    Traceback (most recent call last):
+    choros.errors.ConfigError: --start-timeout nan: expected a finite number of seconds, more than 0.
+    >>> Arguments(num_proc=0, in_python=True)
+    Traceback (most recent call last):
+    choros.errors.ConfigError: num_proc=0: expected a whole number from 1 to 1048576.
     """
 
     # fmt: off
     num_proc: int | None = flag(
-        "Job", "-np", "-n", "--num-proc", metavar="N", bounds=_RANKS,
+        "Job", "-np -n --num-proc", own_names="-n", metavar="N", value=_RANKS,
         help="Number of ranks, or of workers with --ps. Default: the number of slots of the hosts, or of a "
-        "scheduler's allocation; without either, the number of accelerators of this machine, at least 1.")
+        "scheduler's allocation; without either, the number of accelerators of this machine, at least 1.",
+        python="Number of ranks. ``None``, as chorosrun without ``-np``: the number of slots of the hosts, or of a "
+        "scheduler's allocation; without either, the number of accelerators of this machine, at least 1.",
+        horovod="without it: the number of slots of the hosts, of a scheduler's allocation, or of accelerators")
     nproc_per_node: int | None = flag(
-        "Job", "--nproc-per-node", metavar="N", bounds=_RANKS,
+        "Job", "--nproc-per-node", metavar="N", value=_RANKS,
         help="Number of ranks on each host, instead of -np, as torchrun's.")
     ps: int | None = flag(
-        "Job", "--ps", metavar="P", bounds=_RANKS,
+        "Job", "--ps", metavar="P", value=_RANKS,
         help="Start a job for ParameterServerStrategy: a chief, P parameter servers and -np workers, each with its "
         "role in TF_CONFIG. The job ends when the chief ends, with the chief's exit code.")
     max_restarts: int | None = flag(
-        "Job", "--max-restarts", metavar="N", bounds=WholeNumber(0, MOST_SLOTS),
+        "Job", "--max-restarts", metavar="N", value=whole_numbers(0, MOST_SLOTS),
         help="With --ps: how many times a worker that was killed by a signal is restarted. Default: 3.")
     env: Mapping[str, str] = flag(
-        "Job", "--env", default_factory=dict, value=FlagValue.REPEATED, metavar="KEY[=VALUE]",
+        "Job", "--env", default_factory=dict, multiple=True, metavar="KEY[=VALUE]",
         help="Set an environment variable for the ranks; may be given more than once. Ranks on other hosts "
-        "inherit this host's environment without it.")
+        "inherit this host's environment without it.",
+        python="Environment variables to set for the ranks; chorosrun's flags such as ``--timeline-filename`` set "
+        "some.")
     min_num_proc: int | None = flag(
-        "Elastic", "--min-np", "--min-num-proc", metavar="N", bounds=_RANKS,
+        "Elastic", "--min-np --min-num-proc", metavar="N", value=_RANKS, horovod="",
         help="Go on without ranks that die, as long as N are left. Default: -np, which makes a job elastic that "
         "--max-np or --host-discovery-script is given for.")
     max_num_proc: int | None = flag(
-        "Elastic", "--max-np", "--max-num-proc", metavar="N", bounds=_RANKS,
+        "Elastic", "--max-np --max-num-proc", metavar="N", value=_RANKS, horovod="without it: as many as -np",
         help="Have no more than N ranks: new ones replace those that die. Default: -np.")
     host_discovery_script: str | None = flag(
-        "Elastic", "--host-discovery-script", value=FlagValue.FILE, metavar="FILE",
+        "Elastic", "--host-discovery-script", value=FILE, metavar="FILE",
         help="A program that prints the hosts of the job, one line `host:slots` for each; chorosrun runs it when the "
-        "job starts, and with --commit-dir each second: the job goes on on the hosts that it prints.")
+        "job starts, and with --commit-dir each second: the job goes on on the hosts that it prints.",
+        horovod="with --commit-dir it is run each second")
     slots: int | None = flag(
-        "Elastic", "--slots-per-host", metavar="N", bounds=_RANKS,
+        "Elastic", "--slots-per-host", metavar="N", value=_RANKS, horovod="",
         help="The slots of a host whose line has no number. Default: 1.")
     elastic_timeout: float | None = flag(
-        "Elastic", "--elastic-timeout", metavar="SECONDS", bounds=Seconds(),
+        "Elastic", "--elastic-timeout", metavar="SECONDS", value=SECONDS,
         help="How long to wait for hosts with slots for --min-np ranks when some were lost. Default: "
-        f"{_ELASTIC.timeout:g}.")
+        f"{_ELASTIC.timeout:g}.",
+        horovod="how long chorosrun waits for hosts with enough slots when some were lost")
     reset_limit: int | None = flag(
-        "Elastic", "--reset-limit", metavar="N", bounds=WholeNumber(0, MOST_SLOTS),
+        "Elastic", "--reset-limit", metavar="N", value=whole_numbers(0, MOST_SLOTS),
         help="How many new ranks may take the places of lost ones, and how many times the job may be started again "
-        "when mpirun, a host or a link was lost. Default: no limit.")
+        "when mpirun, a host or a link was lost. Default: no limit.",
+        horovod="how many new ranks take the places of lost ones, and how many times chorosrun starts the job again")
     cooldown_range: Sequence[int] | None = flag(
-        "Elastic", "--blacklist-cooldown-range", metavar="MIN MAX", value=FlagValue.TWO,
-        bounds=WholeNumber(0, MOST_SLOTS),
+        "Elastic", "--blacklist-cooldown-range", metavar="MIN MAX", value=whole_numbers(0, MOST_SLOTS), nargs=2,
         help="For how many seconds a host that was lost three times is left out: MIN, twice as long each further time, "
-        "at most MAX. Default: for the rest of the job.")
+        "at most MAX. Default: for the rest of the job.",
+        horovod="for hosts that have been lost three times")
     commit_dir: str | os.PathLike[str] | None = flag(
-        "Elastic", "--commit-dir", metavar="DIR",
+        "Elastic", "--commit-dir", metavar="DIR", variable=VARIABLES["commit_dir"], text=os.path.abspath,
         help="The directory of the job's commits, on a file system that all hosts share: fit under a strategy, and "
         "hvd.elastic.run, commit there, and go on from there when the same command is started again. Default: "
-        f"{COMMIT_DIR.name}.")
+        "CHOROS_COMMIT_DIR.")
     commit_steps: int | None = flag(
-        "Elastic", "--commit-steps", metavar="N", bounds=WholeNumber(0, 10**9),
+        "Elastic", "--commit-steps", metavar="N", value=whole_numbers(0, 10**9), variable=VARIABLES["commit_steps"],
         help="Let fit commit after each N steps, too, not only after each epoch and when the job is asked to end. "
-        f"Default: {COMMIT_STEPS.name}, or 0: it does not.")
+        "Default: CHOROS_COMMIT_STEPS, or 0: it does not.")
     chaos: str | None = flag(
-        "Elastic", "--chaos", metavar="FAULTS",
+        "Elastic", "--chaos", metavar="FAULTS", variable=VARIABLES["chaos"],
         help="Inject faults, to see what the job does: kill:rank=1@step=17,stop:rank=2@step=30+5s,"
         "random-kills=3@step=1-50,seed=7.")
     hosts: str | None = flag(
-        "Hosts", "-H", "--hosts", metavar="HOST:SLOTS,...",
-        help="The hosts, with the number of slots (ranks) of each.")
+        "Hosts", "-H --hosts", metavar="HOST:SLOTS,...", horovod="",
+        help="The hosts, with the number of slots (ranks) of each, such as a:4,b:4. Default: this machine.")
     hostfile: str | os.PathLike[str] | None = flag(
-        "Hosts", "-hostfile", "--hostfile", value=FlagValue.FILE, metavar="FILE",
+        "Hosts", "-hostfile --hostfile", value=FILE, metavar="FILE", horovod="",
         help="A file of hosts, one line `host slots=N` for each.")
     ssh_port: int | None = flag(
-        "Hosts", "-p", "--ssh-port", metavar="PORT", bounds=WholeNumber(1, 65535),
+        "Hosts", "-p --ssh-port", metavar="PORT", value=whole_numbers(1, 65535), horovod="",
         help="The port of the hosts' ssh servers.")
     ssh_identity_file: str | None = flag(
-        "Hosts", "-i", "--ssh-identity-file", metavar="FILE", help="The private key for ssh.")
+        "Hosts", "-i --ssh-identity-file", metavar="FILE", help="The private key for ssh.", horovod="")
     ssh_command: str | None = flag(
         "Hosts", "--ssh-command", metavar="PROGRAM",
         help="A program to use instead of ssh, with its arguments; it is called as PROGRAM HOST COMMAND...")
     network_interfaces: Sequence[str] = flag(
-        "Hosts", "--network-interfaces", "--network-interface", default=(), value=FlagValue.REPEATED,
-        metavar="NAME,...",
+        "Hosts", "--network-interfaces --network-interface", default=(), multiple=True, metavar="NAME,...",
         help="Communicate only through these interfaces: names that exist on every host, or networks such as "
-        "10.0.0.0/24. May be given more than once.")
+        "10.0.0.0/24. May be given more than once.",
+        python="Communicate only through these interfaces: names that exist on every host, or networks such as "
+        '``"10.0.0.0/24"``; as ``["eth0", "eth1"]`` or ``"eth0,eth1"``.',
+        horovod="also networks, such as `10.0.0.0/24`; both may be given more than once")
     tcp: bool = flag(
-        "Hosts", "--tcp", default=False, value=FlagValue.SWITCH,
+        "Hosts", "--tcp", default=False, value=SWITCH, horovod="",
         help="Communicate only through TCP, even if a faster network exists.")
     prefix_output: bool | None = flag(
-        "Output", "--prefix-output/--no-prefix-output", value=FlagValue.SWITCH,
-        help="Prefix every line with [rank], or [role] with --ps. Default: with more than one rank.")
+        "Output", "--prefix-output / --no-prefix-output", value=SWITCH,
+        help="Prefix every line with [rank], or [role] with --ps. Default: with more than one rank.",
+        python="Prefix every line with ``[rank]``. Default: with more than one rank.")
     merge_output: bool | None = flag(
-        "Output", "--merge-output/--no-merge-output", value=FlagValue.SWITCH,
+        "Output", "--merge-output / --no-merge-output", value=SWITCH,
         help="Show equal lines that several ranks write on standard error within a moment as one line with the prefix "
         "[0-3]. Default: with a prefix, unless CHOROS_MERGE_OUTPUT=0.")
     prefix_output_with_timestamp: bool = flag(
-        "Output", "-prefix-timestamp", "--prefix-output-with-timestamp", default=False, value=FlagValue.SWITCH,
+        "Output", "-prefix-timestamp --prefix-output-with-timestamp", default=False, value=SWITCH, horovod="",
         help="Begin every line with the date and time.")
     output_dir: str | os.PathLike[str] | None = flag(
-        "Output", "--output-dir", "--output-filename", metavar="DIR",
+        "Output", "--output-dir --output-filename", own_names="--output-dir", metavar="DIR", horovod="",
         help="Also write each rank's output to DIR/rank.N/stdout and stderr on this machine; with --ps, to "
-        "DIR/chief, DIR/ps.N and DIR/worker.N.")
+        "DIR/chief, DIR/ps.N and DIR/worker.N.",
+        python="Also write each rank's output to ``rank.N/stdout`` and ``stderr`` in this directory.")
     verbose: bool = flag(
-        "Output", "--verbose", default=False, value=FlagValue.SWITCH,
+        "Output", "--verbose", default=False, value=SWITCH, horovod="",
         help="Show the mpirun command, each rank's settings and mpirun's messages.")
     timeout: float | None = flag(
-        "Time", "--timeout", default=_LIMITS.run, metavar="SECONDS", bounds=Seconds(),
+        "Time", "--timeout", default=_LIMITS.run, metavar="SECONDS", value=SECONDS,
         help="Stop the job after this time.")
     start_timeout: float | None = flag(
-        "Time", "--start-timeout", metavar="SECONDS", bounds=Seconds(),
-        help=f"How long connecting to the hosts and starting the ranks may take. Default: {START_TIMEOUT.name}, "
+        "Time", "--start-timeout", metavar="SECONDS", value=SECONDS, horovod="",
+        help=f"How long connecting to the hosts and starting the ranks may take. Default: CHOROS_START_TIMEOUT, "
         f"or {_LIMITS.start:g}.")
     grace_period: float = flag(
-        "Time", "--grace-period", default=_LIMITS.grace, metavar="SECONDS", bounds=Seconds(or_zero=True),
+        "Time", "--grace-period", default=_LIMITS.grace, metavar="SECONDS", value=SECONDS_OR_ZERO,
         help="How long ranks may take to end after SIGINT or SIGTERM.")
     exit_timeout: float | None = flag(
-        "Time", "--exit-timeout", default=_LIMITS.exit_of_all, metavar="SECONDS", bounds=Seconds(),
+        "Time", "--exit-timeout", default=_LIMITS.exit_of_all, metavar="SECONDS", value=SECONDS,
         help=f"How long ranks may take to end after their scripts. Default: {_LIMITS.exit:g} while all others wait or "
         "have ended; no limit while all ranks take their time.")
     mpirun: str | None = flag(
         "MPI", "--mpirun", metavar="PATH", help="The mpirun to use. Default: the one installed with choros.")
     mpi_args: str = flag(
-        "MPI", "--mpi-args", default="", metavar="ARGUMENTS",
-        help='Additional arguments for mpirun, in quotes: --mpi-args="..."')
+        "MPI", "--mpi-args", default="", metavar="ARGUMENTS", horovod="",
+        help='Additional arguments for mpirun, in quotes: --mpi-args="..."',
+        python="Additional arguments for mpirun, in one text.")
     binding_args: str = flag(
-        "MPI", "--binding-args", default="", metavar="ARGUMENTS",
+        "MPI", "--binding-args", default="", metavar="ARGUMENTS", horovod="",
         help="mpirun's arguments for binding and mapping, instead of choros' own binding to whole cores.")
     # fmt: on
     in_python: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            own = flag_of(each)
-            value = getattr(self, each.name)
-            optional = each.default is None and value is None
-            if own is None or own.bounds is None or optional:
-                continue
-            if own.value is FlagValue.TWO:
-                if not _are_two(value, own.bounds):
-                    raise self._invalid(each.name, f"expected two numbers, the smaller one first, each {own.bounds}.")
-            elif value not in own.bounds:
-                raise self._invalid(each.name, f"expected {own.bounds}.")
+        for each in FLAGS.values():
+            value = getattr(self, each.dest)
+            if each.value.is_number and not (value is None and each.default is None):
+                each.check(value, in_python=self.in_python)
         self._check_elastic()
         if self.nproc_per_node is not None and (self.num_proc, self.ps) != (None, None):
             raise ConfigError("--nproc-per-node replaces -np, and -np alone is the number of workers with --ps.")
@@ -227,19 +228,8 @@ class Arguments:
         *,
         discover: Callable[[str], str] | None = None,
     ) -> Job:
-        """Returns the job that runs ``command``.
-
-        Args:
-            command: the argv that every rank runs.
-            environ: the user's environment, which may name a host file or an allocation of a scheduler.
-            own_names: returns this machine's names; called if hosts are given.
-            count_accelerators: returns this machine's number of accelerators; called if neither the number of ranks
-                nor hosts are given.
-            options: the wrappers' options, to which the arguments add theirs.
-            discover: returns what a host discovery script prints.
-
-        Raises:
-            ConfigError: hosts or arguments for mpirun are malformed, or there are fewer slots than ranks.
+        """Returns the job that runs ``command``, which a host file or a scheduler in ``environ`` may give its hosts.
+        ``own_names`` is called only if hosts are given, ``count_accelerators`` only if neither ranks nor hosts are.
         """
         hosts = self._discovered(discover) if self.host_discovery_script else self._hosts(environ)
         servers = self.ps or 0
@@ -247,6 +237,10 @@ class Arguments:
         elastic = self._elastic(size)
         names = own_names() if hosts else frozenset()
         restarts = (_RESTARTS if self.max_restarts is None else self.max_restarts) if servers else 0
+        given = [self.network_interfaces] if isinstance(self.network_interfaces, str) else self.network_interfaces
+        interfaces = dict.fromkeys(name for text in given for part in text.split(",") if (name := part.strip()))
+        cooldown = None if self.cooldown_range is None else Cooldown(*self.cooldown_range)
+        script = None if self.host_discovery_script is None else os.fspath(self.host_discovery_script)
         return Job(
             command=tuple(command),
             size=size,
@@ -254,7 +248,7 @@ class Arguments:
             remote=tuple(host for host in hosts if host.name not in names),
             environment=self._environment(elastic, size, environ),
             ssh=Ssh(self.ssh_port, self.ssh_identity_file, self._split("ssh_command")),
-            network_interfaces=self._interfaces(),
+            network_interfaces=tuple(interfaces),
             tcp=self.tcp,
             mpi_args=self._split("mpi_args"),
             binding_args=self._split("binding_args"),
@@ -263,21 +257,14 @@ class Arguments:
             ),
             servers=servers,
             elastic=elastic,
-            discovery=self._discovery(),
+            discovery=Discovery(script, self.slots, cooldown),
         )
 
     def limits(self, environ: Mapping[str, str]) -> Limits:
-        """Returns the time limits.
-
-        Args:
-            environ: the user's environment, which has some of them.
-
-        Raises:
-            ConfigError: a variable that choros reads has an invalid value.
-        """
+        """Returns the time limits, some of which are variables in ``environ``."""
         ranks = {**environ, **self.env}
         config = Config.from_environ(ranks)
-        _, start = START_TIMEOUT.given(ranks)
+        _, start = VARIABLES["start_timeout"].given(ranks)
         return Limits(
             start=self.start_timeout or (config.start_timeout if start else _LIMITS.start),
             run=self.timeout,
@@ -294,17 +281,13 @@ class Arguments:
 
     def merge(self, size: int, environ: Mapping[str, str]) -> bool:
         """Returns whether equal lines of the ``size`` ranks are merged."""
-        wanted = MERGE_OUTPUT.read(environ) == "1" if self.merge_output is None else self.merge_output
+        wanted = VARIABLES["merge_output"].read(environ) if self.merge_output is None else self.merge_output
         return wanted and size > 1 and self.prefix(size)
 
     def _size(
         self, hosts: Sequence[Host], servers: int, environ: Mapping[str, str], count_accelerators: Callable[[], int]
     ) -> int:
-        """Returns the number of processes.
-
-        As requested; or the slots of the hosts that are given or that a scheduler has allocated; or one for each
-        accelerator; or one.
-        """
+        """Returns the number of processes: as requested, else slots of given or allocated hosts, accelerators, or 1."""
         if self.nproc_per_node is not None:
             return self.nproc_per_node * max(1, len(hosts))
         if self.num_proc is None:
@@ -358,27 +341,26 @@ class Arguments:
             resets=self.reset_limit,
         )
 
-    def _discovery(self) -> Discovery:
-        cooldown = None if self.cooldown_range is None else Cooldown(*self.cooldown_range)
-        script = None if self.host_discovery_script is None else os.fspath(self.host_discovery_script)
-        return Discovery(script, self.slots, cooldown)
-
     def _environment(self, elastic: Elastic | None, size: int, environ: Mapping[str, str]) -> dict[str, str]:
         """Returns the variables to set for every rank."""
         if self.chaos is not None:
             parse_faults(self.chaos, size)  # an error here, not in every rank
-        faults = {} if self.chaos is None else {CHAOS.name: self.chaos}
-        commits = {} if self.commit_dir is None else {COMMIT_DIR.name: os.path.abspath(self.commit_dir)}
-        if self.commit_steps is not None:
-            if self.commit_steps and not COMMIT_DIR.read({**environ, **self.env, **commits}):
-                given, missing = self._spelled("commit_steps"), self._spelled("commit_dir")
-                raise ConfigError(f"{given} {self.commit_steps}: no directory for the commits is given. Add {missing}.")
-            commits[COMMIT_STEPS.name] = str(self.commit_steps)
-        return {**self.env, **commits, **faults, **(elastic.variables() if elastic else {})}
+        given = variables_of(FLAGS.values(), vars(self))
+        if self.commit_steps and not VARIABLES["commit_dir"].read({**environ, **self.env, **given}):
+            steps, missing = self._spelled("commit_steps"), self._spelled("commit_dir")
+            raise ConfigError(f"{steps} {self.commit_steps}: no directory for the commits is given. Add {missing}.")
+        return {**self.env, **given, **(elastic.variables() if elastic else {})}
 
     def _hosts(self, environ: Mapping[str, str]) -> tuple[Host, ...]:
         """Returns the hosts that are given, with the slots that are used."""
-        hosts, ranks = self._given_hosts(environ), self.nproc_per_node
+        named = (environ[name] for name in _DEFAULT_HOSTFILES if environ.get(name))
+        hostfile = next(named, None) if self.hostfile is None else self.hostfile
+        hosts: tuple[Host, ...] = ()
+        if self.hosts is not None:
+            hosts = parse_hosts(self.hosts)
+        elif hostfile is not None:
+            hosts = parse_hostfile(Path(hostfile))
+        ranks = self.nproc_per_node
         if ranks is None:
             return hosts
         if not hosts and in_allocation(environ):
@@ -387,19 +369,6 @@ class Arguments:
         if small:
             raise self._invalid("nproc_per_node", f"fewer slots have {', '.join(small)}. Give more: name:slots.")
         return tuple(replace(host, slots=ranks) for host in hosts)
-
-    def _given_hosts(self, environ: Mapping[str, str]) -> tuple[Host, ...]:
-        if self.hosts is not None:
-            return parse_hosts(self.hosts)
-        hostfile = self.hostfile
-        if hostfile is None:
-            hostfile = next((environ[name] for name in _DEFAULT_HOSTFILES if environ.get(name)), None)
-        return parse_hostfile(Path(hostfile)) if hostfile is not None else ()
-
-    def _interfaces(self) -> tuple[str, ...]:
-        given = [self.network_interfaces] if isinstance(self.network_interfaces, str) else self.network_interfaces
-        names = (part.strip() for text in given for part in text.split(","))
-        return tuple(dict.fromkeys(name for name in names if name))
 
     def _split(self, name: str) -> tuple[str, ...]:
         try:
@@ -410,25 +379,13 @@ class Arguments:
             ) from error
 
     def _invalid(self, name: str, expected: str) -> ConfigError:
-        value = getattr(self, name)
-        spelled = self._spelled(name)
-        return ConfigError(f"{spelled}={value!r}: {expected}" if self.in_python else f"{spelled} {value}: {expected}")
+        return FLAGS[name].invalid(getattr(self, name), expected, in_python=self.in_python)
 
     def _spelled(self, name: str) -> str:
-        if self.in_python:
-            return name
-        if name == "num_proc":
-            return "-np"
-        own = flag_of(next(each for each in fields(self) if each.name == name))
-        names = own.names if own is not None else ()
-        return next(each.partition("/")[0] for each in names if each.startswith("--"))
+        return FLAGS[name].spelled(in_python=self.in_python)
 
 
-def _are_two(values: object, bounds: WholeNumber | Seconds) -> bool:
-    """Whether ``values`` are two numbers within ``bounds``, the smaller one first."""
-    return (
-        isinstance(values, Sequence)
-        and len(values) == 2
-        and all(value in bounds for value in values)
-        and values[0] <= values[1]
-    )
+#: The rows, by the names of the fields.
+FLAGS: Mapping[str, Flag] = {
+    each.name: each.metadata["flag"]._replace(argument=each.name) for each in fields(Arguments) if each.metadata
+}

@@ -1,6 +1,6 @@
-"""The mpirun command of a job: its argv and its environment. Values of variables are only in the environment."""
-
-from __future__ import annotations
+"""The mpirun command of a job: its argv and its environment. Values of variables are only in the environment.
+``--dry-run`` and ``--verbose`` show it, with each rank's settings.
+"""
 
 import shlex
 import sys
@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from choros.config import SLOTS
 from choros.errors import ConfigError
+from choros.launch.plan.cores import share_of
 from choros.launch.plan.environment import for_srun, forwarded, in_allocation, without_launchers
 from choros.launch.plan.hosts import hosts_of_ranks, ranks_per_host
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
+from choros.launch.plan.rank_environment import rank_settings
 from choros.launch.protocol.wrapper_options import JOB, WrapperOptions
-
-__all__ = ["Command", "plan"]
+from choros.settings import VARIABLES
 
 #: Python's arguments to run a rank's wrapper; see wrapper/__main__.py for the reasons.
 _WRAPPER = ("-I", "-S", str(Path(__file__).parents[1] / "wrapper" / "__main__.py"))
@@ -30,14 +30,7 @@ _COLLECTIVES, _WITHOUT_HAN = "OMPI_MCA_coll", "^han"
 
 @dataclass(frozen=True)
 class Command:
-    """A command to start.
-
-    Attributes:
-        argv: its arguments, the program first.
-        environ: its complete environment.
-        one_host: all ranks run on this host.
-        gate: the directory for the key of the gate before an mpirun that listens; empty: other hosts connect to it.
-    """
+    """A command with its whole environment; ``gate``: directory of mpirun's gate key; empty: other hosts connect."""
 
     argv: tuple[str, ...]
     environ: Mapping[str, str]
@@ -49,16 +42,7 @@ class Command:
 
 
 def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, session: str, root: bool) -> Command:
-    """Returns the command that runs ``job``.
-
-    Args:
-        job: the job to run.
-        mpirun: the mpirun that runs it.
-        environ: the user's environment.
-        name: the job's unique name.
-        session: a directory on this host for mpirun's own files.
-        root: whether this process runs as root.
-    """
+    """Returns the command that runs ``job``; ``session`` is a directory on this host for mpirun's own files."""
     if job.elastic is not None and not mpirun.implementation.surviving:
         raise ConfigError(
             f"{mpirun.path} belongs to {mpirun.implementation.name}, whose ranks do not outlive each other: elastic "
@@ -68,7 +52,7 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
     if job.elastic is not None:
         full.setdefault(_COLLECTIVES, _WITHOUT_HAN)
         if job.hosts and _maps_by_default(job):
-            full[SLOTS.name] = ",".join(hosts_of_ranks(job.hosts, job.most))
+            full[VARIABLES["slots"].name] = ",".join(hosts_of_ranks(job.hosts, job.most))
     interfaces = ",".join(job.network_interfaces)
     for variable in _INTERFACE_VARIABLES if interfaces and "/" not in interfaces else ():
         full.setdefault(variable, interfaces)
@@ -90,3 +74,27 @@ def _options(job: Job) -> WrapperOptions:
 def _maps_by_default(job: Job) -> bool:
     """Whether mpirun fills one host after the other."""
     return not job.binding_args and not job.mpi_args
+
+
+def dry_run_text(job: Job, command: Command, environ: Mapping[str, str]) -> str:
+    """Returns the command, quoted for a shell, followed by a comment line for every rank."""
+    return "\n".join([str(command), *(f"# {line}" for line in rank_lines(job, environ))])
+
+
+def rank_lines(job: Job, environ: Mapping[str, str]) -> list[str]:
+    """Returns a line for every rank: its host, its cores and the variables added to its environment."""
+    remote = {host.name for host in job.remote}
+    counts = ranks_per_host(job.hosts, job.size) or (job.size,)
+    names = [host.name for host in job.hosts] or ["localhost"]
+    places = [(host, local, size) for host, size in zip(names, counts, strict=False) for local in range(size)]
+    lines = []
+    for rank, (host, local_rank, local_size) in enumerate(places):
+        settings = "its wrapper divides the cores on that host"
+        if host not in remote:
+            share = share_of(local_rank, local_size, job.options.bind)
+            cpus = ",".join(map(str, share.bind)) or "any"
+            added = rank_settings({**environ, **job.environment}, share, one_host=not remote)
+            variables = [f"{name}={value}" for name, value in added.items()]
+            settings = " ".join([f"cpus {cpus};", *variables])
+        lines.append(f"{job.roles.name(rank)} on {host}: {settings}")
+    return lines

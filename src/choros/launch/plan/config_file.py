@@ -9,8 +9,6 @@
       warning_time_seconds: 120
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,8 +17,6 @@ from typing import Any
 from choros.errors import ConfigError
 from choros.launch.plan.horovod_flags import HOROVOD_FLAGS
 
-__all__ = ["parse_config", "read_config_file", "with_config"]
-
 _CONTROLLER = "controller"
 _CONTROLLERS = {"gloo": "use_gloo", "mpi": "use_mpi"}
 _FLAGS = {key: flag for flag in HOROVOD_FLAGS for key in flag.keys}
@@ -28,11 +24,7 @@ _SECTIONS = tuple(dict.fromkeys(key.partition(".")[0] for key in _FLAGS))
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Returns the values of the flags that a file gives, by ``HorovodFlag.dest``.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or has a key or a value that is unknown.
-    """
+    """Returns the values of a file's flags, by ``Flag.dest``; a ``ConfigError`` for unknown keys and values."""
     import yaml  # takes 15 ms; only this flag needs it
 
     try:
@@ -50,9 +42,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
 def parse_config(document: object) -> dict[str, Any]:
     """Returns the values of the flags in a parsed file; empty values are not given.
 
-    Example:
-        >>> parse_config({"controller": "Gloo", "params": {"cycle_time_ms": 2.5}, "timeline": None})
-        {'use_gloo': True, 'cycle_time_ms': 2.5}
+    >>> parse_config({"controller": "Gloo", "params": {"cycle_time_ms": 2.5}, "timeline": None})
+    {'use_gloo': True, 'cycle_time_ms': 2.5}
     """
     values: dict[str, Any] = {}
     for section, content in _mapping(document, "the file").items():
@@ -71,8 +62,8 @@ def parse_config(document: object) -> dict[str, Any]:
                 raise _unknown(key, "key", [each for each in _FLAGS if each.startswith(f"{section}.")])
             flag = _FLAGS[key]
             if value is not None:
-                if not flag.accepts(value):
-                    raise ConfigError(f"{key}: {value!r} is not {flag.value.value}.")
+                if value not in flag.value:
+                    raise ConfigError(f"{key}: {value!r} is not {flag.value}.")
                 values[flag.dest] = value
     return values
 
@@ -80,9 +71,8 @@ def parse_config(document: object) -> dict[str, Any]:
 def with_config(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of flags on the command line, and those of a file for flags that are not given there.
 
-    Example:
-        >>> with_config({"autotune": None, "use_gloo": True, "env": ()}, {"autotune": True, "use_mpi": True})
-        {'autotune': True, 'use_gloo': True, 'env': ()}
+    >>> with_config({"autotune": None, "use_gloo": True, "env": ()}, {"autotune": True, "use_mpi": True})
+    {'autotune': True, 'use_gloo': True, 'env': ()}
     """
     controllers = _CONTROLLERS.values()
     chosen = any(given.get(name) for name in controllers)

@@ -1,17 +1,11 @@
-"""The division of a host's cores among its ranks: whole physical cores, no core for two ranks.
-
-Two unbound ranks, each with a thread pool for all cores, run slower than one rank alone. So every rank is bound to
-its share of the cores and has one thread for each of them.
+"""The division of a host's cores among its ranks: whole physical cores, each for one rank, with a thread per core.
+Two unbound ranks, each with a thread pool for all cores, run slower than one rank alone.
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = ["Core", "Share", "divide", "physical_cores", "processor_quota", "share_of", "usable_cores"]
 
 #: One physical core: the numbers of its hardware threads.
 Core = tuple[int, ...]
@@ -22,13 +16,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's share of its host's cores.
-
-    Attributes:
-        bind: the hardware threads to bind to; empty: do not bind.
-        threads: the size of the rank's thread pools.
-        oversubscribed: the host has more ranks than cores, so ranks must yield the CPU while they wait.
-    """
+    """A rank's share of its host's cores; empty ``bind``: unbound; ``oversubscribed``: ranks must yield in waits."""
 
     bind: tuple[int, ...]
     threads: int
@@ -36,19 +24,12 @@ class Share:
 
 
 def divide(cores: Sequence[Core], local_rank: int, local_size: int, quota: float | None = None) -> Share:
-    """Returns the share of ``local_rank`` among ``local_size`` ranks.
+    """Returns ``local_rank``'s share of ``cores``, sorted by socket; ``quota``: the container's CPU quota, in cores.
 
-    Args:
-        cores: the host's physical cores that this job may use, sorted by socket.
-        local_rank: the rank on its host.
-        local_size: the number of ranks on the host.
-        quota: the container's CPU quota, in cores, if there is one.
-
-    Example:
-        >>> divide([(0, 4), (1, 5), (2, 6), (3, 7)], local_rank=1, local_size=2)
-        Share(bind=(2, 3, 6, 7), threads=2, oversubscribed=False)
-        >>> divide([(0,), (1,)], local_rank=2, local_size=3)
-        Share(bind=(), threads=1, oversubscribed=True)
+    >>> divide([(0, 4), (1, 5), (2, 6), (3, 7)], local_rank=1, local_size=2)
+    Share(bind=(2, 3, 6, 7), threads=2, oversubscribed=False)
+    >>> divide([(0,), (1,)], local_rank=2, local_size=3)
+    Share(bind=(), threads=1, oversubscribed=True)
     """
     count = len(cores)
     if local_size > count:
@@ -65,10 +46,7 @@ def divide(cores: Sequence[Core], local_rank: int, local_size: int, quota: float
 
 
 def physical_cores(allowed: Sequence[int], sysfs: Path = _SYSFS) -> list[Core]:
-    """Returns the physical cores of the hardware threads ``allowed``, sorted by socket.
-
-    If the kernel does not report which threads share a core, each thread counts as a core.
-    """
+    """Returns the physical cores of ``allowed``, sorted by socket; if the kernel hides them, each thread is a core."""
     groups: dict[tuple[int, int], list[int]] = {}
     for cpu in sorted(allowed):
         groups.setdefault(_address(sysfs / f"cpu{cpu}" / "topology", cpu), []).append(cpu)
@@ -115,13 +93,7 @@ def usable_cores() -> int:
 
 
 def share_of(local_rank: int, local_size: int, bind: bool) -> Share:
-    """Returns the share of a rank on this host.
-
-    Args:
-        local_rank: the rank on this host.
-        local_size: the number of ranks on this host.
-        bind: whether choros binds; if not, mpirun may have bound this process to its own cores already.
-    """
+    """Returns the share of a rank on this host; if choros does not bind, mpirun may have bound this process already."""
     allowed = _allowed_processors()
     cores = physical_cores(allowed)
     if bind:

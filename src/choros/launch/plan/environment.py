@@ -1,7 +1,5 @@
 """Filters of environment variables: those to forward to other hosts, and those a nested job must not inherit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,16 +7,6 @@ from pathlib import Path
 from choros.errors import ConfigError
 from choros.launch.plan.hosts import parse_hostfile, total_slots
 from choros.topology import ENVIRONMENTS, TF_CONFIG, expand_counts
-
-__all__ = [
-    "allocated_slots",
-    "for_srun",
-    "forwarded",
-    "in_allocation",
-    "in_slurm",
-    "parse_variables",
-    "without_launchers",
-]
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OF_THIS_HOST = {
@@ -39,9 +27,8 @@ _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 def forwarded(environ: Iterable[str]) -> list[str]:
     """Returns the names in ``environ`` whose values are valid on another host, sorted.
 
-    Example:
-        >>> forwarded({"PATH": "/bin", "HOSTNAME": "a", "SSH_TTY": "x", "BASH_FUNC_m%%": "()", "CHOROS_ENGINE": "mpi"})
-        ['CHOROS_ENGINE', 'PATH']
+    >>> forwarded({"PATH": "/bin", "HOSTNAME": "a", "SSH_TTY": "x", "BASH_FUNC_m%%": "()", "CHOROS_ENGINE": "mpi"})
+    ['CHOROS_ENGINE', 'PATH']
     """
     return sorted(
         name
@@ -55,9 +42,8 @@ def forwarded(environ: Iterable[str]) -> list[str]:
 def parse_variables(given: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables given by ``--env KEY`` and ``--env KEY=VALUE``.
 
-    Example:
-        >>> parse_variables(["A=1=2", "B"], {"B": "here"})
-        {'A': '1=2', 'B': 'here'}
+    >>> parse_variables(["A=1=2", "B"], {"B": "here"})
+    {'A': '1=2', 'B': 'here'}
     """
     variables = {}
     for text in given:
@@ -83,22 +69,15 @@ def in_slurm(environ: Mapping[str, str]) -> bool:
 
 
 def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables with which mpirun's daemons start within the user's own job step.
-
-    In ``srun --pty bash``, that step has all of the allocation: the daemons' step would wait for its end.
-    """
+    """Returns variables to start mpirun's daemons in the user's job step: their own would wait in ``srun --pty``."""
     return {"SLURM_OVERLAP": environ.get("SLURM_OVERLAP", "1")} if in_slurm(environ) else {}
 
 
 def allocated_slots(environ: Mapping[str, str]) -> int | None:
     """Returns the number of processes for which a scheduler has allocated hosts; ``None`` outside of an allocation.
 
-    Raises:
-        ConfigError: one of the scheduler's variables is malformed.
-
-    Example:
-        >>> allocated_slots({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2(x2)"})
-        4
+    >>> allocated_slots({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2(x2)"})
+    4
     """
     if in_slurm(environ):
         name = "SLURM_TASKS_PER_NODE"
@@ -110,11 +89,10 @@ def allocated_slots(environ: Mapping[str, str]) -> int | None:
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns ``environ`` without the variables in which a launcher passes a rank to this process; SLURM's are kept.
+    """Returns ``environ`` without a launcher's variables that pass a rank to this process; SLURM's are kept.
 
-    Example:
-        >>> without_launchers({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "TF_CONFIG": "{}", "PATH": "/bin"})
-        {'PATH': '/bin'}
+    >>> without_launchers({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "TF_CONFIG": "{}", "PATH": "/bin"})
+    {'PATH': '/bin'}
     """
     stale = {TF_CONFIG}
     for launcher in ENVIRONMENTS:

@@ -1,87 +1,148 @@
-"""How a field of ``Arguments`` is written on chorosrun's command line, and which values it may have."""
+"""The rows of flags: how one is written on a command line, which values it may have, and what it sets.
 
-from __future__ import annotations
+``arguments.py`` has chorosrun's own, the fields of ``Arguments``; ``horovod_flags.py`` those that only horovodrun has.
+click's options, the checks, the arguments of ``choros.run`` and the tables of the documentation are made from them.
+A row is a named tuple, as that is made in a tenth of a dataclass's time.
+"""
 
 import math
-from collections.abc import Mapping
-from dataclasses import Field, dataclass, field
-from enum import Enum
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field
+from typing import Any, NamedTuple
 
-__all__ = ["Flag", "FlagValue", "Seconds", "WholeNumber", "flag", "flag_of"]
+from choros.errors import ConfigError
+from choros.settings import Variable
 
-_KEY = "flag"
-
-
-@dataclass(frozen=True)
-class WholeNumber:
-    """The whole numbers from ``least`` to ``most``."""
-
-    least: int
-    most: int
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and self.least <= value <= self.most
-
-    def __str__(self) -> str:
-        return f"a whole number from {self.least} to {self.most}"
+#: Horovod's levels of log messages.
+LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Finite times, more than 0; with ``or_zero`` also 0."""
+class Value(NamedTuple):
+    """What follows a flag: in words, its type in Python, the least and the most of a number, the choices of a text."""
 
-    or_zero: bool = False
+    words: str
+    types: tuple[type, ...] = (str,)
+    least: float = 0
+    most: float = math.inf
+    choices: tuple[str, ...] = ()
 
     def __contains__(self, value: object) -> bool:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        if isinstance(value, str) and str in self.types:
+            return not self.choices or value.upper() in self.choices
+        if not isinstance(value, (int, float)) or (isinstance(value, bool) and bool not in self.types):
             return False
-        return value > 0 or (self.or_zero and value == 0)
+        return isinstance(value, self.types) and self.least <= value <= self.most
 
     def __str__(self) -> str:
-        return f"a finite number of seconds, {'0 or more' if self.or_zero else 'more than 0'}"
+        return self.words
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a number."""
+        return int in self.types
 
 
-class FlagValue(Enum):
-    """What follows a flag on the command line, if that is not a number."""
+SWITCH = Value("true or false", (bool,))
+TEXT = Value("a text")
+FILE = Value("a file")
+LEVEL = Value(f"one of {', '.join(LEVELS)}", choices=LEVELS)
+WHOLE = Value("a whole number, 0 or more", (int,))
+NUMBER = Value("a number, 0 or more", (int, float))
+SHARE = Value("a number from 0 to 1", (int, float), most=1)
+SECONDS = Value("a finite number of seconds, more than 0", (int, float), math.nextafter(0.0, 1.0), sys.float_info.max)
+SECONDS_OR_ZERO = Value("a finite number of seconds, 0 or more", (int, float), 0, sys.float_info.max)
 
-    TEXT = "text"
-    FILE = "a file"
-    SWITCH = "nothing"
-    REPEATED = "a text, once for each time that the flag is given"
-    TWO = "two numbers"
+
+def whole_numbers(least: int, most: int) -> Value:
+    """The whole numbers from ``least`` to ``most``."""
+    return Value(f"a whole number from {least} to {most}", (int,), least, most)
 
 
-@dataclass(frozen=True)
-class Flag:
-    """A flag of chorosrun.
-
-    Attributes:
-        group: the heading under which ``--help`` lists it.
-        names: its spellings; a switch may have one for off, as ``--on/--off``.
-        help: a sentence, or several.
-        value: what follows it; numbers have ``bounds`` instead.
-        bounds: the numbers that it accepts.
-        metavar: the name of its value in the help.
+class Flag(NamedTuple):
+    """A flag: help lists it under ``group``, if that is not empty; ``names`` after ``/`` switch it off.
+    ``python`` describes the argument of ``choros.run``, where ``help`` does not. ``horovod``: what differs from
+    horovodrun's, ``None`` if that lacks it, as it does ``own_names``. ``keys``: in Horovod's configuration files.
+    It sets ``variable`` to ``text`` of its value, to nothing if that is empty; or changes nothing: ``no_effect``.
     """
 
     group: str
-    names: tuple[str, ...]
-    help: str
-    value: FlagValue = FlagValue.TEXT
-    bounds: WholeNumber | Seconds | None = None
+    names: str
+    help: str = ""
+    value: Value = TEXT
     metavar: str | None = None
+    nargs: int = 1
+    multiple: bool = False
+    own_names: str = ""
+    horovod: str | None = None
+    python: str = ""
+    keys: tuple[str, ...] = ()
+    variable: Variable | None = None
+    text: Callable[[Any], str] = str
+    no_effect: str = ""
+    argument: str = ""
+    default: Any = None
+
+    @property
+    def dest(self) -> str:
+        """The name of its value; ``argument``, or that of the first spelling: ``--log-level`` is ``log_level``."""
+        return self.argument or self.on[0].lstrip("-").replace("-", "_")
+
+    @property
+    def on(self) -> list[str]:
+        """The spellings, without those that switch it off."""
+        return self.names.partition("/")[0].split()
+
+    @property
+    def off(self) -> list[str]:
+        """The spellings that switch it off."""
+        return self.names.partition("/")[2].split()
+
+    def spelled(self, value: object = None, *, in_python: bool = False) -> str:
+        """Returns the flag as it was given with ``value``, for messages."""
+        if in_python:
+            return self.dest
+        if self.dest == "num_proc":
+            return "-np"
+        return next(name for name in (self.off if value is False else self.on) if name.startswith("--"))
+
+    def check(self, value: object, *, in_python: bool = False) -> None:
+        """Raises a ``ConfigError`` if ``value`` is none for this flag."""
+        if self.nargs == 1:
+            if value not in self.value:
+                raise self.invalid(value, f"expected {self.value}.", in_python=in_python)
+        elif not (
+            isinstance(value, Sequence)
+            and len(value) == self.nargs
+            and all(each in self.value for each in value)
+            and value[0] <= value[1]
+        ):
+            expected = f"expected two numbers, the smaller one first, each {self.value}."
+            raise self.invalid(value, expected, in_python=in_python)
+
+    def invalid(self, value: object, expected: str, *, in_python: bool = False) -> ConfigError:
+        """Returns the error of an invalid value."""
+        spelled = self.spelled(value, in_python=in_python)
+        return ConfigError(f"{spelled}={value!r}: {expected}" if in_python else f"{spelled} {value}: {expected}")
 
 
-def flag(group: str, *names: str, default: object = None, default_factory: Any = None, **rest: Any) -> Any:
-    """Returns the field of a dataclass whose values a ``Flag`` sets; ``rest`` are the flag's attributes."""
-    metadata = {_KEY: Flag(group, names, **rest)}
+def flag(group: str, names: str, *, default: Any = None, default_factory: Any = None, **rest: Any) -> Any:
+    """Returns a field of a dataclass with a row; ``rest`` are its attributes."""
+    metadata = {"flag": Flag(group, names, default=default, **rest)}
     if default_factory is not None:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def flag_of(each: Field[Any]) -> Flag | None:
-    """The flag of a field, if it has one."""
-    metadata: Mapping[str, Flag] = each.metadata
-    return metadata.get(_KEY)
+def given_of(flags: Iterable[Flag], given: Mapping[str, Any]) -> list[tuple[Flag, Any]]:
+    """Returns those of the flags that are given, with their values; of ``given``, by ``dest``, ``None`` is not."""
+    return [(each, value) for each in flags if (value := given.get(each.dest)) is not None]
+
+
+def variables_of(flags: Iterable[Flag], given: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the variables that the given flags set for the ranks."""
+    wanted = {}
+    for each, value in given_of(flags, given):
+        if each.variable is not None and (text := each.text(value)):
+            wanted[each.variable.name] = text
+    return wanted

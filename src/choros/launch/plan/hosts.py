@@ -1,7 +1,5 @@
 """The hosts of a job: ``-H a:4,b:4`` or a host file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,21 +7,9 @@ from pathlib import Path
 
 from choros.errors import ConfigError
 
-__all__ = [
-    "MOST_SLOTS",
-    "Host",
-    "hosts_of_ranks",
-    "parse_hostfile",
-    "parse_hosts",
-    "parse_line",
-    "ranks_per_host",
-    "total_slots",
-]
-
 #: More ranks than any machine can run: a larger number is a mistake.
 MOST_SLOTS = 1 << 20
 _NAME = r"(?P<name>\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9_][A-Za-z0-9_.-]*)"
-_HOST = re.compile(_NAME + r"(?::(?P<slots>\d+))?")
 _LINE = re.compile(_NAME + r"(?::(?P<short>\d+))?(?:\s+slots\s*=\s*(?P<slots>\d+))?(?:\s+max[-_]slots\s*=\s*\d+)?")
 
 
@@ -41,19 +27,18 @@ class Host:
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Returns the hosts in ``name:slots,name:slots``; a host without a number has one slot.
 
-    Example:
-        >>> parse_hosts("a:4,b")
-        (Host(name='a', slots=4), Host(name='b', slots=1))
+    >>> parse_hosts("a:4,b")
+    (Host(name='a', slots=4), Host(name='b', slots=1))
     """
     hosts = []
-    for part in text.split(","):
-        match = _HOST.fullmatch(part.strip())
-        if match is None:
+    for part in map(str.strip, text.split(",")):
+        host = None if re.search(r"\s", part) else parse_line(part)
+        if host is None:
             raise ConfigError(
-                f"--hosts {text!r}: {part.strip()!r} is not a host. Write it as name:slots,name:slots, like a:4,b:4."
+                f"--hosts {text!r}: {part!r} is not a host. Write it as name:slots,name:slots, like a:4,b:4."
             )
-        hosts.append(Host(match["name"].strip("[]"), _slots(match["slots"])))
-    return _merged(hosts, f"--hosts {_shortened(text)!r}")
+        hosts.append(host)
+    return _merged(hosts, f"--hosts {text if len(text) <= 80 else f'{text[:80]}…'!r}")
 
 
 def parse_hostfile(path: Path) -> tuple[Host, ...]:
@@ -77,25 +62,36 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def parse_line(text: str, slots: int = 1) -> Host | None:
-    """Returns the host in a line of a host file; ``None`` if there is none. Without a number it has ``slots`` slots.
+    """Returns the host in a line of a host file, by default with ``slots`` slots; ``None`` if there is none.
 
-    Example:
-        >>> parse_line("a slots=4"), parse_line("a", slots=2), parse_line("a b")
-        (Host(name='a', slots=4), Host(name='a', slots=2), None)
+    >>> parse_line("a slots=4"), parse_line("a", slots=2), parse_line("a b")
+    (Host(name='a', slots=4), Host(name='a', slots=2), None)
     """
     match = _LINE.fullmatch(text)
     if match is None:
         return None
     digits = match["slots"] or match["short"]
-    return Host(match["name"].strip("[]"), slots if digits is None else _slots(digits))
+    if digits is not None:  # so many that they are no number to Python are too many
+        slots = int(digits) if len(digits) <= len(str(MOST_SLOTS)) else MOST_SLOTS + 1
+    return Host(match["name"].strip("[]"), slots)
 
 
-def _slots(digits: str | None) -> int:
-    return MOST_SLOTS + 1 if digits is not None and len(digits) > len(str(MOST_SLOTS)) else int(digits or 1)
+def parse_discovered(text: str, slots: int | None = None, where: str = "--host-discovery-script") -> tuple[Host, ...]:
+    """Returns the hosts a discovery script printed, as ``host:slots`` or ``host`` lines; ``where`` is for the error.
 
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    >>> parse_discovered("a:4\\nb\\n", slots=2)
+    (Host(name='a', slots=4), Host(name='b', slots=2))
+    """
+    found: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.strip()
+        if not content:
+            continue
+        host = parse_line(content, slots or 1)
+        if host is None or host.slots < 1:
+            raise ConfigError(f"{where}, line {number} of its output: {content!r} is not `host:slots`.")
+        found[host.name] = found.get(host.name, 0) + host.slots
+    return tuple(Host(name, count) for name, count in found.items())
 
 
 def _merged(hosts: Iterable[Host], where: str) -> tuple[Host, ...]:
@@ -118,9 +114,8 @@ def total_slots(hosts: Iterable[Host]) -> int:
 def ranks_per_host(hosts: Iterable[Host], size: int) -> tuple[int, ...]:
     """Returns the number of ranks of each host when ``size`` ranks fill one host after the other.
 
-    Example:
-        >>> ranks_per_host(parse_hosts("a:2,b:2,c:2"), 3)
-        (2, 1)
+    >>> ranks_per_host(parse_hosts("a:2,b:2,c:2"), 3)
+    (2, 1)
     """
     counts = []
     for host in hosts:
@@ -132,8 +127,7 @@ def ranks_per_host(hosts: Iterable[Host], size: int) -> tuple[int, ...]:
 def hosts_of_ranks(hosts: Iterable[Host], size: int) -> tuple[str, ...]:
     """Returns the host of each rank when ``size`` ranks fill one host after the other.
 
-    Example:
-        >>> hosts_of_ranks((Host("a", 2), Host("b", 2)), 3)
-        ('a', 'a', 'b')
+    >>> hosts_of_ranks((Host("a", 2), Host("b", 2)), 3)
+    ('a', 'a', 'b')
     """
     return tuple(host.name for host in hosts for _ in range(host.slots))[:size]

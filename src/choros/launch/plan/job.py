@@ -1,4 +1,12 @@
-"""A job: a command, its number of ranks and its hosts. Frozen, and validated when it is created."""
+"""A job: a command, its number of ranks, its hosts and its limits. Frozen, and validated when it is created.
+
+::
+
+    --min-np 2      -np 3       --max-np 4        of an elastic job
+        │             │             │
+        ▼             ▼             ▼
+    fewer: it ends    it starts     it grows to, on hosts with free slots
+"""
 
 from __future__ import annotations
 
@@ -6,24 +14,96 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from choros.errors import ConfigError
-from choros.launch.plan.discovery import Discovery
-from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.hosts import Host, total_slots
 from choros.launch.plan.roles import NO_ROLES, Roles
 from choros.launch.protocol.wrapper_options import WrapperOptions
+from choros.settings import VARIABLES
 
-__all__ = ["Job", "Ssh"]
+
+@dataclass(frozen=True)
+class Elastic:
+    """The bounds of an elastic job, the wait for hosts with slots for ``least`` ranks, and how many ``resets`` it has.
+
+    >>> Elastic(least=2, most=4).variables()["CHOROS_MIN_NP"]
+    '2'
+    >>> Elastic.around(4, least=None, most=2)
+    Traceback (most recent call last):
+    choros.errors.ConfigError: --max-np 2: the job starts with more ranks, -np 4. Give --min-np <= -np <= --max-np.
+    """
+
+    least: int
+    most: int
+    timeout: float = 600.0
+    resets: int | None = None
+
+    @classmethod
+    def around(
+        cls, size: int, *, least: int | None, most: int | None, timeout: float = 600.0, resets: int | None = None
+    ) -> Elastic:
+        """Returns the bounds, by default ``size`` both; a ``ConfigError`` if ``size`` is not between them."""
+        for flag, bound, wrong in (("--min-np", least, "fewer"), ("--max-np", most, "more")):
+            if bound is not None and (size < bound if wrong == "fewer" else size > bound):
+                raise ConfigError(
+                    f"{flag} {bound}: the job starts with {wrong} ranks, -np {size}. Give --min-np <= -np <= --max-np."
+                )
+        return cls(size if least is None else least, size if most is None else most, timeout, resets)
+
+    def variables(self) -> dict[str, str]:
+        """Returns the environment variables that tell the ranks."""
+        wanted = {
+            VARIABLES["elastic"].name: "1",
+            "HOROVOD_ELASTIC": "1",
+            VARIABLES["min_np"].name: str(self.least),
+            VARIABLES["max_np"].name: str(self.most),
+            VARIABLES["elastic_timeout"].name: f"{self.timeout:g}",
+        }
+        return wanted if self.resets is None else {**wanted, VARIABLES["reset_limit"].name: str(self.resets)}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The time limits of a job, in seconds: ``exit`` runs from a script's end to its process's, if all others wait or
+    have ended, ``exit_of_all`` if none does; ``grace`` also from the chief's end to the first signal to the others.
+    ``stall`` and ``stall_shutdown`` run from a wait's begin until it is shown, and until it ends the job; 0: never.
+    """
+
+    start: float = 30.0
+    run: float | None = None
+    grace: float = 20.0
+    exit: float = 300.0
+    exit_of_all: float | None = None
+    stall: float = 60.0
+    stall_shutdown: float = 0.0
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """How an elastic job's hosts are found; ``script`` ``None``: as given; ``cooldown`` ``None``: left out for good."""
+
+    script: str | None = None
+    slots: int | None = None
+    cooldown: Cooldown | None = None
+
+
+@dataclass(frozen=True)
+class Cooldown:
+    """For how many seconds a host that has failed is left out: ``least`` at first, doubled each time up to ``most``."""
+
+    least: float
+    most: float
+
+    def seconds(self, times: int) -> float:
+        """Returns how long the host is left out when that happens the ``times``-th time.
+
+        >>> [Cooldown(10, 60).seconds(times) for times in (1, 2, 3, 4)]
+        [10.0, 20.0, 40.0, 60]
+        """
+        return min(self.most, self.least * 2.0 ** (times - 1))
 
 
 @dataclass(frozen=True)
 class Ssh:
-    """How to log in to remote hosts.
-
-    Attributes:
-        port: the port of their ssh servers.
-        identity_file: the private key for ssh.
-        command: the argv of a program to use instead of ssh, to which the host and a command are added; empty: ssh.
-    """
+    """How to log in to remote hosts; ``command``: an argv instead of ssh, to which host and command are added."""
 
     port: int | None = None
     identity_file: str | None = None
@@ -32,9 +112,8 @@ class Ssh:
     def argv(self) -> list[str]:
         """Returns the argv that logs in to a host, up to the host's name.
 
-        Example:
-            >>> Ssh(port=2222).argv()
-            ['ssh', '-o', 'BatchMode=yes', '-p', '2222']
+        >>> Ssh(port=2222).argv()
+        ['ssh', '-o', 'BatchMode=yes', '-p', '2222']
         """
         if self.command:
             return list(self.command)
@@ -45,23 +124,9 @@ class Ssh:
 
 @dataclass(frozen=True)
 class Job:
-    """A command to run on every rank, and where.
-
-    Attributes:
-        command: the argv that every rank runs.
-        size: the number of ranks; with parameter servers: the chief, these and the workers.
-        hosts: the hosts; empty: this machine, or the hosts that a scheduler has allocated.
-        remote: the hosts that are not this machine.
-        environment: variables to set for every rank.
-        ssh: how to log in to remote hosts.
-        network_interfaces: the interfaces to communicate through; empty: all that are connected.
-        tcp: communicate only through TCP.
-        mpi_args: additional arguments for mpirun.
-        binding_args: mpirun's arguments that bind ranks to cores, instead of choros' own binding.
-        options: the wrappers' options.
-        servers: the number of parameter servers.
-        elastic: the bounds of an elastic job; ``None``: all ranks end together.
-        discovery: how its hosts are found out when it is started again.
+    """A command to run on every rank, and where; ``size`` counts the chief and the parameter servers, too.
+    ``hosts``: empty: this machine, or those a scheduler has allocated. ``network_interfaces``: empty: all connected.
+    ``elastic``: ``None``: all ranks end together. ``binding_args``: mpirun's, instead of choros' own binding.
     """
 
     command: tuple[str, ...]

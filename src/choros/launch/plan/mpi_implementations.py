@@ -1,87 +1,54 @@
 """The supported MPI implementations: the arguments and signals of each one's mpirun."""
 
-from __future__ import annotations
-
 import re
 import signal
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from choros.errors import ConfigError
 from choros.launch.plan.job import Job, Ssh
-from choros.launch.protocol.wrapper_options import STACKS
-from choros.observe import MOVE
+from choros.launch.protocol.wrapper_options import SIGNAL_MEANINGS, STACKS
 
-__all__ = ["Hydra", "IntelMpi", "MpiImplementation", "Mpirun", "OpenMpi4", "OpenMpi5", "implementation_of"]
-
-
-class MpiImplementation(ABC):
-    """An MPI implementation's mpirun: its arguments and signals."""
-
-    #: Its name, for messages.
-    name: str
-    #: Signal for the ranks, or ``STACKS``, for the wrappers → signal that this mpirun forwards to the wrappers for it.
-    signal_map: ClassVar[Mapping[signal.Signals, signal.Signals]]
-    #: The arguments with which ranks outlive others that are killed; empty if they cannot.
-    surviving: ClassVar[tuple[str, ...]] = ()
-    #: Whether this mpirun listens, for ranks and for its daemons on other hosts, even if the job runs on one.
-    listens: ClassVar[bool] = False
-
-    @abstractmethod
-    def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
-        """Returns the arguments between ``mpirun`` and the command.
-
-        Args:
-            job: the job to run.
-            session: a directory on this host for mpirun's own files.
-            root: whether this process runs as root, which Open MPI allows only with a flag.
-            forward: names of environment variables to forward to other hosts.
-        """
-
-
-_OPEN_MPI_SIGNALS = {
-    signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGUSR2: signal.SIGUSR2,
-    signal.SIGINT: signal.SIGALRM,
-    signal.SIGTERM: signal.SIGABRT,
-    signal.SIGKILL: signal.SIGURG,
-    STACKS: STACKS,
-    MOVE: signal.SIGVTALRM,
-}
-
+_OPEN_MPI_SIGNALS = {STACKS: STACKS, **{meaning: sent for sent, meaning in SIGNAL_MEANINGS.items()}}
+#: MPICH and its derivatives, MVAPICH and ParaStation, forward neither SIGUSR2, SIGABRT nor SIGURG, only SIGUSR1 and
+#: SIGALRM: so SIGINT and SIGTERM both reach the ranks as SIGINT, and mpirun ends the wrappers itself.
+_HYDRA_SIGNALS = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGINT: signal.SIGALRM, signal.SIGTERM: signal.SIGALRM}
 #: Open MPI's daemons detect a lost connection when they have not been answered for three to four seconds; by default,
 #: after eight minutes.
 _KEEPALIVE = {"oob_tcp_keepalive_time": "1", "oob_tcp_keepalive_intvl": "1", "oob_tcp_keepalive_probes": "3"}
-_HYDRA_SIGNALS = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGINT: signal.SIGALRM, signal.SIGTERM: signal.SIGALRM}
 
 
 @dataclass(frozen=True)
-class _OpenMpiOptions:
-    """The options of an Open MPI's runtime.
-
-    Attributes:
-        mapping: how to map and not bind ranks.
-        mca: the flag of its parameters; those below follow it.
-        directory: the parameter with the directory for its files.
-        agent: the parameter with the command that reaches a host.
-        interfaces: the parameter with the interfaces of its daemons.
-        forwarding: what makes it forward the signals of ``_OPEN_MPI_SIGNALS``, if it does not by default.
+class MpiImplementation:
+    """An MPI implementation's mpirun: the arguments that map ranks without binding them, and its signals.
+    ``signal_map``: signal for the ranks, or ``STACKS``, for the wrappers → signal that mpirun forwards for it.
+    ``mca``: the flag of the runtime's parameters, of Open MPI alone, and their names: ``directory``, ``agent``,
+    ``interfaces``. ``surviving``: arguments with which ranks outlive others that are killed; empty if they cannot.
     """
 
+    name: str
     mapping: tuple[str, ...]
-    mca: str
-    directory: str
-    agent: str
-    interfaces: str
+    signal_map: Mapping[signal.Signals, signal.Signals]
+    mca: str = ""
+    directory: str = ""
+    agent: str = ""
+    interfaces: str = ""
     forwarding: tuple[str, ...] = ()
+    surviving: tuple[str, ...] = ()
+
+    @property
+    def listens(self) -> bool:
+        """Whether this mpirun listens, for ranks and for its daemons on other hosts, even if the job runs on one."""
+        return bool(self.mca)
 
     def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
-        """See ``MpiImplementation.arguments``."""
-        arguments = ["--allow-run-as-root"] if root else []
-        arguments += job.binding_args or self.mapping
-        arguments += [self.mca, self.directory, session, *self.forwarding]
+        """Returns the arguments between ``mpirun`` and the command; ``session``: directory for mpirun's own files."""
+        mapping = job.binding_args or self.mapping
+        if not self.mca:
+            return [*mapping, *_hydra_arguments(job, forward)]
+        arguments = [*self.surviving] if job.elastic is not None else []
+        arguments += ["--allow-run-as-root"] if root else []
+        arguments += [*mapping, self.mca, self.directory, session, *self.forwarding]
         if job.remote:
             arguments += [self.mca, self.agent, " ".join(job.ssh.argv())]
             arguments += [text for name, value in _KEEPALIVE.items() for text in (self.mca, name, value)]
@@ -97,75 +64,34 @@ class _OpenMpiOptions:
         return [*arguments, *job.mpi_args, "-np", str(job.size)]
 
 
+#: Its runtime is PRRTE.
+OPEN_MPI_5 = MpiImplementation(
+    "Open MPI 5",
+    ("--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"),
+    _OPEN_MPI_SIGNALS,
+    mca="--prtemca",
+    directory="prte_local_tmpdir_base",
+    agent="plm_ssh_agent",
+    interfaces="prte_if_include",
+    surviving=("--with-ft", "ulfm"),
+)
+#: Its runtime is ORTE.
+OPEN_MPI_4 = MpiImplementation(
+    "Open MPI 4",
+    ("--bind-to", "none", "--map-by", "slot", "--oversubscribe"),
+    _OPEN_MPI_SIGNALS,
+    mca="--mca",
+    directory="orte_local_tmpdir_base",
+    agent="plm_rsh_agent",
+    interfaces="oob_tcp_if_include",
+    forwarding=("--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2,SIGPROF"),
+)
+MPICH = MpiImplementation("MPICH", ("-bind-to", "none"), _HYDRA_SIGNALS)
+INTEL_MPI = MpiImplementation("Intel MPI", ("-genv", "I_MPI_PIN", "0"), _HYDRA_SIGNALS)
+
+
 def _is_loopback(interface: str) -> bool:
     return interface in ("lo", "lo0") or interface.startswith("127.")
-
-
-class OpenMpi5(MpiImplementation):
-    """Open MPI 5, whose runtime is PRRTE."""
-
-    name = "Open MPI 5"
-    signal_map = _OPEN_MPI_SIGNALS
-    surviving = ("--with-ft", "ulfm")
-    listens = True
-    _options = _OpenMpiOptions(
-        mapping=("--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"),
-        mca="--prtemca",
-        directory="prte_local_tmpdir_base",
-        agent="plm_ssh_agent",
-        interfaces="prte_if_include",
-    )
-
-    def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
-        """See ``MpiImplementation.arguments``."""
-        surviving = self.surviving if job.elastic is not None else ()
-        return [*surviving, *self._options.arguments(job, session, root, forward)]
-
-
-class OpenMpi4(MpiImplementation):
-    """Open MPI 4, whose runtime is ORTE."""
-
-    name = "Open MPI 4"
-    signal_map = _OPEN_MPI_SIGNALS
-    listens = True
-    _options = _OpenMpiOptions(
-        mapping=("--bind-to", "none", "--map-by", "slot", "--oversubscribe"),
-        mca="--mca",
-        directory="orte_local_tmpdir_base",
-        agent="plm_rsh_agent",
-        interfaces="oob_tcp_if_include",
-        forwarding=("--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2,SIGPROF"),
-    )
-
-    def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
-        """See ``MpiImplementation.arguments``."""
-        return self._options.arguments(job, session, root, forward)
-
-
-class Hydra(MpiImplementation):
-    """MPICH and its derivatives: MVAPICH, ParaStation.
-
-    It forwards SIGUSR1 and SIGALRM, but not SIGUSR2, SIGABRT or SIGURG: so SIGINT and SIGTERM both reach the ranks as
-    SIGINT, and mpirun ends the wrappers itself.
-    """
-
-    name = "MPICH"
-    signal_map = _HYDRA_SIGNALS
-
-    def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:  # noqa: ARG002
-        """See ``MpiImplementation.arguments``."""
-        return [*(job.binding_args or ["-bind-to", "none"]), *_hydra_arguments(job, forward)]
-
-
-class IntelMpi(MpiImplementation):
-    """Intel MPI: Hydra with other options."""
-
-    name = "Intel MPI"
-    signal_map = Hydra.signal_map
-
-    def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:  # noqa: ARG002
-        """See ``MpiImplementation.arguments``."""
-        return [*(job.binding_args or ["-genv", "I_MPI_PIN", "0"]), *_hydra_arguments(job, forward)]
 
 
 def _hydra_arguments(job: Job, forward: list[str]) -> list[str]:
@@ -186,15 +112,7 @@ def _hydra_arguments(job: Job, forward: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Mpirun:
-    """An mpirun installed on this machine.
-
-    Attributes:
-        path: its path.
-        implementation: the MPI implementation it belongs to.
-        version: the first line that ``mpirun --version`` prints.
-        libmpi: the path of its MPI library, unless it is the one installed beside this Python, which mpi4py loads by
-            itself.
-    """
+    """An mpirun of this machine; ``libmpi`` is unset if its library is beside this Python, where mpi4py finds it."""
 
     path: str
     implementation: MpiImplementation
@@ -209,13 +127,12 @@ class Mpirun:
 def implementation_of(version: str) -> MpiImplementation | None:
     """Returns the MPI implementation whose ``mpirun --version`` prints ``version``; ``None`` if it is unknown.
 
-    Example:
-        >>> implementation_of("mpirun (Open MPI) 5.0.11").name
-        'Open MPI 5'
+    >>> implementation_of("mpirun (Open MPI) 5.0.11").name
+    'Open MPI 5'
     """
     open_mpi = re.search(r"\((Open ?MPI|OpenRTE|PRRTE)\) (\d+)", version)
     if open_mpi is not None:
-        return OpenMpi5() if open_mpi[1] == "PRRTE" or int(open_mpi[2]) >= 5 else OpenMpi4()
+        return OPEN_MPI_5 if open_mpi[1] == "PRRTE" or int(open_mpi[2]) >= 5 else OPEN_MPI_4
     if "Intel(R) MPI" in version:
-        return IntelMpi()
-    return Hydra() if "HYDRA" in version or "MPICH" in version else None
+        return INTEL_MPI
+    return MPICH if "HYDRA" in version or "MPICH" in version else None

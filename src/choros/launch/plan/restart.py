@@ -15,28 +15,51 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from choros.config import CHAOS, RESTARTS, TIMELINE
-from choros.launch.plan.discovery import FAILURES
-from choros.launch.plan.elastic import Elastic
 from choros.launch.plan.hosts import Host, hosts_of_ranks, total_slots
-from choros.launch.plan.job import Job
+from choros.launch.plan.job import Cooldown, Elastic, Job
+from choros.settings import VARIABLES
 
-__all__ = ["End", "JobLoss", "Restart", "WaitForHosts", "cut_off", "moved", "next_step", "restarted"]
+#: A host that has failed so many times is left out.
+FAILURES = 3
+
+
+@dataclass(frozen=True)
+class HostHealth:
+    """For each host that has failed: how often since it was left out last, how often it was, and until when it is.
+    Without a ``cooldown`` that is for good.
+
+    >>> health = HostHealth(Cooldown(10, 60))
+    >>> for _ in range(3):
+    ...     health = health.failed("a", now=100.0)
+    >>> health.usable((Host("a", 2), Host("b", 2)), now=105.0)
+    (Host(name='b', slots=2),)
+    >>> health.usable((Host("a", 2), Host("b", 2)), now=110.0)
+    (Host(name='a', slots=2), Host(name='b', slots=2))
+    """
+
+    cooldown: Cooldown | None = None
+    hosts: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
+
+    def failed(self, host: str, now: float) -> HostHealth:
+        """Returns the health after a rank on ``host``, or the host itself, has failed."""
+        failures, times, until = self.hosts.get(host, (0, 0, 0.0))
+        failures += 1
+        if failures == FAILURES:
+            failures, times = 0, times + 1
+            until = float("inf") if self.cooldown is None else now + self.cooldown.seconds(times)
+        return replace(self, hosts={**self.hosts, host: (failures, times, until)})
+
+    def usable(self, hosts: tuple[Host, ...], now: float) -> tuple[Host, ...]:
+        """Returns the hosts that are not left out."""
+        return tuple(host for host in hosts if host.name not in self.hosts or now >= self.hosts[host.name][2])
 
 
 @dataclass(frozen=True)
 class JobLoss:
-    """What an elastic job has lost, without which it cannot go on in place.
-
-    Attributes:
-        what: a sentence that says so, without its full stop.
-        hosts: the names of lost hosts.
-        cut: pairs of hosts that have lost each other.
-        started: whether all ranks had started.
-    """
+    """What an elastic job has lost (``what``: a sentence, no full stop); ``cut``: host pairs that lost each other."""
 
     what: str
     hosts: frozenset[str] = frozenset()
@@ -46,12 +69,7 @@ class JobLoss:
 
 @dataclass(frozen=True)
 class Restart:
-    """Start the job again.
-
-    Attributes:
-        size: its number of ranks.
-        hosts: its hosts; empty: as before.
-    """
+    """Start the job again, with ``size`` ranks, on ``hosts``; empty: as before."""
 
     size: int
     hosts: tuple[Host, ...] = ()
@@ -59,35 +77,22 @@ class Restart:
 
 @dataclass(frozen=True)
 class WaitForHosts:
-    """Wait for hosts with slots for enough ranks.
-
-    Attributes:
-        slots: those that there are.
-    """
+    """Wait for hosts with slots for enough ranks; ``slots``: those that there are."""
 
     slots: int
 
 
 @dataclass(frozen=True)
 class End:
-    """Do not start the job again.
-
-    Attributes:
-        why: a sentence, without its full stop.
-    """
+    """Do not start the job again; ``why`` is a sentence, without its full stop."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Tries:
-    """The launches of a job so far.
-
-    Attributes:
-        restarts: how many times it was started again.
-        in_vain: how many of the last launches ended before all ranks had started.
-        suspected: pairs of hosts that have lost each other since the last launch that was not in vain.
-        cut: those of them that still were apart in a later launch: one of two is left out.
+    """A job's launches: restarts, those of the last that ended ``in_vain``, before all ranks started, and host pairs
+    ``suspected`` to have lost each other since the last not in vain, or ``cut``: still apart later, one is left out.
     """
 
     restarts: int = 0
@@ -97,9 +102,8 @@ class Tries:
 
     def after(self, loss: JobLoss) -> Tries:
         """Returns the launches with one that has ended by ``loss``.
-
-        A link that was down may be up again: the first launch after it is made on all hosts. A launch in vain tells
-        only that some of its hosts are apart: those that were before, if they are among them, else any.
+        A link that was down may be up again, so the first launch after it is on all hosts. One in vain tells only
+        that some of its hosts are apart: those that were before, if they are among them, else any.
         """
         if loss.started:
             return replace(self, in_vain=0, suspected=loss.cut, cut=frozenset())
@@ -111,26 +115,18 @@ class Tries:
 def next_step(
     job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...], waited: float
 ) -> Restart | WaitForHosts | End:
-    """Returns what to do after a loss.
+    """Returns what to do after a loss: ``job`` is as first started, ``hosts`` answer, ``waited`` is since the loss.
 
-    Args:
-        job: the job as it was started first.
-        elastic: its bounds.
-        tries: its launches so far.
-        hosts: the hosts that answer, and are not left out.
-        waited: for how many seconds it has waited for hosts since the loss.
-
-    Example:
-        >>> elastic = Elastic(least=2, most=4, timeout=60, resets=3)
-        >>> job = Job(("train",), 4, (Host("a", 2), Host("b", 2)), elastic=elastic)
-        >>> next_step(job, elastic, Tries(), (Host("b", 2),), waited=0)
-        Restart(size=2, hosts=(Host(name='b', slots=2),))
-        >>> next_step(job, elastic, Tries(), (), waited=0)
-        WaitForHosts(slots=0)
-        >>> next_step(job, elastic, Tries(), (), waited=60)
-        End(why='after --elastic-timeout 60 s there are slots for 0 ranks, fewer than --min-np 2')
-        >>> next_step(job, elastic, Tries(restarts=3), job.hosts, waited=0)
-        End(why='--reset-limit 3 allows no further start')
+    >>> elastic = Elastic(least=2, most=4, timeout=60, resets=3)
+    >>> job = Job(("train",), 4, (Host("a", 2), Host("b", 2)), elastic=elastic)
+    >>> next_step(job, elastic, Tries(), (Host("b", 2),), waited=0)
+    Restart(size=2, hosts=(Host(name='b', slots=2),))
+    >>> next_step(job, elastic, Tries(), (), waited=0)
+    WaitForHosts(slots=0)
+    >>> next_step(job, elastic, Tries(), (), waited=60)
+    End(why='after --elastic-timeout 60 s there are slots for 0 ranks, fewer than --min-np 2')
+    >>> next_step(job, elastic, Tries(restarts=3), job.hosts, waited=0)
+    End(why='--reset-limit 3 allows no further start')
     """
     if elastic.resets is not None and tries.restarts >= elastic.resets:
         return End(f"--reset-limit {elastic.resets} allows no further start")
@@ -150,20 +146,14 @@ def next_step(
 
 
 def moved(job: Job, elastic: Elastic, hosts: tuple[Host, ...]) -> Restart | None:
-    """Returns how a running job is to be started again because its hosts have changed; ``None``: it stays as it is.
+    """Returns how to start a running job, as last started, on the changed hosts; ``None``: it stays as it is.
 
-    Args:
-        job: the job as it was started last.
-        elastic: its bounds.
-        hosts: the hosts that there are now.
-
-    Example:
-        >>> job = Job(("train",), 2, (Host("a", 2),))
-        >>> moved(job, Elastic(1, 4), (Host("a", 2), Host("b", 2)))
-        Restart(size=4, hosts=(Host(name='a', slots=2), Host(name='b', slots=2)))
-        >>> moved(job, Elastic(1, 2), (Host("a", 2), Host("b", 2)))
-        >>> moved(job, Elastic(1, 2), (Host("b", 2),))
-        Restart(size=2, hosts=(Host(name='b', slots=2),))
+    >>> job = Job(("train",), 2, (Host("a", 2),))
+    >>> moved(job, Elastic(1, 4), (Host("a", 2), Host("b", 2)))
+    Restart(size=4, hosts=(Host(name='a', slots=2), Host(name='b', slots=2)))
+    >>> moved(job, Elastic(1, 2), (Host("a", 2), Host("b", 2)))
+    >>> moved(job, Elastic(1, 2), (Host("b", 2),))
+    Restart(size=2, hosts=(Host(name='b', slots=2),))
     """
     used, there = Counter(hosts_of_ranks(job.hosts, job.size)), {host.name: host.slots for host in hosts}
     size = min(total_slots(hosts), elastic.most)
@@ -174,28 +164,18 @@ def moved(job: Job, elastic: Elastic, hosts: tuple[Host, ...]) -> Restart | None
 
 
 def restarted(job: Job, step: Restart, number: int, own_names: Collection[str], environ: Mapping[str, str]) -> Job:
-    """Returns the job that is started next.
+    """Returns the next job, with a timeline of its own, so that earlier ones stay; faults are not injected again.
 
-    Args:
-        job: the job as it was started first.
-        step: its ranks and hosts now.
-        number: how many times it is started again.
-        own_names: this machine's names.
-        environ: the user's environment.
-
-    Its timeline gets a name of its own, so that those before are kept; faults are not injected again.
-
-    Example:
-        >>> job = Job(("train",), 4, (Host("a", 2), Host("b", 2)))
-        >>> again = restarted(job, Restart(2, (Host("b", 2),)), 1, {"a"}, {"CHOROS_TIMELINE": "logs/run.json"})
-        >>> again.size, again.remote, again.environment
-        (2, (Host(name='b', slots=2),), {'CHOROS_RESTARTS': '1', 'CHOROS_TIMELINE': 'logs/run.restart1.json'})
+    >>> job = Job(("train",), 4, (Host("a", 2), Host("b", 2)))
+    >>> again = restarted(job, Restart(2, (Host("b", 2),)), 1, {"a"}, {"CHOROS_TIMELINE": "logs/run.json"})
+    >>> again.size, again.remote, again.environment
+    (2, (Host(name='b', slots=2),), {'CHOROS_RESTARTS': '1', 'CHOROS_TIMELINE': 'logs/run.restart1.json'})
     """
-    variables = {name: value for name, value in job.environment.items() if name != CHAOS.name}
-    variables[RESTARTS.name] = str(number)
-    if CHAOS.name in environ:
-        variables[CHAOS.name] = ""
-    name, timeline = TIMELINE.given({**environ, **job.environment})
+    variables = {name: value for name, value in job.environment.items() if name != VARIABLES["chaos"].name}
+    variables[VARIABLES["restarts"].name] = str(number)
+    if VARIABLES["chaos"].name in environ:
+        variables[VARIABLES["chaos"].name] = ""
+    name, timeline = VARIABLES["timeline"].given({**environ, **job.environment})
     if timeline and timeline != "DYNAMIC":
         path = Path(timeline)
         variables[name] = str(path.with_name(f"{path.stem}.restart{number}{path.suffix}"))
@@ -205,15 +185,12 @@ def restarted(job: Job, step: Restart, number: int, own_names: Collection[str], 
 
 
 def cut_off(hosts: Sequence[Host], cut: Collection[tuple[str, str]]) -> frozenset[str]:
-    """Returns the hosts to leave out so that no two of the others have lost each other.
+    """Returns hosts to leave out until no pair is cut: the most cut one first, then the fewest slots, then the last.
 
-    That which has lost most; of several, that with the fewest slots, the last one of them.
-
-    Example:
-        >>> cut_off((Host("a", 2), Host("b", 2), Host("c", 2)), {("a", "b"), ("b", "c")})
-        frozenset({'b'})
-        >>> cut_off((Host("a", 1), Host("b", 2)), {("a", "b")})
-        frozenset({'a'})
+    >>> cut_off((Host("a", 2), Host("b", 2), Host("c", 2)), {("a", "b"), ("b", "c")})
+    frozenset({'b'})
+    >>> cut_off((Host("a", 1), Host("b", 2)), {("a", "b")})
+    frozenset({'a'})
     """
     out: frozenset[str] = frozenset()
     names = {host.name for host in hosts}

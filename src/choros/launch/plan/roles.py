@@ -5,17 +5,27 @@
     rank    0       1 … P     P+1 … P+W          chorosrun --ps P -np W
     role    chief   ps 0 …    worker 0 …
 
-The chief is rank 0, followed by the parameter servers and then the workers. In a job without parameter servers,
-processes have no roles, and messages name them by their ranks.
+In a job without parameter servers, processes have no roles, and messages name them by their ranks.
+
+::
+
+    chorosrun      chooses addresses and a secret    CHOROS_CLUSTER, CHOROS_SECRET, in mpirun's environment
+       ▼
+    mpirun ──►  wrapper of rank r                    derives its role from r, checks that its port is free
+                   ▼
+                COMMAND                              TF_CONFIG, CHOROS_SECRET, and no variables of MPI
+
+Only workers and parameter servers listen at their addresses; the chief has one because ``TF_CONFIG`` requires it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-__all__ = ["CHIEF", "NO_ROLES", "PS", "WORKER", "Role", "Roles"]
+from choros.launch.plan.environment import without_launchers
+from choros.launch.protocol.wrapper_options import CLUSTER
+from choros.topology import TF_CONFIG, TFConfig
 
 CHIEF, PS, WORKER = "chief", "ps", "worker"
 
@@ -33,17 +43,12 @@ class Role:
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a job's processes.
+    """The roles of a job's processes; with 0 ``servers`` they have none.
 
-    Attributes:
-        servers: the number of parameter servers; 0: processes have no roles.
-        workers: the number of workers, if there are parameter servers.
-
-    Example:
-        >>> [str(Roles(servers=1, workers=2).of(rank)) for rank in range(4)]
-        ['chief', 'ps 0', 'worker 0', 'worker 1']
-        >>> Roles(servers=1, workers=2).name(0), Roles(servers=1, workers=2).name(2), Roles().name(2)
-        ('the chief', 'worker 0', 'rank 2')
+    >>> [str(Roles(servers=1, workers=2).of(rank)) for rank in range(4)]
+    ['chief', 'ps 0', 'worker 0', 'worker 1']
+    >>> Roles(servers=1, workers=2).name(0), Roles(servers=1, workers=2).name(2), Roles().name(2)
+    ('the chief', 'worker 0', 'rank 2')
     """
 
     servers: int = 0
@@ -64,9 +69,8 @@ class Roles:
     def label(self, *ranks: int) -> str:
         """Returns the prefix of the output lines that ``ranks``, in increasing order, have written.
 
-        Example:
-            >>> Roles().label(1), Roles().label(0, 2, 3, 4), Roles(servers=1, workers=3).label(0, 2, 3, 4)
-            ('1', '0,2-4', 'chief, worker 0-2')
+        >>> Roles().label(1), Roles().label(0, 2, 3, 4), Roles(servers=1, workers=3).label(0, 2, 3, 4)
+        ('1', '0,2-4', 'chief, worker 0-2')
         """
         roles = [role for rank in ranks if (role := self.of(rank)) is not None]
         if not roles:
@@ -83,9 +87,8 @@ class Roles:
     def names(self, ranks: Sequence[int], most: int = 8) -> str:
         """Returns the names of several ranks in a message: at most ``most`` of them, and the number of the others.
 
-        Example:
-            >>> Roles().names([3, 1]), Roles().names([0, 1, 2], most=2), Roles(1, 1).names([1, 2])
-            ('ranks 1, 3', 'ranks 0, 1 and 1 more', 'ps 0, worker 0')
+        >>> Roles().names([3, 1]), Roles().names([0, 1, 2], most=2), Roles(1, 1).names([1, 2])
+        ('ranks 1, 3', 'ranks 0, 1 and 1 more', 'ps 0, worker 0')
         """
         if len(ranks) == 1:
             return self.name(ranks[0])
@@ -96,18 +99,16 @@ class Roles:
     def kind(self, count: int) -> str:
         """Returns the noun for ``count`` of a job's processes.
 
-        Example:
-            >>> Roles().kind(1), Roles().kind(2), Roles(1, 1).kind(3)
-            ('rank', 'ranks', 'processes')
+        >>> Roles().kind(1), Roles().kind(2), Roles(1, 1).kind(3)
+        ('rank', 'ranks', 'processes')
         """
         return ("process" if self else "rank") + ("" if count == 1 else "es" if self else "s")
 
     def directory(self, rank: int) -> str:
         """Returns the directory, below ``--output-dir``, for the output of ``rank``.
 
-        Example:
-            >>> Roles().directory(1), Roles(1, 1).directory(1), Roles(1, 1).directory(0)
-            ('rank.1', 'ps.0', 'chief')
+        >>> Roles().directory(1), Roles(1, 1).directory(1), Roles(1, 1).directory(0)
+        ('rank.1', 'ps.0', 'chief')
         """
         return f"{'' if self else 'rank.'}{self.label(rank)}".replace(" ", ".")
 
@@ -125,3 +126,42 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 #: The roles of a job without parameter servers.
 NO_ROLES = Roles()
+
+
+def addresses_by_role(roles: Roles, addresses: Sequence[str]) -> dict[str, list[str]]:
+    """Returns ``TF_CONFIG``'s cluster, in which rank ``i`` has ``addresses[i]``.
+
+    >>> addresses_by_role(Roles(servers=1, workers=2), ["a:1", "a:2", "b:3", "b:4"])
+    {'chief': ['a:1'], 'ps': ['a:2'], 'worker': ['b:3', 'b:4']}
+    """
+    cluster: dict[str, list[str]] = {CHIEF: [], PS: [], WORKER: []}
+    for rank, address in enumerate(addresses):
+        role = roles.of(rank)
+        if role is not None:
+            cluster[role.name].append(address)
+    return cluster
+
+
+def role_in(environ: Mapping[str, str], rank: int) -> Role | None:
+    """Returns the role of ``rank`` according to a wrapper's ``environ``; ``None`` in a job without roles."""
+    if CLUSTER not in environ:
+        return None
+    cluster = json.loads(environ[CLUSTER])
+    return Roles(len(cluster[PS]), len(cluster[WORKER])).of(rank)
+
+
+def task_environment(environ: Mapping[str, str], rank: int) -> dict[str, str]:
+    """Returns the command's environment: ``environ``; with a role, ``TF_CONFIG`` replaces the launcher's variables.
+
+    >>> cluster = '{"chief": ["a:1"], "ps": ["a:2"], "worker": ["b:3"]}'
+    >>> environ = {"CHOROS_CLUSTER": cluster, "OMPI_COMM_WORLD_RANK": "2", "PMIX_RANK": "2", "HOME": "/root"}
+    >>> task = task_environment(environ, rank=2)
+    >>> sorted(task), task["TF_CONFIG"].partition('"task": ')[2]
+    (['HOME', 'TF_CONFIG'], '{"type": "worker", "index": 0}}')
+    """
+    role = role_in(environ, rank)
+    if role is None:
+        return dict(environ)
+    config = TFConfig.of(json.loads(environ[CLUSTER]), role.name, role.index)
+    kept = {name: value for name, value in without_launchers(environ).items() if name != CLUSTER}
+    return {**kept, TF_CONFIG: config.text()}

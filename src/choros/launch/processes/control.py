@@ -17,18 +17,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from choros import durations
 from choros.launch.processes.directories import SESSION, temporary
 
 if TYPE_CHECKING:
     import socket
 
-__all__ = ["control_socket", "running_jobs", "send_text", "text_of"]
-
 _PREFIX = "control."
 #: The kernel's limit for the name of a Unix socket, on the system with the smallest one.
 _LONGEST = 100
-#: A client that does not read must not stop the job.
-_SEND_SECONDS = 2.0
 
 
 @contextmanager
@@ -56,17 +53,13 @@ def control_socket(session: Path) -> Iterator[socket.socket | None]:
 
 def send_text(client: socket.socket, text: str) -> None:
     """Sends ``text`` to a client and closes the connection."""
-    client.settimeout(_SEND_SECONDS)
+    client.settimeout(durations.CONTROL)
     with client, suppress(OSError):
         client.sendall(text.encode("utf-8", "surrogateescape"))
 
 
 def running_jobs(roots: Iterable[Path] = ()) -> dict[int, Path]:
-    """Returns the control sockets of this user's jobs on this host, by the process number of their chorosrun.
-
-    Args:
-        roots: where their directories may be; by default in the directory for temporary files.
-    """
+    """Returns control sockets of this user's jobs here, by chorosrun's PID; ``roots``: temporary files by default."""
     found = {}
     for root in roots or (temporary(),):
         for path in root.glob(f"{SESSION}*/{_PREFIX}*"):

@@ -1,13 +1,6 @@
-"""A job's own directories, for shared memory and for mpirun's files, so that no file outlives its job.
-
-Open MPI leaves its segments in ``/dev/shm`` when ranks are killed. In a separate directory for each job they can be
-found and removed: by the last rank that ends, by chorosrun, or, if all were killed at once, by the same user's next
-job. Where ``/dev/shm`` is too small, as it may be in a container, they are in the directory for temporary files. A
-process that uses a directory holds a lock on it, which the kernel releases when the process ends; a directory without
-a lock is stale. On other hosts it notes the name of the directory of mpirun's daemon, which is stale with it.
-
-Others may create what they like beside these directories, in ``/dev/shm`` and ``/tmp``: so only a directory that this
-user owns is used or removed, which is checked on its descriptor, and no link is followed.
+"""A job's own directories, for shared memory and mpirun's files: Open MPI leaves segments when ranks are killed, so
+that its last rank, chorosrun or the user's next job finds and removes them. A user holds a lock that the kernel
+releases; one without is stale. Others may plant files beside: only what this user owns is used, no link followed.
 """
 
 from __future__ import annotations
@@ -16,26 +9,15 @@ import contextlib
 import fcntl
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from choros.config import SESSION_BYTES
+from choros import durations
+from choros.errors import LaunchError
 from choros.launch.protocol.wrapper_options import JOB
-
-__all__ = [
-    "SESSION",
-    "VARIABLE",
-    "Directory",
-    "remove_owned",
-    "remove_shared_memory",
-    "remove_stale",
-    "reserve_shared_memory",
-    "segment_suffix",
-    "session_directory",
-    "shared_memory",
-    "temporary",
-]
+from choros.settings import SESSION_BYTES
 
 #: The variable with the directory for Open MPI's segments.
 VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
@@ -59,10 +41,7 @@ class Directory:
 
     @classmethod
     def acquire(cls, path: Path) -> Directory | None:
-        """Creates ``path`` if it does not exist, and locks it.
-
-        Returns ``None`` if that fails or the directory belongs to another user.
-        """
+        """Creates ``path`` if needed, and locks it; ``None`` if that fails or it belongs to another user."""
         for _ in range(3):  # another job may remove it as stale before it is locked
             try:
                 path.mkdir(mode=0o700, parents=False, exist_ok=True)
@@ -97,24 +76,13 @@ class Directory:
         except OSError:  # not the last rank
             return
 
-    def remove(self) -> None:
-        """Removes the directory and its contents."""
-        remove_owned(self.path)
-        self.unlock()
-
     def unlock(self) -> None:
         """Ends the use of the directory by this process."""
         os.close(self._descriptor)
 
 
 def shared_memory(environ: Mapping[str, str], ranks: int, roots: Sequence[Path] = ()) -> Directory | None:
-    """Returns this job's directory for shared memory; ``None`` if there is none, or the user has set another.
-
-    Args:
-        environ: the environment, with the name of the job.
-        ranks: the number of ranks on this host; there must be room for the segments of all of them.
-        roots: where it may be; by default in /dev/shm or in the directory for temporary files.
-    """
+    """Returns this job's directory, with room for all ``ranks``' segments; ``None``: none, or the user set another."""
     if not environ.get(JOB) or VARIABLE in environ:
         return None
     with_room = (root for root in roots or (_SHARED_MEMORY, temporary()) if _free(root) >= ranks * _SEGMENT)
@@ -125,11 +93,10 @@ def shared_memory(environ: Mapping[str, str], ranks: int, roots: Sequence[Path] 
 def segment_suffix(environ: Mapping[str, str], local_rank: int) -> str:
     """Returns the end of the names of a rank's segments; to mpirun, a rank that another one starts has its own job.
 
-    Example:
-        >>> segment_suffix({"PMIX_NAMESPACE": "prterun-host-12@2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 3)
-        '0002.0'
-        >>> segment_suffix({}, 3)
-        '.3'
+    >>> segment_suffix({"PMIX_NAMESPACE": "prterun-host-12@2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 3)
+    '0002.0'
+    >>> segment_suffix({}, 3)
+    '.3'
     """
     _, _, number = environ.get("PMIX_NAMESPACE", "").rpartition("@")
     if not number.isdecimal():
@@ -137,26 +104,31 @@ def segment_suffix(environ: Mapping[str, str], local_rank: int) -> str:
     return f"{int(number):04x}.{environ.get('OMPI_COMM_WORLD_LOCAL_RANK', local_rank)}"
 
 
-def reserve_shared_memory(job: str) -> list[Directory]:
-    """Creates a job's directories for shared memory on this host, before others can learn the job's name.
-
-    Raises:
-        FileExistsError: somebody else has one of this name.
+@contextmanager
+def job_directories(job: str) -> Iterator[Path]:
+    """Creates a job's directories on this host before others can learn its name, and removes them, and those of daemons
+    that were killed; yields that of mpirun's files. Fails if it has no room, or somebody has one of its name.
     """
-    directories = []
-    for path in [root / (_MEMORY + job) for root in (_SHARED_MEMORY, temporary())]:
-        directory = Directory.acquire(path)
-        if directory is not None:
-            directories.append(directory)
-        elif os.path.lexists(path):
-            raise FileExistsError(path)
-    return directories
-
-
-def remove_shared_memory(job: str) -> None:
-    """Removes a job's directories for shared memory on this host, and those of daemons that were killed."""
-    for root in (_SHARED_MEMORY, temporary()):
-        _remove_with_daemons(root / (_MEMORY + job))
+    memory, session = [root / (_MEMORY + job) for root in (_SHARED_MEMORY, temporary())], temporary() / (SESSION + job)
+    held: list[Directory] = []
+    try:
+        for path in (*memory, session) if _free(temporary()) >= SESSION_BYTES else ():
+            directory = Directory.acquire(path)
+            if directory is not None:
+                held.append(directory)
+            elif os.path.lexists(path):
+                raise FileExistsError(path)
+        if not held or held[-1].path != session:
+            raise LaunchError(
+                f"the job needs a directory in {temporary()}, which is read-only or has less than "
+                f"{SESSION_BYTES >> 20} MiB left. Set TMPDIR to another one."
+            )
+        yield session
+    finally:
+        for path in (session, *memory):
+            _remove_with_daemons(path)
+        for directory in held:
+            directory.unlock()
 
 
 def _free(root: Path) -> int:
@@ -174,24 +146,13 @@ def temporary() -> Path:
     return next((Path(path) for path in named if os.access(path, os.W_OK | os.X_OK)), Path("/tmp"))  # noqa: S108
 
 
-def session_directory(job: str) -> Directory | None:
-    """Returns the directory for mpirun's files on this host; ``None`` if it cannot be created, or has no room."""
-    if _free(temporary()) < SESSION_BYTES:
-        return None
-    return Directory.acquire(temporary() / (SESSION + job))
-
-
 def remove_stale(*roots: Path) -> None:
     """Removes the directories of jobs that were killed as a whole, by default from /dev/shm and the temporary one."""
     for root in roots or (_SHARED_MEMORY, temporary()):
         for path in (*root.glob(_MEMORY + "*"), *root.glob(SESSION + "*")):
-            _remove_if_stale(path)
-
-
-def _remove_if_stale(path: Path) -> None:
-    with contextlib.suppress(OSError), _owned(path) as descriptor:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process may have locked it
-        _remove_with_daemons(path)
+            with contextlib.suppress(OSError), _owned(path) as descriptor:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process may have locked it
+                _remove_with_daemons(path)
 
 
 def _remove_with_daemons(path: Path) -> None:
@@ -225,3 +186,24 @@ def _owned(path: Path) -> Iterator[int]:
 
 def _opened(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+_GATE_KEY = "gate"
+
+
+def write_key(session: Path, key: bytes) -> None:
+    """Writes the key, complete from the moment when the file exists."""
+    path = session / f"{_GATE_KEY}.new"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(key)
+    path.rename(session / _GATE_KEY)
+
+
+def wait_for_key(environ: Mapping[str, str]) -> bytes:
+    """Returns the key of this job as soon as chorosrun has written it."""
+    path = temporary() / (SESSION + environ[JOB]) / _GATE_KEY
+    while True:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            time.sleep(durations.GATE_KEY)

@@ -1,22 +1,18 @@
 """The parent-death guard: kills a process when its parent dies; and other settings of the kernel for a process.
-
-On Linux, the kernel does it: ``prctl(PR_SET_PDEATHSIG)``. On other systems this file, run as a script, stays between
-the two processes and polls the parent twice a second.
-
-As a script: ``python parent_death_guard.py PARENT_PID COMMAND …`` runs COMMAND under the guard.
+On Linux the kernel does it, by ``prctl(PR_SET_PDEATHSIG)``; elsewhere this file, run as a script with
+``PARENT_PID COMMAND …``, stays between the two processes and polls the parent twice a second.
 """
-
-from __future__ import annotations
 
 import os
 import signal
 import sys
 
-__all__ = ["allow_tracing", "become_subreaper", "die_with_parent", "signal_at_parent_death"]
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_PTRACER = 0x59616D61
+#: The kernel sends a signal when the parent, or its thread that started this process, ends.
+DEATH_SIGNAL = 1
+#: This process becomes the parent of orphaned descendants.
+CHILD_SUBREAPER = 36
+#: A process, and its children, may read this process's memory; fails without ``kernel.yama.ptrace_scope``.
+PTRACER = 0x59616D61
 _FORWARDED = (
     "SIGTERM",
     "SIGINT",
@@ -31,7 +27,8 @@ _FORWARDED = (
 )
 
 
-def _prctl(option: int, value: int) -> bool:
+def set_option(option: int, value: int) -> bool:
+    """Sets one of the options above for this process; returns ``False`` if the kernel cannot."""
     if not sys.platform.startswith("linux"):
         return False
     import ctypes  # not at the top: imports dominate the time of a short job
@@ -41,32 +38,11 @@ def _prctl(option: int, value: int) -> bool:
 
 def die_with_parent(parent: int) -> bool:
     """Has the kernel kill this process when ``parent`` dies; returns ``False`` if the kernel cannot."""
-    if not _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+    if not set_option(DEATH_SIGNAL, signal.SIGKILL):
         return False
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
     return True
-
-
-def become_subreaper() -> bool:
-    """Makes this process the parent of orphaned descendants; returns ``False`` if the kernel cannot."""
-    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def allow_tracing(tracer: int) -> bool:
-    """Allows ``tracer`` and its children to read this process's memory, even if the kernel allows only ancestors to.
-
-    Returns ``False`` if there is no such restriction (``kernel.yama.ptrace_scope``).
-    """
-    return _prctl(_PR_SET_PTRACER, tracer)
-
-
-def signal_at_parent_death(number: int) -> bool:
-    """Has the kernel send this process ``number`` when its parent dies; returns ``False`` if the kernel cannot.
-
-    The signal may arrive earlier: the kernel sends it when the thread that started this process ends.
-    """
-    return _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _watch(parent: int, command: list[str]) -> int:

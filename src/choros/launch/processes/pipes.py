@@ -5,12 +5,10 @@
     wrapper of rank 0 ──► choros-session-JOB/frames.0 ──► chorosrun        named pipes, in a directory
     wrapper of rank 1 ──► choros-session-JOB/frames.1 ──►                  that only this user may enter
 
-mpirun reads a rank's output from a pseudoterminal, 4 KiB at a time, and passes it from thread to thread, which takes
-more time than all that wrappers and chorosrun do. A wrapper without such a pipe writes frames to its standard output,
-which mpirun forwards: in a job on several hosts, or where chorosrun may open few files.
+mpirun reads a pseudoterminal, 4 KiB at a time, and passes it from thread to thread: more time than all that
+wrappers and chorosrun take. Without such a pipe, on several hosts or where chorosrun may open few files, it
+forwards the wrapper's standard output.
 """
-
-from __future__ import annotations
 
 import fcntl
 import os
@@ -23,8 +21,6 @@ from pathlib import Path
 from choros.launch.processes.directories import SESSION, temporary
 from choros.launch.protocol.wrapper_options import JOB
 from choros.transport.loop import HasFileno
-
-__all__ = ["enlarge", "frame_pipes", "open_frame_pipe"]
 
 #: The more a pipe holds, the less often its writer and its reader wait for each other.
 _BYTES = 1 << 18
@@ -42,11 +38,7 @@ def enlarge(pipe: HasFileno | int, ranks: int) -> None:
 
 @contextmanager
 def frame_pipes(session: Path, size: int) -> Iterator[list[int]]:
-    """Creates pipes for the frames of ``size`` ranks; yields the descriptors from which to read without blocking.
-
-    There are fewer than ``size`` if the directory ``session`` cannot have them, or they would be more than half of
-    the files that this process may open.
-    """
+    """Yields pipes of up to ``size`` ranks, to read unblocked: what ``session`` can have, at most half its files."""
     pipes: list[int] = []
     try:
         for rank in range(size):

@@ -1,14 +1,10 @@
 """Free ports of this host."""
 
-from __future__ import annotations
-
 import random
 import socket
-from collections.abc import Iterator
+from itertools import islice
 
 from choros.errors import LaunchError
-
-__all__ = ["free_ports", "listening_error"]
 
 #: Below the ephemeral ports of kernels and the ports of Kubernetes' services.
 _PORTS = range(20000, 30000)
@@ -16,22 +12,14 @@ _PORTS = range(20000, 30000)
 
 def free_ports(count: int) -> list[int]:
     """Returns ``count`` ports of this host at which no process listens."""
-    ports = list(_first_free(count))
+    free = (port for port in random.sample(_PORTS, len(_PORTS)) if listening_error("", port) is None)
+    ports = list(islice(free, count))
     if len(ports) < count:
         raise LaunchError(
             f"the job needs {count} free ports from {_PORTS[0]} to {_PORTS[-1]}, and this host has only {len(ports)}. "
             "End processes that listen at these ports."
         )
     return ports
-
-
-def _first_free(count: int) -> Iterator[int]:
-    for port in random.sample(_PORTS, len(_PORTS)):
-        if count == 0:
-            return
-        if listening_error("", port) is None:
-            count -= 1
-            yield port
 
 
 def listening_error(host: str, port: int) -> OSError | None:

@@ -1,14 +1,10 @@
 """A process tree: signals and ends a process together with its descendants."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-__all__ = ["end_children", "group_exists", "signal_group"]
 
 
 def signal_group(group: int, number: int) -> None:
@@ -31,13 +27,13 @@ def group_exists(group: int) -> bool:
 
 
 def end_children(reap: Callable[[], None]) -> None:
-    """Kills this process's children, and their children, which it inherits when their parents die.
-
-    Args:
-        reap: waits for the children that have ended.
-    """
+    """Kills this process's children, and theirs, inherited when parents die; ``reap`` waits for the ended ones."""
+    listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     for _ in range(100):  # the kernel needs a moment to reparent orphans
-        children = _children()
+        try:
+            children = [int(pid) for pid in listed.read_text().split()]
+        except OSError:  # the kernel does not list them
+            children = []
         for child in children:
             try:
                 os.kill(child, signal.SIGKILL)
@@ -47,12 +43,3 @@ def end_children(reap: Callable[[], None]) -> None:
         if not children:
             return
         time.sleep(0.01)
-
-
-def _children() -> list[int]:
-    """Returns this process's children; an empty list if the kernel does not list them."""
-    me = os.getpid()
-    try:
-        return [int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()]
-    except OSError:
-        return []

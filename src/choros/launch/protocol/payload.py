@@ -10,49 +10,32 @@ No process listens on a port, and neither disk nor a command line holds the data
 because they come from processes that this process has started.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
 
-__all__ = ["FunctionCall", "pack", "read_framed", "unpack"]
 
-
-@dataclass(frozen=True)
-class FunctionCall:
-    """A function and its arguments."""
-
-    function: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-
-    def __call__(self) -> Any:
-        """Calls the function."""
-        return self.function(*self.args, **self.kwargs)
-
-
-def pack(call: FunctionCall) -> bytes:
+def pack(call: Callable[[], Any]) -> bytes:
     """Returns ``call`` as bytes, with this process's module path, after a line with the number of bytes.
 
-    Example:
-        >>> pack(FunctionCall(max, (1, 2), {})).partition(b"\\n")[0].isdigit()
-        True
+    >>> from functools import partial
+    >>> pack(partial(max, 1, 2)).partition(b"\\n")[0].isdigit()
+    True
     """
-    body = pickle.dumps((list(sys.path), cloudpickle.dumps((call.function, tuple(call.args), dict(call.kwargs)))))
+    body = pickle.dumps((list(sys.path), cloudpickle.dumps(call)))
     return b"%d\n%s" % (len(body), body)
 
 
-def unpack(body: bytes) -> FunctionCall:
+def unpack(body: bytes) -> Callable[[], Any]:
     """Returns the call in ``body`` and sets this process's module path to that of the process that packed it."""
     path, call = pickle.loads(body)  # noqa: S301  (from the process that started this one)
     sys.path[:] = path
-    return FunctionCall(*pickle.loads(call))  # noqa: S301
+    unpacked: Callable[[], Any] = pickle.loads(call)  # noqa: S301
+    return unpacked
 
 
 def read_framed(descriptor: int) -> bytes:

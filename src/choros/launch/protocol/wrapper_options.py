@@ -9,8 +9,6 @@ from typing import Any
 
 from choros.observe import MOVE
 
-__all__ = ["CLUSTER", "JOB", "RESULT_FD", "SIGNAL_MEANINGS", "STACKS", "WrapperOptions"]
-
 #: The variable with the job's unique name.
 JOB = "CHOROS_JOB"
 #: The variable with the addresses of a job with parameter servers, as in TF_CONFIG's "cluster".
@@ -33,18 +31,9 @@ STACKS = signal.SIGPROF
 
 @dataclass(frozen=True)
 class WrapperOptions:
-    """The wrappers' options: their arguments before ``--``. Each is a switch, a whole number or several of these.
-
-    Attributes:
-        bind: bind the rank to its share of the host's cores.
-        stdin: the rank's standard input is mpirun's; otherwise it is empty.
-        result: give the rank a pipe for the result of its function.
-        events: the rank sends all of its events; otherwise those that chorosrun itself needs.
-        ranks_per_host: the number of ranks of each host, if they differ and chorosrun has assigned them.
-        restarts: how many times a worker of a job with parameter servers is restarted after a signal has ended it.
-        gated: mpirun is behind a gate, of which this process has the key.
-        elastic: the other ranks may go on without this one, so the wrapper ends when its rank does.
-        new_rank: of a rank that another one starts: its number, and for each number the first one on the same host.
+    """The wrappers' options before ``--``: switches and whole numbers. ``stdin``: mpirun's, else empty. ``events``:
+    all, not only those chorosrun needs. ``gated``: this process has the key of mpirun's gate. ``elastic``: others go
+    on, so the wrapper ends with its rank. ``new_rank``: its number, and for each number the first on the same host.
     """
 
     bind: bool = True
@@ -60,9 +49,8 @@ class WrapperOptions:
     def arguments(self) -> list[str]:
         """Returns the options as command-line arguments.
 
-        Example:
-            >>> WrapperOptions(bind=False).arguments()
-            ['--no-bind']
+        >>> WrapperOptions(bind=False).arguments()
+        ['--no-bind']
         """
         values = ((each, getattr(self, each.name)) for each in fields(self))
         return [_argument(each, value) for each, value in values if value != each.default]
@@ -71,10 +59,9 @@ class WrapperOptions:
     def parse(cls, argv: Sequence[str]) -> tuple[WrapperOptions, list[str]]:
         """Returns the options and the command in ``argv``, which ``--`` separates.
 
-        Example:
-            >>> options, command = WrapperOptions.parse(["--stdin", "--", "python", "train.py"])
-            >>> (options == WrapperOptions(stdin=True), command)
-            (True, ['python', 'train.py'])
+        >>> options, command = WrapperOptions.parse(["--stdin", "--", "python", "train.py"])
+        >>> (options == WrapperOptions(stdin=True), command)
+        (True, ['python', 'train.py'])
         """
         split = list(argv).index("--")
         defaults = {each.name: each.default for each in fields(cls)}

@@ -1,8 +1,6 @@
-"""The program that mpirun starts for each rank: ``python -I -S …/wrapper/__main__.py OPTIONS -- COMMAND``.
-
-It runs as long as the rank, so it imports little: only the standard library and the modules of choros that it needs.
-``-S`` excludes site-packages and the imports of ``.pth`` files; ``-I`` ignores the ``PYTHON…`` variables, which are
-meant for the rank.
+"""The program mpirun starts for each rank: ``python -I -S …/wrapper/__main__.py OPTIONS -- COMMAND``.
+It runs as long as the rank, so it imports little; ``-S`` excludes site-packages and ``.pth`` files, and ``-I``
+ignores the ``PYTHON…`` variables, which are meant for the rank.
 """
 
 import os

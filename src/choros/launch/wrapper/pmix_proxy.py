@@ -1,4 +1,4 @@
-"""The proxy between a rank and mpirun, which only who has the job's key can reach (``driver/mpirun_gate.py``).
+"""The proxy between a rank and mpirun, which only who has the job's key can reach (``driver/mpirun_process.py``).
 
 ::
 
@@ -7,8 +7,6 @@
 
 Open MPI's library in the rank connects to the address in its environment, and cannot sign.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -20,16 +18,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import final
 
-from choros.launch.processes.gate_key import wait_for_key
+from choros import durations
+from choros.launch.processes.directories import wait_for_key
 from choros.transport.gate import connect_signed
 from choros.transport.peers import users_connected_to
 
-__all__ = ["PmixProxy"]
-
 _BYTES = 1 << 16
-_CONNECT_SECONDS = 10.0
 _WAITING = 512
-_PAUSE_SECONDS = 0.005
 #: The variables with the address of mpirun, for clients of several versions of PMIx.
 _VARIABLE = "PMIX_SERVER_URI"
 _ADDRESS = re.compile(r"tcp[46]://\[?([\d.:a-f]+?)\]?:(\d+)")
@@ -37,14 +32,7 @@ _ADDRESS = re.compile(r"tcp[46]://\[?([\d.:a-f]+?)\]?:(\d+)")
 
 @final
 class PmixProxy:
-    """Connects a rank, and its children, to mpirun.
-
-    Args:
-        environ: the environment in which mpirun has started this process.
-
-    Attributes:
-        variables: those of the rank's environment that lead to this proxy.
-    """
+    """Connects a rank, and its children, to mpirun; ``variables`` of the rank's environment lead to this proxy."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -70,7 +58,7 @@ class PmixProxy:
                     threading.Thread(target=self._connect, args=(end,), name="choros: proxy", daemon=True).start()
                 else:
                     end.close()
-            time.sleep(_PAUSE_SECONDS)  # who connects again and again takes little of this core
+            time.sleep(durations.PROXY_PAUSE)  # who connects again and again takes little of this core
 
     def _connect(self, rank: socket.socket) -> None:
         """Passes on what the rank and mpirun send each other."""
@@ -78,7 +66,7 @@ class PmixProxy:
         with (
             rank,
             suppress(OSError),
-            connect_signed(self._mpirun, wait_for_key(self._environ), _CONNECT_SECONDS) as mpirun,
+            connect_signed(self._mpirun, wait_for_key(self._environ), durations.PROXY_CONNECT) as mpirun,
         ):
             answers = threading.Thread(target=_pass_on, args=(mpirun, rank), name="choros: proxy", daemon=True)
             answers.start()

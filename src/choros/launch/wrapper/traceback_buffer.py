@@ -1,22 +1,15 @@
-"""The traceback buffer: holds tracebacks back until it is known whether the rank ends.
-
-The traceback of a rank that fails is shown once, as the last output on the terminal, not in the middle of the other
-ranks' output. A rank that prints a traceback and continues has handled the exception: its traceback is ordinary
-output, shown a moment later. The same holds for output that is longer, or takes longer, than any final message. A rank
-that has said itself that an exception ends it (``RANK_CRASHED``) may take any time to end.
+"""The traceback buffer: holds tracebacks back until it is known whether the rank ends, so its last one is shown
+once, at the end. That of a rank that continues, or whose output is longer or takes longer than a final message,
+is ordinary output, shown a moment later; after ``RANK_CRASHED`` the rank may take any time to end.
 """
-
-from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-__all__ = ["TracebackBuffer"]
+from choros import durations
 
 _TITLE = b"Traceback (most recent call last):"
 _BEGINNING = re.compile(rb"(?:^|(?<=[\r\n]))(?:  \+ Exception Group )?" + re.escape(_TITLE))
-#: Lines with shorter pauses between them are one message: the messages of many exceptions have several lines.
-_MESSAGE_PAUSE = 0.2
 #: A rank that continues to write after a traceback is alive.
 _AFTER_MORE_OUTPUT = 1.0
 #: A silent rank may be shutting down, which takes some frameworks seconds.
@@ -29,20 +22,15 @@ _MOST = 1 << 17
 
 @dataclass
 class TracebackBuffer:
-    """Holds back a rank's lines on standard error, beginning with a traceback.
+    """Holds back a rank's lines on standard error, from a traceback on; ``shown``: held, then shown, nothing after it.
 
-    Attributes:
-        held: what is held back.
-        shown: a traceback that was held back and then shown, if nothing came after it.
-
-    Example:
-        >>> buffer = TracebackBuffer()
-        >>> buffer.add(b"Traceback (most recent call last):\\nValueError: no\\n", now=0.0)
-        b''
-        >>> buffer.due(now=2.0)
-        b''
-        >>> buffer.due(now=3.5)
-        b'Traceback (most recent call last):\\nValueError: no\\n'
+    >>> buffer = TracebackBuffer()
+    >>> buffer.add(b"Traceback (most recent call last):\\nValueError: no\\n", now=0.0)
+    b''
+    >>> buffer.due(now=2.0)
+    b''
+    >>> buffer.due(now=3.5)
+    b'Traceback (most recent call last):\\nValueError: no\\n'
     """
 
     held: bytes = b""
@@ -66,14 +54,17 @@ class TracebackBuffer:
             before, data = data[: begin.start()], data[begin.start() :]
             self._ended = False
             self._latest, self._last = now + _LONGEST, now
-        continues = self._ended and now - self._last > _MESSAGE_PAUSE
+        continues = self._ended and now - self._last > durations.MESSAGE_PAUSE
         self.held += data
         if len(self.held) > _MOST:
             return before + self._release()
         self._deadline = min(self._latest, now + (_AFTER_MORE_OUTPUT if continues else _AFTER_SILENCE))
         self._last = now
-        for line in data.splitlines():
-            self._note_end(line)
+        for line in data.splitlines():  # the end is the first line that is not indented, which names the exception
+            if _BEGINNING.match(line):
+                self._ended = False
+            elif line and not line[:1].isspace():
+                self._ended = True
         return before
 
     def alive(self, now: float) -> None:
@@ -98,10 +89,3 @@ class TracebackBuffer:
         released, self.held = self.held, b""
         self.shown = released[:_MOST]
         return released
-
-    def _note_end(self, line: bytes) -> None:
-        """Detects the end of the traceback: the first line that is not indented, which names the exception."""
-        if _BEGINNING.match(line):
-            self._ended = False
-        elif line and not line[:1].isspace():
-            self._ended = True

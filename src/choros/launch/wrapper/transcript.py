@@ -1,15 +1,55 @@
 """The transcript of a rank: converts the bytes from its pipes to frames."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from choros import durations
 from choros.launch.protocol.frames import Events, Frame, Result, Text
-from choros.launch.wrapper.line_buffer import LineBuffer
 from choros.launch.wrapper.traceback_buffer import TracebackBuffer
 
-__all__ = ["ERR", "EVENTS", "OUT", "RESULT", "Transcript"]
+#: A longer partial line is passed on at once.
+_LONGEST = 1 << 15
+
+
+@dataclass
+class LineBuffer:
+    """Buffers one output stream of a rank. A line ends with a newline, or a carriage return (a progress bar).
+
+    >>> lines = LineBuffer()
+    >>> lines.feed(b"one\\r\\n 50%\\r100%\\rtw", now=0.0)
+    b'one\\r\\n 50%\\r100%\\r'
+    >>> lines.due(now=1.0)
+    b'tw'
+    """
+
+    _pending: bytes = b""
+    _since: float = 0.0
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """Adds bytes; returns those up to the end of the last line that is complete."""
+        buffer = self._pending + data
+        self._since = now
+        # A carriage return at the very end may be the first half of "\r\n": wait for what follows.
+        end = max(buffer.rfind(b"\n"), buffer.rfind(b"\r", 0, len(buffer) - 1)) + 1
+        if len(buffer) - end > _LONGEST:
+            end = len(buffer)
+        self._pending = buffer[end:]
+        return buffer[:end]
+
+    def due(self, now: float) -> bytes:
+        """Returns the partial line, if it has waited long enough."""
+        return self.flush() if self._pending and now >= self._since + durations.PARTIAL_LINE else b""
+
+    def flush(self) -> bytes:
+        """Returns the partial line, empty if there is none."""
+        pending, self._pending = self._pending, b""
+        return pending
+
+    def wait(self, now: float) -> float | None:
+        """Returns the seconds until the partial line is due; ``None`` if there is none."""
+        return max(0.0, self._since + durations.PARTIAL_LINE - now) if self._pending else None
+
 
 #: The pipes of a rank.
 OUT, ERR, RESULT, EVENTS = "out", "err", "result", "events"
@@ -31,13 +71,10 @@ _FRAME = 1 << 15
 
 
 class Transcript:
-    """Converts bytes from a rank's pipes to frames: lines at once, tracebacks once the rank is known to continue.
+    """Converts a rank's bytes to frames: lines at once, which share one, tracebacks once it is known to continue.
 
-    Every method returns the frames that are ready; the time is an argument. Lines that arrive together share a frame.
-
-    Example:
-        >>> list(Transcript(rank=0).feed(OUT, b"hello\\n", now=0.0))
-        [Text(rank=0, stream='out', data=b'hello\\n')]
+    >>> list(Transcript(rank=0).feed(OUT, b"hello\\n", now=0.0))
+    [Text(rank=0, stream='out', data=b'hello\\n')]
     """
 
     def __init__(self, rank: int) -> None:
@@ -74,7 +111,7 @@ class Transcript:
             if any(_CRASHED in line for line in lines_of_json):
                 self._traceback_buffer.crashed()
             if lines_of_json:
-                yield Events(self._rank, b"\n".join(lines_of_json).decode("ascii"))
+                yield Events(self._rank, b"\n".join(lines_of_json))
         else:
             lines = self._lines[stream]
             yield from self._frames(stream, lines.feed(data, now) if data else lines.flush(), now)

@@ -1,24 +1,19 @@
 """Gradient compression: one interface, one module per algorithm.
 
-::
+Arrays that cannot be compressed, or are too small to gain from it, are sent uncompressed (``SelectiveCompressor``)::
 
     Compressor ─creates─► Exchange, which keeps buffers and residuals from step to step
     ├── NoCompression, Float16      casts.py       FusedExchange: an allreduce in that dtype
-    ├── Bfloat16                    bfloat16.py  ┐ VectorExchange: arrays concatenated to one
-    ├── Int8                        int8.py      │ float32 vector, which a VectorSum sums:
-    ├── TopK                        top_k.py     ┘ SlicedSum (sliced.py) or TopKSum
+    ├── Bfloat16, Int8              sliced.py    ┐ VectorExchange: arrays concatenated to one float32
+    ├── TopK                        top_k.py     ┘ vector, which a VectorSum sums: SlicedSum or TopKSum
     └── PowerSGD                    power_sgd.py   two small allreduces for all matrices
-
-Arrays that cannot be compressed, or are too small to gain from it, are sent uncompressed (``selection.py``).
 """
 
-from __future__ import annotations
-
-from choros.parallel.compression.bfloat16 import Bfloat16
+from choros.errors import ConfigError
 from choros.parallel.compression.casts import Float16, NoCompression
-from choros.parallel.compression.compressor import Compressor, check_compressor
-from choros.parallel.compression.int8 import Int8
+from choros.parallel.compression.compressor import Compressor
 from choros.parallel.compression.power_sgd import PowerSGD
+from choros.parallel.compression.sliced import Bfloat16, Int8
 from choros.parallel.compression.top_k import TopK
 
 __all__ = ["Compression", "Compressor", "check_compressor"]
@@ -38,7 +33,8 @@ class Compression:
     ========================  ====================  ======================================================
 
     Example:
-        >>> from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
+        >>> from choros.parallel.reduce.plan import ReduceConfig
+        >>> from choros.parallel.reduce.reducer import GradientReducer
         >>> reducer = GradientReducer(ReduceConfig(compressor=Compression.power_sgd(rank=2)))
     """
 
@@ -56,3 +52,16 @@ class Compression:
     def power_sgd(rank: int = 4) -> Compressor:
         """See ``PowerSGD``."""
         return PowerSGD(rank)
+
+
+def check_compressor(value: object) -> None:
+    """Raises a ConfigError unless ``value`` is a compression."""
+    if isinstance(value, Compressor):
+        return
+    members = {name: each for name, each in vars(Compression).items() if not name.startswith("_")}
+    names = [f".{name}(…)" if isinstance(each, staticmethod) else f".{name}" for name, each in members.items()]
+    raise ConfigError(
+        f"compression={getattr(value, '__name__', repr(value))} is none of Compression's: expected "
+        f"Compression{', '.join(names[:-1])} or {names[-1]}. Compressors of one's own, as Horovod takes them, are not "
+        "supported: write fp16 or bf16 for a cast."
+    )

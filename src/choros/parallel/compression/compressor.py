@@ -1,19 +1,17 @@
 """The interface of all compressions."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import numpy as np
 
 from choros.arrays import adapter_of
 from choros.comm import BFLOAT16, Communicator
+from choros.comm.fusion import Layout
 from choros.errors import ConfigError
-from choros.parallel.reduce.exchange import Exchange, Layout
-
-__all__ = ["Compressor", "DType", "check_compressor", "is_floating", "reject_single_array"]
+from choros.parallel.reduce.exchange import Exchange, Groups, SplitExchange, only
+from choros.parallel.reduce.fused import FusedExchange
 
 DType = np.dtype[np.generic]
 
@@ -42,39 +40,63 @@ class Compressor(ABC):
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Returns ``tensor`` as it is sent, and what ``decompress`` needs (Horovod's ``Compressor.compress``).
 
-        Example:
-            >>> import numpy as np
-            >>> from choros.parallel.compression import Compression
-            >>> compressed, context = Compression.fp16.compress(np.ones(2))
-            >>> compressed.dtype, Compression.fp16.decompress(compressed, context).dtype
-            (dtype('float16'), dtype('float64'))
+        >>> import numpy as np
+        >>> from choros.parallel.compression import Compression
+        >>> compressed, context = Compression.fp16.compress(np.ones(2))
+        >>> compressed.dtype, Compression.fp16.decompress(compressed, context).dtype
+        (dtype('float16'), dtype('float64'))
         """
         adapter = adapter_of(tensor)
         dtype = adapter.spec(tensor).dtype
         return adapter.cast(tensor, self.wire_dtype(dtype)), dtype
 
     def decompress(self, tensor: Any, context: Any) -> Any:
-        """Returns the tensor in its own dtype.
-
-        Args:
-            tensor: as ``compress`` returned it, or the sum of such.
-            context: what it returned besides.
-        """
+        """Returns the tensor that ``compress`` returned, or the sum of such, in its own dtype."""
         return adapter_of(tensor).cast(tensor, context)
 
-    @abstractmethod
     def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
         """Creates the exchange that sums arrays of ``layout``; those of a group are sent together."""
+        return FusedExchange(communicator, layout, groups, self.wire_dtype)
 
 
-def check_compressor(value: object) -> None:
-    """Raises a ConfigError unless ``value`` is a compression."""
-    if not isinstance(value, Compressor):
+class SelectiveCompressor(Compressor):
+    """A compression of gradients only, and of those that it ``compresses``; others are sent uncompressed.
+
+    Attributes:
+        name: that of ``Compression``, for errors.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def compresses(self, shape: tuple[int, ...], dtype: DType) -> bool:
+        """Whether an array is compressed: it is of floating-point numbers, and it pays."""
+
+    @abstractmethod
+    def compressing(self, communicator: Communicator, layout: Layout, groups: Groups) -> Exchange:
+        """Creates the exchange of the arrays that are compressed."""
+
+    @final
+    def wire_dtype(self, dtype: DType) -> DType:
+        """This is no cast: a ConfigError for floating-point arrays."""
+        if not is_floating(dtype):
+            return dtype
         raise ConfigError(
-            f"compression={getattr(value, '__name__', repr(value))} is none of Compression's: expected "
-            "Compression.none, .fp16, .bf16, .int8, .top_k(…) or .power_sgd(…). Compressors of one's own, as Horovod "
-            "takes them, are not supported: write fp16 or bf16 for a cast."
+            f"compression={self.name}: an allreduce of a single array supports none and fp16. The others are for "
+            "gradients: pass them to DistributedOptimizer(…, compression=…)."
         )
+
+    @final
+    def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
+        """See ``Compressor``."""
+        chosen = [index for index, each in enumerate(layout) if self.compresses(*each)]
+        others = sorted(set(range(len(layout))) - set(chosen))
+        parts: list[tuple[Sequence[int], Exchange]] = []
+        if chosen:
+            parts.append((chosen, self.compressing(communicator, *only(chosen, layout, groups))))
+        if others:
+            parts.append((others, FusedExchange(communicator, *only(others, layout, groups), plain_dtype)))
+        return SplitExchange(parts)
 
 
 def is_floating(dtype: DType) -> bool:
@@ -82,11 +104,6 @@ def is_floating(dtype: DType) -> bool:
     return dtype.kind == "f" or dtype == BFLOAT16
 
 
-def reject_single_array(compression: str, dtype: DType) -> DType:
-    """Implements ``wire_dtype`` for compressions that are not casts: raises a ConfigError for floating-point arrays."""
-    if not is_floating(dtype):
-        return dtype
-    raise ConfigError(
-        f"compression={compression}: an allreduce of a single array supports none and fp16. The others are for "
-        "gradients: pass them to DistributedOptimizer(…, compression=…)."
-    )
+def plain_dtype(dtype: DType) -> DType:
+    """Returns the dtype in which uncompressed arrays are summed, hence sent: float32 for bfloat16, else ``dtype``."""
+    return np.dtype(np.float32) if dtype == BFLOAT16 else dtype

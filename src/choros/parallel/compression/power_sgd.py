@@ -9,38 +9,29 @@ A step, for the matrix M of each rank, its gradient plus the residual; Q is the 
     Q                    the start of the next step: each step is one power iteration
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import Communicator
+from choros.comm.fusion import Layout
 from choros.errors import ConfigError
-from choros.parallel.compression.casts import plain_dtype
-from choros.parallel.compression.compressor import Compressor, DType, is_floating, reject_single_array
-from choros.parallel.compression.error_feedback import ErrorFeedback
-from choros.parallel.compression.selection import selective_exchange
-from choros.parallel.reduce.exchange import Array, Exchange, Layout
+from choros.parallel.compression.compressor import DType, SelectiveCompressor, is_floating, plain_dtype
+from choros.parallel.compression.vector import ErrorFeedback
+from choros.parallel.reduce.exchange import Array, Exchange, Groups
 from choros.parallel.reduce.fused import FusedExchange
-
-__all__ = ["PowerSGD", "matrix_shape"]
 
 Matrix = NDArray[np.float32]
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the rows and columns of ``shape`` as a matrix, split at the axis that gives the smallest factors.
+    """Returns ``shape`` as a matrix, split at the axis that gives the smallest factors: in any order of dimensions.
 
-    Frameworks order the dimensions of a convolution kernel differently; this works for all of them.
-
-    Example:
-        >>> matrix_shape((3, 3, 32, 64)), matrix_shape((64, 32, 3, 3)), matrix_shape((10,))
-        ((288, 64), (64, 288), (1, 10))
+    >>> matrix_shape((3, 3, 32, 64)), matrix_shape((64, 32, 3, 3)), matrix_shape((10,))
+    ((288, 64), (64, 288), (1, 10))
     """
     splits = ((math.prod(shape[:axis]), math.prod(shape[axis:])) for axis in range(len(shape)))
     return min(splits, key=sum, default=(1, 1))
@@ -93,22 +84,13 @@ class _PowerExchange(Exchange):
 
 
 @final
-class PowerSGD(Compressor):
-    """Gradients of matrices are sent as low-rank factors, found by one power iteration per step.
-
-    An n × m matrix needs ``4 * rank * (n + m)`` bytes in two allreduces instead of ``4 * n * m``; there is error
-    feedback. Convolution kernels are matrices too (see ``matrix_shape``). Arrays that would not shrink at least to
-    half, above all biases, are sent uncompressed. Vogels et al. 2019 (https://arxiv.org/abs/1905.13727).
-
-    Results are the same on all ranks if their processors and libraries factorise the same numbers identically.
-
-    Args:
-        rank: the rank of the factors, 1 or more; the paper uses 1 to 4.
-
-    Raises:
-        ConfigError: ``rank`` is less than 1.
+class PowerSGD(SelectiveCompressor):
+    """Gradients of n × m matrices, kernels too, are sent as factors of a low ``rank``: one power iteration per step,
+    error feedback. They need ``4 * rank * (n + m)`` bytes, not ``4 * n * m``; arrays that would not halve are sent as
+    they are. Vogels et al. 2019 (arXiv:1905.13727). Ranks' results agree if their libraries factorise identically.
     """
 
+    name = "power_sgd"
     shares_state = True  # the factors of the last step
 
     def __init__(self, rank: int = 4) -> None:
@@ -116,15 +98,10 @@ class PowerSGD(Compressor):
             raise ConfigError(f"power_sgd(rank={rank}): expected a rank of 1 or more, such as 4.")
         self.rank = rank
 
-    def wire_dtype(self, dtype: DType) -> DType:
-        """See ``reject_single_array``."""
-        return reject_single_array("power_sgd", dtype)
+    def compresses(self, shape: tuple[int, ...], dtype: DType) -> bool:
+        """See ``SelectiveCompressor``."""
+        return is_floating(dtype) and 2 * self.rank * sum(matrix_shape(shape)) < math.prod(shape)
 
-    def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
-        """See ``Compressor``."""
-        chosen = [i for i, (shape, dtype) in enumerate(layout) if is_floating(dtype) and self._pays(shape)]
-        compressing = partial(_PowerExchange, communicator, rank=self.rank)
-        return selective_exchange(communicator, layout, groups, chosen, compressing)
-
-    def _pays(self, shape: tuple[int, ...]) -> bool:
-        return 2 * self.rank * sum(matrix_shape(shape)) < math.prod(shape)
+    def compressing(self, communicator: Communicator, layout: Layout, groups: Groups) -> Exchange:
+        """See ``SelectiveCompressor``."""
+        return _PowerExchange(communicator, layout, groups, self.rank)

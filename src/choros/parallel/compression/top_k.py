@@ -1,22 +1,17 @@
 """The top-k compression: only the largest elements are sent."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import final
 
 import numpy as np
 
 from choros.comm import Communicator
+from choros.comm.fusion import Layout
 from choros.errors import ConfigError
-from choros.parallel.compression.compressor import Compressor, DType, is_floating, reject_single_array
-from choros.parallel.compression.selection import selective_exchange
+from choros.parallel.compression.compressor import DType, SelectiveCompressor, is_floating
 from choros.parallel.compression.vector import Vector, VectorExchange, VectorSum
-from choros.parallel.reduce.exchange import Exchange, Layout
-
-__all__ = ["SMALL", "TopK"]
+from choros.parallel.reduce.exchange import Exchange, Groups
 
 #: Arrays of fewer elements, above all biases, are sent uncompressed: they are few bytes and matter much.
 SMALL = 1024
@@ -51,32 +46,23 @@ class _TopKSum(VectorSum):
 
 
 @final
-class TopK(Compressor):
-    """Of each group of gradients, only the largest elements are sent; error feedback sends the others later.
-
-    Every rank selects its own elements and sends an index of 4 bytes and a value of 4 bytes for each, to every
-    other rank: the bytes that a rank *receives* grow with the number of ranks, so it suits few ranks, or
-    small ratios. Aji and Heafield 2017 (https://arxiv.org/abs/1704.05021); Deep Gradient Compression, Lin et
-    al. 2018 (https://arxiv.org/abs/1712.01887), whose momentum correction and warm-up are not implemented.
-
-    Args:
-        ratio: the share of the elements to send, more than 0 and at most 1.
-
-    Raises:
-        ConfigError: ``ratio`` is out of range.
+class TopK(SelectiveCompressor):
+    """Of each group of gradients, only the largest, a share ``ratio``, are sent; error feedback sends the others
+    later. Each has 8 bytes, and a rank *receives* those of all ranks: it suits few ranks, or small ratios. Aji and
+    Heafield 2017 (arXiv:1704.05021); Lin et al. 2018 (arXiv:1712.01887) without momentum correction and warm-up.
     """
+
+    name = "top_k"
 
     def __init__(self, ratio: float = 0.01) -> None:
         if not 0 < ratio <= 1:
             raise ConfigError(f"top_k(ratio={ratio}): expected a ratio of more than 0 and at most 1, such as 0.01.")
         self.ratio = ratio
 
-    def wire_dtype(self, dtype: DType) -> DType:
-        """See ``reject_single_array``."""
-        return reject_single_array("top_k", dtype)
+    def compresses(self, shape: tuple[int, ...], dtype: DType) -> bool:
+        """See ``SelectiveCompressor``."""
+        return is_floating(dtype) and math.prod(shape) >= SMALL
 
-    def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
-        """See ``Compressor``."""
-        chosen = [i for i, (shape, dtype) in enumerate(layout) if is_floating(dtype) and math.prod(shape) >= SMALL]
-        compressing = partial(VectorExchange, method=partial(_TopKSum, communicator, ratio=self.ratio), feedback=True)
-        return selective_exchange(communicator, layout, groups, chosen, compressing)
+    def compressing(self, communicator: Communicator, layout: Layout, groups: Groups) -> Exchange:
+        """See ``SelectiveCompressor``."""
+        return VectorExchange(layout, groups, partial(_TopKSum, communicator, ratio=self.ratio), feedback=True)

@@ -1,4 +1,4 @@
-"""Arrays concatenated to one vector, and the interface of lossy vector sums."""
+"""Arrays concatenated to one vector, the interface of lossy vector sums, and the feedback of their errors."""
 
 from __future__ import annotations
 
@@ -7,36 +7,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.parallel.compression.error_feedback import ErrorFeedback
-from choros.parallel.reduce.exchange import Array, Exchange, Layout
-
-__all__ = ["Vector", "VectorExchange", "VectorSum"]
+from choros.comm.fusion import Layout
+from choros.parallel.reduce.exchange import Array, Exchange
 
 Vector = NDArray[np.float32]
 
 
 class VectorSum(ABC):
-    """Sums vectors of one length over the ranks, with fewer bytes and a rounding error.
-
-    Attributes:
-        description: how it sums. Ranks compare it before the first byte is sent.
-    """
+    """Sums vectors of one length over the ranks, with a rounding error; ranks compare ``description`` first."""
 
     description: str
 
     @abstractmethod
     def sum(self, vector: Vector, residual: Vector | None) -> Vector:
-        """Returns the sum over the ranks, the same on every rank; not finite if any rank's vector is not.
-
-        Args:
-            vector: this rank's; not written to.
-            residual: receives the part of ``vector`` that is not in the sum; ``None`` if it is not needed.
-        """
+        """Returns the same sum on every rank, not finite if any vector is not; ``residual`` receives what it lacks."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +41,7 @@ class _Group:
 
 @final
 class VectorExchange(Exchange):
-    """Concatenates the arrays of each group to one float32 vector, and sums that.
-
-    Args:
-        layout: floating-point arrays.
-        groups: indices of all arrays, in groups.
-        method: creates the sum of vectors of a given length.
-        feedback: whether to use error feedback.
-    """
+    """Concatenates the arrays of each group to one float32 vector, and sums that; ``method`` creates the sum."""
 
     def __init__(
         self, layout: Layout, groups: Sequence[Sequence[int]], method: Callable[[int], VectorSum], *, feedback: bool
@@ -98,3 +80,35 @@ def _sum(group: _Group, arrays: Sequence[Array] | None, before: float) -> Vector
     total = group.method.sum(vector, group.feedback.next_residual)
     group.feedback.end_step(total)
     return total
+
+
+@final
+class ErrorFeedback:
+    """The residual of a lossy compression, which is added to the next step's values before they are compressed.
+
+    Without it, biased compressions such as top-k need not converge (Karimireddy et al. 2019, arXiv:1901.09847)::
+
+        residual ──► + gradient ──► compress ──► received values
+           ▲                             │
+           └─────── next_residual ◄──────┘
+
+    It is that of the *sent* values, so a rank that has joined still sends it; steps that are not finite keep it.
+
+        >>> feedback = ErrorFeedback((2,))
+        >>> feedback.next_residual[:] = 0.25
+        >>> feedback.end_step(np.ones(2))
+        True
+        >>> feedback.residual
+        array([0.25, 0.25], dtype=float32)
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.residual: Vector = np.zeros(shape, np.float32)
+        self.next_residual: Vector = np.zeros(shape, np.float32)
+
+    def end_step(self, total: NDArray[Any]) -> bool:
+        """Ends a step with the sum ``total`` of all ranks; returns whether it is finite, so that the step counts."""
+        finite = bool(np.isfinite(total).all())
+        if finite:
+            self.residual, self.next_residual = self.next_residual, self.residual
+        return finite

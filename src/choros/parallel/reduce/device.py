@@ -1,7 +1,5 @@
 """Reduction of gradients on their device: on a GPU through NCCL, without host staging."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,23 +10,17 @@ import numpy as np
 from choros.arrays import device_adapter
 from choros.comm import Communicator, Reduction
 from choros.comm.devices import Device
-from choros.comm.fusion import WireDtype
+from choros.comm.fusion import Layout, WireDtype
 from choros.errors import EngineError
 from choros.parallel.compression import Compressor
 from choros.parallel.compression.casts import Float16, NoCompression
-from choros.parallel.reduce.exchange import Array, Exchange, Layout
-
-__all__ = ["DeviceExchange", "TensorDevice", "device_to_reduce_on"]
+from choros.parallel.reduce.exchange import Array, Exchange
 
 
 @final
 @dataclass(frozen=True)
 class TensorDevice(Device):
-    """Where gradients are reduced without host staging.
-
-    Attributes:
-        framework: ``torch`` or ``tensorflow``, whose tensors they are.
-    """
+    """Where gradients, tensors of ``torch`` or ``tensorflow``, are reduced without host staging."""
 
     framework: str = "torch"
 
@@ -36,16 +28,7 @@ class TensorDevice(Device):
 def device_to_reduce_on(
     communicator: Communicator, compressor: Compressor, framework: str, devices: Iterable[Any]
 ) -> TensorDevice | None:
-    """Where ``framework``'s tensors on ``devices`` are summed; ``None``: on the host.
-
-    That is asked of the communicator's ``devices``. Compressions that keep an error work on the host.
-
-    Args:
-        communicator: the ranks.
-        compressor: the compression.
-        framework: ``torch`` or ``tensorflow``.
-        devices: those of all tensors, each with a ``type`` and an ``index``.
-    """
+    """Where tensors on ``devices`` are summed; ``None``: on the host, as for compressions that keep an error."""
     different = {TensorDevice(device.type, device.index or 0, framework) for device in devices}
     if len(different) != 1 or not isinstance(compressor, NoCompression | Float16):
         return None

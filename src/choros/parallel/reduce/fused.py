@@ -1,18 +1,13 @@
 """Fusion: many arrays are summed in one message, uncompressed or cast to another dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
 
 from choros.comm import Communicator, Reduction
-from choros.comm.fusion import Chunk, FusionBuffer, WireDtype, pack, parts, plan_fusion, views
-from choros.comm.memory import aligned_empty
-from choros.parallel.reduce.exchange import Array, Exchange, Layout
-
-__all__ = ["FusedExchange"]
+from choros.comm.fusion import Chunk, FusionBuffer, Layout, WireDtype, aligned_empty, pack, parts, plan_fusion, views
+from choros.parallel.reduce.exchange import Array, Exchange
 
 
 @final

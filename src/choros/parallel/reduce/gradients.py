@@ -1,17 +1,12 @@
 """The gradients that the reducer takes: host arrays, tensors on a device and sparse rows, and their layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from choros.arrays import adapter_of
-from choros.comm.fusion import Layout
 from choros.parallel.reduce.sparse import RowsLayout, SparseRows
-
-__all__ = ["Gradient", "GradientLayout", "dense_layout", "describe", "layout_of", "zeros_like", "zeros_of"]
 
 #: A host array, a tensor on a device or ``SparseRows``.
 Gradient: TypeAlias = Any
@@ -22,18 +17,12 @@ GradientLayout = tuple[tuple[tuple[int, ...], np.dtype[np.generic]] | RowsLayout
 def layout_of(gradients: Sequence[Any]) -> GradientLayout:
     """Returns the layout of ``gradients``.
 
-    Example:
-        >>> describe(layout_of([np.ones(2), SparseRows(np.array([3]), np.ones((1, 4)), shape=(9, 4))]))
-        'float64[2], rows of float64[9, 4] by int64'
+    >>> describe(layout_of([np.ones(2), SparseRows(np.array([3]), np.ones((1, 4)), shape=(9, 4))]))
+    'float64[2], rows of float64[9, 4] by int64'
     """
     return tuple(
         each.layout if isinstance(each, SparseRows) else (tuple(each.shape), _dtype(each)) for each in gradients
     )
-
-
-def dense_layout(layout: GradientLayout) -> Layout:
-    """Returns the shapes and dtypes without the indices."""
-    return tuple((each[0], each[1]) for each in layout)
 
 
 def describe(layout: GradientLayout) -> str:

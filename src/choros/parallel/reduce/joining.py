@@ -1,7 +1,7 @@
 """Joining: a rank without batches participates in what the other ranks' steps exchange, until no rank has batches.
 
-It need not know the order: every control message tells what comes next (``Communicator.join``). A step with a loss that
-needs its divisor over all ranks, two optimizers and a last batch of one row::
+It need not know the order: every control message tells what comes next (``Communicator.join``). A step with a loss
+that needs its divisor over all ranks, two optimizers and a last batch of one row::
 
     rank 0, with the row             rank 1, without
     divisor of the loss        ───►  joined: adds zero
@@ -10,16 +10,12 @@ needs its divisor over all ranks, two optimizers and a last batch of one row::
     joined                     ───►  joined                 the epoch ends on both
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from choros.comm import Communicator, Request
 
-__all__ = ["Participation", "join", "last_to_join"]
-
-#: For each request in which a joined rank can participate, its part after the control message: it receives the value
-#: of each rank.
+#: For each request that does not say itself, by its spec, what a joined rank does: its part after the control message;
+#: it receives the value of each rank.
 Participation = Mapping[Request, Callable[[Sequence[int]], None]]
 
 
@@ -28,17 +24,8 @@ def join(
     participation: Participation,
     learn: Callable[[bytes], Participation] | None = None,
 ) -> None:
-    """Participates in the other ranks' collectives until all ranks have joined.
-
-    The communicator's own collectives need not be in ``participation``.
-
-    Args:
-        communicator: the ranks.
-        participation: the others' requests that this rank knows.
-        learn: returns those that another rank's message explains, see ``Request.explain``.
-
-    Raises:
-        MismatchError: on all ranks, if this one cannot participate in the others' next collective.
+    """Participates in the others' collectives until all have joined; ``learn`` takes what ``Request.explain`` says.
+    Requests with a spec need not be in ``participation``. If a rank cannot participate, all raise MismatchError.
     """
     learned: dict[Request, Callable[[Sequence[int]], None]] = {}
 
@@ -57,9 +44,5 @@ def join(
 
 
 def last_to_join(communicator: Communicator) -> int:
-    """Returns the first member that was among the last to ``join``, the last time, and is left.
-
-    Raises:
-        PeerLostError: all of these were lost, and with them what they have done alone.
-    """
+    """Returns the first member left of those that joined last, the last time; PeerLostError if all were lost."""
     return communicator.first_left(communicator.last_joined or communicator.launched, "the last rank that had batches")

@@ -1,17 +1,12 @@
 """Local SGD and DiLoCo: ranks train independently for several steps, then average their progress.
 
-Between two reductions a rank updates its weights on its own. Then ranks reduce their *outer gradients*, the difference
-of their weights before and after these steps, and an outer optimizer updates the shared weights. Two ranks, every = 3::
+Ranks reduce their *outer gradients*, the difference of their weights before and after these steps, by the gradient
+reducer, and an outer optimizer updates the shared weights: with rate 1, no momentum, their mean. Every = 3::
 
     rank 0    w ─► ─► ─► w0  ┐ w − w0 ┐                          ┌ w'' ─► …
                              ├────────┤ mean g, by examples      │
     rank 1    w ─► ─► ─► w1  ┘ w − w1 ┘  w' = outer step(w, g)  ─┴ w'' = w', on both
-
-With an outer step of rate 1 and no momentum, w' is the mean of w0 and w1: Local SGD. Outer gradients are
-reduced by the gradient reducer, so compression, weighting by examples and ``join`` work as they do for gradients.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,25 +20,15 @@ from choros.parallel.compression import Compression, Compressor
 from choros.parallel.ops import broadcast_arrays
 from choros.parallel.reduce.exchange import Array
 from choros.parallel.reduce.gradients import layout_of
-from choros.parallel.reduce.reducer import GradientReducer, ReduceConfig
-
-__all__ = ["LocalUpdates", "OuterSGD"]
+from choros.parallel.reduce.plan import ReduceConfig
+from choros.parallel.reduce.reducer import GradientReducer
 
 
 @dataclass(frozen=True)
 class OuterSGD:
-    """The outer optimizer, which applies the mean outer gradient: SGD with momentum, as in PyTorch.
-
-    The defaults are those of Local SGD (Stich 2019, https://arxiv.org/abs/1805.09767): weights are averaged.
-    DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105) uses ``OuterSGD(0.7, 0.9, nesterov=True)``.
-
-    Attributes:
-        learning_rate: the factor of the outer gradient; 1 moves the weights to the mean.
-        momentum: the decay of the velocity, the sum of earlier outer gradients.
-        nesterov: whether to use Nesterov's momentum.
-
-    Raises:
-        ConfigError: the rate is not positive, the momentum is not in [0, 1), or it is 0 with ``nesterov``.
+    """The outer optimizer, which applies the mean outer gradient: SGD with momentum, as in PyTorch. Its defaults
+    average the weights: Local SGD (Stich 2019, arXiv:1805.09767). DiLoCo (Douillard et al. 2023, arXiv:2311.08105)
+    uses ``OuterSGD(0.7, 0.9, nesterov=True)``.
     """
 
     learning_rate: float = 1.0
@@ -72,29 +57,16 @@ class OuterSGD:
 
 @final
 class LocalUpdates:
-    """Averages the weights of ranks that train independently, every few steps.
+    """Averages independently trained weights: ``start`` with equal ones, ``step``, ``exchange`` if due, ``finish``.
 
-    All ranks call ``start`` with the same weights. Then each calls ``step`` after each of its steps, ``exchange``
-    when ``step`` returns True, and ``finish`` after its last step; ranks may have different numbers of steps.
-
-    Args:
-        every: the number of steps between reductions, 1 or more.
-        outer: the optimizer that applies the mean of the outer gradients.
-        compressor: the compression of outer gradients.
-        process_set: the ranks that train together.
-
-    Raises:
-        ConfigError: ``every`` is less than 1.
-
-    Example:
-        >>> import choros
-        >>> choros.init()
-        >>> updates = LocalUpdates(every=2)
-        >>> updates.start([np.zeros(2)])
-        >>> updates.step(), updates.step()
-        (False, True)
-        >>> updates.exchange([np.ones(2)], examples=64)
-        [array([1., 1.])]
+    >>> import choros
+    >>> choros.init()
+    >>> updates = LocalUpdates(every=2)
+    >>> updates.start([np.zeros(2)])
+    >>> updates.step(), updates.step()
+    (False, True)
+    >>> updates.exchange([np.ones(2)], examples=64)
+    [array([1., 1.])]
     """
 
     def __init__(
@@ -127,18 +99,7 @@ class LocalUpdates:
         return self._steps >= self.every
 
     def exchange(self, weights: Sequence[Array], *, examples: int) -> list[Array]:
-        """Reduces the outer gradients of all ranks and updates the shared weights.
-
-        Args:
-            weights: this rank's, after its steps.
-            examples: the number of examples it has trained on since the last reduction, 1 or more.
-
-        Returns:
-            The updated weights, the same on every rank; new arrays.
-
-        Raises:
-            MismatchError: ranks have weights of different shapes or dtypes.
-        """
+        """Reduces all ranks' outer gradients, by ``examples`` since the last time; returns the new shared weights."""
         outer_gradients = [shared - weight for shared, weight in zip(self._weights, weights, strict=True)]
         means = self._reducer.reduce(outer_gradients, examples=examples)
         self._velocities = [self.outer.velocity(*pair) for pair in zip(self._velocities, means, strict=True)]
@@ -148,15 +109,7 @@ class LocalUpdates:
         return self._copies()
 
     def finish(self, weights: Sequence[Array], *, examples: int) -> list[Array]:
-        """Reduces the last steps, then participates with zeros until no rank has more steps.
-
-        Args:
-            weights: as for ``exchange``.
-            examples: likewise; ignored if there was no step since the last reduction.
-
-        Returns:
-            The final weights, the same on every rank; new arrays.
-        """
+        """Reduces the last steps, then participates with zeros until no rank has more; returns the final weights."""
         if self._steps:
             self.exchange(weights, examples=examples)
         last = self._reducer.join(layout_of(self._weights))

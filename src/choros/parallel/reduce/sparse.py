@@ -1,6 +1,6 @@
 """Sparse gradients: the rows of a variable that a batch used. Ranks gather them, in rank order, instead of summing.
 
-A step with the gradients of two embeddings, a and b, of different numbers of rows::
+A step with the gradients of two embeddings, a and b, of different numbers of rows, costs what the batch does::
 
              rank 0                 rank 1
     (1)  3 rows of a, 2 of b    1 row of a, 4 of b      allgather: the numbers of rows, and whether they are distinct
@@ -8,11 +8,10 @@ A step with the gradients of two embeddings, a and b, of different numbers of ro
     (3)  ──────────────── allgather ────────────────    one message each for all embeddings; of one, without packing
     (4)  a: [a a a│a]           b: [b b│b b b b]        unpack, on both ranks
 
-A row that occurs twice stays twice, as in one process on the whole batch: optimizers such as Adam, and clipping by
-norm, treat that differently from the sum of both. But some functions sum equal rows of a batch themselves, such as
-``tf.nn.embedding_lookup_sparse`` and a dense layer of sparse inputs. So rows that several ranks have are summed if each
-rank has each of them once, and the variable is not known to be that of a Keras embedding. The cost of a step grows with
-the batch and not with the variable.
+A row that occurs twice stays twice, as in one process on the whole batch: Adam and clipping by norm treat that
+differently from the sum. But functions such as ``tf.nn.embedding_lookup_sparse`` sum equal rows themselves, so
+rows of several ranks are summed if each rank has each once, and the variable is not known to be a Keras
+embedding's.
 """
 
 from __future__ import annotations
@@ -23,27 +22,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.comm import Communicator
-from choros.comm.fusion import WireDtype, regrouped
-from choros.comm.memory import aligned_empty
+from choros.comm.fusion import WireDtype, aligned_empty, regrouped
 from choros.parallel.reduce.exchange import Array, Exchange
-
-__all__ = ["RowsExchange", "RowsLayout", "SparseRows"]
 
 DType = np.dtype[np.generic]
 
 
 class RowsLayout(NamedTuple):
-    """What ranks agree on about a sparse gradient.
-
-    Attributes:
-        shape: the shape of its variable.
-        dtype: the dtype of its variable.
-        index_dtype: the dtype of the indices.
-        repeats: whether a row that several ranks have stays several rows, even if each rank has it once.
-    """
+    """What ranks agree on about a sparse gradient; ``repeats``: a row of several ranks stays several rows."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -63,15 +51,9 @@ class RowsLayout(NamedTuple):
 class SparseRows:
     """A gradient that is zero but for some rows. A row that occurs several times is the sum of these.
 
-    Attributes:
-        indices: the rows' numbers, of shape (n,).
-        values: the rows, of shape (n, …).
-        shape: the shape of the variable.
-
-    Example:
-        >>> rows = SparseRows(np.array([2, 0]), np.ones((2, 1)), shape=(3, 1))
-        >>> (rows * 2.0 + rows).indices, (rows * 2.0 + rows).values.tolist()
-        (array([2, 0, 2, 0]), [[2.0], [2.0], [1.0], [1.0]])
+    >>> rows = SparseRows(np.array([2, 0]), np.ones((2, 1)), shape=(3, 1))
+    >>> (rows * 2.0 + rows).indices, (rows * 2.0 + rows).values.tolist()
+    (array([2, 0, 2, 0]), [[2.0], [2.0], [1.0], [1.0]])
     """
 
     indices: Array
@@ -113,13 +95,7 @@ class SparseRows:
 
 @final
 class RowsExchange(Exchange):
-    """Gathers the ranks' rows of all sparse gradients in one message.
-
-    Args:
-        communicator: the ranks.
-        layout: the sparse gradients.
-        row_dtype: maps the dtype of values to the dtype in which they are sent.
-    """
+    """Gathers the ranks' rows of all sparse gradients in one message; ``row_dtype`` maps a dtype to the sent one."""
 
     def __init__(self, communicator: Communicator, layout: Sequence[RowsLayout], row_dtype: WireDtype) -> None:
         self._communicator = communicator
@@ -160,37 +136,19 @@ class RowsExchange(Exchange):
     def _gather(
         self, parts: Sequence[Array], dtypes: Sequence[DType], counts: Sequence[list[int]], scales: Sequence[float] = ()
     ) -> list[Array]:
-        """Concatenates each of the ranks' flat ``parts`` in rank order, sent in one message as these ``dtypes``.
-
-        Args:
-            parts: this rank's.
-            dtypes: in which they are sent, and returned.
-            counts: of each rank, the number of elements of each part.
-            scales: the factors of the parts; 1 if there are none.
-        """
-        own, scales = counts[self._communicator.rank], scales or [1.0] * len(parts)
-        nbytes = [sum(n * dtype.itemsize for n, dtype in zip(each, dtypes, strict=True)) for each in counts]
+        """Concatenates each of the ranks' flat ``parts`` in rank order, sent in one message as these ``dtypes``."""
+        scales = scales or [1.0] * len(parts)
+        table = np.array(counts, np.int64) * np.array([dtype.itemsize for dtype in dtypes], np.int64)
+        nbytes: list[int] = table.sum(1).tolist()
         if len(parts) == 1 and scales[0] == 1.0 and parts[0].dtype == dtypes[0]:
             message = np.ascontiguousarray(parts[0]).view(np.uint8)
         else:
             message = np.empty(nbytes[self._communicator.rank], np.uint8)
-            for view, part, scale in zip(_views(message, own, dtypes), parts, scales, strict=True):
-                _scale_into(view, part, scale)
-        received = self._communicator.gather_bytes(message, nbytes)
-        of_parts = regrouped(
-            received, np.array(counts, np.int64) * np.array([dtype.itemsize for dtype in dtypes], np.int64)
-        )
+            slots = np.split(message, np.cumsum(table[self._communicator.rank])[:-1])
+            for slot, dtype, part, scale in zip(slots, dtypes, parts, scales, strict=True):
+                _scale_into(slot.view(dtype), part, scale)
+        of_parts = regrouped(self._communicator.gather_bytes(message, nbytes), table)
         return [part.view(dtype) for part, dtype in zip(of_parts, dtypes, strict=True)]
-
-
-def _views(message: NDArray[np.uint8], counts: Sequence[int], dtypes: Sequence[DType]) -> list[Array]:
-    """The parts of a message, with these numbers of elements."""
-    views, start = [], 0
-    for count, dtype in zip(counts, dtypes, strict=True):
-        stop = start + count * dtype.itemsize
-        views.append(message[start:stop].view(dtype))
-        start = stop
-    return views
 
 
 def _scale_into(target: Array, source: Array, scale: float) -> None:

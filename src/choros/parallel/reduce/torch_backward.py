@@ -1,29 +1,23 @@
 """Reduction of torch gradients during the backward pass.
 
-Autograd calls a hook for each parameter as soon as its gradient is computed, the last layers' first. Parameters are
-grouped into buckets in that order, and a full bucket is sent from another thread while earlier layers still compute.
-Ranks may fill buckets in different orders, but all of them send buckets in the order of the plan::
+Autograd calls a hook for each gradient, the last layers' first; buckets of them are sent from another thread while
+earlier layers still compute, in the order of the plan, as ranks may fill them in different orders::
 
     this thread      g9 g8 g7 │ g4 │ g6 g5 │ g3 g2 g1 g0 │ combine: wait ──► reduced gradients
                               ▼            ▼             ▼              ▲
     queue's thread        send 0         send 1        send 2 ──────────┘
                        g9 g8 g7        g6 g5 g4     g3 g2 g1 g0
 
-A parameter that the backward pass did not reach leaves its bucket incomplete; ``combine`` uses zeros for it, and sends
-that bucket and those after it. If a rank was lost meanwhile, it reduces all gradients again. Without overlap hooks only
-count, and ``combine`` reduces all gradients at once.
-
-The rows of sparse gradients, as those of embeddings with ``sparse=True``, can be gathered (``sparse.py``). Only
-gradients tell which are sparse, and a rank may lack one. So no bucket of the first step is sent early, and ranks agree
-on the kinds::
+A parameter that the backward pass did not reach counts as zeros; ``combine`` sends its bucket and those after it.
+If a rank was lost meanwhile, it reduces all again. Without overlap hooks only count, and ``combine`` reduces all
+at once. Only gradients tell which are sparse (``sparse.py``), and a rank may lack one. So no bucket of the first
+step is sent early, and ranks agree on the kinds::
 
     rank 0                     rank 1                     rank 2, without batches
     has a sparse gradient: 1   none: 0                    joined                     agree
     which ones ────────────────┬──────────────────────────┘                          allreduce, maximum; if one has any
     same layout                same layout                same layout
 """
-
-from __future__ import annotations
 
 import functools
 import threading
@@ -44,19 +38,10 @@ from choros.parallel.reduce.gradients import GradientLayout, describe
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.sparse import RowsLayout, SparseRows
 
-__all__ = ["BackwardExchange", "compare_parameters"]
-
 
 @dataclass
 class _Step:
-    """The gradients computed since the last reduction.
-
-    Attributes:
-        micro_batches: for each parameter, the number of backward passes that computed its gradient.
-        missing: for each bucket, the number of gradients it waits for.
-        complete: by parameter, its gradient after the last micro-batch, and its version, which detects later changes.
-        works: the buckets that are being sent.
-    """
+    """Gradients since the last reduction; ``complete`` has each one's version, which detects later changes."""
 
     micro_batches: list[int]
     missing: list[int]
@@ -66,10 +51,7 @@ class _Step:
 
 @final
 class BackwardExchange:
-    """Reduces torch parameters' gradients over the ranks, during the backward pass or after it.
-
-    Every rank calls ``combine`` once for every ``micro_batches`` backward passes.
-    """
+    """Reduces torch gradients, during the backward pass or after it; ``combine`` once per ``micro_batches`` passes."""
 
     def __init__(
         self,
@@ -81,17 +63,9 @@ class BackwardExchange:
         gathers_rows: bool = False,
         examples: Callable[[], int | None] = lambda: 1,
     ) -> None:
-        """Registers hooks on ``parameters``.
-
-        Args:
-            reducer: reduces the gradients; in buckets, with ``overlap``.
-            parameters: leaves of the autograd graph, in the same order on all ranks.
-            overlap: whether full buckets are sent during the backward pass.
-            micro_batches: backward passes before each reduction; autograd sums their gradients.
-            gathers_rows: whether the rows of sparse gradients are gathered; otherwise these are reduced as dense ones,
-                and sparse again after that.
-            examples: returns the number of examples of the gradients; ``None`` if the backward pass is not part of
-                a training step: then it is ignored.
+        """Registers hooks on ``parameters``, leaves of the autograd graph in the same order on all ranks. Sparse
+        gradients are reduced as dense ones unless ``gathers_rows``. Where ``examples()`` is ``None``, the pass is no
+        training step.
         """
         self.reducer = reducer
         self._overlap = overlap
@@ -112,26 +86,15 @@ class BackwardExchange:
         return any(self._step.micro_batches)
 
     def reduce(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """Returns the gradients reduced over all ranks.
-
-        Args:
-            parameters: those to train. If they differ from those of the last call, hooks are moved to them, and
-                buckets that were sent for the previous ones are discarded.
-            gradients: the ``grad`` of each parameter after the backward pass; ``None`` counts as zeros.
-
-        Returns:
-            New tensors.
-
-        Raises:
-            ConfigError: a gradient was changed between the backward pass and this call.
-            MismatchError: ranks have different parameters.
-        """
+        """Returns the reduced gradients, ``None`` as zeros; to other parameters hooks move, and sent buckets go."""
         if [id(parameter) for parameter in parameters] != self._ids:
             if self._step.works:
                 self._finish([parameter.grad for parameter in self._parameters])
             self._register(parameters)
         results = self._finish(gradients)
-        return [self._to_tensor(*each) for each in zip(results, parameters, gradients, strict=True)]
+        on_device = self.reducer.config.device is not None
+        triples = zip(results, parameters, gradients, strict=True)
+        return [_tensor_of(*each, on_device=on_device) for each in triples]
 
     def abandon(self) -> None:
         """Forgets the gradients computed since the last reduction, after waiting for buckets that are being sent."""
@@ -153,14 +116,7 @@ class BackwardExchange:
             parts[self._kinds] = learn
 
     def compare(self, advice: str) -> None:
-        """Checks that ranks have identical parameters, after an update, if a comparison is due.
-
-        Args:
-            advice: what the user can do if they differ.
-
-        Raises:
-            DriftError: they differ.
-        """
+        """Checks, if a comparison is due, that ranks have identical parameters after an update; else DriftError."""
         due, self.reducer.due = self.reducer.due, None
         if due is not None:
             compare_parameters(self._parameters, due, advice, self.reducer.config.process_set)
@@ -216,7 +172,7 @@ class BackwardExchange:
         """Starts to send the next bucket, in the queue's thread."""
         works = self._step.works
         bucket = len(works)
-        own = [self._own_gradient(index, gradient_of(index)) for index in self._buckets[bucket]]
+        own = [self._reducible(index, gradient_of(index)) for index in self._buckets[bucket]]
         communicator = self.reducer.config.process_set.communicator
         works.append(communicator.start(self._send, bucket, own, works[-1] if works else None, self._examples() or 1))
 
@@ -259,8 +215,12 @@ class BackwardExchange:
         return [results[index] for index in range(len(results))]
 
     def _reduce_at_once(self, gradients: Sequence[Any]) -> list[Array]:
-        own = [self._own_gradient(index, gradient) for index, gradient in enumerate(gradients)]
+        own = [self._reducible(index, gradient) for index, gradient in enumerate(gradients)]
         return self.reducer.reduce(own, examples=self._examples() or 1)
+
+    def _reducible(self, index: int, gradient: Any) -> Any:
+        on_device = self.reducer.config.device is not None
+        return _reducible(gradient, self._layout[index], self._parameters[index], on_device=on_device)
 
     @property
     def _admissions(self) -> int:
@@ -289,45 +249,37 @@ class BackwardExchange:
             self._plan(tuple(RowsLayout(*each[:2], index_dtype) if flag else each for each, flag in pairs))
         self._agreed_with = self._admissions
 
-    def _own_gradient(self, index: int, gradient: Any) -> Any:
-        """Returns the gradient as the reducer expects it: a dense tensor on its device, a host array or its rows.
 
-        Gradients are copied from an accelerator only here. The copy waits for the stream that computes them.
-        """
-        kind = self._layout[index]
-        if isinstance(kind, RowsLayout):
-            if gradient is None:
-                return kind.rows(0)
-            sparse = gradient if gradient.is_sparse else gradient.to_sparse(1)
-            indices, values = sparse._indices()[0], sparse._values()
-            return SparseRows(self._adapter.to_host(indices), self._adapter.to_host(values), kind.shape)
+def _reducible(gradient: Any, kind: Any, parameter: Any, *, on_device: bool) -> Any:
+    """Returns what the reducer expects; only here are gradients copied from accelerators, after their stream."""
+    adapter = framework_adapter("torch")
+    if isinstance(kind, RowsLayout):
         if gradient is None:
-            gradient = self._parameters[index].new_zeros(kind[0])
-        dense = self._adapter.to_dense(gradient, kind[0])
-        return dense if self._on_device else self._adapter.to_host(dense)
+            return kind.rows(0)
+        sparse = gradient if gradient.is_sparse else gradient.to_sparse(1)
+        indices, values = sparse._indices()[0], sparse._values()
+        return SparseRows(adapter.to_host(indices), adapter.to_host(values), kind.shape)
+    if gradient is None:
+        gradient = parameter.new_zeros(kind[0])
+    dense = adapter.to_dense(gradient, kind[0])
+    return dense if on_device else adapter.to_host(dense)
 
-    def _to_tensor(self, result: Any, like: Any, gradient: Any) -> Any:
-        """Returns the reduced gradient of the parameter ``like``, whose own was ``gradient``."""
-        if isinstance(result, SparseRows):
-            indices, values = (self._adapter.from_host(each, like) for each in (result.indices, result.values))
-            return self._adapter.from_rows(indices, values, result.shape)
-        # Results may be views of one tensor: ``data`` gives each its own version counter.
-        dense = result.data if self._on_device else self._adapter.from_host(result, like)
-        return dense if gradient is None or not gradient.is_sparse else dense.to_sparse(gradient.sparse_dim())
 
-    @property
-    def _on_device(self) -> bool:
-        return self.reducer.config.device is not None
+def _tensor_of(result: Any, parameter: Any, gradient: Any, *, on_device: bool) -> Any:
+    """Returns the reduced gradient of ``parameter``, whose own was ``gradient``."""
+    adapter = framework_adapter("torch")
+    if isinstance(result, SparseRows):
+        indices, values = (adapter.from_host(each, parameter) for each in (result.indices, result.values))
+        return adapter.from_rows(indices, values, result.shape)
+    # Results may be views of one tensor: ``data`` gives each its own version counter.
+    dense = result.data if on_device else adapter.from_host(result, parameter)
+    return dense if gradient is None or not gradient.is_sparse else dense.to_sparse(gradient.sparse_dim())
 
 
 def compare_parameters(
     parameters: Sequence[Any], comparison: Comparison, advice: str, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Checks that ranks have identical parameters; the arguments are those of ``check_identical``.
-
-    Raises:
-        DriftError: they differ.
-    """
+    """Checks that ranks have identical parameters; the arguments are those of ``check_identical``."""
     adapter = framework_adapter("torch")
 
     def assign(index: int, host: Array) -> None:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from choros.launch.driver.accelerators import count_accelerators
+from choros.launch.driver.machine import count_accelerators
 from choros.parallel import horovod as face
 
 __all__ = [

@@ -1,0 +1,65 @@
+"""The Keras models and ``fit`` as a task, for all contenders that train with Keras."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import keras
+
+from choros.bench.cases import CLASSES, MODELS, TrainCase, examples
+from choros.bench.channel import Task
+
+
+def build(name: str) -> tuple[Any, Any, str]:
+    """Returns model, optimizer and loss: ``cnn`` of ``examples/mnist_horovod.py``, or ``mlp``, 20 million weights."""
+    layers = keras.layers
+    keras.utils.set_random_seed(0)
+    shape = keras.Input(MODELS[name].example)
+    if name == "cnn":
+        convolutions = [layers.Conv2D(32, 3, activation="relu"), layers.Conv2D(64, 3, activation="relu")]
+        pooled = [layers.MaxPooling2D(2), layers.Dropout(0.25), layers.Flatten()]
+        dense = [layers.Dense(128, activation="relu"), layers.Dropout(0.5)]
+        model = keras.Sequential([shape, *convolutions, *pooled, *dense, layers.Dense(CLASSES, activation="softmax")])
+        return model, keras.optimizers.Adam(), "sparse_categorical_crossentropy"
+    hidden = [layers.Dense(4096, activation="relu"), layers.Dense(4096, activation="relu")]
+    model = keras.Sequential([shape, *hidden, layers.Dense(CLASSES, activation="softmax")])
+    return model, keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy"
+
+
+def compiled(name: str, wrap: Callable[[Any], Any] = lambda optimizer: optimizer) -> Any:
+    """Returns the model, compiled with its optimizer as returned by ``wrap``."""
+    model, optimizer, loss = build(name)
+    model.compile(wrap(optimizer), loss)
+    return model
+
+
+def dataset(case: TrainCase, batch: int) -> Any:
+    """Returns an infinite ``tf.data`` data set of batches."""
+    import tensorflow as tf
+
+    steps = 16
+    images, labels = examples(case, steps * batch)
+    batches = images.reshape(steps, batch, *images.shape[1:]), labels.reshape(steps, batch)
+    return tf.data.Dataset.from_tensor_slices(batches).repeat()
+
+
+def fit_task(model: Any, case: TrainCase, batch: int, callbacks: Sequence[Any] = ()) -> Task:
+    """Returns ``model.fit`` as a task whose unit is a step: on ``tf.data`` with TensorFlow, on arrays otherwise.
+    With TensorFlow it calls the train function ``fit`` compiled: ``fit`` takes up to 0.5 s to release its iterator.
+    """
+    if keras.backend.backend() == "tensorflow":
+        batches = dataset(case, batch)
+        model.fit(batches, steps_per_epoch=1, callbacks=list(callbacks), verbose=0)
+        iterator = iter(model.distribute_strategy.experimental_distribute_dataset(batches))
+
+        def fit(steps: int) -> Any:
+            for _ in range(steps):
+                model.train_function(iterator)
+
+    else:
+        arrays = lru_cache(maxsize=1)(lambda steps: examples(case, steps * batch))
+
+        def fit(steps: int) -> Any:
+            return model.fit(*arrays(steps), batch_size=batch, shuffle=False, callbacks=list(callbacks), verbose=0)
+
+    return Task(fit)

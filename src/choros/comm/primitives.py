@@ -1,0 +1,189 @@
+"""What an engine implements: the primitives of a set of ranks, which move bytes once all members have agreed."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.comm.fusion import CHUNK_BYTES, Chunk, FusionBuffer, aligned_empty
+from choros.comm.membership import Change
+from choros.comm.reduction import Reduction
+from choros.comm.request import SHUTDOWN
+from choros.comm.signature import Signatures
+from choros.comm.waiting import LongWait
+
+Array = NDArray[Any]
+
+
+class Primitives(ABC):
+    """The members of a communicator, as one of them sees them, and what their engine can do.
+
+    Attributes:
+        engine: its engine's name, that of a module in ``comm/engines``.
+        rank: this process among the members, ``0 … size - 1``.
+        size: the number of members.
+        launched: the members, by their ranks: the number that the launcher has given each, which never changes.
+        whole: the communicator of all ranks of the job, of which this is a part.
+        collectives: the number of collectives in which this process has participated.
+        chunk_bytes: arrays are sent in chunks of at most this many bytes.
+        bytes_sent: the number of bytes of arrays it has contributed to them, which compression reduces.
+        signatures: those of objects that the members exchange, if the engine's connections need them.
+        elastic: whether the members go on without those that are lost; see ``atomic``.
+        is_new: whether this process is not a rank yet: others have started it, and will take it in (``local.py``).
+        on_change: is called whenever the members have changed.
+        raises_loss: whether ``atomic`` raises an error after such a change, and does not run the collective again.
+        opening: where new ranks take the places of lost ones, whenever all call ``admit``; all enter it at the same
+            place.
+        notice: bits, such as ``END``, that an elastic engine tells all other ranks with the agreement at the end of the
+            next collective, without a message of their own.
+        noticed: the bits that any rank has sent with the last one; the same on all ranks.
+        last_joined: the members that were the last to ``join``, the last time, as the launcher numbers them; none if
+            all did at the same time.
+    """
+
+    engine: str
+    elastic = False
+    is_new = False
+    raises_loss = False
+    signatures: Signatures | None = None
+
+    def __init__(self, rank: int, launched: Sequence[int]) -> None:
+        self.rank = rank
+        self.launched = tuple(launched)
+        self.whole: Primitives = self
+        self.size = len(self.launched)
+        self.collectives = 0
+        self.bytes_sent = 0
+        self.chunk_bytes = CHUNK_BYTES
+        self.on_change: Callable[[Change], None] | None = None
+        self.opening: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.notice = self.noticed = 0
+        self.last_joined: tuple[int, ...] = ()
+        #: The request that this rank has made last.
+        self._asked = SHUTDOWN
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' present ranks in the whole job, ascending; -1 for those that are lost."""
+        if self.whole is self:
+            return tuple(range(self.size))
+        present = {number: rank for rank, number in enumerate(self.whole.launched)}
+        return tuple([present.get(number, -1) for number in self.launched])
+
+    @property
+    def may_have_others(self) -> bool:
+        """Whether there are other members, or were, or may be."""
+        return self.size > 1 or self.elastic
+
+    def _long_wait(self) -> LongWait:
+        """The wait for the other members in the current collective."""
+        return LongWait(str(self._asked), self.launched)
+
+    def _settle(self, *, completed: bool) -> bool:
+        """Whether all members have completed the collective: the same answer on all of them."""
+        return completed
+
+    def _recover(self) -> None:
+        """Makes those that are left the members; a ``PeerLostError`` if they are too few."""
+        raise NotImplementedError
+
+    def _admit(self) -> bool:
+        """Makes the process that waits a member: sets what ``_recover`` sets. Returns whether it is one."""
+        return False
+
+    def hosts(self) -> list[str]:
+        """The name of every rank's host, or of a rank on it."""
+        return ["localhost"] * self.size
+
+    def abandon(self) -> None:  # noqa: B027  (most engines' connections end with the process)
+        """Releases what a rank can release alone, once another has ended; no method may be called after it."""
+
+    @abstractmethod
+    def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The one control message: gathers every rank's two integers; shape ``(size, 2)``; valid until the next one."""
+
+    @abstractmethod
+    def _allreduce(self, buffer: Array, op: Reduction) -> None:
+        """Reduces the flat ``buffer`` in place with SUM, MIN, MAX or PRODUCT."""
+
+    @abstractmethod
+    def _allgather(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
+        """Concatenates the ranks' bytes, ``counts[i]`` from rank ``i``."""
+
+    @abstractmethod
+    def _broadcast(self, buffer: NDArray[np.uint8], root: int) -> None:
+        """Overwrites ``buffer`` with the root's."""
+
+    @abstractmethod
+    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
+        """Reduces ``buffer`` and returns this rank's part, ``counts[i]`` items for rank ``i``."""
+
+    @abstractmethod
+    def _alltoall(
+        self, send: NDArray[np.uint8], send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> NDArray[np.uint8]:
+        """Sends ``send_counts[i]`` bytes to rank ``i`` and concatenates ``receive_counts[i]`` from each."""
+
+    def _allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """``nbytes`` bytes that ``_allreduce`` is fast on; called by all members."""
+        return aligned_empty((nbytes,), np.dtype(np.uint8))
+
+    def _is_registered(self, buffer: Array) -> bool:
+        """Whether ``buffer`` is in memory from ``_allocate`` that ``_allreduce`` treats in another way."""
+        del buffer
+        return False
+
+    @abstractmethod
+    def _split(self, ranks: Sequence[int]) -> Self | None:
+        """The communicator of the members ``ranks``; called by all members."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Releases the engine's resources; called by all members."""
+
+
+class Moves(Primitives):
+    """Primitives that count the bytes sent, and reduce what is larger than a chunk; unchecked."""
+
+    #: The memory in which chunks are packed.
+    _scratch: NDArray[np.uint8] | None = None
+
+    @final
+    def reduce_in_place(self, buffer: Array, op: Reduction) -> None:
+        """Reduces a buffer of an engine's dtype, not by ``AVERAGE``; unchecked: in ``exclusive()``, after ``agree``."""
+        self.bytes_sent += buffer.nbytes
+        self._allreduce(buffer, op)
+
+    @final
+    def reduce_chunks(
+        self,
+        buffer: FusionBuffer,
+        op: Reduction,
+        fill: Callable[[Chunk, Array], None],
+        empty: Callable[[Array, Chunk], None],
+    ) -> None:
+        """Reduces a fusion buffer by chunks, not by ``AVERAGE``; unchecked: in ``exclusive()``, after ``agree``."""
+        if self._scratch is None or self._scratch.nbytes < self.chunk_bytes:  # chunks have become larger
+            self._scratch = self._allocate(self.chunk_bytes)
+        for chunk in buffer.chunks:
+            message = self._scratch[: (chunk.stop - chunk.start) * buffer.wire.itemsize].view(buffer.wire)
+            fill(chunk, message)
+            self.reduce_in_place(message, op)
+            empty(message, chunk)
+
+    @final
+    def gather_bytes(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
+        """Concatenates the ranks' bytes, unchecked: call it inside ``exclusive()`` after ``agree``."""
+        self.bytes_sent += send.nbytes
+        return self._allgather(send, counts)
+
+    @final
+    def alltoallv_bytes(
+        self, send: NDArray[np.uint8], send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> NDArray[np.uint8]:
+        """Sends ``send_counts[i]`` bytes to rank ``i``; unchecked: call it inside ``exclusive()`` after ``agree``."""
+        self.bytes_sent += send.nbytes
+        return self._alltoall(send, send_counts, receive_counts)

@@ -1,0 +1,215 @@
+"""The moves of a collective, once all members have agreed: arrays are packed into flat buffers of the primitives."""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from choros.comm.adasum import adasum
+from choros.comm.fusion import (
+    Chunk,
+    FusionBuffer,
+    Layout,
+    aligned_empty,
+    batches,
+    pack,
+    plan_fusion,
+    regrouped,
+    views,
+)
+from choros.comm.primitives import Array, Moves
+from choros.comm.reduction import BFLOAT16, Reduction, from_working, working_dtype, working_op
+from choros.comm.request import CollectiveSpec
+from choros.errors import ConfigError, MismatchError
+from choros.topology import shard_range
+
+#: The bytes that ranks gather in one message of a group: larger arrays are gathered sooner than they are copied.
+GATHERED_TOGETHER = 128 << 10
+
+
+def take_part_in(members: Moves, spec: CollectiveSpec, values: Sequence[int]) -> None:
+    """Does the part of a rank that has joined: with zeros, or without rows."""
+    layout = tuple((shape, _dtype(name)) for name, shape in spec.arrays)
+    match spec.collective:
+        case "allreduce" | "grouped_allreduce":
+            zeros = [np.zeros(shape, dtype) for shape, dtype in layout]
+            reduce_all(members, layout, zeros, Reduction(spec.op), None)
+        case "reducescatter" | "grouped_reducescatter":
+            reduce_and_scatter(members, [np.zeros(shape, dtype) for shape, dtype in layout], Reduction(spec.op))
+        case "broadcast":
+            ((shape, dtype),) = layout
+            broadcast_from(members, spec.root or 0, np.zeros(shape, dtype))
+        case "allgather":
+            ((inner, dtype),) = layout
+            gather_rows(members, np.zeros((0, *inner), dtype), values)
+        case "grouped_allgather":
+            empty = [np.zeros((0, *inner), dtype) for inner, dtype in layout]
+            gather_all(members, empty, np.zeros(len(empty), np.int64), values)
+        case "alltoall":
+            ((inner, dtype),) = layout
+            exchange_rows(members, np.zeros((0, *inner), dtype), np.zeros(members.size, np.int64))
+        case "sum":
+            sum_numbers(members, np.zeros(max(values)), values, spec.differ)
+
+
+def sum_numbers(members: Moves, numbers: Array, sizes: Sequence[int], differ: str) -> None:
+    """Sums the members' numbers in place: a ``CollectiveSpec`` of a ``sum``, once agreed with the ``sizes``, 0 for a
+    rank without rows.
+    """
+    if len(set(sizes) - {0}) > 1:
+        raise MismatchError(differ.format(list(sizes)))
+    members.reduce_in_place(numbers, Reduction.SUM)
+
+
+def reduce_all(
+    members: Moves, layout: Layout, arrays: list[Array], op: Reduction, outs: list[Array] | None
+) -> list[Array]:
+    """Reduces arrays of all members, into ``outs`` or new ones."""
+    if op is Reduction.ADASUM:
+        combined = adasum(members, arrays)
+        for out, array in zip(outs or (), combined, strict=False):
+            np.copyto(out, array)
+        return outs or combined
+    flats = [_flat(array) for array in arrays]
+    results = list(outs or arrays)
+    for buffer in _plan(layout, members.chunk_bytes):
+        flat = aligned_empty((buffer.size,), buffer.dtype) if outs is None else outs[0].reshape(-1)
+
+        def fill(chunk: Chunk, message: Array) -> None:
+            pack(chunk, flats, message)
+
+        def empty(message: Array, chunk: Chunk, flat: Array = flat) -> None:
+            from_working(message, flat[chunk.start : chunk.stop], op, members.size)
+
+        members.reduce_chunks(buffer, working_op(buffer.dtype, op), fill, empty)
+        if outs is None:
+            views(buffer, flat, layout, results)
+    return results
+
+
+def gather_rows(members: Moves, rows: Array, lengths: Sequence[int]) -> Array:
+    """Concatenates the rows of all members, which have ``lengths``."""
+    row_bytes = _row_bytes(rows)
+    received = members.gather_bytes(_bytes(rows), [length * row_bytes for length in lengths])
+    return received.view(rows.dtype).reshape(sum(lengths), *rows.shape[1:])
+
+
+def gather_all(members: Moves, parts: list[Array], lengths: NDArray[np.int64], digests: Sequence[int]) -> list[Array]:
+    """Gathers several arrays; ``digests`` are those of the ranks' ``lengths``."""
+    if len(set(digests)) == 1:
+        table = np.tile(lengths, (members.size, 1))
+    else:
+        received = members._allgather(lengths.view(np.uint8), [lengths.nbytes] * members.size)
+        table = received.view(np.int64).reshape(members.size, len(parts))
+    row_bytes = np.array([_row_bytes(rows) for rows in parts], np.int64)
+    totals, results = table.sum(0), []
+    for batch in batches((totals * row_bytes).tolist(), min(GATHERED_TOGETHER, members.chunk_bytes)):
+        counts = table[:, batch] * row_bytes[batch]
+        message = [_bytes(rows) for rows in parts[batch]]
+        received = members.gather_bytes(
+            message[0] if len(message) == 1 else np.concatenate(message), counts.sum(1).tolist()
+        )
+        results += regrouped(received, counts)
+    return [
+        result.view(rows.dtype).reshape(total, *rows.shape[1:])
+        for result, rows, total in zip(results, parts, totals.tolist(), strict=True)
+    ]
+
+
+def broadcast_from(members: Moves, root: int, source: Array) -> Array:
+    """Returns the array of the member ``root``."""
+    buffer = source.flatten()
+    members.bytes_sent += buffer.nbytes if root == members.rank else 0
+    members._broadcast(buffer.view(np.uint8), root)
+    return buffer.reshape(source.shape)
+
+
+def reduce_and_scatter(members: Moves, arrays: list[Array], op: Reduction) -> list[Array]:
+    """Reduces arrays, and returns this rank's rows of each."""
+    results = list(arrays)
+    for dtype in dict.fromkeys(array.dtype for array in arrays):
+        same = [index for index, array in enumerate(arrays) if array.dtype == dtype]
+        for batch in batches([arrays[index].nbytes for index in same], members.chunk_bytes):
+            own = _scatter_together(members, [arrays[index] for index in same[batch]], op)
+            for index, array in zip(same[batch], own, strict=True):
+                results[index] = array
+    return results
+
+
+def _scatter_together(members: Moves, arrays: list[Array], op: Reduction) -> list[Array]:
+    """Reduces arrays of one dtype in one message, in which their rows for one rank follow each other."""
+    dtype, size = arrays[0].dtype, members.size
+    shares = [[array[slice(*shard_range(len(array), rank, size))] for array in arrays] for rank in range(size)]
+    counts = [sum(rows.size for rows in share) for share in shares]
+    working = np.empty(sum(counts), working_dtype(dtype))
+    np.concatenate([_flat(rows) for share in shares for rows in share], out=working, casting="unsafe")
+    members.bytes_sent += working.nbytes
+    working = members._reducescatter(working, counts, working_op(dtype, op))
+    results, start = [], 0
+    for rows in shares[members.rank]:
+        result = np.empty(rows.shape, dtype)
+        from_working(working[start : start + rows.size], result.reshape(-1), op, size)
+        start += rows.size
+        results.append(result)
+    return results
+
+
+def row_counts(
+    shape: Sequence[int], splits: ArrayLike | None, size: int
+) -> tuple[NDArray[np.int64], ConfigError | None]:
+    """The number of rows that an alltoall of an array of ``shape`` sends to each of ``size`` ranks, or the error."""
+    nothing = np.zeros(size, np.int64)
+    if not shape:
+        return nothing, ConfigError("alltoall: a scalar has no rows to send; give it at least one dimension.")
+    if splits is None:
+        if shape[0] % size:
+            return nothing, ConfigError(
+                f"alltoall: {shape[0]} rows cannot be split equally over {size} ranks; give the number for "
+                "each with splits=[…]."
+            )
+        return np.full(size, shape[0] // size, np.int64), None
+    counts = np.asarray(splits)
+    if counts.dtype.kind not in "iu" or counts.shape != (size,) or (counts < 0).any() or counts.sum() > shape[0]:
+        return nothing, ConfigError(
+            f"alltoall: splits={counts.tolist()} must be {size} whole numbers, none negative, that add up to at most "
+            f"the {shape[0]} rows."
+        )
+    return counts.astype(np.int64), None
+
+
+def exchange_rows(members: Moves, rows: Array, counts: NDArray[np.int64]) -> tuple[Array, NDArray[np.int32]]:
+    """Sends ``counts`` rows to each member; returns those received, and how many from each."""
+    eights = [counts.itemsize] * members.size
+    received_counts = members._alltoall(counts.view(np.uint8), eights, eights).view(np.int64)
+    row_bytes = _row_bytes(rows)
+    received = members.alltoallv_bytes(
+        _bytes(rows),
+        [int(count) * row_bytes for count in counts],
+        [int(count) * row_bytes for count in received_counts],
+    )
+    shape = (int(received_counts.sum()), *rows.shape[1:])
+    return received.view(rows.dtype).reshape(shape), received_counts.astype(np.int32)
+
+
+def _bytes(array: Array) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _flat(array: Array) -> Array:
+    flat = array.reshape(-1)
+    return flat.view(np.uint8) if flat.dtype == np.bool_ else flat
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(layout: Layout, chunk_bytes: int) -> tuple[FusionBuffer, ...]:
+    """Cached, as are requests. Arrays of one dtype are sent together."""
+    return plan_fusion(layout, [range(len(layout))], working_dtype, chunk_bytes)
+
+
+def _row_bytes(rows: Array) -> int:
+    return rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
+
+
+def _dtype(name: str) -> np.dtype[np.generic]:
+    return BFLOAT16 if name == BFLOAT16.name else np.dtype(name)

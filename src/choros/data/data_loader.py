@@ -1,0 +1,233 @@
+"""Batches of a torch ``DataLoader``; a process loads only its own examples. The module imports torch: on demand."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+import torch.utils.data as torch_data
+
+from choros.data.epochs import EpochData, StreamData, counted
+from choros.data.kinds import DataKind, LocalBatches
+from choros.data.plan import ShardBatches
+from choros.data.rows import Part, Sharding, check_global_batch, checked, count_rows, cut, without_last_empty
+from choros.errors import ConfigError
+
+
+@final
+class DataLoaderKind(DataKind):
+    """``torch.utils.data.DataLoader``: its batches are the global ones, of which the process loads its own examples."""
+
+    has_batches: ClassVar[bool] = True
+
+    def shard(self, data: Any, sharding: Sharding) -> Any:
+        """Returns a ``DataLoader`` of the process's rows, with another batch size if one is given."""
+        return _split(data, sharding.part, batch_size=sharding.batch_size, seed=sharding.seed)
+
+    def split(self, data: Any, part: Part) -> Any:
+        """Returns a ``DataLoader`` of the process's rows."""
+        if data.batch_size is not None:
+            check_global_batch(data.batch_size, part.count)
+        return _split(data, part)
+
+    def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
+        """Returns the process's rows of each batch; every process loads all of a stream."""
+        if _is_stream(data):
+            return super().local_batches(data, part)
+        rows: deque[int] = deque()
+
+        @lru_cache(maxsize=1)
+        def loader_of(own: Part) -> Any:
+            if data.batch_size is not None:
+                check_global_batch(data.batch_size, own.count)
+            return _with_sampler(data, _sampler_part(data, own, None, 0, rows, keep_empty=True))
+
+        def start() -> Iterator[Any]:
+            return (batch if rows.popleft() else cut(batch, 0, 0) for batch in loader_of(part()))
+
+        loader_of(part())  # its errors
+        return LocalBatches(start, lambda: self.length(data))
+
+    def epochs(self, data: Any, sharding: Sharding) -> EpochData:
+        """Returns the epochs of a loader with its own sampler or one that ``set_epoch`` determines, or of a stream."""
+        if sharding.batch_size is None:
+            self.split(data, sharding.part)  # the same errors
+        else:
+            self.shard(data, sharding)
+        return _StreamEpochs(data, sharding) if _is_stream(data) else _LoaderEpochs(data, sharding)
+
+    def batch_rows(self, data: Any) -> int | None:
+        """Returns the loader's ``batch_size``."""
+        rows: int | None = data.batch_size
+        return rows
+
+
+def _is_stream(loader: Any) -> bool:
+    """Whether the loader reads its examples in sequence, so that they cannot be selected by index."""
+    return isinstance(loader.dataset, torch_data.IterableDataset)
+
+
+def _split(loader: Any, part: Part, *, batch_size: int | None = None, seed: int = 0) -> Any:
+    """Returns a ``DataLoader`` of the process's rows of each global batch; batches in which it has none are skipped."""
+    if _is_stream(loader):
+        if batch_size is not None and batch_size != loader.batch_size:
+            raise ConfigError(
+                f"the DataLoader reads a stream in batches of {loader.batch_size}, but batch_size={batch_size}. Its "
+                "batches are the global ones: give it that batch size, or remove batch_size."
+            )
+        return _stream(lambda: without_last_empty(map(part.of, checked(loader, part.count, count_rows)), count_rows))
+    return _with_sampler(loader, _sampler_part(loader, part, batch_size, seed, deque(), keep_empty=False))
+
+
+@final
+class _Indices(torch_data.Sampler):
+    """The indices of the examples of each batch."""
+
+    def __init__(self, batches: Callable[[], Iterator[list[int]]], number: Callable[[], int]) -> None:
+        self._batches, self._number = batches, number
+
+    def __len__(self) -> int:
+        return self._number()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches()
+
+
+@final
+class _Stream(torch_data.IterableDataset):
+    def __init__(self, batches: Callable[[], Iterator[Any]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches()
+
+
+def _stream(batches: Callable[[], Iterator[Any]]) -> Any:
+    """Returns a ``DataLoader`` of these batches."""
+    return torch_data.DataLoader(_Stream(batches), batch_size=None)
+
+
+def _with_sampler(loader: Any, sampler: Any) -> Any:
+    shared = {
+        name: getattr(loader, name)
+        for name in ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+    }
+    if loader.num_workers:
+        shared.update(prefetch_factor=loader.prefetch_factor, persistent_workers=loader.persistent_workers)
+    return torch_data.DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn, **shared)
+
+
+def _sampler_part(
+    loader: Any, part: Part, batch_size: int | None, seed: int, rows: deque[int], *, keep_empty: bool
+) -> Any:
+    """Returns a sampler of the process's indices of each global batch; it appends their numbers to ``rows``. With
+    ``keep_empty``, a batch without any yields its first example, as an empty list cannot be collated.
+    """
+    sampler = _global_sampler(loader, batch_size, seed)
+
+    def batches() -> Iterator[list[int]]:
+        rows.clear()
+        for indices in checked(sampler, part.count, len, only_last=not keep_empty):
+            start, end = part.range(len(indices))
+            if end > start or keep_empty:
+                rows.append(end - start)
+                yield indices[start:end] or indices[:1]
+
+    return _Indices(batches, lambda: len(sampler))
+
+
+def _global_sampler(loader: Any, batch_size: int | None, seed: int) -> Any:
+    """Returns the sampler of the indices of each global batch, in the same order on all processes."""
+    sampler = loader.batch_sampler
+    if batch_size is not None:
+        sampler = torch_data.BatchSampler(loader.sampler, batch_size, drop_last=loader.drop_last)
+    if sampler is None:
+        raise ConfigError(
+            "the DataLoader yields single examples (batch_size=None): pass it the size of a global batch."
+        )
+    if isinstance(loader.sampler, torch_data.DistributedSampler):
+        raise ConfigError(
+            "the DataLoader has a DistributedSampler, which shards the data set itself: remove it, as choros shards "
+            "the data set."
+        )
+    if hasattr(loader.sampler, "generator") and loader.sampler.generator is None:
+        loader.sampler.generator = torch.Generator().manual_seed(seed)  # the same order on all ranks
+    return sampler
+
+
+@final
+class _LoaderEpochs(EpochData):
+    """The epochs of a loader whose examples have indices: only wanted ones are loaded; order by seed and epoch."""
+
+    def __init__(self, loader: Any, sharding: Sharding) -> None:
+        super().__init__(sharding)
+        self._sampler = _global_sampler(loader, sharding.batch_size, sharding.seed)
+        self._order = loader.sampler
+        self._generator = getattr(self._order, "generator", None)
+        self._state = None if self._generator is None else self._generator.get_state()
+        self._source = loader
+        own = type(loader.batch_sampler) is torch_data.BatchSampler or hasattr(loader.batch_sampler, "set_epoch")
+        sequential = type(self._order) is torch_data.SequentialSampler
+        if not (own and (sequential or self._generator is not None or hasattr(self._order, "set_epoch"))):
+            self.doubt = (
+                f"the order of the DataLoader's {type(self._order).__name__} may differ when it is read again. Give it "
+                "a generator, which choros sets at the beginning of an epoch, or a method set_epoch(epoch)."
+            )
+
+    @cached_property
+    def data(self) -> Any:
+        """A ``DataLoader``."""
+        indices = _Indices(lambda: self._indices(self.parts, self.epoch), lambda: len(self._sampler))
+        return _with_sampler(self._source, indices)
+
+    def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
+        """Loads the examples of ``parts``; with workers of its own, as ``data`` may be read meanwhile."""
+        yield from _with_sampler(self._source, self._indices(tuple(parts), epoch))
+
+    def _indices(self, parts: Sequence[ShardBatches], epoch: int) -> Iterator[list[int]]:
+        """Yields the indices of the examples of each batch of ``parts``."""
+        for each in parts:
+            part = each.part(self._local)
+            for indices in each.taken_from(self._order_of(epoch)):
+                start, end = part.range(len(indices))
+                if end > start:
+                    yield indices[start:end]
+
+    def _order_of(self, epoch: int) -> Iterator[list[int]]:
+        """Yields the indices of the examples of each global batch."""
+        for each in (self._order, self._sampler):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+        if self._generator is not None:
+            self._generator.set_state(self._state)
+            if epoch:
+                seed = np.random.SeedSequence((self._generator.initial_seed(), epoch)).generate_state(1, np.uint64)[0]
+                self._generator.manual_seed(int(seed) >> 1)
+        yield from self._sampler
+
+    def _count(self, epoch: int) -> tuple[int, int, int]:
+        return counted(map(len, self._order_of(epoch)))
+
+
+@final
+class _StreamEpochs(StreamData):
+    """The epochs of a loader of a stream."""
+
+    def __init__(self, loader: Any, sharding: Sharding) -> None:
+        super().__init__(sharding)
+        self._loader = loader
+
+    @cached_property
+    def data(self) -> Any:
+        """A ``DataLoader``."""
+        return _stream(lambda: self.batches(self.parts, self.epoch))
+
+    def _global_batches(self, epoch: int) -> Iterator[Any]:
+        if hasattr(self._loader.dataset, "set_epoch"):
+            self._loader.dataset.set_epoch(epoch)
+        return iter(self._loader)
+
+
+KIND = DataLoaderKind()

@@ -1,0 +1,255 @@
+"""Epochs of which any rank can read any shard from any batch on: for training that ranks leave and join.
+
+The order of an epoch depends on its number alone, not on what was read before: later ranks read the same::
+
+    epochs = epochs_of(data, sharding)                    kinds.py
+      .begin_epoch(3, parts)                              before each epoch: the batches that this rank trains on
+      .data          ─► Keras' fit                        yields those batches; of the same kind as the data set
+      .batches(parts, 3)                                  at its end: what others have left over, read again
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
+
+from choros.data.plan import OPEN, Length, ShardBatches
+from choros.data.rows import Part, Sharding, count_rows, without_last_empty
+
+
+class EpochData(ABC):
+    """The epochs of one data set. ``doubt`` says why not every sample is used exactly once if a rank is lost.
+    ``begins_anywhere``: batches are found, and counted, without reading those before. ``goes_on``: the next epoch is
+    read from the last iteration of ``data``, not from a new one. ``seed`` is the same on all ranks.
+    """
+
+    doubt: str | None = None
+    begins_anywhere = True
+    goes_on = False
+
+    def __init__(self, sharding: Sharding) -> None:
+        part = sharding.part
+        self._local = part.local
+        self.epoch, self.seed = sharding.epoch, sharding.seed
+        self.parts: tuple[ShardBatches, ...] = (
+            ShardBatches(part.first // part.local, part.count // part.local, range(OPEN)),
+        )
+        self._counted: tuple[int, tuple[int, int, int]] | None = None
+
+    @property
+    @abstractmethod
+    def data(self) -> Any:
+        """A data set that Keras' ``fit`` takes: each iteration yields the batches of ``parts``."""
+
+    def begin_epoch(self, epoch: int, parts: Iterable[ShardBatches]) -> None:
+        """Sets what the next iteration of ``data`` yields. Keras takes an unknown number of batches, as always with
+        Grain, from its first epoch that has any, for all later ones: that one must not begin in the middle.
+        """
+        self.epoch, self.parts = epoch, tuple(parts)
+
+    @abstractmethod
+    def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
+        """Yields the rows of ``parts`` of any shards, batch after batch; those that do not exist are left out."""
+
+    @abstractmethod
+    def _count(self, epoch: int) -> tuple[int, int, int]:
+        """Returns the number of global batches of an epoch, the rows of a full one, and those of the last one."""
+
+    @property
+    def number_of_batches(self) -> int | None:
+        """The number of global batches of the current epoch, ``OPEN`` if they do not end; ``None``: it is not known."""
+        return self.length(self.epoch)(0, 1)
+
+    def length(self, epoch: int) -> Length:
+        """Returns what counts the batches in which shard ``k`` of ``n`` has rows; if need be, it reads all once."""
+        if self._counted is None or self._counted[0] != epoch:
+            self._counted = epoch, self._count(epoch)
+        counts = self._counted[1]
+        return lambda shard, shards: ShardBatches(shard, shards, range(0)).part(self._local).batches_of(*counts)
+
+
+def counted(rows: Iterable[int]) -> tuple[int, int, int]:
+    """Returns the number of batches, the rows of a full one, and of the last one, from the numbers of their rows.
+
+    >>> counted([4, 4, 3]), counted([])
+    ((3, 4, 3), (0, 0, 0))
+    """
+    number, full, last = 0, 0, 0
+    for number, last in enumerate(rows, 1):  # noqa: B007  (their last values are the result)
+        full = max(full, last)
+    return number, full, last
+
+
+class IndexedData(EpochData):
+    """Data whose batches are found by index."""
+
+    #: Whether they are arrays, whose rows Keras hands to a step in another form than those of a data set.
+    of_arrays = False
+    #: The current ``parts``, their epoch, and those of them that exist.
+    _own: tuple[tuple[ShardBatches, ...], int, list[ShardBatches]] | None = None
+
+    @abstractmethod
+    def rows(self, part: Part, index: int, epoch: int) -> Any:
+        """Returns the rows of ``part`` in batch ``index`` of an epoch."""
+
+    def closed(self, parts: Iterable[ShardBatches], epoch: int) -> list[ShardBatches]:
+        """Returns those of ``parts`` that exist."""
+        length = self.length(epoch)
+        return [part.closed(length) for part in parts]
+
+    def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
+        """Yields the rows of ``parts``."""
+        for each in self.closed(parts, epoch):
+            for index in each.batches:
+                yield self.rows(each.part(self._local), index, epoch)
+
+    def number(self) -> int:
+        """Returns how many batches the current ``parts`` have."""
+        return sum(len(each.batches) for each in self._current())
+
+    def at(self, position: int) -> Any:
+        """Returns batch ``position`` of the current ``parts``."""
+        for each in self._current():
+            if position < len(each.batches):
+                return self.rows(each.part(self._local), each.batches[position], self.epoch)
+            position -= len(each.batches)
+        raise IndexError(position)
+
+    def _current(self) -> list[ShardBatches]:
+        """Returns those of the current ``parts`` that exist; other threads may read the last epoch's."""
+        own, parts, epoch = self._own, self.parts, self.epoch
+        if own is None or own[0] is not parts or own[1] != epoch:
+            own = self._own = parts, epoch, self.closed(parts, epoch)
+        return own[2]
+
+
+class StreamData(EpochData):
+    """Data that are read in sequence; what was read before is read again."""
+
+    begins_anywhere = False
+
+    @property
+    def number_of_batches(self) -> int | None:
+        """Not known before they are read."""
+        return None
+
+    @abstractmethod
+    def _global_batches(self, epoch: int) -> Iterator[Any]:
+        """Yields the global batches of an epoch."""
+
+    def _rows(self, part: Part, batch: Any) -> Any:
+        return part.of(batch)
+
+    def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
+        """Yields the rows of ``parts``; each is one pass over the data."""
+        for each in parts:
+            if each.batches:
+                rows = map(partial(self._rows, each.part(self._local)), each.taken_from(self._global_batches(epoch)))
+                yield from without_last_empty(rows, count_rows) if each.batches.stop == OPEN else rows
+
+    def _count(self, epoch: int) -> tuple[int, int, int]:
+        return counted(map(count_rows, self._global_batches(epoch)))
+
+
+@final
+class FixedData(EpochData):
+    """Data of this process that others cannot read; ``doubt`` says why."""
+
+    goes_on = True
+
+    def __init__(self, sharding: Sharding, data: Callable[[], Any], doubt: str) -> None:
+        super().__init__(sharding)
+        self.doubt = doubt
+        self._make, self._made = data, None
+
+    @property
+    def data(self) -> Any:
+        """The process's own data, whatever ``parts`` are."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
+        """Yields nothing."""
+        return iter(())
+
+    def _count(self, epoch: int) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+
+def epochs_of_steps(data: EpochData, steps: int | None, part: Part) -> EpochData:
+    """Returns the epochs of ``steps`` global batches each of ``data``; ``data`` if these have no more."""
+    if steps is None or isinstance(data, FixedData):
+        return data
+    number = data.number_of_batches
+    if number is None:
+        doubt = "steps_per_epoch is given, and the data's number of batches is not known before they are read."
+        return FixedData(Sharding(part, epoch=data.epoch, seed=data.seed), lambda: data.data, doubt)
+    return data if number <= steps else StepsOfEpoch(data, steps, number)
+
+
+@final
+class StepsOfEpoch(EpochData):
+    """The epochs of ``steps`` global batches of a data set of ``number``, ``OPEN`` if it does not end."""
+
+    def __init__(self, inner: EpochData, steps: int, number: int) -> None:
+        self._inner, self._steps, self._number = inner, steps, number
+        self._first = inner.epoch
+        #: What the last iteration of ``data`` yields next.
+        self._next: tuple[int, list[ShardBatches]] | None = None
+        self.epoch, self.seed, self.parts = inner.epoch, inner.seed, inner.parts
+        self.doubt, self.begins_anywhere = inner.doubt, inner.begins_anywhere
+
+    @property
+    def data(self) -> Any:
+        """That of the data set; Keras takes ``steps`` batches of an epoch that begins at its beginning."""
+        return self._inner.data
+
+    @property
+    def number_of_batches(self) -> int:
+        """The number of global batches of the current epoch."""
+        return min(self._steps, self._number - self._place(self.epoch)[1])
+
+    def begin_epoch(self, epoch: int, parts: Iterable[ShardBatches]) -> None:
+        """Sets what the next iteration of ``data`` yields, if the last one does not go on with it."""
+        super().begin_epoch(epoch, parts)
+        inner, first = self._place(epoch)
+        if self.parts and self.parts[0].batches == range(OPEN):
+            wanted = [replace(each, batches=range(first, OPEN)) for each in self.parts]
+            following = [replace(each, batches=range(first + self._steps, OPEN)) for each in self.parts]
+        else:
+            wanted, following = self._shifted(self.parts, first), []
+        self.goes_on = self._next == (inner, wanted)
+        if not self.goes_on:
+            self._inner.begin_epoch(inner, wanted)
+        self._next = (inner, following) if following else None
+
+    def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
+        """Yields the rows of ``parts``."""
+        self._next = None  # a shuffling stream has drawn other seeds
+        inner, first = self._place(epoch)
+        return self._inner.batches(self._shifted(parts, first), inner)
+
+    def length(self, epoch: int) -> Length:
+        """As for other data; at most the steps."""
+        inner, first = self._place(epoch)
+        own = self._inner.length(inner)
+        return lambda shard, shards: min(self._steps, max(0, own(shard, shards) - first))
+
+    def _place(self, epoch: int) -> tuple[int, int]:
+        """Returns the data set's epoch in which an epoch is, and its first batch there."""
+        self._inner.seed = self.seed  # which a commit, or other ranks, may have set
+        begun, position = divmod(epoch - self._first, -(-self._number // self._steps))
+        return self._first + begun, position * self._steps
+
+    def _shifted(self, parts: Iterable[ShardBatches], first: int) -> list[ShardBatches]:
+        steps = self._steps
+        return [
+            replace(each, batches=range(first + own.start, first + min(own.stop, steps), own.step))
+            for each in parts
+            for own in [each.batches]
+        ]
+
+    def _count(self, epoch: int) -> tuple[int, int, int]:
+        raise NotImplementedError  # ``length`` is that of the data set

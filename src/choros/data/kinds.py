@@ -1,0 +1,218 @@
+"""The kinds of data sets, found without importing the packages that define them; each has a module of its own."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from importlib import import_module
+from typing import Any, ClassVar
+
+from choros.data.epochs import EpochData, FixedData
+from choros.data.rows import Part, Sharding, checked, count_rows, without_last_empty
+from choros.parallel.structure import leaves
+
+
+@dataclass(frozen=True)
+class LocalBatches:
+    """A process's rows of each global batch, maybe none, so that all processes have the same number of batches."""
+
+    start: Callable[[], Iterator[Any]]
+    length: Callable[[], int | None]
+    dataset: Any = None
+
+
+class DataKind(ABC):
+    """One kind of data set. Every method takes a data set of that kind.
+
+    A data set yields batches or examples. What has rows and is indexed like an array is no kind of its own: ``rows.py``
+    counts and cuts the rows of arrays, alone or in structures.
+
+    A kind must implement ``shard``. The other methods work for all iterable data sets; a kind overrides those for which
+    its data sets need, or allow, another implementation.
+
+    Attributes:
+        shuffles: whether ``shard`` can shuffle.
+        has_batches: whether its data sets have batches. Others may have examples, of which ``shard`` makes batches.
+    """
+
+    shuffles: ClassVar[bool] = False
+    has_batches: ClassVar[bool] = False
+
+    @abstractmethod
+    def shard(self, data: Any, sharding: Sharding) -> Any:
+        """Returns this process's shard of ``data``, for ``choros.keras.shard``.
+
+        Processes may get different numbers of batches.
+
+        Raises:
+            ConfigError: the batch size does not fit ``data``.
+        """
+
+    def split(self, data: Any, part: Part) -> Any:
+        """Returns the process's rows of each batch, for ``fit`` under a strategy.
+
+        Batches at the end in which it has none are left out, if that is known in time.
+
+        Returns:
+            A data set of the same kind; a generator if ``data`` is only iterable. A known length stays known.
+
+        Raises:
+            ConfigError: ``data`` has no batches or too small ones, or its order may differ between processes.
+        """
+        own = self.local_batches(data, lambda: part)
+        return without_last_empty(own.start(), count_rows)
+
+    def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
+        """Returns the process's rows of each batch, maybe none, for a custom loop under a strategy.
+
+        Args:
+            data: the data set.
+            part: returns the process's part, which may change between two iterations.
+
+        Raises:
+            ConfigError: as ``split``.
+        """
+
+        def start() -> Iterator[Any]:
+            own = part()
+            return (own.of(batch) for batch in checked(self.batches(data), own.count, count_rows))
+
+        return LocalBatches(start, lambda: self.length(data))
+
+    def epochs(self, data: Any, sharding: Sharding) -> EpochData:
+        """Returns the epochs of ``data``, of which any process can read any shard; all processes must call this."""
+        doubt = (
+            f"a {type(data).__name__} cannot be read again from its beginning. Pass arrays, a tf.data.Dataset, a "
+            "PyDataset, a torch DataLoader or a Grain data set instead."
+        )
+        return FixedData(sharding, lambda: self.split(data, sharding.part), doubt)
+
+    def batches(self, data: Any) -> Iterator[Any]:
+        """Yields the batches of one epoch."""
+        yield from data
+
+    def length(self, data: Any) -> int | None:
+        """Returns the number of batches; ``None`` if it is not known."""
+        return len(data) if hasattr(data, "__len__") else None
+
+    def batch_rows(self, data: Any) -> int | None:
+        """Returns the number of rows of a full batch; ``None`` if data would have to be read."""
+        return None
+
+    def padded(self, own: Any) -> Any:
+        """Returns ``own``, the data set of this process alone, with empty batches at the end.
+
+        They are as many as all processes need to have the same number of batches. All processes must call this.
+
+        Returns:
+            A data set of the same kind; ``None`` if the kind has no such data sets.
+        """
+        return None
+
+    def sources(self, data: Any) -> Iterable[Any]:
+        """Returns ``data`` and all data sets that it is derived from; empty if those are not known."""
+        return ()
+
+
+#: The attribute of a shard that has the data set and the ``Sharding`` which it was made from.
+_SOURCE = "_choros_source"
+#: The attribute of a shard that has the epochs which it is the data of.
+_EPOCHS = "_choros_epochs"
+
+
+@dataclass(frozen=True)
+class _KindEntry:
+    """A kind that a package defines: ``KIND`` of ``module``, imported with the first data set of its ``classes``."""
+
+    module: str
+    package: str
+    classes: tuple[str, ...]
+
+    def has(self, data: Any) -> bool:
+        """Whether ``data`` is an instance of one of the classes."""
+        package: Any = sys.modules.get(self.package)
+        if package is None:
+            return False
+        return isinstance(data, tuple(reduce(getattr, path.split("."), package) for path in self.classes))
+
+
+def _kind_in(module: str) -> DataKind:
+    kind: DataKind = import_module(f"choros.data.{module}").KIND
+    return kind
+
+
+_TABLE = (
+    _KindEntry("py_dataset", "keras", ("utils.PyDataset",)),
+    _KindEntry("tf_data", "tensorflow", ("data.Dataset",)),
+    _KindEntry("data_loader", "torch.utils.data", ("DataLoader",)),
+    _KindEntry("grain_data", "grain", ("MapDataset", "IterDataset", "DataLoader")),
+)
+
+
+def kind_of(data: Any) -> DataKind:
+    """Returns the kind of ``data``; for data of no package in the table, the kind of arrays and iterables.
+
+    >>> type(kind_of([1, 2, 3])).__name__
+    'ArrayKind'
+    """
+    return _kind_in(next((entry.module for entry in _TABLE if entry.has(data)), "arrays"))
+
+
+def are_arrays(data: Any) -> bool:
+    """Whether ``data`` is an array or a structure of arrays, not an iterable of batches.
+
+    >>> import numpy as np
+    >>> are_arrays((np.zeros(3), None)), are_arrays(iter([]))
+    (True, False)
+    """
+    given = leaves(data)
+    return (
+        not any(entry.has(data) for entry in _TABLE) and bool(given) and all(hasattr(leaf, "shape") for leaf in given)
+    )
+
+
+def shard_of(data: Any, sharding: Sharding, *, elastic: bool) -> Any:
+    """Returns the shard of a process, whose epochs, if it has batches, ``epochs_of_shard`` finds. If ``elastic``, other
+    processes read it, too, if they can.
+    """
+    kind = kind_of(data)
+    if sharding.batch_size is None and not kind.has_batches:
+        return kind.shard(data, sharding)
+    if elastic and (epochs := kind.epochs(data, sharding)).doubt is None:
+        return data_of(epochs)
+    shard = kind.shard(data, sharding)
+    object.__setattr__(shard, _SOURCE, (data, sharding))
+    return shard
+
+
+def data_of(epochs: EpochData) -> Any:
+    """Returns ``epochs.data``, of which ``epochs_behind`` returns ``epochs`` if other processes can read them."""
+    own = epochs.data
+    if epochs.doubt is None:
+        object.__setattr__(own, _EPOCHS, epochs)
+    return own
+
+
+def epochs_behind(data: Any) -> EpochData | None:
+    """Returns the epochs of which ``data`` are the shard of this process; ``None`` if others cannot read them."""
+    epochs: EpochData | None = getattr(data, _EPOCHS, None)
+    return epochs
+
+
+def epochs_of(data: Any, sharding: Sharding) -> EpochData:
+    """Returns the epochs of ``data``, global batches or arrays, of which any process can read any shard."""
+    return kind_of(data).epochs(data, sharding)
+
+
+def epochs_of_shard(data: Any, part: Part) -> EpochData:
+    """Returns the epochs of the data set of which ``choros.keras.shard`` has made ``data``."""
+    if epochs := epochs_behind(data):
+        return epochs
+    if source := getattr(data, _SOURCE, None):
+        return epochs_of(*source)
+    doubt = (
+        f"other ranks cannot read this rank's {type(data).__name__}. Pass all data to choros.keras.shard(…, "
+        "batch_size=…), and what it returns, unchanged, to fit."
+    )
+    return FixedData(Sharding(part), lambda: data, doubt)

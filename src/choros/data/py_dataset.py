@@ -1,0 +1,259 @@
+"""Batches of arrays, and of a ``keras.utils.PyDataset``. The module imports Keras: import it on demand."""
+
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import Any, ClassVar, final
+
+import keras
+
+from choros.data.epochs import EpochData, FixedData, IndexedData
+from choros.data.kinds import DataKind
+from choros.data.plan import ShardBatches
+from choros.data.rows import (
+    Part,
+    Sharding,
+    batch_counts,
+    check_batch_size,
+    check_global_batch,
+    count_rows,
+    cut,
+    note_rows,
+    order_of,
+    shuffled_batch,
+)
+from choros.errors import ConfigError
+from choros.parallel.structure import map_structure
+
+
+@final
+class PartsDataset(keras.utils.PyDataset):
+    """This process's batches, as each epoch of ``source`` determines. Threads of its own read ahead, as Keras' workers
+    may keep batches of one epoch for the next. Keras asks for ``longest`` before epochs, which may have fewer; without
+    it all epochs are alike, and the next one begins whenever all of one was read.
+    """
+
+    def __init__(self, source: IndexedData, longest: int | None = None, workers: int = 1, ahead: int = 0) -> None:
+        super().__init__()
+        self.of_arrays = source.of_arrays
+        self._source = source
+        self._longest = longest
+        self._is_split = source.of_arrays and source.parts[0].shards > 1
+        self._last: int | None = None
+        self._is_read = False
+        self._readers = ThreadPoolExecutor(workers) if workers > 1 else None
+        self._ahead = ahead
+        self._read: dict[int, Future[Any]] = {}
+        self._parts = source.parts
+        self._begins = False
+
+    def on_epoch_begin(self) -> None:
+        """Next, Keras asks for the number of batches that it reads in this epoch."""
+        self._begins = True
+
+    def on_epoch_end(self) -> None:
+        """Begins the next order if all was read: Keras calls this also before the first epoch, or amid the data."""
+        if self._longest is None and self._is_read:
+            self._source.begin_epoch(self._source.epoch + 1, self._source.parts)
+            self._is_read = False
+
+    @property
+    def num_batches(self) -> int:
+        """The number of batches in the epoch that begins; else the largest possible."""
+        return self._source.number() if self._begins or self._longest is None else self._longest
+
+    def __len__(self) -> int:
+        return self._source.number()
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Any:
+        self._begins = False
+        self._check_order(index)
+        self._is_read = self._is_read or index == len(self) - 1
+        if index >= len(self):  # this process has fewer batches, or none, and Keras builds the model from one
+            return self._source.rows(Part(0, 1), index, self._source.epoch)
+        if self._readers is None:
+            return self._source.at(index)
+        if index == 0 or self._parts is not self._source.parts:
+            for each in self._read.values():
+                each.cancel()
+            self._read, self._parts = {}, self._source.parts
+        for later in range(index, min(index + 1 + self._ahead, self._source.number())):
+            if later not in self._read:
+                self._read[later] = self._readers.submit(self._source.at, later)
+        return self._read.pop(index).result()
+
+    def _check_order(self, index: int) -> None:
+        """Warns if Keras shuffles batches: there is no public flag, but the requested indices show it."""
+        if self._is_split and self._last is not None and index not in (0, self._last + 1):
+            self._is_split = False
+            warnings.warn(
+                "Keras reorders these batches on each rank independently, so that a step mixes shards of different "
+                "global batches: pass shuffle=False to fit, and shuffle=True to shard for a new order each epoch.",
+                stacklevel=3,
+            )
+        self._last = index
+
+
+@final
+class ArrayEpochs(IndexedData):
+    """The epochs of arrays in memory: arrays of one length, or tuples, lists and dicts of them."""
+
+    of_arrays = True
+
+    def __init__(self, data: Any, batch_size: int, sharding: Sharding) -> None:
+        super().__init__(sharding)
+        self._data = data
+        self._n = count_rows(data)
+        self._batch_size = batch_size
+        self._shuffle = sharding.shuffle
+        check_batch_size(batch_size, sharding.part.count)
+
+    @cached_property
+    def data(self) -> Any:
+        """A ``PyDataset``."""
+        return PartsDataset(self, -(-self._n // self._batch_size))
+
+    def rows(self, part: Part, index: int, epoch: int) -> Any:
+        """Returns rows of the arrays."""
+        first = index * self._batch_size
+        start, end = (first + row for row in part.range(min(self._batch_size, self._n - first)))
+        if not self._shuffle:
+            return cut(self._data, start, end)
+        indices = order_of(self._n, self.seed, epoch)[start:end]
+        return map_structure(lambda leaf: leaf[indices], self._data)
+
+    def _count(self, epoch: int) -> tuple[int, int, int]:
+        return batch_counts(self._n, self._batch_size)
+
+
+@final
+class PyDatasetKind(DataKind):
+    """``keras.utils.PyDataset``: each process produces all of each global batch; shuffled, the last stays the last."""
+
+    shuffles: ClassVar[bool] = True
+    has_batches: ClassVar[bool] = True
+
+    def shard(self, data: Any, sharding: Sharding) -> Any:
+        """Returns a ``PyDataset`` of the process's rows."""
+        batch_size, first = sharding.batch_size, data[0]
+        own = count_rows(first)
+        note_rows(first)
+        if batch_size not in (None, own):
+            raise ConfigError(
+                f"the PyDataset's batches have {own} examples, but batch_size={batch_size}. Its batches are the global "
+                "ones: give it that batch size, or remove batch_size."
+            )
+        check_global_batch(own, sharding.part.count)
+        return PyDatasetPart(data, sharding)
+
+    def split(self, data: Any, part: Part) -> Any:
+        """Returns a ``PyDataset`` of the process's rows."""
+        return self.shard(data, Sharding(part))
+
+    def epochs(self, data: Any, sharding: Sharding) -> EpochData:
+        """Returns the epochs of the data set, if it has an end."""
+        if data.num_batches is None:
+            doubt = "a PyDataset without a number of batches has no epochs."
+            return FixedData(sharding, lambda: self.split(data, sharding.part), doubt)
+        self.split(data, sharding.part)  # the same errors
+        return PyDatasetEpochs(data, sharding)
+
+    def batches(self, data: Any) -> Iterator[Any]:
+        """Yields the batches by index, with the calls of its methods for the beginning and the end of an epoch."""
+        data.on_epoch_begin()
+        for index in itertools.count() if data.num_batches is None else range(data.num_batches):
+            yield data[index]
+        data.on_epoch_end()
+
+    def length(self, data: Any) -> int | None:
+        """Returns the number of batches; ``None`` for an infinite data set."""
+        number: int | None = data.num_batches
+        return number
+
+    def batch_rows(self, data: Any) -> int | None:
+        """Returns the number of rows of the first batch."""
+        return count_rows(data[0])
+
+
+@final
+class PyDatasetPart(keras.utils.PyDataset):
+    """The process's rows of each batch of another ``PyDataset``, without the last one if it has none in it."""
+
+    def __init__(self, inner: Any, sharding: Sharding) -> None:
+        super().__init__(
+            workers=inner.workers, use_multiprocessing=inner.use_multiprocessing, max_queue_size=inner.max_queue_size
+        )
+        self._inner = inner
+        self._part = part = sharding.part
+        self._sharding, self._epoch = sharding, sharding.epoch
+        batches: int | None = inner.num_batches
+        if batches and count_rows(part.of(inner[batches - 1])) == 0:
+            batches -= 1
+        self._batches = batches
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches; ``None`` for an infinite data set."""
+        return self._batches
+
+    def __len__(self) -> int:
+        return self._batches or 0
+
+    def __getitem__(self, index: int) -> Any:
+        number = self._inner.num_batches
+        if self._sharding.shuffle and number is not None:
+            index = shuffled_batch(index, number, self._sharding.seed, self._epoch)
+        return self._part.of(self._inner[index])
+
+    def on_epoch_begin(self) -> None:
+        """Calls the inner data set's method."""
+        self._inner.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Calls the inner data set's method, and draws a new order, the same on all processes."""
+        self._inner.on_epoch_end()
+        self._epoch += 1
+
+
+@final
+class PyDatasetEpochs(IndexedData):
+    """The epochs of a ``PyDataset``, whose methods for the beginning and the end of an epoch are called once each."""
+
+    def __init__(self, inner: Any, sharding: Sharding) -> None:
+        super().__init__(sharding)
+        self._inner = inner
+        self._shuffles = sharding.shuffle
+        self._ended = 0
+
+    @cached_property
+    def data(self) -> Any:
+        """A ``PyDataset``."""
+        inner = self._inner
+        return PartsDataset(self, inner.num_batches, inner.workers, inner.max_queue_size)
+
+    def begin_epoch(self, epoch: int, parts: Iterable[ShardBatches]) -> None:
+        """Ends the epochs before this one; not at their own end, as their batches may be read again until now."""
+        super().begin_epoch(epoch, parts)
+        for _ in range(epoch - self._ended):
+            self._inner.on_epoch_end()
+        self._ended = max(epoch, self._ended)
+        self._inner.on_epoch_begin()
+
+    def rows(self, part: Part, index: int, epoch: int) -> Any:
+        """Returns rows of a batch."""
+        if self._shuffles:
+            index = shuffled_batch(index, self._inner.num_batches, self.seed, epoch)
+        return part.of(self._inner[index])
+
+    def _count(self, epoch: int) -> tuple[int, int, int]:
+        number = self._inner.num_batches
+        full, last = (count_rows(self._inner[index]) if number else 0 for index in (0, number - 1))
+        return number, full, last
+
+
+KIND = PyDatasetKind()

@@ -1,0 +1,210 @@
+"""The rows of each global batch that belong to a process; a new order of them is the same on all processes.
+
+One process would see the batches ``0 1 2 3 | 4 5 6 7 | 8 9``; two processes see the same ones together::
+
+    process 0    0 1 . .   4 5 . .   8 .
+    process 1    . . 2 3   . . 6 7   . 9
+
+The arrays of a batch may have different numbers of rows, such as unlabelled examples beside fewer labelled ones: each
+is cut by its own::
+
+    batch           x 0 1 2 3 4 5   y 0 1 2
+    process 0         0 1 2           0 1
+    process 1               3 4 5         2
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.errors import ConfigError
+from choros.parallel.structure import leaves, map_structure
+from choros.topology import shard_range
+
+T = TypeVar("T")
+
+_LATER = "; later batches may have fewer"
+_LAST = "; only the last batch of a DataLoader may have fewer"
+#: Kinds of batches that data sets of this program have.
+_known: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of each batch that belong to one process: those of ``local`` replicas of ``count``, from ``first`` on.
+
+    >>> Part(first=2, count=4, local=2).range(10)
+    (6, 10)
+    """
+
+    first: int
+    count: int
+    local: int = 1
+
+    def range(self, rows: int) -> tuple[int, int]:
+        """Returns ``(start, end)`` of the process's rows in a batch of ``rows`` rows."""
+        start, _ = shard_range(rows, self.first, self.count)
+        _, end = shard_range(rows, self.first + self.local - 1, self.count)
+        return start, end
+
+    def has_rows_of(self, rows: int) -> bool:
+        """Whether the process has rows in a batch of ``rows`` rows."""
+        start, end = self.range(rows)
+        return end > start
+
+    def batches_of(self, number: int, full: int, last: int) -> int:
+        """In how many of ``number`` batches, of ``full`` rows and one of ``last``, the process has rows."""
+        if self.has_rows_of(last):
+            return number
+        return max(0, number - 1) if self.has_rows_of(full) else 0
+
+    def of(self, batch: Any) -> Any:
+        """Returns the process's rows of each array of ``batch``, maybe none; ``None`` stays ``None``."""
+        return map_structure(lambda leaf: cut(leaf, *self.range(count_rows(leaf))), batch)
+
+
+def count_rows(batch: Any) -> int:
+    """The number of rows of a batch of arrays: of the one that has the most, of which a process has some if of any.
+
+    >>> import numpy as np
+    >>> count_rows({"x": np.zeros((3, 2)), "y": None}), count_rows((np.zeros(2), np.zeros(5)))
+    (3, 5)
+    """
+    arrays = leaves(batch) or [None]
+    for each in arrays:
+        if not getattr(each, "shape", None):
+            raise ConfigError(
+                f"a batch must be an array, or a tuple, list or dict of arrays, with one row per example; this one is "
+                f"a {type(batch).__name__}{'' if each is batch else f' of a {type(each).__name__}'}."
+            )
+    return max(int(each.shape[0]) for each in arrays)
+
+
+def note_rows(first: Any, *, may_differ: bool = False) -> None:
+    """Notes, before any step and on all processes, whether the arrays of a batch (may) differ in their rows."""
+    if may_differ or len({leaf.shape[0] for leaf in leaves(first) if getattr(leaf, "shape", None)}) > 1:
+        _known.add("different rows")
+
+
+def rows_differ() -> bool:
+    """Whether ``note_rows`` has noted such batches in this process."""
+    return bool(_known)
+
+
+def cut(batch: Any, start: int, end: int) -> Any:
+    """Returns the rows ``start … end - 1`` of every array of ``batch``; ``None`` stays ``None``."""
+    return map_structure(lambda leaf: leaf[start:end], batch)
+
+
+def check_global_batch(rows: int, replicas: int, advice: str = "") -> None:
+    """Raises a ``ConfigError`` if a batch of ``rows`` examples has none for some replica; not for the last batch."""
+    if rows < replicas:
+        raise ConfigError(
+            f"a global batch of {rows} examples is smaller than the {replicas} replicas over which it is sharded: the "
+            f"batch size is that of all replicas together. Choose a batch size of {replicas} or more{advice}."
+        )
+
+
+def checked(batches: Iterable[T], replicas: int, count: Callable[[T], int], *, only_last: bool = False) -> Iterator[T]:
+    """Yields ``batches`` with rows; the first (``only_last``: all but the last) must have some for every replica."""
+    rows: int | None = None
+    for batch in batches:
+        if rows is not None:
+            check_global_batch(rows, replicas, _LAST if only_last else _LATER)
+        own = count(batch)
+        if rows is None:
+            note_rows(batch)
+        if own:
+            rows = own if rows is None or only_last else replicas
+            yield batch
+
+
+def without_last_empty(parts: Iterable[T], count: Callable[[T], int]) -> Iterator[T]:
+    """Yields ``parts``, of which those without rows only if others follow: a process without any more batches joins.
+
+    >>> list(without_last_empty([[1], [], [2], [], []], len))
+    [[1], [], [2]]
+    """
+    empty: list[T] = []
+    for part in parts:
+        empty.append(part)
+        if count(part):
+            yield from empty
+            empty.clear()
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How ``choros.keras.shard`` shards a data set: a new order each epoch is the same on all processes."""
+
+    part: Part
+    batch_size: int | None = None
+    shuffle: bool = False
+    seed: int = 0
+    epoch: int = 0
+
+
+@lru_cache(maxsize=4)
+def order_of(number: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Returns the order of ``number`` examples in an epoch.
+
+    >>> sorted(order_of(4, seed=1, epoch=0).tolist())
+    [0, 1, 2, 3]
+    """
+    return np.random.default_rng((seed, epoch + 1)).permutation(number)  # counted from 1, as Keras prints them
+
+
+def shuffled_batch(position: int, number: int, seed: int, epoch: int) -> int:
+    """Returns the batch at a position in an epoch of ``number``; the last, which may be smaller, stays the last.
+
+    >>> sorted(shuffled_batch(position, 4, seed=1, epoch=0) for position in range(3)), shuffled_batch(3, 4, 1, 0)
+    ([0, 1, 2], 3)
+    """
+    return position if position == number - 1 else int(order_of(number - 1, seed, epoch)[position])
+
+
+def check_batch_size(batch_size: int, size: int) -> None:
+    """Raises a ``ConfigError`` if ``batch_size`` examples cannot be sharded over ``size`` ranks."""
+    if batch_size < size:
+        raise ConfigError(
+            f"batch_size={batch_size} is the number of examples of all {size} ranks together: it must be at least "
+            f"{size}, one for each."
+        )
+
+
+def batch_ranges(n: int, batch_size: int, rank: int, size: int) -> list[tuple[int, int]]:
+    """Returns the ranges ``(start, end)`` of ``rank``'s examples of ``n``, for each global batch in which it has any.
+
+    >>> batch_ranges(10, 4, rank=1, size=2)
+    [(2, 4), (6, 8), (9, 10)]
+    """
+    check_batch_size(batch_size, size)
+    ranges = []
+    for first in range(0, n, batch_size):
+        start, end = shard_range(min(batch_size, n - first), rank, size)
+        if end > start:
+            ranges.append((first + start, first + end))
+    return ranges
+
+
+def batch_counts(n: int, batch_size: int) -> tuple[int, int, int]:
+    """Returns the number of batches of ``n`` examples, the rows of a full one, and of the last one.
+
+    >>> batch_counts(10, 4)
+    (3, 4, 2)
+    """
+    return -(-n // batch_size), min(batch_size, n), (n - 1) % batch_size + 1
+
+
+def example_indices(n: int, batch_size: int, rank: int, size: int) -> NDArray[np.int64]:
+    """Returns the indices of the examples of ``batch_ranges``, in order.
+
+    >>> example_indices(10, 4, rank=1, size=2).tolist()
+    [2, 3, 6, 7, 9]
+    """
+    ranges = batch_ranges(n, batch_size, rank, size)
+    return np.concatenate([np.arange(start, end) for start, end in ranges] or [np.empty(0, np.int64)])

@@ -1,0 +1,133 @@
+"""The job that this process joins: its initialisation, its replicas, their training of Keras models, its cluster."""
+
+import functools
+import importlib.util
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from choros.comm import init, is_initialized, topology
+from choros.distribute.cluster_resolver import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    tf_config_of,
+)
+from choros.distribute.fit.training import Training
+from choros.distribute.replicas import ProcessReplicas, Replicas
+from choros.errors import ConfigError
+from choros.frameworks import FRAMEWORKS, missing_backend
+from choros.parallel.objects import allgather_object, object_of_first
+from choros.topology import TF_CONFIG, Topology
+from choros.topology.environments import RANK_LAUNCHERS
+
+#: The port of a host's first worker in tf.distribute's documentation.
+_PORT = 2222
+
+_log = logging.getLogger("choros")
+
+
+def framework() -> str:
+    """Returns Keras' backend, or the imported framework; with none, imports Keras so that models are patched."""
+    loaded = [name for name in FRAMEWORKS if sys.modules.get(name) is not None]
+    if "keras" in sys.modules or (not loaded and importlib.util.find_spec("keras") is not None):
+        try:
+            import keras
+        except ImportError as error:
+            raise ConfigError(missing_backend(error)) from None
+        backend = str(keras.backend.backend())
+        if backend not in FRAMEWORKS:
+            raise ConfigError(
+                f"Keras' backend is {backend}, which cannot train: set KERAS_BACKEND to {' or '.join(FRAMEWORKS)}."
+            )
+        return backend
+    if loaded:
+        return loaded[0]
+    raise ConfigError(
+        "a strategy needs a framework to train with: import torch, jax or tensorflow first, or install "
+        "Keras: pip install 'choros[tensorflow]', 'choros[torch]' or 'choros[jax]'."
+    )
+
+
+def join(cluster_resolver: Any = None) -> Topology:
+    """Joins the job in which this process was started; pins its device, and gives all processes the same global
+    ``tf.data`` seed, as a ``shuffle`` without a seed draws from it, unless the program has set one.
+    """
+    if cluster_resolver is not None and not is_initialized() and not _is_rank_of_launcher():
+        os.environ[TF_CONFIG] = tf_config_of(cluster_resolver)
+    init()
+    job = topology()
+    framework()
+    if job.size == 1:
+        return job
+    if "keras" in sys.modules:
+        from choros.training.device import pin_device
+
+        pin_device()
+    seed = object_of_first(lambda: int(np.random.randint(2**31)))
+    if sys.modules.get("tensorflow") is not None:
+        import tensorflow as tf
+        from tensorflow.python.eager import context
+
+        if context.global_seed() is None:
+            tf.random.set_seed(seed)
+    return job
+
+
+def _is_rank_of_launcher() -> bool:
+    return any(environment.read(os.environ) is not None for environment in RANK_LAUNCHERS)
+
+
+def replicas_of(topology: Topology, devices: Sequence[str] | None = None) -> tuple[Replicas, Training | None]:
+    """Returns this job's replicas, processes or, alone on JAX, devices, and their Keras training, if there is Keras."""
+    if topology.size == 1 and framework() == "jax":
+        from choros.distribute.devices.replicas import local_devices, on_devices
+
+        chosen = local_devices(devices)
+        if len(chosen) > 1:
+            return on_devices(chosen)
+    if devices is not None and len(devices) != topology.size:
+        raise ConfigError(
+            f"devices={list(devices)!r} requests {len(devices)} replicas, but this job has {topology.size}: one per "
+            f"process. Start the script with chorosrun -np {len(devices)}, or leave devices out."
+        )
+    if topology.size == 1 and topology.launcher == Topology().launcher:
+        _warn_of_one_replica()
+    return ProcessReplicas(), synchronous_training()
+
+
+@functools.cache
+def _warn_of_one_replica() -> None:
+    """Says once how a script gets more replicas."""
+    _log.warning(
+        "this process, which was started alone, is the only replica. For N replicas, start the script with: "
+        "chorosrun -np N python %s",
+        Path(sys.argv[0]).name or "train.py",
+    )
+
+
+def synchronous_training(state_owner: int | None = None) -> Training | None:
+    """Returns the synchronous training of Keras models by the job's processes; ``None`` without Keras."""
+    if "keras" not in sys.modules:
+        return None
+    from choros.distribute.fit.synchronous import SynchronousTraining
+
+    return SynchronousTraining(ProcessReplicas(), state_owner)
+
+
+def cluster_of(topology: Topology) -> ClusterResolver:
+    """Returns ``TF_CONFIG``'s cluster, else one worker per rank, so that one rank is worker 0, whatever started it;
+    without ``TF_CONFIG`` nothing listens at the addresses.
+    """
+    resolver = TFConfigClusterResolver()
+    if topology.size == 1 or resolver.task_type is not None:
+        return resolver
+    places = allgather_object((socket.gethostname(), topology.local_rank), name="cluster")
+    workers = [f"{host}:{_PORT + local_rank}" for host, local_rank in places]
+    return SimpleClusterResolver({"worker": workers}, task_type="worker", task_id=topology.rank)

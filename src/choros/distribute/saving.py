@@ -1,0 +1,153 @@
+"""The files of a strategy's models: written once, by one process for all that name the same path.
+
+::
+
+    model.save(path), keras.saving.save_model(model, path), tf.saved_model.save(model, path),
+    tf.train.CheckpointManager(tf.train.Checkpoint(model=model), …).save()
+        model, or the checkpoint, was created in a scope  ──► strategy.training.save ──► write_once
+        otherwise                                         ──► the function itself
+
+    process 0          process 1          process 2
+    "a" ───────────────"a" ───────────────"b/tmp"      the paths are exchanged
+    writes             waits              writes       the first process with a path writes it
+    ok, or an error ── ok ─────────────── ok           all learn of an error; then all files exist
+
+Files are usually written after the last scope is left, and by functions, so these stay replaced once one was
+entered. Keras' files and SavedModels are then always complete: renamed when written (``training/files.py``).
+"""
+
+import functools
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from choros.comm import global_process_set
+from choros.distribute.scope import enter_fit, in_fit
+from choros.errors import StrategyError
+from choros.observe import events
+from choros.observe.events import Kind
+from choros.parallel.objects import allgather_object
+from choros.training.files import complete, complete_files, decide_writers
+
+#: How many objects deep the model of a checkpoint is searched: CheckpointManager → Checkpoint → model.
+_DEPTH = 2
+
+#: The strategy in whose scope an object was created, or ``None``.
+StrategyOf = Callable[[Any], Any]
+
+
+def guard_saving(strategy_of: StrategyOf) -> None:
+    """Replaces the functions that write files, in all libraries that are loaded; the first time only."""
+    decide_writers(functools.partial(_save, strategy_of))
+    if "keras" in sys.modules:
+        complete_files()
+    if sys.modules.get("tensorflow") is not None:
+        _guard_tensorflow(strategy_of)
+
+
+@functools.cache
+def _guard_tensorflow(strategy_of: StrategyOf) -> None:
+    import tensorflow as tf
+    from tensorflow.python.saved_model import save
+
+    complete(save, "save_and_return_nodes", "export_dir")
+    _count_everywhere(strategy_of, tf.train.Checkpoint, "save")
+    _count_everywhere(strategy_of, tf.train.Checkpoint, "write")
+    _count_everywhere(strategy_of, tf.train.CheckpointManager, "save", of_manager=True)
+
+
+def _save(strategy_of: StrategyOf, saved: Any, write: Callable[[], Any], path: str) -> Any:
+    """Writes as the strategy of ``saved`` decides; on a process that does not, returns ``None``."""
+    training = _training_of(strategy_of, saved)
+    if training is None:
+        return write()
+    results: list[Any] = []
+    training.save(lambda: results.append(write()), path)  # results are not sent: not all can be pickled
+    return results[0] if results else None
+
+
+def _count_everywhere(strategy_of: StrategyOf, owner: Any, name: str, *, of_manager: bool = False) -> None:
+    """Replaces a function of TensorFlow's checkpoints or their manager, so that all processes count what is saved."""
+    own: Callable[..., Any] = getattr(owner, name)
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
+    def save(saved: Any, *args: Any, **kwargs: Any) -> Any:
+        files = saved.directory if of_manager else signature.bind(saved, *args, **kwargs).arguments["file_prefix"]
+        training = _training_of(strategy_of, saved)
+        if training is None or not isinstance(files, (str, os.PathLike)):
+            return own(saved, *args, **kwargs)
+        checkpoint = saved.checkpoint if of_manager else saved
+
+        def write() -> tuple[Any, int]:
+            return own(saved, *args, **kwargs), int(checkpoint.save_counter)
+
+        written = training.save(write, os.fspath(files))
+        path, number = written or (None, int(checkpoint.save_counter) + 1)  # in fit, the others are told nothing
+        if name == "save":
+            checkpoint.save_counter.assign(number)
+        if of_manager:
+            saved._latest_checkpoint = path or saved._latest_checkpoint
+        return path
+
+    setattr(owner, name, save)
+
+
+def _training_of(strategy_of: StrategyOf, saved: Any, depth: int = _DEPTH) -> Any:
+    """Returns ``training`` of the strategy in whose scope ``saved``, or an object that it holds, was created."""
+    strategy = strategy_of(saved)
+    if strategy is not None or depth == 0:
+        return None if strategy is None else strategy.training
+    held = (_training_of(strategy_of, each, depth - 1) for each in getattr(saved, "__dict__", {}).values())
+    return next((each for each in held if each is not None), None)
+
+
+_thread = threading.local()
+
+
+def is_writing() -> bool:
+    """Whether this process writes files for others, and so must not communicate."""
+    return getattr(_thread, "writing", False)
+
+
+def write_once(write: Callable[[], Any], path: str = "") -> Any:
+    """Calls ``write`` on the first process of those with this ``path`` and returns its picklable result; all wait.
+    In ``fit`` only process 0 writes, and the others return ``None``, as a callback may write on one only.
+    A call within ``write`` only calls its own.
+    """
+    if is_writing():
+        return write()
+    communicator = global_process_set.communicator
+    if in_fit():
+        return _write(write, path) if communicator.rank == 0 else None
+    paths = allgather_object(path, name="files to write")
+    writer = paths.index(path)
+    result: Any = None
+    problem: Exception | None = None
+    if writer == communicator.rank:
+        try:
+            with enter_fit():  # objects that saving creates must not start collectives
+                result = _write(write, path)
+        except Exception as error:  # noqa: BLE001  (raised below, once the others have received it)
+            problem = error
+    reported = None if problem is None else f"{type(problem).__name__}: {problem}"
+    outcomes = allgather_object((result, reported), name="files written")
+    if problem is not None:
+        raise problem
+    for rank, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise StrategyError(f"process {rank}, which writes {paths[rank] or 'for all processes'}, failed: {failure}")
+    return outcomes[writer][0]
+
+
+def _write(write: Callable[[], Any], path: str) -> Any:
+    _thread.writing = True
+    try:
+        result = write()
+    finally:
+        _thread.writing = False
+    events.emit(Kind.CHECKPOINT, path)
+    return result

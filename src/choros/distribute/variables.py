@@ -1,0 +1,413 @@
+"""Variables of Keras and TensorFlow that replicas assign, with the meaning that ``tf.distribute`` gives to copies.
+
+Each process has one copy; this table holds in replicas, for TensorFlow's own variables and for Keras', and for Keras'
+in ``fit`` as well::
+
+    synchronization        aggregation          assigned there                           read outside of replicas
+    auto, on_write, none   none                 this copy only; TensorFlow's: an error   this copy
+                           sum, mean            the sum or mean of the replicas' values  this copy
+                           only_first_replica   the first replica's value                this copy
+    on_read                none                 this copy only                           TensorFlow's: an error
+                           sum, mean            this copy only                           the sum or mean of all copies
+                           only_first_replica   this copy only                           the first replica's copy
+
+Aggregated assignments are collectives, and so are reads of ``on_read``: all must make them. Optimizers update all
+replicas in the same way: nothing is exchanged. Metrics are aggregated by their results.
+
+Keras' default is ``none``. Of such variables the *statistics* that layers keep of their inputs, as batch normalisation
+does, are averaged when they are read after replicas have assigned them; in ``fit`` a callback averages instead::
+
+    strategy.run(step)          replica 0                replica 1
+      moving_mean.assign(…)     its own value            its own value            nothing is exchanged
+    moving_mean.numpy()         ────────────── mean ──────────────                all processes must read it
+    model.evaluate, save, …     ────────────── mean ──────────────
+"""
+
+import functools
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+
+from choros.arrays import adapter_of
+from choros.comm import global_process_set
+from choros.distribute.saving import is_writing
+from choros.distribute.scope import in_fit, in_replica
+from choros.errors import ConfigError
+from choros.parallel import ops
+from choros.parallel.identical import are_identical
+from choros.training.variables import aggregate
+
+
+class _VariableState(threading.local):
+    """What this thread does: creates variables of Keras, or of a metric; reads and assigns this process's copy."""
+
+    of_keras = False
+    of_metric = False
+    own_copy = False
+
+
+_state = _VariableState()
+#: The ``on_read`` variables by their ``id``, in the order of their creation: variables compare by value.
+_read_together: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+#: The statistics that a replica has assigned since they were averaged, by their ``id``.
+_assigned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+#: Those that a function assigns that was compiled meanwhile: each of its calls does.
+_compiled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+@contextmanager
+def _in_state(name: str) -> Iterator[None]:
+    outer = getattr(_state, name)
+    setattr(_state, name, True)
+    try:
+        yield
+    finally:
+        setattr(_state, name, outer)
+
+
+def variables_of_keras() -> AbstractContextManager[None]:
+    """The block in which Keras creates variables, which have their own hooks, by TensorFlow's."""
+    return _in_state("of_keras")
+
+
+def variables_of_metrics() -> AbstractContextManager[None]:
+    """The block in which a metric creates a variable."""
+    return _in_state("of_metric")
+
+
+@contextmanager
+def follow_variables() -> Iterator[None]:
+    """The block in which TensorFlow's new variables are those of all replicas."""
+    if sys.modules.get("tensorflow") is None or global_process_set.communicator.size == 1:
+        yield
+        return
+    import tensorflow as tf
+
+    with tf.variable_creator_scope(_create):
+        yield
+
+
+def _create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    import tensorflow as tf
+
+    # A checkpoint creates its counter when it is first saved, which only one process may do.
+    if _state.of_keras or in_fit() or is_writing() or kwargs.get("name") == "save_counter":
+        return next_creator(**kwargs)
+    initial = kwargs.get("initial_value")
+    if not tf.executing_eagerly() and not callable(initial):
+        return next_creator(**kwargs)  # its initial value is computed by the function that is being compiled
+    with tf.init_scope():
+        variable = next_creator(**kwargs)
+        host = np.asarray(variable.numpy())
+        if not are_identical([host]):
+            variable.assign(ops.broadcast(host, 0, name="initial value"))
+    _follow(variable, variable.synchronization == tf.VariableSynchronization.ON_READ, _OnReadOfTensorFlow)
+    return variable
+
+
+def follow_aggregation(variable: Any) -> None:
+    """Makes a new variable of Keras aggregate what replicas assign to their copies, as it asks."""
+    if variable.aggregation != "none" and not _state.of_metric:
+        _follow(variable, variable.synchronization == "on_read", _OnReadOfKeras)
+
+
+def _follow(variable: Any, is_on_read: bool, on_read: type) -> None:
+    if is_on_read:
+        _read_together[id(variable)] = variable
+    kind: Any = type(variable)
+    variable.__class__ = _derived(kind, on_read if is_on_read else _OnWrite)
+
+
+@functools.cache
+def _derived(base: type, behaviour: type) -> type:
+    namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (behaviour, base), namespace)
+
+
+def aggregates(variable: Any) -> bool:
+    """Whether ``follow_aggregation`` has changed the variable."""
+    return isinstance(variable, (_OnWrite, _OnRead))
+
+
+def release(variable: Any) -> None:
+    """Undoes ``follow_aggregation``, for variables that all replicas assign in the same way."""
+    if aggregates(variable):
+        variable.__class__ = type(variable).__bases__[1]
+        _read_together.pop(id(variable), None)
+
+
+def assign_initial(variable: Any, value: Any) -> None:
+    """Assigns the initial value, which is the same on all replicas, to a new variable; also within a replica."""
+    if isinstance(variable, _OnRead) and _kind(variable) == "sum":
+        value = _share_of_sum(variable, value)
+    _assign_copy(variable, value)
+
+
+def follow_statistic(variable: Any) -> None:
+    """Makes a weight of a layer, which is not trained, one whose value is averaged when it is read."""
+    kind: Any = type(variable)
+    variable.__class__ = _derived(kind, _Statistic)
+
+
+def average_statistics(model: Any = None) -> None:
+    """Averages the statistics of ``model``, or of all, that replicas have assigned; every process must call it."""
+    if not _assigned:
+        return
+    if model is None:
+        gc.collect()  # processes may have released models at different times
+        _average(list(_assigned.values()))
+    else:
+        _average([each for each in model.non_trainable_variables if id(each) in _assigned])
+
+
+def _average(statistics: Sequence[Any]) -> None:
+    for variable in statistics:
+        if id(variable) not in _compiled:
+            del _assigned[id(variable)]
+    average_variables(statistics)
+
+
+def average_variables(variables: Sequence[Any]) -> None:
+    """Assigns the mean of the processes' values to ``variables`` of Keras, on each process."""
+    from choros.training.keras_internals.models import local_value
+
+    values = [local_value(variable) for variable in variables]
+    own = [adapter_of(value).to_host(value) for value in values]
+    if not own:
+        return
+    means = global_process_set.communicator.grouped_allreduce(own, name="statistics")
+    for variable, mean in zip(variables, means, strict=True):
+        variable.assign(mean)
+
+
+def share_equally(model: Any) -> None:
+    """Before ``fit``, which starts from the copies of process 0: gives all copies of a variable the same value."""
+    for variable in model.variables:
+        if isinstance(variable, _OnRead):
+            variable.assign(variable.value)
+
+
+def settle_variables() -> None:
+    """Before process 0 writes files: gives it the values of ``on_read`` variables that all processes would read."""
+    if _read_together:
+        gc.collect()  # processes may have released variables at different times
+    for variable in list(_read_together.values()):
+        kind = _kind(variable)
+        if kind != "none":
+            with _in_state("own_copy"):
+                own = variable.value if _is_of_keras(variable) else variable.read_value()
+            total = aggregate(kind, _tensor(variable, own))
+            is_counted = kind != "sum" or global_process_set.communicator.rank == 0
+            _assign_copy(variable, total if is_counted else total * 0)
+
+
+class _OnWrite:
+    """The methods of a variable whose assignments are aggregated where replicas make them together."""
+
+    is_aggregated_on_write = True
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """The framework's own, of the aggregated value."""
+        return super().assign(_written(self, value), *args, **kwargs)  # type: ignore[misc]
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """The framework's own, of the aggregated value."""
+        value = _written(self, value)
+        with _in_state("own_copy"):  # Keras' own calls assign
+            return super().assign_add(value, *args, **kwargs)  # type: ignore[misc]
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """The framework's own, of the aggregated value."""
+        value = _written(self, value)
+        with _in_state("own_copy"):
+            return super().assign_sub(value, *args, **kwargs)  # type: ignore[misc]
+
+
+class _OnRead:
+    """The methods of a variable whose copies are aggregated when it is read outside of replicas and of ``fit``."""
+
+    value: Any
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """The framework's own; outside of replicas, the copies of a sum have equal shares of ``value``."""
+        if _kind(self) == "sum" and not _is_local(self):
+            value = _share_of_sum(self, value)
+        with _in_state("own_copy"):  # on PyTorch, Keras' own writes to the tensor that it reads
+            return super().assign(value, *args, **kwargs)  # type: ignore[misc]
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """The framework's own, in replicas."""
+        _check_not_a_sum(self, "assign_add")
+        return super().assign_add(value, *args, **kwargs)  # type: ignore[misc]
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """The framework's own, in replicas."""
+        _check_not_a_sum(self, "assign_sub")
+        return super().assign_sub(value, *args, **kwargs)  # type: ignore[misc]
+
+
+class _OnReadOfKeras(_OnRead):
+    @property
+    def value(self) -> Any:
+        """The aggregated value; in a replica, its own."""
+        from choros.training.keras_internals.models import has_value
+
+        own = super().value
+        return _read(self, own) if has_value(self) else own
+
+    def __repr__(self) -> str:
+        """Keras' own, without the value, which all processes would have to read."""
+        variable: Any = self
+        return f"<Variable path={variable.path}, shape={variable.shape}, dtype={variable.dtype}>"
+
+
+class _Statistic:
+    """The methods of a Keras variable that replicas assign without communication, averaged when it is read."""
+
+    __repr__ = _OnReadOfKeras.__repr__
+
+    @property
+    def value(self) -> Any:
+        """The mean of the replicas' values if they have assigned it; in a replica, its own."""
+        if id(self) in _assigned and not (in_replica() or in_fit() or is_writing()):
+            from choros.training.keras_internals.models import local_value
+
+            value = local_value(self)
+            if adapter_of(value).is_symbolic([value]):
+                return aggregate("mean", value)
+            _average([self])
+        return super().value  # type: ignore[misc]
+
+    def assign(self, value: Any) -> Any:
+        """Keras' own."""
+        result = super().assign(value)  # type: ignore[misc]
+        if in_replica():
+            _assigned[id(self)] = self
+            if adapter_of(result).is_symbolic([result]):
+                _compiled[id(self)] = self
+        return result
+
+
+class _OnReadOfTensorFlow(_OnRead):
+    def value(self) -> Any:
+        """The aggregated value; in a replica, its own."""
+        return _read(self, super().value())
+
+    def read_value(self) -> Any:
+        """The aggregated value; in a replica, its own."""
+        return _read(self, super().read_value())  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        """Without the value, which all processes would have to read."""
+        variable: Any = self
+        return f"<tf.Variable '{variable.name}' shape={variable.shape} dtype={variable.dtype.name}>"
+
+
+def _written(variable: Any, value: Any) -> Any:
+    """Returns what is assigned where a replica, or a step of ``fit``, assigns ``value``."""
+    step = None
+    if not in_replica():
+        step = _step_of_fit() if _is_of_keras(variable) and in_fit() else None
+        if step is None:
+            return value
+    from choros.training.distributed_optimizer import in_apply  # loads Keras
+
+    if _state.own_copy or in_apply():
+        return value
+    kind = _kind(variable)
+    if kind == "none":
+        raise ConfigError(
+            f"a replica assigned the variable {variable.name!r}, which has aggregation=NONE: the copies could "
+            "differ. Create it with aggregation=tf.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or with "
+            "synchronization=tf.VariableSynchronization.ON_READ for a copy of each replica, or assign it outside of "
+            "strategy.run."
+        )
+    value = _tensor(variable, value)
+    if step is None:
+        return aggregate(kind, value)
+    return aggregate(
+        kind,
+        value,
+        process_set=step.process_set,
+        examples=step.examples,
+        weighted=step.weighted,
+        exchanges=step.exchanges,
+    )
+
+
+def _step_of_fit() -> Any:
+    """Returns the step of ``fit`` that this thread runs, if ranks make it of their own rows."""
+    from choros.training.weighting import step_of_this_thread
+
+    step = step_of_this_thread()
+    return None if step is None or step.of_all_ranks else step
+
+
+def _read(variable: Any, own: Any) -> Any:
+    if _is_local(variable):
+        return own
+    kind = _kind(variable)
+    if kind == "none":
+        raise ConfigError(
+            f"the variable {variable.name!r} has synchronization=ON_READ and aggregation=NONE, so that it has no "
+            "value outside of replicas: create it with aggregation=SUM, MEAN or ONLY_FIRST_REPLICA, or read it in "
+            "strategy.run."
+        )
+    return aggregate(kind, _tensor(variable, own))
+
+
+def _check_not_a_sum(variable: Any, method: str) -> None:
+    if _kind(variable) == "sum" and not _is_local(variable):
+        raise ConfigError(
+            f"{method} of the variable {getattr(variable, 'path', variable.name)!r} outside of replicas: it is the sum "
+            "of the replicas' copies, so call it in strategy.run, or assign the sum with assign()."
+        )
+
+
+def _is_local(variable: Any) -> bool:
+    """Whether the program reads and assigns this process's copy here."""
+    if _state.own_copy or in_replica() or in_fit() or is_writing():
+        return True
+    if not _is_of_keras(variable):
+        return False
+    from choros.training.keras_internals.models import in_stateless_scope
+
+    return bool(in_stateless_scope())
+
+
+def _assign_copy(variable: Any, value: Any) -> None:
+    with _in_state("own_copy"):
+        variable.assign(value)
+
+
+def _share_of_sum(variable: Any, value: Any) -> Any:
+    tensor = _tensor(variable, value)
+    adapter = adapter_of(tensor)
+    return adapter.cast(tensor / global_process_set.communicator.size, adapter.spec(tensor).dtype)
+
+
+def _is_of_keras(variable: Any) -> bool:
+    return isinstance(variable.aggregation, str)
+
+
+def _kind(variable: Any) -> str:
+    """Returns the ``aggregation`` of a variable, of which TensorFlow has an enumeration."""
+    kind: str = variable.aggregation if _is_of_keras(variable) else variable.aggregation.name.lower()
+    return kind
+
+
+def _tensor(variable: Any, value: Any) -> Any:
+    """Returns ``value`` as a tensor of the variable's dtype."""
+    if _is_of_keras(variable):
+        import keras
+
+        return keras.ops.convert_to_tensor(value, variable.dtype)
+    import tensorflow as tf
+
+    return tf.convert_to_tensor(value, variable.dtype)

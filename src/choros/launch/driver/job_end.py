@@ -1,0 +1,167 @@
+"""How a job ended, why it was stopped, and how: by a signal that ranks can handle, then SIGKILL.
+
+::
+
+    a rank fails, hangs SIGTERM ── 2.5 s ──► SIGKILL ── 1.5 s ──► mpirun is ended
+    too few are left    SIGTERM ── grace period, to commit ──► SIGKILL ── …
+    Ctrl-C              SIGINT ── grace period ──► SIGKILL ── …
+    SIGTERM, a timeout  SIGTERM ── grace period ──► SIGKILL ── …
+    a second Ctrl-C     SIGKILL ── …
+
+    the chief ends      grace period, in which the others end by themselves; then as if a rank had failed
+
+As soon as every rank has ended, the wrappers are released.
+"""
+
+import enum
+import signal
+from collections import deque
+from dataclasses import dataclass, field
+
+from choros import durations
+from choros.errors import PREEMPTED
+from choros.launch.plan.job import Elastic
+from choros.launch.plan.restart import Restart
+from choros.launch.plan.roles import NO_ROLES, Roles
+from choros.launch.protocol.frames import Exit, Start
+from choros.observe.events import INIT, Event, Kind
+
+_MESSAGES = 400
+
+
+class Reason(enum.Enum):
+    """Why a job is stopped."""
+
+    FAILURE = enum.auto()
+    #: A rank waits for one that has ended, or ranks wait for each other.
+    STUCK = enum.auto()
+    #: A rank has ended without leaving the job, when the scripts of all had ended.
+    OVER = enum.auto()
+    #: Fewer ranks of an elastic job are left than it may have.
+    TOO_FEW = enum.auto()
+    #: A rank of an elastic job on several hosts has lost others, which may be alive: none goes on.
+    LOST = enum.auto()
+    #: The chief ended with 0, and other processes did not end within the grace period.
+    DONE = enum.auto()
+    INTERRUPT = enum.auto()
+    TERMINATE = enum.auto()
+    TIMEOUT = enum.auto()
+    START_TIMEOUT = enum.auto()
+
+
+def first_signal(reason: Reason, grace: float) -> tuple[signal.Signals, float] | None:
+    """Returns the signal that ranks get before SIGKILL, if any, and the time between both: ``grace`` if they may save.
+
+    >>> first_signal(Reason.INTERRUPT, grace=20)
+    (<Signals.SIGINT: 2>, 20)
+    """
+    if reason is Reason.START_TIMEOUT:
+        return None
+    if reason in (Reason.FAILURE, Reason.LOST, Reason.STUCK, Reason.OVER, Reason.DONE):
+        return signal.SIGTERM, durations.FAILURE_GRACE
+    return signal.SIGINT if reason is Reason.INTERRUPT else signal.SIGTERM, grace
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of signal ``number``.
+
+    >>> signal_name(9)
+    'SIGKILL'
+    """
+    return next((known.name for known in signal.Signals if known == number), "a real-time signal")
+
+
+@dataclass
+class JobEnd:
+    """How a job and its ranks ended; ``exits`` are in the order of their reports; ``reason``: why it was stopped.
+    ``done``: the ranks whose scripts ended or were not needed any more; ``together``: those that left with all others.
+    ``newcomers``: those that were added, and that the others have not taken in yet.
+    ``stuck``, ``given_up``: why it was stopped, not restarted; ``move``: how to start it on the hosts of now.
+    """
+
+    size: int
+    started: dict[int, Start] = field(default_factory=dict)
+    exits: dict[int, Exit] = field(default_factory=dict)
+    reason: Reason | None = None
+    results: dict[int, bytearray] = field(default_factory=dict)
+    messages: deque[str] = field(default_factory=lambda: deque(maxlen=_MESSAGES))
+    mpirun_code: int = 0
+    roles: Roles = NO_ROLES
+    waits: tuple[str, ...] = ()
+    stuck: str = ""
+    elastic: Elastic | None = None
+    preempted: bool = False
+    unconnected: bool = False
+    move: Restart | None = None
+    done: set[int] = field(default_factory=set)
+    initialized: set[int] = field(default_factory=set)
+    together: set[int] = field(default_factory=set)
+    newcomers: set[int] = field(default_factory=set)
+    given_up: str = ""
+
+    def note(self, rank: int, event: Event) -> None:
+        """Records an event of ``rank``."""
+        if event.kind is Kind.SCRIPT_ENDED:
+            self.done.add(rank)
+        if event.kind is Kind.FINISHED:
+            self.together.add(rank)
+        if event.kind is Kind.WAITING and event.name == INIT:
+            self.initialized.add(rank)
+            self.together.discard(rank)
+        if event.kind is Kind.RANK_JOINED:
+            self.newcomers.discard(rank)
+
+    @property
+    def hosts(self) -> set[str]:
+        """The hosts on which ranks have started."""
+        return {start.host for start in self.started.values()}
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether the job is being stopped, and its ranks may save before they end."""
+        return self.reason in (Reason.INTERRUPT, Reason.TERMINATE, Reason.TIMEOUT)
+
+    @property
+    def members(self) -> set[int]:
+        """The ranks of the job, those that were added to it among them."""
+        return {*range(self.size), *self.started}
+
+    @property
+    def missing(self) -> set[int]:
+        """The ranks that have not reported their end."""
+        return self.members - self.exits.keys()
+
+    @property
+    def left(self) -> int:
+        """The number of ranks that have not failed."""
+        failed = {rank for rank, end in self.exits.items() if end.code not in (0, PREEMPTED) and not end.stopped}
+        return len(self.members - failed)
+
+    def has_finished(self, rank: int) -> bool:
+        """Whether a rank has made the job's last step: it ended with 0, and did not leave while others went on."""
+        end = self.exits.get(rank)
+        if end is None or end.code != 0 or end.stopped:
+            return False
+        is_new = rank in self.started and self.started[rank].added
+        return rank in self.together or (rank not in self.initialized and not is_new)
+
+    @property
+    def lost_mpirun(self) -> str:
+        """How a signal of somebody else ended mpirun, as a sentence; empty if none did.
+        Only SIGKILL counts: it handles others by ending the ranks without a word, or it or a rank's end explains them.
+        """
+        if self.mpirun_code < 0:
+            return f"mpirun was killed by {signal_name(-self.mpirun_code)} (signal {-self.mpirun_code})"
+        ends = self.exits.values()
+        failed = self.elastic is None and any(end.code and not end.stopped for end in ends)
+        ended_early = bool(self.missing) or any(end.stopped for end in ends)
+        finished = any(map(self.has_finished, self.exits))
+        is_cause = self.reason in (None, Reason.FAILURE) and not (failed or finished or self.messages)
+        whole = len(self.started) >= self.size
+        return "mpirun was ended by a signal" if self.mpirun_code and whole and ended_early and is_cause else ""
+
+    @property
+    def chief_is_done(self) -> bool:
+        """Whether the job has a chief that ended with 0 before any other process failed."""
+        chief = self.exits.get(0) if self.roles else None
+        return chief is not None and chief.code == 0 and self.reason in (None, Reason.DONE)

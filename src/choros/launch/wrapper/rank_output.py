@@ -1,0 +1,127 @@
+"""What a rank writes, as its wrapper reads it: pipes, whose bytes become frames (``transcript.py``), and a page
+(``observe/progress.py``). A rank that waits in C for data that do not move cannot report it: the page says so.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from choros import durations
+from choros.launch.protocol.frames import Events, Frame
+from choros.launch.wrapper.transcript import Transcript
+from choros.observe.events import Event, Kind
+from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, PageContents, note_end, read_page
+from choros.observe.stragglers import RankProgress
+from choros.transport.loop import HasFileno, Loop
+
+_PIPE_READ = 1 << 16
+#: After a read smaller than this, wait for more data to fill a frame: one frame per line costs ten times as much.
+_SMALL_READ = 1 << 14
+
+
+@dataclass(eq=False)
+class RankOutput:
+    """Reads what ``rank`` writes, and sends the frames by ``send``; ``is_alive``: whether the rank runs."""
+
+    rank: int
+    loop: Loop
+    send: Callable[[Frame], None]
+    is_alive: Callable[[], bool]
+    transcript: Transcript = field(init=False)
+    _pipes: set[HasFileno | int] = field(default_factory=set)
+    _page: int | None = None
+    _stalled: str = ""
+
+    def __post_init__(self) -> None:
+        self.transcript = Transcript(self.rank)
+
+    def restart(self) -> dict[str, str]:
+        """Begins anew, for a rank that will be started; returns the variable of its page, if the system has such."""
+        self._send_all(self.transcript.release())
+        self.transcript = Transcript(self.rank)
+        if self._page is not None:
+            os.close(self._page)
+        self._page = None
+        if not hasattr(os, "memfd_create"):  # not on macOS
+            return {}
+        try:
+            page = os.memfd_create("choros progress", 0)
+            os.ftruncate(page, PAGE_BYTES)
+        except OSError:
+            return {}
+        self._page = page
+        return {PROGRESS_FD: str(page)}
+
+    def add(self, name: str, pipe: HasFileno | int) -> None:
+        """Reads ``pipe``, which ``transcript.py`` calls ``name``, from now on."""
+        self._pipes.add(pipe)
+        self.loop.on_readable(pipe, partial(self._read, name, pipe))
+
+    def drain(self) -> None:
+        """Reads the rest of the pipes, whose writers have ended."""
+        self.loop.run(until=lambda: not self._pipes, seconds=1.0)
+
+    def _read(self, name: str, pipe: HasFileno | int) -> None:
+        data = os.read(pipe if isinstance(pipe, int) else pipe.fileno(), _PIPE_READ)
+        if not data:
+            self.loop.forget(pipe)
+            self._pipes.discard(pipe)
+        elif len(data) < _SMALL_READ:
+            self.loop.forget(pipe)
+            read_on = partial(self.loop.on_readable, pipe, partial(self._read, name, pipe))
+            self.loop.set_deadline(f"read {name}", durations.BATCH, read_on)
+        self._send_all(self.transcript.feed(name, data, time.monotonic()))
+        self._plan_due()
+
+    def _plan_due(self) -> None:
+        """Schedules the sending of the lines that the transcript holds back."""
+        waits = self.transcript.waits(time.monotonic())
+        if waits:
+            self.loop.set_deadline("due", min(waits), self._send_due)
+        else:
+            self.loop.cancel("due")
+
+    def _send_due(self) -> None:
+        if self.is_alive():  # the last output of a rank that has ended is part of its report
+            self._send_all(self.transcript.due(time.monotonic()))
+            self._plan_due()
+
+    def _send_all(self, frames: Iterable[Frame]) -> None:
+        for frame in frames:
+            self.send(frame)
+
+    def note_end(self) -> None:
+        """Tells the rank that the whole job is asked to end."""
+        if self._page is not None:
+            note_end(self._page)
+
+    def send_progress(self) -> None:
+        """Sends what the rank has written to its page, if it has."""
+        done = self._done()
+        if done.last:
+            counts = (done.steps, done.prompt_steps, done.seconds, done.waiting, done.loading)
+            ago = round(max(0.0, time.time() - done.last_time), 3)
+            self.send(RankProgress(self.rank, *counts, last=done.last, ago=ago))
+
+    def watch_data(self, stall: float, *, repeat: bool = False) -> None:
+        """Reports, from now on, that a collective's data move for over ``stall`` s; with ``repeat`` more than once."""
+        if not stall or not self.is_alive():
+            return
+        done, now = self._done(), time.time()
+        seconds = now - done.last_time
+        moves = done.moves and done.last_size > 1
+        stalled = done.last if moves and seconds >= stall else ""
+        for kind, call in ((Kind.WAITED, self._stalled), (Kind.WAITING, stalled)):
+            if call and (self._stalled != stalled or (kind is Kind.WAITING and repeat)):
+                event = Event(kind, call, self.rank, now, {"seconds": seconds, "matched": done.last_size})
+                self.send(Events(self.rank, event.to_json().encode()))
+        self._stalled = stalled
+        after = stall - seconds if moves and not stalled else stall / 2
+        look = partial(self.watch_data, stall, repeat=repeat)
+        self.loop.set_deadline("data", min(max(after, 0.1), stall / 2), look)
+
+    def _done(self) -> PageContents:
+        """What the rank has written to its page."""
+        return read_page(os.pread(self._page, PAGE_BYTES, 0)) if self._page is not None else PageContents()

@@ -1,0 +1,224 @@
+"""A call of a collective on any framework's arrays: its arguments, its part on the host and its gradient."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.arrays import ArrayAdapter, ArrayFunction, ArraySpec, HostFunction, adapter_of
+from choros.comm import BFLOAT16, Communicator, ProcessSet, Reduction, global_process_set
+from choros.comm.reduction import working_dtype
+from choros.errors import ConfigError
+from choros.parallel.compression import Compression, Compressor, check_compressor
+
+Array = NDArray[Any]
+
+
+class Gradients(enum.Enum):
+    """The gradients of collectives: their adjoints, or Horovod's; see ``ops.py``."""
+
+    ADJOINT = enum.auto()
+    HOROVOD = enum.auto()
+
+
+class Options(TypedDict, total=False):
+    """The arguments by name of a collective: fields of ``CollectiveCall``."""
+
+    name: str | None
+    prescale_factor: float
+    postscale_factor: float
+    compression: Compressor
+    process_set: ProcessSet
+    gradients: Gradients
+
+
+def options_of(
+    name: str | None,
+    process_set: ProcessSet,
+    prescale_factor: float,
+    postscale_factor: float,
+    compression: Compressor,
+    gradients: Gradients = Gradients.HOROVOD,
+) -> Options:
+    """The arguments of a reduction as a face has them."""
+    return Options(
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        process_set=process_set,
+        gradients=gradients,
+    )
+
+
+@final
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A call of the method ``collective`` of communicators; calls with the same name match on all ranks. It scales
+    integers in float64, towards zero as in Horovod, and 16-bit floats in float32.
+
+    >>> import choros
+    >>> choros.init()
+    >>> CollectiveCall("allreduce", Reduction.SUM, prescale_factor=0.5).reduce([np.array([4, -5])])
+    [array([ 2, -2])]
+    >>> CollectiveCall("allgather").of_gradient("allreduce").name
+    'gradient of allgather'
+    """
+
+    collective: str
+    op: Reduction = Reduction.AVERAGE
+    name: str | None = None
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    compression: Compressor = Compression.none
+    process_set: ProcessSet = global_process_set
+    gradients: Gradients = Gradients.ADJOINT
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "op", Reduction(self.op))
+        check_compressor(self.compression)
+
+    @property
+    def communicator(self) -> Communicator:
+        """That of the participating ranks."""
+        return self.process_set.communicator
+
+    @property
+    def label(self) -> str:
+        """The name, as communicators take it."""
+        return self.name or ""
+
+    @property
+    def scale(self) -> float:
+        """The factor of a sum."""
+        return self.prescale_factor * self.postscale_factor
+
+    @property
+    def gradient_factor(self) -> float:
+        """The factor of the adjoint of a collective whose gradient in Horovod is another one."""
+        if self.gradients is Gradients.ADJOINT:
+            return 1.0
+        size = self.communicator.size
+        return float(size) if self.collective.endswith("reducescatter") else 1 / size
+
+    def of_gradient(self, collective: str | None = None) -> CollectiveCall:
+        """The call with which its gradient is computed, by another collective or the same."""
+        return replace(
+            self, collective=collective or self.collective, name=f"gradient of {self.name or self.collective}"
+        )
+
+    def run(self, hosts: Sequence[Array], *arguments: Any) -> list[Array]:
+        """Calls the collective with one array, or with several if it is grouped."""
+        collective = getattr(self.communicator, self.collective)
+        if not self.collective.startswith("grouped_"):
+            return [collective(hosts[0], *arguments, name=self.label)]
+        results: list[Array] = collective(list(hosts), *arguments, name=self.label)
+        return results
+
+    def reduce(self, hosts: Sequence[Array]) -> list[Array]:
+        """Returns the arrays, or this rank's rows of them, reduced by the collective, in the dtype of the compression;
+        those that engines reduce with the same operation are sent together.
+        """
+        plans = [self._plan(host.dtype) for host in hosts]
+        results = list(hosts)
+        for op in dict.fromkeys(call.op for call, _ in plans):
+            indices = [index for index, (call, _) in enumerate(plans) if call.op is op]
+            sent = []
+            for index in indices:
+                call, wire = plans[index]
+                sent.append(_scaled(hosts[index], call.prescale_factor).astype(wire, copy=False))
+            for index, array in zip(indices, self.run(sent, op), strict=True):
+                received = array.astype(hosts[index].dtype, copy=False)
+                results[index] = _scaled(received, plans[index][0].postscale_factor)
+        return results
+
+    def _plan(self, dtype: np.dtype[Any]) -> tuple[CollectiveCall, np.dtype[Any]]:
+        """What to do with arrays of ``dtype``, and the dtype to send."""
+        wire = dtype if dtype == BFLOAT16 else self.compression.wire_dtype(dtype)
+        if self.op is Reduction.AVERAGE and wire != dtype:
+            # Divided before the cast: the sum may overflow the narrower dtype.
+            before = self.prescale_factor / self.communicator.size
+            return replace(self, op=Reduction.SUM, prescale_factor=before), wire
+        if self.op is Reduction.AVERAGE and dtype.kind in "iu" and self.postscale_factor != 1.0:
+            after = self.postscale_factor / self.communicator.size
+            return replace(self, op=Reduction.SUM, postscale_factor=after), wire
+        return self, wire
+
+
+def _scaled(array: Array, factor: float) -> Array:
+    if factor == 1.0:
+        return array
+    if array.dtype == np.bool_:
+        raise ConfigError("prescale_factor and postscale_factor need numbers, not booleans: cast the array first.")
+    integers = array.dtype.kind in "iu"
+    work = np.dtype(np.float64) if integers else np.promote_types(working_dtype(array.dtype), np.float32)
+    scaled: Array = (array.astype(work, copy=False) * work.type(factor)).astype(array.dtype, copy=False)
+    return scaled
+
+
+def on_host(
+    adapter: ArrayAdapter,
+    function: HostFunction,
+    arrays: Sequence[Any],
+    outputs: Sequence[ArraySpec],
+    gradient: ArrayFunction,
+) -> list[Any]:
+    """Calls ``function`` on the host, also from compiled code; ``gradient`` is its gradient rule."""
+
+    def forward(given: Sequence[Any]) -> Sequence[Any]:
+        return adapter.host_call(function, given, outputs)
+
+    if not any(map(is_floating, outputs)):
+        return list(forward(arrays))
+    return adapter.with_gradient(forward, gradient, arrays)
+
+
+def on_host_alike(function: Callable[[Array], Array], value: Any, gradient: ArrayFunction) -> Any:
+    """``on_host`` with one array and one result of the same shape and dtype."""
+    adapter = adapter_of(value)
+    (result,) = on_host(adapter, lambda hosts: [function(hosts[0])], [value], [adapter.spec(value)], gradient)
+    return result
+
+
+def of_each_framework(values: Sequence[Any], function: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
+    """The results of ``function``, which is called with all arrays of one framework, in the order of ``values``."""
+    arrays = list(map(as_array, values))
+    groups: dict[ArrayAdapter, list[int]] = {}
+    for index, array in enumerate(arrays):
+        groups.setdefault(adapter_of(array), []).append(index)
+    results = list(arrays)
+    for indices in groups.values():
+        for index, result in zip(indices, function([arrays[index] for index in indices]), strict=True):
+            results[index] = result
+    return results
+
+
+def of_floating(
+    specs: Sequence[ArraySpec], gradients: Sequence[Any], function: Callable[[list[int]], Sequence[Any]]
+) -> list[Any]:
+    """The gradients that ``function`` computes, given the indices of floating-point arrays; ``None`` for the others."""
+    floats = [index for index, spec in enumerate(specs) if is_floating(spec)]
+    results: list[Any] = [None] * len(gradients)
+    for index, result in zip(floats, function(floats), strict=True):
+        results[index] = result
+    return results
+
+
+def is_floating(spec: ArraySpec) -> bool:
+    """Whether arrays of ``spec`` have gradients."""
+    return spec.dtype == BFLOAT16 or spec.dtype.kind == "f"
+
+
+def as_array(value: Any) -> Any:
+    """Converts numbers and lists to arrays, for collectives that always return arrays."""
+    return np.asarray(value) if isinstance(value, (bool, int, float, list, tuple)) else value
+
+
+def times(array: Any, factor: float) -> Any:
+    """The product, without an operation for 1."""
+    return array if factor == 1.0 else array * factor

@@ -1,0 +1,194 @@
+"""How gradients of one layout are reduced: the settings, and what they mean for these gradients."""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from choros.comm import Communicator, ProcessSet, Reduction, Request, global_process_set
+from choros.errors import ConfigError
+from choros.parallel.compression import Compression, Compressor, check_compressor
+from choros.parallel.compression.casts import NoCompression
+from choros.parallel.reduce.device import DeviceExchange, TensorDevice
+from choros.parallel.reduce.exchange import Exchange, SplitExchange, only
+from choros.parallel.reduce.gradients import GradientLayout, describe
+from choros.parallel.reduce.sparse import RowsExchange, RowsLayout
+from choros.settings import VARIABLES, current
+
+#: The size of buckets that are sent during the backward pass: large enough that passing one to another thread costs
+#: little, small enough that the first bucket is full early.
+_BUCKET_BYTES = 8 << 20
+#: Whether and when ranks compare what they train, by default.
+_COMPARES = (int(VARIABLES["compare_every"].default), VARIABLES["divergence"].default)
+
+
+def bucket_bytes(*, accelerated: bool, device: TensorDevice | None) -> int | None:
+    """The size of buckets sent during the backward pass, ``None`` if none is; ``CHOROS_OVERLAP`` decides. By default
+    only accelerators' are, as on a CPU the reduction competes for cores; tensors that stay on a GPU are reduced after
+    it, in the stream that computes them.
+    """
+    if device is not None and device.type != "cpu":
+        return None
+    overlap = current().overlap
+    return _BUCKET_BYTES if (accelerated if overlap is None else overlap) else None
+
+
+def indices_of_groups(
+    groups: int | Sequence[Sequence[Any]], trained: Sequence[Any], kind: str
+) -> int | tuple[tuple[int, ...], ...] | None:
+    """Returns ``ReduceConfig.groups`` for a user's argument: a number of groups, or lists of ``trained`` objects."""
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ConfigError(f"groups={groups} must be 0 or more.")
+        return groups or None
+    index_of = {id(each): index for index, each in enumerate(trained)}
+    try:
+        return tuple(tuple(index_of[id(each)] for each in group) for group in groups)
+    except KeyError:
+        raise ConfigError(f"groups contains a {kind} that the optimizer does not train: remove it.") from None
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """How gradients are reduced: the settings of all distributed optimizers. Averages are over examples; part of the
+    division, ``predivide_factor``, precedes the sum. Buckets hold the last layers' first. Ranks first compare what
+    they train after ``compared_step``, counting per layout the steps in which all have a batch.
+    """
+
+    op: Reduction = Reduction.AVERAGE
+    compressor: Compressor = Compression.none
+    predivide_factor: float = 1.0
+    groups: int | tuple[tuple[int, ...], ...] | None = None
+    micro_batches: int = 1
+    average_micro_batches: bool = True
+    bucket_bytes: int | None = None
+    device: TensorDevice | None = None
+    compared_step: int = 2
+    process_set: ProcessSet = field(default=global_process_set)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "op", Reduction(self.op))
+        check_compressor(self.compressor)
+        if self.op not in (Reduction.AVERAGE, Reduction.SUM):
+            raise ConfigError(f"op={self.op.value}: gradients can be reduced with Average or Sum only.")
+        if self.predivide_factor <= 0:
+            raise ConfigError(f"gradient_predivide_factor={self.predivide_factor} must be greater than 0.")
+        if self.predivide_factor != 1.0 and self.op is not Reduction.AVERAGE:
+            raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
+        if self.micro_batches < 1:
+            raise ConfigError(f"backward_passes_per_step={self.micro_batches} must be 1 or more.")
+
+    def group_indices(self, count: int) -> list[list[int]]:
+        """Returns the groups of ``count`` gradients; those that are in no given group form another one."""
+        if self.groups is None or self.groups == 0:
+            return [list(range(count))]
+        if isinstance(self.groups, int):
+            return [part.tolist() for part in np.array_split(np.arange(count), max(1, min(self.groups, count)))]
+        named = [[index for index in group if index < count] for group in self.groups]
+        rest = sorted(set(range(count)) - {index for group in named for index in group})
+        return [group for group in (*named, rest) if group]
+
+    def bucket_indices(self, layout: GradientLayout) -> list[tuple[int, ...]]:
+        """Returns each bucket's gradient indices, in sending order; sparse ones last: embeddings are first layers.
+
+        >>> matrix = ((256, 256), np.dtype("float32"))
+        >>> ReduceConfig(bucket_bytes=2**19).bucket_indices((matrix, matrix, matrix))
+        [(2, 1), (0,)]
+        """
+        if self.bucket_bytes is None:
+            return [tuple(range(len(layout)))]
+        buckets: list[list[int]] = [[]]
+        filled = 0
+        sparse = [index for index, each in enumerate(layout) if isinstance(each, RowsLayout)]
+        for index in reversed(range(len(layout))):
+            if index in sparse:
+                continue
+            shape, dtype = layout[index][:2]
+            if filled >= self.bucket_bytes:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(index)
+            filled += math.prod(shape) * dtype.itemsize
+        buckets[-1] += sparse
+        return [tuple(bucket) for bucket in buckets]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How gradients of one layout are reduced: the ``indices`` of those in each bucket, in sending order, the exchange
+    that sums the bucket, and the requests of each kind of exchange.
+    """
+
+    config: ReduceConfig
+    layout: GradientLayout
+    communicator: Communicator
+    indices: tuple[tuple[int, ...], ...]
+    exchanges: tuple[Exchange, ...]
+    request: Request
+    first_bucket: Request
+    micro_batch: Request
+    early: Request
+    scales_late: bool
+
+
+def plan_for(config: ReduceConfig, name: str, layout: GradientLayout, compares: tuple[int, str]) -> Plan:
+    """Returns the plan of the reducer ``name``; ``compares``: how often ranks compare, and what if they differ."""
+    communicator = config.process_set.communicator
+    buckets = tuple(config.bucket_indices(layout))
+    exchanges = tuple(_exchange_for(config, layout, communicator, indices) for indices in buckets)
+    sent = "; ".join(exchange.description for exchange in exchanges)
+    scales = f"op={config.op.value}, predivide_factor={config.predivide_factor}"
+    counts = f"micro_batches={config.micro_batches}, {len(layout)} arrays"
+    if compares != _COMPARES:
+        counts += f", compared every {compares[0]} steps, divergence={compares[1]}"
+    arguments = f"{scales}, {counts}: {describe(layout)}; sent as {sent}"
+    explain = None if config.compressor.shares_state else functools.partial(_explain, config, name, layout)
+    step, first_bucket, micro_batch, early = (
+        Request(each, arguments, name, explain=explain)
+        for each in ("gradients", "gradients in buckets", "micro-batch", "gradients of micro-batches")
+    )
+    # The sum of unscaled values may overflow float16.
+    fits = all(each[1] != np.float16 for each in layout)
+    late = fits and isinstance(config.compressor, NoCompression)
+    return Plan(config, layout, communicator, buckets, exchanges, step, first_bucket, micro_batch, early, late)
+
+
+def _explain(config: ReduceConfig, name: str, layout: GradientLayout) -> bytes:
+    """The message for ``GradientReducer.learned``: all but what each process chooses for itself."""
+    own = ("process_set", "device", "bucket_bytes")
+    settings = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in own}
+    return bytes(cloudpickle.dumps((settings, name, layout)))
+
+
+def _exchange_for(
+    config: ReduceConfig, layout: GradientLayout, communicator: Communicator, indices: Sequence[int]
+) -> Exchange:
+    """Returns the exchange of the gradients at ``indices``; groups are kept together within a bucket."""
+    unfused = current().fusion_bytes == 0
+    shapes = tuple((each[0], each[1]) for each in layout)
+    groups = [[index] for index in range(len(layout))] if unfused else config.group_indices(len(layout))
+
+    def dense_exchange(dense: Sequence[int]) -> Exchange:
+        part, together = only(dense, shapes, groups)
+        if config.device is None:
+            return config.compressor.exchange(communicator, part, together)
+        return DeviceExchange(communicator, part, together, config.compressor.wire_dtype, config.device)
+
+    rows = {index: each for index in indices if isinstance(each := layout[index], RowsLayout)}
+    if not rows:
+        return dense_exchange(indices)
+    positions = {index: position for position, index in enumerate(indices)}
+    dense = [index for index in indices if index not in rows]
+    parts: list[tuple[list[int], Exchange]] = [
+        (
+            [positions[index] for index in rows],
+            RowsExchange(communicator, list(rows.values()), config.compressor.row_dtype),
+        )
+    ]
+    if dense:
+        parts.insert(0, ([positions[index] for index in dense], dense_exchange(dense)))
+    return SplitExchange(parts)

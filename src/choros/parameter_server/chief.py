@@ -1,0 +1,245 @@
+"""The chief: sends closures to the workers, collects their results, and shuts all processes down at the end."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import pickle
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import cloudpickle
+
+from choros import durations
+from choros.errors import ConfigError, EngineError
+from choros.parameter_server import closures
+from choros.parameter_server.client import TaskConnection
+from choros.parameter_server.cluster import Cluster
+from choros.parameter_server.definitions import Definitions
+from choros.parameter_server.jobs import wait_for_end
+from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Report, Run, Shutdown, StartJob
+from choros.parameter_server.optimizer import remote_optimizers
+from choros.parameter_server.placement import Partition
+from choros.parameter_server.queue import Clocks, Closure, ClosureQueue
+from choros.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue
+from choros.parameter_server.scope_objects import ScopeObjects
+from choros.parameter_server.session import ServerSession
+from choros.parameter_server.slow_workers import WorkerTimes
+from choros.transport.channel import ChannelClosed, Failure
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class Chief:
+    """The chief's role; while closures wait or run, current variables are on the servers, otherwise in its models: the
+    first closure after a pause publishes what changed here, and the last one's end pulls what changed there.
+    """
+
+    serving = False
+
+    def __init__(self, cluster: Cluster, partition: Partition | None, max_staleness: int | None) -> None:
+        self.strategy: Any = None
+        self.workers = len(cluster.workers)
+        self._cluster = cluster
+        self._start = StartJob(secrets.token_hex(8), _pickled(partition))
+        self.objects = ScopeObjects()
+        self.session = ServerSession(self.objects, cluster.servers(self._start.job), partition)
+        self._queue = ClosureQueue(Clocks(max_staleness), cluster.start_seconds)
+        self._reports: list[Report] = []
+        self._definitions = Definitions(self.session, self._reference)
+        self._times = WorkerTimes()
+        self._times_due = time.monotonic() + durations.WORKERS_COMPARED
+        self._lock = threading.Lock()
+        self._used = False
+        self._flushed = True
+        self._ending = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(index,), daemon=True) for index in range(self.workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.close)
+
+    def chief(self) -> Chief:
+        """Returns itself; a worker serves it instead."""
+        return self
+
+    def schedule(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], limit: int
+    ) -> RemoteValue:
+        """Schedules ``function`` on a worker; blocks at ``limit`` open closures; raises an earlier closure's error."""
+        self._used = True
+        if self._flushed:
+            self.session.publish()
+        pickled, uses = self._definitions.dumps(function)
+        arguments, also = self._definitions.dumps((tuple(args), dict(kwargs)))
+        key = hashlib.sha256(pickled).digest()
+        definitions = (*self._definitions.of(uses | also), Definition(("function", key), 0, pickled))
+        rates = {number: remote.learning_rate for number, remote in remote_optimizers(self.objects).items()}
+        learning_rates = {number: rate for number, rate in rates.items() if rate is not None}
+        closure = Closure(closures.name_of(function), key, arguments, learning_rates, definitions)
+        self._flushed = False
+        self._queue.put(closure, limit)
+        return closure.result
+
+    def join(self) -> None:
+        """Waits for all closures; afterwards this process has their metrics and the servers' variables."""
+        self._queue.wait()
+        self._flush()
+
+    def done(self) -> bool:
+        """Returns whether all closures are done; if so, the state is that after ``join``."""
+        if not self._queue.idle:
+            return False
+        self._flush()
+        return True
+
+    def flush_metrics(self) -> None:
+        """Adds the workers' metric reports so far to the chief's metrics."""
+        with self._lock:
+            reports, self._reports = self._reports, []
+        for report in reports:
+            self.objects.add_metrics(report)
+
+    def dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+        """Returns the handle of a data set that every worker creates for itself."""
+        return PerWorkerDataset(self._definitions.add_dataset(dataset_fn))
+
+    def _flush(self) -> None:
+        if not self._flushed:
+            self._flushed = True
+            self.flush_metrics()
+            self.session.pull()
+
+    def _reference(self, item: Any) -> Reference | None:
+        if isinstance(item, RemoteValue):
+            raise ConfigError(
+                "a RemoteValue was passed to schedule(): pass its value, remote_value.get(), or do both steps in one "
+                "function."
+            )
+        if isinstance(item, PerWorkerValues):
+            return ("per_worker", item.dataset, item.iterator)
+        if item is self.session or item is self.strategy:
+            return ("session",) if item is self.session else ("strategy",)
+        return self.objects.reference(item)
+
+    def _serve(self, index: int) -> None:
+        """Connects to a worker whenever it listens, and sends closures to it, in a thread of its own."""
+        while not self._ending.is_set():
+            try:
+                worker = self._cluster.connect("worker", index, "a function on", durations.WORKER_CONNECT)
+            except EngineError as error:
+                self._queue.refused(str(error))
+            else:
+                try:
+                    self._work(worker)
+                except ChannelClosed as error:
+                    self._queue.refused(str(error))
+                    _log.warning("%s is lost; another worker runs its function again", worker.peer)
+                else:
+                    return
+            time.sleep(durations.WORKERS_LOOK)
+
+    def _work(self, worker: TaskConnection) -> None:
+        """Sends closures to a worker until the queue is closed."""
+        worker.send(self._start)
+        joined: Joined | Failure = worker.receive()
+        if isinstance(joined, Failure):
+            worker.close()
+            raise ChannelClosed(f"{worker.peer} could not join: {joined.error()}")
+        known = dict(joined.known)
+        self._queue.add_worker()
+        try:
+            while (closure := self._queue.take(worker)) is not None:
+                try:
+                    reply = self._run(worker, joined, closure, known)
+                except ChannelClosed:
+                    self._queue.lost(worker.peer, closure)
+                    raise
+                if isinstance(reply, Ran):
+                    self._finish(worker, closure, reply)
+                else:
+                    self._queue.failed(worker, closure, reply.error())
+            worker.send(Shutdown())
+        finally:
+            self._queue.remove_worker(worker)
+
+    def _run(
+        self, worker: TaskConnection, joined: Joined, closure: Closure, known: dict[Reference, int]
+    ) -> Ran | Failure:
+        own = self.objects.kinds[: len(joined.kinds)]
+        if joined.kinds != own:
+            return Failure.of(
+                ConfigError(
+                    f"{worker.peer} has created {', '.join(joined.kinds)} in the scope, the chief "
+                    f"{', '.join(own) or 'nothing'}: workers must run the same script as the chief up to the first "
+                    "schedule() or fit(), or serve from the beginning with distribute.Server."
+                )
+            )
+        definitions = [each for each in closure.definitions if known.get(each.reference, -1) < each.revision]
+        for definition in definitions:
+            if definition.error:
+                return Failure.of(ConfigError(self._not_sent(closure, worker, definition)))
+        arguments = pickle.PickleBuffer(closure.arguments)
+        worker.send(Run(closure.function, arguments, closure.learning_rates, definitions))
+        reply: Ran | Failure = worker.receive()
+        if isinstance(reply, Ran):
+            known.update({each.reference: each.revision for each in definitions})
+        return reply
+
+    def _not_sent(self, closure: Closure, worker: TaskConnection, definition: Definition) -> str:
+        tag, number = definition.reference
+        if tag == "dataset":
+            item = f"data set {number} of create_per_worker_dataset()"
+        else:
+            of = self.objects.resolve(("created" if tag == "compiled" else tag, number))
+            item = f"the {type(of).__name__} {getattr(of, 'name', '')!r}"
+        return (
+            f"{closure.name} uses {item}, which {worker.peer} does not have and cannot be sent ({definition.error}): "
+            "create it before the first schedule() or fit(), up to which workers run the script, or so that Keras can "
+            "save it."
+        )
+
+    def _finish(self, worker: TaskConnection, closure: Closure, ran: Ran) -> None:
+        try:
+            result = closures.loads(ran.result, self.objects.resolve)
+        except Exception as error:  # noqa: BLE001  (the user's own types are unpickled)
+            self._queue.failed(worker, closure, error)
+            return
+        with self._lock:
+            self._reports.append(ran.metrics)
+        self._queue.done(worker, closure, result)
+        with self._lock:
+            self._times.note(worker.peer, closure.name, ran.seconds, ran.waiting)
+            if time.monotonic() >= self._times_due:
+                self._compare_workers()
+
+    def _compare_workers(self) -> None:
+        self._times_due = time.monotonic() + durations.WORKERS_COMPARED
+        if sentence := self._times.sentence():
+            _log.warning("%s.", sentence)
+
+    def close(self) -> None:
+        """Shuts down workers and servers, also those not listening yet; waits for those that are threads here."""
+        atexit.unregister(self.close)
+        self._queue.close()
+        deadline = time.monotonic() + (durations.WORKERS_END if self._used else durations.WORKER_CONNECT)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._ending.set()
+        with self._lock:
+            self._compare_workers()
+        self.session.servers.shutdown()
+        wait_for_end(self._start.job)
+
+
+def _pickled(partition: Partition | None) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(partition))
+    except Exception as error:
+        raise ConfigError(f"the variable_partitioner cannot be sent to workers ({error}): use a function.") from error

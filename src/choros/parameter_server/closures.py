@@ -1,0 +1,115 @@
+"""The pickling of functions and their arguments for workers, and of results for the chief.
+
+Cloudpickle, with these exceptions::
+
+    objects of the scope, data sets of workers     references by number           (ScopeObjects, Worker)
+    other layers, models, optimizers, metrics,     recipes                        (parameter_server/recipes.py)
+    Keras' losses
+    tf.function                                    its Python function, wrapped again by the receiver
+    tensors of TensorFlow, torch and JAX           arrays, converted to tensors by the receiver
+"""
+
+import importlib
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, final
+
+import cloudpickle
+
+from choros.arrays import adapter_of, framework_adapter
+from choros.errors import ConfigError
+from choros.parameter_server.messages import Reference
+
+#: The package of a tensor's class → its framework and the name of all its tensors' class.
+_TENSORS = {
+    "jax": ("jax", "Array"),
+    "jaxlib": ("jax", "Array"),
+    "torch": ("torch", "Tensor"),
+    "tensorflow": ("tensorflow", "Tensor"),
+}
+
+
+def dumps(item: Any, reference: Callable[[Any], Reference | None]) -> bytes:
+    """Pickles ``item``; what ``reference`` returns replaces an object; other Keras objects go by recipe."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file, reference).dump(item)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{name_of(item)} cannot be sent to a worker: {error}. Functions and arguments are pickled with "
+            "cloudpickle: create objects that hold threads, files or native handles on the worker, in the function or "
+            "in create_per_worker_dataset()."
+        ) from error
+    return file.getvalue()
+
+
+def loads(pickled: Any, resolve: Callable[[Reference], Any]) -> Any:
+    """Unpickles the output of ``dumps``; ``resolve`` returns the objects of its references."""
+    unpickler = _Unpickler(io.BytesIO(pickled))
+    unpickler.resolve = resolve
+    return unpickler.load()
+
+
+def name_of(item: Any) -> str:
+    """Returns the name of ``item`` in error messages."""
+    return getattr(item, "__qualname__", None) or f"the {type(item).__name__}"
+
+
+@final
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO, reference: Callable[[Any], Reference | None]) -> None:
+        super().__init__(file, protocol=5)
+        self._reference = reference
+
+    def persistent_id(self, item: Any) -> Reference | None:
+        return self._reference(item)
+
+    def reducer_override(self, item: Any) -> Any:
+        package = type(item).__module__.partition(".")[0]
+        if package == "tensorflow" and hasattr(item, "python_function") and hasattr(item, "get_concrete_function"):
+            options = {
+                "input_signature": item.input_signature,
+                "jit_compile": getattr(item, "_jit_compile", None),
+                "reduce_retracing": getattr(item, "_reduce_retracing", False),
+            }
+            return _tf_function, (item.python_function, options)
+        framework, tensor = _TENSORS.get(package, ("", ""))
+        if framework and isinstance(item, getattr(sys.modules[framework], tensor)):
+            return _tensor, (framework, adapter_of(item).to_host(item))
+        if isinstance(item, ModuleType) and sys.modules.get(item.__name__) is item:
+            return importlib.import_module, (item.__name__,)  # such as torch.ops, an instance of its own class
+        if "keras" in sys.modules and not isinstance(item, type):
+            from choros.parameter_server.recipes import by_recipe
+
+            recipe = by_recipe(item, lambda part: self._reference(part) is not None)
+            if recipe is not None:
+                return recipe
+        return super().reducer_override(item)
+
+
+@final
+class _Unpickler(pickle.Unpickler):
+    resolve: Callable[[Reference], Any]
+
+    def persistent_load(self, reference: Reference) -> Any:
+        return self.resolve(reference)
+
+
+def _tensor(framework: str, host: Any) -> Any:
+    like = None
+    if framework == "torch":
+        import torch
+
+        like = torch.empty(0)
+    return framework_adapter(framework).from_host(host, like)
+
+
+def _tf_function(python_function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    import tensorflow as tf
+
+    return tf.function(python_function, **options)

@@ -1,0 +1,113 @@
+"""The processes of a parameter-server job, as the cluster resolver describes them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from choros.comm import is_initialized
+from choros.comm.process import exit_with_code_of_loss
+from choros.errors import ConfigError
+from choros.observe.listeners import start_listeners
+from choros.parameter_server.client import Servers, TaskConnection
+from choros.parameter_server.messages import Hello
+from choros.settings import current
+from choros.topology import TFConfig
+from choros.transport.address import this_host
+from choros.transport.channel import connect
+from choros.transport.secret import Key, job_key
+
+#: The name of the chief, which it proves to the others.
+CHIEF = "the chief"
+
+_EXAMPLE = (
+    'TF_CONFIG=\'{"cluster": {"chief": ["host:port"], "worker": ["host:port", …], "ps": ["host:port", …]}, '
+    '"task": {"type": "worker", "index": 0}}\''
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The addresses of a job's processes, and the role of this process.
+
+    ::
+
+        chief ────► worker 0, 1, …      connects when they listen, and again when one was restarted
+          │             │
+          └─────────────┴───► ps 0, 1, …
+
+    Nothing listens at the chief's address, which is optional; roles also include ``evaluator``.
+    """
+
+    workers: tuple[str, ...]
+    ps: tuple[str, ...]
+    role: str
+    index: int
+    start_seconds: float
+    key: Key = field(repr=False)
+
+    @classmethod
+    def of(cls, spec: Any, role: str | None, index: int | None) -> Cluster:
+        """Returns the cluster of a ``ClusterSpec``; ``role`` ``None`` is the chief; ConfigError if it is incomplete."""
+        exit_with_code_of_loss()
+        _start_listeners()
+        missing = [name for name in ("worker", "ps") if not spec.as_dict().get(name)]
+        if missing:
+            raise ConfigError(
+                "ParameterServerStrategy needs a cluster with workers and parameter servers; this one has no "
+                f"{' and no '.join(missing)}. Start the script with chorosrun --ps 1 -np 2, start servers with "
+                f"distribute.Server, or start every process with {_EXAMPLE}."
+            )
+        is_chief = role is None or (role == "chief" and "chief" not in spec.jobs)
+        task = TFConfig.of(spec.as_dict(), *(("worker", 0) if is_chief else (role, index)))
+        workers, ps = task.cluster["worker"], task.cluster["ps"]
+        start_seconds = current().start_timeout
+        key = job_key(os.environ, [*workers, *ps])
+        return cls(workers, ps, *(("chief", 0) if is_chief else (task.role, task.index)), start_seconds, key)
+
+    def rank(self, role: str, index: int) -> int:
+        """Returns the rank of a process, as ``chorosrun --ps`` numbers them: the chief, the servers, the workers."""
+        return {"chief": 0, "ps": 1 + index}.get(role, 1 + len(self.ps) + index)
+
+    @property
+    def name(self) -> str:
+        """The name of this process, which it proves to the others."""
+        return CHIEF if self.role == "chief" else _name(self.role, self.index)
+
+    @property
+    def address(self) -> str:
+        """The address at which this process listens: a worker or a parameter server."""
+        return (self.ps if self.role == "ps" else self.workers)[self.index]
+
+    def connect(self, role: str, index: int, call: str, seconds: float | None = None) -> TaskConnection:
+        """Returns a connection to a worker or a parameter server, which proves that it is this one. A long wait for its
+        messages is reported as one in ``call``.
+        """
+        address, peer = (self.ps if role == "ps" else self.workers)[index], _name(role, index)
+        channel = connect(address, self.key, self.name, peer, seconds or self.start_seconds)
+        return TaskConnection(channel, f"{call} {peer}", (self.rank(self.role, self.index), self.rank(role, index)))
+
+    def servers(self, job: str) -> Servers:
+        """Connects to all parameter servers, for this job."""
+        connections = [self.connect("ps", index, "a request to") for index in range(len(self.ps))]
+        for connection in connections:
+            connection.send(Hello(job, this_process()))
+        return Servers(connections)
+
+
+@cache
+def _start_listeners() -> None:
+    """Reports waits to chorosrun, in a process that does not call ``init()``."""
+    if not is_initialized():
+        start_listeners(current(), os.environ)
+
+
+def this_process() -> tuple[str, int]:
+    """Returns the host and the number of this process."""
+    return this_host(), os.getpid()
+
+
+def _name(role: str, index: int) -> str:
+    return f"parameter server {index}" if role == "ps" else f"{role} {index}"

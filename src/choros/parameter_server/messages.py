@@ -1,0 +1,121 @@
+"""The messages of a job with parameter servers.
+
+::
+
+    chief or worker                          server
+      Hello(job) ───────────────────────────►             the job whose variables are meant
+      ServerCall("pull", (known, slots)) ───►             shards that changed since version `known`, and the
+      ◄──────────────── version, shards ─────             current version; for the chief, optimizer slots as well
+      ServerCall("push", (optimizer, …)) ───►             gradients, applied under a lock by a real Keras optimizer
+      ◄──────────────── version, shards ─────
+      ServerCall("assign", (values,)) ──────►             the last writer wins
+      ◄─────────────────────────────── None
+      ServerCall("register", (number, …)) ──►             creates the optimizer unless it exists
+      ◄─────────────────────────────── None
+      Shutdown ─────────────────────────────►             from the chief: the job has ended
+
+    chief                                    worker
+      StartJob(job, partition) ─────────────►             the first message: the worker connects to the servers
+      ◄─────────────── Joined, or Failure ───             what it has created itself
+      Run ──────────────────────────────────►             a closure; its definitions only once per worker
+      ◄────────────────── Ran, or Failure ───
+      Shutdown ─────────────────────────────►             after any closure: the job has ended
+
+The requests to a server are the methods of ``Shards``. A server replies to those of a connection in order. If a request
+fails, the reply is a ``Failure``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from choros.parameter_server.placement import Shard, VariableKey
+
+#: Identifies an object that is sent by reference: ``("created", number)``, ``("metric", number)``,
+#: ``("part", number, kind, index)`` for a part of a model, and what ``Definition`` names.
+Reference = tuple[Any, ...]
+#: The values of metrics' variables that a function has changed on a worker. The chief adds them up, so each batch is
+#: counted once, and not at all if its worker was lost before it reported.
+Report = Mapping[Reference, list[NDArray[Any]]]
+#: A server's current version, and the values of the shards that changed since the version that the client knows.
+Changed = tuple[int, Mapping[Shard, NDArray[Any]]]
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first message of a connecting process: the job's name, which the chief chose, and its host and number."""
+
+    job: str
+    process: tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """The job has ended; sent by the chief."""
+
+
+@dataclass(frozen=True)
+class ServerCall:
+    """A call of a method of the server's ``Shards``; its result is the reply."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """All that creates an optimizer: pickled class and configuration; by variable, weight decay and constraint."""
+
+    pickled: bytes
+    variables: Mapping[VariableKey, tuple[bool, Any]]
+
+
+@dataclass(frozen=True)
+class StartJob:
+    """The chief has connected: its job's name on the servers, and the partitioner, by cloudpickle."""
+
+    job: str
+    partition: bytes
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The worker has connected to the servers: the classes and references of what it has created itself."""
+
+    kinds: tuple[str, ...]
+    known: Mapping[Reference, int]
+
+
+@dataclass(frozen=True)
+class Definition:
+    """How a worker creates an object of the scope, a data set or a function, or compiles a model. The reference is
+    ``created``, ``compiled``, ``metric`` or ``dataset`` with a number, or ``function`` with its digest; ``revision``
+    counts calls of ``compile``, else 0. ``pickled`` is empty if the object cannot be sent; ``error`` then says why.
+    """
+
+    reference: Reference
+    revision: int
+    pickled: bytes
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Requests that a worker run a function, by its key; ``definitions`` are what this worker has not received yet."""
+
+    function: bytes
+    arguments: Any
+    learning_rates: Mapping[int, float]
+    definitions: Sequence[Definition]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The reply to ``Run``; ``seconds`` include getting the servers' values, ``waiting`` is for servers."""
+
+    result: Any
+    metrics: Report
+    seconds: float
+    waiting: float

@@ -1,0 +1,258 @@
+"""Recipes: what a worker needs to create its own copy of an object of the scope.
+
+::
+
+    chief                                                        worker
+    Keras' layer       its configuration and state       ────►   from_config, load_own_variables, load_assets
+    functional model   its configuration; the user's     ────►   from_config, with these layers
+                       layers, and those of other models
+    the user's class   its attributes                    ────►   Layer.__init__ or Model.__init__, and the attributes
+    compile            its arguments, what is trainable  ────►   compile
+    optimizer, metric  class, configuration              ────►   from_config
+
+The values of large weights are left out: workers pull them from the servers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.parameter_server.scope_objects import host
+from choros.training.distributed_optimizer import own_class
+from choros.training.keras_internals.models import (
+    is_functional,
+    layers_of,
+    learning_rate_of,
+    order_tracked,
+    tracked,
+    user_attributes,
+)
+from choros.training.keras_internals.saving import deserialize_sharing, serialize_sharing
+
+Array = NDArray[Any]
+#: A function and its arguments, as ``pickle`` takes them: together they create a copy.
+Recipe = tuple[Callable[..., Any], tuple[Any, ...]]
+
+#: Larger arrays of layers are sent as zeros.
+_SMALL = 1 << 16
+#: Classes and functions of these packages are not the user's.
+_KNOWN = frozenset(("keras", "builtins", "choros", "numpy", "tensorflow", "torch", "jax"))
+#: Attributes of ``keras.Layer`` that classes set.
+_SETTINGS = ("supports_masking", "input_spec", "autocast")
+
+
+def by_recipe(item: Any, shared: Callable[[Any], bool]) -> Recipe | None:
+    """Returns how to create a copy of a Keras object, ``None`` for others; ``shared`` layers go by reference."""
+    if isinstance(item, keras.Variable):
+        return _variable, (tuple(item.shape), str(item.dtype), item.trainable, item.name, item.aggregation)
+    if isinstance(item, keras.optimizers.LossScaleOptimizer):
+        config = {name: value for name, value in item.get_config().items() if name != "inner_optimizer"}
+        return partial(own_class(item), **config), (item.inner_optimizer,)
+    if isinstance(item, keras.optimizers.Optimizer):
+        return _from_config, (own_class(item), optimizer_config(item))
+    if isinstance(item, keras.Metric):
+        return _from_config, (type(item), item.get_config())
+    if isinstance(item, keras.losses.Loss) and type(item).__module__.startswith("keras."):
+        # Plain pickling includes a timestamp: workers would treat each copy as a new function and retrace it.
+        return keras.saving.deserialize_keras_object, (keras.saving.serialize_keras_object(item),)
+    if isinstance(item, keras.Layer):
+        if is_functional(item):
+            return _functional_recipe(item, shared)
+        return _attributes_recipe(item) if _is_users(item) else _layer_recipe(item)
+    return None
+
+
+def optimizer_config(optimizer: Any) -> dict[str, Any]:
+    """Returns the configuration of an optimizer; a schedule of the learning rate is in it as an object."""
+    config = dict(optimizer.get_config())
+    config["learning_rate"] = learning_rate_of(optimizer) if follows_schedule(optimizer) else current_rate(optimizer)
+    return config
+
+
+def follows_schedule(optimizer: Any) -> bool:
+    """Returns whether the optimizer follows a schedule of the learning rate, as the servers' then does too."""
+    return isinstance(learning_rate_of(optimizer), keras.optimizers.schedules.LearningRateSchedule)
+
+
+def current_rate(optimizer: Any) -> float:
+    """Returns the current learning rate."""
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+
+
+def compile_copy(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], trainable: Sequence[bool]) -> None:
+    """Compiles ``model`` with the arguments of the chief's call, after setting which of its layers are trainable."""
+    for layer, is_trainable in zip(layers_of(model), trainable, strict=True):
+        if layer.trainable != is_trainable:
+            layer.trainable = is_trainable
+    model.compile(*args, **kwargs)
+
+
+# Keras' layers, with what they keep besides weights: vocabularies, statistics.
+
+
+@dataclass(frozen=True)
+class _Zeros:
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _LayerState:
+    """What ``save_own_variables`` and ``save_assets`` of a layer write."""
+
+    variables: Mapping[str, Array | _Zeros]
+    assets: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, layer: Any) -> _LayerState | None:
+        if not layer.built:
+            return None
+        variables: dict[str, Any] = {}
+        layer.save_own_variables(variables)
+        return cls({name: _small(value) for name, value in variables.items()}, dict(_assets_of(layer)))
+
+    def load(self, layer: Any) -> None:
+        if self.variables:
+            values = self.variables.items()
+            layer.load_own_variables(
+                {key: np.zeros(v.shape, v.dtype) if isinstance(v, _Zeros) else v for key, v in values}
+            )
+        if self.assets:
+            with tempfile.TemporaryDirectory() as name:
+                for file, data in self.assets.items():
+                    (Path(name) / file).write_bytes(data)
+                layer.load_assets(name)
+
+
+def _assets_of(layer: Any) -> Iterator[tuple[str, bytes]]:
+    if hasattr(layer, "save_assets"):
+        with tempfile.TemporaryDirectory() as name:
+            layer.save_assets(name)
+            for path in Path(name).iterdir():
+                yield path.name, path.read_bytes()
+
+
+def _small(value: Any) -> Array | _Zeros:
+    array = host(value)
+    return array if array.nbytes <= _SMALL else _Zeros(array.shape, str(array.dtype))
+
+
+def _layer_recipe(layer: Any) -> Recipe:
+    inner = layers_of(layer)
+    states = tuple(_LayerState.of(each) for each in inner)
+    config = serialize_sharing(layer, {})
+    return _layer, (config, _custom_objects(config, inner), {}, states)
+
+
+def _layer(
+    config: Any, custom_objects: Mapping[str, Any], given: Mapping[int, Any], states: Sequence[_LayerState | None]
+) -> Any:
+    layer = deserialize_sharing(config, given, custom_objects)
+    copied = {id(part) for each in given.values() for part in layers_of(each)}
+    for each, state in zip(layers_of(layer), states, strict=True):
+        if state is not None and id(each) not in copied:
+            state.load(each)
+    return layer
+
+
+# Functional and sequential models.
+
+
+def _functional_recipe(model: Any, shared: Callable[[Any], bool]) -> Recipe:
+    given = {
+        id(layer): layer
+        for layer in layers_of(model, include_self=False)
+        if not isinstance(layer, keras.layers.InputLayer) and (shared(layer) or _is_users(layer))
+    }
+    copied = {id(part) for layer in given.values() for part in layers_of(layer, include_self=False)}
+    given = {key: layer for key, layer in given.items() if key not in copied}
+    copied |= given.keys()
+    config = serialize_sharing(model, given)
+    inner = layers_of(model)
+    states = tuple(None if id(layer) in copied else _LayerState.of(layer) for layer in inner)
+    customs = _custom_objects(config, [each for each in inner if id(each) not in copied])
+    return _layer, (config, customs, given, states)
+
+
+# The user's own classes.
+
+
+def _attributes_recipe(layer: Any) -> Recipe:
+    attributes = {name: _plain(value) for name, value in user_attributes(layer).items()}
+    settings = {name: getattr(layer, name) for name in _SETTINGS}
+    init = {"name": layer.name, "dtype": layer.dtype_policy, "trainable": layer.trainable}
+    base = keras.Model if isinstance(layer, keras.Model) else keras.Layer
+    return _user_layer, (type(layer), base, init, {**settings, **attributes}, tracked(layer), layer.built)
+
+
+def _user_layer(
+    kind: Any, base: Any, init: Mapping[str, Any], attributes: Mapping[str, Any], order: Any, built: bool
+) -> Any:
+    layer = kind.__new__(kind)
+    base.__init__(layer, **init)
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    order_tracked(layer, order)
+    layer.built = built
+    return layer
+
+
+def _plain(value: Any) -> Any:
+    """Returns the lists and dictionaries in an attribute as they were before Keras or TensorFlow has wrapped them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(map(_plain, value))
+    if isinstance(value, list):
+        return list(map(_plain, value))
+    return value
+
+
+def _is_users(layer: Any) -> bool:
+    return type(layer).__module__.partition(".")[0] != "keras" and not is_functional(layer)
+
+
+def _custom_objects(config: Any, layers: Sequence[Any]) -> dict[str, Any]:
+    """Returns the user's classes and functions that the layers' configuration names."""
+    names = set(_strings(config))
+    found = {}
+    for layer in layers:
+        for part in (layer, *vars(layer).values()):
+            kind = part if inspect.isfunction(part) else type(part)
+            if kind.__module__.partition(".")[0] not in _KNOWN:
+                name = keras.saving.get_registered_name(kind)
+                if name in names and name != "<lambda>":
+                    found[name] = kind
+    return found
+
+
+def _strings(config: Any) -> Iterator[str]:
+    if isinstance(config, str):
+        yield config
+    elif isinstance(config, Mapping):
+        for each in config.values():
+            yield from _strings(each)
+    elif isinstance(config, (list, tuple)):
+        for each in config:
+            yield from _strings(each)
+
+
+# Others.
+
+
+def _variable(shape: tuple[int, ...], dtype: str, trainable: bool, name: str, aggregation: str) -> Any:
+    return keras.Variable(np.zeros(shape), dtype=dtype, trainable=trainable, name=name, aggregation=aggregation)
+
+
+def _from_config(kind: Any, config: Mapping[str, Any]) -> Any:
+    return kind.from_config(dict(config))

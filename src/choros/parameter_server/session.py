@@ -1,0 +1,232 @@
+"""The server session: a process's copies of the variables, synchronized with the parameter servers.
+
+::
+
+    chief                                   servers                              worker
+    publish: values that changed here ────► Assign
+                                            Changed ──────────────► pull: before it runs a function
+                                            Push    ◄────────────── push: an optimizer's apply, in the function
+                                            Assign  ◄────────────── push_statistics: after it, as of batch norm
+    pull: after the last function ◄──────── Changed
+
+Variables are placed once the model is built, by one plan everywhere; the chief's include slots (slots.py).
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.errors import ConfigError
+from choros.parameter_server.client import Servers
+from choros.parameter_server.messages import Changed, OptimizerRecipe
+from choros.parameter_server.placement import (
+    Partition,
+    Placement,
+    Shard,
+    SlotKey,
+    VariableKey,
+    join,
+    place,
+    place_slots,
+    split,
+)
+from choros.parameter_server.scope_objects import ScopeObjects, host
+from choros.parameter_server.slots import Slots
+from choros.training.keras_internals.models import decays, layers_of, own_statistics, own_variables
+
+Array = NDArray[Any]
+
+
+@final
+class ServerSession:
+    """Synchronizes the variables of the models and optimizers in ``objects`` with ``servers``."""
+
+    def __init__(self, objects: ScopeObjects, servers: Servers, partition: Partition | None) -> None:
+        self.objects = objects
+        self.servers = servers
+        self._partition = partition
+        self._seen: set[int] = set()
+        self._planned: dict[int, Placement] = {}
+        self._placement: Placement = {}
+        self._variables: dict[VariableKey, Any] = {}
+        self._keys: dict[int, VariableKey] = {}
+        self._statistics: list[VariableKey] = []
+        #: Digests of the values that this process and the servers last agreed on.
+        self._last: dict[VariableKey, bytes] = {}
+        #: The version of each server that this process knows, and received shards that are not assigned yet.
+        self._versions = [0] * len(servers)
+        self._received: dict[Shard, Array] = {}
+
+    def key_of(self, variable: Any) -> VariableKey:
+        """Returns the key of ``variable`` on the servers; ConfigError if they do not store it."""
+        if id(variable) not in self._keys:
+            self._discover()
+        key = self._keys.get(id(variable))
+        if key is None:
+            raise ConfigError(
+                f"the variable {getattr(variable, 'path', variable)!r} is on no parameter server: it must be part of "
+                "a model created within `with strategy.scope():`, and the model must be built before the first "
+                "schedule(), for example with keras.Input or model.build(shape)."
+            )
+        return key
+
+    def shards_of(self, variable: Any) -> Sequence[tuple[int, Shard]]:
+        """Returns the servers and the shards of ``variable``, in the order of their rows; raises as ``key_of``."""
+        key = self.key_of(variable)  # may replace the placement
+        return self._placement[key]
+
+    def placement_of(self, model: Any) -> Placement:
+        """Returns where the weights of a model are, in their order; empty if it is not built yet."""
+        keys = [self._keys.get(id(weight)) for weight in model.weights]
+        return {} if None in keys else {key: self._placement[key] for key in keys if key is not None}
+
+    def plan(self, number: int, placement: Placement) -> None:
+        """Sets where the weights of model ``number`` are, as the chief has placed them."""
+        self._planned[number] = placement
+
+    def undecayed(self, optimizer: Any) -> frozenset[VariableKey]:
+        """Returns the variables to which the optimizer applies no weight decay."""
+        variables = {key: v for key, v in self._variables.items() if not isinstance(key, SlotKey)}
+        return frozenset(key for key, variable in variables.items() if not decays(optimizer, variable))
+
+    def publish(self) -> None:
+        """Sends the servers the values that they lack or that have changed in this process."""
+        self._discover()
+        changed, digests = self._changed(self._variables)
+        if changed:
+            self._assign(changed)
+            self._last.update(digests)
+            self.pull()  # The servers send these values back once; receive them now.
+
+    def pull(self) -> None:
+        """Assigns the values that have changed on the servers."""
+        slots = bool(self.objects.slots)
+        self._receive(self.servers.request("pull", {i: (known, slots) for i, known in enumerate(self._versions)}))
+        self._discover()
+        changed: dict[VariableKey, list[tuple[Shard, Array]]] = {}
+        for shard in [shard for shard in self._received if shard.variable in self._variables]:
+            changed.setdefault(shard.variable, []).append((shard, self._received.pop(shard)))
+        for key, parts in changed.items():
+            value = self._whole(key, parts)
+            self._last[key] = _digest(value)
+            self._variables[key].assign(value)
+
+    def push(
+        self, optimizer: int, variables: Sequence[Any], gradients: Sequence[Array], learning_rate: float | None
+    ) -> list[Array]:
+        """Has the servers' optimizer apply gradients; returns the new values of the variables."""
+        keys = [self.key_of(variable) for variable in variables]
+        parts = split(dict(zip(keys, gradients, strict=True)), self._placement)
+        requests = {i: (optimizer, part, learning_rate, self._versions[i]) for i, part in parts.items()}
+        self._receive(self.servers.request("push", requests))
+        new = {shard: self._received.pop(shard) for part in parts.values() for shard in part}
+        return [join(key, self._placement, new) for key in keys]
+
+    def register(self, optimizer: int, recipe: OptimizerRecipe) -> None:
+        """Registers an optimizer with every server that stores one of its variables."""
+        concerned = {server for key in recipe.variables for server, _ in self._placement[key]}
+        self.servers.request("register", dict.fromkeys(concerned, (optimizer, recipe)))
+
+    def average(self, optimizer: int) -> None:
+        """Overwrites an optimizer's variables with their moving averages, on the servers and in this process."""
+        self.servers.request("average", dict.fromkeys(range(len(self.servers)), (optimizer,)))
+        self.pull()
+
+    def push_statistics(self) -> None:
+        """Sends the variables that a forward pass has changed, such as batch norm's."""
+        self._discover()
+        if changed := self._changed(self._statistics)[0]:
+            self._assign(changed)
+
+    def _assign(self, values: Mapping[VariableKey, Array]) -> None:
+        parts = split(values, self._placement)
+        self.servers.request("assign", {server: (part,) for server, part in parts.items()})
+
+    def _receive(self, replies: Mapping[int, Changed]) -> None:
+        for server, (version, changed) in replies.items():
+            self._versions[server] = version
+            self._received.update(changed)
+
+    def _changed(self, keys: Iterable[VariableKey]) -> tuple[dict[VariableKey, Array], dict[VariableKey, bytes]]:
+        """Returns the values that differ from those the servers last had, and all digests."""
+        values = {key: host(self._variables[key]) for key in keys}
+        digests = {key: _digest(value) for key, value in values.items()}
+        changed = {key: value for key, value in values.items() if digests[key] != self._last.get(key)}
+        return changed, digests
+
+    def _discover(self) -> None:
+        """Adds the variables of models and optimizers that were built since the last call."""
+        for number, model in self.objects.models():
+            if number not in self._seen:
+                statistics = {id(v) for layer in layers_of(model) for v in own_statistics(layer)}
+                self._discover_variables(number, model.weights, statistics)
+        for number, scale in self.objects.loss_scales():
+            if number not in self._seen:
+                own = own_variables(scale)
+                self._discover_variables(number, own, set(map(id, own)))
+        for number, slots in self.objects.slots.items():
+            self._discover_slots(number, slots)
+
+    def _discover_variables(self, number: int, variables: Sequence[Any], statistics: AbstractSet[int]) -> None:
+        """Adds variables of a model or a loss scale; optimizers do not update those in ``statistics``."""
+        import keras
+
+        self._seen.add(number)
+        if planned := self._planned.get(number):
+            # The chief may have numbered the weights that models have in common by another one of them.
+            own = {key: v for key, v in zip(planned, variables, strict=True) if id(v) not in self._keys}
+        else:
+            own = {(number, i): v for i, v in enumerate(variables) if id(v) not in self._keys}
+            # Each model starts at a different server, so that many small ones do not all fill the first.
+            specs = {key: _spec(v) for key, v in own.items()}
+            planned = place(specs, self._partition, len(self.servers), first=number)
+        self._placement = {**planned, **self._placement}
+        self._variables.update(own)
+        self._keys.update({id(v): key for key, v in own.items()})
+        if keras.backend.backend() == "tensorflow":  # users may pass the tf.Variable
+            self._keys.update({id(v.value): key for key, v in own.items()})
+        self._statistics += [key for key, v in own.items() if id(v) in statistics]
+
+    def _discover_slots(self, number: int, slots: Slots) -> None:
+        """Adds an optimizer's slots; builds it first if only workers have built it."""
+        optimizer = slots.optimizer
+        if not optimizer.built:
+            received = {shard.variable for shard in self._received}
+            used = {key.variable for key in received if isinstance(key, SlotKey) and key.optimizer == number}
+            if known := [variable for key, variable in self._variables.items() if key in used]:
+                optimizer.build(known)
+        new: list[SlotKey] = []
+        for index, variable, slot in slots:
+            key = None if variable is None else self._keys.get(id(variable))
+            slot_key = SlotKey(number, index, key)
+            if slot_key in self._variables or (variable is not None and key is None):
+                continue
+            if key is not None and len(self._placement[key]) > 1 and slot.shape != variable.shape:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has a slot of another shape, {tuple(slot.shape)}, for the sharded "
+                    f"{variable.path!r}, and cannot shard it like the variable: use another optimizer, or no "
+                    "variable_partitioner."
+                )
+            self._variables[slot_key] = slot
+            new.append(slot_key)
+        self._placement = {**self._placement, **place_slots(new, self._placement, len(self.servers))}
+
+    def _whole(self, key: VariableKey, parts: list[tuple[Shard, Array]]) -> Array:
+        if len(parts) == 1 and parts[0][0].end is None:
+            return parts[0][1]
+        value = np.array(host(self._variables[key]))
+        for shard, part in parts:
+            value[shard.begin : shard.end] = part
+        return value
+
+
+def _spec(variable: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(variable.shape), str(variable.dtype)
+
+
+def _digest(value: Array) -> bytes:
+    return hashlib.blake2b(value.tobytes(), digest_size=16).digest()

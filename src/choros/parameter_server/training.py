@@ -1,0 +1,206 @@
+"""``fit``, ``evaluate``, ``save`` and the other Keras methods under ``ParameterServerStrategy``.
+
+::
+
+    the user's call          chief                                                 worker
+    fit(x, y, …)             Keras' own, with batches scheduled                    serves until the job ends
+    train_on_batch(x, y)     the same                                              the same
+    evaluate, predict        Keras' own, with the servers' variables               Keras' own
+    save                     with the servers' variables and optimizer state       nothing
+
+Keras' own ``fit`` runs on the chief, with its training function replaced to take the next batches, as the framework's
+``fit`` passes them, and to schedule ``train_on`` on a worker for each.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import keras
+
+from choros.distribute.fit.training import KerasCall, Training
+from choros.distribute.scope import enter_fit, in_fit
+from choros.parameter_server.chief import Chief
+from choros.parameter_server.optimizer import add_remote_optimizer
+from choros.parameter_server.remote_value import RemoteValue
+from choros.parameter_server.session import ServerSession
+from choros.parameter_server.worker import Worker
+from choros.training.keras_internals.fit import jax_state, pythonify_logs
+from choros.training.keras_internals.models import build_from_batch
+
+#: Scheduled batches per worker: one being trained on, one waiting.
+_BATCHES_PER_WORKER = 2
+
+
+@final
+class ServerTraining(Training):
+    """The training of a chief or a worker: the objects of the scope are theirs, but a serving worker's are the chief's.
+    Where a worker's methods never return, it serves the chief.
+    """
+
+    def __init__(self, role: Chief | Worker) -> None:
+        self._role = role
+
+    def optimizer_created(self, optimizer: Any) -> None:
+        """Patches the optimizer: the servers apply its gradients."""
+        role = self._role
+        if not role.serving:
+            number = role.objects.add(optimizer)
+            remote = add_remote_optimizer(optimizer, number, lambda: role.session, is_chief=isinstance(role, Chief))
+            if remote is not None and remote.slots is not None:
+                role.objects.slots[number] = remote.slots
+
+    def model_created(self, model: Any) -> None:
+        """Adds it to the objects of the scope."""
+        if not self._role.serving:
+            self._role.objects.add(model)
+
+    def metric_created(self, metric: Any) -> None:
+        """Adds it to the objects of the scope."""
+        if not self._role.serving and not in_fit():  # Keras' own, which belong to the model
+            self._role.objects.add_metric(metric)
+
+    def compile(self, model: Any, call: KerasCall) -> None:
+        """Keras' own ``compile``; workers compile their copies in the same way."""
+        call.run()
+        if not self._role.serving:
+            self._role.objects.add_compile(model, call)
+
+    def fit(self, model: Any, call: KerasCall) -> Any:
+        """Keras' own loop, with its batches scheduled on the workers."""
+        chief = self._role.chief()
+        with enter_fit(), _coordinated(model, chief):
+            return call.run()
+
+    def train_on_batch(self, model: Any, call: KerasCall) -> Any:
+        """Trains on the batch on a worker, and waits for it."""
+        logs = self.fit(model, call)
+        self._role.chief().join()
+        return logs
+
+    def evaluate(self, model: Any, call: KerasCall) -> Any:
+        """Runs on the chief, with the servers' variables; on a worker only before training."""
+        del model
+        if isinstance(self._role, Chief):
+            self._role.session.pull()
+        return call.run()
+
+    predict = evaluate
+    test_on_batch = evaluate
+    predict_on_batch = evaluate
+
+    def save(self, write: Callable[[], Any], path: str) -> Any:
+        """Writes on the chief, with the servers' variables."""
+        del path
+        if isinstance(self._role, Chief):
+            self._role.session.pull()
+            return write()
+        return None
+
+
+@contextmanager
+def _coordinated(model: Any, chief: Chief) -> Iterator[None]:
+    """Within this block, the model's training function schedules batches, and its metrics wait for all of them."""
+    training = _CoordinatedTraining(model, chief)
+    replaced = {
+        "train_function": training.train_function(),
+        "make_train_function": lambda *_, **__: None,
+        "get_metrics_result": training.epoch_results,
+    }
+    # Not by setattr: Keras' attribute tracking would make them parts of the model.
+    attributes = vars(model)
+    saved = {name: attributes[name] for name in replaced if name in attributes}
+    attributes.update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            attributes.pop(name, None)
+        attributes.update(saved)
+
+
+@final
+class _CoordinatedTraining:
+    def __init__(self, model: Any, chief: Chief) -> None:
+        self._model = model
+        self._chief = chief
+        self._results = model.get_metrics_result
+        self._pending: deque[RemoteValue] = deque()
+        self._logs: dict[str, Any] = {}
+
+    def train_function(self) -> Callable[..., Any]:
+        """Returns the function that replaces the model's training function."""
+        model, steps = self._model, self._model.steps_per_execution
+
+        def from_iterator(iterator: Any) -> dict[str, Any]:
+            logs = self._schedule(next(iterator))
+            for batch in itertools.islice(iterator, steps - 1):
+                logs = self._schedule(batch)
+            return logs
+
+        def from_list(batches: Sequence[Any]) -> dict[str, Any]:
+            return from_iterator(iter(batches))
+
+        def with_state(state: Any, iterator: Any) -> tuple[dict[str, Any], Any]:
+            # Keras moves the values out of the model's variables during training; the chief needs them there.
+            _assign(model, state)
+            logs = from_iterator(iterator)
+            return logs, jax_state(model)
+
+        return {"tensorflow": from_iterator, "torch": from_list}.get(keras.backend.backend(), with_state)
+
+    def epoch_results(self) -> Any:
+        """Waits for all batches and returns the model's metrics; the model then has the servers' variables."""
+        self._chief.join()
+        return self._results()
+
+    def _schedule(self, batch: Any) -> dict[str, Any]:
+        """Schedules a batch; returns the latest logs, and waits only if there are none yet."""
+        build_from_batch(self._model, batch)
+        arguments = (self._chief.session, self._model, batch)
+        limit = _BATCHES_PER_WORKER * self._chief.workers
+        self._pending.append(self._chief.schedule(train_on, arguments, {}, limit))
+        latest: dict[str, Any] = {}
+        while self._pending and (self._pending[0].ready or not (latest or self._logs)):
+            try:
+                latest = self._pending.popleft().get()
+            except Exception:
+                self._chief.join()  # Raises the same error and clears it.
+                raise
+        if latest:
+            self._chief.flush_metrics()
+            metrics = dict(pythonify_logs(self._results()))
+            # A custom train_step may return other values than the model's metrics.
+            self._logs = metrics if metrics.keys() == latest.keys() else latest
+        return self._logs
+
+
+def train_on(session: ServerSession, model: Any, batch: Any) -> dict[str, float]:
+    """On a worker: runs Keras' own training step; returns its logs."""
+    build_from_batch(model, batch)
+    session.pull()  # Variables that were just built have this process's initial values.
+    if keras.backend.backend() == "tensorflow":
+        model.jit_compile = False  # XLA cannot call Python.
+    model.steps_per_execution = 1
+    model.make_train_function()
+    match keras.backend.backend():
+        case "tensorflow":
+            logs = model.train_function(iter([batch]))
+        case "torch":
+            model.train()
+            logs = model.train_function([batch])
+        case _:
+            state = jax_state(model)
+            logs, new = model.train_function(state, iter([batch]))
+            _assign(model, new)
+    return dict(pythonify_logs(logs))
+
+
+def _assign(model: Any, state: Any) -> None:
+    optimizer_variables = model.optimizer.variables
+    groups = (model.trainable_variables, model.non_trainable_variables, optimizer_variables, model.metrics_variables)
+    for variables, values in zip(groups, state, strict=True):
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)

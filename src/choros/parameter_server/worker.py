@@ -1,0 +1,180 @@
+"""The worker: runs the functions that the chief sends, until the job ends."""
+
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from queue import Empty, Queue
+from typing import Any, NoReturn, final
+
+from choros.errors import StrategyError
+from choros.observe import events
+from choros.observe.events import Kind
+from choros.observe.progress import page
+from choros.parameter_server import closures
+from choros.parameter_server.cluster import Cluster
+from choros.parameter_server.jobs import chief_lost, leave_signals_to_the_chief, wait_for_chief
+from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Run, Shutdown, StartJob
+from choros.parameter_server.optimizer import add_remote_optimizer, remote_optimizers
+from choros.parameter_server.recipes import compile_copy
+from choros.parameter_server.remote_value import PerWorkerDataset
+from choros.parameter_server.scope_objects import ScopeObjects
+from choros.parameter_server.session import ServerSession
+from choros.transport.channel import Channel, ChannelClosed, Failure
+from choros.transport.listener import Listener
+
+
+@final
+class Worker:
+    """A worker's role; once ``serving``, as a chief has connected, only the chief adds objects."""
+
+    def __init__(self, cluster: Cluster, exclusive: AbstractContextManager[Any] | None = None) -> None:
+        import keras
+
+        self.strategy: Any = None
+        self.objects = ScopeObjects()
+        self.serving = False
+        self._cluster = cluster
+        self._exclusive = exclusive or nullcontext()
+        self._session: ServerSession | None = None
+        self._functions: dict[bytes, Callable[..., Any]] = {}
+        self._datasets: dict[int, Any] = {}
+        self._defined: dict[Reference, int] = {}
+        self._iterators: dict[tuple[int, int], Iterator[Any]] = {}
+        if keras.backend.backend() == "jax":
+            from choros.arrays.jax_host_call import spare_xla_thread
+
+            spare_xla_thread()
+
+    @property
+    def session(self) -> ServerSession:
+        """The server session; available while this worker serves."""
+        if self._session is None:
+            raise StrategyError(
+                "an optimizer created in the scope of ParameterServerStrategy was applied outside fit() and outside "
+                "functions passed to ClusterCoordinator.schedule(): only there can workers reach the variables."
+            )
+        return self._session
+
+    def chief(self) -> NoReturn:
+        """Serves the chief; never returns."""
+        self.serve()
+
+    def dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+        """Keeps ``dataset_fn`` until the chief sends a function that uses the data set."""
+        self._datasets[len(self._datasets)] = getattr(dataset_fn, "python_function", dataset_fn)
+        return PerWorkerDataset(len(self._datasets) - 1)
+
+    def serve(self) -> NoReturn:
+        """Runs the functions that the chief sends; exits with code 0 when the job has ended."""
+        leave_signals_to_the_chief()
+        arrivals: Queue[tuple[Channel, StartJob]] = Queue()
+        # Functions run in this thread, which has the script's settings.
+        listener = Listener(
+            self._cluster.address, self._cluster.key, self._cluster.name, lambda *arrival: arrivals.put(arrival)
+        )
+
+        def arrival(seconds: float) -> tuple[Channel, StartJob] | None:
+            with suppress(Empty):
+                return arrivals.get(timeout=seconds)
+            return None
+
+        chief, start = wait_for_chief(arrival, self._cluster, listener)
+        listener.close()
+        self.run(chief, start)
+        raise SystemExit(0)
+
+    def run(self, chief: Channel, start: StartJob) -> None:
+        """Runs the functions that the chief sends, until the job has ended."""
+        self.serving = True
+        try:
+            self._join(chief, start)
+            while not isinstance(message := chief.receive(), Shutdown):
+                with self._exclusive:
+                    reply = self._reply(message)
+                chief.send(reply)
+        except ChannelClosed as error:
+            raise chief_lost() from error
+
+    def _join(self, chief: Channel, start: StartJob) -> None:
+        try:
+            partition = pickle.loads(start.partition)  # noqa: S301  (from an authenticated process)
+            self._session = ServerSession(self.objects, self._cluster.servers(start.job), partition)
+        except Exception as error:
+            chief.send(Failure.of(error))
+            raise
+        for remote in remote_optimizers(self.objects).values():
+            remote.prepare()
+        datasets = {("dataset", number): 0 for number in self._datasets}
+        chief.send(Joined(self.objects.kinds, {**self.objects.revisions, **datasets}))
+
+    def _reply(self, message: Run) -> Ran | Failure:
+        session = self.session
+        try:
+            for definition in message.definitions:
+                self._define(definition)
+            function = self._functions[message.function]
+            args, kwargs = closures.loads(message.arguments, self._resolve)
+            for number, remote in remote_optimizers(self.objects).items():
+                if number in message.learning_rates:
+                    remote.learning_rate = message.learning_rates[number]
+            began, waited = time.perf_counter(), page.waited
+            session.pull()
+            self.objects.reset_metrics()
+            name = getattr(function, "__name__", type(function).__name__)
+            with events.span(Kind.STEP_BEGUN, Kind.STEP_DONE, name):
+                result = function(*args, **kwargs)
+            session.push_statistics()
+            times = time.perf_counter() - began, page.waited - waited
+            pickled = pickle.PickleBuffer(closures.dumps(result, self.objects.reference))
+            return Ran(pickled, self.objects.count_metrics(), *times)
+        except Exception as error:  # noqa: BLE001  (every error of a function is reported to the chief)
+            cause, session.servers.failure = session.servers.failure, None
+            return Failure.of(cause or error)
+
+    def _define(self, definition: Definition) -> None:
+        if self._defined.get(definition.reference, -1) >= definition.revision:
+            return  # sent with a function that failed
+        with self.strategy.scope():
+            self._create(definition)
+        self._defined[definition.reference] = definition.revision
+
+    def _create(self, definition: Definition) -> None:
+        item = closures.loads(definition.pickled, self._resolve)
+        match definition.reference:
+            case ("function", key):
+                self._functions[key] = item
+            case ("dataset", number):
+                self._datasets[number] = item
+            case ("compiled", number):
+                compile_copy(self.objects.resolve(("created", number)), *item)
+            case ("metric", _):
+                self.objects.put(definition.reference, item)
+            case ("created", number):
+                self._add_created(number, *item)
+
+    def _add_created(self, number: int, created: Any, about: Any) -> None:
+        import keras
+
+        self.objects.put(("created", number), created)
+        if not isinstance(created, keras.optimizers.Optimizer):
+            self.session.plan(number, about)
+        elif remote := add_remote_optimizer(created, number, lambda: self.session, undecayed=about):
+            remote.prepare()
+
+    def _resolve(self, reference: Reference) -> Any:
+        match reference:
+            case ("session",):
+                return self._session
+            case ("strategy",):
+                return self.strategy
+            case ("per_worker", int(dataset), int(iterator)):
+                return self._iterator(dataset, iterator)
+            case _:
+                return self.objects.resolve(reference)
+
+    def _iterator(self, dataset: int, number: int) -> Iterator[Any]:
+        if (dataset, number) not in self._iterators:
+            dataset_fn = self._datasets[dataset]
+            self._iterators[dataset, number] = iter(dataset_fn() if callable(dataset_fn) else dataset_fn)
+        return self._iterators[dataset, number]

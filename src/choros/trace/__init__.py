@@ -1,0 +1,14 @@
+"""The timeline of a job: what each rank did when, in one file that Perfetto opens. Loaded only when one is read.
+
+::
+
+    rank 0 ── events ──► FILE.json.parts/rank-0.jsonl ──┐ at the end, through the engine ┌─► FILE.json
+    rank 1 ── events ──► FILE.json.parts/rank-1.jsonl ──┘ (``choros.comm.recording``)    │
+                                │                                                        │
+                                └── after a crash: chorosrun, or ``choros timeline`` ────┘
+
+Each rank writes its *part* as events happen (``choros.observe.timeline``), so a killed rank leaves all that it did;
+recording needs no messages. At the end rank 0 receives all parts, aligns the hosts' clocks (``clocks.py``), pairs
+events (``trace.py``) and writes Chrome's format (``chrome.py``). If the job does not come to that, the parts are merged
+where they lie.
+"""

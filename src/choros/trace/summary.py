@@ -1,0 +1,237 @@
+"""Where the time of a job went, and who waited for whom: read from a trace."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from choros.trace.trace import BUCKETS, STEPS, Call, Interval, Trace, collectives_of
+
+_MS, _S = 10**6, 10**9
+_LONGEST_NAME = 48
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Where a rank's time went, in ns; ``waiting``: in collectives before all ranks had called them."""
+
+    rank: int
+    host: str
+    recorded: int
+    waiting: int
+    transferring: int
+    steps: int
+    step: float | None
+
+    @property
+    def computing(self) -> int:
+        """The time outside of collectives."""
+        return self.recorded - self.waiting - self.transferring
+
+
+@dataclass(frozen=True)
+class WaitsForRank:
+    """The others' waits, in ns, in collectives this rank called last; ``collective``: where they waited longest."""
+
+    rank: int
+    collectives: int
+    total: int
+    median: float
+    longest: int
+    collective: str
+
+
+@dataclass(frozen=True)
+class CollectiveTimes:
+    """All ranks' calls, ``times`` of them, of collectives with one name; nanoseconds and bytes are added up."""
+
+    name: str
+    collective: str
+    times: int
+    waiting: int
+    transferring: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TimelineSummary:
+    """What a trace says; ``waits`` has the ranks waited for longest first, ``collectives`` the longest first."""
+
+    size: int
+    ranks: tuple[RankTimes, ...]
+    waits: tuple[WaitsForRank, ...]
+    collectives: tuple[CollectiveTimes, ...]
+
+
+def summarize(trace: Trace) -> TimelineSummary:
+    """Returns the summary of ``trace``."""
+    return TimelineSummary(trace.size, tuple(_rank_times(trace)), tuple(_waits(trace)), tuple(_collectives(trace)))
+
+
+def summary_text(summary: TimelineSummary, most: int = 10) -> str:
+    """Returns ``summary`` as tables, with ``most`` collectives or fewer in the last one."""
+    recorded = max(each.recorded for each in summary.ranks)
+    ranks = "1 rank" if summary.size == 1 else f"{summary.size} ranks"
+    if len(summary.ranks) < summary.size:
+        numbers = ", ".join(str(each.rank) for each in summary.ranks)
+        ranks += f", of which {len(summary.ranks)} recorded ({numbers})"
+    blocks = [f"{ranks}, {_time(recorded)}", _ranks_table(summary.ranks)]
+    if summary.waits:
+        total = sum(each.total for each in summary.waits)
+        first = summary.waits[0]
+        share = f", {_share(first.total, total)} of it for rank {first.rank}" if total else ""
+        blocks += [
+            f"Ranks waited for each other {_time(total)}, added up over all ranks{share}.",
+            _waits_table(summary.waits),
+        ]
+    if summary.collectives:
+        blocks.append(_collectives_table(summary.collectives[:most]))
+        left = len(summary.collectives) - most
+        blocks += [f"and {left} more (--top)"] if left > 0 else []
+    return "\n\n".join(blocks) + "\n"
+
+
+def _rank_times(trace: Trace) -> Iterable[RankTimes]:
+    calls_of: defaultdict[int, list[Call]] = defaultdict(list)
+    intervals_of: defaultdict[int, list[Interval]] = defaultdict(list)
+    for call in trace.calls:
+        calls_of[call.rank].append(call)
+    for interval in trace.intervals:
+        intervals_of[interval.rank].append(interval)
+    for rank in trace.ranks:
+        calls, intervals = calls_of[rank.rank], intervals_of[rank.rank]
+        waiting = _union((call.begun, call.begun + call.wait) for call in calls)
+        buckets = [(each.began, each.ended) for each in intervals if each.track == BUCKETS]
+        busy = _union([*((call.begun, call.done) for call in calls), *buckets])
+        begins = sorted(each.began for each in intervals if each.track == STEPS)
+        times = [after - before for before, after in itertools.pairwise(begins)]
+        yield RankTimes(
+            rank.rank,
+            rank.host,
+            rank.ended - rank.began,
+            waiting,
+            busy - waiting,
+            len(begins),
+            median(times) if times else None,
+        )
+
+
+def _waits(trace: Trace) -> list[WaitsForRank]:
+    waits: defaultdict[int, list[int]] = defaultdict(list)
+    collectives: defaultdict[int, int] = defaultdict(int)
+    names: defaultdict[tuple[int, str], int] = defaultdict(int)
+    for collective in collectives_of(trace.calls, [each.rank for each in trace.ranks]):
+        if collective.last is not None:
+            own = list(collective.waits.values())
+            waits[collective.last] += own
+            collectives[collective.last] += 1
+            names[collective.last, collective.calls[0].name] += sum(own)
+    found = []
+    for rank, each in waits.items():
+        longest = max((total, name) for (for_rank, name), total in names.items() if for_rank == rank)[1]
+        found.append(WaitsForRank(rank, collectives[rank], sum(each), median(each), max(each), longest))
+    return sorted(found, key=lambda each: -each.total)
+
+
+def _collectives(trace: Trace) -> list[CollectiveTimes]:
+    named: defaultdict[tuple[str, str], list[tuple[int, int, int, int]]] = defaultdict(list)
+    for collective in collectives_of(trace.calls):
+        calls = collective.calls
+        # A rank without batches takes part in what the others call under its own name.
+        first = next((call for call in calls if call.collective != "join"), calls[0])
+        sums = (sum(call.wait for call in calls), sum(call.transfer for call in calls))
+        named[first.name, first.collective].append((1, *sums, sum(call.bytes or 0 for call in calls)))
+    found = [
+        CollectiveTimes(name, collective, *(sum(column) for column in zip(*rows, strict=True)))
+        for (name, collective), rows in named.items()
+    ]
+    return sorted(found, key=lambda each: -(each.waiting + each.transferring))
+
+
+def _union(intervals: Iterable[tuple[int, int]]) -> int:
+    """The length of the union of ``intervals``."""
+    total = reached = 0
+    for begin, end in sorted(intervals):
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _ranks_table(ranks: Sequence[RankTimes]) -> str:
+    head = ["rank", "host", "recorded", "computing", "", "waiting", "", "transferring", ""]
+    rows = [
+        [
+            str(each.rank),
+            each.host,
+            _time(each.recorded),
+            *(
+                text
+                for part in (each.computing, each.waiting, each.transferring)
+                for text in (_time(part), _share(part, each.recorded))
+            ),
+        ]
+        for each in ranks
+    ]
+    if any(each.steps for each in ranks):
+        head += ["steps", "median step"]
+        for row, each in zip(rows, ranks, strict=True):
+            row += [str(each.steps), "" if each.step is None else _time(each.step)]
+    return _table(head, rows, left={1})
+
+
+def _waits_table(waits: Sequence[WaitsForRank]) -> str:
+    head = ["waited for", "times", "in all", "median", "longest", "most in"]
+    rows = [
+        [
+            f"rank {each.rank}",
+            str(each.collectives),
+            _time(each.total),
+            _time(each.median),
+            _time(each.longest),
+            _shortened(each.collective),
+        ]
+        for each in waits
+    ]
+    return _table(head, rows, left={0, 5})
+
+
+def _collectives_table(collectives: Sequence[CollectiveTimes]) -> str:
+    head = ["collective", "kind", "times", "waiting", "transferring", "bytes"]
+    rows = [
+        [
+            _shortened(each.name),
+            each.collective,
+            str(each.times),
+            _time(each.waiting),
+            _time(each.transferring),
+            f"{each.bytes:,}",
+        ]
+        for each in collectives
+    ]
+    return _table(head, rows, left={0, 1})
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: set[int]) -> str:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = (
+        "  ".join(
+            text.ljust(width) if column in left else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (head, *rows)
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else ""
+
+
+def _time(nanoseconds: float) -> str:
+    """Seconds, milliseconds or microseconds."""
+    return f"{nanoseconds / _S:.2f} s" if nanoseconds >= _S else f"{nanoseconds / _MS:.2f} ms"
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"

@@ -1,0 +1,253 @@
+"""A trace: the parts of all ranks, merged into what Perfetto shows, on one clock.
+
+::
+
+    records of one thread        begun ──── matched ───────── done        begun ─ … ─ done
+                                   │  wait     │   transfer     │           step, bucket, epoch
+                                   └──── Call of a collective ──┘           Interval
+
+The calls of one collective have the same *number* in the same process set, because all ranks match collectives in
+one order. The rank whose call begins last is the one for which the others wait.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from choros.observe.events import Kind
+from choros.observe.timeline import Record, TimelinePart
+from choros.trace.clocks import ClockSample, clock_map
+
+EPOCHS, STEPS, BUCKETS = "epochs", "steps", "buckets"
+#: Times are multiples of an eighth of a microsecond, which is exact in decimal and in binary: slices that touch in the
+#: trace touch in every reader, however it converts microseconds.
+_TICK = 125
+#: The mark of a moment at which all ranks have called a collective: what a cycle is in Horovod.
+_CYCLE = "CYCLE_START"
+#: What lasts from one kind of event to another: the other kind, the track, and what one is called.
+_INTERVALS = {
+    Kind.EPOCH_BEGUN: (Kind.EPOCH_DONE, EPOCHS, "epoch"),
+    Kind.STEP_BEGUN: (Kind.STEP_DONE, STEPS, "step"),
+    Kind.BUCKET_BEGUN: (Kind.BUCKET_DONE, BUCKETS, "bucket"),
+}
+_ENDS = {end: begin for begin, (end, _, _) in _INTERVALS.items()}
+_MARKS = (Kind.COMMIT, Kind.CHECKPOINT, Kind.RANK_CRASHED)
+
+
+@dataclass(frozen=True)
+class TracedRank:
+    """A rank of a trace. All times of a trace are nanoseconds since its begin, in steps of 125."""
+
+    rank: int
+    host: str
+    began: int
+    ended: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """A rank's call of a collective; ``number``: its position in the order in which these ranks matched collectives.
+    ``matched``: when it knew that all had called it; ``done``: or the recording's end. ``None``: that never happened.
+    """
+
+    rank: int
+    name: str
+    collective: str
+    ranks: tuple[int, ...]
+    number: int | None
+    begun: int
+    matched: int | None
+    done: int
+    bytes: int | None
+
+    @property
+    def wait(self) -> int:
+        """How long it waited for other ranks."""
+        return (self.done if self.matched is None else self.matched) - self.begun
+
+    @property
+    def transfer(self) -> int:
+        """How long the data took."""
+        return 0 if self.matched is None else self.done - self.matched
+
+
+@dataclass(frozen=True)
+class CallsOfCollective:
+    """A collective's calls, in the order in which they began; ``missing``: recorded ranks that did not call it."""
+
+    calls: tuple[Call, ...]
+    missing: tuple[int, ...] = ()
+
+    @property
+    def last(self) -> int | None:
+        """The rank for which the others waited; ``None`` if only one rank was recorded."""
+        if self.missing and all(call.matched is None for call in self.calls):
+            return self.missing[0]
+        return self.calls[-1].rank if len(self.calls) > 1 else None
+
+    @property
+    def waits(self) -> dict[int, int]:
+        """How long each other rank waited for ``last``."""
+        if self.last is None:
+            return {}
+        if self.last in self.missing:
+            return {call.rank: call.wait for call in self.calls}
+        late = self.calls[-1].begun
+        return {call.rank: max(0, min(call.wait, late - call.begun)) for call in self.calls[:-1]}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A step, bucket or epoch of a rank, in the track ``steps``, ``buckets`` or ``epochs``; named like ``step 3``."""
+
+    rank: int
+    track: str
+    name: str
+    began: int
+    ended: int
+    details: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of a rank, and what happened."""
+
+    rank: int
+    name: str
+    time: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A job's timeline; ``wall``: its begin, nanoseconds since 1970 by the first rank's host; ``ranks``: recorded."""
+
+    size: int
+    wall: int
+    ranks: tuple[TracedRank, ...]
+    calls: tuple[Call, ...]
+    intervals: tuple[Interval, ...] = ()
+    marks: tuple[Mark, ...] = ()
+
+
+def merge(parts: Iterable[TimelinePart]) -> Trace:
+    """Merges the parts of one rank or more, with the clock of the first rank's host, to which others' are converted."""
+    ordered = sorted(parts, key=lambda part: part.header.rank)
+    maps = _clock_maps(ordered)
+    start = min(maps[part.header.clock](part.header.began) for part in ordered)
+    aligned = [_aligned(part, maps[part.header.clock], start) for part in ordered]
+    calls = [_calls(part) for part in aligned]
+    return Trace(
+        max(part.header.size for part in ordered),
+        ordered[0].header.wall + start,
+        tuple(TracedRank(part.header.rank, part.header.host, part.header.began, part.ended) for part in aligned),
+        tuple(call for each in calls for call in each),
+        tuple(interval for part in aligned for interval in _intervals(part)),
+        tuple(mark for part, own in zip(aligned, calls, strict=True) for mark in _marks(part, own)),
+    )
+
+
+def collectives_of(calls: Iterable[Call], recorded: Sequence[int] = ()) -> list[CallsOfCollective]:
+    """Returns calls by collective, first called first; a ``recorded`` rank without a call of one is missing there."""
+    found: defaultdict[Hashable, list[Call]] = defaultdict(list)
+    seen: defaultdict[Hashable, int] = defaultdict(int)
+    for call in calls:
+        key = (call.ranks, call.name if call.number is None else call.number)
+        # A process set that is registered again counts from the start.
+        found[key, seen[call.rank, key]].append(call)
+        seen[call.rank, key] += 1
+    result = []
+    for same in found.values():
+        missing = set(same[0].ranks).intersection(recorded) - {call.rank for call in same}
+        result.append(CallsOfCollective(tuple(sorted(same, key=lambda call: call.begun)), tuple(sorted(missing))))
+    return sorted(result, key=lambda collective: collective.calls[0].begun)
+
+
+def _clock_maps(parts: Sequence[TimelinePart]) -> dict[str, Callable[[int], int]]:
+    """Returns the map of each clock to that of the first rank."""
+    reference = parts[0].header
+    # By the first rank of each clock: 0 for the reference.
+    defaults = {part.header.clock: part.header.wall - reference.wall for part in reversed(parts)}
+    if len(defaults) == 1:
+        return {reference.clock: clock_map((), 0)}
+    clocks = {part.header.rank: part.header.clock for part in parts}
+    samples: defaultdict[str, list[ClockSample]] = defaultdict(list)
+    for collective in collectives_of(call for part in parts for call in _calls(part)):
+        by_clock: defaultdict[str, list[Call]] = defaultdict(list)
+        for call in collective.calls:
+            by_clock[clocks[call.rank]].append(call)
+        bounds = {clock: _bounds(same) for clock, same in by_clock.items()}
+        expected = bounds.pop(reference.clock, None)
+        for clock, own in bounds.items():
+            if own is not None and expected is not None:
+                samples[clock].append(ClockSample(*own, *expected))
+    return {clock: clock_map(samples[clock], default) for clock, default in defaults.items()}
+
+
+def _aligned(part: TimelinePart, clock: Callable[[int], int], start: int) -> TimelinePart:
+    """Returns ``part`` with the times of a trace."""
+
+    def converted(time: int) -> int:
+        return (clock(time) - start) // _TICK * _TICK
+
+    records = tuple(replace(record, time=converted(record.time)) for record in part.records)
+    return TimelinePart(replace(part.header, began=converted(part.header.began)), records, converted(part.ended))
+
+
+def _bounds(calls: Iterable[Call]) -> tuple[int, int] | None:
+    """The last begin and the first match of calls on one clock; ``None`` if none was matched."""
+    matches = [call.matched for call in calls if call.matched is not None]
+    return (max(call.begun for call in calls), min(matches)) if matches else None
+
+
+def _calls(part: TimelinePart) -> list[Call]:
+    """Pairs the events of collectives."""
+    everyone = tuple(range(part.header.size))
+    calls: list[Call] = []
+    #: Of each thread: one that waits for its turn may run another collective meanwhile.
+    under_way: defaultdict[int, list[Call]] = defaultdict(list)
+    for record in part.records:
+        calls_of_thread = under_way[record.thread]
+        if record.kind is Kind.COLLECTIVE_BEGUN:
+            ranks = tuple(record.details.get("process_set", everyone))
+            collective = record.details.get("collective", record.name)
+            calls_of_thread.append(
+                Call(part.header.rank, record.name, collective, ranks, None, record.time, None, part.ended, None)
+            )
+        elif calls_of_thread and record.kind is Kind.COLLECTIVE_MATCHED:
+            number = record.details.get("number")
+            calls_of_thread[-1] = replace(calls_of_thread[-1], number=number, matched=record.time)
+        elif calls_of_thread and record.kind is Kind.COLLECTIVE_DONE:
+            calls.append(replace(calls_of_thread.pop(), done=record.time, bytes=record.details.get("bytes", 0)))
+    return calls + [call for each in under_way.values() for call in each]
+
+
+def _intervals(part: TimelinePart) -> list[Interval]:
+    intervals: list[Interval] = []
+    under_way: dict[tuple[Kind, int, str], Record] = {}
+    for record in part.records:
+        if record.kind in _INTERVALS:
+            under_way[record.kind, record.thread, record.name] = record
+        elif record.kind in _ENDS:
+            begin = under_way.pop((_ENDS[record.kind], record.thread, record.name), None)
+            if begin is not None:
+                intervals.append(_interval(part, begin, record.time, record.details))
+    return intervals + [_interval(part, begin, part.ended, {}) for begin in under_way.values()]
+
+
+def _interval(part: TimelinePart, begin: Record, ended: int, details: Mapping[str, Any]) -> Interval:
+    _, track, noun = _INTERVALS[begin.kind]
+    number = f" {begin.details[noun]}" if noun in begin.details else ""
+    of = f" of {begin.name}" if begin.name else ""
+    together = {name: value for name, value in {**begin.details, **details}.items() if name not in (noun, "seconds")}
+    return Interval(part.header.rank, track, f"{noun}{number}{of}", begin.time, ended, together)
+
+
+def _marks(part: TimelinePart, calls: Sequence[Call]) -> list[Mark]:
+    rank = part.header.rank
+    marks = [
+        Mark(rank, f"{record.kind}: {record.name}", record.time) for record in part.records if record.kind in _MARKS
+    ]
+    if part.header.mark_cycles:
+        marks += [Mark(rank, _CYCLE, call.matched) for call in calls if call.matched is not None]
+    return marks

@@ -1,0 +1,314 @@
+"""Models, layers, metrics, variables and optimizers of Keras: what they have, and do, under private names."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+from keras.src import api_export
+from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
+from keras.src.backend.common.variables import AutocastScope, Variable
+from keras.src.models.functional import Functional, functional_like_constructor
+from keras.src.optimizers.base_optimizer import BaseOptimizer as BaseOptimizer
+from keras.src.optimizers.multi_optimizer import MultiOptimizer as MultiOptimizer
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.random.seed_generator import global_seed_generator as make_global_seed_generator
+from keras.src.trainers.compile_utils import CompileMetrics
+from keras.src.trainers.trainer import Trainer as Trainer
+from keras.src.utils.tracking import no_automatic_dependency_tracking as no_automatic_dependency_tracking
+
+from choros.training.replaced import Replaced
+
+# Imported unchanged for other modules, besides base classes that have no public name:
+#   in_stateless_scope                whether variables have the values of a function's arguments.
+#   in_symbolic_scope                 whether Keras only computes shapes.
+#   no_automatic_dependency_tracking  for methods that set lists on an optimizer, as for Keras' own ``build``.
+
+#: The base class of variables: ``keras.Variable`` is the framework's subclass.
+AnyVariable = Variable
+
+_TRACKED = ("_layers", "_trainable_variables", "_non_trainable_variables")
+#: Attributes that Keras sets in ``fit``, ``evaluate`` and ``predict``.
+_LATE_ATTRIBUTES = frozenset(
+    ("_eval_epoch_iterator", "_jax_state", "history", "stop_evaluating", "stop_predicting", "stop_training")
+)
+#: The mark of models that ``fit`` has built from a batch.
+BUILT = "_choros_built"
+
+
+# optimizers -------------------------------------------------------------------------------------
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside a ``LossScaleOptimizer``, or the given one; the public name exists on that class only."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers inside a ``LossScaleOptimizer`` or a ``MultiOptimizer``, which has them in a private list."""
+    scaled = getattr(optimizer, "inner_optimizer", None)
+    return [*([] if scaled is None else [scaled]), *getattr(optimizer, "_inner_optimizers", ())]
+
+
+def trained_variables(optimizer: Any) -> list[Any]:
+    """The variables that a built optimizer trains, in its order; ``optimizer.variables`` are its own state."""
+    variables: list[Any] = optimizer._trainable_variables
+    return variables
+
+
+def note_trained_variables(optimizer: Any, variables: Iterable[Any]) -> None:
+    """``build`` without any state: sets what ``BaseOptimizer.build`` sets besides the variables it creates."""
+    optimizer._trainable_variables = list(variables)
+    for index, variable in enumerate(optimizer._trainable_variables):
+        optimizer._trainable_variables_indices[optimizer._var_key(variable)] = index
+    optimizer.built = True
+
+
+def apply_count(optimizer: Any) -> Any:
+    """The variable that counts calls of ``apply``; the public ``iterations`` counts updates, which may be fewer."""
+    return innermost(optimizer)._iterations
+
+
+def learning_rate_of(optimizer: Any) -> Any:
+    """The variable, schedule or function of the learning rate; the public ``learning_rate`` is its value."""
+    return optimizer._learning_rate
+
+
+def accumulators(optimizer: Any) -> Sequence[Any]:
+    """The variables that accumulate gradients with ``gradient_accumulation_steps``; they have no public name."""
+    accumulated: Sequence[Any] = getattr(optimizer, "_accumulated_gradients", ())
+    return accumulated
+
+
+def own_variables(optimizer: Any) -> list[Any]:
+    """A ``LossScaleOptimizer``'s own variables; its public ``variables`` include the inner optimizer's."""
+    variables: list[Any] = optimizer._variables
+    return variables
+
+
+def drop_empty_gradients(optimizer: Any, gradients: Any, variables: Any) -> Any:
+    """The gradients that are not ``None`` and their variables, with Keras' warnings and errors for the others."""
+    return optimizer._filter_empty_gradients(gradients, variables)
+
+
+def decays(optimizer: Any, variable: Any) -> bool:
+    """Whether weight decay applies to ``variable``; in Keras only the setter is public."""
+    return bool(optimizer._use_weight_decay(variable))
+
+
+def exclude_from_weight_decay(optimizer: Any, variables: Iterable[Any]) -> None:
+    """The setter, for variables alone: the public one also resets the name patterns."""
+    optimizer._exclude_from_weight_decay = {optimizer._var_key(variable) for variable in variables}
+
+
+def export_like(derived: type, base: type) -> None:
+    """Registers ``derived`` under the public name of ``base``, by which Keras finds a class when it loads a file."""
+    if (public_name := api_export.REGISTERED_OBJS_TO_NAMES.get(base)) is not None:
+        api_export.REGISTERED_OBJS_TO_NAMES[derived] = public_name
+
+
+# models, layers, metrics, variables -------------------------------------------------------------
+
+
+def layers_of(model: Any, *, include_self: bool = True) -> list[Any]:
+    """The layers at all depths; the public ``layers`` are those at the first depth."""
+    return list(model._flatten_layers(include_self=include_self))
+
+
+def metrics_of(model: Any) -> list[Any]:
+    """All metrics, also those given to ``compile``, which the public ``metrics`` lacks until the first batch."""
+    compiled = model._compile_metrics
+    given = () if compiled is None else (compiled._user_metrics, compiled._user_weighted_metrics)
+    return [each for each in (*model.metrics, *keras.tree.flatten(given)) if isinstance(each, keras.Metric)]
+
+
+def single_metrics(metrics: Iterable[Any]) -> list[Any]:
+    """Replaces the one metric that holds all those given to ``compile`` by them; it has no public name."""
+    return [single for each in metrics for single in (each.metrics if isinstance(each, CompileMetrics) else [each])]
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """The optimizers that are attributes of a model or of its layers, also in lists and dicts; Keras knows one only."""
+    found: dict[int, Any] = {}
+
+    def collect(value: Any) -> None:
+        if isinstance(value, keras.optimizers.Optimizer):
+            found[id(value)] = value
+        elif isinstance(value, (list, tuple, dict)):
+            for item in value.values() if isinstance(value, dict) else value:
+                collect(item)
+
+    for layer in layers_of(model):
+        collect({name: value for name, value in vars(layer).items() if not name.startswith("_")})
+    return list(found.values())
+
+
+def own_methods(model: Any) -> frozenset[str]:
+    """Those of the methods that train which a model's class has overridden; Keras has no flag for it."""
+    names, own = ("train_step", "test_step", "compute_loss"), f"{keras.__name__}.src."
+    return frozenset(name for name in names if not getattr(type(model), name).__module__.startswith(own))
+
+
+def own_statistics(layer: Any) -> list[Any]:
+    """A layer's own statistics, such as a moving mean; the public name includes seeds and the inner layers."""
+    statistics: list[Any] = layer._non_trainable_variables
+    return statistics
+
+
+def statistics_of(layer: Any) -> list[Any]:
+    """A layer's own statistics of rows; those of ``SpectralNormalization`` are of its weights."""
+    return [] if isinstance(layer, keras.layers.SpectralNormalization) else own_statistics(layer)
+
+
+def normalize_by(layer: Any, moments: Callable[[Any, Any, Sequence[int], Callable[[], Any]], Any]) -> None:
+    """Makes a layer normalise in training by ``moments(inputs, mask, axes of the rows, Keras' own)``, if none does."""
+    if "_moments" in vars(layer):
+        return
+    given = layer._moments
+
+    def normalizing(inputs: Any, mask: Any) -> Any:
+        axes = layer._reduction_axes
+
+        def own() -> Any:
+            return keras.ops.moments(inputs, axes=axes) if mask is None else given(inputs, mask)
+
+        return moments(inputs, mask, axes, own)
+
+    # Bypasses Keras' attribute tracking: the function is not part of the layer.
+    object.__setattr__(layer, "_moments", normalizing)
+
+
+def has_value(variable: Any) -> bool:
+    """Whether the variable has a value yet; reading the public ``value`` would create one."""
+    return variable._value is not None
+
+
+def local_value(variable: Any) -> Any:
+    """This process's value; the public ``value`` may be overridden, to communicate."""
+    return variable._value
+
+
+def read_gathered_rows_only() -> None:
+    """Makes ``tf.gather`` (``Embedding``) read rows of Keras' variables, which lack ``sparse_read``, not copy all."""
+
+    def sparse_read(variable: Any, indices: Any, name: str | None = None) -> Any:
+        import tensorflow as tf
+
+        with AutocastScope(None):
+            value = variable.value
+        return variable._maybe_autocast(tf.gather(value, indices, name=name))
+
+    if not hasattr(keras.Variable, "sparse_read"):
+        keras.Variable.sparse_read = sparse_read
+
+
+def seed_generators_of(model: Any) -> list[Any]:
+    """The seed generators of a model's layers at all depths; they have no public name."""
+    return [generator for layer in layers_of(model) for generator in getattr(layer, "_seed_generators", ())]
+
+
+def global_seed_generator(*, create: bool = False) -> Any:
+    """The generator of random functions that are given no seed; ``None`` if there is none yet, unless it is created."""
+    return make_global_seed_generator() if create else get_global_attribute(GLOBAL_SEED_GENERATOR)
+
+
+def is_built(model: Any) -> bool:
+    """Whether all layers have variables: ``build(shape)`` without an own ``build`` marks the model, not its layers."""
+
+    def waits(layer: Any) -> bool:
+        is_container = type(layer).build is keras.Layer.build and type(layer).call is keras.Model.call
+        return not (layer.built or is_container)
+
+    is_early = hasattr(model, BUILT) or (model.built and keras.backend.backend() != "tensorflow")
+    return is_early or not any(map(waits, layers_of(model)))
+
+
+def build_from_batch(model: Any, batch: Any = None, iterator: Any = None) -> bool:
+    """Creates the variables and metrics that a model lacks, for batches like this one; returns whether they exist.
+    On TensorFlow its own ``train_step`` is traced, not run: only that knows whose input is what, and there may be no
+    ``call``. An eager step cannot be traced: Keras calls the model, if that succeeds.
+    """
+    has_own_step = keras.backend.backend() == "tensorflow" and type(model).train_step is not keras.Model.train_step
+    if has_own_step and not model.run_eagerly:
+        import tensorflow as tf
+
+        if batch is None:
+            batch = next(next(iter(iterator))[-1])
+        step = tf.function(tf.autograph.experimental.do_not_convert(lambda batch: model.train_step(batch)))
+        model._autoconvert_optionals(step.get_concrete_function)(batch)
+        return True
+    try:
+        model._symbolic_build(iterator=iterator, data_batch=batch)
+    except Exception:
+        if has_own_step:
+            return False
+        raise
+    return True
+
+
+def build_metrics(model: Any, batch: Callable[[], Any]) -> None:
+    """Creates the variables of the metrics given to ``compile``, which TensorFlow would create in the first step."""
+    metrics = model._compile_metrics
+    if model.built and metrics is not None and not metrics.built:
+        build_from_batch(model, batch())
+
+
+def tracked(layer: Any) -> dict[str, list[Any]]:
+    """The layers and variables that a layer has, in the order in which Keras has found them in its attributes."""
+    return {name: list(getattr(layer, name)) for name in _TRACKED}
+
+
+def order_tracked(layer: Any, order: Mapping[str, Sequence[Any]]) -> None:
+    """Makes the order the same as in another process, where ``tracked`` was called."""
+    for name, items in order.items():
+        getattr(layer, name)[:] = items
+
+
+def user_attributes(layer: Any) -> dict[str, Any]:
+    """The attributes that a user's class has set, without those that Keras and the framework have set."""
+    plain: Any = keras.Model() if isinstance(layer, keras.Model) else keras.Layer()
+    if isinstance(layer, keras.Model):
+        plain.compile()
+    own = frozenset(vars(plain)) | _LATE_ATTRIBUTES
+    # PyTorch keeps modules apart, and among them one of Keras' own.
+    modules = {name: value for name, value in vars(layer).get("_modules", {}).items() if name != "torch_params"}
+    attributes = {**vars(layer), **modules}
+    return {name: value for name, value in attributes.items() if name not in own and not name.startswith("_self_")}
+
+
+def is_functional(layer: Any) -> bool:
+    """Whether a layer is a model that Keras describes by its graph: sequential, or functional without a constructor."""
+    return isinstance(layer, keras.Sequential) or (
+        isinstance(layer, Functional) and bool(functional_like_constructor(type(layer)))
+    )
+
+
+@contextmanager
+def patched_windows(replacement: Callable[..., Any]) -> Iterator[None]:
+    """A context in which Keras calls TensorFlow's convolutions and pooling through ``replacement(own, inputs, …)``."""
+    from keras.src.backend.tensorflow import nn
+
+    names = ("average_pool", "conv", "conv_transpose", "depthwise_conv", "max_pool", "separable_conv")
+    with Replaced(nn, **{name: functools.partial(replacement, getattr(nn, name)) for name in names}):
+        yield
+
+
+def strategy_aware_classes() -> list[type]:
+    """The classes whose ``__init__`` keeps TensorFlow's current strategy, if any; they have no public name."""
+    if keras.backend.backend() != "tensorflow":
+        return []
+    from keras.src.backend.tensorflow.optimizer import TFOptimizer
+    from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+    return [TFOptimizer, TensorFlowTrainer]
+
+
+def torch_device() -> str:
+    """The device on which Keras creates torch tensors."""
+    from keras.src.backend.torch.core import get_device
+
+    device: str = get_device()
+    return device
