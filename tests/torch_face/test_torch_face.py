@@ -5,7 +5,9 @@ Collectives, in ``collective_cases.py``, run on both.
 
 import pytest
 
+from choros import settings
 from choros.parallel.reduce.plan import bucket_bytes
+from choros.settings import Config
 from harness import Job, case_names, check_case, on
 
 MODULE = "torch_face.torch_cases"
@@ -47,6 +49,6 @@ def test_collectives_of_three_ranks(case: str, job: Job) -> None:
     ],
 )
 def test_overlap(setting: str, devices: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHOROS_OVERLAP", setting)
+    monkeypatch.setattr(settings, "_config", Config.from_environ({"CHOROS_OVERLAP": setting}))
     accelerated = any(device != "cpu" for device in devices)
     assert (bucket_bytes(accelerated=accelerated, device=None) is not None) is expected

@@ -84,9 +84,9 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet | Iterable[int]] | 
     open_standard_files()
     _install_hooks()
     config = Config.from_environ(os.environ)
+    launched = detect(os.environ)
     keep(config)
     show_log(config)
-    launched = detect(os.environ)
     _listeners.begin(config, launched.rank)
     try:
         communicator, position, finalize = _start_engine(config, launched, comm)
