@@ -3,15 +3,16 @@
 Arrays that cannot be compressed, or are too small to gain from it, are sent uncompressed (``SelectiveCompressor``)::
 
     Compressor ─creates─► Exchange, which keeps buffers and residuals from step to step
-    ├── NoCompression, Float16      casts.py       FusedExchange: an allreduce in that dtype
-    ├── Bfloat16, Int8              sliced.py    ┐ VectorExchange: arrays concatenated to one float32
-    ├── TopK                        top_k.py     ┘ vector, which a VectorSum sums: SlicedSum or TopKSum
-    └── PowerSGD                    power_sgd.py   two small allreduces for all matrices
+    ├── NoCompression, Float16      compressor.py  FusedExchange: an allreduce in that dtype
+    └── SelectiveCompressor
+        ├── VectorCompressor        vector.py      sums arrays that are concatenated to one float32 vector
+        │   ├── Bfloat16, Int8      sliced.py      in slices, as an allreduce does
+        │   └── TopK                top_k.py       of which it gathers the largest elements
+        └── PowerSGD                power_sgd.py   two small allreduces for all matrices
 """
 
 from choros.errors import ConfigError
-from choros.parallel.compression.casts import Float16, NoCompression
-from choros.parallel.compression.compressor import Compressor
+from choros.parallel.compression.compressor import Compressor, Float16, NoCompression
 from choros.parallel.compression.power_sgd import PowerSGD
 from choros.parallel.compression.sliced import Bfloat16, Int8
 from choros.parallel.compression.top_k import TopK

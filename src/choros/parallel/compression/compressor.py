@@ -1,4 +1,4 @@
-"""The interface of all compressions."""
+"""The interface of all compressions, and those that are casts: none and fp16."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from choros.arrays import adapter_of
 from choros.comm import BFLOAT16, Communicator
 from choros.comm.fusion import Layout
 from choros.errors import ConfigError
-from choros.parallel.reduce.exchange import Exchange, Groups, SplitExchange, only
+from choros.parallel.reduce.exchange import Exchange, SplitExchange, only
 from choros.parallel.reduce.fused import FusedExchange
 
 DType = np.dtype[np.generic]
@@ -59,6 +59,37 @@ class Compressor(ABC):
         return FusedExchange(communicator, layout, groups, self.wire_dtype)
 
 
+@final
+class NoCompression(Compressor):
+    """Gradients are sent uncompressed."""
+
+    def wire_dtype(self, dtype: DType) -> DType:
+        """See ``plain_dtype``."""
+        return plain_dtype(dtype)
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """Returns ``tensor`` itself."""
+        return tensor, None
+
+    def decompress(self, tensor: Any, context: Any) -> Any:
+        """Returns ``tensor`` itself."""
+        del context
+        return tensor
+
+
+@final
+class Float16(Compressor):
+    """Gradients are sent and summed in float16."""
+
+    def wire_dtype(self, dtype: DType) -> DType:
+        """Returns float16 for every floating-point dtype."""
+        return np.dtype(np.float16) if is_floating(dtype) else dtype
+
+    def row_dtype(self, dtype: DType) -> DType:
+        """As ``wire_dtype``."""
+        return self.wire_dtype(dtype)
+
+
 class SelectiveCompressor(Compressor):
     """A compression of gradients only, and of those that it ``compresses``; others are sent uncompressed.
 
@@ -73,8 +104,8 @@ class SelectiveCompressor(Compressor):
         """Whether an array is compressed: it is of floating-point numbers, and it pays."""
 
     @abstractmethod
-    def compressing(self, communicator: Communicator, layout: Layout, groups: Groups) -> Exchange:
-        """Creates the exchange of the arrays that are compressed."""
+    def compressing(self, communicator: Communicator, layout: Layout) -> Exchange:
+        """Creates the exchange of arrays that are compressed and sent together."""
 
     @final
     def wire_dtype(self, dtype: DType) -> DType:
@@ -89,11 +120,14 @@ class SelectiveCompressor(Compressor):
     @final
     def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
         """See ``Compressor``."""
-        chosen = [index for index, each in enumerate(layout) if self.compresses(*each)]
-        others = sorted(set(range(len(layout))) - set(chosen))
-        parts: list[tuple[Sequence[int], Exchange]] = []
-        if chosen:
-            parts.append((chosen, self.compressing(communicator, *only(chosen, layout, groups))))
+        chosen = {index for index, each in enumerate(layout) if self.compresses(*each)}
+        together = [[index for index in group if index in chosen] for group in groups]
+        parts: list[tuple[Sequence[int], Exchange]] = [
+            (indices, self.compressing(communicator, tuple(layout[index] for index in indices)))
+            for indices in together
+            if indices
+        ]
+        others = sorted(set(range(len(layout))) - chosen)
         if others:
             parts.append((others, FusedExchange(communicator, *only(others, layout, groups), plain_dtype)))
         return SplitExchange(parts)

@@ -21,7 +21,7 @@ from choros.comm.fusion import Layout
 from choros.errors import ConfigError
 from choros.parallel.compression.compressor import DType, SelectiveCompressor, is_floating, plain_dtype
 from choros.parallel.compression.vector import ErrorFeedback
-from choros.parallel.reduce.exchange import Array, Exchange, Groups
+from choros.parallel.reduce.exchange import Array, Exchange
 from choros.parallel.reduce.fused import FusedExchange
 
 Matrix = NDArray[np.float32]
@@ -45,7 +45,7 @@ def _orthonormal(matrix: Matrix) -> Matrix:
 
 @final
 class _PowerExchange(Exchange):
-    def __init__(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]], rank: int) -> None:
+    def __init__(self, communicator: Communicator, layout: Layout, rank: int) -> None:
         self._layout = layout
         self._shapes = [matrix_shape(shape) for shape, _ in layout]
         self._feedback = [ErrorFeedback(shape) for shape in self._shapes]
@@ -53,9 +53,9 @@ class _PowerExchange(Exchange):
         self._right = [
             _orthonormal(generator.standard_normal((columns, rank), np.float32)) for _, columns in self._shapes
         ]
-        float32 = np.dtype(np.float32)
+        float32, together = np.dtype(np.float32), [range(len(layout))]
         sums = [
-            FusedExchange(communicator, tuple(((side, rank), float32) for side in sides), groups, plain_dtype)
+            FusedExchange(communicator, tuple(((side, rank), float32) for side in sides), together, plain_dtype)
             for sides in zip(*self._shapes, strict=True)
         ]
         self._sum_left, self._sum_right = sums
@@ -102,6 +102,6 @@ class PowerSGD(SelectiveCompressor):
         """See ``SelectiveCompressor``."""
         return is_floating(dtype) and 2 * self.rank * sum(matrix_shape(shape)) < math.prod(shape)
 
-    def compressing(self, communicator: Communicator, layout: Layout, groups: Groups) -> Exchange:
+    def compressing(self, communicator: Communicator, layout: Layout) -> Exchange:
         """See ``SelectiveCompressor``."""
-        return _PowerExchange(communicator, layout, groups, self.rank)
+        return _PowerExchange(communicator, layout, self.rank)

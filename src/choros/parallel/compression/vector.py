@@ -1,85 +1,74 @@
 """Arrays concatenated to one vector, the interface of lossy vector sums, and the feedback of their errors."""
 
-from __future__ import annotations
-
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from choros.comm import Communicator
 from choros.comm.fusion import Layout
+from choros.parallel.compression.compressor import SelectiveCompressor
 from choros.parallel.reduce.exchange import Array, Exchange
 
 Vector = NDArray[np.float32]
 
 
-class VectorSum(ABC):
-    """Sums vectors of one length over the ranks, with a rounding error; ranks compare ``description`` first."""
+class VectorCompressor(SelectiveCompressor):
+    """A compression of arrays that are concatenated to one float32 vector, which it sums with a rounding error.
 
-    description: str
+    Attributes:
+        feedback: whether the next step adds what the sum of this one lacks.
+    """
+
+    feedback: ClassVar[bool] = True
 
     @abstractmethod
-    def sum(self, vector: Vector, residual: Vector | None) -> Vector:
+    def sum(self, communicator: Communicator, vector: Vector, residual: Vector | None) -> Vector:
         """Returns the same sum on every rank, not finite if any vector is not; ``residual`` receives what it lacks."""
 
+    def describe(self, count: int) -> str:
+        """Returns how ``count`` numbers are sent: ranks compare it first."""
+        return f"{self.name}[{count}]"
 
-@dataclass(frozen=True)
-class _Group:
-    """Concatenated arrays: array ``indices[i]`` at ``bounds[i]``."""
-
-    indices: Sequence[int]
-    bounds: Sequence[tuple[int, int]]
-    method: VectorSum
-    vector: Vector
-    feedback: ErrorFeedback | None
+    @final
+    def compressing(self, communicator: Communicator, layout: Layout) -> Exchange:
+        """See ``SelectiveCompressor``."""
+        return _VectorExchange(self, communicator, layout)
 
 
 @final
-class VectorExchange(Exchange):
-    """Concatenates the arrays of each group to one float32 vector, and sums that; ``method`` creates the sum."""
-
-    def __init__(
-        self, layout: Layout, groups: Sequence[Sequence[int]], method: Callable[[int], VectorSum], *, feedback: bool
-    ) -> None:
+class _VectorExchange(Exchange):
+    def __init__(self, compressor: VectorCompressor, communicator: Communicator, layout: Layout) -> None:
+        ends = list(accumulate((math.prod(shape) for shape, _ in layout), initial=0))
+        self._compressor = compressor
+        self._communicator = communicator
         self._layout = layout
-        self._groups = []
-        for group in groups:
-            ends = list(accumulate((math.prod(layout[index][0]) for index in group), initial=0))
-            vector = np.zeros(ends[-1], np.float32)
-            error_feedback = ErrorFeedback(vector.shape) if feedback else None
-            self._groups.append(_Group(group, list(pairwise(ends)), method(ends[-1]), vector, error_feedback))
-        self.description = ", ".join(group.method.description for group in self._groups)
+        self._slices = [slice(*bounds) for bounds in pairwise(ends)]
+        self._vector = np.zeros(ends[-1], np.float32)
+        self._feedback = ErrorFeedback(self._vector.shape) if compressor.feedback else None
+        self.description = compressor.describe(ends[-1])
 
     def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
         """See ``Exchange``."""
-        results: dict[int, Array] = {}
-        for group in self._groups:
-            total = _sum(group, arrays, before)
-            total *= np.float32(after)
-            for index, (start, stop) in zip(group.indices, group.bounds, strict=True):
-                shape, dtype = self._layout[index]
-                results[index] = total[start:stop].reshape(shape).astype(dtype)
-        return [results[index] for index in range(len(self._layout))]
-
-
-def _sum(group: _Group, arrays: Sequence[Array] | None, before: float) -> Vector:
-    vector = group.vector
-    if arrays is None:
-        vector.fill(0)
-    else:
-        for index, (start, stop) in zip(group.indices, group.bounds, strict=True):
-            np.multiply(arrays[index].reshape(-1), before, out=vector[start:stop], dtype=np.float32, casting="unsafe")
-    if group.feedback is None:
-        return group.method.sum(vector, None)
-    vector += group.feedback.residual
-    total = group.method.sum(vector, group.feedback.next_residual)
-    group.feedback.end_step(total)
-    return total
+        vector = self._vector
+        if arrays is None:
+            vector.fill(0)
+        else:
+            for array, part in zip(arrays, self._slices, strict=True):
+                np.multiply(array.reshape(-1), before, out=vector[part], dtype=np.float32, casting="unsafe")
+        if self._feedback is None:
+            total = self._compressor.sum(self._communicator, vector, None)
+        else:
+            vector += self._feedback.residual
+            total = self._compressor.sum(self._communicator, vector, self._feedback.next_residual)
+            self._feedback.end_step(total)
+        total *= np.float32(after)
+        pairs = zip(self._slices, self._layout, strict=True)
+        return [total[part].reshape(shape).astype(dtype) for part, (shape, dtype) in pairs]
 
 
 @final

@@ -13,7 +13,7 @@ from choros.comm.devices import Device
 from choros.comm.fusion import Layout, WireDtype
 from choros.errors import EngineError
 from choros.parallel.compression import Compressor
-from choros.parallel.compression.casts import Float16, NoCompression
+from choros.parallel.compression.compressor import Float16, NoCompression
 from choros.parallel.reduce.exchange import Array, Exchange
 
 

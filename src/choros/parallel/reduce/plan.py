@@ -12,7 +12,7 @@ import numpy as np
 from choros.comm import Communicator, ProcessSet, Reduction, Request, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor, check_compressor
-from choros.parallel.compression.casts import NoCompression
+from choros.parallel.compression.compressor import NoCompression
 from choros.parallel.reduce.device import DeviceExchange, TensorDevice
 from choros.parallel.reduce.exchange import Exchange, SplitExchange, only
 from choros.parallel.reduce.gradients import GradientLayout, describe
