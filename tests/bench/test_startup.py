@@ -8,24 +8,21 @@ import pytest
 from choros.bench.contender import Contender, LaunchCommand
 from choros.bench.figures import Summary
 from choros.bench.report import ReportRow, plain_text
-from choros.bench.startup import CASES, StartCase, measure, rows, run_starts, sections, table
+from choros.bench.startup import CASES, measure, rows, run_starts, sections, table
 
 
 def python(code: str) -> LaunchCommand:
     return LaunchCommand((sys.executable, "-I", "-S", "-c", code))
 
 
-def case(**programs: str) -> StartCase:
-    made = tuple(
-        Contender(name, lambda _ranks, argv: [python(argv[1])], ["-c", code]) for name, code in programs.items()
-    )
-    return StartCase("nothing", made)
+def case(**programs: str) -> list[Contender]:
+    return [Contender(name, lambda _ranks, argv: [python(argv[1])], ["-c", code]) for name, code in programs.items()]
 
 
 def test_every_case_has_choros_first() -> None:
-    assert [each.programs[0].name for each in CASES] == ["choros"] * 3
-    for each in CASES:
-        for program in each.programs:
+    assert [programs[0].name for programs in CASES.values()] == ["choros"] * 3
+    for programs in CASES.values():
+        for program in programs:
             (command,) = program.start(2, program.argv)
             assert program.argv[-1] in command.argv
 
@@ -52,7 +49,8 @@ def test_a_failure_has_a_reason() -> None:
 
 def test_rounds_are_interleaved_and_failures_are_skipped() -> None:
     shown: list[str] = []
-    result = run_starts([case(choros="pass", fails="1/0", other="pass")], ["choros", "fails"], 2, 2, shown.append)
+    cases = {"nothing": case(choros="pass", fails="1/0", other="pass")}
+    result = run_starts(cases, ["choros", "fails"], 2, 2, shown.append)
     assert [text.rpartition(", ")[2] for text in shown] == ["choros", "fails", "choros", "choros"]
     assert [(each.name, each.reason) for each in result.skipped] == [("fails", "ZeroDivisionError: division by zero")]
     (row,) = rows(result, 2)

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from choros.bench.cases import AllreduceCase, GroupedCase, format_bytes, unet_shapes
+from choros.bench.cases import AllreduceCase, format_bytes, unet_shapes
 from choros.bench.contender import CHOROS, Contender, chorosrun, horovodrun, mpirun, process, torchrun
-from choros.bench.figures import ratios
+from choros.bench.figures import format_ranks, ratios
 from choros.bench.plot import fits
 from choros.bench.report import ReportRow, Table, compare, grouped
 from choros.bench.run import RunResult
@@ -38,16 +38,16 @@ _NOTES = (
 )
 
 
-def cases(sizes: Sequence[int], dtype: str) -> list[AllreduceCase | GroupedCase]:
+def cases(sizes: Sequence[int], dtype: str) -> list[AllreduceCase]:
     """Returns a case for each size, then one for the gradients of each U-Net."""
-    grouped = [GroupedCase(name, unet_shapes(widths), dtype) for name, widths in _UNETS.items()]
-    return [*(AllreduceCase(size, dtype) for size in sizes), *grouped]
+    models = [AllreduceCase.grouped(name, unet_shapes(widths), dtype) for name, widths in _UNETS.items()]
+    return [*(AllreduceCase(size, dtype) for size in sizes), *models]
 
 
-def rows(result: RunResult[AllreduceCase | GroupedCase], ranks: int) -> list[ReportRow]:
+def rows(result: RunResult[AllreduceCase], ranks: int) -> list[ReportRow]:
     """Returns the rows of ``result``, measured on ``ranks`` ranks."""
     return [
-        ReportRow("grouped" if isinstance(case, GroupedCase) else "allreduce", name, ranks, summary, case.facts)
+        ReportRow("grouped" if case.shapes else "allreduce", name, ranks, summary, case.facts)
         for (case, name), summary in result.summaries.items()
     ]
 
@@ -58,14 +58,15 @@ def tables(measured: Sequence[ReportRow]) -> list[Table]:
     numbers = sorted({row.ranks for row in measured})
     for ranks in numbers:
         here = [row for row in measured if row.ranks == ranks]
-        title = f"allreduce of {here[0].facts['dtype']}, {ranks} rank{'s' if ranks > 1 else ''}"
-        single = grouped([row for row in here if row.bench == "allreduce"], _size)
+        title = f"allreduce of {here[0].facts['dtype']}, {format_ranks(ranks)}"
+        arrays = [row for row in here if row.bench == "allreduce"]
+        single = grouped(arrays, _size)
         gradients = grouped([row for row in here if row.bench == "grouped"], _model)
         fractions = [line for label, section in single for line in _fraction(label, section)]
         costs = [line for label, section in gradients for line in _grouped_cost(label, section)]
         models = [
             f"α-β model of choros: α = {model.alpha_s * 1e6:.3g} µs a message, β = {model.beta_s * 1e9:.3g} ns a byte"
-            for model in fits([row for row in here if row.bench == "allreduce"])
+            for model in fits(arrays)
         ]
         made.append(compare(title, single, notes=[*fractions, *models]))
         made.append(compare(f"grouped {title}", gradients, notes=[*costs, *(_NOTES if ranks == numbers[-1] else ())]))
@@ -85,8 +86,8 @@ def _fraction(label: str, section: Sequence[ReportRow]) -> list[str]:
     found = {row.peer: row.summary for row in section}
     if CHOROS not in found or MEMCPY not in found or section[0].facts["bytes"] < _BANDWIDTH_BOUND_BYTES:
         return []
-    share = ratios(found[MEMCPY], found[CHOROS])
-    return [f"{label}: {share.best:.0%} of a memcpy's speed (median {share.median:.0%})"]
+    best, median, _ = ratios(found[MEMCPY], found[CHOROS])
+    return [f"{label}: {best:.0%} of a memcpy's speed (median {median:.0%})"]
 
 
 def _grouped_cost(label: str, section: Sequence[ReportRow]) -> list[str]:
@@ -94,5 +95,5 @@ def _grouped_cost(label: str, section: Sequence[ReportRow]) -> list[str]:
     found = {row.peer: row.summary for row in section}
     if CHOROS not in found or ANY_ARRAY not in found:
         return []
-    cost = ratios(found[CHOROS], found[ANY_ARRAY])
-    return [f"{label}: {cost.best:.2f} times one allreduce of the same bytes (median {cost.median:.2f})"]
+    best, median, _ = ratios(found[CHOROS], found[ANY_ARRAY])
+    return [f"{label}: {best:.2f} times one allreduce of the same bytes (median {median:.2f})"]

@@ -35,59 +35,39 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class AllreduceCase(BenchCase):
-    """An allreduce, with a sum, of one array of ``bytes`` bytes."""
+    """An allreduce, with a sum, of ``bytes`` bytes: of one array, or a grouped one of a model's gradients."""
 
     bytes: int
     dtype: str
+    model: str = ""
+    shapes: tuple[Shape, ...] = ()
+
+    @classmethod
+    def grouped(cls, model: str, shapes: tuple[Shape, ...], dtype: str) -> AllreduceCase:
+        """Returns the case of gradients of these shapes."""
+        return cls(sum(map(math.prod, shapes)) * np.dtype(dtype).itemsize, dtype, model, shapes)
 
     @property
     def items(self) -> int:
-        """The number of elements of the array: at least one."""
+        """The number of elements of one array of these bytes: at least one."""
         return max(1, self.bytes // np.dtype(self.dtype).itemsize)
-
-    @property
-    def joined(self) -> AllreduceCase:
-        """The case itself: its bytes are in one array."""
-        return self
-
-    def __str__(self) -> str:
-        return format_bytes(self.bytes)
-
-
-@dataclass(frozen=True)
-class GroupedCase(BenchCase):
-    """A grouped allreduce, with a sum, of the gradients of the model ``name``."""
-
-    name: str
-    shapes: tuple[Shape, ...]
-    dtype: str
-
-    @property
-    def joined(self) -> AllreduceCase:
-        """The case with the same number of bytes in one array."""
-        items = sum(map(math.prod, self.shapes))
-        return AllreduceCase(items * np.dtype(self.dtype).itemsize, self.dtype)
 
     @property
     def facts(self) -> dict[str, Any]:
         """The keys that it adds to its rows of the JSON file."""
-        return {**self.joined.facts, "model": self.name, "arrays": len(self.shapes)}
+        model = {"model": self.model, "arrays": len(self.shapes)} if self.shapes else {}
+        return {"bytes": self.bytes, "dtype": self.dtype, **model}
 
     def __str__(self) -> str:
-        return f"{self.name}: {len(self.shapes)} gradients, {self.joined}"
-
-
-@dataclass(frozen=True)
-class Model:
-    """The training data of a model: the shape of an example, and the default batch size of a rank."""
-
-    example: Shape
-    batch: int
+        size = format_bytes(self.bytes)
+        return f"{self.model}: {len(self.shapes)} gradients, {size}" if self.shapes else size
 
 
 #: The classes of a model's labels, and the number of different examples.
 CLASSES, _DISTINCT = 10, 1024
-MODELS = {"cnn": Model((28, 28, 1), 128), "mlp": Model((784,), 32)}
+#: Of each model, the shape of an example, and the default batch size of a rank.
+EXAMPLES: dict[str, Shape] = {"cnn": (28, 28, 1), "mlp": (784,)}
+BATCHES = {"cnn": 128, "mlp": 32}
 
 
 @dataclass(frozen=True)
@@ -104,7 +84,7 @@ class TrainCase(BenchCase):
 def examples(case: TrainCase, count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Returns ``count`` random images, from 0 to 1, and labels, which repeat after the first 1024."""
     generator = np.random.default_rng(0)
-    shape = MODELS[case.model].example
+    shape = EXAMPLES[case.model]
     images = generator.random((_DISTINCT, *shape), np.float32)
     return np.resize(images, (count, *shape)), np.resize(generator.integers(0, CLASSES, _DISTINCT), count)
 

@@ -5,22 +5,21 @@
     coordinator, choros bench          process 0 of a contender        process 1
       listens on a Unix socket
       starts chorosrun, mpirun, … ─────► connects                        connects       (1)
-      ◄──────────── STARTED ────────────────────────────────────────────────
-      ───────────── Welcome: its rank, the barrier's file ───────────────►             (2)
+      ◄──────────── None ───────────────────────────────────────────────────
+      ───────────── what its Barrier takes: file, rank, processes ────────►             (2)
                                          imports, joins its job          likewise
-      ◄──────────── READY ────────────────────────────────────────────────              (3)
+      ◄──────────── None ─────────────────────────────────────────────────              (3)
       ───────────── Order: a case, the number of runs ────────────────────►             (4)
                                          prepares it if it is new        likewise
                                          ── barrier ── run ── barrier ── run …          (5)
       ◄──────────── Timing ───────────────────────────────────────────────              (6)
-      ───────────── STOP ─────────────────────────────────────────────────►             (7)
+      ───────────── None ─────────────────────────────────────────────────►             (7)
 
 Between (6) and the next (4) a process blocks in a read: it uses no CPU while another contender is measured. The
 barrier at (5) is the same for every contender: a library's own would favour those with a fast one. A process that
-fails sends ``Failed`` as its answer. Only this user can enter the directory of the socket.
+fails answers with a text that says why. Only this user can enter the directory of the socket.
 """
 
-import enum
 import mmap
 import os
 import resource
@@ -45,23 +44,6 @@ _CACHE_LINE = 8  # 64-bit words
 _SPINS_BEFORE_YIELDING = 200
 
 
-class BenchSignal(enum.Enum):
-    """The messages without contents."""
-
-    STARTED = "a process has started"
-    READY = "a process has joined its job"
-    STOP = "the process must end"
-
-
-@dataclass(frozen=True)
-class Welcome:
-    """The answer to ``STARTED``: the process' rank among the contender's processes, and the barrier's file."""
-
-    rank: int
-    processes: int
-    barrier: str
-
-
 @dataclass(frozen=True)
 class Order:
     """Run ``case``: ``runs`` times, ``units`` of work each."""
@@ -69,13 +51,6 @@ class Order:
     case: Any
     runs: int
     units: int
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The process failed."""
-
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -127,19 +102,19 @@ class Barrier:
 
 
 def serve(join: Callable[[], Prepare]) -> None:
-    """Runs a process of a contender: joins its job, then serves the coordinator's orders until it sends ``STOP``."""
+    """Runs a process of a contender: joins its job, then serves the coordinator's orders."""
     coordinator = _connect()
     try:
-        coordinator.send(BenchSignal.STARTED)
-        welcome: Welcome = coordinator.receive()
+        coordinator.send(None)
+        place = coordinator.receive()
         prepare = join()
-        barrier = Barrier(Path(welcome.barrier), welcome.rank, welcome.processes)
-        coordinator.send(BenchSignal.READY)
+        barrier = Barrier(*place)
+        coordinator.send(None)
         _serve_orders(coordinator, prepare, barrier)
     except ChannelClosed:  # the coordinator has ended
         os._exit(1)
     except Exception as error:
-        coordinator.send(Failed(f"{type(error).__name__}: {error}"))
+        coordinator.send(f"{type(error).__name__}: {error}")
         raise
 
 
@@ -159,7 +134,7 @@ def _connect() -> Channel:
 def _serve_orders(coordinator: Channel, prepare: Prepare, barrier: Barrier) -> None:
     case: Any = None
     task: Any = None
-    while isinstance(order := coordinator.receive(), Order):
+    while (order := coordinator.receive()) is not None:
         new = task is None or order.case != case
         if new:
             task = None  # releases its memory before the next case allocates

@@ -13,8 +13,9 @@ from choros.bench import allreduce as sums
 from choros.bench import overhead as costs
 from choros.bench import startup
 from choros.bench import train as training
-from choros.bench.cases import MODELS, parse_sizes
+from choros.bench.cases import BATCHES, parse_sizes
 from choros.bench.contender import CHOROS, check_names, chosen
+from choros.bench.figures import format_ranks
 from choros.bench.plot import plot_rows, plot_sizes
 from choros.bench.report import rows_of
 from choros.bench.run import Effort
@@ -113,7 +114,7 @@ def allreduce(sizes: str, dtype: str, ranks: str, session: BenchSession) -> int:
 
 _FRAMEWORK = click.option("--framework", type=click.Choice([*training.CONTENDERS, "all"]), default="all",
                           show_default=True, help="The framework to train with; all: every installed one.")  # fmt: skip
-_MODEL = click.option("--model", type=click.Choice([*MODELS, "all"]), default="all", show_default=True,
+_MODEL = click.option("--model", type=click.Choice([*BATCHES, "all"]), default="all", show_default=True,
                       help=_MODEL_HELP)  # fmt: skip
 _RANKS = click.option("-np", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, metavar="N",
                       help="Number of ranks.")  # fmt: skip
@@ -152,7 +153,7 @@ def train(framework: str, model: str, batch_size: int | None, ranks: int, sessio
 
 @bench.command(epilog=_EPILOG)
 @_FRAMEWORK
-@click.option("--model", type=click.Choice(list(MODELS)), default="cnn", show_default=True, help=_MODEL_HELP)
+@click.option("--model", type=click.Choice(list(BATCHES)), default="cnn", show_default=True, help=_MODEL_HELP)
 @_BATCH
 @click.option(
     "--starts",
@@ -203,12 +204,12 @@ def start(ranks: int, session: BenchSession) -> int:
       choros bench start
       choros bench start --ranks 4 --only mpirun --rounds 20 --json start.json
     """
-    names = [program.name for case in startup.CASES for program in case.programs]
+    names = [program.name for programs in startup.CASES.values() for program in programs]
     check_names(session.only, names)
     wanted = (CHOROS, *session.only) if session.only else names
     with session:
-        session.rows += startup.rows(session.run_starts(startup.CASES, wanted, ranks), ranks)
-    title, sections = f"start to end, {ranks} rank{'s' if ranks > 1 else ''}", startup.sections(session.rows)
+        session.rows += startup.rows(session.run_starts(wanted, ranks), ranks)
+    title, sections = f"start to end, {format_ranks(ranks)}", startup.sections(session.rows)
     return session.report([startup.table(title, sections)], lambda path: plot_rows(sections, path, title))
 
 

@@ -34,15 +34,6 @@ class Summary:
     cpu_s: float
 
 
-@dataclass(frozen=True)
-class Ratios:
-    """A peer's summary divided by choros': above 1, choros takes less."""
-
-    best: float
-    median: float
-    cpu: float
-
-
 def trial_of(timings: Sequence[Timing], units: int) -> Trial:
     """Returns the times of a trial; a run lasts from the last process's start, without the barrier's skew, to the end.
 
@@ -65,14 +56,19 @@ def summarise(trials: Sequence[Trial]) -> Summary:
     return Summary(min(seconds), statistics.median(seconds), statistics.median(trial.cpu_s for trial in trials))
 
 
-def ratios(peer: Summary, ours: Summary) -> Ratios:
-    """Returns the peer's times divided by ours.
+def ratios(peer: Summary, ours: Summary) -> tuple[float, float, float]:
+    """Returns the peer's best, median and CPU time divided by ours: above 1, ours is less.
 
     >>> ratios(Summary(2.0, 6.0, 1.0), Summary(1.0, 2.0, 2.0))
-    Ratios(best=2.0, median=3.0, cpu=0.5)
+    (2.0, 3.0, 0.5)
     """
     cpu = peer.cpu_s / ours.cpu_s if ours.cpu_s else float("nan")  # the resolution of CPU time may be coarse
-    return Ratios(peer.best_s / ours.best_s, peer.median_s / ours.median_s, cpu)
+    return peer.best_s / ours.best_s, peer.median_s / ours.median_s, cpu
+
+
+def format_ranks(ranks: int) -> str:
+    """Returns ``1 rank``, ``2 ranks``, …"""
+    return f"{ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from choros.bench.cases import PARTS, PartCase
 from choros.bench.contender import CHOROS, Contender, chorosrun, elastic, one_core, process
-from choros.bench.figures import Ratios, ratios
+from choros.bench.figures import format_ranks, ratios
 from choros.bench.report import ReportRow, Table, grouped, seconds_of
 from choros.bench.train import sections
 
@@ -41,20 +41,17 @@ def tables(measured: Sequence[ReportRow]) -> list[Table]:
     training = Table(
         "training step, 1 and 2 ranks",
         columns,
-        tuple((label, tuple(map(_cells, section))) for label, section in steps),
-        tuple(note for label, section in steps for note in _notes(label, section)),
+        [(label, list(map(_cells, section))) for label, section in steps],
+        [note for label, section in steps for note in _notes(label, section)],
     )
     labels = {CHOROS: "the CNN's gradients", ELASTIC: "in an elastic job"}
     parts = grouped([row for row in measured if "part" in row.facts], lambda row: labels[row.peer])
-    lines = tuple(
-        (label, tuple((row.facts["part"], *seconds_of(row.summary)) for row in rows)) for label, rows in parts
-    )
+    lines = [(label, [(row.facts["part"], *seconds_of(row.summary)) for row in rows]) for label, rows in parts]
     return [training, Table("communication, 2 ranks", ("", "best", "median", "CPU"), lines)]
 
 
 def _cells(row: ReportRow) -> tuple[str, ...]:
-    name = f"{row.peer}, {row.ranks} rank{'s' if row.ranks > 1 else ''}"
-    return name, f"{row.facts['images_per_s']:,.0f}", *seconds_of(row.summary)
+    return f"{row.peer}, {format_ranks(row.ranks)}", f"{row.facts['images_per_s']:,.0f}", *seconds_of(row.summary)
 
 
 def _notes(label: str, section: Sequence[ReportRow]) -> list[str]:
@@ -66,12 +63,9 @@ def _notes(label: str, section: Sequence[ReportRow]) -> list[str]:
         ("what two jobs that are the same differ by", (AGAIN, 2), (CHOROS, 2), 1),
         ("what the machine allows: plain Keras, twice / once", (PLAIN, 1), (PLAIN, 2), 2),
     )
-    return [
-        f"{label}: {what}: {_text(ratios(found[above], found[below]), factor)}"
-        for what, above, below, factor in comparisons
-        if above in found and below in found
-    ]
-
-
-def _text(relative: Ratios, factor: int) -> str:
-    return f"best {relative.best * factor:.3f}, median {relative.median * factor:.3f}, CPU {relative.cpu * factor:.3f}"
+    notes = []
+    for what, above, below, factor in comparisons:
+        if above in found and below in found:
+            best, median, cpu = (ratio * factor for ratio in ratios(found[above], found[below]))
+            notes.append(f"{label}: {what}: best {best:.3f}, median {median:.3f}, CPU {cpu:.3f}")
+    return notes

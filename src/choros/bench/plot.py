@@ -6,7 +6,7 @@ from typing import Any
 
 from choros.bench.cases import format_bytes
 from choros.bench.contender import CHOROS
-from choros.bench.figures import AlphaBeta, fit
+from choros.bench.figures import AlphaBeta, fit, format_ranks
 from choros.bench.report import ReportRow
 from choros.errors import ConfigError
 
@@ -47,7 +47,7 @@ def plot_sizes(rows: Sequence[ReportRow], path: Path, cores: int) -> None:
     else:
         models = {model.ranks: model for model in fits(rows)}
         for ranks, sizes, seconds in _series(rows, CHOROS):
-            (points,) = axes.plot(sizes, seconds, "o", label=f"{ranks} rank{'s' if ranks > 1 else ''}")
+            (points,) = axes.plot(sizes, seconds, "o", label=format_ranks(ranks))
             if model := models.get(ranks):
                 label = f"  α = {model.alpha_s * 1e6:.3g} µs, β = {model.beta_s * 1e9:.3g} ns/byte"
                 axes.plot(sizes, [model.seconds(size) for size in sizes], color=points.get_color(), label=label)
@@ -70,7 +70,7 @@ def plot_rows(sections: Sequence[tuple[str, Sequence[ReportRow]]], path: Path, t
         positions = range(len(labels), len(labels) + len(rows))
         axes.barh(positions, [row.summary.best_s * 1e3 for row in rows], label=label)
         axes.plot([row.summary.median_s * 1e3 for row in rows], positions, "k|", markersize=12)
-        labels += [f"{row.peer}, {row.ranks} rank{'s' if row.ranks > 1 else ''}" for row in rows]
+        labels += [f"{row.peer}, {format_ranks(row.ranks)}" for row in rows]
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set(title=title, xlabel="milliseconds per step: best round (bar), median (mark)")

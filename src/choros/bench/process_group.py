@@ -13,13 +13,12 @@ import time
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, final
 
 import psutil
 
 from choros import durations
-from choros.bench.channel import ADDRESS, COORDINATOR, KEY, Barrier, BenchSignal, Failed, Order, Welcome
+from choros.bench.channel import ADDRESS, COORDINATOR, KEY, Barrier, Order
 from choros.bench.contender import Contender, ContenderFailed
 from choros.bench.figures import Trial, trial_of
 from choros.launch.processes import parent_death_guard
@@ -47,9 +46,7 @@ class ProcessGroup:
     def __enter__(self) -> ProcessGroup:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self.stop(graceful=kind is None)
 
     def start(self) -> None:
@@ -71,10 +68,8 @@ class ProcessGroup:
             listener.close()
         barrier = self._directory / "barrier"
         barrier.write_bytes(bytes(Barrier.size(self._size)))
-        self._send(Welcome(rank, self._size, str(barrier)) for rank in range(self._size))
-        for answer in self._answers(durations.BENCH_START):
-            if answer is not BenchSignal.READY:
-                raise ContenderFailed(f"a process answered {answer!r}; expected {BenchSignal.READY!r}")
+        self._send((barrier, rank, self._size) for rank in range(self._size))
+        self._answers(durations.BENCH_START)
         self._record_process_tree()
 
     def run(self, case: Any, runs: int, units: int) -> Trial:
@@ -86,7 +81,7 @@ class ProcessGroup:
         """Asks the processes to end, without waiting for them."""
         for channel in self._channels:
             with contextlib.suppress(ChannelClosed):  # it has ended already
-                channel.send(BenchSignal.STOP)
+                channel.send(None)
 
     def stop(self, *, graceful: bool = True) -> None:
         """Ends the processes: asks them to end if ``graceful``, and kills those that remain."""
@@ -147,8 +142,8 @@ class ProcessGroup:
             answer = channel.receive()
         except ChannelClosed as error:
             raise ContenderFailed(self._reason_of_exit()) from error
-        if isinstance(answer, Failed):
-            raise ContenderFailed(_shortened(answer.reason))
+        if isinstance(answer, str):
+            raise ContenderFailed(_shortened(answer))
         return answer
 
     def _check(self, deadline: float) -> None:

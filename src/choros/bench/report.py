@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,6 +13,7 @@ from choros.bench.cases import TrainCase
 from choros.bench.contender import CHOROS
 from choros.bench.figures import Summary, format_seconds, ratios
 from choros.bench.run import RunResult
+from choros.durable import unfinished
 from choros.errors import ConfigError
 
 _MEASURED = ("best", "median", "CPU")
@@ -35,8 +36,7 @@ class ReportRow:
         >>> ReportRow("train", "choros", 2, Summary(1.0, 2.0, 3.0), {"batch": 8}).as_json()
         {'bench': 'train', 'peer': 'choros', 'ranks': 2, 'best_s': 1.0, 'median_s': 2.0, 'cpu_s': 3.0, 'batch': 8}
         """
-        summary = {"best_s": self.summary.best_s, "median_s": self.summary.median_s, "cpu_s": self.summary.cpu_s}
-        return {"bench": self.bench, "peer": self.peer, "ranks": self.ranks, **summary, **self.facts}
+        return {"bench": self.bench, "peer": self.peer, "ranks": self.ranks, **asdict(self.summary), **self.facts}
 
 
 def rows_of(
@@ -66,9 +66,9 @@ class Table:
     """A table as text, names in the first column; a section: its label, a line above its rows, and their cells."""
 
     title: str
-    columns: tuple[str, ...]
-    sections: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]
-    notes: tuple[str, ...] = ()
+    columns: Sequence[str]
+    sections: Sequence[tuple[str, Sequence[Sequence[str]]]]
+    notes: Sequence[str] = ()
 
 
 def compare(
@@ -76,24 +76,23 @@ def compare(
     sections: Sequence[tuple[str, Sequence[ReportRow]]],
     *,
     throughput: bool = False,
-    notes: Iterable[str] = (),
+    notes: Sequence[str] = (),
 ) -> Table:
     """Returns a table of contenders with each peer's ratios to choros; all rows of a section have the same case."""
     columns = ("", *(("images/s",) if throughput else ()), *_MEASURED, *_RATIOS)
-    return Table(title, columns, tuple((label, _cells(rows, throughput)) for label, rows in sections), tuple(notes))
+    return Table(title, columns, [(label, _cells(rows, throughput)) for label, rows in sections], notes)
 
 
-def _cells(rows: Sequence[ReportRow], throughput: bool) -> tuple[tuple[str, ...], ...]:
+def _cells(rows: Sequence[ReportRow], throughput: bool) -> list[tuple[str, ...]]:
     ours = next((row.summary for row in rows if row.peer == CHOROS), None)
     cells: list[tuple[str, ...]] = []
     for row in rows:
         speed = (f"{row.facts['images_per_s']:,.0f}",) if throughput else ()
-        relative = ("", "", "")
+        relative = ["", "", ""]
         if ours is not None and row.peer != CHOROS:
-            to_ours = ratios(row.summary, ours)
-            relative = f"{to_ours.best:.2f}", f"{to_ours.median:.2f}", f"{to_ours.cpu:.2f}"
+            relative = [f"{ratio:.2f}" for ratio in ratios(row.summary, ours)]
         cells.append((row.peer, *speed, *seconds_of(row.summary), *relative))
-    return tuple(cells)
+    return cells
 
 
 def seconds_of(summary: Summary) -> tuple[str, str, str]:
@@ -104,7 +103,7 @@ def seconds_of(summary: Summary) -> tuple[str, str, str]:
 def plain_text(table: Table) -> str:
     """Returns the table as plain text.
 
-    >>> print(plain_text(Table("Sums", ("", "best"), (("4 KiB", (("choros", "8 µs"),)),), ("A note.",))))
+    >>> print(plain_text(Table("Sums", ["", "best"], [("4 KiB", [("choros", "8 µs")])], ["A note."])))
     Sums
               best
     4 KiB
@@ -151,9 +150,8 @@ def show(table: Table, stream: TextIO = sys.stdout) -> None:
 
 def write_json(path: Path, machine: Mapping[str, Any], rows: Sequence[ReportRow]) -> None:
     """Writes ``path`` atomically."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps({"machine": dict(machine), "rows": [row.as_json() for row in rows]}, indent=1) + "\n")
-    os.replace(partial, path)
+    with unfinished(path) as name:
+        name.write_text(json.dumps({"machine": machine, "rows": [row.as_json() for row in rows]}, indent=1) + "\n")
 
 
 def check_writable(option: str, path: Path | None) -> None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO, final
 
 import click
@@ -22,7 +21,7 @@ from choros.bench.contender import CHOROS, Contender
 from choros.bench.plot import check_matplotlib
 from choros.bench.report import ReportRow, Table, check_writable, show, write_json
 from choros.bench.run import Case, Effort, RunResult, Skipped, run_contenders
-from choros.bench.startup import StartCase, run_starts
+from choros.bench.startup import CASES, run_starts
 from choros.launch.plan.cores import physical_cores
 
 #: The packages whose versions are recorded, if they are installed.
@@ -51,9 +50,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._width:
             self._write("", "\r")
 
@@ -101,10 +98,8 @@ class BenchSession:
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="choros-bench-")))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, value, trace)
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def run(
         self, contenders: Sequence[Contender], cases: Sequence[Case], ranks: int, effort: Effort, about: str = ""
@@ -116,9 +111,9 @@ class BenchSession:
 
         return self._noted(run_contenders(contenders, cases, ranks, effort, self._directory, show_progress))
 
-    def run_starts(self, cases: Sequence[StartCase], names: Sequence[str], ranks: int) -> RunResult[StartCase]:
+    def run_starts(self, names: Sequence[str], ranks: int) -> RunResult[str]:
         """Measures the start of the contenders in ``names``; see ``startup.run_starts``."""
-        return self._noted(run_starts(cases, names, ranks, self.rounds, self._progress.show))
+        return self._noted(run_starts(CASES, names, ranks, self.rounds, self._progress.show))
 
     def _noted(self, result: RunResult[Case]) -> RunResult[Case]:
         """Returns ``result``, after recording its skipped contenders for the report."""

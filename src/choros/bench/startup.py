@@ -4,10 +4,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from choros import durations
 from choros.bench.contender import CHOROS, Contender, ContenderFailed, LaunchCommand, chorosrun, mpirun, torchrun
@@ -51,50 +49,25 @@ def _python(_ranks: int, argv: Sequence[str]) -> list[LaunchCommand]:
     return [LaunchCommand((sys.executable, *argv))]
 
 
-@dataclass(frozen=True)
-class StartCase:
-    """A case: programs, choros' first, that do the same work; ``single``: in one process, whatever the ranks."""
-
-    name: str
-    programs: tuple[Contender, ...]
-    single: bool = False
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The keys that its rows of the JSON file have besides the common ones."""
-        return {"case": self.name}
-
-    def __str__(self) -> str:
-        return self.name
-
-
-CASES = (
-    StartCase(
-        "python -c pass",
-        (
-            Contender(CHOROS, chorosrun, _NOTHING),
-            Contender("mpirun", mpirun, _NOTHING),
-            Contender("torchrun", _torchrun, _NOTHING, ["torch"]),
-        ),
-    ),
-    StartCase(
-        "a first allreduce of 3 numbers",
-        (
-            Contender(CHOROS, chorosrun, ["-c", _CHOROS]),
-            Contender("mpi4py", mpirun, ["-c", _MPI4PY], ["mpi4py"]),
-            Contender("torch Gloo", _torchrun, ["-c", _TORCH], ["torch"]),
-        ),
-    ),
-    StartCase(
-        "import",
-        (
-            Contender(CHOROS, _python, ["-c", "import choros"]),
-            Contender("choros, a first use", _python, ["-c", "import choros; choros.init"]),
-            Contender("numpy", _python, ["-c", "import numpy"]),
-        ),
-        single=True,
-    ),
-)
+#: Of each case, programs, choros' first, that do the same work.
+Cases = Mapping[str, Sequence[Contender]]
+CASES: Cases = {
+    "python -c pass": [
+        Contender(CHOROS, chorosrun, _NOTHING),
+        Contender("mpirun", mpirun, _NOTHING),
+        Contender("torchrun", _torchrun, _NOTHING, ["torch"]),
+    ],
+    "a first allreduce of 3 numbers": [
+        Contender(CHOROS, chorosrun, ["-c", _CHOROS]),
+        Contender("mpi4py", mpirun, ["-c", _MPI4PY], ["mpi4py"]),
+        Contender("torch Gloo", _torchrun, ["-c", _TORCH], ["torch"]),
+    ],
+    "import": [
+        Contender(CHOROS, _python, ["-c", "import choros"], single=True),
+        Contender("choros, a first use", _python, ["-c", "import choros; choros.init"], single=True),
+        Contender("numpy", _python, ["-c", "import numpy"], single=True),
+    ],
+}
 
 
 def measure(command: LaunchCommand) -> Trial:
@@ -129,27 +102,28 @@ def _cpu_seconds() -> float:
 
 
 def run_starts(
-    cases: Sequence[StartCase], names: Sequence[str], ranks: int, rounds: int, show_progress: Callable[[str], None]
-) -> RunResult[StartCase]:
+    cases: Cases, names: Sequence[str], ranks: int, rounds: int, show_progress: Callable[[str], None]
+) -> RunResult[str]:
     """Measures all cases, the programs of each in interleaved rounds; the first round is not counted."""
-    result: RunResult[StartCase] = RunResult(rounds, show_progress)
+    result: RunResult[str] = RunResult(rounds, show_progress)
 
     def trial(program: Contender, _number: int) -> Trial:
         (command,) = program.start(ranks, program.argv)
         return measure(command)
 
-    for case in cases:
+    for case, programs in cases.items():
         since = f", {case}"
-        wanted = [each for each in case.programs if each.name in names]
+        wanted = [each for each in programs if each.name in names]
         left = [each for each in wanted if result.attempt(each.name, since, each.check_installed)]
         result.interleave(case, since, rounds, {program.name: partial(trial, program) for program in left})
     return result
 
 
-def rows(result: RunResult[StartCase], ranks: int) -> list[ReportRow]:
+def rows(result: RunResult[str], ranks: int) -> list[ReportRow]:
     """Returns the report rows of a run."""
+    single = {(case, each.name) for case, programs in CASES.items() for each in programs if each.single}
     return [
-        ReportRow("start", name, 1 if case.single else ranks, summary, case.facts)
+        ReportRow("start", name, 1 if (case, name) in single else ranks, summary, {"case": case})
         for (case, name), summary in result.summaries.items()
     ]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from choros.bench.cases import MODELS, TrainCase
+from choros.bench.cases import BATCHES, TrainCase
 from choros.bench.contender import (
     CHOROS,
     Contender,
@@ -78,8 +78,8 @@ def cases(wanted: str, batch: int | None) -> list[TrainCase]:
     >>> [str(case) for case in cases("all", None)]
     ['cnn, 128 a rank', 'mlp, 32 a rank']
     """
-    chosen = MODELS if wanted == "all" else [wanted]
-    return [TrainCase(name, batch or MODELS[name].batch) for name in chosen]
+    chosen = BATCHES if wanted == "all" else [wanted]
+    return [TrainCase(name, batch or BATCHES[name]) for name in chosen]
 
 
 def sections(measured: Sequence[ReportRow]) -> list[tuple[str, list[ReportRow]]]:

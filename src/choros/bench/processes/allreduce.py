@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from choros.bench.cases import CNN_SHAPES, GroupedCase
+from choros.bench.cases import CNN_SHAPES
 from choros.bench.channel import Prepare, Task, serve_one_of
 from choros.comm import Communicator, Reduction
 
@@ -41,7 +41,7 @@ def in_place() -> Prepare:
 
     def prepare(case: Any) -> Task:
         nonlocal memory
-        if isinstance(case, GroupedCase):
+        if case.shapes:
             arrays = [np.empty(shape, case.dtype) for shape in case.shapes]
             return sum_task(arrays, communicator.size, lambda: communicator.grouped_allreduce(arrays, Reduction.SUM))
         needed = case.items * np.dtype(case.dtype).itemsize
@@ -58,7 +58,7 @@ def any_array() -> Prepare:
     communicator = _communicator()
 
     def prepare(case: Any) -> Task:
-        array = np.empty(case.joined.items, case.dtype)
+        array = np.empty(case.items, case.dtype)
         return sum_task([array], communicator.size, lambda: [communicator.allreduce(array, Reduction.SUM)])
 
     return prepare
@@ -71,7 +71,7 @@ def mpi4py(chunk_bytes: str = "") -> Prepare:
     world = MPI.COMM_WORLD
 
     def prepare(case: Any) -> Task:
-        array = np.empty(case.joined.items, case.dtype)
+        array = np.empty(case.items, case.dtype)
         step = max(1, int(chunk_bytes) // array.itemsize) if chunk_bytes else len(array)
         chunks = [array[start : start + step] for start in range(0, len(array), step)]
 
@@ -110,7 +110,7 @@ def memcpy() -> Prepare:
     """A memcpy on every rank, without communication: the lower bound of the time to sum two arrays."""
 
     def prepare(case: Any) -> Task:
-        source = np.empty(case.joined.items, case.dtype)
+        source = np.empty(case.items, case.dtype)
         target = np.zeros_like(source)
         return _repeated(lambda: np.copyto(target, source), before=lambda: source.fill(1))
 
@@ -161,7 +161,7 @@ def _of_tensors(size: int, reduce: Callable[[Any], Any]) -> Prepare:
     import torch
 
     def prepare(case: Any) -> Task:
-        tensor = torch.empty(case.joined.items, dtype=getattr(torch, case.dtype))
+        tensor = torch.empty(case.items, dtype=getattr(torch, case.dtype))
         return sum_task([tensor], size, lambda: [reduce(tensor)])
 
     return prepare

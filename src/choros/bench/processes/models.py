@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from choros.bench.cases import CLASSES, MODELS, TrainCase, examples
+from choros.bench.cases import CLASSES, EXAMPLES, TrainCase, examples
 from choros.bench.channel import Task
 
 
@@ -14,7 +14,7 @@ def build(name: str) -> tuple[Any, Any, str]:
     """Returns model, optimizer and loss: ``cnn`` of ``examples/mnist_horovod.py``, or ``mlp``, 20 million weights."""
     layers = keras.layers
     keras.utils.set_random_seed(0)
-    shape = keras.Input(MODELS[name].example)
+    shape = keras.Input(EXAMPLES[name])
     if name == "cnn":
         convolutions = [layers.Conv2D(32, 3, activation="relu"), layers.Conv2D(64, 3, activation="relu")]
         pooled = [layers.MaxPooling2D(2), layers.Dropout(0.25), layers.Flatten()]

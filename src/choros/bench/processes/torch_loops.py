@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from choros.bench.cases import CLASSES, MODELS, examples
+from choros.bench.cases import CLASSES, EXAMPLES, examples
 from choros.bench.channel import Prepare, Task, serve_one_of
 from choros.topology import detect
 
@@ -47,7 +47,7 @@ def build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         dense = [nn.Dropout(0.25), nn.Flatten(), nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(0.5)]
         model = nn.Sequential(*convolutions, *dense, nn.Linear(128, CLASSES))
         return model, torch.optim.Adam(model.parameters())
-    inputs = MODELS[name].example[0]
+    inputs = EXAMPLES[name][0]
     hidden = [nn.Linear(inputs, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU()]
     model = nn.Sequential(*hidden, nn.Linear(4096, CLASSES))
     return model, torch.optim.SGD(model.parameters(), 0.01)
