@@ -9,7 +9,7 @@
 
 import functools
 import threading
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import final
 
 from choros.distribute import scope
@@ -62,9 +62,11 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 class _Lasting(threading.local):
-    """The scope that ``experimental_set_strategy`` has entered in this thread."""
+    """The scope that ``experimental_set_strategy`` has entered in this thread, and the place in it."""
 
-    scope: AbstractContextManager[Strategy] | None = None
+    def __init__(self) -> None:
+        self.scope = ExitStack()
+        self.place = scope.OUTSIDE
 
 
 _lasting = _Lasting()
@@ -86,14 +88,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         True
         >>> distribute.experimental_set_strategy(None)
     """
-    if scope.depth() > (_lasting.scope is not None):
+    if scope.current_place() not in (scope.OUTSIDE, _lasting.place):
         raise StrategyError(
             "experimental_set_strategy was called inside a strategy's scope: call it outside of all `with` blocks."
         )
-    if _lasting.scope is not None:
-        _lasting.scope.__exit__(None, None, None)
-        _lasting.scope = None
+    _lasting.scope.close()
     if strategy is not None:
-        entered = strategy.scope()
-        entered.__enter__()
-        _lasting.scope = entered
+        _lasting.scope.enter_context(strategy.scope())
+        _lasting.place = scope.current_place()

@@ -25,7 +25,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, final
+from typing import Any
 
 from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.scope import current_strategy, in_fit, in_replica
@@ -43,6 +43,11 @@ def strategy_of(created: Any) -> Any:
     return getattr(created, "__dict__", {}).get(_ATTRIBUTE)
 
 
+_lock = threading.Lock()
+_blocks = 0
+_restoring = ExitStack()
+
+
 @contextmanager
 def patch_keras(strategy: Any, *, in_run: bool = False) -> Iterator[None]:
     """The block in which Keras' classes notify ``strategy``; not every training is notified in ``run`` (``in_run``)."""
@@ -50,35 +55,26 @@ def patch_keras(strategy: Any, *, in_run: bool = False) -> Iterator[None]:
     if training is None or (in_run and not training.follows_run):
         yield
         return
-    with _patched_classes:
+    _count_block(1)
+    try:
         training.follow_seeds()
         yield
+    finally:
+        _count_block(-1)
 
 
-@final
-class _PatchedClasses:
-    """The block in which Keras' classes are patched, for all threads together: the last one to leave restores them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._depth = 0
-        self._patches = ExitStack()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._depth += 1
-            if self._depth == 1:
-                for kind, name, wrapped in _patches():
-                    self._patches.enter_context(Replaced(kind, **{name: wrapped(vars(kind)[name])}))
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0:
-                self._patches.close()
-
-
-_patched_classes = _PatchedClasses()
+def _count_block(change: int) -> None:
+    """Patches the classes for the first block of all threads, and restores them after the last one."""
+    global _blocks
+    with _lock:
+        _blocks += change
+        if _blocks == 0:
+            _restoring.close()
+        elif (_blocks, change) == (1, 1):
+            for kind, name, wrapped in _patches():
+                own = vars(kind)[name]
+                _restoring.callback(setattr, kind, name, own)
+                setattr(kind, name, wrapped(own))
 
 
 def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
@@ -138,7 +134,8 @@ def _notifying(hook: Callable[[Training], Callable[[Any], None]] | None = None) 
             if hook is not None:
                 hook(strategy.training)(self)
             if isinstance(self, keras.Model):
-                _patch_model(self, strategy)
+                for name in _TRAINING_METHODS:
+                    object.__setattr__(self, name, _delegating(strategy, self, name))
 
         return init
 
@@ -206,42 +203,34 @@ def _outside_of_graphs(own: Any) -> Any:
     return init
 
 
-class _Applying(threading.local):
-    """Whether this thread is in ``apply`` of an optimizer, which may contain other optimizers."""
-
-    inside = False
-
-
-_applying = _Applying()
+#: ``inside``: whether this thread is in ``apply`` of an optimizer, which may contain other optimizers.
+_applying = threading.local()
 
 
 def _distributing(own: Any) -> Any:
     """Wraps ``apply``: in a replica, an optimizer that was created outside of all scopes becomes the strategy's."""
     from choros.training.distributed_optimizer import reducer_of
 
-    def is_of_no_scope(optimizer: Any) -> bool:
-        return strategy_of(optimizer) is None and reducer_of(optimizer) is None
-
     @functools.wraps(own)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = current_strategy()
-        if in_replica() and not _applying.inside and strategy.training.follows_run and is_of_no_scope(self):
+        inside = getattr(_applying, "inside", False)
+        if (
+            in_replica()
+            and not inside
+            and strategy.training.follows_run
+            and not (strategy_of(self) or reducer_of(self))
+        ):
             object.__setattr__(self, _ATTRIBUTE, strategy)
             strategy.training.optimizer_created(self)
             return getattr(self, own.__name__)(*args, **kwargs)
-        outer, _applying.inside = _applying.inside, True
+        _applying.inside = True
         try:
             return own(self, *args, **kwargs)
         finally:
-            _applying.inside = outer
+            _applying.inside = inside
 
     return method
-
-
-def _patch_model(model: Any, strategy: Any) -> None:
-    """Makes this model's methods delegate to the strategy's training."""
-    for name in _TRAINING_METHODS:
-        object.__setattr__(model, name, _delegating(strategy, model, name))
 
 
 def _delegating(strategy: Any, model: Any, name: str) -> Any:

@@ -11,6 +11,7 @@ In a compiled function (``tf.function``, ``jax.jit``) each of these is a call on
 """
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -175,8 +176,9 @@ class ProcessReplicas(Replicas):
         with ExitStack() as stack:
             stack.enter_context(self._on_device())
             stack.enter_context(enter_scope(strategy, ReplicaContext(strategy, job.rank)))
-            if job.size > 1:
+            if job.size > 1 and sys.modules.get("torch") is not None:
                 stack.enter_context(synchronized_torch_objects(job.rank))
+            if job.size > 1 and sys.modules.get("tensorflow") is not None:
                 stack.enter_context(windows_of_any_rows())
                 stack.enter_context(tensorflow_numbers_of(job.rank))
             return converted(function)(*select(0, tuple(args)), **select(0, dict(kwargs)))

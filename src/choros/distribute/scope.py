@@ -1,4 +1,4 @@
-"""The scope stack of each thread: outside of all strategies, in the scope of one, in a replica, or in its ``fit``.
+"""The place of each thread: outside of all strategies, in the scope of one, in a replica, or in its ``fit``.
 
 ::
 
@@ -8,8 +8,8 @@
           merge_call(f)           cross-replica context       f(strategy, …) sees all replicas
         model.fit(…)          in the scope again              averages gradients over examples
 
-The topmost entry counts; ``tf.distribute`` and ``tf.nn`` answer for it, too. This module does not depend on the
-strategies, so that all of their modules can import it; ``choros.distribute.current`` is for users.
+``tf.distribute`` and ``tf.nn`` answer for it, too. This module does not depend on the strategies, so that all of their
+modules can import it; ``choros.distribute.current`` is for users.
 """
 
 import threading
@@ -22,25 +22,23 @@ from choros.errors import StrategyError
 from choros.training.tf_context import as_one_replica, current_for_tensorflow
 
 
-@dataclass(frozen=True)
-class _ScopeEntry:
-    """An entry of the stack: ``replica`` is ``None`` in cross-replica context."""
+@dataclass(frozen=True, eq=False)
+class Place:
+    """``replica`` is ``None`` in cross-replica context; ``fit``: no replica was entered since the ``fit``."""
 
-    strategy: Any  # a Strategy; its module imports this one
+    strategy: Any = None  # a Strategy; its module imports this one
     replica: Any = None
     fit: bool = False
 
 
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.entries: list[_ScopeEntry] = []
-
-    @property
-    def top(self) -> _ScopeEntry | None:
-        return self.entries[-1] if self.entries else None
+OUTSIDE = Place()
 
 
-_stack = _Stack()
+class _Thread(threading.local):
+    place = OUTSIDE
+
+
+_thread = _Thread()
 
 
 @contextmanager
@@ -49,54 +47,51 @@ def enter_scope(strategy: Any, replica: Any = None) -> Iterator[None]:
     if replica is None and strategy.is_default:
         yield
         return
-    top = _stack.top
-    if top is not None and top.strategy is not strategy:
+    outer = _thread.place
+    if outer.strategy is not None and outer.strategy is not strategy:
         raise StrategyError(
             f"a {type(strategy).__name__} was used inside the scope of another strategy, "
-            f"{type(top.strategy).__name__}: a program is in one strategy's scope at a time. Leave the other first."
+            f"{type(outer.strategy).__name__}: a program is in one strategy's scope at a time. Leave the other first."
         )
-    with _entered(_ScopeEntry(strategy, replica)):
+    block = current_for_tensorflow(strategy, replica)
+    with _entered(Place(strategy, replica, fit=outer.fit and replica is None), block):
         yield
 
 
 @contextmanager
 def enter_fit() -> Iterator[None]:
     """The block of the current strategy's ``fit``, ``evaluate`` or ``predict``; no effect outside of all scopes."""
-    top = _stack.top
-    if top is None or top.strategy.is_default:
+    if not has_strategy():
         yield
         return
-    with _entered(_ScopeEntry(top.strategy, fit=True)):
+    with _entered(Place(_thread.place.strategy, fit=True), as_one_replica()):
         yield
 
 
 @contextmanager
-def _entered(entry: _ScopeEntry) -> Iterator[None]:
-    if entry.strategy.num_replicas_in_sync == 1:  # TensorFlow's default
-        in_tensorflow: AbstractContextManager[None] = nullcontext()
-    else:
-        in_tensorflow = as_one_replica() if entry.fit else current_for_tensorflow(entry.strategy, entry.replica)
-    _stack.entries.append(entry)
+def _entered(place: Place, in_tensorflow: AbstractContextManager[None]) -> Iterator[None]:
+    is_one = place.strategy.num_replicas_in_sync == 1  # TensorFlow's default
+    outer, _thread.place = _thread.place, place
     try:
-        with in_tensorflow:
+        with nullcontext() if is_one else in_tensorflow:
             yield
     finally:
-        _stack.entries.pop()
+        _thread.place = outer
 
 
-def depth() -> int:
-    """Returns the number of scopes, replicas and ``fit`` calls that this thread has entered."""
-    return len(_stack.entries)
+def current_place() -> Place:
+    """Returns where this thread is; the same object until it enters or leaves a scope, a replica or ``fit``."""
+    return _thread.place
 
 
 def current_strategy() -> Any:
     """Returns the strategy whose scope, replica or ``fit`` is active; ``None`` outside of all."""
-    return None if _stack.top is None else _stack.top.strategy
+    return _thread.place.strategy
 
 
 def current_replica() -> Any:
     """Returns the context of the current replica; ``None`` in cross-replica context and outside of scopes."""
-    return None if _stack.top is None else _stack.top.replica
+    return _thread.place.replica
 
 
 def has_strategy() -> bool:
@@ -107,7 +102,8 @@ def has_strategy() -> bool:
         >>> distribute.has_strategy()
         False
     """
-    return _stack.top is not None and not _stack.top.strategy.is_default
+    strategy = _thread.place.strategy
+    return strategy is not None and not strategy.is_default
 
 
 def in_cross_replica_context() -> bool:
@@ -119,15 +115,14 @@ def in_cross_replica_context() -> bool:
         ...     distribute.in_cross_replica_context()
         True
     """
-    return _stack.top is not None and _stack.top.replica is None
+    return _thread.place.strategy is not None and _thread.place.replica is None
 
 
 def in_replica() -> bool:
     """Whether the program is in a replica of a strategy other than the default one."""
-    return has_strategy() and current_replica() is not None
+    return _thread.place.replica is not None and not _thread.place.strategy.is_default
 
 
 def in_fit() -> bool:
     """Whether a strategy's ``fit``, ``evaluate`` or ``predict`` is active, without a replica inside it."""
-    innermost = next((entry for entry in reversed(_stack.entries) if entry.fit or entry.replica is not None), None)
-    return innermost is not None and innermost.fit
+    return _thread.place.fit

@@ -15,7 +15,7 @@ from typing import Any, final
 
 from choros.distribute.cluster_resolver.tpu import TPUClusterResolver
 from choros.distribute.devices.names import DeviceName, devices_of, on_device
-from choros.distribute.fit.training import LocalTraining
+from choros.distribute.fit.training import Training
 from choros.distribute.job import cluster_of, framework, join, replicas_of, synchronous_training
 from choros.distribute.replicas import ProcessReplicas
 from choros.distribute.strategy import Strategy
@@ -194,7 +194,7 @@ class OneDeviceStrategy(Strategy):
                 f"OneDeviceStrategy({device!r}): {self._framework} has no such device. It has "
                 f"{', '.join(map(str, known))}."
             )
-        super().__init__(ProcessReplicas(alone=True, on_device=self.placement), LocalTraining())
+        super().__init__(ProcessReplicas(alone=True, on_device=self.placement), Training())
 
     def placement(self) -> AbstractContextManager[Any]:
         """Returns the block that places values on the device."""

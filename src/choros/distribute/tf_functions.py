@@ -45,7 +45,7 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def windows_of_any_rows() -> Iterator[None]:
     """A block in which Keras' convolutions and pooling take batches without rows."""
-    if "keras" not in sys.modules or sys.modules.get("tensorflow") is None or not _on_cpu():
+    if "keras" not in sys.modules or not _on_cpu():
         yield
         return
     from choros.training.keras_internals.models import patched_windows

@@ -39,9 +39,6 @@ _reducers: weakref.WeakKeyDictionary[Any, GradientReducer] = weakref.WeakKeyDict
 @contextmanager
 def synchronized_torch_objects(replica: int) -> Iterator[None]:
     """The block of a replica: modules start from equal values, optimizers sum gradients, random numbers are its own."""
-    if sys.modules.get("torch") is None:
-        yield
-        return
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 

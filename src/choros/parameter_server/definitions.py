@@ -100,7 +100,7 @@ class Definitions:
         call: KerasCall = compiled[1]
         if call.get("optimizer") is not None and getattr(model, "optimizer", None) is not None:
             call = call.replaced(optimizer=model.optimizer)
-        return call.args, call.kwargs, tuple(layer.trainable for layer in layers_of(model))
+        return call.bound.args, call.bound.kwargs, tuple(layer.trainable for layer in layers_of(model))
 
     def _created(self, item: Any) -> tuple[bytes, frozenset[Reference]]:
         """Pickles an optimizer, and its variables without weight decay; or a model, and where its weights are."""

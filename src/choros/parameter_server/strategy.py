@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from choros.distribute.cluster_resolver import TFConfigClusterResolver
-from choros.distribute.fit.training import LocalTraining
+from choros.distribute.fit.training import Training
 from choros.distribute.replicas import ProcessReplicas
 from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError, StrategyError
@@ -82,7 +82,7 @@ class ParameterServerStrategy(Strategy):
             )
         resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
         cluster = Cluster.of(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
-        super().__init__(ProcessReplicas(alone=True), LocalTraining(), resolver)
+        super().__init__(ProcessReplicas(alone=True), Training(), resolver)
         self._role: Chief | Worker | None = None
         match cluster.role:
             case "ps":

@@ -16,9 +16,9 @@ from choros.distribute.types import ReduceOp
 from choros.errors import StrategyError
 from choros.parallel.reduce.plan import ReduceConfig
 from choros.training.distributed_optimizer import reducer_of, wrap
-from choros.training.keras_internals.models import innermost
+from choros.training.keras_internals.models import global_seed_generator, innermost
 from choros.training.optimizer_reducer import OptimizerReducer, accumulation_steps, placed
-from choros.training.random_numbers import draw_by_replica, seed_generators
+from choros.training.random_numbers import draw_by_replica
 from choros.training.trainer import spans_ranks
 
 _ADVICE = (
@@ -73,5 +73,6 @@ def follow_seeds(generator: Any, replicas: Replicas) -> None:
         # compiled step that sees the batches of all ranks.
         return replicas.first if in_fit() and not spans_ranks() else 0
 
-    for each in seed_generators() if generator is None else [generator]:
-        draw_by_replica(each, index)
+    followed = global_seed_generator() if generator is None else generator
+    if followed is not None:  # Keras creates its own when it is first used
+        draw_by_replica(followed, index)

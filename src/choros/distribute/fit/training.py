@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, final
 
 
-class Training(ABC):
-    """Decides with which data and callbacks Keras' own methods are called.
+class Training:
+    """Calls Keras' own methods as the user did; a subclass decides with which data and callbacks.
 
     The …_created methods are hooks. All others receive the model and the user's call, and return the result for the
     user: here, that of Keras' own method. The strategy's scope is open, except in the methods that write files.
@@ -21,23 +20,22 @@ class Training(ABC):
 
     follows_run: ClassVar[bool] = False
 
-    def variable_created(self, variable: Any) -> None:  # noqa: B027
+    def variable_created(self, variable: Any) -> None:
         """Called after a Keras variable is created; it may have no value yet."""
 
-    @abstractmethod
     def optimizer_created(self, optimizer: Any) -> None:
         """Called while an optimizer is created; its own ``__init__`` may not have returned yet."""
 
-    def model_created(self, model: Any) -> None:  # noqa: B027
+    def model_created(self, model: Any) -> None:
         """Called while a model is created, before it has any layers."""
 
-    def metric_created(self, metric: Any) -> None:  # noqa: B027
+    def metric_created(self, metric: Any) -> None:
         """Called while a metric is created; its own ``__init__`` may not have returned yet."""
 
-    def weight_added(self, weight: Any) -> None:  # noqa: B027
+    def weight_added(self, weight: Any) -> None:
         """Called after a layer has created a variable of its own."""
 
-    def follow_seeds(self, generator: Any = None) -> None:  # noqa: B027  (not all need it)
+    def follow_seeds(self, generator: Any = None) -> None:
         """Called after a ``keras.random.SeedGenerator`` is created. Without one, when a scope is entered and before a
         replica runs: Keras' own generator, for functions without a seed, may be new.
         """
@@ -98,40 +96,22 @@ class KerasCall:
 
     def __init__(self, method: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._method = method
-        self._bound = inspect.signature(method).bind(*args, **kwargs)
-        self._bound.apply_defaults()
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """The positional arguments."""
-        return self._bound.args
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """The keyword arguments."""
-        return self._bound.kwargs
+        self.bound = inspect.signature(method).bind(*args, **kwargs)
+        self.bound.apply_defaults()
 
     def __getitem__(self, name: str) -> Any:
-        return self._bound.arguments[name]
+        return self.bound.arguments[name]
 
     def get(self, name: str) -> Any:
         """Returns an argument; ``None`` if the method does not have it."""
-        return self._bound.arguments.get(name)
+        return self.bound.arguments.get(name)
 
     def replaced(self, **arguments: Any) -> KerasCall:
         """Returns the same call with other ``arguments``."""
-        call = KerasCall(self._method, self._bound.args, self._bound.kwargs)
-        call._bound.arguments.update(arguments)
+        call = KerasCall(self._method, self.bound.args, self.bound.kwargs)
+        call.bound.arguments.update(arguments)
         return call
 
     def run(self) -> Any:
         """Calls the method."""
-        return self._method(*self._bound.args, **self._bound.kwargs)
-
-
-@final
-class LocalTraining(Training):
-    """Runs Keras' own methods; optimizers are not patched, and may be applied anywhere."""
-
-    def optimizer_created(self, optimizer: Any) -> None:
-        """Does nothing: the sum over one replica is its own gradient."""
+        return self._method(*self.bound.args, **self.bound.kwargs)
