@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from choros import distribute
-from choros.distribute.cluster_resolver.tpu import TPUClusterResolver
+from choros.distribute.cluster_resolver import TPUClusterResolver
 from choros.distribute.devices import replicas as device_replicas
 from choros.distribute.strategies import TPUStrategy
 from choros.distribute.types import PerReplica

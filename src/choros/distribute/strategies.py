@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
-from choros.distribute.cluster_resolver.tpu import TPUClusterResolver
+from choros.distribute.cluster_resolver import TPUClusterResolver
 from choros.distribute.devices.names import DeviceName, devices_of, on_device
 from choros.distribute.fit.training import Training
 from choros.distribute.job import cluster_of, framework, join, replicas_of, synchronous_training

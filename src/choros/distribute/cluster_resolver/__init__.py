@@ -9,11 +9,19 @@
 A strategy without a resolver reads the environment, as `TFConfigClusterResolver` does; under chorosrun none is needed.
 """
 
-from choros.distribute.cluster_resolver.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
-from choros.distribute.cluster_resolver.resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
-from choros.distribute.cluster_resolver.slurm import SlurmClusterResolver
-from choros.distribute.cluster_resolver.tf_config import TFConfigClusterResolver, tf_config_of
-from choros.distribute.cluster_resolver.tpu import TPUClusterResolver
+from choros.distribute.cluster_resolver.resolver import (
+    ClusterResolver,
+    ClusterSpec,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    TPUClusterResolver,
+    tf_config_of,
+)
+from choros.distribute.cluster_resolver.schedulers import (
+    KubernetesClusterResolver,
+    KubernetesExecutableLocation,
+    SlurmClusterResolver,
+)
 
 __all__ = [
     "ClusterResolver",
