@@ -1,9 +1,8 @@
 """The arguments of a function that replicas run, flattened for compilation."""
 
 import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,35 +11,17 @@ import numpy as np
 from choros.distribute.types import PerReplica
 from choros.errors import StrategyError
 
+#: What stands for one value per replica, and for an array or number that is replicated, in a pattern of arguments.
+_PER_REPLICA, _REPLICATED = object(), object()
 
-class _Given(enum.Enum):
-    """What stands for an array among the leaves of a pattern."""
-
-    PER_REPLICA = "one value per replica"
-    REPLICATED = "an array or a number that is replicated"
-
-
-@final
-@dataclass(frozen=True)
-class Pattern:
-    """Arguments without their arrays; ``key`` is equal if one compiled step serves both, while the constants live."""
-
-    tree: Any
-    leaves: tuple[Any, ...]
-    key: Any
-
-    def unflatten(
-        self, per_replica: Sequence[Any], replicated: Sequence[Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Returns the arguments of one replica, positional and by keyword."""
-        arrays = {_Given.PER_REPLICA: iter(per_replica), _Given.REPLICATED: iter(replicated)}
-        leaves = [next(arrays[leaf]) if isinstance(leaf, _Given) else leaf for leaf in self.leaves]
-        args, kwargs = jax.tree.unflatten(self.tree, leaves)
-        return args, kwargs
+#: Returns a replica's arguments, positional and by keyword, of its own values and the replicated ones.
+Unflatten = Callable[[Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 
 
-def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pattern, list[PerReplica], list[Any]]:
-    """Returns the arguments' pattern, per-replica values, and replicated ones; StrategyError if JAX is tracing them."""
+def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Unflatten, Any, list[PerReplica], list[Any]]:
+    """Returns what restores the arguments, a key, per-replica values, and replicated ones. The key is equal if one
+    compiled step serves both, while the constants live. StrategyError if JAX is tracing the arguments.
+    """
     given, tree = jax.tree.flatten(by_leaf((tuple(args), dict(kwargs))))
     if any(isinstance(leaf, jax.core.Tracer) for leaf in (*given, jnp.zeros(()))):
         raise StrategyError(
@@ -53,17 +34,24 @@ def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pattern, li
     replicated: list[Any] = []
     for leaf in given:
         if isinstance(leaf, PerReplica):
-            leaves.append(_Given.PER_REPLICA)
+            leaves.append(_PER_REPLICA)
             per_replica.append(leaf)
-            key.append((_Given.PER_REPLICA, *_spec(leaf.values[0])))
+            key.append((_PER_REPLICA, *_spec(leaf.values[0])))
         elif _is_array(leaf):
-            leaves.append(_Given.REPLICATED)
+            leaves.append(_REPLICATED)
             replicated.append(_array(leaf))
-            key.append((_Given.REPLICATED, *_spec(leaf)))
+            key.append((_REPLICATED, *_spec(leaf)))
         else:
             leaves.append(leaf)
             key.append(leaf if isinstance(leaf, (bool, str, bytes, enum.Enum)) else id(leaf))
-    return Pattern(tree, tuple(leaves), (tree, tuple(key))), per_replica, replicated
+
+    def unflatten(own: Sequence[Any], shared: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        arrays = {id(_PER_REPLICA): iter(own), id(_REPLICATED): iter(shared)}
+        restored = [next(arrays[id(leaf)]) if id(leaf) in arrays else leaf for leaf in leaves]
+        args, kwargs = jax.tree.unflatten(tree, restored)
+        return args, kwargs
+
+    return unflatten, (tree, tuple(key)), per_replica, replicated
 
 
 def by_leaf(structure: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A function compiled for all replicas of a process, and the cache of compiled steps."""
+"""A function compiled for all replicas of a process, once for each pattern of its arguments."""
 
 from __future__ import annotations
 
@@ -68,30 +68,28 @@ class CompiledStep:
         return jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf.reshape(1), results), assigned
 
 
-@final
-class CompileCache:
-    """Compiled steps of functions that still exist; those of a method live as long as its object."""
+def compiled_for(
+    function: Callable[..., Any],
+    key: Any,
+    known: WeakMap[dict[Any, CompiledStep]],
+    make: Callable[[Callable[..., Any]], CompiledStep],
+) -> CompiledStep:
+    """Returns the compiled step for arguments of this ``key``, ``known`` while the function, or a method's object,
+    exists; the function that ``make`` gets does not keep the user's alive.
+    """
+    owner: Any = function
+    method = None
+    if isinstance(function, types.MethodType):
+        owner, method = function.__self__, function.__func__
+    reference = weakref.ref(owner)
 
-    def __init__(self) -> None:
-        self._steps: WeakMap[dict[Any, CompiledStep]] = WeakMap()
+    def weakly(*args: Any, **kwargs: Any) -> Any:
+        own = reference()
+        return own(*args, **kwargs) if method is None else method(own, *args, **kwargs)  # type: ignore[misc]
 
-    def get(
-        self, function: Callable[..., Any], key: Any, make: Callable[[Callable[..., Any]], CompiledStep]
-    ) -> CompiledStep:
-        """Returns the compiled step for this ``Pattern`` key; ``make``'s function does not keep the user's alive."""
-        owner: Any = function
-        method = None
-        if isinstance(function, types.MethodType):
-            owner, method = function.__self__, function.__func__
-        reference = weakref.ref(owner)
-
-        def weakly(*args: Any, **kwargs: Any) -> Any:
-            own = reference()
-            return own(*args, **kwargs) if method is None else method(own, *args, **kwargs)  # type: ignore[misc]
-
-        steps = self._steps.get(owner)
-        if steps is None:
-            self._steps[owner] = steps = {}
-        if (method, key) not in steps:
-            steps[method, key] = make(weakly)
-        return steps[method, key]
+    steps = known.get(owner)
+    if steps is None:
+        known[owner] = steps = {}
+    if (method, key) not in steps:
+        steps[method, key] = make(weakly)
+    return steps[method, key]

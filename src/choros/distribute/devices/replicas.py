@@ -27,8 +27,8 @@ import jax
 import numpy as np
 
 from choros.comm.engines.threads import ThreadCommunicator, run_threads
-from choros.distribute.devices.arguments import Pattern, by_leaf, flatten
-from choros.distribute.devices.arrays import DeviceArrays
+from choros.distribute.devices.arguments import Unflatten, by_leaf, flatten
+from choros.distribute.devices.arrays import DeviceArrays, WeakMap
 from choros.distribute.devices.collectives import (
     AXIS,
     ReplicaCollectives,
@@ -36,7 +36,7 @@ from choros.distribute.devices.collectives import (
     gathered,
     reduced,
 )
-from choros.distribute.devices.compiled_step import CompileCache, CompiledStep, ReplicaFunction, run_replica
+from choros.distribute.devices.compiled_step import CompiledStep, ReplicaFunction, compiled_for, run_replica
 from choros.distribute.devices.names import DeviceName, jax_devices
 from choros.distribute.fit.training import Training
 from choros.distribute.replicas import Axis, ReplicaContext, Replicas
@@ -69,12 +69,6 @@ def on_devices(devices: Sequence[Any]) -> tuple[Replicas, Training | None]:
     return replicas, DeviceTraining(replicas, devices)
 
 
-class _Active(threading.local):
-    """The collectives of the replica that this thread runs, if any."""
-
-    collectives: ReplicaCollectives | None = None
-
-
 @final
 class DeviceReplicas(Replicas):
     """One replica on each device of this process; at least two devices, of one kind."""
@@ -85,27 +79,28 @@ class DeviceReplicas(Replicas):
         self.count = self.local_count = len(devices)
         self._mesh = jax.sharding.Mesh(np.array(devices), (AXIS,))
         self._arrays = DeviceArrays(self._mesh)
-        self._cache = CompileCache()
-        self._active = _Active()
+        self._steps: WeakMap[dict[Any, CompiledStep]] = WeakMap()
+        #: ``collectives``: those of the replica that this thread runs.
+        self._thread = threading.local()
 
     def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs the compiled step; every number or array that ``function`` returns becomes a ``PerReplica``."""
-        pattern, per_replica, replicated = flatten(args, kwargs)
+        unflatten, key, per_replica, replicated = flatten(args, kwargs)
         for value in per_replica:
             if len(value) != self.count:
                 raise ConfigError(
                     f"strategy.run got a PerReplica of {len(value)} values, but there are {self.count} replicas."
                 )
         if any(len({np.shape(part) for part in value}) > 1 for value in per_replica):
-            return self._run_threads(self._in_replica_context(strategy, function, pattern), per_replica, replicated)
+            return self._run_threads(self._in_replica_context(strategy, function, unflatten), per_replica, replicated)
         own = [value.values[0] for value in per_replica]
 
         def compiled(function: Callable[..., Any]) -> CompiledStep:
-            call = self._in_replica_context(strategy, function, pattern)
+            call = self._in_replica_context(strategy, function, unflatten)
             is_number = [np.ndim(part) == 0 for part in own]
             return CompiledStep(call, self._mesh, is_number, self._flow_of(call, own, replicated))
 
-        step = self._cache.get(function, pattern.key, compiled)
+        step = compiled_for(function, key, self._steps, compiled)
         variables = self._arrays.variable_values(step.flow.variables) if step.flow else []
         whole = [self._arrays.global_array(value) for value in per_replica]
         leaves, numbers, tree, assigned = step(variables, whole, self._arrays.replicate(replicated))
@@ -116,31 +111,32 @@ class DeviceReplicas(Replicas):
 
     def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
         """Reduces on the first device; in a ``merge_call``, within the step."""
-        if (collectives := self._active.collectives) is not None:
+        collectives = self._collectives
+        if collectives is not None:
             return jax.tree.map(lambda leaf: collectives.reduce(op, leaf, axis), value)
         return jax.tree.map(lambda leaf: reduced(op, self._on_first(leaf), axis), by_leaf(value))
 
     def gather(self, value: Any, axis: int) -> Any:
         """Gathers on the first device; in a ``merge_call``, within the step."""
-        if self._active.collectives is not None:
+        if self._collectives is not None:
             return self.all_gather(value, axis)
         return jax.tree.map(lambda leaf: gathered(self._on_first(leaf), axis), by_leaf(value))
 
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         """Reduces each leaf."""
-        collectives = self._active_collectives("all_reduce")
+        collectives = self._collectives_for("all_reduce")
         return jax.tree.map(lambda leaf: collectives.all_reduce(op, leaf), value)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """Gathers each leaf."""
-        collectives = self._active_collectives("all_gather")
+        collectives = self._collectives_for("all_gather")
         return jax.tree.map(lambda leaf: collectives.all_gather(leaf, axis), value)
 
-    def _in_replica_context(self, strategy: Any, function: Callable[..., Any], pattern: Pattern) -> ReplicaFunction:
-        """Returns a function that calls ``function`` in replica context, with arguments of this ``pattern``."""
+    def _in_replica_context(self, strategy: Any, function: Callable[..., Any], unflatten: Unflatten) -> ReplicaFunction:
+        """Returns a function that calls ``function`` in replica context, with arguments of one pattern."""
 
         def call(collectives: ReplicaCollectives, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Any:
-            args, kwargs = pattern.unflatten(per_replica, replicated)
+            args, kwargs = unflatten(per_replica, replicated)
             with self._activate(collectives), enter_scope(strategy, ReplicaContext(strategy, collectives.replica)):
                 return function(*args, **kwargs)
 
@@ -179,19 +175,24 @@ class DeviceReplicas(Replicas):
 
     @contextmanager
     def _activate(self, collectives: ReplicaCollectives) -> Iterator[None]:
-        outer, self._active.collectives = self._active.collectives, collectives
+        outer, self._thread.collectives = self._collectives, collectives
         try:
             yield
         finally:
-            self._active.collectives = outer
+            self._thread.collectives = outer
 
-    def _active_collectives(self, method: str) -> ReplicaCollectives:
-        if self._active.collectives is None:
+    @property
+    def _collectives(self) -> ReplicaCollectives | None:
+        """Those of the replica that this thread runs, if any."""
+        return getattr(self._thread, "collectives", None)
+
+    def _collectives_for(self, method: str) -> ReplicaCollectives:
+        if self._collectives is None:
             raise StrategyError(
                 f"{method} was called outside of the replicas: call it in a function that strategy.run(fn, args=…) "
                 "runs, in the same thread."
             )
-        return self._active.collectives
+        return self._collectives
 
     def _on_first(self, leaf: Any) -> list[Any]:
         """Returns the replicas' values on the first device; a plain value counts once per replica."""

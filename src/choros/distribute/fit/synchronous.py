@@ -164,7 +164,7 @@ class SynchronousTraining(Training):
             changes["validation_data"] = validation if held_out is None else held_out
             changes["validation_batch_size"] = None
         verbose = self._verbosity(call)
-        callbacks = self._callbacks(call["callbacks"], MetricAverageCallback(whole_tests=held_out is None))
+        callbacks = self._callbacks(model, call["callbacks"], MetricAverageCallback(whole_tests=held_out is None))
         admits, directory = global_process_set.communicator.elastic, current().commit_dir
         if admits and call["verbose"]:  # Keras' own progress bar would end with rank 0
             callbacks.append(FirstRankCallback(keras.callbacks.ProgbarLogger(), call["verbose"]))
@@ -260,7 +260,7 @@ class SynchronousTraining(Training):
             results = flat_results(steps.evaluation.end()) if is_test else global_results(model)
         return results if call["return_dict"] else flatten_metrics(model, results)
 
-    def _callbacks(self, given: Any, averaging: MetricAverageCallback) -> list[Any]:
+    def _callbacks(self, model: Any, given: Any, averaging: MetricAverageCallback) -> list[Any]:
         """Returns choros' callbacks, then the user's, which so see equal weights and global metrics."""
         others = self._callbacks_of_rank(given, elastic=global_process_set.communicator.elastic)
         backups = [each for each in others if isinstance(each, keras.callbacks.BackupAndRestore)]
@@ -269,8 +269,7 @@ class SynchronousTraining(Training):
             own_backups = [FirstRankCallback(each) for each in backups]
         else:
             own_backups = backups if self._replicas.first == 0 else []
-        synchronizing = (_SynchronizeEpoch(), BroadcastGlobalVariablesCallback(0), _AverageStatistics())
-        return [averaging, *own_backups, *synchronizing, *others]
+        return [averaging, *own_backups, *_synchronizing(model), *others]
 
     def _callbacks_of_rank(self, given: Any, *, elastic: bool = False) -> list[Any]:
         """Returns callbacks, on ranks other than 0 no writers; with ``elastic`` a new rank 0 goes on with its own."""
@@ -295,29 +294,22 @@ class SynchronousTraining(Training):
         return call["verbose"] if self._replicas.first == 0 else 0
 
 
-@final
-class _SynchronizeEpoch(keras.callbacks.Callback):
-    """Broadcasts the initial epoch, which a backup may have changed; only process 0 reads the backup."""
+def _synchronizing(model: Any) -> list[Any]:
+    """Returns the callbacks after which all processes begin alike, and layers' statistics are averaged at an epoch's
+    end and before validation; ``tf.distribute`` does it when they are read.
+    """
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        set_initial_epoch(self.model, object_of_first(lambda: initial_epoch(self.model)))
+    def set_epoch(*_: Any) -> None:  # a backup, which only process 0 reads, may have changed it
+        set_initial_epoch(model, object_of_first(lambda: initial_epoch(model)))
 
-
-@final
-class _AverageStatistics(keras.callbacks.Callback):
-    """Averages layers' statistics at an epoch's end and before validation; ``tf.distribute`` does it when read."""
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        self._average()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._average()
-
-    def _average(self) -> None:
+    def average(*_: Any) -> None:
         # The statistics of a stateful RNN are the states of single rows.
-        layers = [layer for layer in layers_of(self.model) if not getattr(layer, "stateful", False)]
+        layers = [layer for layer in layers_of(model) if not getattr(layer, "stateful", False)]
         statistics = [each for layer in layers for each in statistics_of(layer)]
         average_variables([each for each in statistics if "float" in each.dtype and not aggregates(each)])
+
+    alike = keras.callbacks.LambdaCallback(on_train_begin=set_epoch, on_epoch_end=average, on_test_begin=average)
+    return [alike, BroadcastGlobalVariablesCallback(0)]
 
 
 def _run_locally(call: KerasCall) -> Any:
