@@ -28,19 +28,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 from choros.distribute.fit.training import KerasCall, Training
-from choros.distribute.scope import current_strategy, in_fit, in_replica
+from choros.distribute.scope import assign_strategy, current_strategy, in_fit, in_replica, strategy_of
 from choros.distribute.variables import variables_of_keras, variables_of_metrics
 from choros.errors import StrategyError
 from choros.training.replaced import Replaced
 from choros.training.tf_context import as_one_replica
 
-_ATTRIBUTE = "_choros_strategy"
 _TRAINING_METHODS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-
-
-def strategy_of(created: Any) -> Any:
-    """Returns the strategy in whose scope a model, an optimizer or a Keras variable was created; else ``None``."""
-    return getattr(created, "__dict__", {}).get(_ATTRIBUTE)
 
 
 _lock = threading.Lock()
@@ -129,8 +123,7 @@ def _notifying(hook: Callable[[Training], Callable[[Any], None]] | None = None) 
             strategy = current_strategy()
             if strategy is None or strategy.training is None or strategy_of(self) is not None:
                 return
-            # Bypasses Keras' attribute tracking: the strategy is not part of the object's state.
-            object.__setattr__(self, _ATTRIBUTE, strategy)
+            assign_strategy(self, strategy)
             if hook is not None:
                 hook(strategy.training)(self)
             if isinstance(self, keras.Model):
@@ -221,7 +214,7 @@ def _distributing(own: Any) -> Any:
             and strategy.training.follows_run
             and not (strategy_of(self) or reducer_of(self))
         ):
-            object.__setattr__(self, _ATTRIBUTE, strategy)
+            assign_strategy(self, strategy)
             strategy.training.optimizer_created(self)
             return getattr(self, own.__name__)(*args, **kwargs)
         _applying.inside = True

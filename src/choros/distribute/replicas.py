@@ -43,11 +43,13 @@ class Replicas(ABC):
         count: the number of replicas on all processes.
         local_count: the number of this process's replicas.
         first: the index of this process's first replica.
+        on_device: returns the block in which variables are created on the replicas' device.
     """
 
     count: int
     local_count: int
     first: int
+    on_device: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @abstractmethod
     def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -151,7 +153,7 @@ class ProcessReplicas(Replicas):
         self, *, alone: bool = False, on_device: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
         self._alone = alone
-        self._on_device = on_device
+        self.on_device = on_device
         self._position = topology() if not alone and is_initialized() else Topology()
 
     @property
@@ -174,7 +176,7 @@ class ProcessReplicas(Replicas):
         """Calls ``function`` on this process's replica."""
         job = self._topology
         with ExitStack() as stack:
-            stack.enter_context(self._on_device())
+            stack.enter_context(self.on_device())
             stack.enter_context(enter_scope(strategy, ReplicaContext(strategy, job.rank)))
             if job.size > 1 and sys.modules.get("torch") is not None:
                 stack.enter_context(synchronized_torch_objects(job.rank))

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from choros.comm import global_process_set
-from choros.distribute.scope import enter_fit, in_fit
+from choros.distribute.scope import enter_fit, in_fit, strategy_of
 from choros.errors import StrategyError
 from choros.observe import events
 from choros.observe.events import Kind
@@ -35,33 +35,30 @@ from choros.training.files import complete, complete_files, decide_writers
 #: How many objects deep the model of a checkpoint is searched: CheckpointManager → Checkpoint → model.
 _DEPTH = 2
 
-#: The strategy in whose scope an object was created, or ``None``.
-StrategyOf = Callable[[Any], Any]
 
-
-def guard_saving(strategy_of: StrategyOf) -> None:
+def guard_saving() -> None:
     """Replaces the functions that write files, in all libraries that are loaded; the first time only."""
-    decide_writers(functools.partial(_save, strategy_of))
+    decide_writers(_save)
     if "keras" in sys.modules:
         complete_files()
     if sys.modules.get("tensorflow") is not None:
-        _guard_tensorflow(strategy_of)
+        _guard_tensorflow()
 
 
 @functools.cache
-def _guard_tensorflow(strategy_of: StrategyOf) -> None:
+def _guard_tensorflow() -> None:
     import tensorflow as tf
     from tensorflow.python.saved_model import save
 
     complete(save, "save_and_return_nodes", "export_dir")
-    _count_everywhere(strategy_of, tf.train.Checkpoint, "save")
-    _count_everywhere(strategy_of, tf.train.Checkpoint, "write")
-    _count_everywhere(strategy_of, tf.train.CheckpointManager, "save", of_manager=True)
+    _count_everywhere(tf.train.Checkpoint, "save")
+    _count_everywhere(tf.train.Checkpoint, "write")
+    _count_everywhere(tf.train.CheckpointManager, "save", of_manager=True)
 
 
-def _save(strategy_of: StrategyOf, saved: Any, write: Callable[[], Any], path: str) -> Any:
+def _save(saved: Any, write: Callable[[], Any], path: str) -> Any:
     """Writes as the strategy of ``saved`` decides; on a process that does not, returns ``None``."""
-    training = _training_of(strategy_of, saved)
+    training = _training_of(saved)
     if training is None:
         return write()
     results: list[Any] = []
@@ -69,7 +66,7 @@ def _save(strategy_of: StrategyOf, saved: Any, write: Callable[[], Any], path: s
     return results[0] if results else None
 
 
-def _count_everywhere(strategy_of: StrategyOf, owner: Any, name: str, *, of_manager: bool = False) -> None:
+def _count_everywhere(owner: Any, name: str, *, of_manager: bool = False) -> None:
     """Replaces a function of TensorFlow's checkpoints or their manager, so that all processes count what is saved."""
     own: Callable[..., Any] = getattr(owner, name)
     signature = inspect.signature(own)
@@ -77,7 +74,7 @@ def _count_everywhere(strategy_of: StrategyOf, owner: Any, name: str, *, of_mana
     @functools.wraps(own)
     def save(saved: Any, *args: Any, **kwargs: Any) -> Any:
         files = saved.directory if of_manager else signature.bind(saved, *args, **kwargs).arguments["file_prefix"]
-        training = _training_of(strategy_of, saved)
+        training = _training_of(saved)
         if training is None or not isinstance(files, (str, os.PathLike)):
             return own(saved, *args, **kwargs)
         checkpoint = saved.checkpoint if of_manager else saved
@@ -96,12 +93,12 @@ def _count_everywhere(strategy_of: StrategyOf, owner: Any, name: str, *, of_mana
     setattr(owner, name, save)
 
 
-def _training_of(strategy_of: StrategyOf, saved: Any, depth: int = _DEPTH) -> Any:
+def _training_of(saved: Any, depth: int = _DEPTH) -> Any:
     """Returns ``training`` of the strategy in whose scope ``saved``, or an object that it holds, was created."""
     strategy = strategy_of(saved)
     if strategy is not None or depth == 0:
         return None if strategy is None else strategy.training
-    held = (_training_of(strategy_of, each, depth - 1) for each in getattr(saved, "__dict__", {}).values())
+    held = (_training_of(each, depth - 1) for each in getattr(saved, "__dict__", {}).values())
     return next((each for each in held if each is not None), None)
 
 

@@ -126,3 +126,16 @@ def in_replica() -> bool:
 def in_fit() -> bool:
     """Whether a strategy's ``fit``, ``evaluate`` or ``predict`` is active, without a replica inside it."""
     return _thread.place.fit
+
+
+_ATTRIBUTE = "_choros_strategy"
+
+
+def assign_strategy(created: Any, strategy: Any) -> None:
+    """Marks what was created as the strategy's, past Keras' tracking of attributes: it is not part of its state."""
+    object.__setattr__(created, _ATTRIBUTE, strategy)
+
+
+def strategy_of(created: Any) -> Any:
+    """Returns the strategy in whose scope a model, an optimizer or a Keras variable was created; else ``None``."""
+    return getattr(created, "__dict__", {}).get(_ATTRIBUTE)

@@ -10,11 +10,11 @@ A step of CentralStorageStrategy on three processes; process 0 keeps the optimiz
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, final
 
 from choros.distribute.cluster_resolver import TPUClusterResolver
-from choros.distribute.devices.names import DeviceName, devices_of, on_device
+from choros.distribute.devices.names import device_name, devices_of, on_device
 from choros.distribute.fit.training import Training
 from choros.distribute.job import cluster_of, framework, join, replicas_of, synchronous_training
 from choros.distribute.replicas import ProcessReplicas
@@ -186,16 +186,8 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: str) -> None:
-        self._framework = framework()
-        self._device = DeviceName.parse(device)
-        known = devices_of(self._framework)
-        if self._device not in known:
-            raise ConfigError(
-                f"OneDeviceStrategy({device!r}): {self._framework} has no such device. It has "
-                f"{', '.join(map(str, known))}."
-            )
-        super().__init__(ProcessReplicas(alone=True, on_device=self.placement), Training())
-
-    def placement(self) -> AbstractContextManager[Any]:
-        """Returns the block that places values on the device."""
-        return on_device(self._framework, self._device)
+        used, name = framework(), device_name(device)
+        known = devices_of(used)
+        if name not in known:
+            raise ConfigError(f"OneDeviceStrategy({device!r}): {used} has no such device. It has {', '.join(known)}.")
+        super().__init__(ProcessReplicas(alone=True, on_device=partial(on_device, used, name)), Training())

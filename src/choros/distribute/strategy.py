@@ -1,9 +1,9 @@
 """The base class of all strategies, with the interface of ``tf.distribute.Strategy``.
 
-A strategy is composed of two parts; itself it only decides the device of variables:
+A strategy is composed of two parts:
 
-    replicas   their number, how they run a function together and reduce values    (replicas.py)
-    training   ``fit``, ``evaluate``, ``predict`` and ``save`` of its models        (fit/training.py)
+    replicas   their number, their device, how they run a function together and reduce values    (replicas.py)
+    training   ``fit``, ``evaluate``, ``predict`` and ``save`` of its models                      (fit/training.py)
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, ClassVar, final
 
 from choros.distribute import datasets
 from choros.distribute.fit.training import Training
-from choros.distribute.keras_hook import patch_keras, strategy_of
+from choros.distribute.keras_hook import patch_keras
 from choros.distribute.replicas import Axis, Replicas
 from choros.distribute.saving import guard_saving
-from choros.distribute.scope import current_replica, enter_scope
+from choros.distribute.scope import current_replica, enter_scope, strategy_of
 from choros.distribute.tf_functions import leave_unconverted
 from choros.distribute.types import InputContext, InputOptions, PerReplica, ReduceOp, ValueContext, per_replica
 from choros.distribute.variables import follow_variables
@@ -47,10 +47,6 @@ class Strategy(ABC):
         self.training = training
         self._cluster_resolver = cluster_resolver
         self._extended = StrategyExtended(self)
-
-    def placement(self) -> AbstractContextManager[Any]:
-        """Returns the block in which variables are created on this strategy's device."""
-        return nullcontext()
 
     @final
     @property
@@ -266,18 +262,15 @@ class _Scope(AbstractContextManager[Strategy]):
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> Strategy:
-        strategy = self._strategy
-        guard_saving(strategy_of)
+        strategy, replicas = self._strategy, self._strategy.replicas
+        guard_saving()
         with ExitStack() as stack:
-            blocks = enter_scope(strategy), strategy.placement(), patch_keras(strategy), self._variables()
-            for block in blocks:
+            for block in (enter_scope(strategy), replicas.on_device(), patch_keras(strategy)):
                 stack.enter_context(block)
+            if replicas.count > replicas.local_count:
+                stack.enter_context(follow_variables())
             self._entered.append(stack.pop_all())
         return strategy
-
-    def _variables(self) -> AbstractContextManager[Any]:
-        replicas = self._strategy.replicas
-        return follow_variables() if replicas.count > replicas.local_count else nullcontext()
 
     def __exit__(self, *exception: Any) -> bool | None:
         return self._entered.pop().__exit__(*exception)

@@ -84,7 +84,7 @@ def variables_of_metrics() -> AbstractContextManager[None]:
 @contextmanager
 def follow_variables() -> Iterator[None]:
     """The block in which TensorFlow's new variables are those of all replicas."""
-    if sys.modules.get("tensorflow") is None or global_process_set.communicator.size == 1:
+    if sys.modules.get("tensorflow") is None:
         yield
         return
     import tensorflow as tf

@@ -1,11 +1,8 @@
 """Device names in TensorFlow's notation, on every framework."""
 
-from __future__ import annotations
-
 import re
 import sys
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from choros.errors import ConfigError
@@ -15,70 +12,58 @@ Block: TypeAlias = AbstractContextManager[Any]
 _NAME = re.compile(r"(?:/?(?:job|replica|task):\w+)*/?(?:device:)?([a-z]+)(?::(\d+))?", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class DeviceName:
-    """A device of this process: ``"cpu"``, ``"gpu"`` or ``"tpu"``, and its index among those.
+def device_name(name: str) -> str:
+    """Returns TensorFlow's name of a device of this process as its kind and its index; ConfigError if it is none.
 
-    >>> [str(DeviceName.parse(name)) for name in ("cpu", "/gpu:1", "/job:localhost/replica:0/task:0/device:GPU:0")]
+    >>> [device_name(name) for name in ("cpu", "/gpu:1", "/job:localhost/replica:0/task:0/device:GPU:0")]
     ['cpu:0', 'gpu:1', 'gpu:0']
     """
-
-    kind: str
-    index: int
-
-    @classmethod
-    def parse(cls, name: str) -> DeviceName:
-        """Parses ``name``; ConfigError if it is not a device name."""
-        match = _NAME.fullmatch(name) if isinstance(name, str) else None
-        if match is None:
-            raise ConfigError(f"{name!r} is not a device name: write 'cpu', '/gpu:0' or 'GPU:1'.")
-        kind = match[1].lower()
-        return cls("gpu" if kind == "cuda" else kind, int(match[2] or 0))
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.index}"
+    match = _NAME.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise ConfigError(f"{name!r} is not a device name: write 'cpu', '/gpu:0' or 'GPU:1'.")
+    kind = match[1].lower()
+    return f"{'gpu' if kind == 'cuda' else kind}:{int(match[2] or 0)}"
 
 
-def devices_of(framework: str) -> tuple[DeviceName, ...]:
-    """Returns the devices of this process that ``framework`` can use; this initialises the framework."""
+def devices_of(framework: str) -> list[str]:
+    """Returns the names of this process's devices that ``framework`` can use; this initialises the framework."""
     match framework:
         case "tensorflow":
             import tensorflow as tf
 
-            return tuple(DeviceName.parse(device.name) for device in tf.config.list_logical_devices())
+            return [device_name(device.name) for device in tf.config.list_logical_devices()]
         case "torch":
             import torch
 
             count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-            return (DeviceName("cpu", 0), *(DeviceName("gpu", index) for index in range(count)))
+            return ["cpu:0", *(f"gpu:{index}" for index in range(count))]
         case _:
-            return tuple(jax_devices())
+            return list(jax_devices())
 
 
-def jax_devices() -> dict[DeviceName, Any]:
-    """Returns JAX's devices of this process, those of the default platform first."""
+def jax_devices() -> dict[str, Any]:
+    """Returns JAX's devices of this process by their names, those of the default platform first."""
     import jax
 
-    platforms = dict.fromkeys((jax.default_backend(), "cpu"))
     return {
-        DeviceName(platform, index): device
-        for platform in platforms
+        f"{platform}:{index}": device
+        for platform in dict.fromkeys((jax.default_backend(), "cpu"))
         for index, device in enumerate(jax.local_devices(backend=platform))
     }
 
 
-def on_device(framework: str, device: DeviceName) -> Block:
+def on_device(framework: str, device: str) -> Block:
     """Returns the block in which ``framework``, and Keras on it, creates and computes values on ``device``."""
     match framework:
         case "tensorflow":
             import tensorflow as tf
 
-            return cast("Block", tf.device(f"/device:{device.kind.upper()}:{device.index}"))
+            return cast("Block", tf.device(f"/device:{device.upper()}"))
         case "torch":
             import torch
 
-            kind = "cpu" if device.kind == "cpu" else torch.accelerator.current_accelerator().type
-            name = kind if kind == "cpu" else f"{kind}:{device.index}"
+            kind, _, index = device.partition(":")
+            name = kind if kind == "cpu" else f"{torch.accelerator.current_accelerator().type}:{index}"
             if "keras" not in sys.modules:
                 return cast("Block", torch.device(name))
             # Not torch.device: a DataLoader that shuffles would draw its random numbers on the accelerator, and fail.

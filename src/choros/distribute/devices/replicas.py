@@ -37,7 +37,7 @@ from choros.distribute.devices.collectives import (
     reduced,
 )
 from choros.distribute.devices.compiled_step import CompiledStep, ReplicaFunction, compiled_for, run_replica
-from choros.distribute.devices.names import DeviceName, jax_devices
+from choros.distribute.devices.names import device_name, jax_devices
 from choros.distribute.fit.training import Training
 from choros.distribute.replicas import Axis, ReplicaContext, Replicas
 from choros.distribute.scope import enter_scope
@@ -53,9 +53,9 @@ def local_devices(names: Sequence[str] | None = None) -> list[Any]:
     if names is None:
         return list(jax.local_devices())
     known = jax_devices()
-    wanted = [DeviceName.parse(name) for name in names]
+    wanted = [device_name(name) for name in names]
     if len(set(wanted)) < len(wanted) or not known.keys() >= set(wanted):
-        raise ConfigError(f"devices={list(names)!r}: choose from {', '.join(map(str, known))}, each once.")
+        raise ConfigError(f"devices={list(names)!r}: choose from {', '.join(known)}, each once.")
     return [known[name] for name in wanted]
 
 
