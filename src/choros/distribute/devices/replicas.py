@@ -27,8 +27,7 @@ import jax
 import numpy as np
 
 from choros.comm.engines.threads import ThreadCommunicator, run_threads
-from choros.distribute.devices.arguments import Unflatten, by_leaf, flatten
-from choros.distribute.devices.arrays import DeviceArrays, WeakMap
+from choros.distribute.devices.arrays import DeviceArrays, Unflatten, WeakMap, by_leaf, flatten
 from choros.distribute.devices.collectives import (
     AXIS,
     ReplicaCollectives,
