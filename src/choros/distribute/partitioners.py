@@ -60,7 +60,6 @@ class FixedShardsPartitioner(Partitioner):
         self._num_shards = _positive("num_shards", num_shards)
 
     def _shards(self, shape: tuple[int, ...], itemsize: int, axis: int) -> int:
-        del shape, itemsize, axis
         return self._num_shards
 
 
@@ -81,12 +80,10 @@ class MinSizePartitioner(Partitioner):
     """
 
     def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16) -> None:
-        del bytes_per_string
         self._min_shard_bytes = _positive("min_shard_bytes", min_shard_bytes)
         self._max_shards = _positive("max_shards", max_shards)
 
     def _shards(self, shape: tuple[int, ...], itemsize: int, axis: int) -> int:
-        del axis
         return min(self._max_shards, math.ceil(math.prod(shape) * itemsize / self._min_shard_bytes))
 
 
@@ -107,7 +104,6 @@ class MaxSizePartitioner(Partitioner):
     """
 
     def __init__(self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16) -> None:
-        del bytes_per_string
         self._max_shard_bytes = _positive("max_shard_bytes", max_shard_bytes)
         self._max_shards = None if max_shards is None else _positive("max_shards", max_shards)
 

@@ -112,7 +112,6 @@ class ReplicaContext:
             >>> distribute.OneDeviceStrategy("cpu").run(step)
             2.0
         """
-        del options
         return self.strategy.replicas.all_reduce(ReduceOp.of(reduce_op), value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
@@ -124,7 +123,6 @@ class ReplicaContext:
             axis: the dimension.
             options: has no effect.
         """
-        del options
         return self.strategy.replicas.all_gather(value, axis)
 
     def merge_call(

@@ -59,7 +59,6 @@ class MirroredStrategy(Strategy):
     """
 
     def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None) -> None:
-        del cross_device_ops
         topology = _join_on_one_host("MirroredStrategy is for the replicas of one host")
         super().__init__(*replicas_of(topology, devices))
 
@@ -87,7 +86,6 @@ class MultiWorkerMirroredStrategy(Strategy):
     """
 
     def __init__(self, cluster_resolver: Any = None, communication_options: Any = None) -> None:
-        del communication_options
         topology = join(cluster_resolver)
         resolver = cluster_of(topology) if cluster_resolver is None else cluster_resolver
         super().__init__(*replicas_of(topology), resolver)
@@ -111,7 +109,6 @@ class CentralStorageStrategy(Strategy):
     """
 
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
-        del parameter_device
         topology = _join_on_one_host("CentralStorageStrategy keeps variables on one host")
         if compute_devices is not None and len(compute_devices) != topology.size:
             raise ConfigError(

@@ -120,7 +120,6 @@ class Strategy(ABC):
             >>> strategy.run(lambda x: x * 2, args=(3,))
             6
         """
-        del options
         if not isinstance(args, (tuple, list)):
             raise ConfigError(
                 f"strategy.run(fn, args={args!r}): args must be a tuple or a list, such as args=(batch,)."
@@ -202,7 +201,6 @@ class Strategy(ABC):
         Returns:
             An iterable of this process's part of each batch; for a ``tf.data.Dataset``, another ``tf.data.Dataset``.
         """
-        del options
         return datasets.distribute(dataset, self.replicas)
 
     @final
@@ -216,7 +214,6 @@ class Strategy(ABC):
                 *one replica*.
             options: ``tf.distribute.InputOptions``; has no effect.
         """
-        del options
         return datasets.from_function(dataset_fn, self.replicas)
 
     @final
@@ -296,7 +293,6 @@ class StrategyExtended:
 
     def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any = None, options: Any = None) -> Any:
         """``strategy.reduce``: every process receives the result; ``destinations`` has no effect."""
-        del destinations, options
         return self._strategy.reduce(reduce_op, value, axis=None)
 
     def batch_reduce_to(
@@ -325,7 +321,6 @@ class StrategyExtended:
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Does nothing: all variables of a process are on one device."""
-        del colocate_with_variable
         return nullcontext()
 
     def value_container(self, value: Any) -> Any:

@@ -55,9 +55,8 @@ def synchronized_torch_objects(replica: int) -> Iterator[None]:
             hook.remove()
 
 
-def _before_forward(module: Any, args: tuple[Any, ...]) -> None:
+def _before_forward(module: Any, _args: tuple[Any, ...]) -> None:
     """Before the first call of a module in a replica: all processes receive its values from process 0."""
-    del args
     if module in _modules or _is_of_keras(module):
         return
     _modules.update(module.modules())
@@ -96,9 +95,8 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         parameter.grad = result.data if on_device else adapter.from_host(result, parameter)
 
 
-def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _after_step(optimizer: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
     """After the first step of an optimizer, and from time to time, checks that replicas have identical parameters."""
-    del args, kwargs
     reducer = _reducers.get(optimizer)
     if reducer is not None and reducer.due is not None:
         due, reducer.due = reducer.due, None

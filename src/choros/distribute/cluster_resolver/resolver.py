@@ -126,7 +126,6 @@ class ClusterResolver(ABC):
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
         """Returns the number of accelerators of a task by kind; empty where the framework counts them itself."""
-        del task_type, task_id, config_proto
         return dict(self._accelerators)
 
 
@@ -268,7 +267,7 @@ class TPUClusterResolver(ClusterResolver):
     """
 
     def __init__(self, tpu: str | None = None, **kwargs: Any) -> None:
-        del tpu, kwargs
+        pass
 
     @classmethod
     def connect(cls, tpu: str | None = None, **kwargs: Any) -> TPUClusterResolver:
@@ -305,14 +304,12 @@ class TPUClusterResolver(ClusterResolver):
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """Empty."""
-        del task_type, task_id, rpc_layer
         return ""
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
         """The TPUs of this process."""
-        del task_type, task_id, config_proto
         return {"TPU": len(self.tpu_devices())}
 
 

@@ -81,7 +81,6 @@ class Training:
         Returns:
             The result of ``write``; ``None`` if it is not known.
         """
-        del path
         return write()
 
 
