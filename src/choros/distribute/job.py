@@ -59,7 +59,11 @@ def join(cluster_resolver: Any = None) -> Topology:
     """Joins the job in which this process was started; pins its device, and gives all processes the same global
     ``tf.data`` seed, as a ``shuffle`` without a seed draws from it, unless the program has set one.
     """
-    if cluster_resolver is not None and not is_initialized() and not _is_rank_of_launcher():
+    if (
+        cluster_resolver is not None
+        and not is_initialized()
+        and all(environment.read(os.environ) is None for environment in RANK_LAUNCHERS)
+    ):
         os.environ[TF_CONFIG] = tf_config_of(cluster_resolver)
     init()
     job = topology()
@@ -78,10 +82,6 @@ def join(cluster_resolver: Any = None) -> Topology:
         if context.global_seed() is None:
             tf.random.set_seed(seed)
     return job
-
-
-def _is_rank_of_launcher() -> bool:
-    return any(environment.read(os.environ) is not None for environment in RANK_LAUNCHERS)
 
 
 def replicas_of(topology: Topology, devices: Sequence[str] | None = None) -> tuple[Replicas, Training | None]:

@@ -20,7 +20,7 @@ from typing import Any, final
 import numpy as np
 
 from choros.arrays import ArraySpec, adapter_of
-from choros.comm import Reduction, global_process_set, is_initialized, topology
+from choros.comm import Reduction, global_process_set
 from choros.distribute.scope import enter_scope
 from choros.distribute.tf_functions import converted, windows_of_any_rows
 from choros.distribute.torch_objects import synchronized_torch_objects
@@ -30,7 +30,6 @@ from choros.parallel import ops
 from choros.parallel.objects import allgather_object
 from choros.parallel.random_streams import tensorflow_numbers_of
 from choros.parallel.structure import leaves, map_structure
-from choros.topology import Topology
 
 #: One dimension, or several; ``None``: the replicas' values are reduced element by element.
 Axis = int | Sequence[int] | None
@@ -94,8 +93,7 @@ class ReplicaContext:
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas on all processes together."""
-        count: int = self.strategy.replicas.count
-        return count
+        return int(self.strategy.replicas.count)
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Reduces the replicas' values, on each replica. Gradients flow through it.
@@ -152,35 +150,36 @@ class ProcessReplicas(Replicas):
     ) -> None:
         self._alone = alone
         self.on_device = on_device
-        self._position = topology() if not alone and is_initialized() else Topology()
+        self._first, self._count = 0, 1
+        self._first, self._count = self.first, self.count
 
     @property
     def count(self) -> int:  # type: ignore[override]  # read-only
         """The number of processes."""
-        return self._topology.size
+        size = None if self._alone else global_process_set.size()
+        if size is not None:  # else, after shutdown(), the last one
+            self._count = size
+        return self._count
 
     @property
     def first(self) -> int:  # type: ignore[override]  # read-only
         """The rank of this one."""
-        return self._topology.rank
-
-    @property
-    def _topology(self) -> Topology:
-        if not self._alone and is_initialized():
-            self._position = topology()  # else, after shutdown(), the last one
-        return self._position
+        rank = None if self._alone else global_process_set.rank()
+        if rank is not None:
+            self._first = rank
+        return self._first
 
     def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls ``function`` on this process's replica."""
-        job = self._topology
+        rank, several = self.first, self.count > 1
         with ExitStack() as stack:
             stack.enter_context(self.on_device())
-            stack.enter_context(enter_scope(strategy, ReplicaContext(strategy, job.rank)))
-            if job.size > 1 and sys.modules.get("torch") is not None:
-                stack.enter_context(synchronized_torch_objects(job.rank))
-            if job.size > 1 and sys.modules.get("tensorflow") is not None:
+            stack.enter_context(enter_scope(strategy, ReplicaContext(strategy, rank)))
+            if several and sys.modules.get("torch") is not None:
+                stack.enter_context(synchronized_torch_objects(rank))
+            if several and sys.modules.get("tensorflow") is not None:
                 stack.enter_context(windows_of_any_rows())
-                stack.enter_context(tensorflow_numbers_of(job.rank))
+                stack.enter_context(tensorflow_numbers_of(rank))
             return converted(function)(*select(0, tuple(args)), **select(0, dict(kwargs)))
 
     def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:

@@ -12,6 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cached_property
 from typing import Any, ClassVar, final
 
 from choros.distribute import datasets
@@ -46,7 +47,6 @@ class Strategy(ABC):
         self.replicas = replicas
         self.training = training
         self._cluster_resolver = cluster_resolver
-        self._extended = StrategyExtended(self)
 
     @final
     @property
@@ -67,10 +67,10 @@ class Strategy(ABC):
         return self._cluster_resolver
 
     @final
-    @property
+    @cached_property
     def extended(self) -> StrategyExtended:
         """The methods of ``tf.distribute.StrategyExtended``."""
-        return self._extended
+        return StrategyExtended(self)
 
     @final
     def scope(self) -> AbstractContextManager[Strategy]:
