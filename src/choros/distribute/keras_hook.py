@@ -35,9 +35,8 @@ from choros.training.replaced import Replaced
 from choros.training.tf_context import as_one_replica
 
 _TRAINING_METHODS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-
-
 _lock = threading.Lock()
+#: Those that all threads together have entered; the first one patches the classes, the last one restores them.
 _blocks = 0
 _restoring = ExitStack()
 
@@ -49,26 +48,26 @@ def patch_keras(strategy: Any, *, in_run: bool = False) -> Iterator[None]:
     if training is None or (in_run and not training.follows_run):
         yield
         return
-    _count_block(1)
+    global _blocks
+    with _lock:
+        _blocks += 1
+        if _blocks == 1:
+            _patch_classes()
     try:
         training.follow_seeds()
         yield
     finally:
-        _count_block(-1)
+        with _lock:
+            _blocks -= 1
+            if _blocks == 0:
+                _restoring.close()
 
 
-def _count_block(change: int) -> None:
-    """Patches the classes for the first block of all threads, and restores them after the last one."""
-    global _blocks
-    with _lock:
-        _blocks += change
-        if _blocks == 0:
-            _restoring.close()
-        elif (_blocks, change) == (1, 1):
-            for kind, name, wrapped in _patches():
-                own = vars(kind)[name]
-                _restoring.callback(setattr, kind, name, own)
-                setattr(kind, name, wrapped(own))
+def _patch_classes() -> None:
+    for kind, name, wrapped in _patches():
+        own = vars(kind)[name]
+        _restoring.callback(setattr, kind, name, own)
+        setattr(kind, name, wrapped(own))
 
 
 def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
