@@ -146,19 +146,16 @@ class _DirectoryStore:
 
     @property
     def latest(self) -> str | None:
-        """As a manager's: here, the directory's name."""
         _, directory = self._last()
         return None if directory is None else directory.name
 
     def restore(self) -> int:
-        """As a manager's."""
         runs, directory = self._last()
         if directory is not None:
             self._checkpoint.restore(str(directory / _FILES))
         return runs
 
     def save(self, runs: int, *args: Any, **kwargs: Any) -> None:
-        """As a manager's."""
         if runs in self._directories.complete():  # a second request to end, before another step
             return
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -170,11 +167,7 @@ class _DirectoryStore:
         return max(self._directories.complete().items(), default=(0, None))
 
 
-#: Saves and restores checkpoints.
-CheckpointStore = _ManagedStore | _DirectoryStore
-
-
-def store_of(checkpoint: Any, directory: Any, save: Callable[..., Any] | None) -> CheckpointStore:
+def store_of(checkpoint: Any, directory: Any, save: Callable[..., Any] | None) -> _ManagedStore | _DirectoryStore:
     """Returns the store of a TensorFlow checkpoint, of a manager, which has its own directory, or of an object with
     ``restore(path)`` and ``save(path)``, which a given ``save`` replaces; ConfigError if it is none of these.
     """

@@ -252,8 +252,6 @@ class Strategy(ABC):
 
 @final
 class _Scope(AbstractContextManager[Strategy]):
-    """``strategy.scope()``."""
-
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._entered: list[ExitStack] = []
@@ -280,7 +278,7 @@ class StrategyExtended:
     #: Makes ``tf.function`` trace a function anew in a strategy, where TensorFlow's names have other answers.
     _retrace_functions_for_each_device = True
 
-    def __init__(self, strategy: Any) -> None:  # a Strategy; its module imports this one
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
 
     def _use_merge_call(self) -> bool:

@@ -213,17 +213,14 @@ class _OnWrite:
     is_aggregated_on_write = True
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """The framework's own, of the aggregated value."""
         return super().assign(_written(self, value), *args, **kwargs)  # type: ignore[misc]
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """The framework's own, of the aggregated value."""
         value = _written(self, value)
         with _in_state("own_copy"):  # Keras' own calls assign
             return super().assign_add(value, *args, **kwargs)  # type: ignore[misc]
 
     def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """The framework's own, of the aggregated value."""
         value = _written(self, value)
         with _in_state("own_copy"):
             return super().assign_sub(value, *args, **kwargs)  # type: ignore[misc]
@@ -242,12 +239,10 @@ class _OnRead:
             return super().assign(value, *args, **kwargs)  # type: ignore[misc]
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """The framework's own, in replicas."""
         _check_not_a_sum(self, "assign_add")
         return super().assign_add(value, *args, **kwargs)  # type: ignore[misc]
 
     def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """The framework's own, in replicas."""
         _check_not_a_sum(self, "assign_sub")
         return super().assign_sub(value, *args, **kwargs)  # type: ignore[misc]
 
@@ -255,7 +250,6 @@ class _OnRead:
 class _OnReadOfKeras(_OnRead):
     @property
     def value(self) -> Any:
-        """The aggregated value; in a replica, its own."""
         from choros.training.keras_internals.models import has_value
 
         own = super().value
@@ -285,7 +279,6 @@ class _Statistic:
         return super().value  # type: ignore[misc]
 
     def assign(self, value: Any) -> Any:
-        """Keras' own."""
         result = super().assign(value)  # type: ignore[misc]
         if in_replica():
             _assigned[id(self)] = self
@@ -296,15 +289,12 @@ class _Statistic:
 
 class _OnReadOfTensorFlow(_OnRead):
     def value(self) -> Any:
-        """The aggregated value; in a replica, its own."""
         return _read(self, super().value())
 
     def read_value(self) -> Any:
-        """The aggregated value; in a replica, its own."""
         return _read(self, super().read_value())  # type: ignore[misc]
 
     def __repr__(self) -> str:
-        """Without the value, which all processes would have to read."""
         variable: Any = self
         return f"<tf.Variable '{variable.name}' shape={variable.shape} dtype={variable.dtype.name}>"
 

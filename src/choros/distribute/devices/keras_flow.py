@@ -113,11 +113,9 @@ class _Recorder(keras.StatelessScope):
         self.seen: dict[int, Any] = {}
 
     def get_current_value(self, variable: Any) -> Any:
-        """Records the variable; see Keras."""
         self.seen.setdefault(id(variable), variable)
         return super().get_current_value(variable)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Records the variable; see Keras."""
         self.seen.setdefault(id(update[0]), update[0])
         super().add_update(update)

@@ -2,12 +2,9 @@
 
 import re
 import sys
-from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 from choros.errors import ConfigError
-
-Block: TypeAlias = AbstractContextManager[Any]
 
 _NAME = re.compile(r"(?:/?(?:job|replica|task):\w+)*/?(?:device:)?([a-z]+)(?::(\d+))?", re.IGNORECASE)
 
@@ -52,25 +49,25 @@ def jax_devices() -> dict[str, Any]:
     }
 
 
-def on_device(framework: str, device: str) -> Block:
+def on_device(framework: str, device: str) -> Any:
     """Returns the block in which ``framework``, and Keras on it, creates and computes values on ``device``."""
     match framework:
         case "tensorflow":
             import tensorflow as tf
 
-            return cast("Block", tf.device(f"/device:{device.upper()}"))
+            return tf.device(f"/device:{device.upper()}")
         case "torch":
             import torch
 
             kind, _, index = device.partition(":")
             name = kind if kind == "cpu" else f"{torch.accelerator.current_accelerator().type}:{index}"
             if "keras" not in sys.modules:
-                return cast("Block", torch.device(name))
+                return torch.device(name)
             # Not torch.device: a DataLoader that shuffles would draw its random numbers on the accelerator, and fail.
             import keras
 
-            return cast("Block", keras.device(name))
+            return keras.device(name)
         case _:
             import jax
 
-            return cast("Block", jax.default_device(jax_devices()[device]))
+            return jax.default_device(jax_devices()[device])
