@@ -735,6 +735,25 @@ def case_initial_weights_are_identical():
 # ── invalid uses ──────────────────────────────────────────────────────────────────────────────────────
 
 
+def case_keras_classes_are_as_they_were_when_the_last_scope_is_left():
+    def attributes() -> list[int]:
+        kinds = {each for kind in (keras.Model, keras.Metric, keras.optimizers.Adam) for each in kind.__mro__[:-1]}
+        kinds |= {*keras.Variable.__mro__[:-1], keras.random.SeedGenerator, keras.layers.BatchNormalization}
+        ordered = sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__))
+        return [id(vars(kind).get(name)) for kind in ordered for name in ("__init__", "add_weight", "apply", "compile")]
+
+    here, before = strategy(), attributes()
+    with here.scope():
+        inside = attributes()
+        with here.scope():
+            assert attributes() == inside
+        here.run(lambda: None)
+        assert attributes() == inside != before
+    assert attributes() == before
+    here.run(lambda: None)
+    assert attributes() == before
+
+
 def case_invalid_uses_raise_errors_with_advice():
     here = strategy()
     other = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
