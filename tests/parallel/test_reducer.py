@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from choros.comm import BFLOAT16, ProcessSet, Reduction
 from choros.errors import ConfigError, EngineError, MismatchError
 from choros.parallel.compression import Compression
-from choros.parallel.reduce.gradients import layout_of
+from choros.parallel.reduce.gradients import SparseRows, layout_of
 from choros.parallel.reduce.joining import join
 from choros.parallel.reduce.plan import ReduceConfig
 from choros.parallel.reduce.reducer import GradientReducer
-from choros.parallel.reduce.sparse import SparseRows
 from parallel.threads import on_threads
 
 #: A batch: the gradient of its mean loss, and its number of examples.

@@ -4,8 +4,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, DeviceArrayAdapter, HostFunction
-from choros.arrays.numpy_arrays import NumpyArrays
+from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, DeviceArrayAdapter, HostFunction, NumpyArrays
 from choros.errors import ConfigError
 
 __all__ = [
@@ -45,18 +44,11 @@ def device_adapter(framework: str) -> DeviceArrayAdapter:
     return adapter
 
 
-def _framework_of(kind: type) -> str:
-    for base in kind.__mro__:
-        framework = _PACKAGES.get(base.__module__.partition(".")[0])
-        if framework:
-            return framework
-    return "numpy"
-
-
 def adapter_of(array: Any) -> ArrayAdapter:
     """Returns the adapter of ``array``'s framework; that of NumPy for numbers, lists and all other types.
 
     >>> type(adapter_of([1.0, 2.0])).__name__
     'NumpyArrays'
     """
-    return framework_adapter(_framework_of(type(array)))
+    packages = (base.__module__.partition(".")[0] for base in type(array).__mro__)
+    return framework_adapter(next((_PACKAGES[each] for each in packages if each in _PACKAGES), "numpy"))

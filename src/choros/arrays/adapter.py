@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,9 +70,9 @@ class ArrayAdapter(ABC):
     def zeros_like(self, array: Any) -> Any:
         """Returns zeros of the same shape and dtype, on the same device."""
 
-    @abstractmethod
     def stop_gradient(self, array: Any) -> Any:
         """Returns the array as a constant, through which no gradient flows."""
+        return array
 
     def extent(self, array: Any, axis: int) -> Any:
         """Returns the length of a dimension as an integer array, which compiled functions may compute at run time."""
@@ -154,6 +154,36 @@ class ArrayAdapter(ABC):
         """
         del backward
         return list(forward(arrays))
+
+
+@final
+class NumpyArrays(ArrayAdapter):
+    """Arrays in host memory; the results for Python numbers are Python numbers."""
+
+    def to_host(self, array: Any) -> HostArray:
+        """``numpy.asarray``."""
+        return np.asarray(array)
+
+    def from_host(self, host: HostArray, like: Any) -> Any:
+        """Returns ``host`` itself, or a Python number if ``like`` is one."""
+        return host.item() if isinstance(like, (bool, int, float)) and host.ndim == 0 else host
+
+    def spec(self, array: Any) -> ArraySpec:
+        """Shape and dtype."""
+        host = np.asarray(array)
+        return ArraySpec(host.shape, host.dtype)
+
+    def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
+        """``ndarray.astype``."""
+        return np.asarray(array).astype(dtype, copy=False)
+
+    def sum(self, array: Any) -> Any:
+        """``numpy.sum``."""
+        return np.sum(array)
+
+    def zeros_like(self, array: Any) -> Any:
+        """``numpy.zeros_like``."""
+        return np.zeros_like(array)
 
 
 class DeviceArrayAdapter(ArrayAdapter):

@@ -29,7 +29,6 @@ class JaxArrays(ArrayAdapter):
         return jnp.asarray(host)
 
     def spec(self, array: Any) -> ArraySpec:
-        """Shape and dtype."""
         try:
             return ArraySpec(tuple(array.shape), np.dtype(array.dtype))
         except TypeError:
@@ -38,7 +37,6 @@ class JaxArrays(ArrayAdapter):
             ) from None
 
     def is_symbolic(self, arrays: Sequence[Any]) -> bool:
-        """Returns whether this is inside a JAX transformation."""
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
     def host_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
@@ -64,19 +62,15 @@ class JaxArrays(ArrayAdapter):
         return HostCall(_without_updates(function), tuple(outputs), conditional=True).bind(due, *arrays)
 
     def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
-        """``jax.Array.astype``."""
         return array.astype(dtype)
 
     def zeros_like(self, array: Any) -> Any:
-        """``jax.numpy.zeros_like``."""
         return jnp.zeros_like(array)
 
     def stop_gradient(self, array: Any) -> Any:
-        """``jax.lax.stop_gradient``."""
         return jax.lax.stop_gradient(array)
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
-        """Uses ``jax.custom_vjp``, inside a JAX transformation."""
         if not self.is_symbolic(arrays):
             return list(forward(arrays))
 

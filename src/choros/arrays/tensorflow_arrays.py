@@ -1,8 +1,15 @@
-"""TensorFlow tensors, variables and IndexedSlices, eager and in a ``tf.function``."""
+"""TensorFlow tensors, variables and IndexedSlices, eager and in a ``tf.function``.
 
+Errors of calls are also TensorFlow's, so that ``except`` clauses of scripts for Horovod handle them. From a
+``tf.function`` or a session TensorFlow passes on the text only, of a ``ValueError`` as an ``InvalidArgumentError``, of
+others as an ``UnknownError``: see ``host_errors.py``.
+"""
+
+import functools
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import numpy as np
@@ -11,13 +18,19 @@ from tensorflow.python.eager.record import could_possibly_record, stop_recording
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from choros.arrays.adapter import ArrayFunction, ArrayLayout, ArraySpec, DeviceArrayAdapter, HostArray, HostFunction
-from choros.arrays.host_errors import remembered_errors
-from choros.arrays.tensorflow_errors import session_errors, tensorflow_errors
-from choros.errors import ConfigError
+from choros.arrays.host_errors import recognize_errors, remembered_errors
+from choros.errors import ConfigError, MismatchError
 
 _FLOAT32 = np.dtype(np.float32)
 #: DLPack's numbers of the host, and of NVIDIA's GPUs.
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
+#: What to do if the threads of a session do not suffice.
+_ADVICE = (
+    "A session of TensorFlow 1 begins what one run() fetches in any order, and each collective waits in one of its "
+    "threads. If they are fewer than collectives, ranks may begin with different ones: order these by "
+    "tf.control_dependencies, or give the session a thread for each, by config=tf.compat.v1.ConfigProto("
+    "use_per_session_threads=True, inter_op_parallelism_threads=…)."
+)
 
 
 @final
@@ -29,12 +42,10 @@ class TensorflowArrays(DeviceArrayAdapter):
         return np.asarray(tf.convert_to_tensor(array).numpy())
 
     def from_host(self, host: HostArray, like: Any) -> Any:
-        """Returns a tensor."""
         del like
         return tf.convert_to_tensor(host)
 
     def spec(self, array: Any) -> ArraySpec:
-        """Static shape and dtype."""
         if array.shape.rank is None:
             raise ConfigError(
                 "the number of dimensions of this tensor is not known while the tf.function is traced: set it with "
@@ -47,7 +58,6 @@ class TensorflowArrays(DeviceArrayAdapter):
         return (array.indices, array.values, array.dense_shape) if isinstance(array, tf.IndexedSlices) else None
 
     def from_rows(self, indices: Any, values: Any, shape: Any) -> Any:
-        """Returns ``tf.IndexedSlices``."""
         if isinstance(shape, tuple):
             shape = tf.constant(shape, tf.int32 if max(shape) <= tf.int32.max else tf.int64)
         return tf.IndexedSlices(values, indices, shape)
@@ -58,7 +68,6 @@ class TensorflowArrays(DeviceArrayAdapter):
         return array if rows is None else tf.math.unsorted_segment_sum(rows[1], rows[0], shape[0])
 
     def is_symbolic(self, arrays: Sequence[Any]) -> bool:
-        """Returns whether this is inside a ``tf.function``."""
         del arrays
         return not tf.executing_eagerly()
 
@@ -72,7 +81,7 @@ class TensorflowArrays(DeviceArrayAdapter):
         in_session = not tf.compat.v1.get_default_graph().building_function
 
         def on_host(*hosts: HostArray) -> list[HostArray]:
-            with remembered_errors(), session_errors() if in_session else nullcontext():
+            with remembered_errors(), _session_errors() if in_session else nullcontext():
                 return list(function(hosts))
 
         results = tf.numpy_function(on_host, dense, [tf.as_dtype(output.dtype) for output in outputs])
@@ -93,19 +102,15 @@ class TensorflowArrays(DeviceArrayAdapter):
         )
 
     def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
-        """``tf.cast``."""
         return tf.cast(array, dtype)
 
     def sum(self, array: Any) -> Any:
-        """``tf.reduce_sum``."""
         return tf.reduce_sum(array)
 
     def stop_gradient(self, array: Any) -> Any:
-        """``tf.stop_gradient``."""
         return tf.stop_gradient(array)
 
     def extent(self, array: Any, axis: int) -> Any:
-        """From ``tf.shape``."""
         return tf.shape(array)[axis]
 
     def device_call(self, function: ArrayFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
@@ -128,7 +133,6 @@ class TensorflowArrays(DeviceArrayAdapter):
         return list(results)
 
     def zeros_like(self, array: Any) -> Any:
-        """``tf.zeros_like``."""
         return tf.zeros_like(array)
 
     def pack(
@@ -155,11 +159,9 @@ class TensorflowArrays(DeviceArrayAdapter):
         return [tf.cast(tf.reshape(part, shape), dtype) for part, (shape, dtype) in zip(parts, layout, strict=True)]
 
     def buffer(self, vector: Any, device: Any) -> Any:
-        """Through DLPack."""
         return _Buffer(vector, device.index)
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
-        """Uses ``tf.custom_gradient``, in a ``tf.function`` or while a tape records."""
         if tf.executing_eagerly() and not could_possibly_record():
             return list(forward(arrays))
 
@@ -205,3 +207,47 @@ class _Buffer:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (_DLPACK_CUDA, self._index) if "GPU" in self._tensor.backing_device else (_DLPACK_CPU, 0)
+
+
+@functools.cache
+def _also(theirs: Any, own: Any) -> Any:
+    """Returns a subclass of both, named as ``own``, with ``theirs``' arguments; mismatches are Horovod's error, too."""
+    bases = (tf.errors.FailedPreconditionError, theirs) if own is MismatchError else (theirs,)
+    code = bases[0](None, None, "").error_code
+
+    def initialize(self: Any, node_def: Any, op: Any, message: str, *args: Any) -> None:
+        tf.errors.OpError.__init__(self, node_def, op, message, code, *args)
+
+    def reduce(self: Any) -> Any:
+        return own, (self.message,)
+
+    namespace = {"__init__": initialize, "__reduce__": reduce, "__module__": own.__module__, "__doc__": own.__doc__}
+    return type(own.__name__, (own, *bases), namespace)
+
+
+@contextmanager
+def tensorflow_errors() -> Iterator[None]:
+    """A context for eager calls, whose errors that Horovod raises as TensorFlow's are these, too."""
+    try:
+        yield
+    except (MismatchError, ConfigError) as error:
+        own: Any = type(error)
+        if own not in (MismatchError, ConfigError):
+            raise
+        combined = _also(tf.errors.InvalidArgumentError, own)
+        raise combined(None, None, str(error)).with_traceback(error.__traceback__) from None
+
+
+@contextmanager
+def _session_errors() -> Iterator[None]:
+    """A context for calls of a session of TensorFlow 1: errors of ranks that ask for different names have a remedy."""
+    try:
+        yield
+    except MismatchError as error:
+        if len(set(re.findall(r"\(name='([^']*)'", str(error)))) < 2:
+            raise
+        raise MismatchError(f"{error}\n{_ADVICE}") from None
+
+
+for _class in (tf.errors.InvalidArgumentError, tf.errors.UnknownError):
+    recognize_errors(_class, functools.partial(_also, _class))

@@ -64,7 +64,6 @@ class TorchArrays(DeviceArrayAdapter):
         return tensor.to(like.device)
 
     def spec(self, array: Any) -> ArraySpec:
-        """Shape and dtype."""
         return ArraySpec(tuple(array.shape), self.to_host(array[:0] if array.ndim else array).dtype)
 
     def rows_of(self, array: Any) -> tuple[Any, Any, Any] | None:
@@ -75,30 +74,24 @@ class TorchArrays(DeviceArrayAdapter):
         return indices[0] if len(indices) == 1 else indices.t(), array._values(), tuple(array.shape)
 
     def from_rows(self, indices: Any, values: Any, shape: Any) -> Any:
-        """Returns a sparse COO tensor."""
         indices = indices[None] if indices.ndim == 1 else indices.t()
         return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
 
     def to_dense(self, array: Any, shape: tuple[int, ...]) -> Any:
-        """``Tensor.to_dense``."""
         del shape
         return array.to_dense() if array.is_sparse else array
 
     def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
-        """``Tensor.to``."""
         return array.to(getattr(torch, dtype.name))
 
     def stop_gradient(self, array: Any) -> Any:
-        """``Tensor.detach``."""
         return array.detach()
 
     def device_call(self, function: ArrayFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
-        """Calls ``function``."""
         del outputs
         return list(function(arrays))
 
     def zeros_like(self, array: Any) -> Any:
-        """Without a gradient."""
         return array.new_zeros(array.shape)
 
     def pack(
@@ -135,12 +128,10 @@ class TorchArrays(DeviceArrayAdapter):
         return results
 
     def buffer(self, vector: Any, device: Any) -> Any:
-        """Returns ``vector``."""
         del device
         return vector
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
-        """Uses a ``torch.autograd.Function``, where autograd records."""
         if not (torch.is_grad_enabled() and any(array.requires_grad for array in arrays)):
             return list(forward(arrays))
         return list(_Differentiable.apply(forward, backward, *arrays))  # type: ignore[no-untyped-call, unused-ignore]

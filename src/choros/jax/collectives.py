@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.parallel import objects, ops
-from choros.parallel.calls import Gradients, options_of
+from choros.parallel.calls import options_of
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.variants import documented
 
@@ -65,7 +65,7 @@ def allreduce(
     averaged = Reduction(op) is Reduction.AVERAGE
     values = jax.tree.map(lambda leaf: float(leaf) if averaged and isinstance(leaf, int) else leaf, tree)
 
-    options = options_of(name, process_set, prescale_factor, postscale_factor, compression, Gradients.ADJOINT)
+    options = options_of(name, process_set, prescale_factor, postscale_factor, compression, horovod_gradients=False)
     return _of_tree(lambda arrays: ops.grouped_allreduce(arrays, op, **options), values)
 
 
@@ -113,7 +113,7 @@ def reducescatter(
     If these are not divisible, the first ranks have one row more.
     """
 
-    options = options_of(name, process_set, prescale_factor, postscale_factor, compression, Gradients.ADJOINT)
+    options = options_of(name, process_set, prescale_factor, postscale_factor, compression, horovod_gradients=False)
     return _of_tree(lambda arrays: ops.grouped_reducescatter(arrays, op, **options), tree)
 
 

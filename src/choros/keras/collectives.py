@@ -4,7 +4,7 @@ from typing import Any
 
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.parallel import ops
-from choros.parallel.calls import Gradients, options_of
+from choros.parallel.calls import options_of
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.variants import documented, op_of
 from choros.training.variables import value_of
@@ -42,13 +42,13 @@ def allreduce(
 @documented()
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Concatenates the ranks' arrays along the first dimension, which may differ between ranks."""
-    return ops.allgather(value_of(value), name=name, process_set=process_set, gradients=Gradients.HOROVOD)
+    return ops.allgather(value_of(value), name=name, process_set=process_set, horovod_gradients=True)
 
 
 @documented()
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Sends the ``value`` of ``root_rank`` to every rank: an array of the same shape and dtype on all, or a number."""
-    return ops.broadcast(value_of(value), root_rank, name=name, process_set=process_set, gradients=Gradients.HOROVOD)
+    return ops.broadcast(value_of(value), root_rank, name=name, process_set=process_set, horovod_gradients=True)
 
 
 @documented()
@@ -59,7 +59,7 @@ def reducescatter(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduces ``value`` over the ranks and gives each its rows; the first ranks get the remainder."""
-    return ops.reducescatter(value_of(value), op, name=name, process_set=process_set, gradients=Gradients.HOROVOD)
+    return ops.reducescatter(value_of(value), op, name=name, process_set=process_set, horovod_gradients=True)
 
 
 @documented()

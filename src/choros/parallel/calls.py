@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, final
@@ -19,13 +18,6 @@ from choros.parallel.compression import Compression, Compressor, check_compresso
 Array = NDArray[Any]
 
 
-class Gradients(enum.Enum):
-    """The gradients of collectives: their adjoints, or Horovod's; see ``ops.py``."""
-
-    ADJOINT = enum.auto()
-    HOROVOD = enum.auto()
-
-
 class Options(TypedDict, total=False):
     """The arguments by name of a collective: fields of ``CollectiveCall``."""
 
@@ -34,7 +26,7 @@ class Options(TypedDict, total=False):
     postscale_factor: float
     compression: Compressor
     process_set: ProcessSet
-    gradients: Gradients
+    horovod_gradients: bool
 
 
 def options_of(
@@ -43,7 +35,7 @@ def options_of(
     prescale_factor: float,
     postscale_factor: float,
     compression: Compressor,
-    gradients: Gradients = Gradients.HOROVOD,
+    horovod_gradients: bool = True,
 ) -> Options:
     """The arguments of a reduction as a face has them."""
     return Options(
@@ -52,7 +44,7 @@ def options_of(
         postscale_factor=postscale_factor,
         compression=compression,
         process_set=process_set,
-        gradients=gradients,
+        horovod_gradients=horovod_gradients,
     )
 
 
@@ -77,7 +69,8 @@ class CollectiveCall:
     postscale_factor: float = 1.0
     compression: Compressor = Compression.none
     process_set: ProcessSet = global_process_set
-    gradients: Gradients = Gradients.ADJOINT
+    #: Otherwise its gradient is its adjoint.
+    horovod_gradients: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op", Reduction(self.op))
@@ -101,7 +94,7 @@ class CollectiveCall:
     @property
     def gradient_factor(self) -> float:
         """The factor of the adjoint of a collective whose gradient in Horovod is another one."""
-        if self.gradients is Gradients.ADJOINT:
+        if not self.horovod_gradients:
             return 1.0
         size = self.communicator.size
         return float(size) if self.collective.endswith("reducescatter") else 1 / size

@@ -3,7 +3,7 @@
 The gradient of a linear collective is its adjoint, which is that of the sum of all ranks' losses; in Horovod's
 APIs it is Horovod's, which differs by a factor for three collectives (n is the number of ranks)::
 
-    collective                 adjoint (Gradients.ADJOINT)                                    Gradients.HOROVOD
+    collective                 adjoint                                                        ``horovod_gradients``
     allreduce (sum, average)   allreduce, with the same factors                               the same
     allreduce (other ops)      none, which is an error                                        allreduce, the same op
     allgather                  the sum of all ranks' gradients of this rank's rows            their average: 1/n
@@ -27,7 +27,6 @@ from choros.errors import ConfigError, UnsupportedError
 from choros.parallel.calls import (
     Array,
     CollectiveCall,
-    Gradients,
     Options,
     as_array,
     is_floating,
@@ -51,11 +50,38 @@ def allreduce(value: Any, op: Reduction = Reduction.AVERAGE, **options: Unpack[O
     >>> allreduce(3)
     3.0
     """
-    call = CollectiveCall("allreduce", op, **options)
-    rows = adapter_of(value).rows_of(value)  # AutoGraph, which reads this in a tf.function, has no walrus
-    if rows is not None:
-        return _gather_rows(rows, call)
-    return _allreduce_all(call, [_averageable(value, call.op)])[0]
+    return _reduce_values(CollectiveCall("allreduce", op, **options), [value])[0]
+
+
+def grouped_allreduce(
+    values: Sequence[Any], op: Reduction = Reduction.AVERAGE, **options: Unpack[Options]
+) -> list[Any]:
+    """``allreduce`` of values in one message, those of one framework by one host call; sparse ones in their own.
+
+    >>> import choros
+    >>> choros.init()
+    >>> grouped_allreduce([1.5, [2.0, 3.0]], Reduction.SUM)
+    [1.5, array([2., 3.])]
+    """
+    return _reduce_values(CollectiveCall("grouped_allreduce", op, **options), values)
+
+
+def _reduce_values(call: CollectiveCall, values: Sequence[Any]) -> list[Any]:
+    """``call`` with values of any frameworks, dense or sparse; the average of Python integers is a float."""
+    results = list(values)
+    dense = []
+    for index, value in enumerate(values):
+        rows = adapter_of(value).rows_of(value)  # AutoGraph, which reads this in a tf.function, has no walrus
+        if rows is not None:
+            results[index] = _gather_rows(rows, call)
+            continue
+        dense.append(index)
+        if call.op is Reduction.AVERAGE and isinstance(value, (bool, int)):
+            results[index] = float(value)
+    reduced = of_each_framework([results[index] for index in dense], lambda arrays: _allreduce_all(call, arrays))
+    for index, array in zip(dense, reduced, strict=True):
+        results[index] = array.item() if isinstance(values[index], (bool, int, float)) else array
+    return results
 
 
 def _allreduce_all(call: CollectiveCall, values: Sequence[Any]) -> list[Any]:
@@ -70,7 +96,7 @@ def _allreduce_all(call: CollectiveCall, values: Sequence[Any]) -> list[Any]:
         return call.reduce(hosts)
 
     def backward(upstream: Sequence[Any]) -> Sequence[Any]:
-        if call.gradients is Gradients.ADJOINT:
+        if not call.horovod_gradients:
             _check_linear(call)
 
         def reduced(indices: list[int]) -> list[Any]:
@@ -116,32 +142,6 @@ def _gather_rows(rows: tuple[Any, Any, Any], call: CollectiveCall) -> Any:
     of_indices = f"indices of {call.name}" if call.name else None
     indices = allgather(indices, name=of_indices, process_set=call.process_set)
     return adapter.from_rows(indices, adapter.cast(values, dtype), shape)
-
-
-def grouped_allreduce(
-    values: Sequence[Any], op: Reduction = Reduction.AVERAGE, **options: Unpack[Options]
-) -> list[Any]:
-    """``allreduce`` of values in one message, those of one framework by one host call; sparse ones in their own.
-
-    >>> import choros
-    >>> choros.init()
-    >>> grouped_allreduce([1.5, [2.0, 3.0]], Reduction.SUM)
-    [1.5, array([2., 3.])]
-    """
-    call = CollectiveCall("grouped_allreduce", op, **options)
-    results = list(values)
-    dense = []
-    for index, value in enumerate(values):
-        rows = adapter_of(value).rows_of(value)
-        if rows is None:
-            dense.append(index)
-        else:
-            results[index] = _gather_rows(rows, call)
-    given = [_averageable(values[index], call.op) for index in dense]
-    reduced = of_each_framework(given, lambda arrays: _allreduce_all(call, arrays))
-    for index, array in zip(dense, reduced, strict=True):
-        results[index] = array.item() if isinstance(values[index], (bool, int, float)) else array
-    return results
 
 
 def allgather(value: Any, *, axis: int = 0, **options: Unpack[Options]) -> Any:
@@ -404,11 +404,6 @@ def root_index(root_rank: int, process_set: ProcessSet) -> int:
     if root_rank not in process_set.communicator.ranks:
         raise ConfigError(f"root_rank={root_rank} is not one of the participating ranks {process_set.ranks}.")
     return process_set.communicator.ranks.index(root_rank)
-
-
-def _averageable(value: Any, op: Reduction) -> Any:
-    """Converts Python integers to floats for an average."""
-    return float(value) if op is Reduction.AVERAGE and isinstance(value, (bool, int)) else value
 
 
 def _replaced(shape: tuple[int | None, ...], axis: int, extent: int | None) -> tuple[int | None, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from choros.arrays import adapter_of
-from choros.arrays.numpy_arrays import NumpyArrays
+from choros.arrays.adapter import NumpyArrays
 from choros.errors import StrategyError
 
 

@@ -6,10 +6,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import tensorflow as tf
 
-from choros.arrays.tensorflow_errors import tensorflow_errors
+from choros.arrays.tensorflow_arrays import tensorflow_errors
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.parallel import ops
-from choros.parallel.calls import Gradients, options_of
+from choros.parallel.calls import options_of
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.variants import documented, op_of
 from choros.tensorflow.graphs import in_session_graph, unconverted
@@ -110,7 +110,7 @@ def allgather(
     """Concatenates the ranks' tensors along the first dimension, which may differ between ranks."""
     del ignore_name_scope
     name = _name(name, "allgather", tensor)
-    return ops.allgather(_tensor(tensor), name=name, process_set=process_set, gradients=Gradients.HOROVOD)
+    return ops.allgather(_tensor(tensor), name=name, process_set=process_set, horovod_gradients=True)
 
 
 @_public
@@ -126,7 +126,7 @@ def grouped_allgather(
         [_tensor(tensor) for tensor in tensors],
         name=_name(name, "grouped_allgather", *tensors),
         process_set=process_set,
-        gradients=Gradients.HOROVOD,
+        horovod_gradients=True,
     )
 
 
@@ -141,7 +141,7 @@ def broadcast(
     """Sends the ``tensor`` of ``root_rank`` to every rank; all have the same shape and dtype."""
     del ignore_name_scope
     name = _name(name, "broadcast", tensor)
-    return ops.broadcast(_tensor(tensor), root_rank, name=name, process_set=process_set, gradients=Gradients.HOROVOD)
+    return ops.broadcast(_tensor(tensor), root_rank, name=name, process_set=process_set, horovod_gradients=True)
 
 
 @_public

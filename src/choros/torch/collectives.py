@@ -10,7 +10,7 @@ import torch
 from choros.comm import ProcessSet, Reduction, Work, global_process_set
 from choros.errors import ConfigError
 from choros.parallel import ops, variants
-from choros.parallel.calls import Gradients, options_of
+from choros.parallel.calls import options_of
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.variants import documented, in_place, op_of
 
@@ -129,7 +129,7 @@ grouped_allreduce_async_: _WithoutCompression = _asynchronous(grouped_allreduce_
 @documented()
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Concatenates the ranks' tensors along the first dimension, which may differ between ranks."""
-    return ops.allgather(tensor, name=name, process_set=process_set, gradients=Gradients.HOROVOD)
+    return ops.allgather(tensor, name=name, process_set=process_set, horovod_gradients=True)
 
 
 @documented()
@@ -137,7 +137,7 @@ def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """``allgather`` of several tensors."""
-    return ops.grouped_allgather(tensors, name=name, process_set=process_set, gradients=Gradients.HOROVOD)
+    return ops.grouped_allgather(tensors, name=name, process_set=process_set, horovod_gradients=True)
 
 
 allgather_async = _asynchronous(allgather)
@@ -149,7 +149,7 @@ def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Sends the ``tensor`` of ``root_rank`` to every rank; all have the same shape."""
-    return ops.broadcast(tensor, root_rank, name=name, process_set=process_set, gradients=Gradients.HOROVOD)
+    return ops.broadcast(tensor, root_rank, name=name, process_set=process_set, horovod_gradients=True)
 
 
 broadcast_ = in_place(broadcast, _overwrite)

@@ -24,11 +24,10 @@ from choros.comm.devices import Device
 from choros.errors import ConfigError
 from choros.parallel.identical import check_identical
 from choros.parallel.reduce.device import device_to_reduce_on
-from choros.parallel.reduce.gradients import Gradient, GradientLayout, layout_of
+from choros.parallel.reduce.gradients import Gradient, GradientLayout, RowsLayout, SparseRows, layout_of
 from choros.parallel.reduce.joining import Participation
 from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes
 from choros.parallel.reduce.reducer import GradientReducer
-from choros.parallel.reduce.sparse import RowsLayout, SparseRows
 from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.training.device import accelerated, tensorflow_gpu
 from choros.training.keras_internals.models import read_gathered_rows_only, torch_device

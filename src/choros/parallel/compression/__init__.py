@@ -5,7 +5,7 @@ Arrays that cannot be compressed, or are too small to gain from it, are sent unc
     Compressor ─creates─► Exchange, which keeps buffers and residuals from step to step
     ├── NoCompression, Float16      compressor.py  FusedExchange: an allreduce in that dtype
     └── SelectiveCompressor
-        ├── VectorCompressor        vector.py      sums arrays that are concatenated to one float32 vector
+        ├── VectorCompressor                       sums arrays that are concatenated to one float32 vector
         │   ├── Bfloat16, Int8      sliced.py      in slices, as an allreduce does
         │   └── TopK                top_k.py       of which it gathers the largest elements
         └── PowerSGD                power_sgd.py   two small allreduces for all matrices

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from choros.comm import Communicator
 from choros.comm.fusion import Layout
 from choros.errors import ConfigError
-from choros.parallel.compression.compressor import DType, SelectiveCompressor, is_floating, plain_dtype
-from choros.parallel.compression.vector import ErrorFeedback
+from choros.parallel.compression.compressor import DType, ErrorFeedback, SelectiveCompressor, is_floating, plain_dtype
 from choros.parallel.reduce.exchange import Array, Exchange
 from choros.parallel.reduce.fused import FusedExchange
 

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import BFLOAT16, Communicator
-from choros.parallel.compression.compressor import DType, is_floating
-from choros.parallel.compression.vector import Vector, VectorCompressor
+from choros.parallel.compression.compressor import DType, Vector, VectorCompressor, is_floating
 from choros.topology import shard_range
 
 Bytes = NDArray[np.uint8]

@@ -7,8 +7,7 @@ import numpy as np
 
 from choros.comm import Communicator
 from choros.errors import ConfigError
-from choros.parallel.compression.compressor import DType, is_floating
-from choros.parallel.compression.vector import Vector, VectorCompressor
+from choros.parallel.compression.compressor import DType, Vector, VectorCompressor, is_floating
 
 #: Arrays of fewer elements, above all biases, are sent uncompressed: they are few bytes and matter much.
 SMALL = 1024

@@ -1,17 +1,100 @@
-"""The gradients that the reducer takes: host arrays, tensors on a device and sparse rows, and their layout."""
+"""The gradients that the reducer takes: host arrays, tensors on a device and sparse rows, and their layout.
 
+Sparse gradients are the rows of a variable that a batch used. Ranks gather them, in rank order, instead of summing. A
+step with the gradients of two embeddings, a and b, of different numbers of rows, costs what the batch does::
+
+             rank 0                 rank 1
+    (1)  3 rows of a, 2 of b    1 row of a, 4 of b      allgather: the numbers of rows, and whether they are distinct
+    (2)  [a a a│b b]            [a│b b b b]             pack: indices; then values, scaled and cast
+    (3)  ──────────────── allgather ────────────────    one message each for all embeddings; of one, without packing
+    (4)  a: [a a a│a]           b: [b b│b b b b]        unpack, on both ranks
+
+A row that occurs twice stays twice, as in one process on the whole batch: Adam and clipping by norm treat that
+differently from the sum. But functions such as ``tf.nn.embedding_lookup_sparse`` sum equal rows themselves, so
+rows of several ranks are summed if each rank has each once, and the variable is not known to be a Keras
+embedding's.
+"""
+
+from __future__ import annotations
+
+import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from choros.arrays import adapter_of
-from choros.parallel.reduce.sparse import RowsLayout, SparseRows
+from choros.comm import Communicator
+from choros.comm.fusion import WireDtype, aligned_empty, regrouped
+from choros.parallel.reduce.exchange import Array, Exchange
 
+DType = np.dtype[np.generic]
 #: A host array, a tensor on a device or ``SparseRows``.
 Gradient: TypeAlias = Any
+
+
+class RowsLayout(NamedTuple):
+    """What ranks agree on about a sparse gradient; ``repeats``: a row of several ranks stays several rows."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    index_dtype: DType
+    repeats: bool = True
+
+    def rows(self, count: int) -> SparseRows:
+        """Returns this many rows, uninitialised."""
+        values = aligned_empty((count, *self.shape[1:]), self.dtype)
+        return SparseRows(aligned_empty((count,), self.index_dtype), values, self.shape)
+
+    def __str__(self) -> str:
+        return f"{'' if self.repeats else 'distinct '}rows of {self.dtype}{list(self.shape)} by {self.index_dtype}"
+
+
+@dataclass(frozen=True, eq=False)
+class SparseRows:
+    """A gradient that is zero but for some rows. A row that occurs several times is the sum of these.
+
+    >>> rows = SparseRows(np.array([2, 0]), np.ones((2, 1)), shape=(3, 1))
+    >>> (rows * 2.0 + rows).indices, (rows * 2.0 + rows).values.tolist()
+    (array([2, 0, 2, 0]), [[2.0], [2.0], [1.0], [1.0]])
+    """
+
+    indices: Array
+    values: Array
+    shape: tuple[int, ...]
+
+    @property
+    def layout(self) -> RowsLayout:
+        """The part of it that is the same on all ranks."""
+        return RowsLayout(self.shape, self.values.dtype, self.indices.dtype)
+
+    @property
+    def distinct(self) -> bool:
+        """Whether no row occurs twice."""
+        return len(np.unique(self.indices)) == len(self.indices)
+
+    def merged(self) -> SparseRows:
+        """Returns each row once, the sum of those with its index."""
+        order = np.argsort(self.indices, kind="stable")
+        indices, starts = np.unique(self.indices[order], return_index=True)
+        if len(indices) == len(self.indices):
+            return self
+        values = np.add.reduceat(self.values[order], starts, axis=0)
+        return SparseRows(indices, values, self.shape)
+
+    def __mul__(self, factor: float) -> SparseRows:
+        values = np.empty_like(self.values)
+        _scale_into(values, self.values, factor)
+        return SparseRows(self.indices, values, self.shape)
+
+    def __add__(self, other: SparseRows) -> SparseRows:
+        indices = np.concatenate([self.indices, other.indices])
+        return SparseRows(indices, np.concatenate([self.values, other.values]), self.shape)
+
+
 #: For each gradient its shape and dtype, and for a sparse one the dtype of its indices.
-GradientLayout = tuple[tuple[tuple[int, ...], np.dtype[np.generic]] | RowsLayout, ...]
+GradientLayout = tuple[tuple[tuple[int, ...], DType] | RowsLayout, ...]
 
 
 def layout_of(gradients: Sequence[Any]) -> GradientLayout:
@@ -32,7 +115,7 @@ def describe(layout: GradientLayout) -> str:
 
 def zeros_like(gradient: Any) -> Any:
     """Returns zeros of the same layout, on the device of ``gradient``."""
-    return gradient.zeros() if isinstance(gradient, SparseRows) else adapter_of(gradient).zeros_like(gradient)
+    return gradient.layout.rows(0) if isinstance(gradient, SparseRows) else adapter_of(gradient).zeros_like(gradient)
 
 
 def zeros_of(layout: GradientLayout) -> list[Gradient]:
@@ -40,5 +123,72 @@ def zeros_of(layout: GradientLayout) -> list[Gradient]:
     return [each.rows(0) if isinstance(each, RowsLayout) else np.zeros(*each) for each in layout]
 
 
-def _dtype(array: Any) -> np.dtype[np.generic]:
+def _dtype(array: Any) -> DType:
     return array.dtype if isinstance(array, np.ndarray) else np.dtype(str(array.dtype).removeprefix("torch."))
+
+
+@final
+class RowsExchange(Exchange):
+    """Gathers the ranks' rows of all sparse gradients in one message; ``row_dtype`` maps a dtype to the sent one."""
+
+    def __init__(self, communicator: Communicator, layout: Sequence[RowsLayout], row_dtype: WireDtype) -> None:
+        self._communicator = communicator
+        self._layout = layout
+        self._wires = [row_dtype(each.dtype) for each in layout]
+        self.description = ", ".join(f"gathered {wire}" for wire in self._wires)
+
+    def sum(self, arrays: Sequence[SparseRows] | None, before: float, after: float) -> list[SparseRows]:
+        """See ``Exchange``; takes and gives rows."""
+        size, number = self._communicator.size, len(self._layout)
+        given = [each.rows(0) for each in self._layout] if arrays is None else arrays
+        own = [len(rows.indices) for rows in given]
+        distinct = [not each.repeats and rows.distinct for each, rows in zip(self._layout, given, strict=True)]
+        header = np.array([own, distinct], np.int64)
+        gathered = self._communicator.gather_bytes(header.reshape(-1).view(np.uint8), [header.nbytes] * size)
+        table = gathered.view(np.int64).reshape(size, 2, number)
+        counts: list[list[int]] = table[:, 0].tolist()
+
+        # Factors that fit into the dtype of values are applied once, to the rows of this rank.
+        early = [
+            before * after if wire == each.dtype else before
+            for wire, each in zip(self._wires, self._layout, strict=True)
+        ]
+        indices = self._gather([rows.indices for rows in given], [each.index_dtype for each in self._layout], counts)
+        sizes = [math.prod(each.shape[1:]) for each in self._layout]
+        elements = [[count * size for count, size in zip(each, sizes, strict=True)] for each in counts]
+        values = self._gather([rows.values.reshape(-1) for rows in given], self._wires, elements, early)
+        results = []
+        for each, wire, rows, part in zip(self._layout, self._wires, indices, values, strict=True):
+            if wire != each.dtype:
+                wide = aligned_empty(part.shape, each.dtype)
+                _scale_into(wide, part, after)
+                part = wide
+            results.append(SparseRows(rows, part.reshape(-1, *each.shape[1:]), each.shape))
+        merge = [all(flags) for flags in zip(*table[:, 1].tolist(), strict=True)]
+        return [rows.merged() if each else rows for rows, each in zip(results, merge, strict=True)]
+
+    def _gather(
+        self, parts: Sequence[Array], dtypes: Sequence[DType], counts: Sequence[list[int]], scales: Sequence[float] = ()
+    ) -> list[Array]:
+        """Concatenates each of the ranks' flat ``parts`` in rank order, sent in one message as these ``dtypes``."""
+        scales = scales or [1.0] * len(parts)
+        table = np.array(counts, np.int64) * np.array([dtype.itemsize for dtype in dtypes], np.int64)
+        nbytes: list[int] = table.sum(1).tolist()
+        if len(parts) == 1 and scales[0] == 1.0 and parts[0].dtype == dtypes[0]:
+            message = np.ascontiguousarray(parts[0]).view(np.uint8)
+        else:
+            message = np.empty(nbytes[self._communicator.rank], np.uint8)
+            slots = np.split(message, np.cumsum(table[self._communicator.rank])[:-1])
+            for slot, dtype, part, scale in zip(slots, dtypes, parts, scales, strict=True):
+                _scale_into(slot.view(dtype), part, scale)
+        of_parts = regrouped(self._communicator.gather_bytes(message, nbytes), table)
+        return [part.view(dtype) for part, dtype in zip(of_parts, dtypes, strict=True)]
+
+
+def _scale_into(target: Array, source: Array, scale: float) -> None:
+    """Computes ``target = source * scale`` in float32 or wider, and rounds once."""
+    if scale == 1.0:
+        np.copyto(target, source, casting="unsafe")
+    else:
+        working: Any = np.result_type(source.dtype, np.float32)
+        np.multiply(source, working.type(scale), out=target, dtype=working, casting="unsafe")

@@ -15,8 +15,7 @@ from choros.parallel.compression import Compression, Compressor, check_compresso
 from choros.parallel.compression.compressor import NoCompression
 from choros.parallel.reduce.device import DeviceExchange, TensorDevice
 from choros.parallel.reduce.exchange import Exchange, SplitExchange, only
-from choros.parallel.reduce.gradients import GradientLayout, describe
-from choros.parallel.reduce.sparse import RowsExchange, RowsLayout
+from choros.parallel.reduce.gradients import GradientLayout, RowsExchange, RowsLayout, describe
 from choros.settings import VARIABLES, current
 
 #: The size of buckets that are sent during the backward pass: large enough that passing one to another thread costs

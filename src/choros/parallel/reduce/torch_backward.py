@@ -10,7 +10,7 @@ earlier layers still compute, in the order of the plan, as ranks may fill them i
 
 A parameter that the backward pass did not reach counts as zeros; ``combine`` sends its bucket and those after it.
 If a rank was lost meanwhile, it reduces all again. Without overlap hooks only count, and ``combine`` reduces all
-at once. Only gradients tell which are sparse (``sparse.py``), and a rank may lack one. So no bucket of the first
+at once. Only gradients tell which are sparse (``gradients.py``), and a rank may lack one. So no bucket of the first
 step is sent early, and ranks agree on the kinds::
 
     rank 0                     rank 1                     rank 2, without batches
@@ -34,9 +34,8 @@ from choros.comm import ProcessSet, Reduction, Request, Work, global_process_set
 from choros.errors import ConfigError, EngineError
 from choros.parallel.identical import Comparison, check_identical
 from choros.parallel.reduce.exchange import Array
-from choros.parallel.reduce.gradients import GradientLayout, describe
+from choros.parallel.reduce.gradients import GradientLayout, RowsLayout, SparseRows, describe
 from choros.parallel.reduce.reducer import GradientReducer
-from choros.parallel.reduce.sparse import RowsLayout, SparseRows
 
 
 @dataclass
