@@ -206,13 +206,8 @@ def join() -> int:
     """
     jax.effects_barrier()
     active = [each for each in _reductions if each.layout is not None and each.reducer.active]
-    process_sets = {each.reducer.config.process_set for each in active} or {global_process_set}
-    if len(process_sets) > 1:
-        raise ConfigError(
-            f"join() cannot tell which ranks to wait for: the transformations that distributed() has returned belong "
-            f"to {len(process_sets)} process sets. Stop at the same batch on all ranks."
-        )
-    (process_set,) = process_sets
+    sets = (each.reducer.config.process_set for each in active)
+    process_set = joining.process_set_of(sets, "transformations that distributed() has returned")
     parts: dict[Any, Any] = {}
     for each in active:
         parts |= each.reducer.participation(each.layout or ())

@@ -298,8 +298,7 @@ def DistributedOptimizer(
 def _adasum_hook(compression: Compressor, predivide_factor: float, process_set: ProcessSet) -> Any:
     if predivide_factor != 1.0:
         raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
-    alone = not process_set.included() or not process_set.communicator.may_have_others
-    return _GradientHook(None) if alone else _ChangeHook(compression, process_set)
+    return _ChangeHook(compression, process_set) if joining.has_others(process_set) else _GradientHook(None)
 
 
 def _check(
@@ -383,13 +382,8 @@ def join(device: int = -1) -> int:
     exchanges = [exchange for each in optimizers if (exchange := hooks[each].exchange)]
     if any(exchange.pending for exchange in exchanges):
         raise ConfigError("join() was called between backward() and step(): call step() first.")
-    sets = {hook.process_set for hook in hooks.values() if hook.process_set} or {global_process_set}
-    if len(sets) > 1:
-        raise ConfigError(
-            f"join() cannot tell which ranks to wait for: the distributed optimizers of this process belong to "
-            f"{len(sets)} process sets. Stop at the same batch on all ranks."
-        )
-    (process_set,) = sets
+    sets = (hook.process_set for hook in hooks.values() if hook.process_set)
+    process_set = joining.process_set_of(sets, "distributed optimizers of this process")
     parts: dict[Any, Any] = {}
     for exchange in reversed(exchanges):
         exchange.participate(parts)

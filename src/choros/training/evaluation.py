@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
-from choros.comm import ProcessSet, Request, global_process_set
+from choros.comm import Request, global_process_set
 from choros.comm.request import CollectiveSpec
 from choros.data.epochs import EpochData
 from choros.data.kinds import epochs_behind
@@ -56,11 +56,6 @@ def next_interval(interval: int, milliseconds: int) -> int:
     (2, 320, 51, 1)
     """
     return max(1, min(2 * interval, interval * _SECOND // max(1, milliseconds)))
-
-
-def has_others(process_set: ProcessSet) -> bool:
-    """Whether this rank makes steps together with others."""
-    return bool(process_set.included()) and process_set.communicator.may_have_others
 
 
 @final
@@ -135,7 +130,7 @@ class Evaluation:
         self._check()
         self._batches, self._interval, self._next = 0, 1, 1
         self._since = time.monotonic()
-        self.is_running, self.results = has_others(global_process_set), None
+        self.is_running, self.results = joining.has_others(global_process_set), None
         if self.is_running:
 
             def metrics_result() -> Any:

@@ -25,7 +25,7 @@ from choros.training import distributed_optimizer
 from choros.training.absent_rows import step_without_rows
 from choros.training.distributed_optimizer import move_outwards, receive_weights, reducer_of
 from choros.training.elastic_epochs import ElasticEpochs
-from choros.training.evaluation import Evaluation, has_others
+from choros.training.evaluation import Evaluation
 from choros.training.files import complete_files
 from choros.training.keras_internals.fit import epochs_of_any_length, finish_step, first_epoch_without_batches
 from choros.training.keras_internals.models import (
@@ -95,7 +95,7 @@ class Steps:
     @property
     def train_together(self) -> bool:
         """Whether the training step exchanges anything with other ranks."""
-        return bool(self.optimizers) and has_others(self.process_set)
+        return bool(self.optimizers) and joining.has_others(self.process_set)
 
     @property
     def batches(self) -> int:
@@ -135,7 +135,7 @@ class Steps:
             if keras.backend.backend() == "tensorflow" and model.jit_compile:
                 model.jit_compile = False
             self._wrap("train")
-        if has_others(global_process_set):
+        if joining.has_others(global_process_set):
             self._wrap("test")
         if global_process_set.communicator.elastic:
             self.evaluation.wrap()

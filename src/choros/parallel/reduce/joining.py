@@ -10,9 +10,10 @@ that needs its divisor over all ranks, two optimizers and a last batch of one ro
     joined                     ───►  joined                 the epoch ends on both
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from choros.comm import Communicator, Request
+from choros.comm import Communicator, ProcessSet, Request, global_process_set
+from choros.errors import ConfigError
 
 #: For each request that does not say itself, by its spec, what a joined rank does: its part after the control message;
 #: it receives the value of each rank.
@@ -46,3 +47,19 @@ def join(
 def last_to_join(communicator: Communicator) -> int:
     """Returns the first member left of those that joined last, the last time; PeerLostError if all were lost."""
     return communicator.first_left(communicator.last_joined or communicator.launched, "the last rank that had batches")
+
+
+def has_others(process_set: ProcessSet) -> bool:
+    """Whether this rank has others to train with, or may have: the last rank that is left counts its steps, too."""
+    return bool(process_set.included()) and process_set.communicator.may_have_others
+
+
+def process_set_of(sets: Iterable[ProcessSet], owners: str) -> ProcessSet:
+    """Returns the one whose ranks a rank that joins waits for, all ranks if ``owners`` have none."""
+    different = set(sets) or {global_process_set}
+    if len(different) > 1:
+        raise ConfigError(
+            f"join() cannot tell which ranks to wait for: the {owners} belong to {len(different)} process sets. Stop "
+            "at the same batch on all ranks."
+        )
+    return different.pop()

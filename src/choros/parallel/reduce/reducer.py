@@ -42,7 +42,7 @@ from choros.observe.progress import page
 from choros.parallel.identical import Comparison
 from choros.parallel.reduce.exchange import Array
 from choros.parallel.reduce.gradients import Gradient, GradientLayout, layout_of, zeros_like, zeros_of
-from choros.parallel.reduce.joining import Participation, join
+from choros.parallel.reduce.joining import Participation, has_others, join
 from choros.parallel.reduce.plan import Plan, ReduceConfig, plan_for
 from choros.settings import current
 
@@ -62,16 +62,6 @@ class _ReducerState:
     common_steps: Mapping[GradientLayout, int] = field(default_factory=dict)
     accumulated: Mapping[GradientLayout, int] = field(default_factory=dict)
     pending: Mapping[GradientLayout, list[Gradient]] = field(default_factory=dict)
-
-    def accumulating(self, layout: GradientLayout) -> _ReducerState:
-        """After the control message of a micro-batch before a step's last."""
-        accumulated = {**self.accumulated, layout: self.accumulated.get(layout, 0) + 1}
-        return replace(self, batches=self.batches + 1, accumulated=accumulated)
-
-    def stepping(self, layout: GradientLayout, *, common: bool) -> _ReducerState:
-        """After the control message of a step, for which all ranks have a batch if it is ``common``."""
-        common_steps = {**self.common_steps, layout: self.common_steps.get(layout, 0) + common}
-        return replace(self, batches=self.batches + 1, steps=self.steps + 1, common_steps=common_steps)
 
     def adding(self, layout: GradientLayout, gradients: Sequence[Gradient], weight: float) -> _ReducerState:
         """With this rank's gradients of a micro-batch."""
@@ -136,8 +126,7 @@ class GradientReducer:
     @property
     def active(self) -> bool:
         """Whether there are other ranks to reduce gradients with, or may be: the last rank counts its steps, too."""
-        process_set = self.config.process_set
-        return bool(process_set.included()) and process_set.communicator.may_have_others
+        return has_others(self.config.process_set)
 
     @property
     def may_repeat(self) -> bool:
@@ -367,15 +356,18 @@ class GradientReducer:
         self.share = examples / total
         self._weight = self.share if self.config.op is Reduction.AVERAGE else 1.0
         self.due = None
+        done = self._progress
         if not exchange:
-            self._progress = self._progress.accumulating(layout)
+            accumulated = {**done.accumulated, layout: done.accumulated.get(layout, 0) + 1}
+            self._progress = replace(done, batches=done.batches + 1, accumulated=accumulated)
             return
-        common = len(self._active) == len(counts)
-        self._progress = self._progress.stepping(layout, common=common)
-        if common:
-            step, first, every = self._progress.common_steps[layout], self.config.compared_step, self._compare_every
+        common_steps = done.common_steps
+        if len(self._active) == len(counts):
+            step, first, every = common_steps.get(layout, 0) + 1, self.config.compared_step, self._compare_every
+            common_steps = {**common_steps, layout: step}
             if step == first or (step > first and every > 0 and step % every == 0):
                 self.due = Comparison(step, first, self.divergence)
+        self._progress = replace(done, batches=done.batches + 1, steps=done.steps + 1, common_steps=common_steps)
         if self._progress.steps != self._begun:
             self._begun = self._progress.steps
             if not joined:
