@@ -25,7 +25,6 @@ from choros.arrays.jax_host_call import spare_xla_thread as _spare_xla_thread
 from choros.jax import collectives as _collectives
 from choros.jax import elastic
 from choros.jax.optimizer import distributed, join
-from choros.jax.parameters import broadcast_parameters
 from choros.parallel import horovod as _horovod
 from choros.parallel.horovod import *
 
@@ -34,11 +33,6 @@ from choros.jax.collectives import *  # three of them in place of those of all f
 
 _spare_xla_thread()
 
-__all__ = [
-    "broadcast_parameters",
-    "distributed",
-    "elastic",
-    "join",
-]
+__all__ = ["distributed", "elastic", "join"]
 __all__ += _collectives.__all__
 __all__ += [name for name in _horovod.__all__ if name not in _collectives.__all__]

@@ -23,7 +23,7 @@ from choros.arrays.jax_arrays import JaxArrays
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.comm.fusion import Layout
 from choros.errors import ConfigError, NotInitializedError
-from choros.jax.parameters import paths_of
+from choros.jax.collectives import paths_of
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.identical import check_identical
 from choros.parallel.reduce import joining

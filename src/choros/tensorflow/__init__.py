@@ -31,12 +31,7 @@ from choros.parallel.horovod import *
 from choros.tensorflow import collectives as _collectives
 from choros.tensorflow import elastic
 from choros.tensorflow.aggregation import LocalGradientAggregationHelper
-from choros.tensorflow.collectives import *
-from choros.tensorflow.objects import (  # type: ignore[assignment]  # two in place of those of all faces
-    allgather_object,  # noqa: F401
-    broadcast_object,  # noqa: F401
-    broadcast_object_fn,
-)
+from choros.tensorflow.collectives import *  # type: ignore[assignment]  # two in place of those of all faces
 from choros.tensorflow.optimizer import DistributedOptimizer
 from choros.tensorflow.position import join, local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from choros.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
@@ -59,7 +54,6 @@ __all__ = [
     "SyncBatchNormalization",
     "broadcast_",
     "broadcast_global_variables",
-    "broadcast_object_fn",
     "broadcast_variables",
     "elastic",
     "join",
@@ -69,5 +63,5 @@ __all__ = [
     "rank_op",
     "size_op",
 ]
-__all__ += _horovod.__all__
 __all__ += _collectives.__all__
+__all__ += [name for name in _horovod.__all__ if name not in _collectives.__all__]

@@ -16,7 +16,7 @@ import tensorflow as tf
 from choros.arrays import framework_adapter
 from choros.comm import ProcessSet, global_process_set
 from choros.errors import ConfigError
-from choros.tensorflow.graphs import unconverted
+from choros.tensorflow.collectives import unconverted
 
 
 class LocalGradientAggregationHelper:

@@ -1,5 +1,6 @@
 """The collectives with the arguments and gradients (``parallel/ops.py``) of Horovod's TensorFlow API, eager or not."""
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -8,18 +9,20 @@ import tensorflow as tf
 
 from choros.arrays.tensorflow_arrays import tensorflow_errors
 from choros.comm import ProcessSet, Reduction, global_process_set
-from choros.parallel import ops
+from choros.parallel import objects, ops
 from choros.parallel.calls import options_of
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.variants import documented, op_of
-from choros.tensorflow.graphs import in_session_graph, unconverted
 from choros.training.variables import value_of
 
 __all__ = [
     "allgather",
+    "allgather_object",
     "allreduce",
     "alltoall",
     "broadcast",
+    "broadcast_object",
+    "broadcast_object_fn",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
@@ -31,6 +34,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 #: The stack level of the caller of these functions, which TensorFlow's decorator calls.
 _CALLER = 5
+_SESSION = "Horovod's; has no effect, because objects do not pass through TensorFlow."
+
+
+def in_session_graph() -> bool:
+    """Whether operations are added to a graph of TensorFlow 1, which a session runs: those that are asked for alone."""
+    return not (tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function)
+
+
+def unconverted(function: Callable[P, T]) -> Callable[P, T]:
+    """Keeps AutoGraph from converting ``function``, and what it calls, where it is called in a ``tf.function``."""
+    public: Callable[P, T] = functools.wraps(function)(tf.autograph.experimental.do_not_convert(function))
+    return public
 
 
 def _public(function: Callable[P, T]) -> Callable[P, T]:
@@ -197,6 +212,49 @@ def grouped_reducescatter(
         _name(None, "grouped_reducescatter", *tensors), process_set, prescale_factor, postscale_factor, compression
     )
     return ops.grouped_reducescatter([_tensor(tensor) for tensor in tensors], op, **options)
+
+
+@documented(obj="any object that cloudpickle supports; ignored on other ranks.", session=_SESSION)
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends the object of ``root_rank`` to every rank.
+
+    Returns:
+        A copy of the object; on the root, ``obj`` itself.
+
+    Example:
+        >>> import choros.tensorflow as hvd
+        >>> hvd.init()
+        >>> hvd.broadcast_object({"epoch": 3}, root_rank=0)
+        {'epoch': 3}
+    """
+    del session
+    return objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[Any], Any]:
+    """Returns ``broadcast_object`` as a function of the object alone."""
+
+    def broadcast(obj: Any) -> Any:
+        return broadcast_object(obj, root_rank, session, name, process_set)
+
+    return broadcast
+
+
+@documented(obj="the object of this rank.", session=_SESSION)
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Returns the objects of all ranks, in rank order, on every rank."""
+    del session
+    return objects.allgather_object(obj, name, process_set)
 
 
 def _tensor(value: Any) -> Any:

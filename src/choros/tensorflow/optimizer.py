@@ -11,7 +11,7 @@ from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
 from choros.tensorflow.aggregation import LocalGradientAggregationHelper
-from choros.tensorflow.graphs import unconverted
+from choros.tensorflow.collectives import unconverted
 from choros.tensorflow.reduction import AdasumReduction, TapeReduction, reduction_of
 from choros.training import horovod_optimizer
 

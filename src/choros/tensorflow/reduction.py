@@ -19,7 +19,7 @@ from choros.parallel.reduce import joining
 from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.settings import current
-from choros.tensorflow.graphs import in_session_graph
+from choros.tensorflow.collectives import in_session_graph
 from choros.training.optimizer_reducer import OptimizerReducer, placed
 from choros.training.variables import value_of
 

@@ -22,7 +22,7 @@ from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
-from choros.tensorflow.graphs import unconverted
+from choros.tensorflow.collectives import unconverted
 from choros.tensorflow.reduction import AdasumReduction, TapeReduction, reduction_of
 from choros.training.horovod_optimizer import local_variables
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from choros.comm import ProcessSet, global_process_set
 from choros.errors import GraphRequiredError
-from choros.tensorflow.graphs import in_session_graph, unconverted
+from choros.tensorflow.collectives import in_session_graph, unconverted
 from choros.training.variables import broadcast_updates
 
 
