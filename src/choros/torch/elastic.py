@@ -83,34 +83,23 @@ class _StateDictHandler(StateHandler):
         self.saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
+        if isinstance(self.value, torch.optim.Optimizer):
+            abandon_step(self.value)
         self.value.load_state_dict(copy.deepcopy(self.saved))
 
     def sync(self) -> None:
-        self.value.load_state_dict(broadcast_object(self.value.state_dict(), name=type(self.value).__name__))
-        self.save()
-
-
-class _ModelHandler(_StateDictHandler):
-    def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
-        self.save()
-
-
-class _OptimizerHandler(_StateDictHandler):
-    def restore(self) -> None:
-        abandon_step(self.value)
-        super().restore()
-
-    def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=0)
+        if isinstance(self.value, torch.nn.Module):
+            broadcast_parameters(self.value.state_dict(), root_rank=0)
+        elif isinstance(self.value, torch.optim.Optimizer):
+            broadcast_optimizer_state(self.value, root_rank=0)
+        else:
+            self.value.load_state_dict(broadcast_object(self.value.state_dict(), name=type(self.value).__name__))
         self.save()
 
 
 _registry: list[tuple[type, Callable[[Any], StateHandler]]] = [
-    (torch.nn.Module, _ModelHandler),
-    (torch.optim.Optimizer, _OptimizerHandler),
-    (torch.optim.lr_scheduler.LRScheduler, _StateDictHandler),
-    (ElasticSampler, _StateDictHandler),
+    (kind, _StateDictHandler)
+    for kind in (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, ElasticSampler)
 ]
 
 
