@@ -169,7 +169,6 @@ def _checked(tx: Any) -> Any:
 
 
 def _reducing(tx: Any, reduction: _GradientReduction) -> Any:
-    """Returns ``tx`` after ``reduction``."""
     import optax
 
     def init(params: Any) -> Any:

@@ -37,7 +37,6 @@ __all__ = [
 
 
 def _print(text: str) -> None:
-    """Prints ``text`` beside Keras' own progress."""
     print(text, flush=True)  # noqa: T201
 
 

@@ -115,7 +115,6 @@ class _LocalUpdatesCallback(keras.callbacks.Callback):
         self._batches, self._examples = 0, 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Exchanges weights after the number of steps that ``updates`` has."""
         steps, self._batches = batch + 1 - self._batches, batch + 1
         if self._included and self._updates.step(steps):
             sync_jax_state(self.model)
@@ -126,7 +125,6 @@ class _LocalUpdatesCallback(keras.callbacks.Callback):
         self._end_batches()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Ends the epoch's batches."""
         self._end_batches()
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +132,6 @@ class _LocalUpdatesCallback(keras.callbacks.Callback):
         return {"updates": self._updates.state_dict(), "batches": self._batches, "examples": self._examples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a ``state_dict``."""
         self._updates.load_state_dict(state["updates"])
         self._batches, self._examples = state["batches"], state["examples"]
 

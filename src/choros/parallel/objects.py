@@ -115,13 +115,11 @@ class _Signed:
         self.overhead = 0 if self._signatures is None else Signatures.OVERHEAD
 
     def pack(self, pickled: bytes) -> NDArray[np.uint8]:
-        """Returns the bytes to send."""
         if self._signatures is not None:
             pickled = self._signatures.sign(pickled, collective=self._number, rank=self._rank)
         return np.frombuffer(pickled, np.uint8)
 
     def load(self, received: NDArray[np.uint8], rank: int) -> Any:
-        """Returns the object that ``rank`` has sent."""
         data = received.tobytes()
         if self._signatures is not None:
             data = self._signatures.verified(data, collective=self._number, rank=rank)

@@ -118,7 +118,6 @@ class _DistributedLegacyOptimizer(_LegacyOptimizer):  # type: ignore[misc]
         self._aggregation = aggregation
 
     def register_local_var(self, var: Any) -> None:
-        """Keeps the gradient of ``var`` on its rank."""
         if self._aggregation is None:
             self._reduction.add_local(var)
         else:
@@ -136,7 +135,6 @@ class _DistributedLegacyOptimizer(_LegacyOptimizer):  # type: ignore[misc]
 
     @unconverted
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Updates the variables."""
         pairs = list(grads_and_vars)
 
         def apply() -> Any:
@@ -151,20 +149,16 @@ class _DistributedLegacyOptimizer(_LegacyOptimizer):  # type: ignore[misc]
         return self._aggregation.apply_gradients(apply, self._optimizer, pairs, global_step=global_step)
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the optimizer that makes the updates."""
         return self._optimizer.get_slot(*args, **kwargs)
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the optimizer that makes the updates."""
         return self._optimizer.get_slot_names(*args, **kwargs)
 
     def variables(self) -> Any:
-        """Of the optimizer that makes the updates."""
         return self._optimizer.variables()
 
 
 def _combine_changes(reduction: AdasumReduction, variables: list[Any], apply: Callable[[], Any]) -> Any:
-    """Combines what ``apply`` adds to ``variables``."""
     starts = [tf.identity(variable) for variable in variables]
     with tf.control_dependencies(starts):
         update = apply()

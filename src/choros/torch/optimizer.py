@@ -68,7 +68,6 @@ class _GradientHook:
         return self.exchange is not None and self.exchange.pending
 
     def reduce(self, optimizer: Any) -> None:
-        """Replaces ``grad`` of all parameters by the gradients reduced over the ranks."""
         if self.exchange is None:
             return
         parameters = _trained(optimizer)
@@ -98,13 +97,11 @@ class _GradientHook:
             self.exchange.compare(_ADVICE)
 
     def abandon_step(self) -> None:
-        """Forgets the gradients of a step that is not made."""
         self._reduced = False
         if self.exchange is not None:
             self.exchange.abandon()
 
     def set_micro_batches(self, passes: int) -> None:
-        """Sets the number of backward passes before each step."""
         if self.exchange is not None:
             self.exchange.micro_batches = passes
 
@@ -142,13 +139,11 @@ class _ChangeHook:
         """Nothing: gradients are those of this rank."""
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Torch's pre-hook of ``step``."""
         del args, kwargs
         self._before = [(parameter, parameter.detach().clone()) for parameter in _trained(optimizer)]
 
     @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
     def after_step(self, optimizer: Any) -> None:
-        """Combines the changes."""
         del optimizer
         before, self._before = self._before, []
         changes = grouped_allreduce(
@@ -162,7 +157,6 @@ class _ChangeHook:
             parameter.copy_(old.add_(change))
 
     def abandon_step(self) -> None:
-        """Forgets the parameters before a step that has failed."""
         self._before = []
 
     def set_micro_batches(self, passes: int) -> None:

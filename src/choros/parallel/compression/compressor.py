@@ -175,7 +175,6 @@ class _VectorExchange(Exchange):
         self.description = compressor.describe(ends[-1])
 
     def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
-        """See ``Exchange``."""
         vector = self._vector
         if arrays is None:
             vector.fill(0)

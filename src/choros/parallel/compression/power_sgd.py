@@ -61,7 +61,6 @@ class _PowerExchange(Exchange):
         self.description = f"rank {rank} of {', '.join(f'float32[{n}, {m}]' for n, m in self._shapes)}"
 
     def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
-        """See ``Exchange``."""
         matrices = [feedback.residual.copy() for feedback in self._feedback]
         if arrays is not None:
             for matrix, array in zip(matrices, arrays, strict=True):

@@ -133,5 +133,4 @@ class LocalUpdates:
         self._velocities = [np.array(velocity) for velocity in state["velocities"]]
 
     def _copies(self) -> list[Array]:
-        """Returns copies of the shared weights, which callers may change."""
         return [weight.copy() for weight in self._weights]

@@ -64,7 +64,6 @@ class _ReducerState:
     pending: Mapping[GradientLayout, list[Gradient]] = field(default_factory=dict)
 
     def adding(self, layout: GradientLayout, gradients: Sequence[Gradient], weight: float) -> _ReducerState:
-        """With this rank's gradients of a micro-batch."""
         with np.errstate(over="ignore", invalid="ignore"):
             parts = [gradient * weight for gradient in gradients]
             if layout in self.pending:

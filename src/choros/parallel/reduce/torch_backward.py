@@ -265,7 +265,6 @@ def _reducible(gradient: Any, kind: Any, parameter: Any, *, on_device: bool) -> 
 
 
 def _tensor_of(result: Any, parameter: Any, gradient: Any, *, on_device: bool) -> Any:
-    """Returns the reduced gradient of ``parameter``, whose own was ``gradient``."""
     adapter = framework_adapter("torch")
     if isinstance(result, SparseRows):
         indices, values = (adapter.from_host(each, parameter) for each in (result.indices, result.values))
