@@ -170,7 +170,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().__init__(
             initial_lr=initial_lr,
             multiplier=self._fraction,
-            start_epoch=0,
             end_epoch=warmup_epochs,
             staircase=False,
             momentum_correction=momentum_correction,

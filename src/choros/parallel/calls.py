@@ -14,6 +14,7 @@ from choros.comm import BFLOAT16, Communicator, ProcessSet, Reduction, global_pr
 from choros.comm.reduction import working_dtype
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor, check_compressor
+from choros.parallel.compression.compressor import is_floating
 
 Array = NDArray[Any]
 
@@ -166,7 +167,7 @@ def on_host(
     def forward(given: Sequence[Any]) -> Sequence[Any]:
         return adapter.host_call(function, given, outputs)
 
-    if not any(map(is_floating, outputs)):
+    if not any(is_floating(output.dtype) for output in outputs):
         return list(forward(arrays))
     return adapter.with_gradient(forward, gradient, arrays)
 
@@ -195,16 +196,11 @@ def of_floating(
     specs: Sequence[ArraySpec], gradients: Sequence[Any], function: Callable[[list[int]], Sequence[Any]]
 ) -> list[Any]:
     """The gradients that ``function`` computes, given the indices of floating-point arrays; ``None`` for the others."""
-    floats = [index for index, spec in enumerate(specs) if is_floating(spec)]
+    floats = [index for index, spec in enumerate(specs) if is_floating(spec.dtype)]
     results: list[Any] = [None] * len(gradients)
     for index, result in zip(floats, function(floats), strict=True):
         results[index] = result
     return results
-
-
-def is_floating(spec: ArraySpec) -> bool:
-    """Whether arrays of ``spec`` have gradients."""
-    return spec.dtype == BFLOAT16 or spec.dtype.kind == "f"
 
 
 def as_array(value: Any) -> Any:

@@ -46,11 +46,6 @@ class Comparison:
     before: bool = False
 
     @property
-    def when(self) -> str:
-        """The beginning of a sentence."""
-        return f"{'before' if self.before else 'after'} step {self.step}"
-
-    @property
     def rounding(self) -> float:
         """How many units in the last place may differ.
 
@@ -112,10 +107,10 @@ def check_identical(
     count = len(differing or suspects)
     first = names[suspects[(differing or [0])[0]]]
     found = (
-        f"{comparison.when}, ranks have different values of {count} of {len(arrays)} trained variables, first of "
-        f"{first!r}{_who(others, communicator.ranks)}. The largest difference is in {names[suspects[worst]]!r}: up to "
-        f"{largest[worst]:.3g} between ranks {communicator.ranks[most]} and {farthest}, of values up to "
-        f"{magnitudes[worst]:.3g}."
+        f"{'before' if comparison.before else 'after'} step {comparison.step}, ranks have different values of {count} "
+        f"of {len(arrays)} trained variables, first of {first!r}{_who(others, communicator.ranks)}. The largest "
+        f"difference is in {names[suspects[worst]]!r}: up to {largest[worst]:.3g} between ranks "
+        f"{communicator.ranks[most]} and {farthest}, of values up to {magnitudes[worst]:.3g}."
     )
     if comparison.divergence != "heal":
         assign = None

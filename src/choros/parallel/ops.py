@@ -29,13 +29,13 @@ from choros.parallel.calls import (
     CollectiveCall,
     Options,
     as_array,
-    is_floating,
     of_each_framework,
     of_floating,
     on_host,
     on_host_alike,
     times,
 )
+from choros.parallel.compression.compressor import is_floating
 from choros.topology import shard_range
 
 #: The operations that have a gradient.
@@ -127,7 +127,7 @@ def _gather_rows(rows: tuple[Any, Any, Any], call: CollectiveCall) -> Any:
     adapter = adapter_of(values)
     dtype = adapter.spec(values).dtype
     factor = call.scale / (call.communicator.size if call.op is Reduction.AVERAGE else 1)
-    if not is_floating(adapter.spec(values)):
+    if not is_floating(dtype):
         if call.scale != 1.0:
             raise UnsupportedError(
                 f"allreduce: sparse gradients (IndexedSlices) of {dtype} cannot be scaled: cast them to float32."

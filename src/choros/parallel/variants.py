@@ -43,8 +43,6 @@ ARGUMENTS = {
 }
 #: The same of distributed optimizers and tapes.
 REDUCTION_ARGUMENTS = {
-    "device_dense": "Horovod's; ignored, because the engine selects the device.",
-    "device_sparse": "Horovod's; likewise.",
     "compression": "how gradients are compressed, such as ``Compression.fp16``; see docs/compression.md.",
     "sparse_as_dense": "whether sparse gradients, those of embeddings on TensorFlow, are made dense before ranks "
     "reduce them. By default ranks gather the rows that their batches used.",

@@ -218,8 +218,18 @@ class BackwardExchange:
         return self.reducer.reduce(own, examples=self._examples() or 1)
 
     def _reducible(self, index: int, gradient: Any) -> Any:
-        on_device = self.reducer.config.device is not None
-        return _reducible(gradient, self._layout[index], self._parameters[index], on_device=on_device)
+        """Returns what the reducer expects; only here are gradients copied from accelerators, after their stream."""
+        adapter, kind = self._adapter, self._layout[index]
+        if isinstance(kind, RowsLayout):
+            if gradient is None:
+                return kind.rows(0)
+            sparse = gradient if gradient.is_sparse else gradient.to_sparse(1)
+            indices, values = sparse._indices()[0], sparse._values()
+            return SparseRows(adapter.to_host(indices), adapter.to_host(values), kind.shape)
+        if gradient is None:
+            gradient = self._parameters[index].new_zeros(kind[0])
+        dense = adapter.to_dense(gradient, kind[0])
+        return dense if self.reducer.config.device is not None else adapter.to_host(dense)
 
     @property
     def _admissions(self) -> int:
@@ -247,21 +257,6 @@ class BackwardExchange:
             pairs = zip(self._layout, flags, strict=True)
             self._plan(tuple(RowsLayout(*each[:2], index_dtype) if flag else each for each, flag in pairs))
         self._agreed_with = self._admissions
-
-
-def _reducible(gradient: Any, kind: Any, parameter: Any, *, on_device: bool) -> Any:
-    """Returns what the reducer expects; only here are gradients copied from accelerators, after their stream."""
-    adapter = framework_adapter("torch")
-    if isinstance(kind, RowsLayout):
-        if gradient is None:
-            return kind.rows(0)
-        sparse = gradient if gradient.is_sparse else gradient.to_sparse(1)
-        indices, values = sparse._indices()[0], sparse._values()
-        return SparseRows(adapter.to_host(indices), adapter.to_host(values), kind.shape)
-    if gradient is None:
-        gradient = parameter.new_zeros(kind[0])
-    dense = adapter.to_dense(gradient, kind[0])
-    return dense if on_device else adapter.to_host(dense)
 
 
 def _tensor_of(result: Any, parameter: Any, gradient: Any, *, on_device: bool) -> Any:
