@@ -194,19 +194,7 @@ class GradientReducer:
 
     def plan(self, layout: GradientLayout) -> tuple[tuple[int, ...], ...]:
         """Prepares for gradients of ``layout``; returns the indices in each bucket, in the order buckets are sent."""
-        membership = self.config.process_set.membership
-        if membership != self._membership:
-            self._membership, self._plans, self._plan = membership, {}, None
-            # A new rank has counted none.
-            self._progress, self._settled = (replace(each, common_steps={}) for each in (self._progress, self._settled))
-        if self._plan is None or layout != self._plan.layout:
-            if layout not in self._plans:
-                if len(self._plans) == _PLANS:
-                    del self._plans[next(iter(self._plans))]
-                compares = self._compare_every, self.divergence
-                self._plans[layout] = plan_for(self.config, self._name, layout, compares)
-            self._plan = self._plans[layout]
-        return self._plan.indices
+        return self._planned(layout).indices
 
     def send(
         self, bucket: int, gradients: Sequence[Gradient], *, examples: int, out: Sequence[Array] | None = None
@@ -337,10 +325,20 @@ class GradientReducer:
         return communicator.first_left([*active, *heirs], "the only rank with rows in the last step")
 
     def _planned(self, layout: GradientLayout) -> Plan:
-        """Returns the plan of a collective that begins, or begins again: what it noted before is forgotten."""
-        self._progress = self._settled
-        self.plan(layout)
-        return self._plans[layout]
+        """Returns the plan of a step that begins, or begins again: what it noted before is forgotten."""
+        membership = self.config.process_set.membership
+        if membership != self._membership:
+            self._membership, self._plans, self._plan = membership, {}, None
+            self._settled = replace(self._settled, common_steps={})  # a new rank has counted none
+        self._progress, plan = self._settled, self._plan
+        if plan is None or layout != plan.layout:
+            if layout not in self._plans:
+                if len(self._plans) == _PLANS:
+                    del self._plans[next(iter(self._plans))]
+                compares = self._compare_every, self.divergence
+                self._plans[layout] = plan_for(self.config, self._name, layout, compares)
+            plan = self._plan = self._plans[layout]
+        return plan
 
     def _correct(self) -> None:
         self._factor = 1.0 if self.correction is None else self.correction()
