@@ -3,8 +3,7 @@
 import pytest
 
 from choros.launch.protocol.frames import Exit, FrameReader, Result, Start, Text, decode, encode
-from choros.launch.wrapper.traceback_buffer import TracebackBuffer
-from choros.launch.wrapper.transcript import LineBuffer
+from choros.launch.wrapper.transcript import LineBuffer, TracebackBuffer
 
 
 @pytest.mark.parametrize(

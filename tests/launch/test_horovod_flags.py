@@ -9,9 +9,16 @@ from click.testing import CliRunner
 from choros.errors import ConfigError
 from choros.launch import cli
 from choros.launch.options import OF_HOROVODRUN
-from choros.launch.plan.config_file import parse_config, read_config_file, with_config
 from choros.launch.plan.flags import LEVEL, SHARE, SWITCH
-from choros.launch.plan.horovod_flags import HOROVOD_FLAGS, check, unused, variables
+from choros.launch.plan.horovod_flags import (
+    HOROVOD_FLAGS,
+    check,
+    parse_config,
+    read_config_file,
+    unused,
+    variables,
+    with_config,
+)
 from choros.launch.plan.rank_environment import horovod_variables
 from choros.launch.run import run
 from choros.settings import HOROVOD_UNUSED, VARIABLES, Config

@@ -2,8 +2,8 @@
 
 import pytest
 
+from choros.launch.driver.failures import loss_of
 from choros.launch.driver.job_end import JobEnd, Reason
-from choros.launch.driver.losses import loss_of
 from choros.launch.driver.outcome import outcome_of
 from choros.launch.plan.hosts import parse_hosts
 from choros.launch.plan.job import Elastic, Job, Limits

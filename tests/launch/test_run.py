@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from choros.errors import ConfigError, JobTimeout, WorkerFailed
-from choros.launch.protocol.payload import pack, read_framed, unpack
-from choros.launch.run import run
+from choros.launch.bootstrap import read_framed, unpack
+from choros.launch.run import pack, run
 
 pytestmark = pytest.mark.slow
 

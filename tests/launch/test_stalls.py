@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from choros.launch.driver.stall_report import rank_report, stall_report
-from choros.launch.driver.wait_watch import StackRequests
+from choros.launch.driver.wait_watch import StackRequests, rank_report, stall_report
 from choros.launch.processes import control
 from choros.launch.processes.directories import SESSION
 from choros.launch.protocol.frames import Stacks, Start

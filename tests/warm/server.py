@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from choros.launch.processes.parent_death_guard import PTRACER, set_option
+from choros.launch.processes.process_tree import PTRACER, set_option
 from warm.client import LENGTH
 
 #: Above the numbers of the descriptors that a rank has.

@@ -21,7 +21,7 @@ from choros import durations
 from choros.bench.channel import ADDRESS, COORDINATOR, KEY, Barrier, Order
 from choros.bench.contender import Contender, ContenderFailed
 from choros.bench.figures import Trial, trial_of
-from choros.launch.processes import parent_death_guard
+from choros.launch.processes import process_tree
 from choros.transport.channel import Channel, ChannelClosed
 from choros.transport.listener import Listener
 from choros.transport.secret import Key
@@ -108,7 +108,7 @@ class ProcessGroup:
             for command in self.contender.start(self._ranks, self.contender.argv):
                 self._started.append(
                     subprocess.Popen(
-                        [sys.executable, parent_death_guard.__file__, str(os.getpid()), *_with_path(command.argv)],
+                        [sys.executable, process_tree.__file__, str(os.getpid()), *_with_path(command.argv)],
                         env={**os.environ, **self.contender.environ, **command.environ, **private},
                         stdin=subprocess.DEVNULL,
                         stdout=log,

@@ -13,7 +13,7 @@ from choros.bench.figures import Trial
 from choros.bench.process_group import reason_in
 from choros.bench.report import ReportRow, Table, compare, grouped
 from choros.bench.run import RunResult
-from choros.launch.processes.parent_death_guard import die_with_parent
+from choros.launch.processes.process_tree import die_with_parent
 
 _NOTHING = ("-c", "pass")
 _CHOROS = """

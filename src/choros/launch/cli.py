@@ -21,7 +21,7 @@ from choros.launch.options import OF_HOROVODRUN, GroupedCommand, with_options
 from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.command import dry_run_text
 from choros.launch.plan.environment import parse_variables
-from choros.launch.plan.horovod_flags import check, unused, variables
+from choros.launch.plan.horovod_flags import check, read_config_file, unused, variables, with_config
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
 from choros.settings import VARIABLES
@@ -45,8 +45,6 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
     if not command:
         raise click.UsageError("no command given. Example: chorosrun -np 2 python train.py")
     if given["config_file"] is not None:
-        from choros.launch.plan.config_file import read_config_file, with_config  # only this flag needs YAML
-
         given = with_config(given, read_config_file(Path(given["config_file"])))
     check(given, lambda: "torch" in installed() or not runs_here(command, os.environ))
     arguments = arguments_of(given)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
+import cloudpickle
+
 from choros.errors import ConfigError, JobTimeout, LaunchError, WorkerFailed
 from choros.frameworks import installed
 from choros.launch.driver.job_end import JobEnd, Reason
@@ -23,7 +25,6 @@ from choros.launch.driver.output import output_of
 from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.horovod_flags import check, unused, variables
 from choros.launch.plan.job import Limits
-from choros.launch.protocol.payload import pack
 from choros.launch.protocol.wrapper_options import WrapperOptions
 
 Returned = TypeVar("Returned")
@@ -193,6 +194,17 @@ class _TextSink:
         self._stream.flush()
 
 
+def pack(call: Callable[[], Any]) -> bytes:
+    """Returns ``call`` as bytes, with this process's module path, after a line with the number of bytes.
+
+    >>> from functools import partial
+    >>> pack(partial(max, 1, 2)).partition(b"\\n")[0].isdigit()
+    True
+    """
+    body = pickle.dumps((list(sys.path), cloudpickle.dumps(call)))
+    return b"%d\n%s" % (len(body), body)
+
+
 def _raise_failure(job_end: JobEnd, limits: Limits) -> None:
     """Raises the error that describes the failure, if the job failed."""
     outcome = outcome_of(job_end, limits)
@@ -216,4 +228,4 @@ def _result(job_end: JobEnd, rank: int) -> Any:
     data = job_end.results.get(rank)
     if not data:
         raise LaunchError(f"rank {rank} ended before the function had returned: did it call sys.exit()?")
-    return pickle.load(io.BytesIO(data))  # noqa: S301  (see payload.py)
+    return pickle.load(io.BytesIO(data))  # noqa: S301  (see bootstrap.py)

@@ -28,7 +28,7 @@ from typing import final
 from choros import durations
 from choros.errors import LaunchError
 from choros.launch.plan.command import Command
-from choros.launch.processes import parent_death_guard
+from choros.launch.processes import process_tree
 from choros.launch.processes.directories import write_key
 
 #: How often mpirun is started again because somebody has connected to it.
@@ -103,7 +103,7 @@ class MpirunProcess:
         # The name of the job for mpirun and its clients, which nobody guesses; other hosts show it in a command line.
         namespace = {"PMIX_SERVER_NSPACE": f"choros-{os.urandom(16).hex()}"} if self._command.gate else {}
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", parent_death_guard.__file__, str(os.getpid()), *self._command.argv],
+            [sys.executable, "-I", "-S", process_tree.__file__, str(os.getpid()), *self._command.argv],
             env={**self._command.environ, **namespace},
             stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -37,15 +37,17 @@ from choros.errors import ChorosError, LaunchError
 from choros.launch.plan.cores import share_of
 from choros.launch.plan.roles import WORKER, role_in
 from choros.launch.processes.directories import Directory, remove_owned, remove_stale, segment_suffix
-from choros.launch.processes.parent_death_guard import (
+from choros.launch.processes.pipes import enlarge, open_frame_pipe
+from choros.launch.processes.process_tree import (
     CHILD_SUBREAPER,
     DEATH_SIGNAL,
     PTRACER,
     die_with_parent,
+    end_children,
+    group_exists,
     set_option,
+    signal_group,
 )
-from choros.launch.processes.pipes import enlarge, open_frame_pipe
-from choros.launch.processes.process_tree import end_children, group_exists, signal_group
 from choros.launch.protocol.frames import Exit, Frame, Stacks, Start, encode
 from choros.launch.protocol.wrapper_options import RESULT_FD, SIGNAL_MEANINGS, STACKS, WrapperOptions
 from choros.launch.wrapper.preparation import (
