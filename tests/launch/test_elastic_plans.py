@@ -10,10 +10,11 @@ from choros.launch.driver.outcome import outcome_of
 from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.command import plan
 from choros.launch.plan.hosts import Host, parse_discovered
-from choros.launch.plan.job import Cooldown, Elastic, Limits
+from choros.launch.plan.job import Elastic, Limits
 from choros.launch.plan.mpi_implementations import MPICH, OPEN_MPI_4, OPEN_MPI_5, Mpirun
 from choros.launch.plan.restart import HostHealth
 from choros.launch.protocol.frames import Exit, Start
+from choros.launch.protocol.wrapper_options import WrapperOptions
 
 KILLED = {"code": 137, "signal": 9}
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: no'
@@ -54,7 +55,7 @@ def test_an_elastic_job_outlives_its_ranks():
         job(num_proc=4, min_num_proc=2, reset_limit=5, commit_dir="/commits", commit_steps=9, env={"A": "1"})
     )
     assert started.argv[1:3] == ("--with-ft", "ulfm")
-    assert "--elastic" in started.argv
+    assert WrapperOptions.parse(started.argv[-2]).elastic
     variables = {name: value for name, value in started.environ.items() if name != "CHOROS_JOB"}
     assert variables == {
         "A": "1",
@@ -105,13 +106,13 @@ def test_invalid_arguments(given, message):
 def test_a_script_names_the_hosts():
     got = job("a:2\n\nb\n", slots=3, host_discovery_script="s", min_num_proc=2)
     assert got.hosts == (Host("a", 2), Host("b", 3))
-    assert (got.size, got.elastic) == (5, Elastic(2, 5))
+    assert (got.size, got.elastic) == (5, Elastic(2, 5, script="s", slots=3))
     with pytest.raises(ConfigError, match=r"^s, line 2 of its output: 'no host' is not `host:slots`\.$"):
         parse_discovered("a\nno host", where="s")
 
 
 def test_a_host_that_fails_is_left_out_for_longer_and_longer():
-    hosts, health = (Host("a"), Host("b")), HostHealth(Cooldown(10, 15))
+    hosts, health = (Host("a"), Host("b")), HostHealth((10, 15))
     for _ in range(2):
         health = health.failed("a", 0.0)
     assert health.usable(hosts, 0.0) == hosts

@@ -12,7 +12,7 @@ from choros.launch.protocol.frames import Text
 
 def shown(frames, **how):
     out, err = io.BytesIO(), io.BytesIO()
-    screen = Screen(out, err, prefix=how.get("prefix", True), colour=how.get("colour", False))
+    screen = Screen(out.write, err.write, prefix=how.get("prefix", True), colour=how.get("colour", False))
     for frame in frames:
         screen.write(Lines((frame.rank,), frame.stream, frame.data))
     screen.finish_line()
@@ -55,7 +55,9 @@ def test_lines_of_one_frame_all_have_their_rank():
 
 def test_roles(tmp_path):
     out, roles = io.BytesIO(), Roles(servers=1, workers=1)
-    output = Output(Screen(out, out, prefix=True, colour=False, roles=roles), open_files(tmp_path, 3, roles))
+    output = Output(
+        Screen(out.write, out.write, prefix=True, colour=False, roles=roles), open_files(tmp_path, 3, roles)
+    )
     for rank in range(3):
         output.write(Text(rank, "out", b"a\n"))
     output.close()
@@ -65,7 +67,7 @@ def test_roles(tmp_path):
 
 def test_the_screen_merges_equal_lines_and_the_files_have_those_of_each_rank(tmp_path):
     out, err = io.BytesIO(), io.BytesIO()
-    screen = Screen(out, err, prefix=True, colour=True)
+    screen = Screen(out.write, err.write, prefix=True, colour=True)
     output = Output(screen, open_files(tmp_path, 3), LineMerger(3))
     for rank in range(3):
         output.write(Text(rank, "err", b"warning\n"))
@@ -103,7 +105,8 @@ def test_colour_only_where_it_is_wanted(environ, terminal, colour):
 
 def test_files(tmp_path):
     output = Output(
-        Screen(io.BytesIO(), io.BytesIO(), prefix=True, colour=False), open_files(tmp_path / "new" / "logs", 2)
+        Screen(io.BytesIO().write, io.BytesIO().write, prefix=True, colour=False),
+        open_files(tmp_path / "new" / "logs", 2),
     )
     output.write(Text(0, "out", b" 1%\r"))
     output.write(Text(0, "out", b"end\n"))

@@ -4,6 +4,7 @@ import io
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from choros.launch.plan.job import Job, Limits
 from choros.launch.plan.mpi_implementations import OPEN_MPI_5
 from choros.launch.processes.directories import SESSION
 from choros.launch.processes.pipes import frame_pipes
-from choros.launch.protocol.wrapper_options import JOB
+from choros.launch.protocol.wrapper_options import JOB, WrapperOptions
 
 pytestmark = pytest.mark.slow
 
@@ -30,14 +31,15 @@ ENVIRON = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
     "OMPI_COMM_WORLD_NODE_RANK": "0",
 }
+UNBOUND = WrapperOptions(bind=False)
 HEAD = f"import os, signal, sys, time\ndef to_chorosrun(number): os.kill({os.getpid()}, number)\n"
 
 
-def job(code, *options, limits=None, environ=ENVIRON, wrapper=WRAPPER, err=None, merger=None, **how):
+def job(code, *, options=None, limits=None, environ=ENVIRON, wrapper=WRAPPER, err=None, merger=None, **how):
     """The end of a job whose rank runs ``code``, and its output."""
-    argv = (*wrapper, "--no-bind", *options, "--", sys.executable, "-c", HEAD + code)
+    argv = (*wrapper, str(options or UNBOUND), sys.executable, "-c", HEAD + code)
     out, err = io.BytesIO(), err or io.BytesIO()
-    output = Output(Screen(out, err, prefix=False, colour=False), merger=merger)
+    output = Output(Screen(out.write, err.write, prefix=False, colour=False), merger=merger)
     command = Command(argv, {**os.environ, **environ})
     with caught_signals() as signals:
         started = Supervisor(Job(argv, 1), command, output, limits or Limits(), signals, OPEN_MPI_5.signal_map, **how)
@@ -139,7 +141,7 @@ def test_a_call_is_received_and_its_result_sent():
         "result = memoryview(b'x' * 500_000)\n"
         "while result: result = result[os.write(int(os.environ['CHOROS_RESULT_FD']), result):]\n"
     )
-    job_end, _, _ = job(code, "--stdin", "--result", payload=b"p" * 1_000_000)
+    job_end, _, _ = job(code, options=replace(UNBOUND, stdin=True, result=True), payload=b"p" * 1_000_000)
     assert end_of(job_end) == (0, False)
     assert job_end.results[0] == b"x" * 500_000
 

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from choros.frameworks import installed, runs_here
 from choros.launch.driver.launcher import dry_run_command, launch
 from choros.launch.driver.machine import count_accelerators, detect_mpirun, own_names, run_script
 from choros.launch.driver.outcome import outcome_of
-from choros.launch.driver.output import DescriptorSink, output_of, use_colour
+from choros.launch.driver.output import output_of, use_colour, write_all
 from choros.launch.options import OF_HOROVODRUN, GroupedCommand, with_options
 from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.command import dry_run_text
@@ -96,7 +97,7 @@ def missing_command(program: str) -> str | None:
 
 def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
     colour = use_colour(os.environ, os.isatty(1) and os.isatty(2))
-    output = output_of(job, arguments, os.environ, DescriptorSink(1), DescriptorSink(2), colour=colour)
+    output = output_of(job, arguments, os.environ, partial(write_all, 1), partial(write_all, 2), colour=colour)
     limits = arguments.limits(os.environ)
     outcome = outcome_of(launch(job, mpirun, os.environ, output, limits, verbose=arguments.verbose), limits)
     for line in outcome.lines:

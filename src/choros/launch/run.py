@@ -103,7 +103,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, **giv
     command, options = (executable or sys.executable, *_BOOTSTRAP), WrapperOptions(stdin=True, result=True)
     job = arguments.job(command, os.environ, own_names, count_accelerators, options, discover=run_script)
     limits = arguments.limits(os.environ)
-    output = output_of(job, arguments, os.environ, _TextSink(sys.stdout), _TextSink(sys.stderr), colour=False)
+    output = output_of(job, arguments, os.environ, _writer(sys.stdout), _writer(sys.stderr), colour=False)
     for sentence in unused(horovods, in_python=True):
         output.show(f"choros.run: {sentence}")
     payload, mpirun = pack(partial(func, *args, **(kwargs or {}))), detect_mpirun(arguments.mpirun)
@@ -183,15 +183,14 @@ def _documentation() -> str:
 run.__doc__ = _documentation()
 
 
-class _TextSink:
-    """Decodes bytes for a text stream: a notebook's standard output accepts only text."""
+def _writer(stream: TextIO) -> Callable[[bytes], None]:
+    """Returns what writes bytes to a text stream: a notebook's standard output accepts only text."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def write(data: bytes) -> None:
+        stream.write(data.decode("utf-8", "replace"))
+        stream.flush()
 
-    def write(self, data: bytes) -> None:
-        self._stream.write(data.decode("utf-8", "replace"))
-        self._stream.flush()
+    return write
 
 
 def pack(call: Callable[[], Any]) -> bytes:

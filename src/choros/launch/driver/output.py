@@ -3,9 +3,8 @@
 import os
 import select
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from choros.errors import ConfigError
 from choros.launch.driver.line_merger import LineMerger, Lines
@@ -18,27 +17,18 @@ _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _CLEAR_TO_END = b"\x1b[K"
 
 
-class Sink(Protocol):
-    """The stream that the screen writes to."""
-
-    def write(self, data: bytes, /) -> object:
-        """Writes all of ``data``; raises an ``OSError`` if that is not possible."""
+#: Writes all of the bytes to a stream; raises an ``OSError`` if that is not possible.
+Write = Callable[[bytes], object]
 
 
-class DescriptorSink:
-    """Writes to a file descriptor, without a buffer: what cannot be written is known at once."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def write(self, data: bytes, /) -> None:
-        """See ``Sink``."""
-        rest = memoryview(data)
-        while rest:
-            try:
-                rest = rest[os.write(self.descriptor, rest) :]
-            except BlockingIOError:  # a terminal that another program has set to non-blocking mode
-                select.select([], [self.descriptor], [])
+def write_all(descriptor: int, data: bytes) -> None:
+    """Writes without a buffer: what cannot be written is known at once."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(descriptor, rest) :]
+        except BlockingIOError:  # a terminal that another program has set to non-blocking mode
+            select.select([], [descriptor], [])
 
 
 def use_colour(environ: Mapping[str, str], terminal: bool) -> bool:
@@ -51,15 +41,15 @@ class Screen:
 
     def __init__(
         self,
-        out: Sink,
-        err: Sink,
+        out: Write,
+        err: Write,
         *,
         prefix: bool,
         colour: bool,
         roles: Roles = NO_ROLES,
         timestamp: bool = False,
     ) -> None:
-        self._streams: dict[str, Sink | None] = {"out": out, "err": err}
+        self._streams: dict[str, Write | None] = {"out": out, "err": err}
         self._prefix = prefix
         self._timestamp = timestamp
         self._colour = colour
@@ -104,10 +94,10 @@ class Screen:
 
     def _write(self, name: str, data: bytes) -> None:
         """Writes to a stream. If that is not possible any more, the job continues without it."""
-        stream = self._streams[name]
+        write = self._streams[name]
         try:
-            if stream is not None:
-                stream.write(data)
+            if write is not None:
+                write(data)
         except OSError as error:
             self._streams[name] = None
             if not isinstance(error, BrokenPipeError) and name == "out":  # "| head" is no error
@@ -123,7 +113,8 @@ class Screen:
         return b"%s\x1b[%dm%s\x1b[0m" % (stamp, _COLOURS[ranks[0] % len(_COLOURS)], label)
 
 
-Files = dict[tuple[int, str], DescriptorSink]
+#: Descriptors, by rank and stream.
+Files = dict[tuple[int, str], int]
 
 
 def open_files(directory: Path, size: int, roles: Roles = NO_ROLES) -> Files:
@@ -137,7 +128,7 @@ def open_files(directory: Path, size: int, roles: Roles = NO_ROLES) -> Files:
                 file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             except OSError as error:
                 raise ConfigError(f"--output-dir {directory}: {path} cannot be created: {error.strerror}.") from error
-            files[rank, stream] = DescriptorSink(file)
+            files[rank, stream] = file
     return files
 
 
@@ -185,7 +176,7 @@ class Output:
         """Finishes the output and closes the files."""
         self.finish()
         for file in self._files.values():
-            os.close(file.descriptor)
+            os.close(file)
         self._files = {}
 
     def _show(self, lines: Iterable[Lines]) -> None:
@@ -195,7 +186,7 @@ class Output:
     def _write_to_file(self, text: Text) -> None:
         try:
             if self._files:
-                self._files[text.rank, text.stream].write(text.data)
+                write_all(self._files[text.rank, text.stream], text.data)
         except OSError as error:
             self._files = {}
             self.show(
@@ -205,7 +196,7 @@ class Output:
 
 
 def output_of(
-    job: Job, arguments: Arguments, environ: Mapping[str, str], out: Sink, err: Sink, *, colour: bool
+    job: Job, arguments: Arguments, environ: Mapping[str, str], out: Write, err: Write, *, colour: bool
 ) -> Output:
     """Returns the output of a job, as its arguments want it."""
     prefix, directory = arguments.prefix(job.most), arguments.output_dir

@@ -33,7 +33,6 @@ from choros.launch.plan.restart import (
     JobLoss,
     Restart,
     Tries,
-    WaitForHosts,
     cut_off,
     moved,
     next_step,
@@ -109,7 +108,7 @@ def launch_again(
 ) -> JobEnd:
     """Runs ``job``, and if it loses mpirun, hosts or links, again on what is left; limits hold for all launches."""
     end_of_time = None if limits.run is None else time.monotonic() + limits.run
-    waiting = _Waiting(job, elastic, environ, HostHealth(job.discovery.cooldown), end_of_time, show)
+    waiting = _Waiting(job, elastic, environ, HostHealth(elastic.cooldown), end_of_time, show)
     tries, current = Tries(), job
     while True:
         left = None if end_of_time is None else max(0.0, end_of_time - time.monotonic())
@@ -145,9 +144,10 @@ def launch_again(
 @contextmanager
 def _watched(waiting: _Waiting, job: Job, tries: Tries) -> Iterator[HostWatch | None]:
     """A block in which the hosts that the script prints are watched, if the job can go on on others."""
-    resets = waiting.elastic.resets
+    elastic = waiting.elastic
     has_commits = bool(VARIABLES["commit_dir"].read({**waiting.environ, **job.environment}))
-    if job.discovery.script is None or not has_commits or (resets is not None and tries.restarts >= resets):
+    is_last = elastic.resets is not None and tries.restarts >= elastic.resets
+    if elastic.script is None or not has_commits or is_last:
         yield None
         return
     watch = HostWatch(waiting, job)
@@ -175,12 +175,14 @@ class _Waiting:
             self.health = self.health.failed(host, began)
         said = ""
         while True:
-            step = next_step(self.job, self.elastic, tries, self._hosts(loss, tries), time.monotonic() - began)
-            if not isinstance(step, WaitForHosts):
+            hosts = self._hosts(loss, tries)
+            step = next_step(self.job, self.elastic, tries, hosts, time.monotonic() - began)
+            if step is not None:
                 return step
             if self.end_of_time is not None and time.monotonic() >= self.end_of_time:
                 return None
-            slots = f"{step.slots} slot{'s' * (step.slots != 1)}"
+            count = total_slots(hosts)
+            slots = f"{count} slot{'s' * (count != 1)}"
             message = (
                 f"chorosrun: {loss.what}; waiting up to {self.elastic.timeout:g} s for hosts with slots for --min-np "
                 f"{self.elastic.least} ranks, now {slots}."
@@ -210,9 +212,9 @@ class _Waiting:
 
     def known(self) -> tuple[Host, ...]:
         """The hosts that the script prints, or that were given, and are not left out; a ``ConfigError`` if it fails."""
-        discovery, hosts = self.job.discovery, self.job.hosts
-        if discovery.script is not None:
-            hosts = parse_discovered(run_script(discovery.script), discovery.slots)
+        hosts, script = self.job.hosts, self.elastic.script
+        if script is not None:
+            hosts = parse_discovered(run_script(script), self.elastic.slots)
         return self.health.usable(hosts, time.monotonic())
 
     def answering(self, hosts: tuple[Host, ...]) -> tuple[Host, ...]:

@@ -28,7 +28,7 @@ from choros.launch.plan.flags import (
     whole_numbers,
 )
 from choros.launch.plan.hosts import MOST_SLOTS, Host, parse_discovered, parse_hostfile, parse_hosts, total_slots
-from choros.launch.plan.job import Cooldown, Discovery, Elastic, Job, Limits, Ssh
+from choros.launch.plan.job import Elastic, Job, Limits, Ssh
 from choros.launch.protocol.wrapper_options import WrapperOptions
 from choros.observe.chaos import parse_faults
 from choros.settings import VARIABLES, Config
@@ -239,8 +239,6 @@ class Arguments:
         restarts = (_RESTARTS if self.max_restarts is None else self.max_restarts) if servers else 0
         given = [self.network_interfaces] if isinstance(self.network_interfaces, str) else self.network_interfaces
         interfaces = dict.fromkeys(name for text in given for part in text.split(",") if (name := part.strip()))
-        cooldown = None if self.cooldown_range is None else Cooldown(*self.cooldown_range)
-        script = None if self.host_discovery_script is None else os.fspath(self.host_discovery_script)
         return Job(
             command=tuple(command),
             size=size,
@@ -257,7 +255,6 @@ class Arguments:
             ),
             servers=servers,
             elastic=elastic,
-            discovery=Discovery(script, self.slots, cooldown),
         )
 
     def limits(self, environ: Mapping[str, str]) -> Limits:
@@ -333,12 +330,22 @@ class Arguments:
         """Returns the bounds of the job, which starts with ``size`` ranks, if it is elastic."""
         if not self.is_elastic:
             return None
-        return Elastic.around(
-            size,
-            least=self.min_num_proc,
-            most=self.max_num_proc,
+        least = size if self.min_num_proc is None else self.min_num_proc
+        most = size if self.max_num_proc is None else self.max_num_proc
+        if not least <= size <= most:
+            bound, wrong = (f"--min-np {least}", "fewer") if size < least else (f"--max-np {most}", "more")
+            raise ConfigError(
+                f"{bound}: the job starts with {wrong} ranks, -np {size}. Give --min-np <= -np <= --max-np."
+            )
+        script, cooldown = self.host_discovery_script, self.cooldown_range
+        return Elastic(
+            least,
+            most,
             timeout=_ELASTIC.timeout if self.elastic_timeout is None else self.elastic_timeout,
             resets=self.reset_limit,
+            script=None if script is None else os.fspath(script),
+            slots=self.slots,
+            cooldown=None if cooldown is None else (cooldown[0], cooldown[1]),
         )
 
     def _environment(self, elastic: Elastic | None, size: int, environ: Mapping[str, str]) -> dict[str, str]:

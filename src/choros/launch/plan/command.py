@@ -60,7 +60,7 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
     forward = [] if one_host else forwarded(full)
     gated = one_host and mpirun.implementation.listens and sys.platform.startswith("linux")
     argv = [mpirun.path, *mpirun.implementation.arguments(job, session, root, forward)]
-    argv += [sys.executable, *_WRAPPER, *replace(_options(job), gated=gated).arguments(), "--", *job.command]
+    argv += [sys.executable, *_WRAPPER, str(replace(_options(job), gated=gated)), *job.command]
     return Command(tuple(argv), full, one_host, gate=session if gated else "")
 
 

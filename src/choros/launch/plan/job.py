@@ -23,30 +23,20 @@ from choros.settings import VARIABLES
 @dataclass(frozen=True)
 class Elastic:
     """The bounds of an elastic job, the wait for hosts with slots for ``least`` ranks, and how many ``resets`` it has.
+    ``script`` prints its hosts, by default with ``slots``; ``None``: they are as given. ``cooldown``: for how many
+    seconds a host that has failed is left out, at first and at most; ``None``: for good.
 
     >>> Elastic(least=2, most=4).variables()["CHOROS_MIN_NP"]
     '2'
-    >>> Elastic.around(4, least=None, most=2)
-    Traceback (most recent call last):
-    choros.errors.ConfigError: --max-np 2: the job starts with more ranks, -np 4. Give --min-np <= -np <= --max-np.
     """
 
     least: int
     most: int
     timeout: float = 600.0
     resets: int | None = None
-
-    @classmethod
-    def around(
-        cls, size: int, *, least: int | None, most: int | None, timeout: float = 600.0, resets: int | None = None
-    ) -> Elastic:
-        """Returns the bounds, by default ``size`` both; a ``ConfigError`` if ``size`` is not between them."""
-        for flag, bound, wrong in (("--min-np", least, "fewer"), ("--max-np", most, "more")):
-            if bound is not None and (size < bound if wrong == "fewer" else size > bound):
-                raise ConfigError(
-                    f"{flag} {bound}: the job starts with {wrong} ranks, -np {size}. Give --min-np <= -np <= --max-np."
-                )
-        return cls(size if least is None else least, size if most is None else most, timeout, resets)
+    script: str | None = None
+    slots: int | None = None
+    cooldown: tuple[float, float] | None = None
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables that tell the ranks."""
@@ -74,31 +64,6 @@ class Limits:
     exit_of_all: float | None = None
     stall: float = 60.0
     stall_shutdown: float = 0.0
-
-
-@dataclass(frozen=True)
-class Discovery:
-    """How an elastic job's hosts are found; ``script`` ``None``: as given; ``cooldown`` ``None``: left out for good."""
-
-    script: str | None = None
-    slots: int | None = None
-    cooldown: Cooldown | None = None
-
-
-@dataclass(frozen=True)
-class Cooldown:
-    """For how many seconds a host that has failed is left out: ``least`` at first, doubled each time up to ``most``."""
-
-    least: float
-    most: float
-
-    def seconds(self, times: int) -> float:
-        """Returns how long the host is left out when that happens the ``times``-th time.
-
-        >>> [Cooldown(10, 60).seconds(times) for times in (1, 2, 3, 4)]
-        [10.0, 20.0, 40.0, 60]
-        """
-        return min(self.most, self.least * 2.0 ** (times - 1))
 
 
 @dataclass(frozen=True)
@@ -142,7 +107,6 @@ class Job:
     options: WrapperOptions = field(default_factory=WrapperOptions)
     servers: int = 0
     elastic: Elastic | None = None
-    discovery: Discovery = field(default_factory=Discovery)
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -6,20 +6,21 @@
        ▲                      │ yes
        │                      ▼
        │        ┌──────── next_step ──┬─ End: --reset-limit, --elastic-timeout ─► exit code 69
-       │        │             ▲       └─ WaitForHosts ───┐
+       │        │             ▲       └─ None: wait ─────┐
        │     Restart          └──────── one second ──────┘
        └────────┘  on the hosts that are left, from the last commit
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from choros.launch.plan.hosts import Host, hosts_of_ranks, total_slots
-from choros.launch.plan.job import Cooldown, Elastic, Job
+from choros.launch.plan.job import Elastic, Job
 from choros.settings import VARIABLES
 
 #: A host that has failed so many times is left out.
@@ -29,9 +30,9 @@ FAILURES = 3
 @dataclass(frozen=True)
 class HostHealth:
     """For each host that has failed: how often since it was left out last, how often it was, and until when it is.
-    Without a ``cooldown`` that is for good.
+    See ``Elastic`` for ``cooldown``, which is doubled each time.
 
-    >>> health = HostHealth(Cooldown(10, 60))
+    >>> health = HostHealth((10, 60))
     >>> for _ in range(3):
     ...     health = health.failed("a", now=100.0)
     >>> health.usable((Host("a", 2), Host("b", 2)), now=105.0)
@@ -40,7 +41,7 @@ class HostHealth:
     (Host(name='a', slots=2), Host(name='b', slots=2))
     """
 
-    cooldown: Cooldown | None = None
+    cooldown: tuple[float, float] | None = None
     hosts: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
 
     def failed(self, host: str, now: float) -> HostHealth:
@@ -49,7 +50,8 @@ class HostHealth:
         failures += 1
         if failures == FAILURES:
             failures, times = 0, times + 1
-            until = float("inf") if self.cooldown is None else now + self.cooldown.seconds(times)
+            least, most = self.cooldown or (math.inf, math.inf)
+            until = now + min(most, least * 2.0 ** (times - 1))
         return replace(self, hosts={**self.hosts, host: (failures, times, until)})
 
     def usable(self, hosts: tuple[Host, ...], now: float) -> tuple[Host, ...]:
@@ -73,13 +75,6 @@ class Restart:
 
     size: int
     hosts: tuple[Host, ...] = ()
-
-
-@dataclass(frozen=True)
-class WaitForHosts:
-    """Wait for hosts with slots for enough ranks; ``slots``: those that there are."""
-
-    slots: int
 
 
 @dataclass(frozen=True)
@@ -112,17 +107,15 @@ class Tries:
         return replace(self, in_vain=self.in_vain + 1, suspected=known, cut=self.cut | known)
 
 
-def next_step(
-    job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...], waited: float
-) -> Restart | WaitForHosts | End:
-    """Returns what to do after a loss: ``job`` is as first started, ``hosts`` answer, ``waited`` is since the loss.
+def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...], waited: float) -> Restart | End | None:
+    """Returns what to do after a loss: ``job`` is as first started, ``hosts`` answer, ``waited`` is since the loss;
+    ``None``: wait for more hosts.
 
     >>> elastic = Elastic(least=2, most=4, timeout=60, resets=3)
     >>> job = Job(("train",), 4, (Host("a", 2), Host("b", 2)), elastic=elastic)
     >>> next_step(job, elastic, Tries(), (Host("b", 2),), waited=0)
     Restart(size=2, hosts=(Host(name='b', slots=2),))
     >>> next_step(job, elastic, Tries(), (), waited=0)
-    WaitForHosts(slots=0)
     >>> next_step(job, elastic, Tries(), (), waited=60)
     End(why='after --elastic-timeout 60 s there are slots for 0 ranks, fewer than --min-np 2')
     >>> next_step(job, elastic, Tries(restarts=3), job.hosts, waited=0)
@@ -138,7 +131,7 @@ def next_step(
     if slots >= elastic.least:
         return Restart(min(slots, elastic.most), hosts)
     if waited < elastic.timeout:
-        return WaitForHosts(slots)
+        return None
     return End(
         f"after --elastic-timeout {elastic.timeout:g} s there are slots for {slots} rank{'s' * (slots != 1)}, fewer "
         f"than --min-np {elastic.least}"

@@ -1,11 +1,11 @@
-"""The wrappers' command-line options, environment variables and signals."""
+"""The wrappers' options, environment variables and signals."""
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from choros.observe import MOVE
 
@@ -31,54 +31,31 @@ STACKS = signal.SIGPROF
 
 @dataclass(frozen=True)
 class WrapperOptions:
-    """The wrappers' options before ``--``: switches and whole numbers. ``stdin``: mpirun's, else empty. ``events``:
-    all, not only those chorosrun needs. ``gated``: this process has the key of mpirun's gate. ``elastic``: others go
-    on, so the wrapper ends with its rank. ``new_rank``: its number, and for each number the first on the same host.
+    """What chorosrun tells the wrappers, in their first argument. ``stdin``: the rank has mpirun's, else none.
+    ``events``: all, not only those chorosrun needs. ``gated``: this process has the key of mpirun's gate. ``elastic``:
+    others go on, so the wrapper ends with its rank. ``new_rank``: see ``CHOROS_NEW_RANK``.
     """
 
     bind: bool = True
     stdin: bool = False
     result: bool = False
     events: bool = False
-    ranks_per_host: tuple[int, ...] = ()
+    ranks_per_host: Sequence[int] = ()
     restarts: int = 0
     gated: bool = False
     elastic: bool = False
-    new_rank: tuple[int, ...] = ()
+    new_rank: str = ""
 
-    def arguments(self) -> list[str]:
-        """Returns the options as command-line arguments.
-
-        >>> WrapperOptions(bind=False).arguments()
-        ['--no-bind']
-        """
-        values = ((each, getattr(self, each.name)) for each in fields(self))
-        return [_argument(each, value) for each, value in values if value != each.default]
+    def __str__(self) -> str:
+        changed = {name: value for name, value in vars(self).items() if value != getattr(WrapperOptions, name)}
+        return json.dumps(changed, separators=(",", ":"))
 
     @classmethod
-    def parse(cls, argv: Sequence[str]) -> tuple[WrapperOptions, list[str]]:
-        """Returns the options and the command in ``argv``, which ``--`` separates.
+    def parse(cls, text: str) -> WrapperOptions:
+        """Returns the options that are written as ``text``.
 
-        >>> options, command = WrapperOptions.parse(["--stdin", "--", "python", "train.py"])
-        >>> (options == WrapperOptions(stdin=True), command)
-        (True, ['python', 'train.py'])
+        >>> options = WrapperOptions(bind=False, ranks_per_host=[2, 1])
+        >>> str(options), WrapperOptions.parse(str(options)) == options
+        ('{"bind":false,"ranks_per_host":[2,1]}', True)
         """
-        split = list(argv).index("--")
-        defaults = {each.name: each.default for each in fields(cls)}
-        given: dict[str, Any] = {}
-        for argument in argv[:split]:
-            name, has_numbers, text = argument.removeprefix("--").replace("-", "_").partition("=")
-            if has_numbers:
-                numbers = tuple(int(number) for number in text.split(","))
-                given[name] = numbers if isinstance(defaults[name], tuple) else numbers[0]
-            else:
-                given[name.removeprefix("no_")] = not name.startswith("no_")
-        return cls(**given), list(argv[split + 1 :])
-
-
-def _argument(option: Field[Any], value: Any) -> str:
-    """Returns ``--on``, ``--no-on`` or ``--name=1,2``."""
-    name = option.name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    return f"--{name}=" + ",".join(map(str, value if isinstance(value, tuple) else (value,)))
+        return cls(**json.loads(text))

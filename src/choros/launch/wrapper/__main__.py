@@ -1,4 +1,4 @@
-"""The program mpirun starts for each rank: ``python -I -S …/wrapper/__main__.py OPTIONS -- COMMAND``.
+"""The program mpirun starts for each rank: ``python -I -S …/wrapper/__main__.py OPTIONS COMMAND``.
 It runs as long as the rank, so it imports little; ``-S`` excludes site-packages and ``.pth`` files, and ``-I``
 ignores the ``PYTHON…`` variables, which are meant for the rank.
 """

@@ -90,8 +90,8 @@ def command_environment(
     if memory is not None:
         environ[VARIABLE] = str(memory.path)
     if options.elastic:  # the argv that starts a further rank; {new_rank} stands for that option
-        others = replace(options, new_rank=(), stdin=False, ranks_per_host=()).arguments()
-        spawn = [sys.executable, "-I", "-S", sys.argv[0], *others, "--new-rank={new_rank}", "--", *command]
+        others = replace(options, new_rank="{new_rank}", stdin=False, ranks_per_host=())
+        spawn = [sys.executable, "-I", "-S", sys.argv[0], str(others), *command]
         environ[VARIABLES["spawn"].name] = json.dumps(spawn)
     one_host = topology.local_size == topology.size
     environ |= rank_settings(environ, share, one_host=one_host, elastic=options.elastic, has_memory=VARIABLE in environ)

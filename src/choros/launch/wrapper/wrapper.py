@@ -358,10 +358,10 @@ def _become_rank(wrapper: int) -> None:
 
 def main() -> None:
     """Runs the wrapper with the options and the command in ``sys.argv``."""
-    options, command = WrapperOptions.parse(sys.argv[1:])
+    options, command = WrapperOptions.parse(sys.argv[1]), sys.argv[2:]
     os.environ.update(repairs(os.environ, options.ranks_per_host))
     if options.new_rank:
-        os.environ[VARIABLES["new_rank"].name] = ",".join(map(str, options.new_rank))
+        os.environ[VARIABLES["new_rank"].name] = options.new_rank
     try:
         topology = detect(os.environ)
     except ChorosError as error:
