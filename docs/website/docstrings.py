@@ -35,5 +35,14 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Changes the docstring of an object that has been read."""
         if obj.docstring:
-            text = inspect.getdoc(run) if obj.path == "choros.launch.run.run" else obj.docstring.value
+            text = obj.docstring.value
+            if isinstance(obj, griffe.Function) and obj.path == "choros.launch.run.run":  # made from rows
+                text = inspect.getdoc(run)
+                obj.parameters = griffe.Parameters(*map(_parameter, inspect.signature(run).parameters.values()))
             obj.docstring.value = markdown(text or "")
+
+
+def _parameter(of: inspect.Parameter) -> griffe.Parameter:
+    kind = griffe.ParameterKind(of.kind.description)
+    default = None if of.default is of.empty else repr(of.default)
+    return griffe.Parameter(of.name, annotation=inspect.formatannotation(of.annotation), kind=kind, default=default)

@@ -23,6 +23,15 @@ from choros.errors import ConfigError
 SESSION_BYTES = 4 << 20
 
 
+#: The engines: for each a note, and the module that it needs.
+ENGINES: Mapping[str, tuple[str, str]] = {
+    "local": ("one process", ""),
+    "mpi": ("", "mpi4py"),
+    "torch": ("Gloo", "torch"),
+    "xla": ("JAX", "jax"),
+}
+
+
 class Alias(NamedTuple):
     """Horovod's variable of the same purpose; ``values``: its own, in lower case, that differ here; empty: unset."""
 
@@ -34,7 +43,8 @@ class Alias(NamedTuple):
 class Variable:
     """An environment variable: name, default, purpose, valid values (``()``: any), Horovod's names of it.
     With a ``unit`` it is a number, ``None`` without a value and a default. ``make`` makes the setting of the text.
-    ``page``: of the documentation.
+    ``page``: of the documentation. ``flag``: of chorosrun, which sets it, in ``group`` of its help; ``key``: that of
+    Horovod's configuration files.
     """
 
     name: str
@@ -46,6 +56,10 @@ class Variable:
     or_zero: bool = True
     make: Callable[[str], Any] = str
     page: str = ""
+    flag: str = ""
+    group: str = ""
+    metavar: str | None = None
+    key: str = ""
 
     def given(self, environ: Mapping[str, str]) -> tuple[str, str]:
         """Returns the set variable, this one before Horovod's, and its value as written here, empty if none is set."""
@@ -131,7 +145,7 @@ class Config:
     """
 
     # fmt: off
-    engine: str = _word("CHOROS_ENGINE", "auto", ("auto", "local", "mpi", "torch", "xla"),
+    engine: str = _word("CHOROS_ENGINE", "auto", ("auto", *ENGINES),
         "the engine of the collectives: auto selects local for one rank, mpi for ranks that MPI knows, torch for "
         "others.",
         aliases=(Alias("HOROVOD_CPU_OPERATIONS", {"mpi": "mpi", "gloo": "torch", "ccl": ""}),
@@ -141,10 +155,12 @@ class Config:
         "host memory; auto selects the first that can.", page="gpus.md")
     autotune: bool = _switch("CHOROS_AUTOTUNE", "0",
         "whether ranks measure at startup which message sizes are fastest on this machine.",
-        aliases=(Alias("HOROVOD_AUTOTUNE"),), page="performance.md")
+        aliases=(Alias("HOROVOD_AUTOTUNE"),), page="performance.md",
+        flag="--autotune / --no-autotune", group="Tuning", key="autotune.enabled")
     autotune_log: str = _text("CHOROS_AUTOTUNE_LOG",
         "the CSV file to which rank 0 writes what CHOROS_AUTOTUNE measured.",
-        aliases=(Alias("HOROVOD_AUTOTUNE_LOG"),))
+        aliases=(Alias("HOROVOD_AUTOTUNE_LOG"),),
+        flag="--autotune-log-file", group="Tuning", metavar="FILE", key="autotune.log_file")
     fusion_bytes: int | None = _number("CHOROS_FUSION_BYTES", "", "bytes",
         "the size of the messages in which gradients are reduced, by default 4194304; with 0 each on its own.",
         make=int, aliases=(Alias("HOROVOD_FUSION_THRESHOLD"),))
@@ -160,15 +176,19 @@ class Config:
         aliases=(Alias("HOROVOD_LOG_LEVEL", {"trace": "DEBUG", "fatal": "ERROR"}),))
     log_time: bool = _switch("CHOROS_LOG_TIME", "0",
         "whether log messages begin with the date and time.",
-        aliases=(Alias("HOROVOD_LOG_HIDE_TIME", {"0": "1", "1": "0"}),))
+        aliases=(Alias("HOROVOD_LOG_HIDE_TIME", {"0": "1", "1": "0"}),),
+        flag="--log-with-timestamp / --log-without-timestamp", group="Output", key="logging.with_timestamp")
     stall_seconds: float = _number("CHOROS_STALL_SECONDS", "60", "seconds",
         "the seconds after which chorosrun names the ranks that wait and those that they wait for; with 0 it does "
         "not.",
         aliases=(Alias("HOROVOD_STALL_CHECK_DISABLE", {"1": "0", "0": ""}), Alias("HOROVOD_STALL_CHECK_TIME_SECONDS")),
-        page="hangs.md")
+        page="hangs.md", flag="--stall-check-warning-time-seconds", group="Waiting", metavar="SECONDS",
+        key="stall_check.warning_time_seconds")
     stall_shutdown_seconds: float = _number("CHOROS_STALL_SHUTDOWN_SECONDS", "0", "seconds",
         "the seconds after which chorosrun stops a job in which ranks wait for others; with 0 it does not.",
-        aliases=(Alias("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),))
+        aliases=(Alias("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),),
+        flag="--stall-check-shutdown-time-seconds --stall-shutdown", group="Waiting", metavar="SECONDS",
+        key="stall_check.shutdown_time_seconds")
     merge_output: bool = _switch("CHOROS_MERGE_OUTPUT", "1",
         "whether chorosrun shows equal lines that several ranks write on standard error within a moment as one line.")
     compare_every: int = _number("CHOROS_COMPARE_EVERY", "100", "steps",
@@ -178,11 +198,14 @@ class Config:
         "what happens if ranks differ in what they train: an error, the values of most ranks for all, or one warning.",
         page="divergence.md")
     timeline: str | None = _text("CHOROS_TIMELINE",
-        "the file to which the job records its timeline; DYNAMIC, as in Horovod: only start_timeline() begins one.",
-        make=_timeline, aliases=(Alias("HOROVOD_TIMELINE"),), page="timeline.md")
+        "the file to which the job records its timeline, in Chrome's trace format; DYNAMIC, as in Horovod: only "
+        "start_timeline() begins one.",
+        make=_timeline, aliases=(Alias("HOROVOD_TIMELINE"),), page="timeline.md",
+        flag="--timeline-filename", group="Timeline", metavar="FILE", key="timeline.filename")
     mark_cycles: bool = _switch("CHOROS_TIMELINE_MARK_CYCLES", "0",
         "whether the timeline marks the moments at which all ranks have called a collective.",
-        aliases=(Alias("HOROVOD_TIMELINE_MARK_CYCLES"),))
+        aliases=(Alias("HOROVOD_TIMELINE_MARK_CYCLES"),),
+        flag="--timeline-mark-cycles / --no-timeline-mark-cycles", group="Timeline", key="timeline.mark_cycles")
     start_timeout: float = _number("CHOROS_START_TIMEOUT", "300", "seconds",
         "the seconds within which ranks that are started without MPI must connect to each other, and a new rank of an"
         " elastic job must call init().",
@@ -213,16 +236,19 @@ class Config:
         "the command that starts a new rank of an elastic job: a JSON list, in which {new_rank} stands for its "
         "CHOROS_NEW_RANK; chorosrun sets it.")
     commit_dir: str = _text("CHOROS_COMMIT_DIR",
-        "the directory of the job's commits; --commit-dir sets it. It is on all hosts.", page="elastic.md")
+        "the directory of the job's commits, on a file system that all hosts share: fit under a strategy, and "
+        "hvd.elastic.run, commit there, and go on from there when the same command is started again.",
+        page="elastic.md")
     commit_steps: int = _number("CHOROS_COMMIT_STEPS", "0", "steps",
         "after how many steps an elastic job commits, in the middle of an epoch too; 0: only when it is to end, and "
-        "after each epoch. --commit-steps sets it.",
+        "after each epoch.",
         make=int)
     restarts: int = _number("CHOROS_RESTARTS", "0", "starts",
         "how many times chorosrun has started the ranks of this job again from its last commit.",
         make=int)
     chaos: str = _text("CHOROS_CHAOS",
-        "the faults that are injected into the ranks; --chaos sets it.", page="elastic.md")
+        "the faults that are injected into the ranks, to see what the job does: kill:rank=1@step=17,"
+        "stop:rank=2@step=30+5s,random-kills=3@step=1-50,seed=7.", page="elastic.md")
     secret: str = _text("CHOROS_SECRET",
         "the key, in hex, with which processes that MPI did not start authenticate each other. chorosrun generates "
         "one.", page="security.md")

@@ -70,7 +70,7 @@ def chorosruns_flags() -> list[str]:
 
 
 def _argument(flag: Flag) -> str:
-    of_both = flag.dest in FLAGS and flag.dest not in ("ps", "max_restarts", "nproc_per_node")
+    of_both = flag.dest in FLAGS and flag.python is not None
     return f"`{flag.dest}`" if of_both or flag.dest in ("use_gloo", "use_mpi") else ""
 
 
@@ -88,7 +88,8 @@ def _values(variable: Variable) -> str:
 
 def _meaning(variable: Variable) -> str:
     link = f": [{variable.page}]({variable.page})" if variable.page else ""
-    return f"{variable.help.rstrip('.')}{link}"
+    flags = [flag.on[0] for flag in ALL_FLAGS if flag.variable is variable and flag.group]
+    return f"{variable.help.rstrip('.')}{f' ({_code(flags)})' if flags else ''}{link}"
 
 
 def _names(flag: Flag) -> str:

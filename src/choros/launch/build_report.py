@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from choros.launch.driver.machine import count_accelerators
 from choros.launch.plan.mpi_implementations import Mpirun
+from choros.settings import ENGINES
 
 _FRAMEWORKS = {"JAX": "jax", "PyTorch": "torch", "TensorFlow": "tensorflow"}
 
@@ -23,12 +24,13 @@ def version_text(mpirun: Mpirun | str) -> str:
 def build_text(mpirun: Mpirun | str, installed: Callable[[str], bool] | None = None) -> str:
     """Returns a list of frameworks and engines, with ``[X]`` for installed ones; ``mpirun`` may be an error message."""
     found = installed or (lambda module: importlib.util.find_spec(module) is not None)
-    mpi = found("mpi4py") and isinstance(mpirun, Mpirun)
     lines = [f"choros {_version('choros')}".rstrip() + ":", "", "Available frameworks:"]
     lines += [_row(found(module), _label(name, module)) for name, module in _FRAMEWORKS.items()]
     lines += ["", "Available interfaces:", _row(found("keras"), _label("Keras", "keras"))]
-    lines += ["", "Available engines:", _row(True, "local (one process)"), _row(mpi, "mpi")]
-    lines += [_row(found("torch"), "torch (Gloo)"), _row(found("jax"), "xla (JAX)")]
+    lines += ["", "Available engines:"]
+    for name, (note, module) in ENGINES.items():
+        available = (not module or found(module)) and (name != "mpi" or isinstance(mpirun, Mpirun))
+        lines.append(_row(available, f"{name} ({note})" if note else name))
     lines += ["", "Available collectives on GPUs:", _row(found("nccl"), "nccl4py (NCCL)")]
     lines += [_row(found("torch"), "torch.distributed (NCCL, RCCL)")]
     lines += ["", f"Accelerators on this host: {count_accelerators()}"]

@@ -137,7 +137,7 @@ _REQUESTS = (
 
 #: The rows of all flags, and of those that horovodrun has.
 ALL_FLAGS: tuple[Flag, ...] = (*FLAGS.values(), *HOROVOD_FLAGS, *_REQUESTS)
-OF_HOROVODRUN = (*(flag for flag in ALL_FLAGS if flag.horovod is not None), *HOROVOD_FLAGS)
+OF_HOROVODRUN = tuple(flag for flag in ALL_FLAGS if flag.horovod is not None)
 
 
 def with_options(function: Decorated) -> Decorated:

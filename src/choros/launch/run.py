@@ -10,6 +10,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
@@ -60,30 +61,36 @@ def run(
     np: int | None = None,
     min_np: int | None = None,
     max_np: int | None = None,
-    *,
-    env: Mapping[str, str] | None = None,
-    timeout: float | None = None,
-    grace_period: float = Arguments.grace_period,
-    exit_timeout: float | None = Arguments.exit_timeout,
-    output_dir: str | os.PathLike[str] | None = None,
-    prefix_output: bool | None = None,
-    merge_output: bool | None = None,
-    prefix_output_with_timestamp: bool = False,
-    ssh_command: str | None = None,
-    mpirun: str | None = None,
-    binding_args: str = "",
-    tcp: bool = False,
-    elastic_timeout: float | None = None,
-    commit_dir: str | os.PathLike[str] | None = None,
-    commit_steps: int | None = None,
-    chaos: str | None = None,
+    **own: Any,
 ) -> list[Returned]:
     """Runs ``func(*args, **kwargs)`` on every rank of a new job and returns the ranks' results."""
     return _run(**locals())
 
 
-def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, **given: Any) -> list[Any]:
+def _signature() -> inspect.Signature:
+    """Returns that of ``run``: Horovod's arguments, in Horovod's order, and those of the rows that Horovod lacks."""
+    horovods = inspect.signature(run)
+    *named, _ = horovods.parameters.values()
+    kind = inspect.Parameter.KEYWORD_ONLY
+    own = [
+        inspect.Parameter(each.name, kind, default=FLAGS[each.name].default, annotation=each.type)
+        for each in fields(Arguments)
+        if each.metadata and each.name not in horovods.parameters and FLAGS[each.name].python is not None
+    ]
+    return horovods.replace(parameters=[*named, *own])
+
+
+_SIGNATURE = run.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+def _run(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, own: Mapping[str, Any], **given: Any
+) -> list[Any]:
     """Runs ``func`` with the arguments of ``run``, by name; an error or a warning is about the caller's caller."""
+    for name in own:
+        if name not in _SIGNATURE.parameters:
+            raise TypeError(f"choros.run() got an unexpected keyword argument {name!r}")
+    given |= own
     if not callable(func):
         raise ConfigError(f"choros.run({func!r}): expected a function. A command is run with chorosrun.")
     for old, name in _DEPRECATED.items():
@@ -95,10 +102,10 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, **giv
     check(horovods, lambda: "torch" in installed(), in_python=True)
     output_filename, executable = given.pop("output_filename"), given.pop("executable")
     if output_filename is not None:
-        if given["output_dir"] is not None:
+        if given.get("output_dir") is not None:
             raise ConfigError("output_dir and output_filename are two names of one argument: give one of them.")
         given["output_dir"] = output_filename
-    given["env"] = {**variables(horovods), **(given["env"] or {})}
+    given["env"] = {**variables(horovods), **(given.get("env") or {})}
     arguments = Arguments(in_python=True, **{name: value for name, value in given.items() if value is not None})
     command, options = (executable or sys.executable, *_BOOTSTRAP), WrapperOptions(stdin=True, result=True)
     job = arguments.job(command, os.environ, own_names, count_accelerators, options, discover=run_script)
@@ -174,8 +181,7 @@ def _documentation() -> str:
         return f"{text} In seconds." if row.metavar == "SECONDS" else text
 
     lines = [
-        textwrap.fill(f"{name}: {described(name)}", 114, subsequent_indent=" " * 8)
-        for name in inspect.signature(run).parameters
+        textwrap.fill(f"{name}: {described(name)}", 114, subsequent_indent=" " * 8) for name in _SIGNATURE.parameters
     ]
     return _DOCUMENTATION.format(arguments="\n    ".join(lines))
 
@@ -196,9 +202,10 @@ def _writer(stream: TextIO) -> Callable[[bytes], None]:
 def pack(call: Callable[[], Any]) -> bytes:
     """Returns ``call`` as bytes, with this process's module path, after a line with the number of bytes.
 
-    >>> from functools import partial
-    >>> pack(partial(max, 1, 2)).partition(b"\\n")[0].isdigit()
-    True
+        >>> from dataclasses import fields
+    from functools import partial
+        >>> pack(partial(max, 1, 2)).partition(b"\\n")[0].isdigit()
+        True
     """
     body = pickle.dumps((list(sys.path), cloudpickle.dumps(call)))
     return b"%d\n%s" % (len(body), body)

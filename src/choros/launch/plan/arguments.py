@@ -65,14 +65,14 @@ class Arguments:
         "scheduler's allocation; without either, the number of accelerators of this machine, at least 1.",
         horovod="without it: the number of slots of the hosts, of a scheduler's allocation, or of accelerators")
     nproc_per_node: int | None = flag(
-        "Job", "--nproc-per-node", metavar="N", value=_RANKS,
+        "Job", "--nproc-per-node", metavar="N", value=_RANKS, python=None,
         help="Number of ranks on each host, instead of -np, as torchrun's.")
     ps: int | None = flag(
-        "Job", "--ps", metavar="P", value=_RANKS,
+        "Job", "--ps", metavar="P", value=_RANKS, python=None,
         help="Start a job for ParameterServerStrategy: a chief, P parameter servers and -np workers, each with its "
         "role in TF_CONFIG. The job ends when the chief ends, with the chief's exit code.")
     max_restarts: int | None = flag(
-        "Job", "--max-restarts", metavar="N", value=whole_numbers(0, MOST_SLOTS),
+        "Job", "--max-restarts", metavar="N", value=whole_numbers(0, MOST_SLOTS), python=None,
         help="With --ps: how many times a worker that was killed by a signal is restarted. Default: 3.")
     env: Mapping[str, str] = flag(
         "Job", "--env", default_factory=dict, multiple=True, metavar="KEY[=VALUE]",
@@ -111,18 +111,11 @@ class Arguments:
         "at most MAX. Default: for the rest of the job.",
         horovod="for hosts that have been lost three times")
     commit_dir: str | os.PathLike[str] | None = flag(
-        "Elastic", "--commit-dir", metavar="DIR", variable=VARIABLES["commit_dir"], text=os.path.abspath,
-        help="The directory of the job's commits, on a file system that all hosts share: fit under a strategy, and "
-        "hvd.elastic.run, commit there, and go on from there when the same command is started again. Default: "
-        "CHOROS_COMMIT_DIR.")
+        "Elastic", "--commit-dir", metavar="DIR", variable=VARIABLES["commit_dir"], text=os.path.abspath)
     commit_steps: int | None = flag(
-        "Elastic", "--commit-steps", metavar="N", value=whole_numbers(0, 10**9), variable=VARIABLES["commit_steps"],
-        help="Let fit commit after each N steps, too, not only after each epoch and when the job is asked to end. "
-        "Default: CHOROS_COMMIT_STEPS, or 0: it does not.")
+        "Elastic", "--commit-steps", metavar="N", value=whole_numbers(0, 10**9), variable=VARIABLES["commit_steps"])
     chaos: str | None = flag(
-        "Elastic", "--chaos", metavar="FAULTS", variable=VARIABLES["chaos"],
-        help="Inject faults, to see what the job does: kill:rank=1@step=17,stop:rank=2@step=30+5s,"
-        "random-kills=3@step=1-50,seed=7.")
+        "Elastic", "--chaos", metavar="FAULTS", variable=VARIABLES["chaos"])
     hosts: str | None = flag(
         "Hosts", "-H --hosts", metavar="HOST:SLOTS,...", horovod="",
         help="The hosts, with the number of slots (ranks) of each, such as a:4,b:4. Default: this machine.")

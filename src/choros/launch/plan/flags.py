@@ -1,6 +1,7 @@
 """The rows of flags: how one is written on a command line, which values it may have, and what it sets.
 
-``arguments.py`` has chorosrun's own, the fields of ``Arguments``; ``horovod_flags.py`` those that only horovodrun has.
+``arguments.py`` has those of a job, the fields of ``Arguments``; ``settings.py`` those that only set a variable;
+``horovod_flags.py`` the rest of horovodrun's.
 click's options, the checks, the arguments of ``choros.run`` and the tables of the documentation are made from them.
 A row is a named tuple, as that is made in a tenth of a dataclass's time.
 """
@@ -61,8 +62,9 @@ def whole_numbers(least: int, most: int) -> Value:
 
 class Flag(NamedTuple):
     """A flag: help lists it under ``group``, if that is not empty; ``names`` after ``/`` switch it off.
-    ``python`` describes the argument of ``choros.run``, where ``help`` does not. ``horovod``: what differs from
-    horovodrun's, ``None`` if that lacks it, as it does ``own_names``. ``keys``: in Horovod's configuration files.
+    ``python`` describes the argument of ``choros.run``, where ``help`` does not; ``None``: there is none. ``horovod``:
+    what differs from horovodrun's, ``None`` if that lacks it, as it does ``own_names``. ``keys``: in Horovod's
+    configuration files.
     It sets ``variable`` to ``text`` of its value, to nothing if that is empty; or changes nothing: ``no_effect``.
     """
 
@@ -75,7 +77,7 @@ class Flag(NamedTuple):
     multiple: bool = False
     own_names: str = ""
     horovod: str | None = None
-    python: str = ""
+    python: str | None = ""
     keys: tuple[str, ...] = ()
     variable: Variable | None = None
     text: Callable[[Any], str] = str
@@ -126,9 +128,29 @@ class Flag(NamedTuple):
         return ConfigError(f"{spelled}={value!r}: {expected}" if in_python else f"{spelled} {value}: {expected}")
 
 
+def on_or_off(value: bool) -> str:
+    """The text of a switch's variable."""
+    return "1" if value else "0"
+
+
+def flag_of(variable: Variable, **rest: Any) -> Flag:
+    """Returns the flag that sets ``variable``, whose row says what it does, and which values it has."""
+    row: dict[str, Any] = {"group": variable.group, "names": variable.flag, "metavar": variable.metavar}
+    default = f"{variable.name}, or {variable.default}" if variable.default else variable.name
+    row["help"] = f"{variable.help[:1].upper()}{variable.help[1:]} Default: {default}."
+    if variable.choices == ("0", "1"):
+        row |= {"value": SWITCH, "text": on_or_off}
+    elif variable.unit:
+        row["value"] = WHOLE
+    if variable.key:
+        row |= {"keys": (variable.key,), "horovod": ""}
+    return Flag(**{**row, "variable": variable, **rest})
+
+
 def flag(group: str, names: str, *, default: Any = None, default_factory: Any = None, **rest: Any) -> Any:
     """Returns a field of a dataclass with a row; ``rest`` are its attributes."""
-    metadata = {"flag": Flag(group, names, default=default, **rest)}
+    rest |= {"group": group, "names": names, "default": default}
+    metadata = {"flag": flag_of(**rest) if "variable" in rest else Flag(**rest)}
     if default_factory is not None:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)

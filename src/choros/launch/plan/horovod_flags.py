@@ -1,6 +1,6 @@
-"""The flags that only horovodrun has, and what each does here: it sets a variable of ``settings.py`` for the ranks, or
-is accepted, and a line on standard error says why it changes nothing. Others are chorosrun's own: ``arguments.py``.
-Horovod's configuration files, YAML with a section for each kind of flag, have the same values under ``section.key``:
+"""The flags that set a variable of ``settings.py`` for the ranks, or, as horovodrun has them, change nothing: a line on
+standard error says why. The others are in ``arguments.py``. Horovod's configuration files, YAML with a section for each
+kind of flag, have the same values under ``section.key``:
 
 ::
 
@@ -14,25 +14,37 @@ from pathlib import Path
 from typing import Any
 
 from choros.errors import ConfigError
-from choros.launch.plan.flags import LEVEL, NUMBER, SHARE, SWITCH, WHOLE, Flag, Value, given_of, variables_of
+from choros.launch.plan.flags import (
+    LEVEL,
+    NUMBER,
+    SHARE,
+    SWITCH,
+    WHOLE,
+    Flag,
+    Value,
+    flag_of,
+    given_of,
+    on_or_off,
+    variables_of,
+)
 from choros.settings import HOROVOD_UNUSED, VARIABLES
+
+
+def _flag(group: str, names: str, **rest: Any) -> Flag:
+    return Flag(group, names, horovod="", **rest)
 
 
 def _unused(names: str, variable: str, value: Value, *keys: str) -> Flag:
     """A flag whose variable changes nothing."""
-    return Flag("", names, value=value, keys=keys, no_effect=HOROVOD_UNUSED[f"HOROVOD_{variable}"])
-
-
-def _on_or_off(value: bool) -> str:
-    return "1" if value else "0"
+    return _flag("", names, value=value, keys=keys, no_effect=HOROVOD_UNUSED[f"HOROVOD_{variable}"])
 
 
 # fmt: off
 HOROVOD_FLAGS: tuple[Flag, ...] = (
-    Flag("", "--disable-cache", value=SWITCH,
+    _flag("", "--disable-cache", value=SWITCH,
         no_effect="chorosrun checks the hosts at every start and caches nothing."),
 
-    Flag("Tuning", "--fusion-threshold-mb", value=WHOLE, metavar="MiB",
+    _flag("Tuning", "--fusion-threshold-mb", value=WHOLE, metavar="MiB",
         help="The size of the messages in which gradients are reduced; 0: each gradient on its own. Default: 4, which "
         "fits the caches.",
         variable=VARIABLES["fusion_bytes"], text=lambda megabytes: str(megabytes << 20),
@@ -45,12 +57,8 @@ HOROVOD_FLAGS: tuple[Flag, ...] = (
         "HIERARCHICAL_ALLGATHER", SWITCH, "params.hierarchical_allgather"),
     _unused("--torus-allreduce / --no-torus-allreduce", "TORUS_ALLREDUCE", SWITCH, "params.torus_allreduce"),
 
-    Flag("Tuning", "--autotune / --no-autotune", value=SWITCH,
-        help="Measure when the ranks start which message sizes are fastest on this machine.",
-        variable=VARIABLES["autotune"], text=_on_or_off, keys=("autotune.enabled",)),
-    Flag("Tuning", "--autotune-log-file", metavar="FILE",
-        help="With --autotune: write what was measured to this CSV file.",
-        variable=VARIABLES["autotune_log"], keys=("autotune.log_file",)),
+    *(flag_of(variable) for variable in VARIABLES.values() if variable.flag),
+
     _unused("--autotune-warmup-samples", "AUTOTUNE_WARMUP_SAMPLES", WHOLE, "autotune.warmup_samples"),
     _unused("--autotune-steps-per-sample", "AUTOTUNE_STEPS_PER_SAMPLE", WHOLE, "autotune.steps_per_sample"),
     _unused("--autotune-bayes-opt-max-samples", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
@@ -58,21 +66,7 @@ HOROVOD_FLAGS: tuple[Flag, ...] = (
     _unused("--autotune-gaussian-process-noise", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
         SHARE, "autotune.gaussian_process_noise"),
 
-    Flag("Timeline", "--timeline-filename", metavar="FILE",
-        help="Write a timeline of all ranks to this file, in Chrome's trace format.",
-        variable=VARIABLES["timeline"], keys=("timeline.filename",)),
-    Flag("Timeline", "--timeline-mark-cycles / --no-timeline-mark-cycles", value=SWITCH,
-        help="Mark the moments at which all ranks have called a collective.",
-        variable=VARIABLES["mark_cycles"], text=_on_or_off, keys=("timeline.mark_cycles",)),
-
-    Flag("Waiting", "--stall-check-warning-time-seconds", value=WHOLE,
-        metavar="SECONDS", help="How long a rank waits for others until that is shown. Default: 60.",
-        variable=VARIABLES["stall_seconds"], keys=("stall_check.warning_time_seconds",)),
-    Flag("Waiting", "--stall-check-shutdown-time-seconds --stall-shutdown",
-        value=WHOLE, metavar="SECONDS",
-        help="How long a rank waits for others until the job is stopped. Default: 0, for no limit.",
-        variable=VARIABLES["stall_shutdown_seconds"], keys=("stall_check.shutdown_time_seconds",)),
-    Flag("Waiting", "--stall-check / --no-stall-check", value=SWITCH,
+    _flag("Waiting", "--stall-check / --no-stall-check", value=SWITCH,
         help="Name the ranks that wait, and those that they wait for, after --stall-check-warning-time-seconds.",
         variable=VARIABLES["stall_seconds"], text=lambda checks: "" if checks else "0", keys=("stall_check.enabled",)),
 
@@ -83,22 +77,19 @@ HOROVOD_FLAGS: tuple[Flag, ...] = (
         "library_options.ccl_bgt_affinity", "library_options.mlsl_bgt_affinity"),
     _unused("--gloo-timeout-seconds", "GLOO_TIMEOUT_SECONDS", WHOLE, "library_options.gloo_timeout_seconds"),
 
-    Flag("Output", "--log-level", value=LEVEL, metavar="LEVEL",
+    _flag("Output", "--log-level", value=LEVEL, metavar="LEVEL",
         help="The level of log messages: DEBUG or TRACE is --verbose, and the events of all ranks.",
         variable=VARIABLES["log_level"], text=lambda level: VARIABLES["log_level"].read({"HOROVOD_LOG_LEVEL": level}),
         keys=("logging.level",)),
-    Flag("Output", "--log-with-timestamp / --log-without-timestamp", value=SWITCH,
-        help="Begin log messages of the ranks with the date and time.",
-        variable=VARIABLES["log_time"], text=_on_or_off, keys=("logging.with_timestamp",)),
-    Flag("", "--log-hide-timestamp / --no-log-hide-timestamp", value=SWITCH,
-        variable=VARIABLES["log_time"], text=lambda hides: _on_or_off(not hides)),
+    _flag("", "--log-hide-timestamp / --no-log-hide-timestamp", value=SWITCH,
+        variable=VARIABLES["log_time"], text=lambda hides: on_or_off(not hides)),
 
-    Flag("Engine", "--gloo", argument="use_gloo", value=SWITCH,
+    _flag("Engine", "--gloo", argument="use_gloo", value=SWITCH,
         help="Communicate through PyTorch's Gloo instead of MPI.",
         variable=VARIABLES["engine"], text=lambda _: "torch"),
-    Flag("Engine", "--mpi", argument="use_mpi", value=SWITCH, help="Communicate through MPI, as without it.",
+    _flag("Engine", "--mpi", argument="use_mpi", value=SWITCH, help="Communicate through MPI, as without it.",
         variable=VARIABLES["engine"], text=lambda _: "mpi"),
-    Flag("", "--jsrun", argument="use_jsrun", value=SWITCH,
+    _flag("", "--jsrun", argument="use_jsrun", value=SWITCH,
         no_effect="mpirun starts the ranks, also within an allocation of LSF."),
 )
 # fmt: on
