@@ -26,7 +26,7 @@ Examples:
 
 
 #: The module of each subcommand, which is loaded when it runs or is listed.
-_MODULES = {"bench": "choros.bench.cli", "stacks": "choros.launch.stacks", "timeline": "choros.trace.cli"}
+_MODULES = {"bench": "choros.bench.cli", "stacks": "choros.launch.cli", "timeline": "choros.trace.cli"}
 
 
 class _Tools(click.Group):

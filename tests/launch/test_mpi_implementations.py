@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.build_report import build_text, version_text
+from choros.launch.cli import build_text, version_text
 from choros.launch.driver.machine import count_accelerators, detect_mpirun
 from choros.launch.plan.mpi_implementations import (
     INTEL_MPI,
@@ -101,7 +101,7 @@ def test_build():
 
 def test_build_imports_no_framework():
     code = (
-        "import sys; from choros.launch.build_report import build_text; build_text('x'); "
+        "import sys; from choros.launch.cli import build_text; build_text('x'); "
         "sys.exit(bool({'tensorflow', 'torch', 'jax', 'keras'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,10 +1,11 @@
-"""The ``chorosrun`` command: parses arguments and prints; the other modules of this package do the work."""
+"""The commands ``chorosrun`` and ``choros stacks``: parse arguments and print; other modules do the work."""
 
+import importlib.util
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
+from choros import durations
 from choros.errors import ChorosError, LaunchError
 from choros.frameworks import installed, runs_here
 from choros.launch.driver.launcher import dry_run_command, launch
@@ -25,7 +27,11 @@ from choros.launch.plan.environment import parse_variables
 from choros.launch.plan.horovod_flags import check, read_config_file, unused, variables, with_config
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
-from choros.settings import VARIABLES
+from choros.launch.processes.control import running_jobs, text_of
+from choros.settings import ENGINES, VARIABLES
+
+_FRAMEWORKS = {"JAX": "jax", "PyTorch": "torch", "TensorFlow": "tensorflow"}
+_NO_JOB = "start it with chorosrun, and run this command on the host of chorosrun, with the same TMPDIR"
 
 
 @click.command(cls=GroupedCommand, context_settings={"allow_interspersed_args": False, "max_content_width": 110})
@@ -34,8 +40,6 @@ from choros.settings import VARIABLES
 def chorosrun(command: tuple[str, ...], **given: Any) -> int:
     """Runs COMMAND as several processes that train one model together."""
     if given["version"] or given["check_build"]:
-        from choros.launch.build_report import build_text, version_text  # takes 10 ms; only these two flags need it
-
         found: Mpirun | str
         try:
             found = detect_mpirun(given["mpirun"])
@@ -62,6 +66,28 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
             click.echo(f"chorosrun: {problem}", err=True)
             return 127
     return _run(job, mpirun, arguments)
+
+
+@click.command(context_settings={"max_content_width": 110})
+@click.argument("job", type=int, required=False)
+def stacks(job: int | None) -> None:
+    """Prints what every rank of a running job does: its process, whether it waits, and the stacks of its threads.
+
+    JOB is the PID of its chorosrun on this host, or of the Python process that called choros.run; it can be left out if
+    only one job of yours runs here. The ranks are not interrupted.
+    """
+    jobs = running_jobs()
+    if job is None and len(jobs) != 1:
+        which = f"give one of {', '.join(map(str, sorted(jobs)))}" if jobs else _NO_JOB
+        raise LaunchError(f"choros stacks: {len(jobs)} jobs of yours run on this host: {which}.")
+    if job is not None and job not in jobs:
+        which = f"those that run: {', '.join(map(str, sorted(jobs)))}" if jobs else _NO_JOB
+        raise LaunchError(f"choros stacks {job}: {job} is not the PID of a chorosrun of yours on this host; {which}.")
+    number = next(iter(jobs)) if job is None else job
+    try:
+        click.echo(text_of(jobs[number], durations.STACKS_COMMAND), nl=False)
+    except OSError as error:
+        raise LaunchError(f"choros stacks {number}: chorosrun does not answer: {error}.") from error
 
 
 def arguments_of(given: Mapping[str, Any]) -> Arguments:
@@ -93,6 +119,52 @@ def missing_command(program: str) -> str | None:
     if path.suffix == ".py" and path.is_file():
         return f"{program!r} is not executable. A Python script is run with: chorosrun … python {program}"
     return f"command not found: {program!r}." if not path.exists() else f"{program!r} is not executable."
+
+
+def version_text(mpirun: Mpirun | str) -> str:
+    """Returns the versions of choros, mpirun and mpi4py; ``mpirun`` is an error message if none was found."""
+    mpi = mpirun if isinstance(mpirun, str) else f"{mpirun.version} ({mpirun.path})"
+    python = ".".join(map(str, sys.version_info[:3]))
+    return "\n".join(
+        [f"choros {_version('choros')}".rstrip(), f"mpi4py {_version('mpi4py')}", f"mpirun: {mpi}", f"Python {python}"]
+    )
+
+
+def build_text(mpirun: Mpirun | str, installed: Callable[[str], bool] | None = None) -> str:
+    """Returns a list of frameworks and engines, with ``[X]`` for installed ones; ``mpirun`` may be an error message."""
+    found = installed or (lambda module: importlib.util.find_spec(module) is not None)
+    lines = [f"choros {_version('choros')}".rstrip() + ":", "", "Available frameworks:"]
+    lines += [_row(found(module), _label(name, module)) for name, module in _FRAMEWORKS.items()]
+    lines += ["", "Available interfaces:", _row(found("keras"), _label("Keras", "keras"))]
+    lines += ["", "Available engines:"]
+    for name, (note, module) in ENGINES.items():
+        available = (not module or found(module)) and (name != "mpi" or isinstance(mpirun, Mpirun))
+        lines.append(_row(available, f"{name} ({note})" if note else name))
+    lines += ["", "Available collectives on GPUs:", _row(found("nccl"), "nccl4py (NCCL)")]
+    lines += [_row(found("torch"), "torch.distributed (NCCL, RCCL)")]
+    lines += ["", f"Accelerators on this host: {count_accelerators()}"]
+    lines += ["mpirun: " + (mpirun if isinstance(mpirun, str) else f"{mpirun.version} ({mpirun.path})")]
+    return "\n".join(lines)
+
+
+def _row(available: bool, label: str) -> str:
+    return f"    [{'X' if available else ' '}] {label}"
+
+
+def _label(name: str, module: str) -> str:
+    return f"{name} {_version(module)}".rstrip()
+
+
+def _version(module: str) -> str:
+    """Returns the version of the distribution of ``module``: tensorflow's may be called tensorflow-cpu."""
+    import importlib.metadata  # takes 10 ms; only two flags need it
+
+    for distribution in (module, f"{module}-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
 
 
 def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:

@@ -170,7 +170,6 @@ Example:
 
 
 def _documentation() -> str:
-    """Returns what ``help(choros.run)`` says: of each argument what the row of its flag does."""
     spelled = {name: f"``{each.dest}``" for each in FLAGS.values() for name in each.on}
 
     def described(name: str) -> str:
@@ -212,7 +211,6 @@ def pack(call: Callable[[], Any]) -> bytes:
 
 
 def _raise_failure(job_end: JobEnd, limits: Limits) -> None:
-    """Raises the error that describes the failure, if the job failed."""
     outcome = outcome_of(job_end, limits)
     if outcome.exit_code == 0:
         return

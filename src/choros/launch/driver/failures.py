@@ -150,7 +150,6 @@ def _interrupted(job_end: JobEnd) -> set[int]:
 
 
 def _sentence(job_end: JobEnd, gone: frozenset[str], cut: set[tuple[str, str]], failed: list[Exit]) -> str:
-    """What was lost; the most certain reason."""
     missing = sorted(job_end.missing)
     on_lost_hosts = [rank for rank in missing if rank in job_end.started and job_end.started[rank].host in gone]
     if on_lost_hosts:
@@ -182,7 +181,6 @@ def _names(job_end: JobEnd, job: Job) -> dict[str, str]:
 
 
 def _unreachable(end: Exit, job_end: JobEnd) -> set[str]:
-    """The hosts that a rank could not reach."""
     said = _UNREACHABLE.search(end.traceback or end.shown or end.tail)
     ranks = [int(rank) for rank in said[1].split(",")] if said is not None else []
     return {job_end.started[rank].host for rank in ranks if rank in job_end.started}

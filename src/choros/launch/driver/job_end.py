@@ -1,24 +1,10 @@
-"""How a job ended, why it was stopped, and how: by a signal that ranks can handle, then SIGKILL.
-
-::
-
-    a rank fails, hangs SIGTERM ── 2.5 s ──► SIGKILL ── 1.5 s ──► mpirun is ended
-    too few are left    SIGTERM ── grace period, to commit ──► SIGKILL ── …
-    Ctrl-C              SIGINT ── grace period ──► SIGKILL ── …
-    SIGTERM, a timeout  SIGTERM ── grace period ──► SIGKILL ── …
-    a second Ctrl-C     SIGKILL ── …
-
-    the chief ends      grace period, in which the others end by themselves; then as if a rank had failed
-
-As soon as every rank has ended, the wrappers are released.
-"""
+"""How a job ended, and why it was stopped."""
 
 import enum
 import signal
 from collections import deque
 from dataclasses import dataclass, field
 
-from choros import durations
 from choros.errors import PREEMPTED
 from choros.launch.plan.job import Elastic
 from choros.launch.plan.restart import Restart
@@ -47,19 +33,6 @@ class Reason(enum.Enum):
     TERMINATE = enum.auto()
     TIMEOUT = enum.auto()
     START_TIMEOUT = enum.auto()
-
-
-def first_signal(reason: Reason, grace: float) -> tuple[signal.Signals, float] | None:
-    """Returns the signal that ranks get before SIGKILL, if any, and the time between both: ``grace`` if they may save.
-
-    >>> first_signal(Reason.INTERRUPT, grace=20)
-    (<Signals.SIGINT: 2>, 20)
-    """
-    if reason is Reason.START_TIMEOUT:
-        return None
-    if reason in (Reason.FAILURE, Reason.LOST, Reason.STUCK, Reason.OVER, Reason.DONE):
-        return signal.SIGTERM, durations.FAILURE_GRACE
-    return signal.SIGINT if reason is Reason.INTERRUPT else signal.SIGTERM, grace
 
 
 def signal_name(number: int) -> str:

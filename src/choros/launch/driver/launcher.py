@@ -76,7 +76,6 @@ def _launch_once(
     payload: bytes | None,
     verbose: bool,
 ) -> JobEnd:
-    """Runs ``job`` once; see ``launch``."""
     began = time.monotonic()
     if verbose and not VARIABLES["log_level"].given(environ)[1]:
         environ = {**environ, VARIABLES["log_level"].name: "INFO"}
@@ -117,8 +116,6 @@ def _launch_once(
 
 @contextmanager
 def _shown_events(job: Job, environ: Mapping[str, str], output: Output) -> Iterator[None]:
-    """In the block, shows all events, if that is the log level."""
-
     def show(event: events.Event) -> None:
         rank = f"[{event.rank}] " if event.rank >= 0 else ""
         output.show(f"chorosrun: {rank}{event}")
@@ -151,7 +148,6 @@ def _merged_timelines(output: Output) -> Iterator[None]:
 
 
 def _with_addresses(job: Job, environ: Mapping[str, str]) -> Job:
-    """Returns the job, with its cluster's addresses if it has parameter servers."""
     if not job.roles:
         return job
     from choros.launch.driver.cluster_addresses import assign_addresses  # takes 20 ms; other jobs do not need it
@@ -160,7 +156,6 @@ def _with_addresses(job: Job, environ: Mapping[str, str]) -> Job:
 
 
 def _check_hosts(job: Job, environ: Mapping[str, str], limits: Limits, output: Output) -> None:
-    """Raises if one of the job's remote hosts cannot be reached through ssh, unless mpirun does without it."""
     if not job.remote or in_slurm(environ):
         return
     from choros.launch.driver.preflight import check_hosts  # takes 20 ms; other jobs do not need it
@@ -177,7 +172,6 @@ def _check_hosts(job: Job, environ: Mapping[str, str], limits: Limits, output: O
 
 
 def _warn_of_overload(job: Job, environ: Mapping[str, str], output: Output) -> None:
-    """Says so if this machine has far fewer cores than ranks, which is allowed, but slow."""
     cores = usable_cores()
     if job.remote or in_allocation(environ) or job.size <= _RANKS_PER_CORE * cores:
         return

@@ -133,7 +133,6 @@ class LineMerger:
         return held.key is None or len(held.ranks) == self._size
 
     def _leave(self, count: int) -> list[Lines]:
-        """Removes the first ``count`` and returns them; successive output of the same ranks becomes one."""
         leaving, self._held = self._held[:count], self._held[count:]
         groups = groupby(leaving, key=lambda held: (tuple(sorted(held.ranks)), held.stream))
         return [Lines(ranks, stream, b"".join(held.data for held in group)) for (ranks, stream), group in groups]

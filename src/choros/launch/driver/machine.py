@@ -85,7 +85,6 @@ def detect_mpirun(path: str | None = None) -> Mpirun:
 
 
 def _library(mpirun: str) -> str | None:
-    """Returns the MPI library installed with ``mpirun``."""
     # The last one has a version in its name: in a wheel, plain libmpi.so is a linker script.
     libraries = sorted(Path(mpirun).resolve().parent.parent.glob("lib*/libmpi.so*"))
     return str(libraries[-1]) if libraries else None

@@ -166,7 +166,6 @@ class MpirunProcess:
                 continue
 
     def _session(self) -> list[int]:
-        """Returns the processes of mpirun's session."""
         try:
             pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
         except FileNotFoundError:

@@ -131,7 +131,6 @@ def _failed(job_end: JobEnd, failures: Sequence[Exit]) -> Outcome:
 
 
 def _consequence(end: Exit, roles: Roles) -> list[str]:
-    """Returns a message about the failure's consequence for the job, if there is one."""
     role = roles.of(end.rank)
     if role is not None and role.name == PS:
         return ["chorosrun: its shard of the variables is lost: start the job again from the last checkpoint."]
@@ -182,7 +181,6 @@ def _stopped_lines(job_end: JobEnd, limits: Limits) -> tuple[str, ...]:
 
 
 def _done_lines(job_end: JobEnd, limits: Limits) -> tuple[str, ...]:
-    """Returns messages about processes that failed, or did not end, after the chief had ended."""
     roles, ends = job_end.roles, job_end.exits.values()
     failed = [end for end in ends if end.code != 0 and not end.stopped]
     lines = [f"chorosrun: after the chief had ended, {headline(end, roles)}." for end in failed]

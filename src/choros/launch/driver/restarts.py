@@ -14,21 +14,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
+from typing import NoReturn
 
 from choros import durations
 from choros.errors import PREEMPTED, ConfigError
 from choros.launch.driver.failures import loss_of
 from choros.launch.driver.job_end import JobEnd, Reason
 from choros.launch.driver.machine import own_names, run_script
+from choros.launch.driver.supervisor import caught_signals
 from choros.launch.plan.environment import in_slurm
 from choros.launch.plan.hosts import Host, parse_discovered, total_slots
 from choros.launch.plan.job import Elastic, Job, Limits
 from choros.launch.plan.restart import (
-    End,
     HostHealth,
     JobLoss,
     Restart,
@@ -40,6 +41,7 @@ from choros.launch.plan.restart import (
 )
 from choros.settings import VARIABLES
 
+#: SIGINT is a KeyboardInterrupt.
 _CAUGHT = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -112,7 +114,7 @@ def launch_again(
     tries, current = Tries(), job
     while True:
         left = None if end_of_time is None else max(0.0, end_of_time - time.monotonic())
-        with _watched(waiting, current, tries) as hosts:
+        with waiting.watch(current, tries) as hosts:
             job_end = launch(current, replace(limits, run=left), hosts)
         codes = {end.code for end in job_end.exits.values()}
         # All ranks that were left have committed and ended, and only because hosts have changed.
@@ -127,34 +129,18 @@ def launch_again(
             return job_end
         tries = tries.after(loss)
         try:
-            with _raised():
+            with caught_signals(_CAUGHT, _raise):
                 step = waiting.after(loss, tries)
         except _Signalled as signalled:  # the last commit is all that there is of the job
             preempted = signalled.number in (signal.SIGTERM, signal.SIGUSR1)
             return JobEnd(0, reason=Reason.TERMINATE, elastic=elastic, preempted=preempted)
         if step is None:
             return replace(job_end, reason=Reason.TIMEOUT, waits=())
-        if isinstance(step, End):
-            return replace(job_end, given_up=f"{loss.what}; the job ends: {step.why}")
+        if isinstance(step, str):
+            return replace(job_end, given_up=f"{loss.what}; the job ends: {step}")
         tries = replace(tries, restarts=tries.restarts + 1)
         current = restarted(job, step, tries.restarts, own_names() if step.hosts else (), environ)
         show(f"chorosrun: {loss.what}; it {_again(current, step, tries.restarts, environ)}.")
-
-
-@contextmanager
-def _watched(waiting: _Waiting, job: Job, tries: Tries) -> Iterator[HostWatch | None]:
-    """A block in which the hosts that the script prints are watched, if the job can go on on others."""
-    elastic = waiting.elastic
-    has_commits = bool(VARIABLES["commit_dir"].read({**waiting.environ, **job.environment}))
-    is_last = elastic.resets is not None and tries.restarts >= elastic.resets
-    if elastic.script is None or not has_commits or is_last:
-        yield None
-        return
-    watch = HostWatch(waiting, job)
-    try:
-        yield watch
-    finally:
-        watch.close()
 
 
 @dataclass
@@ -168,8 +154,16 @@ class _Waiting:
     end_of_time: float | None
     show: Callable[[str], None]
 
-    def after(self, loss: JobLoss, tries: Tries) -> Restart | End | None:
-        """Returns what to do after ``loss``, with hosts or after waiting long enough; ``None``: no time is left."""
+    def watch(self, job: Job, tries: Tries) -> AbstractContextManager[HostWatch | None]:
+        """A block in which the hosts that the script prints are watched, if the job can go on on others."""
+        has_commits = VARIABLES["commit_dir"].read({**self.environ, **job.environment})
+        is_last = self.elastic.resets is not None and tries.restarts >= self.elastic.resets
+        if self.elastic.script is None or not has_commits or is_last:
+            return nullcontext()
+        return closing(HostWatch(self, job))
+
+    def after(self, loss: JobLoss, tries: Tries) -> Restart | str | None:
+        """Returns how to go on after ``loss``, or why not; ``None``: no time is left."""
         began = time.monotonic()
         for host in loss.hosts:
             self.health = self.health.failed(host, began)
@@ -193,7 +187,6 @@ class _Waiting:
             time.sleep(durations.HOSTS_RETRY)
 
     def _hosts(self, loss: JobLoss, tries: Tries) -> tuple[Host, ...]:
-        """The hosts on which the job can be started again."""
         try:
             known = self.known()
         except ConfigError as error:
@@ -230,7 +223,6 @@ class _Waiting:
 
 
 def _again(job: Job, step: Restart, number: int, environ: Mapping[str, str]) -> str:
-    """What happens now, in words."""
     where = f" on {','.join(map(str, step.hosts))}" if step.hosts else ""
     commits = VARIABLES["commit_dir"].read({**environ, **job.environment})
     begins = "goes on from its last commit" if commits else "begins anew, as it has no --commit-dir"
@@ -239,27 +231,10 @@ def _again(job: Job, step: Restart, number: int, environ: Mapping[str, str]) -> 
 
 
 class _Signalled(Exception):
-    """A signal has arrived."""
-
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
 
 
-@contextmanager
-def _raised() -> Iterator[None]:
-    """A block in which signals raise ``_Signalled``; only in the main thread."""
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        del frame
-        raise _Signalled(number)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    catchable = _CAUGHT if is_main else ()
-    caught = [number for number in catchable if signal.getsignal(number) != signal.SIG_IGN]  # nohup
-    previous = {number: signal.signal(number, handler) for number in caught}
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
+def _raise(number: int, _frame: FrameType | None) -> NoReturn:
+    raise _Signalled(number)

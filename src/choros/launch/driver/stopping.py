@@ -1,8 +1,16 @@
-"""The stopping of a job: forwards signals to its ranks, ends them (``job_end.py``), and releases their wrappers.
+"""The stopping of a job: forwards signals to its ranks, ends them, by one that they can handle, then by SIGKILL.
 
 ::
 
     user ── Ctrl-C, SIGTERM, SIGUSR1 ──►  chorosrun ── signal map, see wrapper.py ─► mpirun ──► wrappers
+
+    a rank fails, hangs SIGTERM ── 2.5 s ──► SIGKILL ── 1.5 s ──► mpirun is ended
+    too few are left    SIGTERM ── grace period, to commit ──► SIGKILL ── …
+    Ctrl-C              SIGINT ── grace period ──► SIGKILL ── …
+    SIGTERM, a timeout  SIGTERM ── grace period ──► SIGKILL ── …
+    a second Ctrl-C     SIGKILL ── …
+
+    the chief ends      grace period, in which the others end by themselves; then as if a rank had failed
 
 When every rank has reported its end, the wrappers are released, and mpirun ends; elastic ones do not wait.
 """
@@ -19,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from choros import durations
-from choros.launch.driver.job_end import JobEnd, Reason, first_signal
+from choros.launch.driver.job_end import JobEnd, Reason
 from choros.launch.driver.mpirun_process import MpirunProcess
 from choros.launch.driver.output import Output
 from choros.launch.plan.job import Job
@@ -34,6 +42,19 @@ if TYPE_CHECKING:
 
 #: The deadlines of a job that runs.
 _DEADLINES = ("progress", "start", "run", "failure", "chief", "lost", "connection", "move", "stall", "killed")
+
+
+def first_signal(reason: Reason, grace: float) -> tuple[signal.Signals, float] | None:
+    """Returns the signal that ranks get before SIGKILL, if any, and the time between both: ``grace`` if they may save.
+
+    >>> first_signal(Reason.INTERRUPT, grace=20)
+    (<Signals.SIGINT: 2>, 20)
+    """
+    if reason is Reason.START_TIMEOUT:
+        return None
+    if reason in (Reason.FAILURE, Reason.LOST, Reason.STUCK, Reason.OVER, Reason.DONE):
+        return signal.SIGTERM, durations.FAILURE_GRACE
+    return signal.SIGINT if reason is Reason.INTERRUPT else signal.SIGTERM, grace
 
 
 @dataclass(eq=False)
@@ -91,7 +112,6 @@ class Stopping:
         self.loop.set_deadline("move", durations.MOVE, self._move)
 
     def _preempt(self) -> None:
-        """Asks the ranks of an elastic job to commit and to end; without a limit at first, at once the second time."""
         if self.job_end.preempted:
             self.stop(Reason.TERMINATE)
             self._kill()
@@ -125,7 +145,6 @@ class Stopping:
         self.loop.set_deadline("kill", seconds, self._kill)
 
     def _kill(self) -> None:
-        """Kills the ranks; the second time it waits no longer for their ends."""
         if self.releasing:
             return
         if self._has_killed:

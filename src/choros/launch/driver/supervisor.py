@@ -7,9 +7,9 @@
          └──────── Start, Text, Result, Exit, … frames ◄────────────┘
          events and progress of the ranks ──► ``wait_watch.py``: who waits for whom, and for how long
 
-mpirun has its own session: a Ctrl-C reaches only chorosrun, which forwards it and gives ranks time to save. When
-every rank has reported its end, the wrappers are released; elastic ones do not wait. With parameter servers, the
-job succeeds when the chief ends with 0: others have the grace period, and their exit codes do not count.
+mpirun has its own session: a Ctrl-C reaches only chorosrun, which forwards it and gives ranks time to save. With
+parameter servers, the job succeeds when the chief ends with 0: others have the grace period, and their exit codes do
+not count.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from choros.observe import events
 from choros.observe.events import Event, Kind
 from choros.observe.stragglers import RankProgress
 from choros.transport.loop import Loop
-from choros.transport.signal_pipe import SignalPipe, wake_only
+from choros.transport.signal_pipe import Handler, SignalPipe, wake_only
 
 if TYPE_CHECKING:
     import socket
@@ -50,10 +50,9 @@ _PIPE_READ = 1 << 18
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def caught_signals() -> SignalPipe:
-    """Catches the signals that end a job, or that are for its ranks: from before mpirun is started."""
-    caught = [number for number in _CAUGHT if signal.getsignal(number) != signal.SIG_IGN]  # nohup
-    return SignalPipe(dict.fromkeys(caught, wake_only))
+def caught_signals(numbers: Sequence[signal.Signals] = _CAUGHT, handler: Handler = wake_only) -> SignalPipe:
+    """Catches signals, by default those that end a job, or that are for its ranks; not those that nohup ignores."""
+    return SignalPipe({number: handler for number in numbers if signal.getsignal(number) != signal.SIG_IGN})
 
 
 @final
@@ -176,7 +175,6 @@ class Supervisor:
                 self._on_exit(frame)
 
     def _write_due(self) -> None:
-        """Writes the held lines that are due, and schedules the next ones."""
         self._output.write_due()
         seconds = self._output.due_after()
         if seconds is None:
@@ -259,7 +257,6 @@ class Supervisor:
             self._on_exit(Exit(rank, start.host, 128 + signal.SIGKILL, signal=signal.SIGKILL))
 
     def _on_loss(self, end: Exit, elastic: Elastic) -> None:
-        """Continues an elastic job without a rank that has failed, if enough are left."""
         job_end, roles = self._job_end, self._job_end.roles
         if job_end.reason is not None or end.stopped:  # stopped by its wrapper, which has lost mpirun
             return

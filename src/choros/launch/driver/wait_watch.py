@@ -142,7 +142,6 @@ class WaitWatch:
             self.output.show(f"chorosrun: {sentence}.")
 
     def _check_stuck(self, stuck: str) -> None:
-        """Stops the job if a rank is stuck."""
         if stuck and self.job_end.reason is None:
             self.job_end.stuck = stuck
             self.stop(Reason.OVER if self._waits.only_leave else Reason.STUCK)

@@ -292,7 +292,6 @@ class Arguments:
         return any(getattr(self, name) is not None for name in _MAKE_ELASTIC)
 
     def _check_elastic(self) -> None:
-        """Raises a ``ConfigError`` if arguments of elastic jobs are given for another one, or contradict each other."""
         making = " or ".join(map(self._spelled, _MAKE_ELASTIC))
         for name in _ONLY_ELASTIC:
             if getattr(self, name) is not None and not self.is_elastic:
@@ -311,7 +310,6 @@ class Arguments:
             raise ConfigError(f"{both} both name hosts: give only one of them.")
 
     def _discovered(self, discover: Callable[[str], str] | None) -> tuple[Host, ...]:
-        """Returns the hosts that the discovery script prints."""
         script = self.host_discovery_script or ""
         where = f"{self._spelled('host_discovery_script')} {script}"
         hosts = parse_discovered(discover(script) if discover else "", self.slots, where)
@@ -320,7 +318,6 @@ class Arguments:
         return hosts
 
     def _elastic(self, size: int) -> Elastic | None:
-        """Returns the bounds of the job, which starts with ``size`` ranks, if it is elastic."""
         if not self.is_elastic:
             return None
         least = size if self.min_num_proc is None else self.min_num_proc
@@ -342,7 +339,6 @@ class Arguments:
         )
 
     def _environment(self, elastic: Elastic | None, size: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Returns the variables to set for every rank."""
         if self.chaos is not None:
             parse_faults(self.chaos, size)  # an error here, not in every rank
         given = variables_of(FLAGS.values(), vars(self))
@@ -352,7 +348,6 @@ class Arguments:
         return {**self.env, **given, **(elastic.variables() if elastic else {})}
 
     def _hosts(self, environ: Mapping[str, str]) -> tuple[Host, ...]:
-        """Returns the hosts that are given, with the slots that are used."""
         named = (environ[name] for name in _DEFAULT_HOSTFILES if environ.get(name))
         hostfile = next(named, None) if self.hostfile is None else self.hostfile
         hosts: tuple[Host, ...] = ()

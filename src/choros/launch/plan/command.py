@@ -65,7 +65,6 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
 
 
 def _options(job: Job) -> WrapperOptions:
-    """Returns the wrappers' options, with the number of ranks of each host if the numbers differ."""
     counts = ranks_per_host(job.hosts, job.size)
     differ = len(set(counts)) > 1
     return replace(job.options, ranks_per_host=counts) if _maps_by_default(job) and differ else job.options

@@ -81,7 +81,6 @@ def processor_quota(cgroup: Path = _CGROUP) -> float | None:
 
 
 def _allowed_processors() -> list[int]:
-    """Returns the hardware threads this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -95,7 +95,6 @@ def parse_discovered(text: str, slots: int | None = None, where: str = "--host-d
 
 
 def _merged(hosts: Iterable[Host], where: str) -> tuple[Host, ...]:
-    """Merges hosts of the same name: the slots are added."""
     slots: dict[str, int] = {}
     for host in hosts:
         if host.slots < 1:

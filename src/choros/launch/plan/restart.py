@@ -5,7 +5,7 @@
     launch ──► its end ──► a loss? ── no ─────────────────────────────────────► the job's outcome
        ▲                      │ yes
        │                      ▼
-       │        ┌──────── next_step ──┬─ End: --reset-limit, --elastic-timeout ─► exit code 69
+       │        ┌──────── next_step ──┬─ why not: --reset-limit, --elastic-timeout ─► exit code 69
        │        │             ▲       └─ None: wait ─────┐
        │     Restart          └──────── one second ──────┘
        └────────┘  on the hosts that are left, from the last commit
@@ -78,13 +78,6 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class End:
-    """Do not start the job again; ``why`` is a sentence, without its full stop."""
-
-    why: str
-
-
-@dataclass(frozen=True)
 class Tries:
     """A job's launches: restarts, those of the last that ended ``in_vain``, before all ranks started, and host pairs
     ``suspected`` to have lost each other since the last not in vain, or ``cut``: still apart later, one is left out.
@@ -107,9 +100,9 @@ class Tries:
         return replace(self, in_vain=self.in_vain + 1, suspected=known, cut=self.cut | known)
 
 
-def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...], waited: float) -> Restart | End | None:
-    """Returns what to do after a loss: ``job`` is as first started, ``hosts`` answer, ``waited`` is since the loss;
-    ``None``: wait for more hosts.
+def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...], waited: float) -> Restart | str | None:
+    """Returns how to start a job again after a loss, or a sentence, without its full stop, why not; ``None``: wait for
+    hosts. ``job`` is as first started, ``hosts`` answer, ``waited`` is since the loss.
 
     >>> elastic = Elastic(least=2, most=4, timeout=60, resets=3)
     >>> job = Job(("train",), 4, (Host("a", 2), Host("b", 2)), elastic=elastic)
@@ -117,14 +110,14 @@ def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...],
     Restart(size=2, hosts=(Host(name='b', slots=2),))
     >>> next_step(job, elastic, Tries(), (), waited=0)
     >>> next_step(job, elastic, Tries(), (), waited=60)
-    End(why='after --elastic-timeout 60 s there are slots for 0 ranks, fewer than --min-np 2')
+    'after --elastic-timeout 60 s there are slots for 0 ranks, fewer than --min-np 2'
     >>> next_step(job, elastic, Tries(restarts=3), job.hosts, waited=0)
-    End(why='--reset-limit 3 allows no further start')
+    '--reset-limit 3 allows no further start'
     """
     if elastic.resets is not None and tries.restarts >= elastic.resets:
-        return End(f"--reset-limit {elastic.resets} allows no further start")
+        return f"--reset-limit {elastic.resets} allows no further start"
     if tries.in_vain >= FAILURES:
-        return End(f"the last {tries.in_vain} starts have failed")
+        return f"the last {tries.in_vain} starts have failed"
     if not job.hosts:
         return Restart(job.size)
     slots = total_slots(hosts)
@@ -132,7 +125,7 @@ def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...],
         return Restart(min(slots, elastic.most), hosts)
     if waited < elastic.timeout:
         return None
-    return End(
+    return (
         f"after --elastic-timeout {elastic.timeout:g} s there are slots for {slots} rank{'s' * (slots != 1)}, fewer "
         f"than --min-np {elastic.least}"
     )

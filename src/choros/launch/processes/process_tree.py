@@ -15,18 +15,7 @@ DEATH_SIGNAL = 1
 CHILD_SUBREAPER = 36
 #: A process, and its children, may read this process's memory; fails without ``kernel.yama.ptrace_scope``.
 PTRACER = 0x59616D61
-_FORWARDED = (
-    "SIGTERM",
-    "SIGINT",
-    "SIGHUP",
-    "SIGUSR1",
-    "SIGUSR2",
-    "SIGALRM",
-    "SIGABRT",
-    "SIGURG",
-    "SIGPROF",
-    "SIGVTALRM",
-)
+_FORWARDED = ["TERM", "INT", "HUP", "USR1", "USR2", "ALRM", "ABRT", "URG", "PROF", "VTALRM"]
 
 
 def set_option(option: int, value: int) -> bool:
@@ -90,7 +79,7 @@ def _watch(parent: int, command: list[str]) -> int:
 
     with subprocess.Popen(command) as process:
         for name in _FORWARDED:
-            signal.signal(getattr(signal, name), lambda number, _frame: process.send_signal(number))
+            signal.signal(signal.Signals[f"SIG{name}"], lambda number, _frame: process.send_signal(number))
         while process.poll() is None:
             if os.getppid() != parent:
                 process.kill()

@@ -14,9 +14,10 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import final
+from functools import partial
+from typing import NoReturn
 
 from choros import durations
 from choros.launch.processes.directories import wait_for_key
@@ -30,48 +31,45 @@ _VARIABLE = "PMIX_SERVER_URI"
 _ADDRESS = re.compile(r"tcp[46]://\[?([\d.:a-f]+?)\]?:(\d+)")
 
 
-@final
-class PmixProxy:
-    """Connects a rank, and its children, to mpirun; ``variables`` of the rank's environment lead to this proxy."""
+def start_proxy(environ: Mapping[str, str]) -> dict[str, str]:
+    """Connects a rank, and its children, to mpirun; returns variables of the rank's environment that lead here."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=_WAITING)
+    listening.setblocking(False)
+    here = "tcp4://{}:{}".format(*listening.getsockname())
+    uris = {name: uri for name, uri in environ.items() if name.startswith(_VARIABLE)}
+    addresses = [match for uri in uris.values() if (match := _ADDRESS.search(uri))]
+    connect = partial(_connect, mpirun=(addresses[0][1], int(addresses[0][2])), environ=environ)
+    threading.Thread(target=_serve, args=(listening, connect), name="choros: proxy", daemon=True).start()
+    return {name: _ADDRESS.sub(here, uri) for name, uri in uris.items()}
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-        self._listening = socket.create_server(("127.0.0.1", 0), backlog=_WAITING)
-        self._listening.setblocking(False)
-        here = "tcp4://{}:{}".format(*self._listening.getsockname())
-        uris = {name: uri for name, uri in environ.items() if name.startswith(_VARIABLE)}
-        self.variables = {name: _ADDRESS.sub(here, uri) for name, uri in uris.items()}
-        addresses = [match for uri in uris.values() if (match := _ADDRESS.search(uri))]
-        self._mpirun = (addresses[0][1], int(addresses[0][2]))
-        threading.Thread(target=self._serve, name="choros: proxy", daemon=True).start()
 
-    def _serve(self) -> None:
-        while True:
-            select.select([self._listening], [], [])
-            waiting: list[socket.socket] = []
-            with suppress(OSError):  # there are no more
-                while len(waiting) < _WAITING:
-                    waiting.append(self._listening.accept()[0])
-            users = users_connected_to({self._listening.getsockname()[1]})
-            for end in waiting:
-                if users.get(os.fstat(end.fileno()).st_ino) == os.geteuid():
-                    threading.Thread(target=self._connect, args=(end,), name="choros: proxy", daemon=True).start()
-                else:
-                    end.close()
-            time.sleep(durations.PROXY_PAUSE)  # who connects again and again takes little of this core
+def _serve(listening: socket.socket, connect: Callable[[socket.socket], None]) -> NoReturn:
+    while True:
+        select.select([listening], [], [])
+        waiting: list[socket.socket] = []
+        with suppress(OSError):  # there are no more
+            while len(waiting) < _WAITING:
+                waiting.append(listening.accept()[0])
+        users = users_connected_to({listening.getsockname()[1]})
+        for end in waiting:
+            if users.get(os.fstat(end.fileno()).st_ino) == os.geteuid():
+                threading.Thread(target=connect, args=(end,), name="choros: proxy", daemon=True).start()
+            else:
+                end.close()
+        time.sleep(durations.PROXY_PAUSE)  # who connects again and again takes little of this core
 
-    def _connect(self, rank: socket.socket) -> None:
-        """Passes on what the rank and mpirun send each other."""
-        rank.setblocking(True)
-        with (
-            rank,
-            suppress(OSError),
-            connect_signed(self._mpirun, wait_for_key(self._environ), durations.PROXY_CONNECT) as mpirun,
-        ):
-            answers = threading.Thread(target=_pass_on, args=(mpirun, rank), name="choros: proxy", daemon=True)
-            answers.start()
-            _pass_on(rank, mpirun)
-            answers.join()
+
+def _connect(rank: socket.socket, mpirun: tuple[str, int], environ: Mapping[str, str]) -> None:
+    rank.setblocking(True)
+    with (
+        rank,
+        suppress(OSError),
+        connect_signed(mpirun, wait_for_key(environ), durations.PROXY_CONNECT) as connection,
+    ):
+        answers = threading.Thread(target=_pass_on, args=(connection, rank), name="choros: proxy", daemon=True)
+        answers.start()
+        _pass_on(rank, connection)
+        answers.join()
 
 
 def _pass_on(source: socket.socket, sink: socket.socket) -> None:

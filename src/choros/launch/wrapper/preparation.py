@@ -96,7 +96,7 @@ def command_environment(
     one_host = topology.local_size == topology.size
     environ |= rank_settings(environ, share, one_host=one_host, elastic=options.elastic, has_memory=VARIABLE in environ)
     if options.gated and not has_role:  # mpirun is behind a gate
-        from choros.launch.wrapper.pmix_proxy import PmixProxy  # imports sockets
+        from choros.launch.wrapper.pmix_proxy import start_proxy  # imports sockets
 
-        environ |= PmixProxy(os.environ).variables
+        environ |= start_proxy(os.environ)
     return environ

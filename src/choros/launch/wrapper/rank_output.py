@@ -76,7 +76,6 @@ class RankOutput:
         self._plan_due()
 
     def _plan_due(self) -> None:
-        """Schedules the sending of the lines that the transcript holds back."""
         waits = self.transcript.waits(time.monotonic())
         if waits:
             self.loop.set_deadline("due", min(waits), self._send_due)
@@ -123,5 +122,4 @@ class RankOutput:
         self.loop.set_deadline("data", min(max(after, 0.1), stall / 2), look)
 
     def _done(self) -> PageContents:
-        """What the rank has written to its page."""
         return read_page(os.pread(self._page, PAGE_BYTES, 0)) if self._page is not None else PageContents()

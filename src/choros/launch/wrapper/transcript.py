@@ -232,7 +232,6 @@ class Transcript:
         yield from self._texts(stream, data)
 
     def _texts(self, stream: str, data: bytes) -> Iterator[Frame]:
-        """Yields the frames of ``data``, which is cut at the ends of lines where possible."""
         while len(data) > _FRAME:
             cut = max(data.rfind(b"\n", 0, _FRAME), data.rfind(b"\r", 0, _FRAME - 1)) + 1 or _FRAME
             yield Text(self._rank, stream, data[:cut])

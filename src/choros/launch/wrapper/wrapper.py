@@ -195,7 +195,6 @@ class Wrapper:
     # the command --------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Prepares the host and the command's environment; raises if the command cannot be started."""
         set_option(CHILD_SUBREAPER, 1)
         if self._topology.local_rank == 0:
             remove_stale()
@@ -339,7 +338,6 @@ class Wrapper:
             self._stop_now()
 
     def _clean_up(self) -> None:
-        """Removes this rank's shared memory, and mpirun's directory if mpirun is dead."""
         if self._memory is not None:
             self._memory.release(segment_suffix(os.environ, self._topology.local_rank))
         session = mpirun_session()
