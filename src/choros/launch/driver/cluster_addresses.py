@@ -8,14 +8,12 @@ from dataclasses import replace
 
 from choros.errors import ConfigError
 from choros.launch.plan.environment import in_allocation
-from choros.launch.plan.hosts import ranks_per_host
+from choros.launch.plan.hosts import hosts_of_ranks
 from choros.launch.plan.job import Job
 from choros.launch.plan.roles import addresses_by_role
 from choros.launch.processes.ports import free_ports
 from choros.launch.protocol.wrapper_options import CLUSTER
 from choros.settings import VARIABLES
-
-_LOOPBACK = "127.0.0.1"
 
 
 def assign_addresses(job: Job, environ: Mapping[str, str]) -> Job:
@@ -38,19 +36,18 @@ def assign_addresses(job: Job, environ: Mapping[str, str]) -> Job:
 
 def _hosts_of_ranks(job: Job) -> list[str]:
     """Returns the address of each rank's host: loopback if all ranks run on one host."""
-    counts = ranks_per_host(job.hosts, job.size) or (job.size,)
-    names = [host.name for host in job.hosts[: len(counts)]]
-    remote = {host.name for host in job.remote}.intersection(names)
-    if len(names) <= 1 or not remote:
-        return [_LOOPBACK] * job.size
-    resolved = {name: _resolve(name) for name in names if name in remote}
+    names = hosts_of_ranks(job.hosts, job.size)
+    remote = {host.name for host in job.remote}
+    resolved = {name: _resolve(name) for name in dict.fromkeys(names) if name in remote}
+    if len(set(names)) <= 1 or not resolved:
+        return ["127.0.0.1"] * job.size
     from choros.transport.address import address_towards, outward_address  # imports NumPy, which few jobs need here
 
     try:  # the address of this host on the route to another one
         here = address_towards(next(iter(resolved.values())))
     except OSError:
         here = outward_address()
-    return [resolved.get(name, here) for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    return [resolved.get(name, here) for name in names]
 
 
 def _resolve(name: str) -> str:

@@ -124,7 +124,7 @@ def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
         return None
     if not started and VARIABLES["restarts"].name not in job.environment:
         return None
-    failed = [end for end in ends if end.code not in (0, PREEMPTED, PeerLostError.exit_code) and not end.stopped]
+    failed = [end for end in job_end.failures if end.code not in (PREEMPTED, PeerLostError.exit_code)]
     if len(job_end.members) - len(failed) < elastic.least:
         return None
     gone = lost_hosts(job_end.messages)
@@ -146,7 +146,7 @@ def _interrupted(job_end: JobEnd) -> set[int]:
         rank for rank, end in job_end.exits.items() if len(job_end.hosts) > 1 and end.code == PeerLostError.exit_code
     }
     stopped = {rank for rank, end in job_end.exits.items() if end.stopped}
-    return lost | (stopped | (job_end.missing)) - job_end.done
+    return lost | (stopped | job_end.missing) - job_end.done
 
 
 def _sentence(job_end: JobEnd, gone: frozenset[str], cut: set[tuple[str, str]], failed: list[Exit]) -> str:

@@ -105,10 +105,14 @@ class JobEnd:
         return self.members - self.exits.keys()
 
     @property
+    def failures(self) -> list[Exit]:
+        """The ends of ranks that have failed by themselves, in the order of their reports."""
+        return [end for end in self.exits.values() if end.code and not end.stopped]
+
+    @property
     def left(self) -> int:
         """The number of ranks that have not failed."""
-        failed = {rank for rank, end in self.exits.items() if end.code not in (0, PREEMPTED) and not end.stopped}
-        return len(self.members - failed)
+        return len(self.members) - sum(end.code != PREEMPTED for end in self.failures)
 
     def has_finished(self, rank: int) -> bool:
         """Whether a rank has made the job's last step: it ended with 0, and did not leave while others went on."""
@@ -126,7 +130,7 @@ class JobEnd:
         if self.mpirun_code < 0:
             return f"mpirun was killed by {signal_name(-self.mpirun_code)} (signal {-self.mpirun_code})"
         ends = self.exits.values()
-        failed = self.elastic is None and any(end.code and not end.stopped for end in ends)
+        failed = self.elastic is None and bool(self.failures)
         ended_early = bool(self.missing) or any(end.stopped for end in ends)
         finished = any(map(self.has_finished, self.exits))
         is_cause = self.reason in (None, Reason.FAILURE) and not (failed or finished or self.messages)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,10 +53,7 @@ def launch(
     verbose: bool = False,
 ) -> JobEnd:
     """Runs ``job`` to its end; an elastic one again, as long as that can be. It closes ``output``."""
-
-    def once(job: Job, limits: Limits, hosts: HostWatch | None = None) -> JobEnd:
-        return _launch_once(job, mpirun, environ, output, limits, hosts, payload, verbose)
-
+    once = partial(_launch_once, mpirun=mpirun, environ=environ, output=output, payload=payload, verbose=verbose)
     try:
         if job.elastic is None:
             return once(job, limits)
@@ -68,11 +66,12 @@ def launch(
 
 def _launch_once(
     job: Job,
+    limits: Limits,
+    hosts: HostWatch | None = None,
+    *,
     mpirun: Mpirun,
     environ: Mapping[str, str],
     output: Output,
-    limits: Limits,
-    hosts: HostWatch | None,
     payload: bytes | None,
     verbose: bool,
 ) -> JobEnd:

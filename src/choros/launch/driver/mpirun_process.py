@@ -144,14 +144,13 @@ class MpirunProcess:
         for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
             if pipe is not None:
                 pipe.close()
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
-            if number is not None:
-                self.send(number)
-            try:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(subprocess.TimeoutExpired):
                 self._popen.wait(durations.MPIRUN_END)
                 break
-            except subprocess.TimeoutExpired:
-                continue
+            self.send(number)
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(durations.MPIRUN_END)
         self._end_session()
         return self._popen.returncode or 0
 
@@ -160,10 +159,8 @@ class MpirunProcess:
         while (left := self._session()) and time.monotonic() < end:
             time.sleep(0.05)
         for pid in left:
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
 
     def _session(self) -> list[int]:
         try:
@@ -174,9 +171,7 @@ class MpirunProcess:
             pids = list(psutil.pids())
         found = []
         for pid in pids:
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 if os.getsid(pid) == self._popen.pid:
                     found.append(pid)
-            except (ProcessLookupError, PermissionError):
-                continue
         return found

@@ -33,8 +33,7 @@ def outcome_of(job_end: JobEnd, limits: Limits) -> Outcome:
     if job_end.given_up:
         line = f"chorosrun: {job_end.given_up}. With --commit-dir, the same command goes on from the last commit."
         return Outcome(PeerLostError.exit_code, (line,))
-    ends = list(job_end.exits.values())
-    failures = [end for end in ends if end.code != 0 and not end.stopped]
+    ends, failures = list(job_end.exits.values()), job_end.failures
     if job_end.elastic is not None:
         outcome = _elastic(job_end, job_end.elastic)
         if outcome is not None:
@@ -61,16 +60,15 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
     """Returns the outcome of a job in which some ranks have failed and others have not, or that was preempted."""
     ends = [job_end.exits[rank] for rank in sorted(job_end.exits)]
     finished = [end for end in ends if end.code in (0, PREEMPTED)]
-    missing = job_end.members - job_end.exits.keys()
     if job_end.preempted and not job_end.members:
         line = "chorosrun: preempted while it waited for hosts. The same command goes on from the last commit."
         return Outcome(PREEMPTED, (line,))
     preempted = job_end.preempted or any(end.code == PREEMPTED for end in finished)
-    if preempted and finished and all(end in finished or not end.stopped for end in ends) and not missing:
+    if preempted and finished and all(end in finished or not end.stopped for end in ends) and not job_end.missing:
         line = "chorosrun: preempted: the ranks have committed and ended. The same command goes on from there."
         return Outcome(PREEMPTED, (line,))
     if job_end.reason is Reason.TOO_FEW:
-        failures = _causes_first(job_end, [end for end in ends if end.code and not end.stopped])
+        failures = _causes_first(job_end, [end for end in ends if end in job_end.failures])
         left = f"{job_end.left} of {len(job_end.members)} ranks {'is' if job_end.left == 1 else 'are'} left"
         raised = [end for end in failures if not end.signal and end.code != PeerLostError.exit_code]
         last = raised[0] if raised else failures[0]
@@ -81,9 +79,9 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
         code = last.code if raised else PeerLostError.exit_code
         return Outcome(code, lines + ((last.traceback,) if last.traceback else ()), last)
     if job_end.reason is None and any(map(job_end.has_finished, job_end.exits)):
-        lost = [job_end.started[rank] for rank in sorted(missing) if rank in job_end.started]
+        lost = [job_end.started[rank] for rank in sorted(job_end.missing) if rank in job_end.started]
         return Outcome(0, tuple(f"chorosrun: rank {start.rank} on {start.host} disappeared." for start in lost))
-    if job_end.reason is None and not missing and all(end.code == 0 for end in ends):
+    if job_end.reason is None and not job_end.missing and all(end.code == 0 for end in ends):
         line = (
             "chorosrun: all ranks have left, and none has made the job's last step: they were asked to end, or ended "
             "before the others. Without --commit-dir nothing is saved."
@@ -181,8 +179,7 @@ def _stopped_lines(job_end: JobEnd, limits: Limits) -> tuple[str, ...]:
 
 
 def _done_lines(job_end: JobEnd, limits: Limits) -> tuple[str, ...]:
-    roles, ends = job_end.roles, job_end.exits.values()
-    failed = [end for end in ends if end.code != 0 and not end.stopped]
+    roles, failed = job_end.roles, job_end.failures
     lines = [f"chorosrun: after the chief had ended, {headline(end, roles)}." for end in failed]
     lines += [end.traceback for end in failed if end.traceback]
     late = [rank for rank in range(job_end.size) if rank not in job_end.exits or job_end.exits[rank].stopped]

@@ -286,20 +286,16 @@ class Arguments:
                 return slots
         return (self.num_proc or count_accelerators() or 1) + (1 + servers if servers else 0)
 
-    @property
-    def is_elastic(self) -> bool:
-        """Whether an argument makes the job elastic."""
-        return any(getattr(self, name) is not None for name in _MAKE_ELASTIC)
-
     def _check_elastic(self) -> None:
+        is_elastic = any(getattr(self, name) is not None for name in _MAKE_ELASTIC)
         making = " or ".join(map(self._spelled, _MAKE_ELASTIC))
         for name in _ONLY_ELASTIC:
-            if getattr(self, name) is not None and not self.is_elastic:
+            if getattr(self, name) is not None and not is_elastic:
                 raise ConfigError(f"{self._spelled(name)} applies only to elastic jobs: add {making}, or leave it out.")
         if self.slots is not None and self.host_discovery_script is None:
             script = self._spelled("host_discovery_script")
             raise ConfigError(f"{self._spelled('slots')} applies only to hosts of {script}. Write -H name:slots.")
-        if self.is_elastic and self.ps:
+        if is_elastic and self.ps:
             raise ConfigError(
                 f"--ps: a job with parameter servers is not elastic: its workers may come and go. Leave out {making}; "
                 "--max-restarts says how many times a worker is restarted."
@@ -318,7 +314,7 @@ class Arguments:
         return hosts
 
     def _elastic(self, size: int) -> Elastic | None:
-        if not self.is_elastic:
+        if not any(getattr(self, name) is not None for name in _MAKE_ELASTIC):
             return None
         least = size if self.min_num_proc is None else self.min_num_proc
         most = size if self.max_num_proc is None else self.max_num_proc

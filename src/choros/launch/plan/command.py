@@ -58,7 +58,8 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
         full.setdefault(variable, interfaces)
     one_host = not job.remote and (bool(job.hosts) or not in_allocation(environ))
     forward = [] if one_host else forwarded(full)
-    gated = one_host and mpirun.implementation.listens and sys.platform.startswith("linux")
+    listens = bool(mpirun.implementation.mca)  # for ranks and for daemons on other hosts, even if there are none
+    gated = one_host and listens and sys.platform.startswith("linux")
     argv = [mpirun.path, *mpirun.implementation.arguments(job, session, root, forward)]
     argv += [sys.executable, *_WRAPPER, str(replace(_options(job), gated=gated)), *job.command]
     return Command(tuple(argv), full, one_host, gate=session if gated else "")

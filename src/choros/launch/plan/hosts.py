@@ -82,7 +82,7 @@ def parse_discovered(text: str, slots: int | None = None, where: str = "--host-d
     >>> parse_discovered("a:4\\nb\\n", slots=2)
     (Host(name='a', slots=4), Host(name='b', slots=2))
     """
-    found: dict[str, int] = {}
+    hosts = []
     for number, line in enumerate(text.splitlines(), 1):
         content = line.strip()
         if not content:
@@ -90,8 +90,8 @@ def parse_discovered(text: str, slots: int | None = None, where: str = "--host-d
         host = parse_line(content, slots or 1)
         if host is None or host.slots < 1:
             raise ConfigError(f"{where}, line {number} of its output: {content!r} is not `host:slots`.")
-        found[host.name] = found.get(host.name, 0) + host.slots
-    return tuple(Host(name, count) for name, count in found.items())
+        hosts.append(host)
+    return _merged(hosts, where)
 
 
 def _merged(hosts: Iterable[Host], where: str) -> tuple[Host, ...]:

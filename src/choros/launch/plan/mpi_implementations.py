@@ -36,11 +36,6 @@ class MpiImplementation:
     forwarding: tuple[str, ...] = ()
     surviving: tuple[str, ...] = ()
 
-    @property
-    def listens(self) -> bool:
-        """Whether this mpirun listens, for ranks and for its daemons on other hosts, even if the job runs on one."""
-        return bool(self.mca)
-
     def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
         """Returns the arguments between ``mpirun`` and the command; ``session``: directory for mpirun's own files."""
         mapping = job.binding_args or self.mapping

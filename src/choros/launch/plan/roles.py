@@ -134,12 +134,8 @@ def addresses_by_role(roles: Roles, addresses: Sequence[str]) -> dict[str, list[
     >>> addresses_by_role(Roles(servers=1, workers=2), ["a:1", "a:2", "b:3", "b:4"])
     {'chief': ['a:1'], 'ps': ['a:2'], 'worker': ['b:3', 'b:4']}
     """
-    cluster: dict[str, list[str]] = {CHIEF: [], PS: [], WORKER: []}
-    for rank, address in enumerate(addresses):
-        role = roles.of(rank)
-        if role is not None:
-            cluster[role.name].append(address)
-    return cluster
+    chief, *others = addresses
+    return {CHIEF: [chief], PS: others[: roles.servers], WORKER: others[roles.servers :]}
 
 
 def role_in(environ: Mapping[str, str], rank: int) -> Role | None:

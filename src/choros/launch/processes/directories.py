@@ -71,10 +71,8 @@ class Directory:
             segment.unlink(missing_ok=True)
         if self._daemon is not None and list(self.path.glob("*")) == [self._daemon]:
             self._daemon.unlink(missing_ok=True)
-        try:
+        with contextlib.suppress(OSError):  # not the last rank
             self.path.rmdir()
-        except OSError:  # not the last rank
-            return
 
     def unlock(self) -> None:
         """Ends the use of the directory by this process."""

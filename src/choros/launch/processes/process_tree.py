@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 #: The kernel sends a signal when the parent, or its thread that started this process, ends.
 DEATH_SIGNAL = 1
@@ -38,10 +39,8 @@ def die_with_parent(parent: int) -> bool:
 
 def signal_group(group: int, number: int) -> None:
     """Sends ``number`` to every process of ``group`` that still runs."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def group_exists(group: int) -> bool:
@@ -64,10 +63,8 @@ def end_children(reap: Callable[[], None]) -> None:
         except OSError:  # the kernel does not list them
             children = []
         for child in children:
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
         reap()
         if not children:
             return
