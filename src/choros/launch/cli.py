@@ -20,7 +20,7 @@ from choros.launch.driver.launcher import dry_run_command, launch
 from choros.launch.driver.machine import count_accelerators, detect_mpirun, own_names, run_script
 from choros.launch.driver.outcome import outcome_of
 from choros.launch.driver.output import output_of, use_colour, write_all
-from choros.launch.options import OF_HOROVODRUN, GroupedCommand, with_options
+from choros.launch.options import OF_HOROVODRUN, PARAMETERS, GroupedCommand
 from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.command import dry_run_text
 from choros.launch.plan.environment import parse_variables
@@ -34,9 +34,11 @@ _FRAMEWORKS = {"JAX": "jax", "PyTorch": "torch", "TensorFlow": "tensorflow"}
 _NO_JOB = "start it with chorosrun, and run this command on the host of chorosrun, with the same TMPDIR"
 
 
-@click.command(cls=GroupedCommand, context_settings={"allow_interspersed_args": False, "max_content_width": 110})
-@with_options
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.command(
+    cls=GroupedCommand,
+    params=PARAMETERS,
+    context_settings={"allow_interspersed_args": False, "max_content_width": 110},
+)
 def chorosrun(command: tuple[str, ...], **given: Any) -> int:
     """Runs COMMAND as several processes that train one model together."""
     if given["version"] or given["check_build"]:

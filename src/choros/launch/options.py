@@ -1,7 +1,6 @@
 """chorosrun's options, in groups, and its help text."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -46,8 +45,6 @@ _HOROVOD = (
     "All flags of horovodrun are accepted. Those that are not listed above change nothing, and say so: "
     "docs/horovod-launcher.md has the reasons."
 )
-
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 class GroupedCommand(click.Command):
@@ -107,7 +104,7 @@ def _type_of(value: Value) -> Any:
     return click.Path(dir_okay=False) if value is FILE else str
 
 
-def _option_of(flag: Flag) -> Callable[[Decorated], Decorated]:
+def _option_of(flag: Flag) -> click.Option:
     """The option of a row; what is given is checked where it is used."""
     settings: dict[str, Any] = {"default": flag.default}
     if flag.multiple:
@@ -119,7 +116,7 @@ def _option_of(flag: Flag) -> Callable[[Decorated], Decorated]:
         settings |= {"show_default": flag.value.is_number and flag.default is not None}
     names = [f"{on}/{off}" for on, off in zip(flag.on, flag.off, strict=True)] if flag.off else flag.on
     settings |= {"hidden": not flag.group, "help": flag.help, "metavar": flag.metavar}
-    return click.option(flag.dest, *names, **settings)
+    return click.Option([flag.dest, *names], **settings)
 
 
 #: The flags that are no arguments of a job.
@@ -139,9 +136,5 @@ _REQUESTS = (
 ALL_FLAGS: tuple[Flag, ...] = (*FLAGS.values(), *HOROVOD_FLAGS, *_REQUESTS)
 OF_HOROVODRUN = tuple(flag for flag in ALL_FLAGS if flag.horovod is not None)
 
-
-def with_options(function: Decorated) -> Decorated:
-    """Adds all of chorosrun's options to a click command."""
-    for flag in reversed(ALL_FLAGS):
-        function = _option_of(flag)(function)
-    return function
+#: The parameters of the command.
+PARAMETERS = [*map(_option_of, ALL_FLAGS), click.Argument(["command"], nargs=-1, type=click.UNPROCESSED)]

@@ -1,7 +1,5 @@
 """The launcher of a job: checks hosts, plans its command, supervises it, cleans up; again: ``restarts.py``."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -10,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from choros import durations
 from choros.frameworks import keras_backend_of_ranks
 from choros.launch.driver.job_end import JobEnd
 from choros.launch.driver.output import Output
+from choros.launch.driver.restarts import HostWatch, launch_again
 from choros.launch.driver.supervisor import Supervisor, caught_signals
 from choros.launch.plan.command import Command, plan, rank_lines
 from choros.launch.plan.cores import usable_cores
@@ -27,9 +25,6 @@ from choros.launch.processes.directories import SESSION, job_directories, remove
 from choros.launch.processes.pipes import frame_pipes
 from choros.observe import events
 from choros.settings import VARIABLES, Config
-
-if TYPE_CHECKING:
-    from choros.launch.driver.restarts import HostWatch
 
 #: More ranks than this for each core are probably a mistake.
 _RANKS_PER_CORE = 4
@@ -57,8 +52,6 @@ def launch(
     try:
         if job.elastic is None:
             return once(job, limits)
-        from choros.launch.driver.restarts import launch_again  # other jobs do not need it
-
         return launch_again(job, job.elastic, environ, limits, once, output.show)
     finally:
         output.close()

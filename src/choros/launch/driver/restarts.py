@@ -29,16 +29,7 @@ from choros.launch.driver.supervisor import caught_signals
 from choros.launch.plan.environment import in_slurm
 from choros.launch.plan.hosts import Host, parse_discovered, total_slots
 from choros.launch.plan.job import Elastic, Job, Limits
-from choros.launch.plan.restart import (
-    HostHealth,
-    JobLoss,
-    Restart,
-    Tries,
-    cut_off,
-    moved,
-    next_step,
-    restarted,
-)
+from choros.launch.plan.restart import HostHealth, JobLoss, Restart, Tries, cut_off, moved, next_step, restarted
 from choros.settings import VARIABLES
 
 #: SIGINT is a KeyboardInterrupt.

@@ -17,16 +17,7 @@ from pathlib import Path
 
 from choros.errors import ConfigError
 from choros.launch.plan.environment import allocated_slots, in_allocation
-from choros.launch.plan.flags import (
-    FILE,
-    SECONDS,
-    SECONDS_OR_ZERO,
-    SWITCH,
-    Flag,
-    flag,
-    variables_of,
-    whole_numbers,
-)
+from choros.launch.plan.flags import FILE, SECONDS, SECONDS_OR_ZERO, SWITCH, Flag, flag, variables_of, whole_numbers
 from choros.launch.plan.hosts import MOST_SLOTS, Host, parse_discovered, parse_hostfile, parse_hosts, total_slots
 from choros.launch.plan.job import Elastic, Job, Limits, Ssh
 from choros.launch.protocol.wrapper_options import WrapperOptions

@@ -14,12 +14,7 @@ from choros.settings import VARIABLES
 from choros.topology import Topology
 
 #: The thread pools of the frameworks each read one of these.
-THREADS = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "TF_NUM_INTRAOP_THREADS",
-)
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 
 
 #: Selects Open MPI's transports.
