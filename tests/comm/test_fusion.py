@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from choros.comm.fusion import Chunk, FusionBuffer, Layout, Span, pack, plan_fusion, views
+from choros.comm.fusion import Chunk, FusionBuffer, Layout, Span, plan_fusion, views
 
 FLOAT16, FLOAT32, FLOAT64 = (np.dtype(name) for name in ("float16", "float32", "float64"))
 LAYOUT: Layout = (((2, 2), FLOAT32), ((), FLOAT64), ((3,), FLOAT32), ((0, 4), FLOAT32), ((4, 4), FLOAT32))
@@ -43,7 +43,8 @@ def test_packed_arrays_are_unpacked(chunk_bytes: int) -> None:
         flat = np.full(buffer.size, np.nan, buffer.dtype)
         for chunk in buffer.chunks:
             assert (chunk.stop - chunk.start) * buffer.wire.itemsize <= max(chunk_bytes, buffer.wire.itemsize)
-            pack(chunk, [array.reshape(-1) for array in arrays], flat[chunk.start : chunk.stop])
+            parts = chunk.parts([array.reshape(-1) for array in arrays])
+            np.concatenate(parts, out=flat[chunk.start : chunk.stop], casting="unsafe")
         views(buffer, flat, LAYOUT, results)
     for array, result in zip(arrays, results, strict=True):
         np.testing.assert_array_equal(result, array, strict=True)

@@ -1,5 +1,5 @@
-"""Fusion: many arrays in few messages, and the plan of which item is sent in which message. A chunk is packed,
-reduced and unpacked before the next is touched, so that its bytes leave the cache only once::
+"""Fusion: many arrays in few messages. The plan says which item is sent in which message, and chunks are reduced by
+it, one packed, reduced and unpacked before the next is touched, so that its bytes leave the cache only once::
 
     arrays    a a a a a a a a│b b│c c c c c c c c        pack: one concatenation per chunk
     chunks   └──── 0 ────┘└──── 1 ────┘└── 2 ──┘
@@ -9,19 +9,19 @@ reduced and unpacked before the next is touched, so that its bytes leave the cac
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from choros.comm.primitives import CHUNK_BYTES, Array, Moves
+from choros.comm.reduction import Reduction
+
 #: The shape and dtype of each array.
 Layout = tuple[tuple[tuple[int, ...], np.dtype[np.generic]], ...]
 #: Maps the dtype of an array to the dtype in which it is sent.
 WireDtype = Callable[[np.dtype[np.generic]], np.dtype[np.generic]]
 
-#: A chunk of this size still fits the caches.
-CHUNK_BYTES = 4 << 20
 #: A smaller chunk is as slow, and may not hold an item.
 _LEAST_BYTES = 4 << 10
 
@@ -51,6 +51,10 @@ class Chunk:
     start: int
     stop: int
     slices: tuple[Span, ...]
+
+    def parts(self, flats: Sequence[Array]) -> list[Array]:
+        """The parts of the arrays, all flat, whose concatenation it is."""
+        return [flats[s.index][s.start : s.stop] for s in self.slices]
 
 
 @dataclass(frozen=True)
@@ -98,20 +102,107 @@ def _chunk(slots: Sequence[Span], start: int, stop: int) -> Chunk:
     return Chunk(start, stop, tuple(slices))
 
 
-def pack(chunk: Chunk, flats: Sequence[Array], target: Array) -> None:
-    """Copies the items of ``chunk`` from the arrays, all flat, to ``target``."""
-    np.concatenate([flats[s.index][s.start : s.stop] for s in chunk.slices], out=target, casting="unsafe")
-
-
-def parts(chunk: Chunk, flats: Sequence[Array]) -> list[Array]:
-    """The parts of the arrays, all flat, whose concatenation is ``chunk``."""
-    return [flats[s.index][s.start : s.stop] for s in chunk.slices]
+def reduce_chunks(
+    members: Moves,
+    buffer: FusionBuffer,
+    op: Reduction,
+    fill: Callable[[Chunk, Array], None],
+    empty: Callable[[Array, Chunk], None],
+) -> None:
+    """Reduces a fusion buffer by chunks, not by ``AVERAGE``; unchecked: in ``exclusive()``, after ``agree``."""
+    if members.scratch is None or members.scratch.nbytes < members.chunk_bytes:  # chunks have become larger
+        members.scratch = members._allocate(members.chunk_bytes)
+    for chunk in buffer.chunks:
+        message = members.scratch[: (chunk.stop - chunk.start) * buffer.wire.itemsize].view(buffer.wire)
+        fill(chunk, message)
+        members.bytes_sent += message.nbytes
+        members._allreduce(message, op)
+        empty(message, chunk)
 
 
 def views(buffer: FusionBuffer, flat: Array, layout: Layout, results: list[Array]) -> None:
     """Stores views of the arrays in ``flat``, the whole buffer, at their indices in ``results``."""
     for slot in buffer.slots:
         results[slot.index] = flat[slot.start : slot.stop].reshape(layout[slot.index][0])
+
+
+@final
+class FusedExchange:
+    """Sums arrays by allreduces, as they are or cast; each is scaled and copied into a message once, and out of it
+    once. An ``Exchange`` of gradients (``parallel/reduce``).
+    """
+
+    def __init__(
+        self, communicator: Moves, layout: Layout, groups: Sequence[Sequence[int]], wire_dtype: WireDtype
+    ) -> None:
+        self._communicator = communicator
+        self._layout = layout
+        self._buffers = plan_fusion(layout, groups, wire_dtype, communicator.chunk_bytes)
+        self.description = ", ".join(f"{buffer.wire}[{buffer.size}]" for buffer in self._buffers)
+
+    def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
+        """See ``Exchange``."""
+        flats = None if arrays is None else [array.reshape(-1) for array in arrays]
+        results: list[Array] = [np.empty(0)] * len(self._layout)
+        for buffer in self._buffers:
+            flat = aligned_empty((buffer.size,), buffer.dtype)
+
+            def drain(message: Array, chunk: Chunk, flat: Array = flat) -> None:
+                _scale_into(flat[chunk.start : chunk.stop], message, after)
+
+            self._sum(buffer, flats, before, drain)
+            views(buffer, flat, self._layout, results)
+        return results
+
+    def sum_into(self, out: Sequence[Array], arrays: Sequence[Array], before: float, after: float) -> list[Array]:
+        """See ``Exchange``; in place, it writes a chunk where it has just read it, and it is still in the caches."""
+        if not all(array.flags.c_contiguous for array in out):
+            return self.sum(arrays, before, after)
+        flats, targets = [array.reshape(-1) for array in arrays], [array.reshape(-1) for array in out]
+
+        def drain(message: Array, chunk: Chunk) -> None:
+            start = 0
+            for part in chunk.parts(targets):
+                _scale_into(part, message[start : start + part.size], after)
+                start += part.size
+
+        for buffer in self._buffers:
+            self._sum(buffer, flats, before, drain)
+        return list(out)
+
+    def _sum(
+        self,
+        buffer: FusionBuffer,
+        flats: Sequence[Array] | None,
+        before: float,
+        drain: Callable[[Array, Chunk], None],
+    ) -> None:
+        def fill(chunk: Chunk, message: Array) -> None:
+            if flats is None:
+                message.fill(0)
+            elif before != 1.0 and buffer.wire.itemsize < buffer.dtype.itemsize:
+                # Before the cast: values that overflow the narrower dtype may fit after scaling.
+                start = 0
+                for part in chunk.parts(flats):
+                    _scale_into(message[start : start + part.size], part, before)
+                    start += part.size
+            else:
+                np.concatenate(chunk.parts(flats), out=message, casting="unsafe")
+                if before != 1.0:
+                    np.multiply(message, message.dtype.type(before), out=message)
+
+        reduce_chunks(self._communicator, buffer, Reduction.SUM, fill, drain)
+
+
+def _scale_into(target: Array, source: Array, scale: float) -> None:
+    """Computes ``target = source * scale`` in the wider of the two dtypes."""
+    if scale == 1.0:
+        np.copyto(target, source, casting="unsafe")
+    elif source.itemsize >= target.itemsize:
+        np.multiply(source, source.dtype.type(scale), out=target, casting="unsafe")
+    else:
+        np.copyto(target, source, casting="unsafe")
+        np.multiply(target, target.dtype.type(scale), out=target)
 
 
 def batches(sizes: Sequence[int], chunk_bytes: int) -> Iterator[slice]:

@@ -94,7 +94,7 @@ class Members(Moves):
             too_few = raised
         self._section.end()
         self._section.has_turn = False  # the collective has another one when it is run again
-        self._scratch = None
+        self.scratch = None
         change = Change.between(before, self.launched, ends_job=too_few is not None)
         if self.on_change is not None:
             self.on_change(change)
@@ -119,7 +119,7 @@ class Members(Moves):
             before, self.noticed = self.launched, 0
             if not self._admit():
                 return False
-            self._scratch = None
+            self.scratch = None
             if self.on_change is not None:
                 self.on_change(Change.between(before, self.launched))
             return True

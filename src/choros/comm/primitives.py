@@ -1,5 +1,6 @@
 """What an engine implements: the primitives of a set of ranks, which move bytes once all members have agreed."""
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -8,7 +9,6 @@ from typing import Any, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm.fusion import CHUNK_BYTES, Chunk, FusionBuffer, aligned_empty
 from choros.comm.membership import Change
 from choros.comm.reduction import Reduction
 from choros.comm.request import SHUTDOWN
@@ -16,6 +16,9 @@ from choros.comm.signature import Signatures
 from choros.comm.waiting import LongWait
 
 Array = NDArray[Any]
+
+#: A chunk of this size still fits the caches.
+CHUNK_BYTES = 4 << 20
 
 
 class Primitives(ABC):
@@ -129,7 +132,7 @@ class Primitives(ABC):
 
     def _allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """``nbytes`` bytes that ``_allreduce`` is fast on; called by all members."""
-        return aligned_empty((nbytes,), np.dtype(np.uint8))
+        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # aligned, so that frameworks use it in place
 
     def _is_registered(self, buffer: Array) -> bool:
         """Whether ``buffer`` is in memory from ``_allocate`` that ``_allreduce`` treats in another way."""
@@ -146,33 +149,15 @@ class Primitives(ABC):
 
 
 class Moves(Primitives):
-    """Primitives that count the bytes sent, and reduce what is larger than a chunk; unchecked."""
+    """Primitives that count the bytes sent; unchecked. ``scratch``: the memory in which chunks are packed."""
 
-    #: The memory in which chunks are packed.
-    _scratch: NDArray[np.uint8] | None = None
+    scratch: NDArray[np.uint8] | None = None
 
     @final
     def reduce_in_place(self, buffer: Array, op: Reduction) -> None:
         """Reduces a buffer of an engine's dtype, not by ``AVERAGE``; unchecked: in ``exclusive()``, after ``agree``."""
         self.bytes_sent += buffer.nbytes
         self._allreduce(buffer, op)
-
-    @final
-    def reduce_chunks(
-        self,
-        buffer: FusionBuffer,
-        op: Reduction,
-        fill: Callable[[Chunk, Array], None],
-        empty: Callable[[Array, Chunk], None],
-    ) -> None:
-        """Reduces a fusion buffer by chunks, not by ``AVERAGE``; unchecked: in ``exclusive()``, after ``agree``."""
-        if self._scratch is None or self._scratch.nbytes < self.chunk_bytes:  # chunks have become larger
-            self._scratch = self._allocate(self.chunk_bytes)
-        for chunk in buffer.chunks:
-            message = self._scratch[: (chunk.stop - chunk.start) * buffer.wire.itemsize].view(buffer.wire)
-            fill(chunk, message)
-            self.reduce_in_place(message, op)
-            empty(message, chunk)
 
     @final
     def gather_bytes(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:

@@ -13,8 +13,8 @@ from choros.comm.fusion import (
     Layout,
     aligned_empty,
     batches,
-    pack,
     plan_fusion,
+    reduce_chunks,
     regrouped,
     views,
 )
@@ -77,12 +77,12 @@ def reduce_all(
         flat = aligned_empty((buffer.size,), buffer.dtype) if outs is None else outs[0].reshape(-1)
 
         def fill(chunk: Chunk, message: Array) -> None:
-            pack(chunk, flats, message)
+            np.concatenate(chunk.parts(flats), out=message, casting="unsafe")
 
         def empty(message: Array, chunk: Chunk, flat: Array = flat) -> None:
             from_working(message, flat[chunk.start : chunk.stop], op, members.size)
 
-        members.reduce_chunks(buffer, working_op(buffer.dtype, op), fill, empty)
+        reduce_chunks(members, buffer, working_op(buffer.dtype, op), fill, empty)
         if outs is None:
             views(buffer, flat, layout, results)
     return results

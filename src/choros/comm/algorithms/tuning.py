@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from choros.comm.communicator import Communicator
-from choros.comm.fusion import CHUNK_BYTES
+from choros.comm.primitives import CHUNK_BYTES
 from choros.comm.reduction import Reduction
 
 T = TypeVar("T")

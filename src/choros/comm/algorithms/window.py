@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from choros.comm.algorithms.shared_memory import share
 from choros.comm.engines.mpi_waiting import wait_for
-from choros.comm.fusion import CHUNK_BYTES
+from choros.comm.primitives import CHUNK_BYTES
 from choros.comm.reduction import UFUNCS, Reduction
 from choros.comm.waiting import LongWait
 from choros.topology import shard_range

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
 from choros.comm import BFLOAT16, Communicator
-from choros.comm.fusion import Layout
+from choros.comm.fusion import FusedExchange, Layout
 from choros.errors import ConfigError
 from choros.parallel.reduce.exchange import Array, Exchange, SplitExchange, only
-from choros.parallel.reduce.fused import FusedExchange
 
 DType = np.dtype[np.generic]
 Vector = NDArray[np.float32]

@@ -1,8 +1,8 @@
 """The interface between the reducer and compression: an exchange sums arrays over the ranks."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from numpy.typing import NDArray
 
@@ -12,7 +12,7 @@ Array = NDArray[Any]
 Groups = list[list[int]]
 
 
-class Exchange(ABC):
+class Exchange(Protocol):
     """Sums arrays of one layout over the ranks of one communicator; created once, used in every step.
 
     All ranks call ``sum`` within the exclusive section in which they have agreed on the step. It owns the state that it
