@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from choros.comm import Communicator, Reduction, Request, Work
+from choros.comm import Communicator, Reduction, Request, Work, joining
 from choros.errors import ConfigError, MismatchError
 
 SEED = 20
@@ -130,15 +131,11 @@ def case_process_sets_do_not_wait_for_each_other(communicator: Communicator) -> 
 
 
 def join(communicator: Communicator) -> None:
-    communicator.join(list, unexpected)
+    joining.join(communicator, {})
 
 
 def agree(communicator: Communicator, request: Request, value: int = 0) -> list[int]:
     return communicator.atomic(lambda: communicator.agree(request, value=value))
-
-
-def unexpected(request: Request, values: list[int]) -> None:
-    raise AssertionError(f"{request} was not in the list of requests ({values})")
 
 
 def case_a_rank_that_has_joined_gives_zeros_to_every_collective(communicator: Communicator) -> None:
@@ -192,20 +189,19 @@ def case_a_rank_that_has_joined_learns_what_a_layer_above_exchanges(communicator
     def request(name: str) -> Request:
         return Request("layer", name, explain=name.encode)
 
-    def learn(message: bytes) -> list[Request]:
+    def learn(message: bytes) -> joining.Participation:
         learned.append(message.decode())
-        return [request(each) for each in learned]
+        return {request(each): functools.partial(follow, each) for each in learned}
+
+    def follow(name: str, values: Sequence[int]) -> None:
+        followed.append((name, values))
 
     learned: list[str] = []
     followed = []
-
-    def follow(request: Request, values: list[int]) -> None:
-        followed.append((request.arguments, values))
-
     if communicator.rank > 0:
         for name in ("a", "b", "a"):
             agree(communicator, request(name), communicator.rank)
-    communicator.join(lambda: [request(each) for each in learned], follow, learn)
+    joining.join(communicator, {}, learn)
     expected = [(name, list(range(communicator.size))) for name in ("a", "b", "a")]
     assert (learned, followed) == (([], []) if communicator.rank else (["a", "b"], expected))
     # One that does not learn it is a mismatch.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from choros.comm import Communicator, Reduction, Request
+from choros.comm import Communicator, Reduction, Request, joining
 from choros.errors import ConfigError, MismatchError
 
 ONES = np.ones(4, np.float32)
@@ -100,10 +101,14 @@ def case_mismatch_of_a_started_collective_is_raised_by_wait(communicator: Commun
 def case_ranks_that_have_joined_follow_what_they_know(communicator: Communicator) -> None:
     known = [Request("first"), Request("second")]
     followed = []
+
+    def follow(request: Request, values: Sequence[int]) -> None:
+        followed.append((request, values))
+
     if communicator.rank == 0:
         values = communicator.atomic(lambda: communicator.agree(known[1], value=7))
         assert values == [7] + [0] * (communicator.size - 1)
-    communicator.join(lambda: known, lambda *joined: followed.append(joined))
+    joining.join(communicator, {each: functools.partial(follow, each) for each in known})
     expected = [(known[1], [7] + [0] * (communicator.size - 1))]
     assert followed == ([] if communicator.rank == 0 else expected)
 
@@ -113,7 +118,7 @@ def case_call_that_joined_ranks_do_not_know_is_a_mismatch_on_all(communicator: C
         return (
             communicator.split([0])
             if communicator.rank == 0
-            else communicator.join(lambda: [Request("first")], lambda *_: None)
+            else joining.join(communicator, {Request("first"): lambda _: None})
         )
 
     with pytest.raises(MismatchError) as raised:

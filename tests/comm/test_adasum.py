@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from choros.comm import BFLOAT16, Communicator, Reduction
+from choros.comm import BFLOAT16, Communicator, Reduction, joining
 from choros.comm.engines.threads import run_threads
 from choros.errors import ConfigError, MismatchError
 
@@ -97,7 +97,7 @@ def test_ranks_that_have_joined_change_nothing() -> None:
             results = communicator.grouped_allreduce([own[communicator.rank // 2], np.ones(1)], Reduction.ADASUM)
             out = own[communicator.rank // 2].copy()
             results.append(communicator.allreduce(out, Reduction.ADASUM, out=out))
-        communicator.join(list, lambda *_: None)
+        joining.join(communicator, {})
         return results
 
     for results in run_threads(run, 5)[::2]:

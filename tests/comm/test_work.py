@@ -18,29 +18,29 @@ def queue() -> Iterator[WorkQueue]:
 
 def test_works_run_one_after_the_other_in_the_order_of_the_calls(queue: WorkQueue) -> None:
     done: list[int] = []
-    works = [queue.submit(done.append, i) for i in range(20)]
+    works = [queue.submit("", done.append, i) for i in range(20)]
     works[-1].wait()
     assert done == list(range(20))
     assert all(work.done() for work in works)
 
 
 def test_wait_returns_the_result_each_time(queue: WorkQueue) -> None:
-    work = queue.submit(max, 2, 3)
+    work = queue.submit("", max, 2, 3)
     assert [work.wait(), work.wait()] == [3, 3]
 
 
 def test_error_is_raised_only_by_wait(queue: WorkQueue) -> None:
-    failing = queue.submit(int, "x")
+    failing = queue.submit("", int, "x")
     with queue.exclusive():
         pass
-    assert queue.submit(int, "1").wait() == 1
+    assert queue.submit("", int, "1").wait() == 1
     with pytest.raises(ValueError, match="'x'"):
         failing.wait()
 
 
 def test_wait_ends_after_its_timeout_and_the_work_continues(queue: WorkQueue) -> None:
     gate = threading.Event()
-    work = queue.submit(gate.wait)
+    work = queue.submit("", gate.wait)
     with pytest.raises(TimeoutError):
         work.wait(timeout=0)
     assert not work.done()
@@ -50,9 +50,9 @@ def test_wait_ends_after_its_timeout_and_the_work_continues(queue: WorkQueue) ->
 
 def test_exclusive_section_runs_after_earlier_works_and_before_later_ones(queue: WorkQueue) -> None:
     order: list[str] = []
-    queue.submit(order.append, "before")
+    queue.submit("", order.append, "before")
     with queue.exclusive():
-        later = queue.submit(order.append, "later")
+        later = queue.submit("", order.append, "later")
         order.append("exclusive")
     later.wait()
     assert order == ["before", "exclusive", "later"]
@@ -63,19 +63,19 @@ def test_a_work_may_enter_exclusive_sections(queue: WorkQueue) -> None:
         with queue.exclusive(), queue.exclusive():
             return "done"
 
-    assert queue.submit(nested).wait() == "done"
+    assert queue.submit("", nested).wait() == "done"
 
 
 def test_closed_queue_has_finished_its_works_and_accepts_new_ones(queue: WorkQueue) -> None:
-    works = [queue.submit(str, i) for i in range(3)]
+    works = [queue.submit("", str, i) for i in range(3)]
     queue.close()
     assert all(work.done() for work in works)
-    assert queue.submit(str, 3).wait() == "3"
+    assert queue.submit("", str, 3).wait() == "3"
 
 
 def test_a_name_is_free_again_when_its_work_has_ended(queue: WorkQueue) -> None:
     for _ in range(3):
-        assert queue.submit_named("a", str, 1).wait() == "1"
+        assert queue.submit("a", str, 1).wait() == "1"
 
 
 class Ranks:
@@ -105,7 +105,7 @@ def test_works_run_in_the_order_of_the_plan_and_later_in_the_same_order_without_
     ranks = Ranks(queue, plans=[["c", "b", "a"]])
     for _ in range(2):
         with queue.exclusive():  # the queue's thread begins when all are submitted
-            works = [queue.submit_named(name, ranks.collective, name) for name in "abc"]
+            works = [queue.submit(name, ranks.collective, name) for name in "abc"]
         for work in works:
             work.wait()
     assert ranks.turns == ["c", "b", "a", "c", "b", "a"]
@@ -114,7 +114,7 @@ def test_works_run_in_the_order_of_the_plan_and_later_in_the_same_order_without_
 def test_a_section_that_is_given_up_is_left_with_the_same_depth(queue: WorkQueue) -> None:
     ranks = Ranks(queue, plans=[["b", "a"]])
     with queue.exclusive(), queue.exclusive():
-        work = queue.submit_named("b", ranks.collective, "b")
+        work = queue.submit("b", ranks.collective, "b")
         ranks.collective("a")
         assert work.done()
     assert ranks.turns == ["b", "a"]

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 import choros.keras as hvd
 from choros import distribute, nn
+from choros.comm.joining import join
 from choros.errors import ConfigError
-from choros.parallel.reduce.joining import join
 from choros.settings import current
 from choros.training.distributed_optimizer import participation, receive_weights
 from keras_face.training_cases import assert_same_history, assert_same_on_all_ranks, assert_same_weights, communicator

@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from choros.comm import BFLOAT16, ProcessSet, Reduction
+from choros.comm.joining import join
 from choros.errors import ConfigError, EngineError, MismatchError
 from choros.parallel.compression import Compression
 from choros.parallel.reduce.gradients import SparseRows, layout_of
-from choros.parallel.reduce.joining import join
 from choros.parallel.reduce.plan import ReduceConfig
 from choros.parallel.reduce.reducer import GradientReducer
 from parallel.threads import on_threads

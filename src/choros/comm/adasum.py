@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm.primitives import Moves
+from choros.comm.members import Members
 from choros.comm.reduction import Reduction
 from choros.topology import shard_range
 
@@ -33,7 +33,7 @@ Array = NDArray[Any]
 _SMALLEST = float(np.sqrt(np.finfo(np.float64).tiny))
 
 
-def adasum(members: Moves, arrays: Sequence[Array]) -> list[Array]:
+def adasum(members: Members, arrays: Sequence[Array]) -> list[Array]:
     """Combines the ranks' ``arrays``, each for itself, by Adasum; zeros change nothing."""
     results = [array.copy() for array in arrays]
     if members.size == 1:
@@ -46,7 +46,7 @@ def adasum(members: Moves, arrays: Sequence[Array]) -> list[Array]:
     return results
 
 
-def _combine(members: Moves, vectors: Sequence[Array]) -> list[Array]:
+def _combine(members: Members, vectors: Sequence[Array]) -> list[Array]:
     """``adasum`` of vectors of one dtype."""
     size, rank = members.size, members.rank
     sent = np.concatenate(vectors)
@@ -65,7 +65,7 @@ def _combine(members: Moves, vectors: Sequence[Array]) -> list[Array]:
     return np.split(gathered, np.cumsum([len(vector) for vector in vectors])[:-1])
 
 
-def _level(members: Moves, rows: list[Array], edges: NDArray[np.int64]) -> list[Array]:
+def _level(members: Members, rows: list[Array], edges: NDArray[np.int64]) -> list[Array]:
     """Combines pairs of ``rows``, which are this rank's slices, in their memory."""
     pairs = list(zip(rows[::2], rows[1::2], strict=False))
     parts = [slice(begin, stop) for begin, stop in itertools.pairwise(edges)]

@@ -1,11 +1,9 @@
 """The communicator: the collectives of a set of ranks, with one interface for all engines. The public ones are
 written once, and it is made of parts::
 
-    Communicator    allreduce, broadcast, …: one request and one move each
+    Communicator    allreduce, broadcast, …: one request and one move each (transfers.py, fusion.py)
       Members       agree, atomic: all members make the same call, and complete it or none does; members change
-        Matching    whose call is next: the control message, and the queue of this rank
-        Joining     the part of ranks that have joined
-      Moves         buffers, chunk by chunk; transfers.py packs arrays into them
+        WorkQueue   the calls of this rank: whose turn it is among its threads
       Primitives    what an engine implements
 """
 
@@ -50,7 +48,7 @@ class Communicator(Members):
     """A set of ranks that exchange arrays in host memory.
 
     Every collective must be called by all members: those with a name in any order and from any thread, those without
-    one in the same order (see ``matching.py``). Arrays are anything ``numpy.asarray`` takes; results are new NumPy
+    one in the same order (see ``members.py``). Arrays are anything ``numpy.asarray`` takes; results are new NumPy
     arrays. A call that the members do not make identically raises a ``MismatchError`` on all of them before data moves;
     one that is wrong on its own (an unknown dtype, say) raises a ``ConfigError`` on the rank that made it and a
     ``MismatchError`` on the others. After either, the members continue with their next calls. The attributes are
@@ -202,12 +200,12 @@ class Communicator(Members):
         >>> work.wait()
         array([1., 2.])
         """
-        return self._queue.submit(collective, *args, **kwargs)
+        return self._queue.submit("", collective, *args, **kwargs)
 
     @final
     def start_named(self, name: str, collective: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
         """``start`` of a collective, or some in a row, that ranks match by ``name``: in any order, once at a time."""
-        return self._queue.submit_named(name, collective, *args, **kwargs)
+        return self._queue.submit(name, collective, *args, **kwargs)
 
     @final
     def split(self, ranks: Sequence[int]) -> Self | None:

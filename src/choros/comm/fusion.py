@@ -14,7 +14,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm.primitives import CHUNK_BYTES, Array, Moves
+from choros.comm.members import Members
+from choros.comm.primitives import CHUNK_BYTES, Array
 from choros.comm.reduction import Reduction
 
 #: The shape and dtype of each array.
@@ -103,7 +104,7 @@ def _chunk(slots: Sequence[Span], start: int, stop: int) -> Chunk:
 
 
 def reduce_chunks(
-    members: Moves,
+    members: Members,
     buffer: FusionBuffer,
     op: Reduction,
     fill: Callable[[Chunk, Array], None],
@@ -133,7 +134,7 @@ class FusedExchange:
     """
 
     def __init__(
-        self, communicator: Moves, layout: Layout, groups: Sequence[Sequence[int]], wire_dtype: WireDtype
+        self, communicator: Members, layout: Layout, groups: Sequence[Sequence[int]], wire_dtype: WireDtype
     ) -> None:
         self._communicator = communicator
         self._layout = layout

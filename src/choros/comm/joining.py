@@ -1,105 +1,136 @@
-"""Joining: a rank that has no more batches takes part in what the others do, with zeros or without rows."""
+"""Joining: a rank without batches takes part in what the others do, until no rank has batches. It need not know the
+order: every control message tells what comes next. A step with a loss that needs its divisor over all ranks, two
+optimizers and a last batch of one row::
 
-from collections.abc import Callable, Sequence
-from typing import final
+    rank 0, with the row             rank 1, without
+    divisor of the loss        ───►  joined: adds zero
+    gradients of optimizer 1   ───►  joined: adds zeros
+    gradients of optimizer 2   ───►  joined: adds zeros
+    joined                     ───►  joined                 the epoch ends on both
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from choros.comm.matching import Matching
-from choros.comm.primitives import Moves
+from choros.comm.members import KNOWN, LEARNS, UNKNOWN, Members
+from choros.comm.process_set import ProcessSet, global_process_set
+from choros.comm.reduction import BFLOAT16, Reduction
 from choros.comm.request import JOINED, SHUTDOWN, CollectiveSpec, Request
-from choros.comm.transfers import take_part_in
-from choros.errors import EngineError, MismatchError
+from choros.comm.transfers import (
+    broadcast_from,
+    exchange_rows,
+    gather_all,
+    gather_rows,
+    reduce_all,
+    reduce_and_scatter,
+    sum_numbers,
+)
+from choros.errors import ConfigError, EngineError
 
-#: What a rank that has joined knows of the others' request: nothing, nothing but how to learn it, or all.
-_UNKNOWN, _LEARNS, _KNOWN = range(3)
+#: For each request that does not say itself, by its spec, what a joined rank does: its part after the control message;
+#: it receives the value of each rank.
+Participation = Mapping[Request, Callable[[Sequence[int]], None]]
+#: The part of a joined rank.
+_Part = Callable[[Sequence[int]], None] | CollectiveSpec
 
 
-@final
-class Joining:
-    """The part of a communicator's ranks that have joined, and of the others, when some have."""
+def join(members: Members, participation: Participation, learn: Callable[[bytes], Participation] | None = None) -> None:
+    """Participates in the others' collectives until all have joined; sets ``last_joined``. Requests with a spec need
+    not be in ``participation``; what is not, the first rank that has not joined explains once (``Request.explain``), to
+    ``learn``. If a rank cannot participate, all raise a ``MismatchError``::
 
-    def __init__(self, members: Moves, matching: Matching, when_settled: Callable[[Callable[[], None]], None]) -> None:
-        self._members = members
-        self._matching = matching
-        self._when_settled = when_settled
-        #: The members that had not joined at the last collective, if others had; as the launcher numbers them.
-        self.not_joined: tuple[int, ...] = ()
-        #: By the digest of a request, how a rank that has joined takes part.
-        self._specs: dict[int, CollectiveSpec] = {}
-        self._explanation = b""
+        rank 0                 rank 1                 rank 2, which has joined
+        agree(a, value=8)      agree(a, value=3)      its part of a, given [8, 3, 0]
+        allgather(rows)        allgather(rows)        gives no rows, by itself
+        agree(b, value=8)      its part of b, given [8, 0, 0], which rank 2 does, too
+        join                   join                   join                             all have joined
+    """
+    learned: dict[int, _Part] = {}
 
-    def join_once(
-        self,
-        requests: Callable[[], Sequence[Request]],
-        take_part: Callable[[Request, list[int]], None],
-        learn: Callable[[bytes], Sequence[Request]] | None,
-    ) -> bool:
+    def join_once() -> bool:
         """Participates in one collective; returns whether all ranks have joined."""
-        digests, values = self._matching.gather(JOINED, 0)
+        digests, values = members.gather(JOINED, 0)
         others = {*digests} - {JOINED.digest}
         if not others:
             return True
         if len(others) > 1 and SHUTDOWN.digest not in others:
-            self._matching.compare(JOINED)  # the others' calls differ; they report it
+            members.mismatch(JOINED, digests)  # the others' calls differ; they report it
             return False
         (digest, *_) = others
-        request = next((request for request in requests() if request.digest == digest), None)
-        knows = _KNOWN if request is not None or digest in self._specs else _LEARNS if learn else _UNKNOWN
-        if not self.joined_ranks_take_part(JOINED, digests, knows=knows):
-            raise self._matching.mismatch(JOINED, digests)
-        if request is None and digest not in self._specs and learn is not None:
-            learned = learn(self._explanation)
-            request = next((request for request in learned if request.digest == digest), None)
-            if request is None:
-                raise EngineError(
-                    "this rank has joined, and cannot do what the others do next: it has another device, or other "
-                    f"settings of CHOROS_…. It would do: {'; '.join(map(str, learned))}."
-                )
-        if request is not None:
-            take_part(request, values)
-            return False
-        spec = self._specs[digest]
-        if spec.root is None or digests[spec.root] != JOINED.digest:
-            take_part_in(self._members, spec, values)
+        of_request = (part for request, part in participation.items() if request.digest == digest)
+        part = next(of_request, learned.get(digest))
+        told = members.tell_joined(JOINED, digests, knows=KNOWN if part else LEARNS if learn else UNKNOWN)
+        if told is None:
+            raise members.mismatch(JOINED, digests)
+        if part is None:
+            part = learned[digest] = told if isinstance(told, CollectiveSpec) else explained(told, digest)
+        if not isinstance(part, CollectiveSpec):
+            part(values)
+        elif part.root is None or digests[part.root] != JOINED.digest:
+            _take_part_in(members, part, values)
         return False
 
-    def joined_ranks_take_part(self, request: Request, digests: Sequence[int], *, knows: int = _KNOWN) -> bool:
-        """Whether ranks have joined, and can participate in the one request of all others; all ask. Only a joined rank
-        knows what it knows: so another control message. If one does not, the first that has not joined sends a spec,
-        or an explanation, with its length as a negative number, and signed if connections need it.
-        """
-        members = self._members
-        if JOINED.digest not in digests or len({*digests}) > 2:
-            return False
-        asking = [rank for rank, digest in enumerate(digests) if digest != JOINED.digest]
-        not_joined = tuple(members.launched[rank] for rank in asking)
-        self._when_settled(lambda: setattr(self, "not_joined", not_joined))
-        message, sign = b"" if request.spec is None else request.spec.encode(), 1
-        if request.explain is not None:
-            message, sign = request.explain(), -1
-            if members.signatures is not None:
-                message = members.signatures.sign(message, collective=members.collectives, rank=members.rank)
-        header = np.array((knows, sign * len(message)), np.int64)
-        known, lengths = self._matching.control_message(request, header)
-        if {*known} == {_KNOWN}:
-            return True
-        sender, length = asking[0], lengths[asking[0]]
-        if length == 0 or (length < 0 and _UNKNOWN in known):
-            return False
-        sent = [abs(length) if rank == sender else 0 for rank in range(members.size)]
-        shared = self._matching.share(message if members.rank == sender else b"", sent)[sender]
-        if length > 0:
-            self._specs[digests[sender]] = CollectiveSpec.decode(shared)
-        elif members.signatures is None:
-            self._explanation = shared
-        else:
-            self._explanation = members.signatures.verified(shared, collective=members.collectives, rank=sender)
-        return True
+    def explained(message: bytes, digest: int) -> _Part:
+        parts = learn(message) if learn else {}
+        learned.update((request.digest, part) for request, part in parts.items())
+        if digest not in learned:
+            raise EngineError(
+                "this rank has joined, and cannot do what the others do next: it has another device, or other "
+                f"settings of CHOROS_…. It would do: {'; '.join(map(str, parts))}."
+            )
+        return learned[digest]
 
-    def check_root(self, request: Request, digests: Sequence[int]) -> None:
-        """Raises a ``MismatchError`` on all members if the sender of a broadcast has joined."""
-        root = None if request.spec is None else request.spec.root
-        if root is not None and digests[root] == JOINED.digest:
-            sender = self._members.ranks[root]
-            raise MismatchError(f"{request}: rank {sender}, which would send, has joined, and has no values any more.")
+    while not members.atomic(join_once):
+        pass
+    members.last_joined, members.not_joined = members.not_joined, ()
+
+
+def last_to_join(members: Members) -> int:
+    """Returns the first member left of those that joined last, the last time; PeerLostError if all were lost."""
+    return members.first_left(members.last_joined or members.launched, "the last rank that had batches")
+
+
+def has_others(process_set: ProcessSet) -> bool:
+    """Whether this rank has others to train with, or may have: the last rank that is left counts its steps, too."""
+    return bool(process_set.included()) and process_set.communicator.may_have_others
+
+
+def process_set_of(sets: Iterable[ProcessSet], owners: str) -> ProcessSet:
+    """Returns the one whose ranks a rank that joins waits for, all ranks if ``owners`` have none."""
+    different = set(sets) or {global_process_set}
+    if len(different) > 1:
+        raise ConfigError(
+            f"join() cannot tell which ranks to wait for: the {owners} belong to {len(different)} process sets. Stop "
+            "at the same batch on all ranks."
+        )
+    return different.pop()
+
+
+def _take_part_in(members: Members, spec: CollectiveSpec, values: Sequence[int]) -> None:
+    """Does the part of a rank without rows: with zeros, or with none."""
+    layout = tuple((shape, _dtype(name)) for name, shape in spec.arrays)
+    match spec.collective:
+        case "allreduce" | "grouped_allreduce":
+            zeros = [np.zeros(shape, dtype) for shape, dtype in layout]
+            reduce_all(members, layout, zeros, Reduction(spec.op), None)
+        case "reducescatter" | "grouped_reducescatter":
+            reduce_and_scatter(members, [np.zeros(shape, dtype) for shape, dtype in layout], Reduction(spec.op))
+        case "broadcast":
+            ((shape, dtype),) = layout
+            broadcast_from(members, spec.root or 0, np.zeros(shape, dtype))
+        case "allgather":
+            ((inner, dtype),) = layout
+            gather_rows(members, np.zeros((0, *inner), dtype), values)
+        case "grouped_allgather":
+            empty = [np.zeros((0, *inner), dtype) for inner, dtype in layout]
+            gather_all(members, empty, np.zeros(len(empty), np.int64), values)
+        case "alltoall":
+            ((inner, dtype),) = layout
+            exchange_rows(members, np.zeros((0, *inner), dtype), np.zeros(members.size, np.int64))
+        case "sum":
+            sum_numbers(members, np.zeros(max(values)), values, spec.differ)
+
+
+def _dtype(name: str) -> np.dtype[np.generic]:
+    return BFLOAT16 if name == BFLOAT16.name else np.dtype(name)

@@ -1,16 +1,24 @@
 """The members of a communicator: they agree before data moves, complete it all or none, are lost, and admitted."""
 
-import functools
+import json
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar, final
+from functools import partial
+from typing import NamedTuple, TypeVar, final
 
-from choros.comm.joining import Joining
-from choros.comm.matching import Matching
+import numpy as np
+from numpy.typing import NDArray
+
 from choros.comm.membership import Change
-from choros.comm.primitives import Moves
-from choros.comm.request import Request
-from choros.errors import ChorosError, PeerLostError
+from choros.comm.primitives import Array, Primitives
+from choros.comm.reduction import Reduction
+from choros.comm.request import JOINED, SHUTDOWN, CollectiveSpec, Request, caller, digest_of, mismatch_text
+from choros.comm.waiting import Reporter, Schedule
+from choros.comm.work import Gathered, WorkQueue
+from choros.errors import ChorosError, EngineError, MismatchError, PeerLostError
+from choros.observe import events
+from choros.observe.progress import page
 
 T = TypeVar("T")
 
@@ -20,22 +28,44 @@ END = 1
 NEWCOMER = 2
 #: The notice of a rank that leaves after this step, in order: it is not replaced.
 LEAVES = 4
+#: What a rank that has joined knows of the others' request: nothing, nothing but how to learn it, or all.
+UNKNOWN, LEARNS, KNOWN = range(3)
+
+#: When ranks that have asked for different collectives tell each other again what they wait for.
+_ROUNDS = Schedule(longest_sleep=10e-3)
+
+
+class Offer(NamedTuple):
+    """What a rank waits for, ``""`` the first without a name; ``complete``: it asks no more before one is done."""
+
+    names: list[str]
+    complete: bool
+    joined: bool = False
 
 
 class MemberLost(PeerLostError):
     """An elastic engine's primitive has failed, because a member was lost; ``Members.atomic`` handles it."""
 
 
-class Members(Moves):
-    """What collectives are made of: agreement of all members, before the moves of data and after them."""
+class Members(Primitives):
+    """What collectives are made of: agreement of all members, before data moves and after it, and moves that count.
+
+    Attributes:
+        scratch: the memory in which chunks are packed.
+        not_joined: the members that had not joined at the last collective, if others had, as the launcher numbers them.
+    """
 
     def __init__(self, rank: int, launched: Sequence[int]) -> None:
         super().__init__(rank, launched)
-        self._matching = Matching(self)
-        self._queue = self._matching.queue
+        self.scratch: NDArray[np.uint8] | None = None
+        self.not_joined: tuple[int, ...] = ()
+        self._queue = WorkQueue()
         self._section = self._queue.section
-        self._joining = Joining(self, self._matching, self.when_settled)
         self._when_settled: list[Callable[[], None]] = []
+        #: Why this rank cannot communicate any more.
+        self._over = ""
+
+    # ── all or none ──────────────────────────────────────────────────────────────────────────────
 
     @final
     def exclusive(self) -> AbstractContextManager[None]:
@@ -135,42 +165,198 @@ class Members(Moves):
             )
         return self.launched.index(left)
 
+    # ── agreement ────────────────────────────────────────────────────────────────────────────────
+
     @final
     def agree(self, request: Request, *, value: int = 0, problem: Exception | None = None) -> list[int]:
-        """The check before data moves, one control message; returns the ranks' values. A ``problem`` is raised here;
-        other ranks, which cannot continue without this one, get a ``MismatchError`` instead of a hang.
+        """The check before data moves, one control message; returns the ranks' values, 0 of those that have joined. A
+        ``problem`` is raised here; other ranks, which cannot continue without this one, get a ``MismatchError``
+        instead of a hang.
         """
         if problem is not None:
             request = Request(request.collective, f"refused: {problem}", request.name)
-        digests, values = self._matching.gather(request, value)
+        digests, values = self.gather(request, value)
         if digests.count(request.digest) == self.size:
             if problem is not None:
                 raise problem
-            self._joining.not_joined = ()
-            return values
-        if self._joining.joined_ranks_take_part(request, digests):
-            self._joining.check_root(request, digests)
-            return values  # 0 of those that have joined
-        mismatch = self._matching.mismatch(request, digests)
-        raise problem or mismatch
+            self.not_joined = ()
+        elif self.tell_joined(request, digests) is None:
+            mismatch = self.mismatch(request, digests)
+            raise problem or mismatch
+        elif request.spec is not None and request.spec.root is not None and digests[request.spec.root] == JOINED.digest:
+            sender = self.ranks[request.spec.root]
+            raise MismatchError(f"{request}: rank {sender}, which would send, has joined, and has no values any more.")
+        return values
 
     @final
-    def join(
-        self,
-        requests: Callable[[], Sequence[Request]],
-        take_part: Callable[[Request, list[int]], None],
-        learn: Callable[[bytes], Sequence[Request]] | None = None,
-    ) -> None:
-        """Participates in what the other ranks request, without data, until all have joined; sets ``last_joined``.
-        Collectives of this class get zeros, or no rows; what else is not in ``requests`` the first rank that has not
-        joined sends once, to ``learn``, or all get a ``MismatchError``. ``take_part`` follows the control message::
+    def gather(self, request: Request, value: int) -> Gathered:
+        """The control message, when it is this request's turn: returns all ranks' digests, and their values."""
+        name = None if request is JOINED else request.name
+        header = np.array((request.digest, value), np.int64)
+        note_match = self._observe(request) if events.active() else None
+        try:
+            gathered = self._queue.take_turn(name, request, header, self._control_message, self._make_plan)
+        except ChorosError:
+            raise
+        except BaseException:
+            self._break_off(request)
+            raise
+        if note_match is None:
+            self._section.on_exit(page.end_collective)
+        else:
+            note_match()
+        self.collectives += 1
+        page.begin_collective(request.label, self.size)
+        return gathered
 
-            rank 0                 rank 1                 rank 2, which has joined
-            agree(a, value=8)      agree(a, value=3)      take_part(a, [8, 3, 0])          it does its part of a
-            allgather(rows)        allgather(rows)                                         gives no rows, by itself
-            agree(b, value=8)      take_part(b, [8, 0, 0])  take_part(b, [8, 0, 0])        both do their part of b
-            join                   join                   join                             all have joined
+    def _observe(self, request: Request) -> Callable[[], None]:
+        """Emits an event now, one when what it returns is called, and one when the collective is done."""
+        name, sent, begun = request.name or request.collective, self.bytes_sent, time.perf_counter()
+
+        def emit(kind: events.Kind, **details: events.Detail) -> None:
+            events.emit(kind, name, collective=request.collective, process_set=self.ranks, **details)
+
+        def done() -> None:
+            page.end_collective()
+            seconds = round(time.perf_counter() - begun, 6)
+            emit(events.Kind.COLLECTIVE_DONE, bytes=self.bytes_sent - sent, seconds=seconds)
+
+        def matched() -> None:
+            waited = round(time.perf_counter() - begun, 6)
+            emit(events.Kind.COLLECTIVE_MATCHED, number=self.collectives, waited=waited)
+
+        self._queue.section.on_exit(done)
+        emit(events.Kind.COLLECTIVE_BEGUN)
+        return matched
+
+    def _make_plan(self, request: Request) -> None:
+        """Agrees with the other ranks on which collectives are next, when they ask for them in different orders; those
+        that have joined take part in any. Rounds are a tenth of the time waited apart. If no name is common, and all threads
+        that could ask for more wait, all report a mismatch. Those without a name are matched by order, Horovod's rule::
+
+            rank 0                          rank 1
+            proposes a                      proposes b              one control message: they differ
+            offers a                        offers b                no name is common; rank 0's program still computes
+            offers a, b                     offers b                b is common: the plan of both
+            b                               b
+            proposes a                      proposes a              the same again: one control message
         """
-        while not self.atomic(functools.partial(self._joining.join_once, requests, take_part, learn)):
-            pass
-        self.last_joined, self._joining.not_joined = self._joining.not_joined, ()
+        table: Gathered | None = None
+        with Reporter(self._long_wait) as reporter:
+            while True:
+                message = json.dumps(self._queue.asked_for()).encode()
+                header = np.array((digest_of(message), len(message)), np.int64)
+                earlier, table = table, self._control_message(request, header)
+                if table != earlier:
+                    offers = [Offer(*json.loads(each)) for each in self._share(message, table[1])]
+                    self._queue.plan.extend(matched(offers))
+                    if self._queue.plan:
+                        return
+                    if all(offer.complete for offer in offers):
+                        raise self.mismatch(request)
+                self._section.give_up(self._section.version, _ROUNDS.sleep_after(reporter.check()))
+
+    def _control_message(self, request: Request, header: NDArray[np.int64]) -> Gathered:
+        """Gathers both numbers of the ranks' headers, once all ranks are here."""
+        if self._over:
+            raise MismatchError(self._over)
+        self._asked = request
+        try:
+            # Plain integers: this runs in every step, and for some ranks they are compared faster than arrays.
+            first, second = self._exchange(header).T.tolist()
+        except EngineError:
+            raise
+        except BaseException:
+            self._break_off(request)
+            raise
+        return first, second
+
+    def _break_off(self, request: Request) -> None:
+        """After Ctrl-C, or a signal's handler."""
+        # The other ranks consider this request made, and would wait for its data.
+        self._over = f"{request} was interrupted on this rank, which cannot communicate any more."
+        self._queue.abandon_plan()
+
+    def _share(self, message: bytes, lengths: Sequence[int]) -> list[bytes]:
+        """Every rank's message."""
+        together = self._allgather(np.frombuffer(message, np.uint8), lengths).tobytes()
+        ends = np.cumsum(lengths)
+        return [together[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+    @final
+    def mismatch(self, request: Request, digests: Sequence[int] = ()) -> MismatchError:
+        """The error that compares the ranks' requests; all members make it, and tell the others their requests."""
+        location = caller() or ("" if request == SHUTDOWN else "unknown location")
+        mine = (f"{request} at {location}" if location else str(request)).encode()
+        lengths = self._exchange(np.array([len(mine), 0], np.int64))[:, 0].tolist()
+        comparison = mismatch_text([each.decode() for each in self._share(mine, lengths)], self.ranks)
+        if SHUTDOWN.digest in digests:
+            # A rank has left: to wait for it again would take forever.
+            self._over = comparison
+        return MismatchError(comparison)
+
+    @final
+    def tell_joined(
+        self, request: Request, digests: Sequence[int], *, knows: int = KNOWN
+    ) -> CollectiveSpec | bytes | None:
+        """What ranks that have joined are told of the one request of all others, to take part: nothing if they know it;
+        ``None`` if none has joined, or one cannot. All ask. Only a joined rank knows what it knows: so another control
+        message. If one does not, the first that has not joined sends a spec, or an explanation, with its length as a
+        negative number, and signed if connections need it.
+        """
+        if JOINED.digest not in digests or len({*digests}) > 2:
+            return None
+        asking = [rank for rank, digest in enumerate(digests) if digest != JOINED.digest]
+        self.when_settled(partial(setattr, self, "not_joined", tuple(self.launched[rank] for rank in asking)))
+        message, sign = b"" if request.spec is None else request.spec.encode(), 1
+        if request.explain is not None:
+            message, sign = request.explain(), -1
+            if self.signatures is not None:
+                message = self.signatures.sign(message, collective=self.collectives, rank=self.rank)
+        known, lengths = self._control_message(request, np.array((knows, sign * len(message)), np.int64))
+        if {*known} == {KNOWN}:
+            return b""
+        sender, length = asking[0], lengths[asking[0]]
+        if length == 0 or (length < 0 and UNKNOWN in known):
+            return None
+        sent = [abs(length) if rank == sender else 0 for rank in range(self.size)]
+        told = self._share(message if self.rank == sender else b"", sent)[sender]
+        if length > 0:
+            return CollectiveSpec.decode(told)
+        if self.signatures is None:
+            return told
+        return self.signatures.verified(told, collective=self.collectives, rank=sender)
+
+    # ── moves: unchecked, in ``exclusive()``, after ``agree`` ─────────────────────────────────────
+
+    @final
+    def reduce_in_place(self, buffer: Array, op: Reduction) -> None:
+        """Reduces a buffer of an engine's dtype, not by ``AVERAGE``; unchecked."""
+        self.bytes_sent += buffer.nbytes
+        self._allreduce(buffer, op)
+
+    @final
+    def gather_bytes(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
+        """Concatenates the ranks' bytes; unchecked."""
+        self.bytes_sent += send.nbytes
+        return self._allgather(send, counts)
+
+    @final
+    def alltoallv_bytes(
+        self, send: NDArray[np.uint8], send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> NDArray[np.uint8]:
+        """Sends ``send_counts[i]`` bytes to rank ``i``; unchecked."""
+        self.bytes_sent += send.nbytes
+        return self._alltoall(send, send_counts, receive_counts)
+
+
+def matched(offers: Sequence[Offer]) -> list[str]:
+    """Returns the names that all ranks wait for, in the order of the first rank that has not joined.
+
+    >>> matched([Offer(["a", "b", "c"], complete=False), Offer(["c", "b"], complete=True)])
+    ['b', 'c']
+    >>> matched([Offer([], complete=True, joined=True), Offer(["a"], complete=True)])
+    ['a']
+    """
+    asking = [offer.names for offer in offers if not offer.joined]
+    return [name for name in asking[0] if all(name in names for names in asking)] if asking else []

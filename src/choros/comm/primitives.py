@@ -4,7 +4,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self, final
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,29 +146,3 @@ class Primitives(ABC):
     @abstractmethod
     def _close(self) -> None:
         """Releases the engine's resources; called by all members."""
-
-
-class Moves(Primitives):
-    """Primitives that count the bytes sent; unchecked. ``scratch``: the memory in which chunks are packed."""
-
-    scratch: NDArray[np.uint8] | None = None
-
-    @final
-    def reduce_in_place(self, buffer: Array, op: Reduction) -> None:
-        """Reduces a buffer of an engine's dtype, not by ``AVERAGE``; unchecked: in ``exclusive()``, after ``agree``."""
-        self.bytes_sent += buffer.nbytes
-        self._allreduce(buffer, op)
-
-    @final
-    def gather_bytes(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
-        """Concatenates the ranks' bytes, unchecked: call it inside ``exclusive()`` after ``agree``."""
-        self.bytes_sent += send.nbytes
-        return self._allgather(send, counts)
-
-    @final
-    def alltoallv_bytes(
-        self, send: NDArray[np.uint8], send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> NDArray[np.uint8]:
-        """Sends ``send_counts[i]`` bytes to rank ``i``; unchecked: call it inside ``exclusive()`` after ``agree``."""
-        self.bytes_sent += send.nbytes
-        return self._alltoall(send, send_counts, receive_counts)

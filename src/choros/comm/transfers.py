@@ -18,9 +18,9 @@ from choros.comm.fusion import (
     regrouped,
     views,
 )
-from choros.comm.primitives import Array, Moves
-from choros.comm.reduction import BFLOAT16, Reduction, from_working, working_dtype, working_op
-from choros.comm.request import CollectiveSpec
+from choros.comm.members import Members
+from choros.comm.primitives import Array
+from choros.comm.reduction import Reduction, from_working, working_dtype, working_op
 from choros.errors import ConfigError, MismatchError
 from choros.topology import shard_range
 
@@ -28,32 +28,7 @@ from choros.topology import shard_range
 GATHERED_TOGETHER = 128 << 10
 
 
-def take_part_in(members: Moves, spec: CollectiveSpec, values: Sequence[int]) -> None:
-    """Does the part of a rank that has joined: with zeros, or without rows."""
-    layout = tuple((shape, _dtype(name)) for name, shape in spec.arrays)
-    match spec.collective:
-        case "allreduce" | "grouped_allreduce":
-            zeros = [np.zeros(shape, dtype) for shape, dtype in layout]
-            reduce_all(members, layout, zeros, Reduction(spec.op), None)
-        case "reducescatter" | "grouped_reducescatter":
-            reduce_and_scatter(members, [np.zeros(shape, dtype) for shape, dtype in layout], Reduction(spec.op))
-        case "broadcast":
-            ((shape, dtype),) = layout
-            broadcast_from(members, spec.root or 0, np.zeros(shape, dtype))
-        case "allgather":
-            ((inner, dtype),) = layout
-            gather_rows(members, np.zeros((0, *inner), dtype), values)
-        case "grouped_allgather":
-            empty = [np.zeros((0, *inner), dtype) for inner, dtype in layout]
-            gather_all(members, empty, np.zeros(len(empty), np.int64), values)
-        case "alltoall":
-            ((inner, dtype),) = layout
-            exchange_rows(members, np.zeros((0, *inner), dtype), np.zeros(members.size, np.int64))
-        case "sum":
-            sum_numbers(members, np.zeros(max(values)), values, spec.differ)
-
-
-def sum_numbers(members: Moves, numbers: Array, sizes: Sequence[int], differ: str) -> None:
+def sum_numbers(members: Members, numbers: Array, sizes: Sequence[int], differ: str) -> None:
     """Sums the members' numbers in place: a ``CollectiveSpec`` of a ``sum``, once agreed with the ``sizes``, 0 for a
     rank without rows.
     """
@@ -63,7 +38,7 @@ def sum_numbers(members: Moves, numbers: Array, sizes: Sequence[int], differ: st
 
 
 def reduce_all(
-    members: Moves, layout: Layout, arrays: list[Array], op: Reduction, outs: list[Array] | None
+    members: Members, layout: Layout, arrays: list[Array], op: Reduction, outs: list[Array] | None
 ) -> list[Array]:
     """Reduces arrays of all members, into ``outs`` or new ones."""
     if op is Reduction.ADASUM:
@@ -88,14 +63,14 @@ def reduce_all(
     return results
 
 
-def gather_rows(members: Moves, rows: Array, lengths: Sequence[int]) -> Array:
+def gather_rows(members: Members, rows: Array, lengths: Sequence[int]) -> Array:
     """Concatenates the rows of all members, which have ``lengths``."""
     row_bytes = _row_bytes(rows)
     received = members.gather_bytes(_bytes(rows), [length * row_bytes for length in lengths])
     return received.view(rows.dtype).reshape(sum(lengths), *rows.shape[1:])
 
 
-def gather_all(members: Moves, parts: list[Array], lengths: NDArray[np.int64], digests: Sequence[int]) -> list[Array]:
+def gather_all(members: Members, parts: list[Array], lengths: NDArray[np.int64], digests: Sequence[int]) -> list[Array]:
     """Gathers several arrays; ``digests`` are those of the ranks' ``lengths``."""
     if len(set(digests)) == 1:
         table = np.tile(lengths, (members.size, 1))
@@ -117,7 +92,7 @@ def gather_all(members: Moves, parts: list[Array], lengths: NDArray[np.int64], d
     ]
 
 
-def broadcast_from(members: Moves, root: int, source: Array) -> Array:
+def broadcast_from(members: Members, root: int, source: Array) -> Array:
     """Returns the array of the member ``root``."""
     buffer = source.flatten()
     members.bytes_sent += buffer.nbytes if root == members.rank else 0
@@ -125,7 +100,7 @@ def broadcast_from(members: Moves, root: int, source: Array) -> Array:
     return buffer.reshape(source.shape)
 
 
-def reduce_and_scatter(members: Moves, arrays: list[Array], op: Reduction) -> list[Array]:
+def reduce_and_scatter(members: Members, arrays: list[Array], op: Reduction) -> list[Array]:
     """Reduces arrays, and returns this rank's rows of each."""
     results = list(arrays)
     for dtype in dict.fromkeys(array.dtype for array in arrays):
@@ -137,7 +112,7 @@ def reduce_and_scatter(members: Moves, arrays: list[Array], op: Reduction) -> li
     return results
 
 
-def _scatter_together(members: Moves, arrays: list[Array], op: Reduction) -> list[Array]:
+def _scatter_together(members: Members, arrays: list[Array], op: Reduction) -> list[Array]:
     """Reduces arrays of one dtype in one message, in which their rows for one rank follow each other."""
     dtype, size = arrays[0].dtype, members.size
     shares = [[array[slice(*shard_range(len(array), rank, size))] for array in arrays] for rank in range(size)]
@@ -178,7 +153,7 @@ def row_counts(
     return counts.astype(np.int64), None
 
 
-def exchange_rows(members: Moves, rows: Array, counts: NDArray[np.int64]) -> tuple[Array, NDArray[np.int32]]:
+def exchange_rows(members: Members, rows: Array, counts: NDArray[np.int64]) -> tuple[Array, NDArray[np.int32]]:
     """Sends ``counts`` rows to each member; returns those received, and how many from each."""
     eights = [counts.itemsize] * members.size
     received_counts = members._alltoall(counts.view(np.uint8), eights, eights).view(np.int64)
@@ -209,7 +184,3 @@ def _plan(layout: Layout, chunk_bytes: int) -> tuple[FusionBuffer, ...]:
 
 def _row_bytes(rows: Array) -> int:
     return rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
-
-
-def _dtype(name: str) -> np.dtype[np.generic]:
-    return BFLOAT16 if name == BFLOAT16.name else np.dtype(name)

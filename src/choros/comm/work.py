@@ -1,5 +1,5 @@
 """Asynchronous collectives, and the section in which one thread's collective runs: one at a time, in the order of
-calls. If other ranks call them in another order, ``matching.py`` makes a plan, and a thread gives its section up::
+calls. If other ranks call them in another order, ``members.py`` makes a plan, and a thread gives its section up::
 
     queue's thread                               main thread
     exclusive()
@@ -39,7 +39,7 @@ class Work(Generic[T]):
     """A collective under way.
 
     >>> queue = WorkQueue()
-    >>> queue.submit(lambda: 2 + 2).wait()
+    >>> queue.submit("", lambda: 2 + 2).wait()
     4
     >>> queue.close()
     """
@@ -227,11 +227,7 @@ class WorkQueue:
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        """``submit_named`` without a name."""
-        return self.submit_named("", collective, *args, **kwargs)
-
-    def submit_named(self, name: str, collective: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
+    def submit(self, name: str, collective: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
         """Runs ``collective`` on the queue's thread, matched by ``name``, one at a time; ``""``: by order of calls."""
         queued = _Queued(name, lambda: collective(*args, **kwargs), caller())
         self._note_caller()
@@ -329,7 +325,7 @@ class WorkQueue:
         return gathered
 
     def asked_for(self) -> tuple[list[str], bool, bool]:
-        """What this rank waits for: the fields of an ``Offer``."""
+        """What this rank waits for: the fields of an ``Offer`` to the other ranks."""
         with self.section.mutex:
             names = [asker.name for asker in self._askers if asker.name is not None]
             names += [queued.name for queued in self._queued]

@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec
 from choros.arrays.jax_arrays import JaxArrays
-from choros.comm import ProcessSet, Reduction, global_process_set
+from choros.comm import ProcessSet, Reduction, global_process_set, joining
 from choros.comm.fusion import Layout
 from choros.errors import ConfigError, NotInitializedError
 from choros.jax.collectives import paths_of
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.identical import check_identical
-from choros.parallel.reduce import joining
 from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
 from choros.parallel.reduce.reducer import GradientReducer
 

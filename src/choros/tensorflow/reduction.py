@@ -11,11 +11,10 @@ import keras
 import tensorflow as tf
 
 from choros.arrays import framework_adapter
-from choros.comm import ProcessSet, Reduction, global_process_set
+from choros.comm import ProcessSet, Reduction, global_process_set, joining
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel import ops
 from choros.parallel.compression import Compressor
-from choros.parallel.reduce import joining
 from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.settings import current

@@ -19,12 +19,11 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from choros.comm import ProcessSet, Reduction, global_process_set
+from choros.comm import ProcessSet, Reduction, global_process_set, joining
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.objects import allgather_object
 from choros.parallel.ops import grouped_allreduce
-from choros.parallel.reduce import joining
 from choros.parallel.reduce.device import device_to_reduce_on
 from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes, indices_of_groups
 from choros.parallel.reduce.reducer import GradientReducer

@@ -9,7 +9,7 @@
     update                             the same update
     metrics, own statistics            those from before the step
 
-At the end of its batches a rank joins instead (``parallel/reduce/joining.py``): it need not know how many are left.
+At the end of its batches a rank joins instead (``comm/joining.py``): it need not know how many are left.
 """
 
 from collections.abc import Callable, Sequence

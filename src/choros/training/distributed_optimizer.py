@@ -13,8 +13,8 @@ from typing import Any
 
 import keras
 
+from choros.comm.joining import Participation
 from choros.errors import ConfigError
-from choros.parallel.reduce.joining import Participation
 from choros.training.keras_internals.models import (
     BaseOptimizer,
     accumulators,

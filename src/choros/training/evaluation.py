@@ -17,13 +17,12 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
-from choros.comm import Request, global_process_set
+from choros.comm import Request, global_process_set, joining
 from choros.comm.request import CollectiveSpec
 from choros.data.epochs import EpochData
 from choros.data.kinds import epochs_behind
 from choros.data.plan import OPEN, ShardBatches
 from choros.elastic.preemption import leave_if_asked
-from choros.parallel.reduce import joining
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.keras_internals.fit import abandon_test, epochs_of_any_length, finish_step, sync_jax_state
 from choros.training.keras_internals.models import build_metrics

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from choros.arrays import ArrayAdapter, ArraySpec, device_adapter, framework_adapter
 from choros.comm import Reduction, global_process_set
 from choros.comm.devices import Device
+from choros.comm.joining import Participation
 from choros.errors import ConfigError
 from choros.parallel.identical import check_identical
 from choros.parallel.reduce.device import device_to_reduce_on
 from choros.parallel.reduce.gradients import Gradient, GradientLayout, RowsLayout, SparseRows, layout_of
-from choros.parallel.reduce.joining import Participation
 from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.torch_backward import BackwardExchange

@@ -13,13 +13,12 @@ from typing import Any, final
 
 import keras
 
-from choros.comm import ProcessSet, Reduction, global_process_set, opening
+from choros.comm import ProcessSet, Reduction, global_process_set, joining, opening
 from choros.data.epochs import EpochData
 from choros.data.rows import rows_differ
 from choros.errors import ConfigError
 from choros.observe.progress import page
 from choros.parallel.identical import are_identical
-from choros.parallel.reduce import joining
 from choros.parallel.structure import map_structure
 from choros.training import distributed_optimizer
 from choros.training.absent_rows import step_without_rows

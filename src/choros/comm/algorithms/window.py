@@ -23,10 +23,9 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from choros.comm.algorithms.shared_memory import share
-from choros.comm.engines.mpi_waiting import wait_for
 from choros.comm.primitives import CHUNK_BYTES
 from choros.comm.reduction import UFUNCS, Reduction
-from choros.comm.waiting import LongWait
+from choros.comm.waiting import LongWait, wait_until
 from choros.topology import shard_range
 
 
@@ -111,7 +110,7 @@ class Window:
         if brief:
             self._host.Barrier()
         else:
-            wait_for(self._host.Ibarrier(), describe=describe)
+            wait_until(self._host.Ibarrier().Test, describe=describe)
 
 
 def _address(array: NDArray[Any]) -> int:

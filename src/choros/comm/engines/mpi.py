@@ -25,7 +25,7 @@ from choros.comm.fusion import aligned_empty, chunk_bytes
 from choros.comm.members import LEAVES, NEWCOMER, MemberLost
 from choros.comm.primitives import Array
 from choros.comm.reduction import Reduction
-from choros.comm.waiting import LongWait
+from choros.comm.waiting import LongWait, idle_yield, wait_until
 from choros.errors import ConfigError, EngineError, EngineUnavailable, PeerLostError
 from choros.observe.events import INIT, LEAVING
 from choros.settings import current
@@ -65,7 +65,6 @@ from choros.comm.engines.mpi_survivors import (  # noqa: E402
     unless_lost,
     why_not_to_go_on,
 )
-from choros.comm.engines.mpi_waiting import idle_yield, wait_for  # noqa: E402
 
 _log = logging.getLogger("choros")
 
@@ -176,7 +175,7 @@ class MpiCommunicator(Communicator):
         try:
             # Here ranks wait for those that arrive late. After that, blocking calls, which spin, are brief.
             request = self._comm.Iallgather(header, self._table)
-            core_is_shared = wait_for(request, header, self._table, describe=self._long_wait)
+            core_is_shared = wait_until(request.Test, describe=self._long_wait)
         except MPI.Exception as error:
             raise _engine_error(error, "the check of a collective") from error
         idle_yield().note(core_is_shared=core_is_shared)
@@ -433,7 +432,7 @@ def _meet(world: MPI.Intracomm, *, leaves: bool) -> list[int]:
         with _translated("the rendezvous of the ranks"):
             lost = False
             try:
-                wait_for(world.Iallgather(own, everyone), own, everyone, describe=partial(_long_wait, what, world))
+                wait_until(world.Iallgather(own, everyone).Test, describe=partial(_long_wait, what, world))
             except MPI.Exception as error:
                 if not (current().elastic and is_loss(error)):
                     raise

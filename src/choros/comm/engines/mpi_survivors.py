@@ -18,8 +18,7 @@ from typing import TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from choros.comm.engines.mpi_waiting import wait_for
-from choros.comm.waiting import LongWait
+from choros.comm.waiting import LongWait, wait_until
 
 T = TypeVar("T")
 
@@ -40,7 +39,7 @@ def common_bits(comm: MPI.Intracomm, bits: int, describe: Callable[[], LongWait]
     """Returns the bits that all have set, the same on all left; 0 if a member was lost. ``comm`` may be revoked."""
     common = np.array(bits, np.int32)
     try:
-        wait_for(comm.Iagree(common), common, describe=describe)
+        wait_until(comm.Iagree(common).Test, describe=describe)
     except MPI.Exception as error:
         if is_loss(error):
             return 0

@@ -34,6 +34,7 @@ import cloudpickle
 import numpy as np
 
 from choros.comm import ProcessSet, Reduction, Request
+from choros.comm.joining import Participation, has_others, join
 from choros.comm.membership import Membership
 from choros.errors import EngineError
 from choros.observe import events
@@ -42,7 +43,6 @@ from choros.observe.progress import page
 from choros.parallel.identical import Comparison
 from choros.parallel.reduce.exchange import Array
 from choros.parallel.reduce.gradients import Gradient, GradientLayout, layout_of, zeros_like, zeros_of
-from choros.parallel.reduce.joining import Participation, has_others, join
 from choros.parallel.reduce.plan import Plan, ReduceConfig, plan_for
 from choros.settings import current
 
