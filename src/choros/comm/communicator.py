@@ -313,14 +313,14 @@ def _request(
     of_rows: bool = False,
 ) -> Request:
     """Cached, as most requests are made every step; so is their digest. ``of_rows``: shapes are those of one row."""
-    given = [] if op is None else [f"op={op.value}"]
+    given = [] if op is None else [f"op={op.title}"]
     given += [] if root is None else [f"root={root}"]
     shapes = [f"(any, {', '.join(map(str, shape))})" if of_rows else str(shape) for shape, _ in layout]
     given += ["; ".join(f"dtype={dtype}, shape={shape}" for (_, dtype), shape in zip(layout, shapes, strict=True))]
     spec = None
     if collective != "allreduce in place":  # its memory is the callers'
         arrays = tuple((dtype.name, shape) for shape, dtype in layout)
-        spec = CollectiveSpec(collective, arrays, "" if op is None else op.value, root)
+        spec = CollectiveSpec(collective, arrays, Reduction.AVERAGE if op is None else op, root)
     return Request(collective, ", ".join(filter(None, given)), name, spec)
 
 

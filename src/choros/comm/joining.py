@@ -15,7 +15,7 @@ import numpy as np
 
 from choros.comm.members import KNOWN, LEARNS, UNKNOWN, Members
 from choros.comm.process_set import ProcessSet, global_process_set
-from choros.comm.reduction import BFLOAT16, Reduction
+from choros.comm.reduction import BFLOAT16
 from choros.comm.request import JOINED, SHUTDOWN, CollectiveSpec, Request
 from choros.comm.transfers import (
     broadcast_from,
@@ -113,9 +113,9 @@ def _take_part_in(members: Members, spec: CollectiveSpec, values: Sequence[int])
     match spec.collective:
         case "allreduce" | "grouped_allreduce":
             zeros = [np.zeros(shape, dtype) for shape, dtype in layout]
-            reduce_all(members, layout, zeros, Reduction(spec.op), None)
+            reduce_all(members, layout, zeros, spec.op, None)
         case "reducescatter" | "grouped_reducescatter":
-            reduce_and_scatter(members, [np.zeros(shape, dtype) for shape, dtype in layout], Reduction(spec.op))
+            reduce_and_scatter(members, [np.zeros(shape, dtype) for shape, dtype in layout], spec.op)
         case "broadcast":
             ((shape, dtype),) = layout
             broadcast_from(members, spec.root or 0, np.zeros(shape, dtype))

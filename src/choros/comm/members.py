@@ -231,8 +231,8 @@ class Members(Primitives):
 
     def _make_plan(self, request: Request) -> None:
         """Agrees with the other ranks on which collectives are next, when they ask for them in different orders; those
-        that have joined take part in any. Rounds are a tenth of the time waited apart. If no name is common, and all threads
-        that could ask for more wait, all report a mismatch. Those without a name are matched by order, Horovod's rule::
+        that have joined take part in any. Rounds are a tenth of the time waited apart. If no name is common, and all
+        threads that could ask for more wait, all report a mismatch. Those without a name are matched by order::
 
             rank 0                          rank 1
             proposes a                      proposes b              one control message: they differ

@@ -23,44 +23,28 @@ DTYPES: tuple[np.dtype[np.generic], ...] = (
 _KNOWN = frozenset(DTYPES)
 
 
-class Reduction(enum.Enum):
-    """What a reduction does with the ranks' values; members equal Horovod's integers. On booleans ``SUM`` and ``MAX``
+class Reduction(enum.IntEnum):
+    """What a reduction does with the ranks' values; members are Horovod's integers. On booleans ``SUM`` and ``MAX``
     are *or*, ``PRODUCT`` and ``MIN`` are *and*, ``AVERAGE`` is refused; of integers it rounds towards zero. bfloat16
     is reduced in float32 and rounded once. ``ADASUM`` is for floating-point allreduces (``adasum.py``).
 
         >>> Reduction.SUM == 1, Reduction(1), Reduction("sum")
-        (True, <Reduction.SUM: 'Sum'>, <Reduction.SUM: 'Sum'>)
+        (True, <Reduction.SUM: 1>, <Reduction.SUM: 1>)
     """
 
-    AVERAGE = "Average"
-    SUM = "Sum"
-    ADASUM = "Adasum"
-    MIN = "Min"
-    MAX = "Max"
-    PRODUCT = "Product"
+    AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
 
-    def __init__(self, *_: object) -> None:
-        self._number = len(type(self)._member_names_)
-
-    def __index__(self) -> int:
-        """Horovod's integer, which is the place of the member."""
-        return self._number
-
-    def __eq__(self, other: object) -> bool:
-        """Whether ``other`` is this member, or Horovod's integer for it."""
-        return self is other or (type(other) is int and other == self._number)
-
-    def __hash__(self) -> int:
-        """That of the integer."""
-        return self._number
+    @property
+    def title(self) -> str:
+        """Its name in messages, such as ``Sum``."""
+        return self.name.title()
 
     @classmethod
     def _missing_(cls, value: object) -> Reduction:
-        """Accepts names in any case, as ``Reduction("sum")``, and Horovod's integers."""
-        for member in cls:
-            if member == value or (isinstance(value, str) and value.casefold() == member.value.casefold()):
-                return member
-        names = ", ".join(member.value for member in cls)
+        """Accepts names in any case, as ``Reduction("sum")``."""
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        names = ", ".join(member.title for member in cls)
         raise ConfigError(f"op={value!r} is no reduction: expected one of {names}.")
 
 

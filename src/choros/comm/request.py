@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from types import FrameType
 
+from choros.comm.reduction import Reduction
 from choros.observe import events
 
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
@@ -37,14 +38,14 @@ class CollectiveSpec:
 
     collective: str
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    op: str = ""
+    op: Reduction = Reduction.AVERAGE
     root: int | None = None
     differ: str = ""
 
     def encode(self) -> bytes:
         """Returns it as a message.
 
-        >>> spec = CollectiveSpec("allreduce", (("float32", (3, 4)),), "Sum")
+        >>> spec = CollectiveSpec("allreduce", (("float32", (3, 4)),), Reduction.SUM)
         >>> CollectiveSpec.decode(spec.encode()) == spec
         True
         """
@@ -55,7 +56,7 @@ class CollectiveSpec:
         """Returns the spec of a message."""
         values = json.loads(message)
         arrays = tuple((dtype, tuple(shape)) for dtype, shape in values.pop("arrays"))
-        return cls(arrays=arrays, **values)
+        return cls(arrays=arrays, op=Reduction(values.pop("op")), **values)
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def idle_yield() -> IdleYield:
 
 @final
 class IdleYield:
-    """Switches whether this process yields its core in calls of Open MPI that block. That costs a small allreduce 10 µs,
+    """Switches whether this process yields its core in blocking calls of Open MPI. That costs a small allreduce 10 µs,
     and saves milliseconds where others use the core, as long yields show::
 
         agree: no long yield ─► agree: a long yield ─► yield on ─► 100 agreements without a long yield ─► yield off

@@ -111,7 +111,7 @@ def _check_linear(call: CollectiveCall) -> None:
     """A ``ConfigError`` if a reduction whose gradient is needed has none."""
     if call.op not in _LINEAR:
         raise ConfigError(
-            f"the gradient of {call.collective}(op={call.op.value}) is needed, which has none: use Sum or Average, or "
+            f"the gradient of {call.collective}(op={call.op.title}) is needed, which has none: use Sum or Average, or "
             "make its argument a constant (x.detach(), tf.stop_gradient(x), jax.lax.stop_gradient(x))."
         )
 
@@ -120,7 +120,7 @@ def _gather_rows(rows: tuple[Any, Any, Any], call: CollectiveCall) -> Any:
     """``allreduce`` of a sparse gradient: all ranks' rows, scaled."""
     if call.op not in _LINEAR:
         raise UnsupportedError(
-            f"allreduce(op={call.op.value}): the rows of a sparse gradient (IndexedSlices) are gathered, which is "
+            f"allreduce(op={call.op.title}): the rows of a sparse gradient (IndexedSlices) are gathered, which is "
             "their sum: use Sum or Average, or make it dense."
         )
     indices, values, shape = rows

@@ -41,7 +41,7 @@ from choros.training.forms import CONSTANT, MEAN, SUM, Dependence, Form
 from choros.training.keras_internals.fit import apply_mask, patched_reductions
 
 _SHARE = Request("examples of a batch", spec=CollectiveSpec("agreement"))
-_DIVISOR = Request("divisor of a loss", spec=CollectiveSpec("allreduce", (("float64", (1,)),), Reduction.SUM.value))
+_DIVISOR = Request("divisor of a loss", spec=CollectiveSpec("allreduce", (("float64", (1,)),), Reduction.SUM))
 #: In a training step of the user's own, what is not computed in each step has that many to be read in.
 _FIRST_STEPS = 16
 _SCALAR = ArraySpec((), np.dtype(np.float32))

@@ -68,7 +68,7 @@ class DeviceCollectives:
 
         values = as_tensor(tensor)
         link = self._link(values)
-        request = Request("device allreduce", f"op={op.value}, {_kind(values)}", name)
+        request = Request("device allreduce", f"op={op.title}, {_kind(values)}", name)
         with self._control.exclusive():
             self._control.agree(request, problem=_unwritable(tensor, values) or _problem(values, op))
             values = values.detach()
@@ -109,7 +109,7 @@ class DeviceCollectives:
         problem = _problem(rows, op)
         if rows.ndim == 0:
             problem = ConfigError("reducescatter: a scalar has no rows to scatter; give it at least one dimension.")
-        request = Request("device reducescatter", f"op={op.value}, {_kind(rows)}", name)
+        request = Request("device reducescatter", f"op={op.title}, {_kind(rows)}", name)
         with self._control.exclusive():
             self._control.agree(request, problem=problem)
             size, rank = self._control.size, self._control.rank

@@ -73,7 +73,7 @@ class ReduceConfig:
         object.__setattr__(self, "op", Reduction(self.op))
         check_compressor(self.compressor)
         if self.op not in (Reduction.AVERAGE, Reduction.SUM):
-            raise ConfigError(f"op={self.op.value}: gradients can be reduced with Average or Sum only.")
+            raise ConfigError(f"op={self.op.title}: gradients can be reduced with Average or Sum only.")
         if self.predivide_factor <= 0:
             raise ConfigError(f"gradient_predivide_factor={self.predivide_factor} must be greater than 0.")
         if self.predivide_factor != 1.0 and self.op is not Reduction.AVERAGE:
@@ -140,7 +140,7 @@ def plan_for(config: ReduceConfig, name: str, layout: GradientLayout, compares: 
     buckets = tuple(config.bucket_indices(layout))
     exchanges = tuple(_exchange_for(config, layout, communicator, indices) for indices in buckets)
     sent = "; ".join(exchange.description for exchange in exchanges)
-    scales = f"op={config.op.value}, predivide_factor={config.predivide_factor}"
+    scales = f"op={config.op.title}, predivide_factor={config.predivide_factor}"
     counts = f"micro_batches={config.micro_batches}, {len(layout)} arrays"
     if compares != _COMPARES:
         counts += f", compared every {compares[0]} steps, divergence={compares[1]}"
