@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +11,17 @@ from numpy.typing import NDArray
 HostArray = NDArray[Any]
 #: From host arrays to host arrays.
 HostFunction = Callable[[Sequence[HostArray]], Sequence[HostArray]]
-#: The same, given arrays into which it may write the results that replace arguments, and return them; or ``None``.
-HostUpdate = Callable[[Sequence[HostArray], Sequence[HostArray] | None], Sequence[HostArray]]
 #: A shape and a dtype.
 ArrayLayout = tuple[tuple[int, ...], np.dtype[np.generic]]
 #: From arrays of the framework to arrays of the framework.
 ArrayFunction = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class HostUpdate(Protocol):
+    """A ``HostFunction`` that may write the results that replace arguments into ``out``, if it is given any."""
+
+    def __call__(self, hosts: Sequence[HostArray], out: Sequence[HostArray] | None = None, /) -> Sequence[HostArray]:
+        """From host arrays to host arrays."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ class ArrayAdapter(ABC):
             keeps: whether it needs their values until it returns, so that results must have other memory.
         """
         del replaced, keeps
-        return self.host_call(lambda hosts: function(hosts, None), arrays, outputs)
+        return self.host_call(function, arrays, outputs)
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
         """Returns ``forward(arrays)`` with the gradient rule ``backward``.

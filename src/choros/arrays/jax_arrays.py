@@ -91,7 +91,7 @@ class JaxArrays(ArrayAdapter):
 
 
 def _without_updates(function: HostFunction) -> HostUpdate:
-    return lambda hosts, _: function(hosts)
+    return lambda hosts, _=None: function(hosts)
 
 
 def _bound(call: HostCall, arrays: Sequence[Any]) -> list[Any]:

@@ -140,7 +140,7 @@ def shutdown() -> None:
     else:
         for process_set in (*job.process_sets.values(), global_process_set):
             process_set.unregister()
-    global_process_set.process_set_id = None
+    global_process_set.forget()
     _listeners.stop()
     keep(None)
     global _finalize

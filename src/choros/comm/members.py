@@ -193,7 +193,7 @@ class Members(Primitives):
         """The control message, when it is this request's turn: returns all ranks' digests, and their values."""
         name = None if request is JOINED else request.name
         header = np.array((request.digest, value), np.int64)
-        note_match = self._observe(request) if events.active() else None
+        note_match = self._observe(request) if events.Kind.COLLECTIVE_BEGUN in events.heard else None
         try:
             gathered = self._queue.take_turn(name, request, header, self._control_message, self._make_plan)
         except ChorosError:

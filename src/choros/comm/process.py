@@ -38,7 +38,7 @@ class Listeners:
         self.configure(config, rank)
         self.start()
         open_page()
-        if events.active(events.Kind.SCRIPT_ENDED) and not self._reports_end:
+        if events.Kind.SCRIPT_ENDED in events.heard and not self._reports_end:
             self._reports_end = True
             threading.Thread(target=self._report_end, name="choros: end of the script", daemon=True).start()
 

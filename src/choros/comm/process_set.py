@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, final
 
@@ -49,7 +50,6 @@ class ProcessSet:
         self.ranks = sorted(int(rank) for rank in ranks)
         self.process_set_id: int | None = None
         self.membership: Membership | None = None
-        self._communicator: Communicator | None = None
 
     def register(self, process_set_id: int, ranks: Sequence[int], communicator: Communicator | None) -> None:
         """Makes the set usable; ``communicator`` is ``None`` on ranks outside it."""
@@ -57,7 +57,8 @@ class ProcessSet:
         self.ranks = list(ranks)
         known = self.membership
         self.membership = Membership(0, tuple(ranks)) if known is None else known.successor(self.ranks)
-        self._communicator = communicator
+        if communicator is not None:
+            self.communicator = communicator
 
     def changed(self, ranks: Sequence[int], *, admits: bool = False) -> None:
         """Notes that its members have changed, or have other ranks; ``admits``: that there are new ones among them."""
@@ -67,23 +68,24 @@ class ProcessSet:
 
     def unregister(self) -> None:
         """Makes the set unusable and frees its communicator."""
-        if self._communicator is not None:
-            self._communicator.close()
-        self._forget()
+        if self.included():
+            self.communicator.close()
+        self.forget()
 
     def abandon(self) -> None:
         """``unregister`` after another rank has ended: frees what this rank can free alone."""
-        if self._communicator is not None:
-            self._communicator.abandon()
-        self._forget()
+        if self.included():
+            self.communicator.abandon()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Makes the set unusable, and leaves its communicator as it is."""
         self.process_set_id = None
-        self._communicator = None
+        vars(self).pop("communicator", None)
 
-    @property
+    @cached_property
     def communicator(self) -> Communicator:
-        """The members' communicator.
+        """The members' communicator, which ``register`` sets; without, it raises an error.
 
         Raises:
             NotInitializedError: the set is not registered.
@@ -91,16 +93,14 @@ class ProcessSet:
         """
         if self.process_set_id is None:
             raise NotInitializedError("a collective" if self.ranks == [] else f"a collective of {self}")
-        if self._communicator is None:
-            raise ConfigError(
-                f"this rank is not in {self}: only its members may call collectives on it. Guard the call with "
-                "process_set.included()."
-            )
-        return self._communicator
+        raise ConfigError(
+            f"this rank is not in {self}: only its members may call collectives on it. Guard the call with "
+            "process_set.included()."
+        )
 
     def included(self) -> bool | None:
         """Whether this process is a member; ``None`` if the set is not registered."""
-        return None if self.process_set_id is None else self._communicator is not None
+        return None if self.process_set_id is None else "communicator" in vars(self)
 
     def size(self) -> int | None:
         """The number of members; ``None`` if the set is not registered."""
@@ -108,7 +108,7 @@ class ProcessSet:
 
     def rank(self) -> int | None:
         """This process among the members; ``None`` if the set is not registered or we are not in it."""
-        return None if self._communicator is None else self._communicator.rank
+        return self.communicator.rank if self.included() else None
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"

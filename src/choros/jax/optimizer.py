@@ -64,7 +64,7 @@ class _GradientReduction:
             leaves[index] = gradient
         return structure.unflatten(leaves)
 
-    def _on_host(self, hosts: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
+    def _on_host(self, hosts: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
         counts, *gradients = hosts
         if (counts != counts.flat[0]).any():  # several models, under jax.vmap
             raise ConfigError("update(examples=…) cannot differ between the models of jax.vmap: pass one number.")

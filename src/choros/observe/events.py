@@ -9,7 +9,7 @@
     (``listeners.py``)                                    (the log, with CHOROS_LOG_LEVEL=debug)
 
 Emitting code does not depend on listeners. Events to which no one listens are not created; code that runs in every
-collective checks ``active()`` before it collects details. chorosrun always listens to ``REPORTS``, which are rare:
+step looks at ``heard`` before it collects details. chorosrun always listens to ``REPORTS``, which are rare:
 it needs them to know whether a job can still end.
 """
 
@@ -105,13 +105,8 @@ Listener = Callable[[Event], None]
 
 _listeners: tuple[tuple[Listener, frozenset[Kind]], ...] = ()
 #: The kinds to which some listener listens.
-_heard: frozenset[Kind] = frozenset()
+heard: frozenset[Kind] = frozenset()
 _rank = -1
-
-
-def active(kind: Kind = Kind.COLLECTIVE_BEGUN) -> bool:
-    """Returns whether a listener listens to events of ``kind``, by default to collectives."""
-    return kind in _heard
 
 
 def listen(listener: Listener, kinds: Collection[Kind] = tuple(Kind)) -> Callable[[], None]:
@@ -131,9 +126,9 @@ def listen(listener: Listener, kinds: Collection[Kind] = tuple(Kind)) -> Callabl
 
 
 def _register(listeners: tuple[tuple[Listener, frozenset[Kind]], ...]) -> None:
-    global _heard, _listeners
+    global heard, _listeners
     _listeners = listeners
-    _heard = frozenset().union(*(kinds for _, kinds in listeners))
+    heard = frozenset().union(*(kinds for _, kinds in listeners))
 
 
 def identify(rank: int) -> None:
@@ -144,7 +139,7 @@ def identify(rank: int) -> None:
 
 def emit(kind: Kind, name: str = "", **details: Detail) -> None:
     """Passes an event of this process to all listeners; ``name`` is that of its subject."""
-    if kind in _heard:
+    if kind in heard:
         publish(Event(kind, name, _rank, time.time(), details))
 
 
@@ -167,7 +162,7 @@ def span(begun: Kind, done: Kind, name: str = "", **details: Detail) -> Iterator
     >>> received
     ['step begun', 'step done']
     """
-    if begun not in _heard:
+    if begun not in heard:
         yield
         return
     start = time.perf_counter()

@@ -79,7 +79,7 @@ def _launch_once(
     remove_stale()
     name = os.urandom(6).hex()
     with job_directories(name) as session, _shown_events(job, environ, output):
-        job = replace(job, options=replace(job.options, events=events.active()))
+        job = replace(job, options=replace(job.options, events=events.Kind.COLLECTIVE_BEGUN in events.heard))
         command = plan(job, mpirun, environ, name=name, session=str(session), root=os.geteuid() == 0)
         if verbose:
             for line in (str(command), *rank_lines(job, environ)):

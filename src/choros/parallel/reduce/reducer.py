@@ -369,7 +369,7 @@ class GradientReducer:
             self._begun = self._progress.steps
             if not joined:
                 page.note_step()
-            events.emit(Kind.STEP_BEGUN, self._name, step=self._begun, examples=examples, joined=joined)
+            self._emit(Kind.STEP_BEGUN, step=self._begun, examples=examples, joined=joined)
         # With several micro-batches ranks may differ in whether they have accumulated gradients of earlier ones.
         same = self.config.micro_batches == 1 and len(set(counts)) == 1
         self._scales = _scales(plan, self._weight, same=same)
@@ -405,7 +405,7 @@ class GradientReducer:
     def _sum(
         self, plan: Plan, bucket: int, gradients: Sequence[Gradient] | None, out: Sequence[Array] | None = None
     ) -> list[Gradient]:
-        events.emit(Kind.BUCKET_BEGUN, self._name, bucket=bucket, arrays=len(plan.indices[bucket]))
+        self._emit(Kind.BUCKET_BEGUN, bucket=bucket, arrays=len(plan.indices[bucket]))
         exchange = plan.exchanges[bucket]
         # Infinities are detected by the loss scale: NumPy must not warn of them.
         with np.errstate(over="ignore", invalid="ignore"):
@@ -413,11 +413,15 @@ class GradientReducer:
                 reduced = exchange.sum(gradients, *self._scales)
             else:
                 reduced = exchange.sum_into(out, gradients, *self._scales)
-        events.emit(Kind.BUCKET_DONE, self._name, bucket=bucket)
+        self._emit(Kind.BUCKET_DONE, bucket=bucket)
         if bucket == len(plan.indices) - 1:
-            events.emit(Kind.STEP_DONE, self._name, step=self._progress.steps)
+            self._emit(Kind.STEP_DONE, step=self._progress.steps)
             plan.communicator.when_settled(self._settle)
         return reduced
+
+    def _emit(self, kind: Kind, **details: events.Detail) -> None:
+        if kind in events.heard:
+            events.emit(kind, self._name, **details)
 
     def _settle(self) -> None:
         self._settled = self._progress
