@@ -369,7 +369,7 @@ class GradientReducer:
             self._begun = self._progress.steps
             if not joined:
                 page.note_step()
-            self._emit(Kind.STEP_BEGUN, step=self._begun, examples=examples, joined=joined)
+            _emit(Kind.STEP_BEGUN, self._name, step=self._begun, examples=examples, joined=joined)
         # With several micro-batches ranks may differ in whether they have accumulated gradients of earlier ones.
         same = self.config.micro_batches == 1 and len(set(counts)) == 1
         self._scales = _scales(plan, self._weight, same=same)
@@ -405,7 +405,7 @@ class GradientReducer:
     def _sum(
         self, plan: Plan, bucket: int, gradients: Sequence[Gradient] | None, out: Sequence[Array] | None = None
     ) -> list[Gradient]:
-        self._emit(Kind.BUCKET_BEGUN, bucket=bucket, arrays=len(plan.indices[bucket]))
+        _emit(Kind.BUCKET_BEGUN, self._name, bucket=bucket, arrays=len(plan.indices[bucket]))
         exchange = plan.exchanges[bucket]
         # Infinities are detected by the loss scale: NumPy must not warn of them.
         with np.errstate(over="ignore", invalid="ignore"):
@@ -413,18 +413,19 @@ class GradientReducer:
                 reduced = exchange.sum(gradients, *self._scales)
             else:
                 reduced = exchange.sum_into(out, gradients, *self._scales)
-        self._emit(Kind.BUCKET_DONE, bucket=bucket)
+        _emit(Kind.BUCKET_DONE, self._name, bucket=bucket)
         if bucket == len(plan.indices) - 1:
-            self._emit(Kind.STEP_DONE, step=self._progress.steps)
+            _emit(Kind.STEP_DONE, self._name, step=self._progress.steps)
             plan.communicator.when_settled(self._settle)
         return reduced
 
-    def _emit(self, kind: Kind, **details: events.Detail) -> None:
-        if kind in events.heard:
-            events.emit(kind, self._name, **details)
-
     def _settle(self) -> None:
         self._settled = self._progress
+
+
+def _emit(kind: Kind, name: str, **details: events.Detail) -> None:
+    if kind in events.heard:
+        events.emit(kind, name, **details)
 
 
 def _scales(plan: Plan, weight: float, *, same: bool) -> tuple[float, float]:
