@@ -17,7 +17,7 @@ ArrayLayout = tuple[tuple[int, ...], np.dtype[np.generic]]
 ArrayFunction = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-class HostUpdate(Protocol):
+class HostReplacement(Protocol):
     """A ``HostFunction`` that may write the results that replace arguments into ``out``, if it is given any."""
 
     def __call__(self, hosts: Sequence[HostArray], out: Sequence[HostArray] | None = None, /) -> Sequence[HostArray]:
@@ -124,7 +124,7 @@ class ArrayAdapter(ABC):
 
     def host_update(
         self,
-        function: HostUpdate,
+        function: HostReplacement,
         arrays: Sequence[Any],
         outputs: Sequence[ArraySpec],
         replaced: int,

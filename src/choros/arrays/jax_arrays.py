@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray, HostFunction, HostUpdate
+from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray, HostFunction, HostReplacement
 from choros.arrays.jax_host_call import HostCall
 from choros.errors import ConfigError
 
@@ -45,7 +45,7 @@ class JaxArrays(ArrayAdapter):
 
     def host_update(
         self,
-        function: HostUpdate,
+        function: HostReplacement,
         arrays: Sequence[Any],
         outputs: Sequence[ArraySpec],
         replaced: int,
@@ -90,7 +90,7 @@ class JaxArrays(ArrayAdapter):
         return list(differentiable(*arrays))
 
 
-def _without_updates(function: HostFunction) -> HostUpdate:
+def _without_updates(function: HostFunction) -> HostReplacement:
     return lambda hosts, _=None: function(hosts)
 
 

@@ -26,7 +26,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from choros.arrays.adapter import ArraySpec, HostArray, HostUpdate
+from choros.arrays.adapter import ArraySpec, HostArray, HostReplacement
 from choros.arrays.host_errors import recognize_errors, remembered_errors
 from choros.errors import ConfigError
 
@@ -47,7 +47,7 @@ class HostCall:
     replace as many last arguments, unless those keep (``keeps``) their values.
     """
 
-    function: HostUpdate
+    function: HostReplacement
     outputs: tuple[ArraySpec, ...]
     conditional: bool = False
     replaced: int = 0

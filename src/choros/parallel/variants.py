@@ -65,7 +65,7 @@ def op_of(average: bool | None, op: Reduction | None, *, stacklevel: int = 3) ->
     """Returns the reduction that Horovod's deprecated ``average`` or its ``op`` selects: the average, if neither.
 
     >>> op_of(None, Reduction.SUM)
-    <Reduction.SUM: 'Sum'>
+    <Reduction.SUM: 1>
     """
     if average is None:
         return Reduction.AVERAGE if op is None else Reduction(op)
