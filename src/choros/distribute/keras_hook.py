@@ -31,7 +31,7 @@ from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.scope import assign_strategy, current_strategy, in_fit, in_replica, strategy_of
 from choros.distribute.variables import variables_of_keras, variables_of_metrics
 from choros.errors import StrategyError
-from choros.training.replaced import Replaced
+from choros.training.replaced import replaced
 from choros.training.tf_context import as_one_replica
 
 _TRAINING_METHODS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -251,7 +251,7 @@ def _delegating(strategy: Any, model: Any, name: str) -> Any:
             return own(*args, **kwargs)  # fit calls evaluate for validation; a callback may call predict
         if not prepares:
             return delegate(own, args, kwargs)
-        with Replaced(home, **{name: inner}):
+        with replaced(home, **{name: inner}):
             return own(*args, **kwargs)
 
     return method

@@ -9,6 +9,7 @@ The user's object gets a subclass of the same name: its state, saved name and Ke
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -28,7 +29,7 @@ from choros.training.tf_context import as_one_replica
 from choros.training.variables import broadcast_updates, value_of
 
 _ATTRIBUTE = "_choros_reducer"
-
+_as_one_replica = as_one_replica if keras.backend.backend() == "tensorflow" else nullcontext
 
 _applying = threading.local()
 
@@ -50,14 +51,15 @@ class _DistributedMixin:
                 with keras.name_scope(optimizer.name):
                     optimizer.build(trainable_variables)
         variables = trained_variables(self) if trainable_variables is None else trainable_variables
-        move_outwards(self)
         reducer: Any = reducer_of(self)
-        reduced = reducer.reduce(list(grads), variables, apply_count(self))
+        micro_batches = apply_count(self) if reducer.reducer.config.micro_batches > 1 else 0
+        reduced = reducer.reduce(list(grads), variables, micro_batches)
         _apply_reduced(self, reduced, trainable_variables)
-        values = [value_of(variable) for variable in variables]
-        for variable, value, healed in zip(variables, values, reducer.compare(variables, values), strict=True):
-            if healed is not value:
-                variable.assign(healed)
+        if reducer.is_due:
+            values = list(map(value_of, variables))
+            for variable, value, healed in zip(variables, values, reducer.compare(variables, values), strict=True):
+                if healed is not value:
+                    variable.assign(healed)
 
     def apply_gradients(
         self,
@@ -69,13 +71,13 @@ class _DistributedMixin:
         if experimental_aggregate_gradients and not skip_gradients_aggregation:
             return super().apply_gradients(grads_and_vars)  # type: ignore[misc]
         gradients, variables = zip(*grads_and_vars, strict=True)
-        move_outwards(self)
         _apply_reduced(self, list(gradients), list(variables))
         return apply_count(self)
 
     def build(self, variables: Any) -> None:
-        """Creates the optimizer's state on ranks that keep it."""
-        with as_one_replica():
+        """Creates the optimizer's state on ranks that keep it; by now an inner optimizer is known."""
+        move_outwards(self)
+        with _as_one_replica():
             if reducer_of(self).has_state:  # type: ignore[union-attr]
                 super().build(variables)  # type: ignore[misc]
             else:
@@ -85,7 +87,6 @@ class _DistributedMixin:
         """``apply`` as JAX's trainer calls it; Keras' own calls ``apply``, ``LossScaleOptimizer``'s does not."""
         optimizer: Any = self
         if isinstance(self, keras.optimizers.LossScaleOptimizer):
-            move_outwards(self)
             mapping = list(zip(optimizer.variables, optimizer_variables, strict=True))
             with keras.StatelessScope(state_mapping=mapping):
                 micro_batches = keras.ops.convert_to_tensor(apply_count(self))
@@ -111,7 +112,7 @@ def _apply_reduced(optimizer: Any, reduced: Sequence[Any], variables: Sequence[A
     _applying.inside = True
     try:
         if reducer.has_state:
-            with as_one_replica():
+            with _as_one_replica():
                 own_class(optimizer).apply(optimizer, reduced, variables)
         if reducer.state_owner is not None:  # it alone makes the update: the others count it, and receive the values
             if not reducer.has_state:

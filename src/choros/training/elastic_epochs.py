@@ -25,7 +25,7 @@ from choros.errors import PeerLostError
 from choros.parallel.identical import digest
 from choros.parallel.structure import leaves
 from choros.settings import current
-from choros.training.replaced import Replaced
+from choros.training.replaced import replaced
 
 _log = logging.getLogger("choros")
 
@@ -194,7 +194,7 @@ class ElasticEpochs:
             self._committed = 0
             for batch in self.data.batches(ledger.of_rank(communicator.rank), ledger.epoch):
                 x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-                with Replaced(model, reset_metrics=lambda: None):  # train_on_batch would
+                with replaced(model, reset_metrics=lambda: None):  # train_on_batch would
                     model.train_on_batch(x, y, weights, self._class_weight)
                 self.between_steps()
 

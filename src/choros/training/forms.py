@@ -21,7 +21,7 @@ import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import final
+from typing import Any, final
 
 #: A divisor up to this, or 1, may as well be a constant as the number of rows.
 _USUAL = 4
@@ -102,9 +102,29 @@ class Reading:
         forms = frozenset((MEAN if random else CONSTANT,))
         return ValueForm(shape, forms, self._new_axis(shape, range(len(shape))), number)
 
-    def same(self, value: ValueForm, shape: Shape, axis: int | None) -> ValueForm:
-        """The same elements in another order, where the rows have ``axis``."""
-        return replace(value, shape=shape, axis=axis)
+    def follow(self, rule: str, operands: Sequence[ValueForm], shape: Shape) -> ValueForm:
+        """A result that depends on nothing but the operands: ``apply``, if there is no such rule for it."""
+        match rule:
+            case "same":
+                return replace(operands[0], shape=shape)
+            case "reshape":
+                return self.reshape(operands[0], shape)
+            case "square":
+                return self.arithmetic("mul", [operands[0], operands[0]], shape)
+            case "select" if operands[0].axis is None:
+                return self.arithmetic("add", operands[1:], shape)
+            case "add" | "sub" | "mul" | "div":
+                return self.arithmetic(rule, operands, shape)
+        return self.apply(operands, shape)
+
+    def transpose(self, value: ValueForm, shape: Shape, order: Sequence[int]) -> ValueForm:
+        """The same elements, with the axes in another ``order``."""
+        return replace(value, shape=shape, axis=None if value.axis is None else order.index(value.axis))
+
+    def stack(self, parts: Sequence[ValueForm], shape: Shape, axis: int) -> ValueForm:
+        """Arrays of one shape, along a new ``axis``."""
+        one = (*shape[:axis], 1, *shape[axis + 1 :])
+        return self.arithmetic("add", [self.reshape(each, one) for each in parts], shape)
 
     def reshape(self, value: ValueForm, shape: Shape) -> ValueForm:
         """The same elements, in their order."""
@@ -120,8 +140,9 @@ class Reading:
     def broadcast(self, value: ValueForm, shape: Shape, axes: Sequence[int]) -> ValueForm:
         """The same elements, repeated along new axes; ``axes`` are those of the value in the new ``shape``."""
         if value.axis is not None:
-            return self.same(value, shape, axes[value.axis])
-        return self.same(value, shape, self._new_axis(shape, [each for each in range(len(shape)) if each not in axes]))
+            return replace(value, shape=shape, axis=axes[value.axis])
+        new = self._new_axis(shape, [each for each in range(len(shape)) if each not in axes])
+        return replace(value, shape=shape, axis=new)
 
     def arithmetic(self, operation: str, operands: Sequence[ValueForm], shape: Shape) -> ValueForm:
         """``add``, ``sub``, ``mul`` or ``div``, element by element."""
@@ -170,20 +191,13 @@ class Reading:
         return ValueForm(shape, summed, axis, number, None if count is None else (float(count), value.forms))
 
     def contract(
-        self,
-        operands: Sequence[ValueForm],
-        over: Sequence[Collection[int]],
-        axes: Sequence[Sequence[int]],
-        shape: Shape,
+        self, operands: Sequence[ValueForm], names: Sequence[Sequence[Any]], made: Sequence[Any], shape: Shape
     ) -> ValueForm:
-        """The sum of products ``over`` axes, as of matrices; ``axes``: their places in the result, unless summed."""
-        kept = [
-            places[value.axis]
-            for value, summed, places in zip(operands, over, axes, strict=True)
-            if value.axis is not None and value.axis not in summed
-        ]
+        """The sum of products over the axes whose ``names``, as in ``einsum``, are not among those ``made``."""
+        of_rows = [own[value.axis] for value, own in zip(operands, names, strict=True) if value.axis is not None]
+        kept = [made.index(name) for name in of_rows if name in made]
         # Of rows with rows, as in attention, there is one result for each: a function of rows.
-        is_summed = not kept and any(value.axis in summed for value, summed in zip(operands, over, strict=True))
+        is_summed = bool(of_rows) and not kept
         first, second = operands
         forms = frozenset(
             Form(a.degree + b.degree + is_summed, _kind_of_product(a, b, first, second, "mul"))

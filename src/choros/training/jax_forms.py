@@ -1,4 +1,4 @@
-"""How losses in JAX depend on the rows, read from the program that computes them: see ``forms.py``."""
+"""How losses in JAX depend on the rows (``forms.py``), read from the program that computes them; gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +12,15 @@ from choros.comm.request import is_users
 from choros.training.forms import MEAN, Form, Reading, ValueForm
 
 _KNOWN, _NUMBERED = "choros", "choros: "
-_SAME = frozenset(("convert_element_type", "copy", "neg", "optimization_barrier", "reduce_precision", "stop_gradient"))
-_ARITHMETIC = {"add": "add", "add_any": "add", "sub": "sub", "mul": "mul", "div": "div"}
+_SAME = ("convert_element_type", "copy", "neg", "optimization_barrier", "reduce_precision", "stop_gradient")
+#: The rules of ``Reading.follow``.
+_RULES = {
+    **dict.fromkeys(_SAME, "same"),
+    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), "reshape"),
+    **dict.fromkeys(("add", "add_any", "concatenate"), "add"),
+    **{name: name for name in ("sub", "mul", "div", "square")},
+    "select_n": "select",
+}
 _RANDOM = frozenset(("random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"))
 #: Calls of programs, whose values are read in there.
 _CALLS = frozenset(
@@ -60,6 +67,31 @@ def total(loss: Any, rows: frozenset[int]) -> Form | None:
 def forms_of_marked(program: LossProgram, rows: frozenset[int]) -> dict[str, Form | None]:
     """The forms of the values that a program marks, by their names."""
     return _ReadProgram(program, rows).marked
+
+
+def differentiation(factor_of: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
+    """What to replace so that gradients of a program are multiplied by ``factor_of`` it, if there is a factor."""
+
+    def scaling(own: Callable[..., Any], *, with_value: bool) -> Callable[..., Any]:
+        def differentiate(function: Any, argnums: Any = 0, has_aux: bool = False, *args: Any, **kwargs: Any) -> Any:
+            differentiated = own(function, argnums, has_aux, *args, **kwargs)
+            weights = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+            def call(*given: Any, **named: Any) -> Any:
+                result = differentiated(*given, **named)
+                factor = factor_of(LossProgram(function, given, named, weights))
+                if factor is None:
+                    return result
+                gradients = result[1] if with_value else result[0] if has_aux else result
+                scaled = jax.tree.map(lambda each: each * factor.astype(each.dtype), gradients)
+                return (result[0], scaled) if with_value else (scaled, result[1]) if has_aux else scaled
+
+            return call
+
+        return differentiate
+
+    value_and_grad = scaling(jax.value_and_grad, with_value=True)
+    return jax, {"value_and_grad": value_and_grad, "grad": scaling(jax.grad, with_value=False)}
 
 
 @final
@@ -113,25 +145,14 @@ class _ReadProgram:
             if marked != _KNOWN:
                 self.marked.setdefault(marked, first.total)
             return ValueForm(shape, frozenset((MEAN,)))  # what it will be
-        if name in _SAME:
-            return reading.same(first, shape, first.axis)
-        if name in _ARITHMETIC:
-            return reading.arithmetic(_ARITHMETIC[name], operands, shape)
-        if name == "square" or (name == "integer_pow" and parameters["y"] == 2):
-            return reading.arithmetic("mul", [first, first], shape)
-        if name == "select_n" and operands[0].axis is None:
-            return reading.arithmetic("add", operands[1:], shape)
-        if name == "concatenate":
-            return reading.arithmetic("add", operands, shape)
+        if name in _RULES:
+            return reading.follow(_RULES[name], operands, shape)
+        if name == "integer_pow" and parameters["y"] == 2:
+            return reading.follow("square", operands, shape)
         if name == "stack":
-            place = parameters["axis"]
-            parts = [reading.reshape(each, (*shape[:place], 1, *shape[place + 1 :])) for each in operands]
-            return reading.arithmetic("add", parts, shape)
-        if name in ("reshape", "squeeze", "expand_dims"):
-            return reading.reshape(first, shape)
+            return reading.stack(operands, shape, parameters["axis"])
         if name == "transpose":
-            axis = None if first.axis is None else parameters["permutation"].index(first.axis)
-            return reading.same(first, shape, axis)
+            return reading.transpose(first, shape, parameters["permutation"])
         if name == "broadcast_in_dim":
             return reading.broadcast(first, shape, parameters["broadcast_dimensions"])
         if name == "reduce_sum":
@@ -142,17 +163,13 @@ class _ReadProgram:
 
     def _product(self, numbers: Any, operands: list[ValueForm], shape: Any) -> ValueForm:
         """``dot_general``: the result has the axes that both share, then those of the first, then of the second."""
-        over, shared = numbers
-        free = [
-            [axis for axis in range(len(each.shape)) if axis not in (*summed, *both)]
-            for each, summed, both in zip(operands, over, shared, strict=True)
-        ]
-        places, after = [], len(shared[0])
-        for each, both, own in zip(operands, shared, free, strict=True):
-            order = {axis: place for place, axis in enumerate(both)} | {a: after + i for i, a in enumerate(own)}
-            places.append([order.get(axis, -1) for axis in range(len(each.shape))])
-            after += len(own)
-        return self._reading.contract(operands, over, places, shape)
+        first, second = ([(number, axis) for axis in range(len(each.shape))] for number, each in enumerate(operands))
+        for pairs in numbers:
+            for axis, other in zip(*pairs, strict=True):
+                second[other] = first[axis]
+        summed, shared = ([first[axis] for axis in pairs[0]] for pairs in numbers)
+        free = [name for name in (*first, *second) if name not in (*summed, *shared)]
+        return self._reading.contract(operands, [first, second], [*shared, *free], shape)
 
     def _other(self, name: str, parameters: Mapping[str, Any], operands: list[ValueForm], shape: Any) -> ValueForm:
         if name in _RANDOM:

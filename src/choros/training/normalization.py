@@ -20,7 +20,6 @@ from choros.comm import global_process_set, is_initialized
 from choros.errors import ConfigError
 from choros.parallel.moments import RankMoments
 from choros.training.keras_internals.models import in_symbolic_scope, normalize_by
-from choros.training.replaced import Replaced
 from choros.training.weighting import mark_known, step_of_this_thread
 
 #: From a count, a mean and a sum of squared deviations to the mean and the variance of all.
@@ -38,18 +37,15 @@ def synchronize(layer: Any, elsewhere: Callable[[], Combine | None] = lambda: No
     normalize_by(layer, moments)
 
 
-def synchronizing() -> Replaced:
-    """A block in which layers that ask for it are synchronised when they are called: a layer may create others then."""
-    kind = keras.layers.BatchNormalization
-    own = kind.call
+_call = keras.layers.BatchNormalization.call
 
-    @functools.wraps(own)
-    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_synchronized(layer):
-            synchronize(layer)
-        return own(layer, *args, **kwargs)
 
-    return Replaced(kind, call=call)
+@functools.wraps(_call)
+def synchronizing_call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """``BatchNormalization.call`` in steps: a layer that asks for it is synchronised, also one created in a step."""
+    if is_synchronized(layer):
+        synchronize(layer)
+    return _call(layer, *args, **kwargs)
 
 
 def is_synchronized(layer: Any) -> bool:

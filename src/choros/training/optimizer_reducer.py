@@ -139,12 +139,19 @@ class OptimizerReducer:
             gradients[index] = gradient
         return gradients
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a comparison is due after the update, or may be when the step that is being compiled runs."""
+        if self.state_owner is not None or self._due is None:  # all have just received the owner's values
+            return False
+        return _adapter().is_symbolic([self._due]) or bool(self._due)
+
     def compare(self, variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """At times checks that all ranks have these values after the update; on JAX the caller assigns the healed."""
-        due, self._due = self._due, None
-        reducer, values = self._last, list(values)
-        if self.state_owner is not None or reducer is None or due is None:  # of the owner, all have just received them
+        due, reducer, values = self._due, self._last, list(values)
+        if reducer is None or not self.is_due:
             return values
+        self._due = None
         shared = [index for index, variable in enumerate(variables) if not self.is_local(variable)]
         names = [getattr(variables[index], "path", variables[index].name) for index in shared]
         own = [values[index] for index in shared]
@@ -164,8 +171,7 @@ class OptimizerReducer:
                 check_identical(names, arrays, reducer.due, advice=self._advice, process_set=process_set, assign=assign)
 
         if not adapter.is_symbolic([due]):
-            if due:
-                check(own)
+            check(own)
             return _replaced(values, {shared[i]: adapter.from_host(host, own[i]) for i, host in healed.items()})
         if in_place or reducer.divergence != "heal":
 

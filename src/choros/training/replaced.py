@@ -1,39 +1,34 @@
 """Attributes of other libraries' modules, classes and objects, replaced as long as a block runs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, final
+from typing import Any
 
 _MISSING = object()
 
 
-@final
-class Replaced:
+@contextmanager
+def replaced(owner: Any, /, **values: Any) -> Iterator[None]:
     """A block in which ``owner`` has these attributes; those of objects are set past Keras' tracking of attributes.
 
     >>> import math
-    >>> with Replaced(math, pi=3):
+    >>> with replaced(math, pi=3):
     ...     math.pi
     3
     """
+    own = {name: vars(owner).get(name, _MISSING) for name in values}
+    _assign(owner, values)
+    try:
+        yield
+    finally:
+        _assign(owner, own)
 
-    def __init__(self, owner: Any, /, **values: Any) -> None:
-        self._owner = owner
-        self._values = values
-        self._own: dict[str, Any] = {}
 
-    def __enter__(self) -> None:
-        attributes = vars(self._owner)
-        self._own = {name: attributes.get(name, _MISSING) for name in self._values}
-        self._assign(self._values)
-
-    def __exit__(self, *_: object) -> None:
-        self._assign(self._own)
-
-    def _assign(self, values: dict[str, Any]) -> None:
-        owner = self._owner
-        plain = isinstance(owner, (type, ModuleType))
-        for name, value in values.items():
-            if value is _MISSING:
-                (delattr if plain else object.__delattr__)(owner, name)
-            else:
-                (setattr if plain else object.__setattr__)(owner, name, value)
+def _assign(owner: Any, values: dict[str, Any]) -> None:
+    plain = isinstance(owner, (type, ModuleType))
+    for name, value in values.items():
+        if value is _MISSING:
+            (delattr if plain else object.__delattr__)(owner, name)
+        else:
+            (setattr if plain else object.__setattr__)(owner, name, value)

@@ -1,7 +1,8 @@
-"""How a loss in TensorFlow's graph depends on the rows, whose number the graph seldom knows: see ``forms.py``."""
+"""How a loss in TensorFlow's graph depends on the rows (``forms.py``), whose number it seldom knows; gradients."""
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -11,12 +12,18 @@ from choros.comm.request import is_users
 from choros.training.forms import CONSTANT, COUNT, MEAN, Form, Reading, ValueForm
 
 _KNOWN, _READINGS = "_choros_known", "_choros_readings"
-_SAME = frozenset(
-    ("Cast", "CheckNumerics", "EnsureShape", "Identity", "Neg", "PreventGradient", "Snapshot", "StopGradient")
-)
-_RESHAPES = frozenset(("ExpandDims", "Reshape", "Squeeze"))
-_ADD = frozenset(("Add", "AddN", "AddV2", "ConcatV2", "Pack"))
-_ARITHMETIC = {"Div": "div", "DivNoNan": "div", "Mul": "mul", "MulNoNan": "mul", "RealDiv": "div", "Sub": "sub"}
+_SAME = ("Cast", "CheckNumerics", "EnsureShape", "Identity", "Neg", "PreventGradient", "Snapshot", "StopGradient")
+#: The rules of ``Reading.follow``.
+_RULES = {
+    **dict.fromkeys(_SAME, "same"),
+    **dict.fromkeys(("ExpandDims", "Reshape", "Squeeze"), "reshape"),
+    **dict.fromkeys(("Add", "AddN", "AddV2", "ConcatV2", "Pack"), "add"),
+    **dict.fromkeys(("Div", "DivNoNan", "RealDiv"), "div"),
+    **dict.fromkeys(("Mul", "MulNoNan"), "mul"),
+    **dict.fromkeys(("Select", "SelectV2"), "select"),
+    "Square": "square",
+    "Sub": "sub",
+}
 _REDUCTIONS = frozenset(("All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Min", "Prod"))
 _PRODUCTS = frozenset(("BatchMatMulV2", "BatchMatMulV3", "MatMul"))
 #: What has values of its own, but not of the batch.
@@ -49,6 +56,34 @@ def total(loss: Any, rows: frozenset[int]) -> Form | None:
         readings.append(_Graph(loss.graph, rows))
     value: ValueForm = readings[0].value_of(loss)
     return value.total
+
+
+def differentiation(factor_of: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
+    """What to replace so that weights' gradients of a tensor are multiplied by ``factor_of(tensor)``, if any."""
+    own = tf.GradientTape.gradient
+
+    def scaled(target: Any, given: Any) -> Any:
+        factor = factor_of(target)
+        if factor is None:
+            return given
+        return (tf.ones_like(target) if given is None else given) * tf.cast(factor, target.dtype)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator, unused-ignore]
+    def gradient(
+        tape: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        if any(hasattr(each, "assign") for each in tf.nest.flatten(sources)):  # not a penalty on the inputs' gradient
+            target = tf.nest.flatten(target)
+            given = [None] * len(target) if output_gradients is None else tf.nest.flatten(output_gradients)
+            seeds = [scaled(*pair) for pair in zip(target, given, strict=True)]
+            output_gradients = None if all(each is None for each in seeds) else seeds
+        return own(tape, target, sources, output_gradients, unconnected_gradients)
+
+    return tf.GradientTape, {"gradient": gradient}
 
 
 @final
@@ -94,24 +129,14 @@ class _Graph:
         length = self._length(operation, operands, shape) if kind in ("Prod", "Size", "StridedSlice") else None
         if length is not None:
             return length
-        if kind in _SAME:
-            return reading.same(operands[0], shape, operands[0].axis)
-        if kind in _RESHAPES:
-            return reading.reshape(operands[0], shape)
-        if kind in _ADD:
-            return reading.arithmetic("add", operands[:-1] if kind == "ConcatV2" else operands, shape)
-        if kind in _ARITHMETIC:
-            return reading.arithmetic(_ARITHMETIC[kind], operands, shape)
-        if kind == "Square":
-            return reading.arithmetic("mul", operands * 2, shape)
-        if kind in ("Select", "SelectV2") and operands[0].axis is None:
-            return reading.arithmetic("add", operands[1:], shape)
+        if kind in _RULES:
+            return reading.follow(_RULES[kind], operands[:-1] if kind == "ConcatV2" else operands, shape)
         return self._reduced(operation, operands, shape)
 
     def _reduced(self, operation: Any, operands: list[ValueForm], shape: tuple[int | None, ...]) -> ValueForm:
         kind, reading = operation.type, self._reading
         if kind == "L2Loss":
-            squares = reading.arithmetic("mul", operands * 2, operands[0].shape)
+            squares = reading.follow("square", operands, operands[0].shape)
             return reading.reduce(squares, range(len(squares.shape)), shape)
         if kind in ("Sum", "Mean") or kind in _REDUCTIONS:
             axes = _axes(operation, len(operands[0].shape), len(shape))
@@ -121,29 +146,22 @@ class _Graph:
         if kind == "Transpose":
             order = tf.get_static_value(operation.inputs[1])
             if order is not None:
-                axis = operands[0].axis
-                return reading.same(operands[0], shape, None if axis is None else order.tolist().index(axis))
+                return reading.transpose(operands[0], shape, order.tolist())
         if kind in _PRODUCTS:
             return self._product(operation, operands, shape)
         if kind == "Einsum" and len(operands) == 2 and b"." not in operation.get_attr("equation"):
-            return self._einsum(operation.get_attr("equation").decode(), operands, shape)
+            given, _, made = operation.get_attr("equation").decode().partition("->")
+            return reading.contract(operands, given.split(","), made, shape)
         return reading.apply(operands, shape)
 
     def _product(self, operation: Any, operands: list[ValueForm], shape: tuple[int | None, ...]) -> ValueForm:
         names = ("transpose_a", "transpose_b") if operation.type == "MatMul" else ("adj_x", "adj_y")
-        last = [len(each.shape) - 1 for each in operands]
-        summed = [last[0] - operation.get_attr(names[0]), last[1] - 1 + operation.get_attr(names[1])]
-        places = [
-            [axis + len(shape) - len(each.shape) for axis in range(end - 1)] + [len(shape) - 2 + number] * 2
-            for number, (each, end) in enumerate(zip(operands, last, strict=True))
-        ]
-        return self._reading.contract(operands, [[axis] for axis in summed], places, shape)
-
-    def _einsum(self, equation: str, operands: list[ValueForm], shape: tuple[int | None, ...]) -> ValueForm:
-        given, _, made = equation.partition("->")
-        names = given.split(",")
-        over = [[axis for axis, name in enumerate(each) if name not in made] for each in names]
-        return self._reading.contract(operands, over, [[made.find(name) for name in each] for each in names], shape)
+        pairs = [("row", "summed"), ("summed", "column")]
+        named = []
+        for each, pair, name in zip(operands, pairs, names, strict=True):
+            last = pair[::-1] if operation.get_attr(name) else pair
+            named.append([*range(-len(each.shape), -2), *last][-len(each.shape) :])
+        return self._reading.contract(operands, named, [*range(-len(shape), -2), "row", "column"], shape)
 
     def _length(self, operation: Any, operands: list[ValueForm], shape: tuple[int | None, ...]) -> ValueForm | None:
         """A length of an array, or its number of elements; ``None`` if ``operation`` computes neither."""

@@ -1,7 +1,8 @@
-"""How PyTorch losses depend on the rows (``forms.py``); noted in the first steps only, as it costs time."""
+"""How PyTorch losses depend on the rows (``forms.py``), noted in the first steps only, as it costs time; gradients."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -17,7 +18,9 @@ _RESHAPES = frozenset(("_reshape_alias", "_unsafe_view", "flatten", "reshape", "
 _ARITHMETIC = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}
 _MADE = ("arange", "empty", "eye", "full", "linspace", "new_", "ones", "scalar_tensor", "zeros")
 _RANDOM = ("bernoulli", "exponential", "multinomial", "normal", "rand", "uniform")
-_PRODUCTS = frozenset(("addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv"))
+#: The names of the axes of two arrays, and of their product.
+_PRODUCTS = {"bmm": ("abc", "acd", "abd"), "dot": ("a", "a", ""), "mm": ("ab", "bc", "ac"), "mv": ("ab", "b", "a")}
+_SUMS_WITH_PRODUCTS = {"addmm": "mm", "addmv": "mv", "baddbmm": "bmm"}
 #: What takes a part of an axis, which may have several rows of each.
 _PARTS = frozenset(("gather", "index_select", "narrow", "slice", "split", "split_with_sizes", "take_along_dim"))
 _MEAN, _SUM = 1, 2
@@ -88,21 +91,21 @@ class _Notes(TorchDispatchMode):
         if name == "reciprocal":
             return reading.arithmetic("div", [ValueForm((), number=1.0), first], shape)
         if name == "pow" and not torch.is_tensor(given["exponent"]) and given["exponent"] == 2:
-            return reading.arithmetic("mul", [first, first], shape)
+            return reading.follow("square", [first], shape)
         if name == "where" and "other" in given and self.value_of(given["condition"]).axis is None:
             return reading.arithmetic("add", [self.value_of(given[each]) for each in ("self", "other")], shape)
         if name in ("cat", "stack"):
             parts = [self.value_of(each) for each in given["tensors"] if each.numel()]
-            if name == "stack":
-                parts = [reading.reshape(each, _one_of(shape, given.get("dim", 0))) for each in parts]
+            if name == "stack" and parts:
+                return reading.stack(parts, shape, given.get("dim", 0) % len(shape))
             return reading.arithmetic("add", parts, shape) if parts else ValueForm(shape)
         if name in ("sum", "mean"):
             axes = given.get("dim")
             every = range(len(first.shape))
             over = every if axes is None or axes == [] else [axes] if isinstance(axes, int) else axes
             return reading.reduce(first, over, shape, mean=name == "mean")
-        if name in _PRODUCTS:
-            return self._product(given, shape)
+        if name in _PRODUCTS or name in _SUMS_WITH_PRODUCTS:
+            return self._product(name, given, shape)
         if "reduction" in given and given["reduction"] in (_MEAN, _SUM) and not shape:
             return self._loss(name, given)
         return self._moved(name, given, first, shape)
@@ -112,28 +115,22 @@ class _Notes(TorchDispatchMode):
         if name in _RESHAPES:
             return reading.reshape(first, shape)
         if name == "permute":
-            order = [each % ndim for each in given["dims"]]
-            return reading.same(first, shape, None if axis is None else order.index(axis))
+            return reading.transpose(first, shape, [each % ndim for each in given["dims"]])
         if name in ("t", "transpose"):
             pair = (0, ndim - 1) if name == "t" else (given["dim0"] % ndim, given["dim1"] % ndim) if ndim else (0, 0)
-            return reading.same(first, shape, pair[1 - pair.index(axis)] if axis in pair else axis)
+            return replace(first, shape=shape, axis=pair[1 - pair.index(axis)] if axis in pair else axis)
         if name == "expand":
             return reading.broadcast(first, shape, range(len(shape) - ndim, len(shape)))
         axes = () if name in _PARTS else given.get("dim", () if shape else None)
         over = range(ndim) if axes is None or axes == [] else [axes] if isinstance(axes, int) else axes
         return reading.apply(self._operands(given), shape, [each % ndim for each in over] if ndim else ())
 
-    def _product(self, given: Mapping[str, Any], shape: tuple[int, ...]) -> ValueForm:
+    def _product(self, name: str, given: Mapping[str, Any], shape: tuple[int, ...]) -> ValueForm:
         """A product of matrices or vectors, of stacks of them, or such a product plus something."""
-        tensors = [each for each in given.values() if torch.is_tensor(each)]
-        first, second = (self.value_of(each) for each in tensors[-2:])
-        stacked = len(first.shape) == 3
-        last = len(first.shape) - 1
-        places = [range(len(first.shape)), (0, -1, 2) if stacked else (-1, last)]
-        product = self._reading.contract([first, second], [(last,), (int(stacked),)], places, shape)
-        if len(tensors) < 3:
-            return product
-        return self._reading.arithmetic("add", [self.value_of(tensors[0]), product], shape)
+        *added, first, second = self._operands(given)
+        *names, made = _PRODUCTS[_SUMS_WITH_PRODUCTS.get(name, name)]
+        product = self._reading.contract([first, second], names, made, shape)
+        return self._reading.arithmetic("add", [*added, product], shape) if added else product
 
     def _loss(self, name: str, given: Mapping[str, Any]) -> ValueForm:
         """A loss of ``torch.nn.functional``, as one number."""
@@ -184,15 +181,33 @@ def total(loss: Any, rows: frozenset[int]) -> Form | None:
     return _current.value_of(loss).total if _current is not None and loss in _current.values else None
 
 
+def differentiation(factor_of: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
+    """What to replace so that weights' gradients of a tensor are multiplied by ``factor_of(tensor)``, if any."""
+    own_backward, own_grad = torch.autograd.backward, torch.autograd.grad
+
+    def listed(tensors: Any) -> Any:
+        return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+    def scaled(targets: Any) -> Any:
+        factors = list(map(factor_of, listed(targets)))
+        if all(factor is None for factor in factors):
+            return targets
+        pairs = zip(listed(targets), factors, strict=True)
+        return [each if factor is None else each * factor.to(each.dtype) for each, factor in pairs]
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        own_backward(scaled(tensors), *args, **kwargs)
+
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        of_weights = any(isinstance(each, torch.nn.Parameter) for each in listed(inputs))
+        return own_grad(scaled(outputs) if of_weights else outputs, inputs, *args, **kwargs)
+
+    return torch.autograd, {"backward": backward, "grad": grad}
+
+
 def _number(name: str, given: Mapping[str, Any]) -> float | None:
     """The number of which an array is made."""
     if name.startswith(("zero", "ones", "new_zeros", "new_ones")):
         return float("ones" in name)
     number = given.get("fill_value", given.get("value", given.get("s")))
     return float(number) if isinstance(number, int | float) else None
-
-
-def _one_of(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """The shape of one of several arrays that are stacked along ``axis``."""
-    place = axis % len(shape)
-    return (*shape[:place], 1, *shape[place + 1 :])

@@ -37,8 +37,9 @@ from choros.training.keras_internals.models import (
     trained_variables,
 )
 from choros.training.metric_states import watch
-from choros.training.normalization import is_synchronized, synchronizing
+from choros.training.normalization import is_synchronized, synchronizing_call
 from choros.training.optimizer_reducer import OptimizerReducer
+from choros.training.replaced import replaced
 from choros.training.variables import broadcast_updates, broadcast_variables, is_aggregated_on_write, value_of
 from choros.training.weighting import ModelStep, current_step, run_step, try_step
 
@@ -266,11 +267,12 @@ class Steps:
                 page.enter_train_step()
             if kind == "train" and self.epochs is not None and keras.backend.backend() == "tensorflow":
                 args = (*args[:-1], _of_any_size(args[-1]))
-            rows = _rows(args[-1], parts=rows_differ() and bool(own_names))
+            rows = _rows(args[-1], parts=bool(own_names) and rows_differ())
             known = frozenset(rows if all(isinstance(each, int) for each in rows) else ())
             examples = rows[0] if len(rows) == 1 else max(known, default=None) or keras.ops.max(rows)
             this = self._step(kind, examples, rows=known, by_part=len(rows) > 1, own_methods=own_names)
-            with run_step(this), synchronizing(), _once_read(args[-1], this):
+            synchronized = replaced(keras.layers.BatchNormalization, call=synchronizing_call)
+            with run_step(this), synchronized, _once_read(args[-1], this):
                 # A tensor where the step is compiled for batches of any number of rows.
                 may_lack = not this.of_all_ranks and (isinstance(examples, int) or self._rows_may_lack)
                 absent = examples == 0 if may_lack else False

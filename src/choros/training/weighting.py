@@ -24,7 +24,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, final
@@ -36,9 +36,9 @@ from numpy.typing import NDArray
 from choros.arrays import ArraySpec, framework_adapter
 from choros.comm import Communicator, ProcessSet, Reduction, Request
 from choros.comm.request import CollectiveSpec, caller
-from choros.training.differentiation import scaled_gradients
 from choros.training.forms import CONSTANT, MEAN, SUM, Dependence, Form
-from choros.training.keras_internals.fit import apply_mask, patched_reductions
+from choros.training.keras_internals.fit import apply_mask, reductions
+from choros.training.replaced import replaced
 
 _SHARE = Request("examples of a batch", spec=CollectiveSpec("agreement"))
 _DIVISOR = Request("divisor of a loss", spec=CollectiveSpec("allreduce", (("float64", (1,)),), Reduction.SUM))
@@ -96,9 +96,18 @@ def run_step(step: ModelStep) -> Iterator[None]:
         if step.of_all_ranks:
             yield
             return
-        reductions = patched_reductions(_reduce_loss, _reduce_samples, _sum_added, _compute_loss)
-        with reductions, scaled_gradients(_factor_of_gradients), _noted(step):
+        with ExitStack() as stack:
+            for owner, values in _replacements():
+                stack.enter_context(replaced(owner, **values))
+            stack.enter_context(_noted(step))
             yield
+
+
+@functools.cache
+def _replacements() -> list[tuple[Any, dict[str, Any]]]:
+    """What steps replace, of Keras and of the framework."""
+    own = reductions(_reduce_loss, _reduce_samples, _sum_added, _compute_loss)
+    return [*own, _forms().differentiation(_factor_of_gradients)]
 
 
 def try_step(step: ModelStep, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -185,7 +194,7 @@ def _reduce_samples(own: Callable[..., Any], values: Any, sample_weight: Any, re
     return values * share, share
 
 
-def _sum_added(own: Callable[..., Any], model: Any, value: Any) -> Any:
+def _sum_added(model: Any, own: Callable[..., Any], value: Any) -> Any:
     """Keras' sum of a value of ``add_loss``, called as ``own``: over all ranks' rows, if the value has any."""
     step = step_of_this_thread()
     if step is None:
@@ -193,7 +202,7 @@ def _sum_added(own: Callable[..., Any], model: Any, value: Any) -> Any:
     return _of_all_ranks_if_sum(step, value, "a value of add_loss", functools.partial(own, model))
 
 
-def _compute_loss(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _compute_loss(model: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The model's ``compute_loss``, called as ``own``: over all ranks' rows, if it is the user's, and a sum."""
     loss, step = own(model, *args, **kwargs), step_of_this_thread()
     if step is None or loss is None or "compute_loss" not in step.own_methods:

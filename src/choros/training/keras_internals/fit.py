@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, partialmethod
 from typing import Any
 
 import keras
@@ -14,7 +15,7 @@ from keras.src.trainers.trainer import Trainer
 from keras.src.utils.python_utils import pythonify_logs as pythonify_logs
 
 from choros.training.keras_internals.models import BUILT, build_from_batch, is_built
-from choros.training.replaced import Replaced
+from choros.training.replaced import replaced
 
 # Imported unchanged for other modules: apply_mask, how losses merge a mask with sample weights;
 # train_validation_split and pythonify_logs, how fit handles validation_split and logs.
@@ -23,29 +24,23 @@ from choros.training.replaced import Replaced
 JAX_STATE = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
 
-@contextmanager
-def patched_reductions(
+def reductions(
     reduce_loss: Callable[..., Any],
     reduce_samples: Callable[..., Any],
     sum_added: Callable[..., Any],
     compute_loss: Callable[..., Any],
-) -> Iterator[None]:
-    """In this context losses, ``Mean``, ``Sum`` and ``add_loss`` go to these, given Keras' function and arguments."""
-    loss = _calling(reduce_loss, losses.reduce_weighted_values)
-    samples = _calling(reduce_samples, reduction_metrics.reduce_to_samplewise_values)
-    added = _calling(sum_added, Trainer._aggregate_additional_loss)
-    computed = _calling(compute_loss, Trainer._compute_loss)
-    with (
-        Replaced(losses, reduce_weighted_values=loss),
-        Replaced(reduction_metrics, reduce_to_samplewise_values=samples),
-        Replaced(Trainer, _aggregate_additional_loss=added, _compute_loss=computed),
-    ):
-        yield
-
-
-def _calling(replacement: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, or method, that calls ``replacement(own, …)``."""
-    return lambda *args, **kwargs: replacement(own, *args, **kwargs)
+) -> list[tuple[Any, dict[str, Any]]]:
+    """What to replace so that losses, ``Mean``, ``Sum`` and ``add_loss`` go to these: Keras' own is the first argument,
+    of methods the second.
+    """
+    added = partialmethod(sum_added, Trainer._aggregate_additional_loss)
+    computed = partialmethod(compute_loss, Trainer._compute_loss)
+    samples = partial(reduce_samples, reduction_metrics.reduce_to_samplewise_values)
+    return [
+        (losses, {"reduce_weighted_values": partial(reduce_loss, losses.reduce_weighted_values)}),
+        (reduction_metrics, {"reduce_to_samplewise_values": samples}),
+        (Trainer, {"_aggregate_additional_loss": added, "_compute_loss": computed}),
+    ]
 
 
 @contextmanager
@@ -75,7 +70,7 @@ def epochs_of_any_length(goes_on: Callable[[], bool] = lambda: False) -> Iterato
         return begin(iterator)
 
     changes = {"catch_stop_iteration": catching, "_interrupted_warning": warning, "__iter__": beginning}
-    with Replaced(EpochIterator, **changes), _kept_jax_state():
+    with replaced(EpochIterator, **changes), _kept_jax_state():
         yield
 
 
@@ -95,7 +90,7 @@ def _kept_jax_state() -> Iterator[None]:
             model._jax_state = dict(zip((each for each in JAX_STATE if wanted.get(each)), state, strict=True))
         return state
 
-    with Replaced(JAXTrainer, _get_jax_state=taking):
+    with replaced(JAXTrainer, _get_jax_state=taking):
         yield
 
 
@@ -128,7 +123,7 @@ def first_epoch_without_batches(model: Any) -> Iterator[None]:
 
     if model.train_function is not None:  # fit has made it already
         wrap()
-    with Replaced(model, make_train_function=wrap):
+    with replaced(model, make_train_function=wrap):
         try:
             yield
         finally:
@@ -187,7 +182,7 @@ def built_before_training(model: Any) -> Iterator[None]:
     if keras.backend.backend() != "tensorflow":
         yield
         return
-    with Replaced(model, _maybe_symbolic_build=build):
+    with replaced(model, _maybe_symbolic_build=build):
         yield
 
 

@@ -20,7 +20,7 @@ from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.trainer import Trainer as Trainer
 from keras.src.utils.tracking import no_automatic_dependency_tracking as no_automatic_dependency_tracking
 
-from choros.training.replaced import Replaced
+from choros.training.replaced import replaced
 
 # Imported unchanged for other modules, besides base classes that have no public name:
 #   in_stateless_scope                whether variables have the values of a function's arguments.
@@ -292,7 +292,7 @@ def patched_windows(replacement: Callable[..., Any]) -> Iterator[None]:
     from keras.src.backend.tensorflow import nn
 
     names = ("average_pool", "conv", "conv_transpose", "depthwise_conv", "max_pool", "separable_conv")
-    with Replaced(nn, **{name: functools.partial(replacement, getattr(nn, name)) for name in names}):
+    with replaced(nn, **{name: functools.partial(replacement, getattr(nn, name)) for name in names}):
         yield
 
 

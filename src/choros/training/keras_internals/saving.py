@@ -18,7 +18,7 @@ from keras.src.saving import serialization_lib
 from choros.durable import discard, unfinished
 from choros.training.keras_internals.fit import set_initial_epoch
 from choros.training.keras_internals.models import layers_of
-from choros.training.replaced import Replaced
+from choros.training.replaced import replaced
 
 #: The attribute of a file of weights with the epoch of a backup.
 _BACKUP = "choros_backup"
@@ -43,7 +43,7 @@ def messages_about(name: str, final: str) -> Iterator[None]:
     from keras.src.utils import io_utils
 
     own = io_utils.print_msg
-    with Replaced(
+    with replaced(
         io_utils, print_msg=lambda message, *args, **kwargs: own(message.replace(name, final), *args, **kwargs)
     ):
         yield
@@ -131,10 +131,10 @@ def serialize_sharing(layer: Any, given: Mapping[int, Any]) -> Any:
         stack.enter_context(serialization_lib.ObjectSharingScope())
         for each in given.values():
             serialization_lib.record_object_after_serialization(each, {"module": ""})
-            stack.enter_context(Replaced(each, get_config=lambda name=each.name: {"name": name}))
+            stack.enter_context(replaced(each, get_config=lambda name=each.name: {"name": name}))
         for each in layers_of(layer):
             if getattr(each, "compiled", False):
-                stack.enter_context(Replaced(each, compiled=False))
+                stack.enter_context(replaced(each, compiled=False))
         return serialization_lib.serialize_keras_object(layer)
 
 
