@@ -319,16 +319,7 @@ def _written(variable: Any, value: Any) -> Any:
             "strategy.run."
         )
     value = _tensor(variable, value)
-    if step is None:
-        return aggregate(kind, value)
-    return aggregate(
-        kind,
-        value,
-        process_set=step.process_set,
-        examples=step.examples,
-        weighted=step.weighted,
-        exchanges=step.exchanges,
-    )
+    return aggregate(kind, value, step)
 
 
 def _step_of_fit() -> Any:

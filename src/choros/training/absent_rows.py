@@ -65,7 +65,6 @@ def _chosen(absent: Any, before: Any, after: Any) -> Any:
 
 
 def _with_row(leaf: Any, absent: Any) -> Any:
-    """A row of zeros in place of an array of no rows."""
     if absent is True:
         return keras.ops.zeros((1, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
     import tensorflow as tf

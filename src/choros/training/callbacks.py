@@ -116,16 +116,8 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
         broadcast_variables(variables, self.root_rank)
 
 
-class StepCallback(EpochCallback):
-    """Ends a rank between two steps if asked; put it first, so commits hold all of the last batch, none of the next."""
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Ends this rank, if it is time."""
-        self._steps.begin_batch()
-
-
 @final
-class ElasticCallback(StepCallback):
+class ElasticCallback(EpochCallback):
     """Trains on what lost ranks have left over, before an epoch ends; has no effect in jobs that are not elastic.
 
     With ``chorosrun --commit-dir``, the state is committed after each epoch, and when the job is asked to end; the same
@@ -148,19 +140,17 @@ class ElasticCallback(StepCallback):
         weakref.finalize(self, self._context.close)  # before Python ends, if an exception ends fit
         directory = current().commit_dir
         admits = callbacks is not None and global_process_set.communicator.elastic
-        self._run = RunCallback(callbacks or (), directory, admits=admits) if directory or admits else None
+        self._run = RunCallback(callbacks or (), directory, admits=admits)
 
     def set_model(self, model: Any) -> None:
         """Prepares the model."""
         super().set_model(model)
-        if self._run is not None:
-            self._run.set_model(model)
+        self._run.set_model(model)
 
     def set_params(self, params: Any) -> None:
         """Takes the arguments of ``fit``."""
         super().set_params(params)
-        if self._run is not None:
-            self._run.set_params(params)
+        self._run.set_params(params)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Follows what happens to the ranks, and goes on from the last commit, if there is one."""
@@ -173,41 +163,33 @@ class ElasticCallback(StepCallback):
             if steps is not None and number is not None and steps >= number - 1:
                 steps = None  # not steps_per_epoch, but the number of this rank's batches
             self._context.enter_context(self._steps.elastic(epochs_of_steps(epochs, steps, part)))
-        if self._run is not None:
-            self._run.on_train_begin(logs)
+        self._run.on_train_begin(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins the epoch, or goes on in it."""
         super().on_epoch_begin(epoch, logs)
-        if self._run is not None:
-            self._run.on_epoch_begin(epoch, logs)
+        self._run.on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Ends this rank, if it is time."""
-        self._restore_callbacks()
-        super().on_train_batch_begin(batch, logs)
+        self._run.restore_callbacks()
+        self._steps.begin_batch()
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Ends the epoch's batches, in ``fit``."""
-        self._restore_callbacks()
+        self._run.restore_callbacks()
         super().on_test_begin(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Ends the epoch's batches."""
-        self._restore_callbacks()
+        self._run.restore_callbacks()
         super().on_epoch_end(epoch, logs)
-        if self._run is not None:
-            self._run.on_epoch_end(epoch, logs)
+        self._run.on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Ends that."""
-        if self._run is not None:
-            self._run.on_train_end(logs)
+        self._run.on_train_end(logs)
         self._context.close()
-
-    def _restore_callbacks(self) -> None:
-        if self._run is not None:
-            self._run.restore_callbacks()
 
 
 @final

@@ -103,7 +103,6 @@ def _call_unfinished(own: Callable[..., Any], call: inspect.BoundArguments, path
 
 @contextmanager
 def _amended(amend: Callable[[Path], None]) -> Iterator[None]:
-    """A block in which ``amend`` completes each file that is saved."""
     token = _amend.set(amend)
     try:
         yield

@@ -82,20 +82,13 @@ class FirstRankCallback(keras.callbacks.Callback):
     on_test_batch_begin, on_test_batch_end = _passed_on("on_test_batch_begin"), _passed_on("on_test_batch_end")
 
 
-@final
-class VerbosityCallback(keras.callbacks.Callback):
+def verbose_on_first_rank(callbacks: Sequence[Any]) -> Any:
     """Lets Keras' own ``verbose`` callbacks print on rank 0 alone, from the start of each epoch; put it before them."""
+    own = [each for each in callbacks if type(each).__module__.partition(".")[0] == "keras"]
+    levels = [(each, each.verbose) for each in own if hasattr(each, "verbose")]
 
-    def __init__(self, callbacks: Sequence[Any]) -> None:
-        super().__init__()
-        own = [each for each in callbacks if type(each).__module__.partition(".")[0] == "keras"]
-        self._verbose = [(each, each.verbose) for each in own if hasattr(each, "verbose")]
+    def set_levels(*_: Any) -> None:
+        for each, level in levels:
+            each.verbose = level if is_first() else 0
 
-    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
-        """Sets ``verbose`` of the others."""
-        for each, verbose in self._verbose:
-            each.verbose = verbose if is_first() else 0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
-        """Sets ``verbose`` of the others."""
-        self.on_train_begin()
+    return keras.callbacks.LambdaCallback(on_train_begin=set_levels, on_epoch_begin=set_levels)

@@ -268,7 +268,6 @@ def _kind_beside_rows(form: Form) -> Dependence:
 
 
 def _folded(operation: str, operands: Sequence[ValueForm]) -> float | None:
-    """The number that arithmetic with numbers gives."""
     numbers = [each.number for each in operands if each.number is not None]
     if len(numbers) < len(operands) or (operation == "div" and not numbers[1]):
         return None

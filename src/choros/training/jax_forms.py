@@ -60,8 +60,7 @@ def total(loss: Any, rows: frozenset[int]) -> Form | None:
     """The form of the loss that a program returns."""
     if not isinstance(loss, LossProgram):
         return None
-    result = _ReadProgram(loss, rows).result
-    return result.total
+    return _ReadProgram(loss, rows).result.total
 
 
 def forms_of_marked(program: LossProgram, rows: frozenset[int]) -> dict[str, Form | None]:
@@ -108,7 +107,7 @@ class _ReadProgram:
             for each, position in zip(traced.jaxpr.invars, numbered, strict=True)
         ]
         closed_over = [self._reading.leaf(each.aval.shape) for each in traced.jaxpr.constvars]
-        self.result = self._run(traced.jaxpr, given, closed_over)[0]
+        self.result: ValueForm = self._run(traced.jaxpr, given, closed_over)[0]
 
     def _run(self, jaxpr: Any, given: Sequence[ValueForm], closed_over: Sequence[ValueForm]) -> list[ValueForm]:
         values: dict[Any, ValueForm] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*given, *closed_over), strict=True))
@@ -124,7 +123,6 @@ class _ReadProgram:
         return [value_of(atom) for atom in jaxpr.outvars]
 
     def _step(self, equation: Any, operands: list[ValueForm]) -> list[ValueForm]:
-        """The results of one operation."""
         name, parameters = equation.primitive.name, equation.params
         inner = next((parameters[each] for each in _INNER if name in _CALLS and each in parameters), None)
         if inner is not None:

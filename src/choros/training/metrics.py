@@ -1,5 +1,16 @@
-"""Metrics over the examples of all ranks."""
+"""Metrics over the examples of all ranks: how the ranks' states become that of one process that has seen all.
 
+Keras' own metrics only add to their variables. A metric of the user's may also keep a maximum or a minimum, and nothing
+declares that. So ``rules_of`` tries it, once, from two states and on an invented batch of the shapes it was given::
+
+    reset ── update(a) ──► s      a sum:       update(s, b) - s == update(reset, b) - reset
+      └───── update(b) ──► t      a maximum:   update(s, b) == max(s, t)
+    s ────── update(b) ──► ?      a minimum:   update(s, b) == min(s, t)
+"""
+
+import functools
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,9 +19,24 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
+from choros.arrays import adapter_of
 from choros.comm import Reduction, global_process_set
+from choros.parallel.objects import allgather_object
 from choros.parallel.ops import broadcast_arrays
-from choros.training.metric_states import merged
+from choros.training.keras_internals.models import single_metrics
+
+Array = NDArray[Any]
+
+_ROWS, _TRIALS = 3, 3
+#: How the ranks' values of a variable are merged; ``None``: they are those of rank 0.
+Rule = Reduction | None
+
+_DECLARED = {"sum": Reduction.SUM, "mean": Reduction.AVERAGE}
+#: For metrics of the user's: the arguments of an update, as arrays of zeros, and the rules once they are known.
+_arguments: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_rules: weakref.WeakKeyDictionary[Any, list[Rule]] = weakref.WeakKeyDictionary()
+#: With how many admissions of new ranks, which do not know them, the ranks have agreed on the rules.
+_agreed_with: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def global_metrics(model: Any, *, counted: bool = False) -> dict[str, Any]:
@@ -52,12 +78,14 @@ def global_result(metric: Any, result: Callable[[], Any]) -> Any:
 @contextmanager
 def merged_metrics(metrics: Sequence[Any]) -> Iterator[None]:
     """A context in which ``metrics`` have the states of one process that has seen all ranks' examples."""
-    variables, own, everywhere = merged(metrics)
+    variables, own, everywhere = _merged(metrics)
     try:
-        _assign(variables, everywhere)
+        for variable, value in zip(variables, everywhere, strict=True):
+            variable.assign(value)
         yield
     finally:
-        _assign(variables, own)
+        for variable, value in zip(variables, own, strict=True):
+            variable.assign(value)
 
 
 def average_logs(logs: dict[str, Any], examples: float) -> dict[str, float]:
@@ -74,10 +102,139 @@ def count_examples(model: Any) -> int:
     return 0 if loss is None else round(float(loss.count.numpy()))
 
 
-def _on_host(result: Any) -> NDArray[np.float64]:
+def _on_host(result: Any) -> Array:
     return np.asarray(keras.ops.convert_to_numpy(result), np.float64)
 
 
-def _assign(variables: list[Any], values: Any) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+def watch(metric: Any) -> None:
+    """Makes ``metric`` note the shapes that it is updated with, unless it is one of Keras' own."""
+    if _is_keras_own(metric) or "update_state" in vars(metric):
+        return
+    own = metric.update_state
+
+    @functools.wraps(own)
+    def update_state(*args: Any, **kwargs: Any) -> Any:
+        if metric not in _arguments:
+            _arguments[metric] = keras.tree.map_structure(_zeros_like, (args, kwargs))
+        return own(*args, **kwargs)
+
+    # Bypasses Keras' attribute tracking: the function is not part of the metric.
+    object.__setattr__(metric, "update_state", update_state)
+
+
+def _merged(metrics: Sequence[Any]) -> tuple[list[Any], list[Array], list[Array]]:
+    """Returns the metrics' variables, this rank's values, and the values that one process would have."""
+    metrics = single_metrics(metrics)
+    rules = _rules_of(metrics)
+    variables = [variable for metric in metrics for variable in metric.variables]
+    own = [np.array(adapter_of(variable.value).to_host(variable.value)) for variable in variables]
+    values = list(own)
+    communicator = global_process_set.communicator
+    for rule in dict.fromkeys(rules):
+        chosen = [index for index, each in enumerate(rules) if each is rule]
+        arrays = [own[index] for index in chosen]
+        if rule is None:
+            reduced = broadcast_arrays(arrays, 0, names=["metrics"] * len(chosen), heirs=communicator.launched)
+        else:
+            reduced = communicator.grouped_allreduce(arrays, rule, name="metrics")
+        for index, value in zip(chosen, reduced, strict=True):
+            values[index] = value
+    return variables, own, values
+
+
+def _rules_of(metrics: Sequence[Any]) -> list[Rule]:
+    membership = global_process_set.membership
+    admissions = 0 if membership is None else membership.admissions
+    unknown = [each for each in metrics if not _is_keras_own(each) and _agreed_with.get(each) != admissions]
+    if unknown:
+        # A rank that has had no batches yet cannot try, and all ranks must merge identically.
+        known = [_rules.get(metric) or _try(metric) for metric in unknown]
+        tried = allgather_object(known, name="rules of metrics")
+        for metric, *found in zip(unknown, *tried, strict=True):
+            rules = next((rules for rules in found if rules is not None), None)
+            if rules is not None:
+                _rules[metric], _agreed_with[metric] = rules, admissions
+    return [rule for metric in metrics for rule in _rules.get(metric) or _declared(metric)]
+
+
+def _declared(metric: Any) -> list[Rule]:
+    return [_DECLARED.get(variable.aggregation) for variable in metric.variables]
+
+
+def _try(metric: Any) -> list[Rule] | None:
+    """Returns the rules of the variables of a metric of the user's; ``None`` if it has not been updated yet."""
+    if metric not in _arguments:
+        return None
+    generator = np.random.default_rng(0)
+    declared = _declared(metric)
+    any_of_three: list[Rule] = [Reduction.SUM, Reduction.MAX, Reduction.MIN]
+    candidates = [any_of_three if rule is Reduction.SUM else [rule] for rule in declared]
+    try:
+        reset = _hosts(metric.stateless_reset_state())
+        for scale in np.arange(_TRIALS) * 3.0:
+            a, b = (_invented(_arguments[metric], generator, scale) for _ in range(2))
+            s, t = _updated(metric, reset, a), _updated(metric, reset, b)
+            both = _updated(metric, s, b)
+            for index, rules in enumerate(candidates):
+                states = reset[index], s[index], t[index], both[index]
+                candidates[index] = [rule for rule in rules if len(rules) == 1 or _holds(rule, *states)]
+    except Exception as error:  # noqa: BLE001  (the user's code, on data it was not written for)
+        warnings.warn(
+            f"the metric {metric.name!r} cannot be tried on invented data ({error}): its state is summed over the "
+            "ranks, which is wrong for a maximum or a minimum.",
+            stacklevel=2,
+        )
+        return declared
+    for index, rules in enumerate(candidates):
+        if not rules:
+            warnings.warn(
+                f"{metric.variables[index].name!r} of the metric {metric.name!r} is neither a sum nor a maximum nor a "
+                "minimum over batches: its value on all ranks is that of rank 0.",
+                stacklevel=2,
+            )
+    return [rules[0] if rules else None for rules in candidates]
+
+
+def _holds(rule: Any, reset: Array, s: Array, t: Array, both: Array) -> bool:
+    with np.errstate(invalid="ignore"):
+        expected = {Reduction.SUM: s + (t - reset), Reduction.MAX: np.maximum(s, t), Reduction.MIN: np.minimum(s, t)}
+    return bool(np.allclose(both, expected[rule], rtol=1e-4, atol=1e-5))
+
+
+def _updated(metric: Any, state: Sequence[Array], arguments: Any) -> list[Array]:
+    args, kwargs = arguments
+    return _hosts(metric.stateless_update_state(list(map(keras.ops.convert_to_tensor, state)), *args, **kwargs))
+
+
+def _hosts(values: Sequence[Any]) -> list[Array]:
+    return [np.array(keras.ops.convert_to_numpy(value)) for value in values]
+
+
+def _is_keras_own(metric: Any) -> bool:
+    module: str = type(metric).update_state.__module__
+    return module.startswith("keras.")
+
+
+def _zeros_like(value: Any) -> Any:
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return value
+    return np.zeros([_ROWS, *(size or _ROWS for size in tuple(shape)[1:])][: len(shape)], _dtype(value))
+
+
+def _dtype(value: Any) -> str:
+    return str(keras.backend.standardize_dtype(value.dtype))
+
+
+def _invented(zeros: Any, generator: np.random.Generator, scale: float) -> Any:
+    """Replaces arrays of zeros: labels are 0 or 1; other numbers are first in 0 … 1, then of any sign."""
+
+    def invent(zero: Any) -> Any:
+        if not isinstance(zero, np.ndarray):
+            return zero
+        values: Array = np.asarray(generator.integers(0, 2, zero.shape))
+        if zero.dtype.kind not in "iub":
+            values = np.asarray(generator.normal(size=zero.shape) * scale if scale else generator.random(zero.shape))
+        return keras.ops.convert_to_tensor(values.astype(zero.dtype))
+
+    return keras.tree.map_structure(invent, zeros)

@@ -365,7 +365,6 @@ def _rows_on_host(indices: Any, values: Any, shape: tuple[int, ...]) -> SparseRo
 
 
 def _joined(arrays: Sequence[Any], layout: GradientLayout, from_rows: Callable[..., Any]) -> list[Any]:
-    """Joins the two arrays of each sparse gradient by ``from_rows(indices, values, shape)``."""
     parts = iter(arrays)
     return [
         from_rows(next(parts), next(parts), each.shape) if isinstance(each, RowsLayout) else next(parts)

@@ -70,6 +70,8 @@ class RunCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
         """Goes on from the last commit, which rank 0 reads, if there is one; a new rank waits until it is taken in."""
+        if self._store is None and not self._admits:
+            return
         self._run = RunState(self.model, [*self._callbacks, self.model.history])
         self._epochs = epochs = steps_of(self.model).epochs
         if epochs is not None:
@@ -110,10 +112,10 @@ class RunCallback(keras.callbacks.Callback):
             return
         received = self._received = broadcast_object(None)
         epochs.take_over(received["position"])
-        set_initial_epoch(self.model, received["run"]["epoch"])
+        set_initial_epoch(self.model, received["epoch"])
         if not is_built(self.model):
             build_from_batch(self.model, epochs.example_batch())
-        self._run.restore(received["run"])
+        self._run.restore(received)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
         """Commits the epoch before: Keras' history, which comes after all other callbacks, has it now. Restores what
@@ -132,8 +134,8 @@ class RunCallback(keras.callbacks.Callback):
             self._write(epoch)
         received, self._received = self._received, None
         if received is not None and received["position"]["ledger"] is not None:
-            self._run.restore(received["run"])
-            self._goes_on = received["run"]
+            self._run.restore(received)
+            self._goes_on = received
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
         """Marks that there is something to commit."""
@@ -161,14 +163,14 @@ class RunCallback(keras.callbacks.Callback):
     def _admit(self, epoch: int) -> bool:
         """Takes in a new rank, between two steps, if one waits; sends it the state of rank 0, which is an older one."""
         if self._received is not None:
-            self._run.restore(self._received["run"])  # callbacks have set it back when training began
+            self._run.restore(self._received)  # callbacks have set it back when training began
             if self._received["position"]["ledger"] is not None:  # the others are in the middle of the epoch
                 return False
         if not admit():
             return False
         state = None
         if global_process_set.rank() == 0 and self._epochs is not None:
-            state = {"position": self._epochs.position, "run": self._run.capture(epoch=epoch, metrics=False)}
+            state = self._run.capture(epoch=epoch, position=self._epochs.position, metrics=False)
         broadcast_object(state)
         return True
 

@@ -43,8 +43,6 @@ _OF_PROCESS = frozenset(
         *("_writers", "_prev_summary_state", "_is_tracing", "_profiler_started"),
     ]
 )
-#: Callbacks without a state of their own.
-_OUTPUT = ("ProgbarLogger", "VerbosityCallback")
 
 
 @final
@@ -65,7 +63,7 @@ class RunState:
     def __init__(self, model: Any, callbacks: Sequence[Any]) -> None:
         self._model = model
         own = [each.callback if isinstance(each, FirstRankCallback) else each for each in callbacks]
-        self._callbacks = [each for each in own if type(each).__name__ not in _OUTPUT]
+        self._callbacks = [each for each in own if type(each).__name__ != "ProgbarLogger"]
         self._configured = [_configuration(each) for each in self._callbacks]
 
     def capture(self, *, epoch: int, position: Any = None, metrics: bool = True) -> dict[str, Any]:
@@ -173,7 +171,6 @@ def _keys(callbacks: Sequence[Any]) -> Iterator[str]:
 
 
 def _configuration(callback: Any) -> dict[str, Any]:
-    """Returns the attributes that have names of arguments of the constructor."""
     classes = [each for each in type(callback).__mro__ if issubclass(each, keras.callbacks.Callback)]
     arguments = {name for each in classes for name in inspect.signature(each).parameters}
     return {name: copy.copy(value) for name, value in vars(callback).items() if name in arguments}

@@ -120,7 +120,6 @@ class SpmdTrainer:
         return BatchPlan(counts, self._devices)
 
     def _with_rate(self, state: Any) -> Any:
-        """Returns ``state`` with the learning rate that was stored or shared."""
         index = self._rate_index()
         if index is None:
             return state
@@ -135,7 +134,6 @@ class SpmdTrainer:
         return next((index for index, variable in enumerate(optimizer.variables) if variable is rate), None)
 
     def _wrap_step(self, kind: str, mesh: Mesh, batches: Callable[[Iterable[Any]], Iterator[GlobalBatch]]) -> None:
-        """Wraps the step that Keras compiles, and the function that calls it."""
         model = self._model
         step, make = getattr(model, f"{kind}_step"), getattr(model, f"make_{kind}_function")
 

@@ -209,7 +209,6 @@ def _scalars(name: str, values: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _histograms(weights: Any) -> Iterator[Any]:
-    """Summaries of the distribution of values of each of a model's ``weights``."""
     from tensorboardX.summary import histogram
 
     for weight in weights:

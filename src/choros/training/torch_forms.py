@@ -28,8 +28,6 @@ _MEAN, _SUM = 1, 2
 
 @final
 class _Notes(TorchDispatchMode):
-    """Notes what is known of the tensors that are computed."""
-
     supports_higher_order_operators = True
 
     def __init__(self, rows: frozenset[int]) -> None:
@@ -206,7 +204,6 @@ def differentiation(factor_of: Callable[[Any], Any]) -> tuple[Any, dict[str, Any
 
 
 def _number(name: str, given: Mapping[str, Any]) -> float | None:
-    """The number of which an array is made."""
     if name.startswith(("zero", "ones", "new_zeros", "new_ones")):
         return float("ones" in name)
     number = given.get("fill_value", given.get("value", given.get("s")))

@@ -36,7 +36,7 @@ from choros.training.keras_internals.models import (
     statistics_of,
     trained_variables,
 )
-from choros.training.metric_states import watch
+from choros.training.metrics import watch
 from choros.training.normalization import is_synchronized, synchronizing_call
 from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.replaced import replaced

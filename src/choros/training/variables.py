@@ -1,7 +1,7 @@
 """What ranks do with variables: broadcast them from one to the others, and aggregate what replicas assign to them."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -99,16 +99,8 @@ _REQUESTS = {
 }
 
 
-def aggregate(
-    kind: str,
-    value: Any,
-    *,
-    process_set: ProcessSet = global_process_set,
-    examples: Any = None,
-    weighted: bool = False,
-    exchanges: Callable[[], bool] = lambda: True,
-) -> Any:
-    """The ranks' values as an ``aggregation`` combines them; 0 ``examples`` do not count, ``weighted``: as weights.
+def aggregate(kind: str, value: Any, step: Any = None) -> Any:
+    """The ranks' values as an ``aggregation`` combines them: in a ``weighting.ModelStep`` those with rows.
 
     >>> import choros
     >>> choros.init()
@@ -116,13 +108,14 @@ def aggregate(
     array([1., 2.])
     """
     adapter = adapter_of(value)
-    known = examples is None or isinstance(examples, int)
+    examples, process_set = (1, global_process_set) if step is None else (step.examples, step.process_set)
+    known = isinstance(examples, int)
 
     def on_host(hosts: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
         host = hosts[0]
-        if not exchanges():
+        if step is not None and not step.exchanges():
             return [host]
-        rows = int(hosts[1]) if not known else 1 if examples is None else examples
+        rows = examples if known else int(hosts[1])
         communicator = process_set.communicator
 
         def collective() -> NDArray[np.float64]:
@@ -130,7 +123,7 @@ def aggregate(
             sizes = communicator.agree(_REQUESTS[kind], value=sums.size if rows else 0)
             first = next(rank for rank, size in enumerate(sizes) if size)
             if rows and (kind != "only_first_replica" or communicator.rank == first):
-                weight = rows if kind == "mean" and weighted else 1
+                weight = rows if kind == "mean" and step is not None and step.weighted else 1
                 sums[:-1] = host.reshape(-1) * weight
                 sums[-1] = weight
             sum_numbers(communicator, sums, sizes, _DIFFER)

@@ -105,7 +105,6 @@ def run_step(step: ModelStep) -> Iterator[None]:
 
 @functools.cache
 def _replacements() -> list[tuple[Any, dict[str, Any]]]:
-    """What steps replace, of Keras and of the framework."""
     own = reductions(_reduce_loss, _reduce_samples, _sum_added, _compute_loss)
     return [*own, _forms().differentiation(_factor_of_gradients)]
 
@@ -261,18 +260,15 @@ def _exchanged(step: ModelStep, value: Any, exchange: _Exchange, *, of_loss: boo
 
 
 def _share(communicator: Communicator, examples: int, _: float) -> float:
-    """This rank's share of the global batch."""
     return examples / sum(communicator.atomic(lambda: communicator.agree(_SHARE, value=examples)))
 
 
 def _of_sum(communicator: Communicator, examples: int, _: float) -> float:
-    """The factor of a loss that divides by nothing."""
     share = _share(communicator, examples, _)
     return 1 / share if share else 0.0
 
 
 def _of_divisor(communicator: Communicator, examples: int, divisor: float) -> float:
-    """The factor of a loss that divides by ``divisor``."""
     own = divisor if examples else 0.0
 
     def collective() -> float:
@@ -382,7 +378,6 @@ def _read(read: Callable[[], Any]) -> Any:
 
 
 def _forms() -> Any:
-    """How losses are read on this framework."""
     return importlib.import_module(f"choros.training.{keras.backend.backend()}_forms")
 
 

@@ -51,9 +51,9 @@ from choros.parallel.identical import are_identical
 from choros.parallel.moments import RankMoments
 from choros.parallel.objects import object_of_first
 from choros.settings import current
-from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback, StepCallback
+from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from choros.training.evaluation import repeated
-from choros.training.first_rank import FirstRankCallback, VerbosityCallback
+from choros.training.first_rank import FirstRankCallback, verbose_on_first_rank
 from choros.training.keras_internals.fit import (
     built_before_training,
     flatten_metrics,
@@ -63,8 +63,7 @@ from choros.training.keras_internals.fit import (
     train_validation_split,
 )
 from choros.training.keras_internals.models import has_value, layers_of, local_value, own_variables, statistics_of
-from choros.training.metric_states import watch
-from choros.training.metrics import flat_results, global_result, global_results
+from choros.training.metrics import flat_results, global_result, global_results, watch
 from choros.training.random_numbers import draw_by_rank
 from choros.training.run_callback import RunCallback
 from choros.training.trainer import attach
@@ -171,7 +170,9 @@ class SynchronousTraining(Training):
         if admits or directory:
             callbacks = [*callbacks, RunCallback(callbacks, directory, admits=admits)]
         if admits:
-            callbacks, verbose = [StepCallback(), *callbacks], 0
+            # First, so that commits hold all of the last batch, and none of the next.
+            between = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda *_: steps.begin_batch())
+            callbacks, verbose = [between, *callbacks], 0
         changes["callbacks"] = callbacks
         elastic = steps.elastic(data, call["class_weight"]) if isinstance(data, EpochData) else nullcontext()
         named = shares_named(batch_size, self._replicas.count)
@@ -281,7 +282,7 @@ class SynchronousTraining(Training):
         if elastic:
             writers = [each for each in callbacks if type(each).__name__ in _WRITERS]
             wrapped = [FirstRankCallback(each) if each in writers else each for each in callbacks]
-            return [VerbosityCallback(callbacks), *wrapped]
+            return [verbose_on_first_rank(callbacks), *wrapped]
         if self._replicas.first == 0:
             return callbacks
         quiet = [each for each in callbacks if type(each).__name__ not in _WRITERS]
