@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from choros.data.rows import Part
-from choros.data.tf_auto_shard import InputPipeline
+from choros.data.tf_auto_shard import batch_sizes
 from choros.distribute import datasets
 from choros.distribute.replicas import Replicas
 from harness import FRAMEWORKS, Job, case_names, check_case, needs, on
@@ -61,5 +61,5 @@ def test_parts_cover_all_rows_once(rows: int, count: int, local: int) -> None:
 
 @pytest.mark.parametrize(("batch", "count"), [(7, 2), (8, 3), (3, 3)])
 def test_batches_of_processes_that_read_independently_add_up_to_global_ones(batch: int, count: int) -> None:
-    sizes = [InputPipeline(index, count).batch_sizes(batch) for index in range(count)]
+    sizes = [batch_sizes(batch, index, count) for index in range(count)]
     assert {sum(step) for step in zip(*sizes, strict=True)} == {sum(each) for each in sizes} == {batch}

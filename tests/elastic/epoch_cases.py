@@ -12,7 +12,7 @@ import pytest
 
 import choros.keras as hvd
 from choros.data.epochs import EpochData, epochs_of_steps
-from choros.data.kinds import epochs_of, epochs_of_shard
+from choros.data.kinds import epochs_of_shard, kind_of
 from choros.data.plan import OPEN, Ledger, ShardBatches
 from choros.data.rows import Part, Sharding
 from choros.errors import ConfigError
@@ -23,6 +23,10 @@ X = np.arange(N, dtype="float32")[:, None]
 
 def sharding(shard: int = 0, shards: int = 2, **settings: Any) -> Sharding:
     return Sharding(Part(shard, shards), **settings)
+
+
+def epochs_of(data: Any, sharding: Sharding) -> EpochData:
+    return kind_of(data).epochs(data, sharding)
 
 
 def rows(batches: Any) -> list[list[int]]:

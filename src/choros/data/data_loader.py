@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -56,7 +56,9 @@ class DataLoaderKind(DataKind):
             self.split(data, sharding.part)  # the same errors
         else:
             self.shard(data, sharding)
-        return _StreamEpochs(data, sharding) if _is_stream(data) else _LoaderEpochs(data, sharding)
+        if _is_stream(data):
+            return StreamData(sharding, _parts_of, partial(_read, data))
+        return _LoaderEpochs(data, sharding)
 
     def batch_rows(self, data: Any) -> int | None:
         """Returns the loader's ``batch_size``."""
@@ -107,6 +109,16 @@ class _Stream(torch_data.IterableDataset):
 def _stream(batches: Callable[[], Iterator[Any]]) -> Any:
     """Returns a ``DataLoader`` of these batches."""
     return torch_data.DataLoader(_Stream(batches), batch_size=None)
+
+
+def _parts_of(epochs: EpochData) -> Any:
+    return _stream(lambda: epochs.batches(epochs.parts, epochs.epoch))
+
+
+def _read(loader: Any, epoch: int) -> Any:
+    if hasattr(loader.dataset, "set_epoch"):
+        loader.dataset.set_epoch(epoch)
+    return loader
 
 
 def _with_sampler(loader: Any, sampler: Any) -> Any:
@@ -162,7 +174,7 @@ class _LoaderEpochs(EpochData):
     """The epochs of a loader whose examples have indices: only wanted ones are loaded; order by seed and epoch."""
 
     def __init__(self, loader: Any, sharding: Sharding) -> None:
-        super().__init__(sharding)
+        super().__init__(sharding, _LoaderEpochs._loader)
         self._sampler = _global_sampler(loader, sharding.batch_size, sharding.seed)
         self._order = loader.sampler
         self._generator = getattr(self._order, "generator", None)
@@ -176,9 +188,7 @@ class _LoaderEpochs(EpochData):
                 "a generator, which choros sets at the beginning of an epoch, or a method set_epoch(epoch)."
             )
 
-    @cached_property
-    def data(self) -> Any:
-        """A ``DataLoader``."""
+    def _loader(self) -> Any:
         indices = _Indices(lambda: self._indices(self.parts, self.epoch), lambda: len(self._sampler))
         return _with_sampler(self._source, indices)
 
@@ -209,25 +219,6 @@ class _LoaderEpochs(EpochData):
 
     def _count(self, epoch: int) -> tuple[int, int, int]:
         return counted(map(len, self._order_of(epoch)))
-
-
-@final
-class _StreamEpochs(StreamData):
-    """The epochs of a loader of a stream."""
-
-    def __init__(self, loader: Any, sharding: Sharding) -> None:
-        super().__init__(sharding)
-        self._loader = loader
-
-    @cached_property
-    def data(self) -> Any:
-        """A ``DataLoader``."""
-        return _stream(lambda: self.batches(self.parts, self.epoch))
-
-    def _global_batches(self, epoch: int) -> Iterator[Any]:
-        if hasattr(self._loader.dataset, "set_epoch"):
-            self._loader.dataset.set_epoch(epoch)
-        return iter(self._loader)
 
 
 KIND = DataLoaderKind()

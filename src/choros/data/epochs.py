@@ -2,7 +2,7 @@
 
 The order of an epoch depends on its number alone, not on what was read before: later ranks read the same::
 
-    epochs = epochs_of(data, sharding)                    kinds.py
+    epochs = kind_of(data).epochs(data, sharding)         kinds.py
       .begin_epoch(3, parts)                              before each epoch: the batches that this rank trains on
       .data          ─► Keras' fit                        yields those batches; of the same kind as the data set
       .batches(parts, 3)                                  at its end: what others have left over, read again
@@ -11,7 +11,7 @@ The order of an epoch depends on its number alone, not on what was read before: 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, final
 
 from choros.data.plan import OPEN, Length, ShardBatches
@@ -19,7 +19,8 @@ from choros.data.rows import Part, Sharding, count_rows, without_last_empty
 
 
 class EpochData(ABC):
-    """The epochs of one data set. ``doubt`` says why not every sample is used exactly once if a rank is lost.
+    """The epochs of one data set. ``make`` returns what ``fit`` takes, of these epochs.
+    ``doubt`` says why not every sample is used exactly once if a rank is lost.
     ``begins_anywhere``: batches are found, and counted, without reading those before. ``goes_on``: the next epoch is
     read from the last iteration of ``data``, not from a new one. ``seed`` is the same on all ranks.
     """
@@ -28,19 +29,19 @@ class EpochData(ABC):
     begins_anywhere = True
     goes_on = False
 
-    def __init__(self, sharding: Sharding) -> None:
+    def __init__(self, sharding: Sharding, make: Callable[[Any], Any]) -> None:
         part = sharding.part
-        self._local = part.local
+        self._local, self._make = part.local, make
         self.epoch, self.seed = sharding.epoch, sharding.seed
         self.parts: tuple[ShardBatches, ...] = (
             ShardBatches(part.first // part.local, part.count // part.local, range(OPEN)),
         )
         self._counted: tuple[int, tuple[int, int, int]] | None = None
 
-    @property
-    @abstractmethod
+    @cached_property
     def data(self) -> Any:
         """A data set that Keras' ``fit`` takes: each iteration yields the batches of ``parts``."""
+        return self._make(self)
 
     def begin_epoch(self, epoch: int, parts: Iterable[ShardBatches]) -> None:
         """Sets what the next iteration of ``data`` yields. Keras takes an unknown number of batches, as always with
@@ -82,25 +83,26 @@ def counted(rows: Iterable[int]) -> tuple[int, int, int]:
 
 
 class IndexedData(EpochData):
-    """Data whose batches are found by index."""
+    """Data of ``number()`` batches; ``rows(part, index, epoch)`` returns rows of one that is found by its index."""
 
     #: Whether they are arrays, whose rows Keras hands to a step in another form than those of a data set.
     of_arrays = False
     #: The current ``parts``, their epoch, and those of them that exist.
     _own: tuple[tuple[ShardBatches, ...], int, list[ShardBatches]] | None = None
 
-    @abstractmethod
-    def rows(self, part: Part, index: int, epoch: int) -> Any:
-        """Returns the rows of ``part`` in batch ``index`` of an epoch."""
-
-    def closed(self, parts: Iterable[ShardBatches], epoch: int) -> list[ShardBatches]:
-        """Returns those of ``parts`` that exist."""
-        length = self.length(epoch)
-        return [part.closed(length) for part in parts]
+    def __init__(
+        self,
+        sharding: Sharding,
+        make: Callable[[Any], Any],
+        number: Callable[[], int],
+        rows: Callable[[Part, int, int], Any],
+    ) -> None:
+        super().__init__(sharding, make)
+        self._number, self.rows = number, rows
 
     def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
         """Yields the rows of ``parts``."""
-        for each in self.closed(parts, epoch):
+        for each in self._closed(parts, epoch):
             for index in each.batches:
                 yield self.rows(each.part(self._local), index, epoch)
 
@@ -120,23 +122,32 @@ class IndexedData(EpochData):
         """Returns those of the current ``parts`` that exist; other threads may read the last epoch's."""
         own, parts, epoch = self._own, self.parts, self.epoch
         if own is None or own[0] is not parts or own[1] != epoch:
-            own = self._own = parts, epoch, self.closed(parts, epoch)
+            own = self._own = parts, epoch, self._closed(parts, epoch)
         return own[2]
+
+    def _closed(self, parts: Iterable[ShardBatches], epoch: int) -> list[ShardBatches]:
+        length = self.length(epoch)
+        return [part.closed(length) for part in parts]
+
+    def _count(self, epoch: int) -> tuple[int, int, int]:
+        number, everyone = self._number(), Part(0, 1)
+        full, last = (count_rows(self.rows(everyone, index, epoch)) if number else 0 for index in (0, number - 1))
+        return number, full, last
 
 
 class StreamData(EpochData):
-    """Data that are read in sequence; what was read before is read again."""
+    """Data whose batches ``read(epoch)`` yields in sequence; what was read before is read again."""
 
     begins_anywhere = False
+
+    def __init__(self, sharding: Sharding, make: Callable[[Any], Any], read: Callable[[int], Iterable[Any]]) -> None:
+        super().__init__(sharding, make)
+        self._read = read
 
     @property
     def number_of_batches(self) -> int | None:
         """Not known before they are read."""
         return None
-
-    @abstractmethod
-    def _global_batches(self, epoch: int) -> Iterator[Any]:
-        """Yields the global batches of an epoch."""
 
     def _rows(self, part: Part, batch: Any) -> Any:
         return part.of(batch)
@@ -145,11 +156,11 @@ class StreamData(EpochData):
         """Yields the rows of ``parts``; each is one pass over the data."""
         for each in parts:
             if each.batches:
-                rows = map(partial(self._rows, each.part(self._local)), each.taken_from(self._global_batches(epoch)))
+                rows = map(partial(self._rows, each.part(self._local)), each.taken_from(self._read(epoch)))
                 yield from without_last_empty(rows, count_rows) if each.batches.stop == OPEN else rows
 
     def _count(self, epoch: int) -> tuple[int, int, int]:
-        return counted(map(count_rows, self._global_batches(epoch)))
+        return counted(map(count_rows, self._read(epoch)))
 
 
 @final
@@ -159,16 +170,8 @@ class FixedData(EpochData):
     goes_on = True
 
     def __init__(self, sharding: Sharding, data: Callable[[], Any], doubt: str) -> None:
-        super().__init__(sharding)
+        super().__init__(sharding, lambda _: data())
         self.doubt = doubt
-        self._make, self._made = data, None
-
-    @property
-    def data(self) -> Any:
-        """The process's own data, whatever ``parts`` are."""
-        if self._made is None:
-            self._made = self._make()
-        return self._made
 
     def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
         """Yields nothing."""
@@ -195,16 +198,12 @@ class StepsOfEpoch(EpochData):
 
     def __init__(self, inner: EpochData, steps: int, number: int) -> None:
         self._inner, self._steps, self._number = inner, steps, number
+        self._make = lambda _: inner.data  # of which Keras takes ``steps`` batches
         self._first = inner.epoch
         #: What the last iteration of ``data`` yields next.
         self._next: tuple[int, list[ShardBatches]] | None = None
         self.epoch, self.seed, self.parts = inner.epoch, inner.seed, inner.parts
         self.doubt, self.begins_anywhere = inner.doubt, inner.begins_anywhere
-
-    @property
-    def data(self) -> Any:
-        """That of the data set; Keras takes ``steps`` batches of an epoch that begins at its beginning."""
-        return self._inner.data
 
     @property
     def number_of_batches(self) -> int:

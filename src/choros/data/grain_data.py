@@ -1,7 +1,6 @@
 """Batches of Grain data sets. The module imports Grain: import it on demand."""
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Callable
 from typing import Any, final
 
 import grain
@@ -27,7 +26,8 @@ class GrainKind(DataKind):
                 return data[start:end]
             full_start, full_end = shard_range(batch_size, part.first, part.count)
             indices = example_indices(len(data), batch_size, part.first, part.count)
-            return grain.MapDataset.source(_Subset(data, indices)).batch(full_end - full_start)
+            own = grain.MapDataset.source(indices).map(lambda index: data[int(index)])
+            return own.batch(full_end - full_start)
         if batch_size is None:
             raise ConfigError("a grain.IterDataset is sharded batch by batch: pass shard(…, batch_size=…).")
         return _split(data.batch(batch_size), part).filter(lambda rows: count_rows(rows) > 0)
@@ -42,9 +42,13 @@ class GrainKind(DataKind):
         _reject_loader(data)
         batches = data if sharding.batch_size is None else data.batch(sharding.batch_size)
         _note(batches)
-        if isinstance(data, grain.MapDataset):
-            return _MapEpochs(batches, sharding)
-        return _IterEpochs(batches, sharding)
+        if not isinstance(data, grain.MapDataset):
+            return StreamData(sharding, _iterated, lambda _: batches)
+
+        def rows(part: Part, index: int, _: int) -> Any:
+            return part.of(batches[index])
+
+        return IndexedData(sharding, _iterated, lambda: len(batches), rows)
 
     def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
         """Returns the process's rows of each batch, as for any iterable."""
@@ -72,61 +76,6 @@ def _reject_loader(data: Any) -> None:
             "a grain.DataLoader is sharded by its sampler: pass it shard_options=grain.sharding.ShardOptions("
             "shard_index=…, shard_count=…) with this process's rank and the size. Or use a grain.MapDataset."
         )
-
-
-@final
-class _Subset:
-    """The elements of a random-access data set at some indices."""
-
-    def __init__(self, data: Any, indices: Any) -> None:
-        self._data = data
-        self._indices = indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._data[int(self._indices[index])]
-
-
-@final
-class _MapEpochs(IndexedData):
-    """The epochs of a ``MapDataset`` of global batches."""
-
-    def __init__(self, batches: Any, sharding: Sharding) -> None:
-        super().__init__(sharding)
-        self._batches = batches
-
-    @cached_property
-    def data(self) -> Any:
-        """An ``IterDataset``."""
-        return _iterated(self)
-
-    def rows(self, part: Part, index: int, epoch: int) -> Any:
-        """Returns rows of a batch."""
-        return part.of(self._batches[index])
-
-    def _count(self, epoch: int) -> tuple[int, int, int]:
-        number = len(self._batches)
-        full, last = (count_rows(self._batches[index]) if number else 0 for index in (0, number - 1))
-        return number, full, last
-
-
-@final
-class _IterEpochs(StreamData):
-    """The epochs of an ``IterDataset`` of global batches."""
-
-    def __init__(self, batches: Any, sharding: Sharding) -> None:
-        super().__init__(sharding)
-        self._batches = batches
-
-    @cached_property
-    def data(self) -> Any:
-        """An ``IterDataset``."""
-        return _iterated(self)
-
-    def _global_batches(self, epoch: int) -> Iterator[Any]:
-        return iter(self._batches)
 
 
 def _iterated(source: EpochData) -> Any:

@@ -1,4 +1,7 @@
-"""The kinds of data sets, found without importing the packages that define them; each has a module of its own."""
+"""The kinds of data sets, found without importing the packages that define them; each has a module of its own, but
+arrays in memory and iterables of batches, which are of no package. A list of arrays may be both: for ``shard`` each
+array's rows are the examples, elsewhere each array is a batch.
+"""
 
 import sys
 from abc import ABC, abstractmethod
@@ -6,10 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
+
+import numpy as np
 
 from choros.data.epochs import EpochData, FixedData
-from choros.data.rows import Part, Sharding, checked, count_rows, without_last_empty
+from choros.data.rows import Part, Sharding, checked, count_rows, cut, without_last_empty
+from choros.errors import ConfigError
 from choros.parallel.structure import leaves
 
 
@@ -23,17 +29,12 @@ class LocalBatches:
 
 
 class DataKind(ABC):
-    """One kind of data set. Every method takes a data set of that kind.
-
-    A data set yields batches or examples. What has rows and is indexed like an array is no kind of its own: ``rows.py``
-    counts and cuts the rows of arrays, alone or in structures.
+    """One kind of data set, of batches or examples. What has rows and is indexed like an array is no kind of its own:
+    ``rows.py`` counts and cuts the rows of arrays, alone or in structures.
 
     A kind must implement ``shard``. The other methods work for all iterable data sets; a kind overrides those for which
-    its data sets need, or allow, another implementation.
-
-    Attributes:
-        shuffles: whether ``shard`` can shuffle.
-        has_batches: whether its data sets have batches. Others may have examples, of which ``shard`` makes batches.
+    its data sets need, or allow, another implementation. ``shuffles``: whether ``shard`` can shuffle. ``has_batches``:
+    whether its data sets have batches; others may have examples, of which ``shard`` makes batches.
     """
 
     shuffles: ClassVar[bool] = False
@@ -41,37 +42,21 @@ class DataKind(ABC):
 
     @abstractmethod
     def shard(self, data: Any, sharding: Sharding) -> Any:
-        """Returns this process's shard of ``data``, for ``choros.keras.shard``.
-
-        Processes may get different numbers of batches.
-
-        Raises:
-            ConfigError: the batch size does not fit ``data``.
+        """Returns this process's shard of ``data``, for ``choros.keras.shard``; ConfigError: the batch size does not
+        fit. Processes may get different numbers of batches.
         """
 
     def split(self, data: Any, part: Part) -> Any:
-        """Returns the process's rows of each batch, for ``fit`` under a strategy.
-
-        Batches at the end in which it has none are left out, if that is known in time.
-
-        Returns:
-            A data set of the same kind; a generator if ``data`` is only iterable. A known length stays known.
-
-        Raises:
-            ConfigError: ``data`` has no batches or too small ones, or its order may differ between processes.
+        """Returns the process's rows of each batch, for ``fit`` under a strategy: a data set of the same kind, a
+        generator if ``data`` is only iterable. Batches at the end in which it has none are left out, if that is known
+        in time. ConfigError: no batches or too small ones, or their order may differ between processes.
         """
         own = self.local_batches(data, lambda: part)
         return without_last_empty(own.start(), count_rows)
 
     def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
-        """Returns the process's rows of each batch, maybe none, for a custom loop under a strategy.
-
-        Args:
-            data: the data set.
-            part: returns the process's part, which may change between two iterations.
-
-        Raises:
-            ConfigError: as ``split``.
+        """Returns the process's rows of each batch, maybe none, for a custom loop under a strategy; ConfigError as
+        ``split``. ``part`` returns the process's part, which may change between two iterations.
         """
 
         def start() -> Iterator[Any]:
@@ -101,12 +86,8 @@ class DataKind(ABC):
         return None
 
     def padded(self, own: Any) -> Any:
-        """Returns ``own``, the data set of this process alone, with empty batches at the end.
-
-        They are as many as all processes need to have the same number of batches. All processes must call this.
-
-        Returns:
-            A data set of the same kind; ``None`` if the kind has no such data sets.
+        """Returns ``own``, the data set of this process alone, with empty batches at its end, so that all processes,
+        which must call this, have the same number of batches; ``None`` if the kind has no such data sets.
         """
         return None
 
@@ -115,39 +96,71 @@ class DataKind(ABC):
         return ()
 
 
+@final
+class ArrayKind(DataKind):
+    """Arrays, or tuples, lists and dicts of them; and iterables of such batches."""
+
+    shuffles: ClassVar[bool] = True
+
+    def shard(self, data: Any, sharding: Sharding) -> Any:
+        """Returns rows of the arrays; with a batch size a ``PyDataset``."""
+        lengths = {np.shape(leaf)[:1] for leaf in leaves(data)}
+        if len(lengths) != 1 or lengths == {()}:
+            raise ConfigError(
+                f"shard() got a {type(data).__name__} of arrays with the lengths {sorted(lengths)}. It takes arrays "
+                "of one length, and tf.data, PyDataset, DataLoader and Grain data sets."
+            )
+        if sharding.batch_size is None:
+            if sharding.shuffle:
+                raise ConfigError("shuffle=True needs batch_size; without it the rows are sharded in their order.")
+            ((n,),) = lengths
+            return cut(data, *sharding.part.range(n))
+        from choros.data.py_dataset import PartsDataset, array_epochs
+
+        return PartsDataset(array_epochs(data, sharding.batch_size, sharding))
+
+    def epochs(self, data: Any, sharding: Sharding) -> EpochData:
+        """Returns the epochs of arrays in batches; iterables of batches can be read only once."""
+        if sharding.batch_size is None:
+            return super().epochs(data, sharding)
+        from choros.data.py_dataset import array_epochs
+
+        return array_epochs(data, sharding.batch_size, sharding)
+
+    def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
+        """Returns the process's rows of each batch of an iterable."""
+        is_array = hasattr(data, "shape")
+        if is_array or not isinstance(data, Iterable) or isinstance(data, (tuple, dict, str, bytes)):
+            raise ConfigError(
+                f"a {type(data).__name__} is no data set of batches. Strategies take tf.data.Dataset, PyDataset, torch "
+                "DataLoader, Grain data sets and iterables of batches; split arrays into batches first."
+            )
+        return super().local_batches(data, part)
+
+
+_ARRAYS = ArrayKind()
 #: The attribute of a shard that has the data set and the ``Sharding`` which it was made from.
 _SOURCE = "_choros_source"
 #: The attribute of a shard that has the epochs which it is the data of.
 _EPOCHS = "_choros_epochs"
 
 
-@dataclass(frozen=True)
-class _KindEntry:
-    """A kind that a package defines: ``KIND`` of ``module``, imported with the first data set of its ``classes``."""
-
-    module: str
-    package: str
-    classes: tuple[str, ...]
-
-    def has(self, data: Any) -> bool:
-        """Whether ``data`` is an instance of one of the classes."""
-        package: Any = sys.modules.get(self.package)
-        if package is None:
-            return False
-        return isinstance(data, tuple(reduce(getattr, path.split("."), package) for path in self.classes))
-
-
-def _kind_in(module: str) -> DataKind:
-    kind: DataKind = import_module(f"choros.data.{module}").KIND
-    return kind
-
-
+#: Each a module with an instance ``KIND``, which is imported with the first data set of its package's classes.
 _TABLE = (
-    _KindEntry("py_dataset", "keras", ("utils.PyDataset",)),
-    _KindEntry("tf_data", "tensorflow", ("data.Dataset",)),
-    _KindEntry("data_loader", "torch.utils.data", ("DataLoader",)),
-    _KindEntry("grain_data", "grain", ("MapDataset", "IterDataset", "DataLoader")),
+    ("py_dataset", "keras", ("utils.PyDataset",)),
+    ("tf_data", "tensorflow", ("data.Dataset",)),
+    ("data_loader", "torch.utils.data", ("DataLoader",)),
+    ("grain_data", "grain", ("MapDataset", "IterDataset", "DataLoader")),
 )
+
+
+def _module_of(data: Any) -> str | None:
+    """The module of the kind of ``data``; ``None`` for data of no package in the table."""
+    for module, name, classes in _TABLE:
+        package: Any = sys.modules.get(name)
+        if package and isinstance(data, tuple(reduce(getattr, path.split("."), package) for path in classes)):
+            return module
+    return None
 
 
 def kind_of(data: Any) -> DataKind:
@@ -156,7 +169,9 @@ def kind_of(data: Any) -> DataKind:
     >>> type(kind_of([1, 2, 3])).__name__
     'ArrayKind'
     """
-    return _kind_in(next((entry.module for entry in _TABLE if entry.has(data)), "arrays"))
+    module = _module_of(data)
+    kind: DataKind = _ARRAYS if module is None else import_module(f"choros.data.{module}").KIND
+    return kind
 
 
 def are_arrays(data: Any) -> bool:
@@ -167,9 +182,7 @@ def are_arrays(data: Any) -> bool:
     (True, False)
     """
     given = leaves(data)
-    return (
-        not any(entry.has(data) for entry in _TABLE) and bool(given) and all(hasattr(leaf, "shape") for leaf in given)
-    )
+    return _module_of(data) is None and bool(given) and all(hasattr(leaf, "shape") for leaf in given)
 
 
 def shard_of(data: Any, sharding: Sharding, *, elastic: bool) -> Any:
@@ -200,17 +213,12 @@ def epochs_behind(data: Any) -> EpochData | None:
     return epochs
 
 
-def epochs_of(data: Any, sharding: Sharding) -> EpochData:
-    """Returns the epochs of ``data``, global batches or arrays, of which any process can read any shard."""
-    return kind_of(data).epochs(data, sharding)
-
-
 def epochs_of_shard(data: Any, part: Part) -> EpochData:
     """Returns the epochs of the data set of which ``choros.keras.shard`` has made ``data``."""
     if epochs := epochs_behind(data):
         return epochs
     if source := getattr(data, _SOURCE, None):
-        return epochs_of(*source)
+        return kind_of(source[0]).epochs(*source)
     doubt = (
         f"other ranks cannot read this rank's {type(data).__name__}. Pass all data to choros.keras.shard(…, "
         "batch_size=…), and what it returns, unchanged, to fit."

@@ -50,7 +50,7 @@ class ShardBatches:
         stop = min(self.batches.stop, max(self.batches.start, length(self.shard, self.shards)))
         return replace(self, batches=range(self.batches.start, stop, self.batches.step))
 
-    def taken_from(self, epoch: Iterator[T]) -> Iterator[T]:
+    def taken_from(self, epoch: Iterable[T]) -> Iterator[T]:
         """Yields those of an epoch's global batches; they are read in sequence."""
         return itertools.islice(epoch, self.batches.start, self.batches.stop, self.batches.step)
 

@@ -4,7 +4,6 @@ import itertools
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from typing import Any, ClassVar, final
 
 import keras
@@ -15,7 +14,6 @@ from choros.data.plan import ShardBatches
 from choros.data.rows import (
     Part,
     Sharding,
-    batch_counts,
     check_batch_size,
     check_global_batch,
     count_rows,
@@ -99,36 +97,23 @@ class PartsDataset(keras.utils.PyDataset):
         self._last = index
 
 
-@final
-class ArrayEpochs(IndexedData):
-    """The epochs of arrays in memory: arrays of one length, or tuples, lists and dicts of them."""
+def array_epochs(data: Any, batch_size: int, sharding: Sharding) -> IndexedData:
+    """Returns the epochs of arrays in memory: arrays of one length, or tuples, lists and dicts of them."""
+    check_batch_size(batch_size, sharding.part.count)
+    n = count_rows(data)
+    number = -(-n // batch_size)
 
-    of_arrays = True
+    def rows(part: Part, index: int, epoch: int) -> Any:
+        first = index * batch_size
+        start, end = (first + row for row in part.range(min(batch_size, n - first)))
+        if not sharding.shuffle:
+            return cut(data, start, end)
+        indices = order_of(n, epochs.seed, epoch)[start:end]
+        return map_structure(lambda leaf: leaf[indices], data)
 
-    def __init__(self, data: Any, batch_size: int, sharding: Sharding) -> None:
-        super().__init__(sharding)
-        self._data = data
-        self._n = count_rows(data)
-        self._batch_size = batch_size
-        self._shuffle = sharding.shuffle
-        check_batch_size(batch_size, sharding.part.count)
-
-    @cached_property
-    def data(self) -> Any:
-        """A ``PyDataset``."""
-        return PartsDataset(self, -(-self._n // self._batch_size))
-
-    def rows(self, part: Part, index: int, epoch: int) -> Any:
-        """Returns rows of the arrays."""
-        first = index * self._batch_size
-        start, end = (first + row for row in part.range(min(self._batch_size, self._n - first)))
-        if not self._shuffle:
-            return cut(self._data, start, end)
-        indices = order_of(self._n, self.seed, epoch)[start:end]
-        return map_structure(lambda leaf: leaf[indices], self._data)
-
-    def _count(self, epoch: int) -> tuple[int, int, int]:
-        return batch_counts(self._n, self._batch_size)
+    epochs = IndexedData(sharding, lambda own: PartsDataset(own, number), lambda: number, rows)
+    epochs.of_arrays = True
+    return epochs
 
 
 @final
@@ -149,7 +134,7 @@ class PyDatasetKind(DataKind):
                 "ones: give it that batch size, or remove batch_size."
             )
         check_global_batch(own, sharding.part.count)
-        return PyDatasetPart(data, sharding)
+        return _PyDatasetPart(data, sharding)
 
     def split(self, data: Any, part: Part) -> Any:
         """Returns a ``PyDataset`` of the process's rows."""
@@ -161,7 +146,7 @@ class PyDatasetKind(DataKind):
             doubt = "a PyDataset without a number of batches has no epochs."
             return FixedData(sharding, lambda: self.split(data, sharding.part), doubt)
         self.split(data, sharding.part)  # the same errors
-        return PyDatasetEpochs(data, sharding)
+        return _PyDatasetEpochs(data, sharding)
 
     def batches(self, data: Any) -> Iterator[Any]:
         """Yields the batches by index, with the calls of its methods for the beginning and the end of an epoch."""
@@ -181,20 +166,17 @@ class PyDatasetKind(DataKind):
 
 
 @final
-class PyDatasetPart(keras.utils.PyDataset):
+class _PyDatasetPart(keras.utils.PyDataset):
     """The process's rows of each batch of another ``PyDataset``, without the last one if it has none in it."""
 
     def __init__(self, inner: Any, sharding: Sharding) -> None:
         super().__init__(
             workers=inner.workers, use_multiprocessing=inner.use_multiprocessing, max_queue_size=inner.max_queue_size
         )
-        self._inner = inner
-        self._part = part = sharding.part
-        self._sharding, self._epoch = sharding, sharding.epoch
-        batches: int | None = inner.num_batches
-        if batches and count_rows(part.of(inner[batches - 1])) == 0:
-            batches -= 1
-        self._batches = batches
+        self._inner, self._sharding, self._epoch = inner, sharding, sharding.epoch
+        self._batches: int | None = inner.num_batches
+        if self._batches and count_rows(sharding.part.of(inner[self._batches - 1])) == 0:
+            self._batches -= 1
 
     @property
     def num_batches(self) -> int | None:
@@ -208,7 +190,7 @@ class PyDatasetPart(keras.utils.PyDataset):
         number = self._inner.num_batches
         if self._sharding.shuffle and number is not None:
             index = shuffled_batch(index, number, self._sharding.seed, self._epoch)
-        return self._part.of(self._inner[index])
+        return self._sharding.part.of(self._inner[index])
 
     def on_epoch_begin(self) -> None:
         """Calls the inner data set's method."""
@@ -221,20 +203,20 @@ class PyDatasetPart(keras.utils.PyDataset):
 
 
 @final
-class PyDatasetEpochs(IndexedData):
+class _PyDatasetEpochs(IndexedData):
     """The epochs of a ``PyDataset``, whose methods for the beginning and the end of an epoch are called once each."""
 
     def __init__(self, inner: Any, sharding: Sharding) -> None:
-        super().__init__(sharding)
-        self._inner = inner
-        self._shuffles = sharding.shuffle
-        self._ended = 0
+        def make(own: IndexedData) -> PartsDataset:
+            return PartsDataset(own, inner.num_batches, inner.workers, inner.max_queue_size)
 
-    @cached_property
-    def data(self) -> Any:
-        """A ``PyDataset``."""
-        inner = self._inner
-        return PartsDataset(self, inner.num_batches, inner.workers, inner.max_queue_size)
+        def rows(part: Part, index: int, epoch: int) -> Any:
+            if sharding.shuffle:
+                index = shuffled_batch(index, inner.num_batches, self.seed, epoch)
+            return part.of(inner[index])
+
+        super().__init__(sharding, make, lambda: inner.num_batches, rows)
+        self._inner, self._ended = inner, 0
 
     def begin_epoch(self, epoch: int, parts: Iterable[ShardBatches]) -> None:
         """Ends the epochs before this one; not at their own end, as their batches may be read again until now."""
@@ -243,17 +225,6 @@ class PyDatasetEpochs(IndexedData):
             self._inner.on_epoch_end()
         self._ended = max(epoch, self._ended)
         self._inner.on_epoch_begin()
-
-    def rows(self, part: Part, index: int, epoch: int) -> Any:
-        """Returns rows of a batch."""
-        if self._shuffles:
-            index = shuffled_batch(index, self._inner.num_batches, self.seed, epoch)
-        return part.of(self._inner[index])
-
-    def _count(self, epoch: int) -> tuple[int, int, int]:
-        number = self._inner.num_batches
-        full, last = (count_rows(self._inner[index]) if number else 0 for index in (0, number - 1))
-        return number, full, last
 
 
 KIND = PyDatasetKind()

@@ -4,7 +4,6 @@ processes may have different numbers of batches, they are padded with empty ones
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,43 +42,35 @@ class AutoShardPolicy(enum.IntEnum):
     HINT = 3
 
 
-@dataclass(frozen=True)
-class InputPipeline:
-    """A process among those that read a data set: its position, and their number."""
+def batch_sizes(global_batch: int, process: int, processes: int) -> list[int]:
+    """Returns the batch sizes, repeated cyclically, of a process's own data: one global batch a step together.
 
-    index: int
-    count: int
-
-    def batch_sizes(self, global_batch: int) -> list[int]:
-        """Returns the batch sizes, repeated cyclically, of a process's own data: one global batch a step together.
-
-        >>> InputPipeline(0, 2).batch_sizes(7), InputPipeline(1, 2).batch_sizes(7)
-        ([4, 3], [3, 4])
-        """
-        ranges = [shard_range(global_batch, (self.index + step) % self.count, self.count) for step in range(self.count)]
-        return [end - start for start, end in ranges]
+    >>> batch_sizes(7, 0, 2), batch_sizes(7, 1, 2)
+    ([4, 3], [3, 4])
+    """
+    ranges = [shard_range(global_batch, (process + step) % processes, processes) for step in range(processes)]
+    return [end - start for start, end in ranges]
 
 
-def policy_of(dataset: Any, pipeline: InputPipeline, global_batch: int) -> AutoShardPolicy:
+def policy_of(dataset: Any, processes: int, global_batch: int) -> AutoShardPolicy:
     """Returns the policy of ``dataset``, with ``AUTO`` resolved; all processes must call this."""
     policy = AutoShardPolicy(int(dataset.options().experimental_distribute.auto_shard_policy))
     if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE):
         return policy
-    files = int(
-        global_process_set.communicator.allreduce(_count_files(dataset), Reduction.MIN, name="files of a data set")
-    )
+    communicator = global_process_set.communicator
+    files = int(communicator.allreduce(_count_files(dataset), Reduction.MIN, name="files of a data set"))
     if policy is AutoShardPolicy.AUTO:
-        return AutoShardPolicy.FILE if files >= pipeline.count and global_batch >= 0 else AutoShardPolicy.DATA
-    if files >= pipeline.count:
+        return AutoShardPolicy.FILE if files >= processes and global_batch >= 0 else AutoShardPolicy.DATA
+    if files >= processes:
         return policy
     found = f"reads {files} files" if files else "reads no files through TFRecordDataset, TextLineDataset or the like"
     raise ConfigError(
-        f"AutoShardPolicy.FILE: the data set {found}, which {pipeline.count} processes cannot share. Write more "
+        f"AutoShardPolicy.FILE: the data set {found}, which {processes} processes cannot share. Write more "
         "files, or set options.experimental_distribute.auto_shard_policy to DATA."
     )
 
 
-def own_files(dataset: Any, policy: AutoShardPolicy, pipeline: InputPipeline, global_batch: int) -> Any:
+def own_files(dataset: Any, policy: AutoShardPolicy, process: int, processes: int, global_batch: int) -> Any:
     """Returns the data set that this process reads under ``OFF``, ``FILE`` or ``HINT``, in batches of its share."""
     import tensorflow as tf
     from tensorflow.python.data.experimental.ops.distribute import _AutoShardDataset
@@ -89,15 +80,15 @@ def own_files(dataset: Any, policy: AutoShardPolicy, pipeline: InputPipeline, gl
             f"AutoShardPolicy.{policy.name}: the batch size of the data set is not known. Call batch() once, or set "
             "options.experimental_distribute.auto_shard_policy to DATA."
         )
-    check_global_batch(global_batch, pipeline.count)
+    check_global_batch(global_batch, processes)
     own = dataset
     if policy is not AutoShardPolicy.OFF:
         for files in _file_names(dataset):
             check_order(files)
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy(policy.value)
-        own = _AutoShardDataset(dataset.with_options(options), pipeline.count, pipeline.index)
-    return own.rebatch(pipeline.batch_sizes(global_batch))
+        own = _AutoShardDataset(dataset.with_options(options), processes, process)
+    return own.rebatch(batch_sizes(global_batch, process, processes))
 
 
 def chain(dataset: Any) -> Iterator[Any]:

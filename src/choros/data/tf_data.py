@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -14,10 +14,9 @@ from choros.comm import global_process_set
 from choros.data.epochs import EpochData, FixedData, StreamData
 from choros.data.kinds import DataKind, LocalBatches
 from choros.data.plan import OPEN, ShardBatches
-from choros.data.rows import Part, Sharding, batch_counts, check_global_batch, note_rows
+from choros.data.rows import Part, Sharding, batch_counts, check_global_batch, note_rows, order_of
 from choros.data.tf_auto_shard import (
     AutoShardPolicy,
-    InputPipeline,
     chain,
     check_order,
     count_rows,
@@ -26,6 +25,7 @@ from choros.data.tf_auto_shard import (
     policy_of,
 )
 from choros.errors import ConfigError
+from choros.parallel.structure import map_structure
 
 
 @final
@@ -79,10 +79,10 @@ class TfDataKind(DataKind):
 def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool, later: Callable[[], Part] | None = None) -> Any:
     """Returns this process's part by the auto-shard policy; with ``keep_empty`` all processes have as many batches."""
     global_batch = _check_batches(dataset, part)
-    pipeline = InputPipeline(part.first // part.local, part.count // part.local)
-    policy = AutoShardPolicy.DATA if pipeline.count == 1 else policy_of(dataset, pipeline, global_batch)
+    process, processes = part.first // part.local, part.count // part.local
+    policy = AutoShardPolicy.DATA if processes == 1 else policy_of(dataset, processes, global_batch)
     if policy is AutoShardPolicy.DATA:
-        if pipeline.count > 1:
+        if processes > 1:
             check_order(dataset)
         options = tf.data.Options()
         options.deterministic = True
@@ -90,7 +90,7 @@ def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool, later: Callable[[
             return _changing_rows(dataset, later).with_options(options)
         keep_empty = keep_empty or count_examples(dataset) is None
         return split_rows(dataset, part, keep_empty=keep_empty).with_options(options)
-    own = own_files(dataset, policy, pipeline, global_batch)
+    own = own_files(dataset, policy, process, processes, global_batch)
     return padded(own) if keep_empty else own
 
 
@@ -147,16 +147,22 @@ def _changing_rows(batches: Any, part: Callable[[], Part]) -> Any:
 
     def position() -> Any:
         now = part()
-        return np.array([now.first, now.count], np.int32)
-
-    def asked(_: Any) -> Any:
-        return tf.ensure_shape(tf.numpy_function(position, [], tf.int32), [2])
+        return np.array([now.first, now.count])
 
     def rows(position: Any) -> Any:
-        return _rows(batches, position[0], position[1], local)
+        first, count = tf.unstack(tf.cast(position, tf.int32))
+        return _rows(batches, first, count, local)
 
-    own = tf.data.Dataset.from_tensors(0).map(asked).flat_map(rows)
-    number = int(batches.cardinality())
+    return _made_anew(position, [2], rows, int(batches.cardinality()))
+
+
+def _made_anew(ask: Callable[[], Any], shape: list[int], make: Callable[[Any], Any], number: int) -> Any:
+    """Returns a data set of ``number`` elements: what ``make`` makes of what ``ask`` says, anew each iteration."""
+
+    def asked(_: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(lambda: np.asarray(ask(), np.int64), [], tf.int64), shape)
+
+    own = tf.data.Dataset.from_tensors(0).map(asked).flat_map(make)
     return own if number == tf.data.UNKNOWN_CARDINALITY else own.apply(tf.data.experimental.assert_cardinality(number))
 
 
@@ -233,9 +239,9 @@ class TfEpochs(StreamData):
     """The epochs of a ``tf.data.Dataset`` that each process reads whole; what it shuffles must have a seed."""
 
     def __init__(self, dataset: Any, sharding: Sharding) -> None:
-        super().__init__(sharding)
         check_order(dataset)
         self._order = _order_of(dataset, sharding.batch_size)
+        super().__init__(sharding, TfEpochs._own, self._order.iterator)
         self._batches = self._order.batches
         with tf.device("CPU:0"):
             #: The current part: the first batch and the end, the first replica and the number of replicas.
@@ -253,21 +259,16 @@ class TfEpochs(StreamData):
         part = each.part(self._local)
         self._now.assign([each.batches.start, each.batches.stop, part.first, part.count])
 
-    @cached_property
-    def data(self) -> Any:
-        """A ``tf.data.Dataset``, whose iterations read what ``begin_epoch`` has set."""
+    def _own(self) -> Any:
+        """Returns a ``tf.data.Dataset``, whose iterations read what ``begin_epoch`` has set."""
         batches, now, local = self._batches, self._now, self._local
-
-        def begun(index: Any, *_: Any) -> Any:
-            return index >= now[0]
-
-        def continues(index: Any, *_: Any) -> Any:
-            return index < now[1]
 
         def rows(_: Any, batch: Any) -> Any:
             return rows_of(batch, tf.cast(now[2], tf.int32), tf.cast(now[3], tf.int32), local)
 
-        own = batches.enumerate().take_while(continues).filter(begun).map(rows, num_parallel_calls=tf.data.AUTOTUNE)
+        own = batches.enumerate().take_while(lambda index, _: index < now[1])
+        own = own.filter(lambda index, _: index >= now[0])
+        own = own.map(rows, num_parallel_calls=tf.data.AUTOTUNE)
         if count_examples(batches) is not None:  # else batches without rows may come before others
             own = own.filter(lambda *each: count_rows(each) > 0)
         own = own.prefetch(tf.data.AUTOTUNE)
@@ -276,9 +277,6 @@ class TfEpochs(StreamData):
             # Keras asks once. An epoch may have fewer batches, which ``assert_cardinality`` would not permit.
             own.cardinality = lambda: tf.constant(number, tf.int64)
         return own
-
-    def _global_batches(self, epoch: int) -> Iterator[Any]:
-        return iter(self._order.iterator(epoch))
 
     def _rows(self, part: Part, batch: Any) -> Any:
         return rows_of(batch, part.first, part.count, part.local)
@@ -346,6 +344,28 @@ class _SeedOrder:
     def _restore(self, iteration: int) -> None:
         resource = iter(self.batches)._iterator_resource
         tf.raw_ops.DeserializeIterator(resource_handle=resource, serialized=self._saved[iteration])
+
+
+def array_slices(data: Any, seed: int | None) -> Any:
+    """Returns arrays' rows as a ``tf.data.Dataset``, in a new order each time by ``seed``; not in an elastic job."""
+    arrays = _tuples(map_structure(tf.convert_to_tensor, data))
+    if seed is None:
+        return tf.data.Dataset.from_tensor_slices(arrays)
+    if global_process_set.communicator.elastic:
+        raise ConfigError("shuffle=True for a model of KerasHub in an elastic job: shuffle the arrays before shard().")
+    number, iterations = int(count_rows(arrays)), itertools.count()
+
+    def rows(order: Any) -> Any:
+        return tf.data.Dataset.from_tensor_slices(tf.nest.map_structure(lambda array: tf.gather(array, order), arrays))
+
+    return _made_anew(lambda: order_of(number, seed, next(iterations)), [number], rows, number)
+
+
+def _tuples(data: Any) -> Any:
+    """Lists as tuples: TensorFlow makes one array of a list."""
+    if isinstance(data, (list, tuple)):
+        return tuple(map(_tuples, data))
+    return {name: _tuples(value) for name, value in data.items()} if isinstance(data, dict) else data
 
 
 KIND = TfDataKind()

@@ -1,9 +1,9 @@
 """This rank's shard of a data set, of any kind that Keras takes."""
 
+import sys
 from typing import Any
 
 from choros.comm import global_process_set, topology
-from choros.data.arrays import array_slices, takes_no_py_dataset
 from choros.data.kinds import are_arrays, kind_of, shard_of
 from choros.data.rows import Part, Sharding, check_batch_size
 from choros.errors import ConfigError
@@ -57,7 +57,9 @@ def shard(
     hand_over_arrays()
     if batch_size is not None:
         check_batch_size(batch_size, here.size)
-    if batch_size is not None and are_arrays(data) and takes_no_py_dataset():
+    if batch_size is not None and are_arrays(data) and {"keras_hub", "tensorflow"} <= sys.modules.keys():
+        from choros.data.tf_data import array_slices  # KerasHub's models prepare data sets of TensorFlow and Grain only
+
         data, shuffle = array_slices(data, seed + initial_epoch if shuffle else None), False
     if shuffle and not kind_of(data).shuffles:
         raise ConfigError(

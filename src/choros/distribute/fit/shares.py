@@ -13,7 +13,7 @@ import numpy as np
 from choros.arrays import adapter_of
 from choros.comm import global_process_set
 from choros.data.epochs import StepsOfEpoch, epochs_of_steps
-from choros.data.kinds import are_arrays, data_of, epochs_of, epochs_of_shard, kind_of
+from choros.data.kinds import are_arrays, data_of, epochs_of_shard, kind_of
 from choros.data.rows import Part, Sharding, check_global_batch, count_rows, cut
 from choros.distribute import datasets
 from choros.distribute.fit.training import KerasCall
@@ -74,7 +74,7 @@ def training_data(call: KerasCall, x: Any, y: Any, weights: Any, replicas: Repli
     if call["shuffle"] and kind.shuffles and (sharding.batch_size or kind.has_batches):
         sharding = replace(sharding, shuffle=True, seed=object_of_first(lambda: int(np.random.randint(2**31))))
     if elastic or steps is not None:
-        epochs = epochs_of_steps(epochs_of(x, sharding), steps, part)
+        epochs = epochs_of_steps(kind_of(x).epochs(x, sharding), steps, part)
         if elastic or (isinstance(epochs, StepsOfEpoch) and epochs.doubt is None):
             return epochs
     if sharding.batch_size or sharding.shuffle:
@@ -92,14 +92,14 @@ def evaluation_data(
         rows = count_rows(x) if steps is None else min(count_rows(x), steps * size)
         data = cut(_packed(x, y, weights), 0, rows)
         if elastic:
-            return data_of(epochs_of(data, Sharding(Part(0, 1), size)))
+            return data_of(kind_of(data).epochs(data, Sharding(Part(0, 1), size)))
         if rows < replicas.count:
             return None
         return kind_of(data).shard(data, Sharding(datasets.part_of(replicas), max(size, replicas.count)))
     if elastic:
         doubt = "they are distributed already. Pass the original data set."
         if not datasets.is_distributed(x):
-            epochs = epochs_of(x, Sharding(Part(0, 1)))
+            epochs = kind_of(x).epochs(x, Sharding(Part(0, 1)))
             if epochs.doubt is None:
                 return data_of(epochs)
             doubt = epochs.doubt
