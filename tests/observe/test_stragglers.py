@@ -81,7 +81,7 @@ def test_what_a_page_has():
         written.note_step()
         written.enter_train_step()
         written.leave_train_step()
-        written.note_wait(wait)
+        written.waited += wait
     written.note_step()
     done = read_page(written.memory)
     assert (done.steps, done.prompt_steps) == (2, 1)

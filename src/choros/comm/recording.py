@@ -21,7 +21,7 @@ from choros.comm.process_set import global_process_set
 from choros.comm.request import Request
 from choros.errors import ConfigError, EngineError, NotInitializedError
 from choros.observe import events
-from choros.observe.pipe import take_pipe
+from choros.observe.listeners import take_pipe
 from choros.observe.timeline import (
     RECORDED,
     PartHeader,

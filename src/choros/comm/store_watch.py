@@ -134,7 +134,7 @@ class StallWatch:
         is_first = calls is None or self._rank == min(here | {self._rank})
         for stall in stalls if is_first else ():
             last = read_page(page.memory)
-            what = f" All have made {last.last}, {time.time() - last.last_time:.0f} s ago." if last.last else ""
+            what = f" All have made {last.last}, {last.ago:.0f} s ago." if last.last else ""
             clock = time.strftime("%H:%M:%S", time.localtime(stall.since))
             parts = [f"{stall.text}, since {clock}.{what}{unknown}"]
             parts += [textwrap.indent(self._describe(rank), "  ") for rank in stall.missing[:8]]
@@ -165,7 +165,7 @@ class StragglerWatch:
     def stop(self) -> None:
         """Ends; all ranks call it."""
         self._ended.set()
-        if not self._own().steps:
+        if not read_page(page.memory).steps:
             return
         answer_of(lambda: self._send("last steps"))
         if self._rank == 0:
@@ -178,15 +178,11 @@ class StragglerWatch:
             if self._rank == 0:
                 self._log_sentence(self._compare("steps"))
 
-    def _own(self) -> RankProgress:
-        done = read_page(page.memory)
-        return RankProgress(self._rank, done.steps, done.prompt_steps, done.seconds, done.waiting, done.loading)
-
     def _keys(self, name: str) -> list[str]:
         return [f"{name} {rank}" for rank in range(len(self._read))]
 
     def _send(self, name: str) -> None:
-        self._store.set(f"{name} {self._rank}", json.dumps(asdict(self._own())))
+        self._store.set(f"{name} {self._rank}", json.dumps(asdict(read_page(page.memory, self._rank))))
 
     def _compare(self, name: str) -> str:
         """Reads the steps of all ranks; returns a sentence if there are new stragglers."""

@@ -104,7 +104,7 @@ class Reporter:
         return waited
 
     def __exit__(self, *_: object) -> None:
-        page.note_wait(max(0.0, time.perf_counter() - self._begin - self._transfer))
+        page.waited += max(0.0, time.perf_counter() - self._begin - self._transfer)
         if self._wait is not None:
             self._wait.end()
 

@@ -12,8 +12,9 @@ import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass
 from typing import final
+
+from choros.observe.stragglers import RankProgress
 
 #: The variable with the file descriptor of the page.
 PROGRESS_FD = "CHOROS_PROGRESS_FD"
@@ -28,24 +29,6 @@ _MOVES = _TEXT - 1
 _END = PAGE_BYTES - 1
 #: A rank whose wait is a smaller share of a step is prompt: it was among the last.
 _PROMPT = 0.05
-
-
-@dataclass(frozen=True)
-class PageContents:
-    """What a rank has done since it joined. ``seconds``: from its first to its last step; ``waiting``, ``loading``: of
-    it; ``prompt_steps``: it hardly waited, being among the last. ``last``: the last collective of all ranks,
-    ``last_time``: when all had called it, since 1970; ``moves``: its data still move.
-    """
-
-    steps: int = 0
-    prompt_steps: int = 0
-    seconds: float = 0.0
-    waiting: float = 0.0
-    loading: float = 0.0
-    last: str = ""
-    last_time: float = 0.0
-    last_size: int = 0
-    moves: bool = False
 
 
 @final
@@ -81,10 +64,6 @@ class Page:
         """Notes that its data have moved."""
         self.memory[_MOVES] = 0
 
-    def note_wait(self, seconds: float) -> None:
-        """Notes that this rank has waited for others."""
-        self.waited += seconds
-
     def note_step(self) -> None:
         """Notes that all ranks have come to reduce the gradients of a step."""
         now = time.perf_counter()
@@ -106,12 +85,12 @@ class Page:
         self._left = time.perf_counter()
 
 
-def read_page(memory: bytes | bytearray | mmap.mmap) -> PageContents:
+def read_page(memory: bytes | bytearray | mmap.mmap, rank: int = -1) -> RankProgress:
     """Returns what a rank has written."""
-    at, length, size, moves = _LAST.unpack_from(memory, _COUNTS.size)
-    text = bytes(memory[_TEXT : _TEXT + length]).decode("utf-8", "replace")
     steps, prompt_steps, seconds, waiting, loading = _COUNTS.unpack_from(memory)
-    return PageContents(steps, prompt_steps, seconds, waiting, loading, text, at, size, moves)
+    at, length, size, moves = _LAST.unpack_from(memory, _COUNTS.size)
+    text, ago = bytes(memory[_TEXT : _TEXT + length]).decode("utf-8", "replace"), max(0.0, time.time() - at)
+    return RankProgress(rank, steps, prompt_steps, seconds, waiting, loading, text, ago, size, moves)
 
 
 #: The page of this process.

@@ -23,8 +23,10 @@ _LONG_WAIT = 0.1
 
 @dataclass(frozen=True)
 class RankProgress:
-    """What a rank has done so far (``choros.observe.progress.PageContents``), and how many seconds ``ago``.
-    chorosrun gets it once a minute, before a rank's stacks and before its end.
+    """What a rank has done since it joined, which chorosrun gets once a minute, before its stacks and before its end.
+    ``seconds``: from its first to its last step; ``waiting``, ``loading``: of it; ``prompt_steps``: it hardly waited,
+    being among the last. ``last``: the last collective, which all of ``last_size`` ranks had called so many seconds
+    ``ago``; ``moves``: its data still move.
     """
 
     rank: int
@@ -35,6 +37,8 @@ class RankProgress:
     loading: float = 0.0
     last: str = ""
     ago: float = 0.0
+    last_size: int = 0
+    moves: bool = False
 
 
 @dataclass

@@ -12,7 +12,7 @@ from choros import durations
 from choros.launch.protocol.frames import Events, Frame
 from choros.launch.wrapper.transcript import Transcript
 from choros.observe.events import Event, Kind
-from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, PageContents, note_end, read_page
+from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, note_end, read_page
 from choros.observe.stragglers import RankProgress
 from choros.transport.loop import HasFileno, Loop
 
@@ -100,26 +100,26 @@ class RankOutput:
         """Sends what the rank has written to its page, if it has."""
         done = self._done()
         if done.last:
-            counts = (done.steps, done.prompt_steps, done.seconds, done.waiting, done.loading)
-            ago = round(max(0.0, time.time() - done.last_time), 3)
-            self.send(RankProgress(self.rank, *counts, last=done.last, ago=ago))
+            self.send(done)
 
     def watch_data(self, stall: float, *, repeat: bool = False) -> None:
         """Reports, from now on, that a collective's data move for over ``stall`` s; with ``repeat`` more than once."""
         if not stall or not self.is_alive():
             return
-        done, now = self._done(), time.time()
-        seconds = now - done.last_time
+        done = self._done()
+        seconds = done.ago
         moves = done.moves and done.last_size > 1
         stalled = done.last if moves and seconds >= stall else ""
         for kind, call in ((Kind.WAITED, self._stalled), (Kind.WAITING, stalled)):
             if call and (self._stalled != stalled or (kind is Kind.WAITING and repeat)):
-                event = Event(kind, call, self.rank, now, {"seconds": seconds, "matched": done.last_size})
+                event = Event(kind, call, self.rank, time.time(), {"seconds": seconds, "matched": done.last_size})
                 self.send(Events(self.rank, event.to_json().encode()))
         self._stalled = stalled
         after = stall - seconds if moves and not stalled else stall / 2
         look = partial(self.watch_data, stall, repeat=repeat)
         self.loop.set_deadline("data", min(max(after, 0.1), stall / 2), look)
 
-    def _done(self) -> PageContents:
-        return read_page(os.pread(self._page, PAGE_BYTES, 0)) if self._page is not None else PageContents()
+    def _done(self) -> RankProgress:
+        if self._page is None:
+            return RankProgress(self.rank)
+        return read_page(os.pread(self._page, PAGE_BYTES, 0), self.rank)
