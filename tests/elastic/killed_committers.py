@@ -45,9 +45,9 @@ one_write, results = time.perf_counter() - begin, []
 for _ in range(kills):
     acknowledged = last + killed(last + 1, rng.uniform(0, 3 * one_write))
     commit = store.load_last()
-    written = state(commit.number)
-    same = all(map(np.array_equal, commit.state.pop("weights"), written.pop("weights"))) and commit.state == written
-    results.append((acknowledged, commit.number, same))
-    last = commit.number
+    last = commit["epoch"]
+    written = state(last)
+    same = all(map(np.array_equal, commit.pop("weights"), written.pop("weights"))) and commit == written
+    results.append((acknowledged, last, same))
 store.write(state(last + 1))
 print(json.dumps({"results": results, "left": sorted(os.listdir(store.directory))}))

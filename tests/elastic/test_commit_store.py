@@ -42,10 +42,9 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
     }
     store = CommitStore(tmp_path / "commits")
     assert store.write({"arrays": arrays, "plain": plain}) == 1
-    commit = store.load_last()
-    assert commit is not None
-    assert commit.state["plain"] == plain
-    for loaded, array in zip(commit.state["arrays"], arrays, strict=True):
+    state = store.load_last()
+    assert state["plain"] == plain
+    for loaded, array in zip(state["arrays"], arrays, strict=True):
         assert (type(loaded), loaded.dtype, loaded.shape) == (type(array), array.dtype, array.shape)
         assert loaded.tobytes() == array.tobytes()
 
@@ -77,7 +76,7 @@ def test_a_full_disk_is_reported_and_the_last_commit_stays(tmp_path: Path, caplo
         assert store.write({"step": 2}) is None
     assert f"commit 2 in {tmp_path} is not written, training goes on without it: [Errno 28]" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["commit-00000001.npz"]
-    assert store.load_last().state == {"step": 1}
+    assert store.load_last() == {"step": 1}
     assert store.write({"step": 3}) == 2
 
 
@@ -94,10 +93,9 @@ def test_of_a_damaged_commit_nothing_is_loaded(tmp_path: Path, caplog) -> None:
         else:
             del damaged[rng.randrange(len(whole)) :]
         file.write_bytes(damaged)
-        commit = store.load_last()
-        assert commit is not None
-        assert (commit.number, commit.state["epoch"]) in ((1, 1), (2, 2))
-        np.testing.assert_array_equal(commit.state["weights"], np.arange(100.0) + commit.number)
+        state = store.load_last()
+        assert state["epoch"] in (1, 2)
+        np.testing.assert_array_equal(state["weights"], np.arange(100.0) + state["epoch"])
     assert "commit-00000002.npz is damaged, and not loaded" in caplog.text
     for path in tmp_path.iterdir():
         path.write_bytes(b"")

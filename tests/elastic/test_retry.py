@@ -54,7 +54,7 @@ class Changing:
         return len(self.written)
 
     def load_last(self, *, own: bool = False) -> Any:
-        return SimpleNamespace(state=self.written[-1]) if self.written else None
+        return self.written[-1] if self.written else None
 
 
 @pytest.fixture

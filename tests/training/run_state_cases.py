@@ -72,7 +72,7 @@ class Restores(Captures):
 
     def on_train_batch_begin(self, batch, logs=None):
         if batch == 0:
-            self.state = self.store.load_last().state
+            self.state = self.store.load_last()
             self.run.restore(self.state, batch=(X[:BATCH], Y[:BATCH]))
 
 

@@ -23,14 +23,18 @@ class DataLoaderKind(DataKind):
     has_batches: ClassVar[bool] = True
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
-        """Returns a ``DataLoader`` of the process's rows, with another batch size if one is given."""
-        return _split(data, sharding.part, batch_size=sharding.batch_size, seed=sharding.seed)
-
-    def split(self, data: Any, part: Part) -> Any:
-        """Returns a ``DataLoader`` of the process's rows."""
-        if data.batch_size is not None:
-            check_global_batch(data.batch_size, part.count)
-        return _split(data, part)
+        """Returns a ``DataLoader`` of the process's rows of each global batch, without those in which it has none."""
+        part, batch_size = sharding.part, sharding.batch_size
+        if batch_size is None:
+            _check_batches(data, part)
+        if not _is_stream(data):
+            return _with_sampler(data, _sampler_part(data, part, batch_size, sharding.seed))
+        if batch_size not in (None, data.batch_size):
+            raise ConfigError(
+                f"the DataLoader reads a stream in batches of {data.batch_size}, but batch_size={batch_size}. Its "
+                "batches are the global ones: give it that batch size, or remove batch_size."
+            )
+        return _stream(lambda: without_last_empty(map(part.of, checked(data, part.count, count_rows)), count_rows))
 
     def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
         """Returns the process's rows of each batch; every process loads all of a stream."""
@@ -40,9 +44,8 @@ class DataLoaderKind(DataKind):
 
         @lru_cache(maxsize=1)
         def loader_of(own: Part) -> Any:
-            if data.batch_size is not None:
-                check_global_batch(data.batch_size, own.count)
-            return _with_sampler(data, _sampler_part(data, own, None, 0, rows, keep_empty=True))
+            _check_batches(data, own)
+            return _with_sampler(data, _sampler_part(data, own, None, 0, rows))
 
         def start() -> Iterator[Any]:
             return (batch if rows.popleft() else cut(batch, 0, 0) for batch in loader_of(part()))
@@ -52,10 +55,7 @@ class DataLoaderKind(DataKind):
 
     def epochs(self, data: Any, sharding: Sharding) -> EpochData:
         """Returns the epochs of a loader with its own sampler or one that ``set_epoch`` determines, or of a stream."""
-        if sharding.batch_size is None:
-            self.split(data, sharding.part)  # the same errors
-        else:
-            self.shard(data, sharding)
+        self.shard(data, sharding)  # the same errors
         if _is_stream(data):
             return StreamData(sharding, _parts_of, partial(_read, data))
         return _LoaderEpochs(data, sharding)
@@ -71,16 +71,9 @@ def _is_stream(loader: Any) -> bool:
     return isinstance(loader.dataset, torch_data.IterableDataset)
 
 
-def _split(loader: Any, part: Part, *, batch_size: int | None = None, seed: int = 0) -> Any:
-    """Returns a ``DataLoader`` of the process's rows of each global batch; batches in which it has none are skipped."""
-    if _is_stream(loader):
-        if batch_size is not None and batch_size != loader.batch_size:
-            raise ConfigError(
-                f"the DataLoader reads a stream in batches of {loader.batch_size}, but batch_size={batch_size}. Its "
-                "batches are the global ones: give it that batch size, or remove batch_size."
-            )
-        return _stream(lambda: without_last_empty(map(part.of, checked(loader, part.count, count_rows)), count_rows))
-    return _with_sampler(loader, _sampler_part(loader, part, batch_size, seed, deque(), keep_empty=False))
+def _check_batches(loader: Any, part: Part) -> None:
+    if loader.batch_size is not None:
+        check_global_batch(loader.batch_size, part.count)
 
 
 @final
@@ -132,19 +125,21 @@ def _with_sampler(loader: Any, sampler: Any) -> Any:
 
 
 def _sampler_part(
-    loader: Any, part: Part, batch_size: int | None, seed: int, rows: deque[int], *, keep_empty: bool
-) -> Any:
-    """Returns a sampler of the process's indices of each global batch; it appends their numbers to ``rows``. With
-    ``keep_empty``, a batch without any yields its first example, as an empty list cannot be collated.
+    loader: Any, part: Part, batch_size: int | None, seed: int, rows: deque[int] | None = None
+) -> _Indices:
+    """Returns a sampler of the process's indices of each global batch. If ``rows`` is given, it appends their numbers,
+    and a batch without any yields its first example, as an empty list cannot be collated.
     """
     sampler = _global_sampler(loader, batch_size, seed)
 
     def batches() -> Iterator[list[int]]:
-        rows.clear()
-        for indices in checked(sampler, part.count, len, only_last=not keep_empty):
+        if rows is not None:
+            rows.clear()
+        for indices in checked(sampler, part.count, len, only_last=rows is None):
             start, end = part.range(len(indices))
-            if end > start or keep_empty:
+            if rows is not None:
                 rows.append(end - start)
+            if end > start or rows is not None:
                 yield indices[start:end] or indices[:1]
 
     return _Indices(batches, lambda: len(sampler))

@@ -34,7 +34,7 @@ class DataKind(ABC):
 
     A kind must implement ``shard``. The other methods work for all iterable data sets; a kind overrides those for which
     its data sets need, or allow, another implementation. ``shuffles``: whether ``shard`` can shuffle. ``has_batches``:
-    whether its data sets have batches; others may have examples, of which ``shard`` makes batches.
+    whether its data sets have batches, which ``shard`` splits; others may have examples, of which it makes batches.
     """
 
     shuffles: ClassVar[bool] = False
@@ -51,8 +51,9 @@ class DataKind(ABC):
         generator if ``data`` is only iterable. Batches at the end in which it has none are left out, if that is known
         in time. ConfigError: no batches or too small ones, or their order may differ between processes.
         """
-        own = self.local_batches(data, lambda: part)
-        return without_last_empty(own.start(), count_rows)
+        if self.has_batches:
+            return self.shard(data, Sharding(part))
+        return without_last_empty(self.local_batches(data, lambda: part).start(), count_rows)
 
     def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
         """Returns the process's rows of each batch, maybe none, for a custom loop under a strategy; ConfigError as

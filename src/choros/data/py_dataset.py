@@ -136,16 +136,12 @@ class PyDatasetKind(DataKind):
         check_global_batch(own, sharding.part.count)
         return _PyDatasetPart(data, sharding)
 
-    def split(self, data: Any, part: Part) -> Any:
-        """Returns a ``PyDataset`` of the process's rows."""
-        return self.shard(data, Sharding(part))
-
     def epochs(self, data: Any, sharding: Sharding) -> EpochData:
         """Returns the epochs of the data set, if it has an end."""
         if data.num_batches is None:
             doubt = "a PyDataset without a number of batches has no epochs."
             return FixedData(sharding, lambda: self.split(data, sharding.part), doubt)
-        self.split(data, sharding.part)  # the same errors
+        self.shard(data, sharding)  # the same errors
         return _PyDatasetEpochs(data, sharding)
 
     def batches(self, data: Any) -> Iterator[Any]:

@@ -20,7 +20,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
@@ -39,14 +38,6 @@ _STATE = "state"
 _PLAIN = (bool, int, float, str, type(None))
 
 
-@dataclass(frozen=True)
-class Commit:
-    """A commit that has been loaded: its number, counted from 1 in its directory, and the state that was written."""
-
-    number: int
-    state: Any
-
-
 @final
 class CommitStore:
     """The commits in one directory on a file system that all hosts share; one process at a time writes.
@@ -57,7 +48,7 @@ class CommitStore:
     True
     >>> store.write({"weights": [np.ones(2)], "epoch": 3})
     1
-    >>> store.load_last().state
+    >>> store.load_last()
     {'weights': [array([1., 1.])], 'epoch': 3}
     """
 
@@ -83,13 +74,15 @@ class CommitStore:
             return None
         return number
 
-    def load_last(self, *, own: bool = False) -> Commit | None:
-        """The last complete commit or ``None``; ConfigError: all damaged, or (``own``: unpickled) not only ours."""
+    def load_last(self, *, own: bool = False) -> Any:
+        """The state of the last complete commit, or ``None``. ConfigError: all are damaged, or, if what they have is to
+        be unpickled (``own``), they are not only ours.
+        """
         files = self._files.complete()
         for number in sorted(files, reverse=True):
             try:
                 with self._opened(files[number].name, own=own) as file:
-                    return Commit(number, read_state(file))
+                    return read_state(file)
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001  (what a damaged file raises depends on where it is damaged)

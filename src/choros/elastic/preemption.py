@@ -34,34 +34,28 @@ _log = logging.getLogger("choros")
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class _Asked:
-    """What this rank was asked (``signal`` 0: nothing); ``ends_job``: chorosrun was, or too few ranks would be left."""
-
-    signal = 0
-    ends_job = False
-    commits: Callable[[], bool] = staticmethod(lambda: False)
-
-
-_asked = _Asked()
+#: The signal by which this rank was asked to end; 0: by none.
+_asked = 0
+#: Whether all ranks commit by ``end_job`` if the job ends.
+_commits: Callable[[], bool] = bool
 
 
 def watch_signals(commits: Callable[[], bool] | None = None) -> Callable[[], None]:
     """Lets this rank end between two steps if asked, in an elastic job, until the returned function is called.
     ``commits``: whether all ranks commit by ``end_job`` if the job ends, else they end at once; ``None``: others know.
     """
+    global _commits
     elastic = is_initialized() and global_process_set.communicator.elastic
     if not elastic or threading.current_thread() is not threading.main_thread():
         return lambda: None
-    before = _asked.commits
-    if commits is not None:
-        _asked.commits = commits
+    before, _commits = _commits, commits or _commits
     unwatch = handle([number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL], _on_signal)
     if signal.getsignal(MOVE) is signal.SIG_DFL:
         signal.signal(MOVE, _on_move)
 
     def stop() -> None:
-        if commits is not None:
-            _asked.commits = before
+        global _commits
+        _commits = before
         unwatch()
 
     return stop
@@ -80,18 +74,18 @@ def handle(signals: Iterable[int], handler: Callable[[int, FrameType | None], No
 
 
 def _on_signal(number: int, _frame: FrameType | None) -> None:
-    if _asked.signal or not is_initialized() or (page.job_is_to_end and not _asked.commits()):
+    global _asked
+    if _asked or not is_initialized() or (page.job_is_to_end and not _commits()):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-    communicator = global_process_set.communicator
+    _asked, communicator = number, global_process_set.communicator
     too_few = communicator.size <= current().min_np
-    _asked.signal, _asked.ends_job = number, page.job_is_to_end or (too_few and _asked.commits())
-    communicator.notice |= END if _asked.ends_job else LEAVES
+    communicator.notice |= END if page.job_is_to_end or (too_few and _commits()) else LEAVES
 
 
 def _on_move(number: int, _frame: FrameType | None) -> None:
     del number
-    if _asked.commits():
+    if _commits():
         global_process_set.communicator.notice |= END
 
 
@@ -114,8 +108,8 @@ def end_job(commit: Callable[[], None]) -> None:
 def leave_if_asked() -> None:
     """``SystemExit`` if this rank alone was asked to end; call it between two steps, after all of the first one."""
     communicator = global_process_set.communicator
-    if _asked.signal and not _asked.ends_job and (communicator.noticed & LEAVES or communicator.is_new):
-        name = signal.Signals(_asked.signal).name
+    if communicator.notice & LEAVES and (communicator.noticed & LEAVES or communicator.is_new):
+        name = signal.Signals(_asked).name
         _log.warning("this rank was asked to end by %s: it leaves after this step, and the others go on.", name)
         leave_alone()
         sys.exit(0)

@@ -110,7 +110,7 @@ class State:
         store = job.commits()
         last = None if store is None else object_of_first(partial(store.load_last, own=True))
         if last is not None:
-            self.use(cloudpickle.loads(last.state[_PICKLED]))
+            self.use(cloudpickle.loads(last[_PICKLED]))
             self.restore()
 
     def committed(self) -> Any:

@@ -86,9 +86,9 @@ class RunCallback(keras.callbacks.Callback):
         last = None if self._store is None else object_of_first(self._store.load_last)
         if self._store is None or last is None:
             return
-        self._restored = last.state
-        self._run.restore(last.state | {"metrics": None})
-        epoch, position, where = last.state["epoch"], last.state["position"] or {}, self._store.directory
+        self._restored = last
+        self._run.restore(last | {"metrics": None})
+        epoch, position, where = last["epoch"], last["position"] or {}, self._store.directory
         set_initial_epoch(self.model, epoch)
         if self._epochs is not None and position:
             self._epochs.resume(position)
