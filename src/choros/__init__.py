@@ -73,23 +73,9 @@ __all__ = [
     "size",
 ]
 
-_COMM = (
-    "ProcessSet",
-    "add_process_set",
-    "global_process_set",
-    "init",
-    "is_initialized",
-    "remove_process_set",
-    "shutdown",
-)
-_RANKS = ("cross_rank", "cross_size", "is_homogeneous", "local_rank", "local_size", "rank", "size")
-#: Where a name comes from, if not from ``choros.errors``.
-_HOMES = {
-    **dict.fromkeys(_COMM, "choros.comm"),
-    **dict.fromkeys(_RANKS, "choros.comm.context"),
-    "run": "choros.launch.run",
-    "shard_range": "choros.topology",
-}
+#: Where names are that are in none of ``_MODULES``, of which the first that has a name is used.
+_HOMES = {"run": "choros.launch.run", "shard_range": "choros.topology"}
+_MODULES = ("choros.errors", "choros.comm", "choros.comm.context")
 
 
 def __getattr__(name: str) -> object:
@@ -100,7 +86,8 @@ def __getattr__(name: str) -> object:
 
     if name == "nn":  # a module, which its import binds
         return import_module("choros.nn")
-    value: object = getattr(import_module(_HOMES.get(name, "choros.errors")), name)
+    homes = [_HOMES[name]] if name in _HOMES else _MODULES
+    value: object = getattr(next(home for home in map(import_module, homes) if hasattr(home, name)), name)
     globals()[name] = value
     return value
 

@@ -18,7 +18,7 @@ import pytest
 import choros
 from choros import distribute, durations
 from choros.distribute import preemption
-from choros.distribute.preemption import Notice, PreemptionCheckpointHandler, TerminationConfig
+from choros.distribute.preemption import PreemptionCheckpointHandler, TerminationConfig, watch
 from choros.errors import ConfigError, StrategyError
 from harness import FRAMEWORKS, Job, case_names, check_case, on
 from launch.launched import Running
@@ -179,15 +179,16 @@ def test_a_watcher_is_polled_until_it_returns_true(
             answered.set()
         return answer
 
-    notice = Notice(watcher)
+    recorded: list[bool] = []
+    stop = watch(watcher, lambda: recorded.append(True))
     assert answered.wait(20)
     called_by[0].join(20)
     assert len(called_by) == 5
-    assert notice.age is not None
+    assert recorded == [True]
     assert [record.getMessage() for record in caplog.records] == [
         "termination_watcher_fn failed, and will be called again: OSError: no route"
     ]
-    notice.stop()
+    stop()
 
 
 def test_a_watcher_is_not_called_after_the_scope(tmp_path: Path) -> None:

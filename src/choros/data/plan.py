@@ -76,10 +76,6 @@ class _Lot:
             start, stop = (max(0, each - len(part.batches)) for each in (start, stop))
         return tuple(found)
 
-    def not_consumed(self, steps: int) -> tuple[ShardBatches, ...]:
-        """Returns the batches that were not consumed in the first ``steps`` steps."""
-        return self.between(steps if self.stopped is None else self.stopped)
-
 
 @dataclass(frozen=True)
 class Ledger:
@@ -180,7 +176,9 @@ class Ledger:
 
     def left_over(self, length: Length) -> tuple[ShardBatches, ...]:
         """All unconsumed batches; ``length(k, n)``: in how many shard k of n has rows, the same on every rank."""
-        parts = (*self.left, *(part for lot in self.lots for part in lot.not_consumed(self.steps)))
+        parts = list(self.left)
+        for lot in self.lots:
+            parts += lot.between(self.steps if lot.stopped is None else lot.stopped)
         return tuple(part for each in parts if (part := each.closed(length)).batches)
 
     def is_done(self, length: Length) -> bool:

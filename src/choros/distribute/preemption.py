@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from choros import durations
@@ -73,54 +74,37 @@ class TerminationConfig:
             )
 
 
-@final
-class Notice:
-    """Watches for a request to end this process: polls a watcher each second, or takes SIGTERM, whose other effects are
-    suppressed; without a watcher, StrategyError outside the main thread, the only one that handles signals.
+def watch(watcher: Callable[[], bool] | None, record: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``record`` when this process is requested to end, until the returned function is called, in this thread.
+    Asks a watcher each second, or takes SIGTERM, whose other effects are suppressed: only in the main thread.
     """
+    if watcher is not None:
+        stopped = threading.Event()
+        target = partial(_poll, watcher, record, stopped)
+        threading.Thread(target=target, name="choros-termination", daemon=True).start()
+        return stopped.set
+    if threading.current_thread() is not threading.main_thread():
+        raise StrategyError(
+            "PreemptionCheckpointHandler was created in a thread, but Python handles SIGTERM in the main thread "
+            "only: create it there, or pass TerminationConfig(termination_watcher_fn=…)."
+        )
+    return handle([signal.SIGTERM], lambda *_: record())
 
-    def __init__(self, watcher: Callable[[], bool] | None) -> None:
-        self._requested_at: float | None = None
-        self._stopped = threading.Event()
-        self._unhandle: Callable[[], None] | None = None
-        if watcher is not None:
-            threading.Thread(target=self._poll, args=(watcher,), name="choros-termination", daemon=True).start()
-            return
-        if threading.current_thread() is not threading.main_thread():
-            raise StrategyError(
-                "PreemptionCheckpointHandler was created in a thread, but Python handles SIGTERM in the main thread "
-                "only: create it there, or pass TerminationConfig(termination_watcher_fn=…)."
-            )
-        self._unhandle = handle([signal.SIGTERM], lambda *_: self._record())
 
-    @property
-    def age(self) -> float | None:
-        """The seconds since the request; ``None`` if there was none."""
-        return None if self._requested_at is None else time.monotonic() - self._requested_at
-
-    def stop(self) -> None:
-        """Stops watching; restores SIGTERM's previous handler. Call it in the thread that created this object."""
-        self._stopped.set()
-        if self._unhandle is not None:
-            self._unhandle()
-
-    def _record(self) -> None:
-        if self._requested_at is None:
-            self._requested_at = time.monotonic()
-
-    def _poll(self, watcher: Callable[[], bool]) -> None:
-        warned = False
-        while self._requested_at is None and not self._stopped.is_set():
-            try:
-                if watcher():
-                    self._record()
-            except Exception as error:  # noqa: BLE001  (one failure must not end the training)
-                if not warned:
-                    _log.warning(
-                        "termination_watcher_fn failed, and will be called again: %s: %s", type(error).__name__, error
-                    )
-                warned = True
-            self._stopped.wait(durations.PREEMPTION_LOOK)
+def _poll(watcher: Callable[[], bool], record: Callable[[], None], stopped: threading.Event) -> None:
+    warned = False
+    while not stopped.is_set():
+        try:
+            if watcher():
+                record()
+                return
+        except Exception as error:  # noqa: BLE001  (one failure must not end the training)
+            if not warned:
+                _log.warning(
+                    "termination_watcher_fn failed, and will be called again: %s: %s", type(error).__name__, error
+                )
+            warned = True
+        stopped.wait(durations.PREEMPTION_LOOK)
 
 
 #: What a process says before each step; the highest counts: must end, with time left or now.
@@ -210,7 +194,8 @@ class PreemptionCheckpointHandler:
         self._stage = _TRAINING
         self._seconds = {"step": 0.0, "save": 0.0}
         self._runs = self._restored()
-        self._notice = Notice(config.termination_watcher_fn)
+        self._requested_at: float | None = None
+        self._stop_watching = watch(config.termination_watcher_fn, self._record)
 
     @property
     def total_run_calls(self) -> int:
@@ -284,11 +269,14 @@ class PreemptionCheckpointHandler:
             with self._watching():
                 self._exit()
 
+    def _record(self) -> None:
+        if self._requested_at is None:
+            self._requested_at = time.monotonic()
+
     def _own_stage(self) -> int:
-        age = self._notice.age
-        if age is None:
+        if self._requested_at is None:
             return _TRAINING
-        reserve = _RESERVE * sum(self._seconds.values())
+        age, reserve = time.monotonic() - self._requested_at, _RESERVE * sum(self._seconds.values())
         return _NOTIFIED if age + reserve < self._grace else _ENDING
 
     @contextmanager
@@ -298,7 +286,7 @@ class PreemptionCheckpointHandler:
             yield
         finally:
             if not isinstance(sys.exception(), SystemExit):
-                self._notice.stop()
+                self._stop_watching()
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

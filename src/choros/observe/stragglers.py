@@ -12,7 +12,7 @@ not fewer. A rank that is the last now and then, as it writes a checkpoint or be
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _FEWEST_STEPS = 20
 _PROMPT_SHARE = 0.8
@@ -65,7 +65,7 @@ class Stragglers:
         self._reported.add(done.rank)
         if len(self._reported) < max(self.size, len(self._now)):
             return ""
-        periods = [_since(self._earlier.get(rank), self._now[rank]) for rank in sorted(self._now)]
+        periods = [_since(self._earlier.get(rank, RankProgress(rank)), self._now[rank]) for rank in sorted(self._now)]
         found = _stragglers(periods)
         self._earlier, self._reported = dict(self._now), set()
         if not found or found == self._shown:
@@ -98,17 +98,9 @@ class Stragglers:
         return text.replace("%", " %")
 
 
-def _since(earlier: RankProgress | None, now: RankProgress) -> RankProgress:
-    if earlier is None:
-        return now
-    return RankProgress(
-        now.rank,
-        now.steps - earlier.steps,
-        now.prompt_steps - earlier.prompt_steps,
-        now.seconds - earlier.seconds,
-        now.waiting - earlier.waiting,
-        now.loading - earlier.loading,
-    )
+def _since(earlier: RankProgress, now: RankProgress) -> RankProgress:
+    names = ("steps", "prompt_steps", "seconds", "waiting", "loading")
+    return replace(now, **{name: getattr(now, name) - getattr(earlier, name) for name in names})
 
 
 def _stragglers(periods: Sequence[RankProgress]) -> tuple[int, ...]:
