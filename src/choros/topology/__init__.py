@@ -1,8 +1,14 @@
 """The rank and size of this process, from its environment, and its share of data. Pure functions."""
 
-from choros.topology.environments import ENVIRONMENTS, NEVER_MPI, WITHOUT_MPI, Environment, detect
+from choros.topology.environments import (
+    ENVIRONMENTS,
+    NEVER_MPI,
+    WITHOUT_MPI,
+    detect,
+    expand_counts,
+    expand_hosts,
+)
 from choros.topology.master import Master, find_master
-from choros.topology.slurm import expand_counts, expand_hosts
 from choros.topology.tf_config import TF_CONFIG, TFConfig, read_tf_config, split_address
 from choros.topology.topology import Topology, shard_range
 
@@ -11,7 +17,6 @@ __all__ = [
     "NEVER_MPI",
     "TF_CONFIG",
     "WITHOUT_MPI",
-    "Environment",
     "Master",
     "TFConfig",
     "Topology",

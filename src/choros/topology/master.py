@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from choros.errors import ConfigError
-from choros.topology.environments import SLURM
-from choros.topology.slurm import expand_hosts
+from choros.topology.environments import SLURM, expand_hosts
 from choros.topology.tf_config import TF_CONFIG, parse_port, read_tf_config, split_address
 
 #: The ports of SLURM's job steps: 100 jobs and 100 steps in each have different ones.
