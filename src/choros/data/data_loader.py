@@ -34,7 +34,7 @@ class DataLoaderKind(DataKind):
                 f"the DataLoader reads a stream in batches of {data.batch_size}, but batch_size={batch_size}. Its "
                 "batches are the global ones: give it that batch size, or remove batch_size."
             )
-        return _stream(lambda: without_last_empty(map(part.of, checked(data, part.count, count_rows)), count_rows))
+        return _stream(lambda: without_last_empty(map(part.of, checked(data, part.count, count_rows))))
 
     def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
         """Returns the process's rows of each batch; every process loads all of a stream."""

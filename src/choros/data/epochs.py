@@ -157,7 +157,7 @@ class StreamData(EpochData):
         for each in parts:
             if each.batches:
                 rows = map(partial(self._rows, each.part(self._local)), each.taken_from(self._read(epoch)))
-                yield from without_last_empty(rows, count_rows) if each.batches.stop == OPEN else rows
+                yield from without_last_empty(rows) if each.batches.stop == OPEN else rows
 
     def _count(self, epoch: int) -> tuple[int, int, int]:
         return counted(map(count_rows, self._read(epoch)))

@@ -58,10 +58,8 @@ class GrainKind(DataKind):
 
 def _split(batches: Any, part: Part) -> Any:
     """The process's rows of each batch; the last batch of a ``MapDataset`` only if it has any."""
-    parts, number = batches.map(part.of), len(batches) if isinstance(batches, grain.MapDataset) else None
     _note(batches)
-    if number is None:
-        return parts
+    parts, number = batches.map(part.of), len(batches) if isinstance(batches, grain.MapDataset) else 0
     return parts[: number - 1] if number and count_rows(parts[number - 1]) == 0 else parts
 
 

@@ -53,7 +53,7 @@ class DataKind(ABC):
         """
         if self.has_batches:
             return self.shard(data, Sharding(part))
-        return without_last_empty(self.local_batches(data, lambda: part).start(), count_rows)
+        return without_last_empty(self.local_batches(data, lambda: part).start())
 
     def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
         """Returns the process's rows of each batch, maybe none, for a custom loop under a strategy; ConfigError as

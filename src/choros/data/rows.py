@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 _LATER = "; later batches may have fewer"
 _LAST = "; only the last batch of a DataLoader may have fewer"
-#: Kinds of batches that data sets of this program have.
-_known: set[str] = set()
+#: Whether arrays of a batch (may) have different numbers of rows.
+_differ = False
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,14 @@ def count_rows(batch: Any) -> int:
 
 def note_rows(first: Any, *, may_differ: bool = False) -> None:
     """Notes, before any step and on all processes, whether the arrays of a batch (may) differ in their rows."""
-    if may_differ or len({leaf.shape[0] for leaf in leaves(first) if getattr(leaf, "shape", None)}) > 1:
-        _known.add("different rows")
+    global _differ
+    rows = {leaf.shape[0] for leaf in leaves(first) if getattr(leaf, "shape", None)}
+    _differ = _differ or may_differ or len(rows) > 1
 
 
 def rows_differ() -> bool:
     """Whether ``note_rows`` has noted such batches in this process."""
-    return bool(_known)
+    return _differ
 
 
 def cut(batch: Any, start: int, end: int) -> Any:
@@ -123,16 +124,16 @@ def checked(batches: Iterable[T], replicas: int, count: Callable[[T], int], *, o
             yield batch
 
 
-def without_last_empty(parts: Iterable[T], count: Callable[[T], int]) -> Iterator[T]:
+def without_last_empty(parts: Iterable[Any]) -> Iterator[Any]:
     """Yields ``parts``, of which those without rows only if others follow: a process without any more batches joins.
 
-    >>> list(without_last_empty([[1], [], [2], [], []], len))
-    [[1], [], [2]]
+    >>> [len(part) for part in without_last_empty(np.empty(rows) for rows in (1, 0, 2, 0, 0))]
+    [1, 0, 2]
     """
-    empty: list[T] = []
+    empty: list[Any] = []
     for part in parts:
         empty.append(part)
-        if count(part):
+        if count_rows(part):
             yield from empty
             empty.clear()
 
