@@ -232,7 +232,8 @@ def test_dry_run():
     command, *ranks = ended.out.splitlines()
     assert ended.code == 0
     assert command.startswith(os.path.join(os.path.dirname(PYTHON), "mpirun "))
-    assert re.search(rf"-np 2 {PYTHON} -I -S \S+/wrapper/__main__.py --gated -- {PYTHON} 'a b.py'$", command)
+    told = re.escape("""'{"gated":true}'""")
+    assert re.search(rf"-np 2 {PYTHON} -I -S \S+/wrapper/__main__.py {told} {PYTHON} 'a b.py'$", command)
     assert [line.split(":")[0] for line in ranks] == ["# rank 0 on localhost", "# rank 1 on localhost"]
     assert "hush" not in ended.out
 
