@@ -4,18 +4,18 @@ import io
 
 import pytest
 
-from choros.launch.driver.line_merger import LineMerger, Lines
-from choros.launch.driver.output import Output, Screen, open_files, use_colour
+from choros.launch.driver.line_merger import LineMerger
+from choros.launch.driver.output import Output, open_files, use_colour
 from choros.launch.plan.roles import Roles
 from choros.launch.protocol.frames import Text
 
 
 def shown(frames, **how):
     out, err = io.BytesIO(), io.BytesIO()
-    screen = Screen(out.write, err.write, prefix=how.get("prefix", True), colour=how.get("colour", False))
+    output = Output(out.write, err.write, prefix=how.get("prefix", True), colour=how.get("colour", False))
     for frame in frames:
-        screen.write(Lines((frame.rank,), frame.stream, frame.data))
-    screen.finish_line()
+        output.write(frame)
+    output.finish()
     return out.getvalue(), err.getvalue()
 
 
@@ -55,9 +55,8 @@ def test_lines_of_one_frame_all_have_their_rank():
 
 def test_roles(tmp_path):
     out, roles = io.BytesIO(), Roles(servers=1, workers=1)
-    output = Output(
-        Screen(out.write, out.write, prefix=True, colour=False, roles=roles), open_files(tmp_path, 3, roles)
-    )
+    files = open_files(tmp_path, 3, roles)
+    output = Output(out.write, out.write, prefix=True, colour=False, roles=roles, files=files)
     for rank in range(3):
         output.write(Text(rank, "out", b"a\n"))
     output.close()
@@ -67,8 +66,8 @@ def test_roles(tmp_path):
 
 def test_the_screen_merges_equal_lines_and_the_files_have_those_of_each_rank(tmp_path):
     out, err = io.BytesIO(), io.BytesIO()
-    screen = Screen(out.write, err.write, prefix=True, colour=True)
-    output = Output(screen, open_files(tmp_path, 3), LineMerger(3))
+    files = open_files(tmp_path, 3)
+    output = Output(out.write, err.write, prefix=True, colour=True, files=files, merger=LineMerger(3))
     for rank in range(3):
         output.write(Text(rank, "err", b"warning\n"))
     assert err.getvalue() == b"[0-2] warning\n"  # no rank's colour
@@ -104,10 +103,8 @@ def test_colour_only_where_it_is_wanted(environ, terminal, colour):
 
 
 def test_files(tmp_path):
-    output = Output(
-        Screen(io.BytesIO().write, io.BytesIO().write, prefix=True, colour=False),
-        open_files(tmp_path / "new" / "logs", 2),
-    )
+    files = open_files(tmp_path / "new" / "logs", 2)
+    output = Output(io.BytesIO().write, io.BytesIO().write, prefix=True, colour=False, files=files)
     output.write(Text(0, "out", b" 1%\r"))
     output.write(Text(0, "out", b"end\n"))
     output.write_to_file(0, "Traceback …")

@@ -12,7 +12,7 @@ import pytest
 from choros.launch import wrapper
 from choros.launch.driver.job_end import Reason
 from choros.launch.driver.line_merger import LineMerger
-from choros.launch.driver.output import Output, Screen
+from choros.launch.driver.output import Output
 from choros.launch.driver.supervisor import Supervisor, caught_signals
 from choros.launch.plan.command import Command
 from choros.launch.plan.job import Job, Limits
@@ -39,7 +39,7 @@ def job(code, *, options=None, limits=None, environ=ENVIRON, wrapper=WRAPPER, er
     """The end of a job whose rank runs ``code``, and its output."""
     argv = (*wrapper, str(options or UNBOUND), sys.executable, "-c", HEAD + code)
     out, err = io.BytesIO(), err or io.BytesIO()
-    output = Output(Screen(out.write, err.write, prefix=False, colour=False), merger=merger)
+    output = Output(out.write, err.write, prefix=False, colour=False, merger=merger)
     command = Command(argv, {**os.environ, **environ})
     with caught_signals() as signals:
         started = Supervisor(Job(argv, 1), command, output, limits or Limits(), signals, OPEN_MPI_5.signal_map, **how)

@@ -36,83 +36,6 @@ def use_colour(environ: Mapping[str, str], terminal: bool) -> bool:
     return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
-class Screen:
-    """Writes the ranks' output to standard output and error; a partial line ends first when another rank writes."""
-
-    def __init__(
-        self,
-        out: Write,
-        err: Write,
-        *,
-        prefix: bool,
-        colour: bool,
-        roles: Roles = NO_ROLES,
-        timestamp: bool = False,
-    ) -> None:
-        self._streams: dict[str, Write | None] = {"out": out, "err": err}
-        self._prefix = prefix
-        self._timestamp = timestamp
-        self._colour = colour
-        self._roles = roles
-        self._open: tuple[tuple[int, ...], str] | None = None
-
-    def write(self, lines: Lines) -> None:
-        """Writes lines, or a partial line."""
-        writer, data = (lines.ranks, lines.stream), lines.data
-        if not self._prefix and not self._timestamp:
-            if self._open not in (None, writer):
-                self.finish_line()
-            self._write(lines.stream, data)
-            self._open = None if data.endswith(b"\n") else writer
-            return
-        label = self._label(lines.ranks)
-        if b"\r" in data:  # searching for two bytes takes many times as long as for one
-            data = data.replace(b"\r\n", b"\n").replace(b"\n\r", b"\n")
-        if self._open != writer:
-            data = data.lstrip(b"\r")  # these ranks have written nothing to the line
-            if not data:
-                return
-            self.finish_line()
-            data = label + data
-        body, end = (data[:-1], data[-1:]) if data.endswith((b"\n", b"\r")) else (data, b"")
-        body = body.replace(b"\r", b"\r" + label).replace(b"\n", b"\n" + label) + end
-        if self._colour:
-            body = body.replace(b"\r", _CLEAR_TO_END + b"\r")
-        self._write(lines.stream, body)
-        self._open = None if end else writer
-
-    def finish_line(self) -> None:
-        """Ends the partial line, if there is one."""
-        if self._open is not None:
-            self._write(self._open[1], b"\n")
-            self._open = None
-
-    def show(self, text: str) -> None:
-        """Shows a message of chorosrun itself, without the date and time."""
-        self.finish_line()
-        self._write("err", text.encode("utf-8", "surrogateescape") + b"\n")
-
-    def _write(self, name: str, data: bytes) -> None:
-        """Writes to a stream. If that is not possible any more, the job continues without it."""
-        write = self._streams[name]
-        try:
-            if write is not None:
-                write(data)
-        except OSError as error:
-            self._streams[name] = None
-            if not isinstance(error, BrokenPipeError) and name == "out":  # "| head" is no error
-                self.show(
-                    f"chorosrun: standard output cannot be written ({error.strerror}); the job continues without it."
-                )
-
-    def _label(self, ranks: tuple[int, ...]) -> bytes:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S ").encode() if self._timestamp else b""
-        label = f"[{self._roles.label(*ranks)}] ".encode() if self._prefix else b""
-        if not self._colour or not label or len(ranks) > 1:
-            return stamp + label
-        return b"%s\x1b[%dm%s\x1b[0m" % (stamp, _COLOURS[ranks[0] % len(_COLOURS)], label)
-
-
 #: Descriptors, by rank and stream.
 Files = dict[tuple[int, str], int]
 
@@ -133,10 +56,28 @@ def open_files(directory: Path, size: int, roles: Roles = NO_ROLES) -> Files:
 
 
 class Output:
-    """The screen, whose equal lines ``merger`` merges, and the files of ``--output-dir``, which have all lines."""
+    """Shows the ranks' output, whose equal lines ``merger`` merges; a partial line ends first when another rank writes.
+    ``files``: those of ``--output-dir``, which have all lines.
+    """
 
-    def __init__(self, screen: Screen, files: Files | None = None, merger: LineMerger | None = None) -> None:
-        self._screen = screen
+    def __init__(
+        self,
+        out: Write,
+        err: Write,
+        *,
+        prefix: bool,
+        colour: bool,
+        roles: Roles = NO_ROLES,
+        timestamp: bool = False,
+        files: Files | None = None,
+        merger: LineMerger | None = None,
+    ) -> None:
+        self._streams: dict[str, Write | None] = {"out": out, "err": err}
+        self._prefix = prefix
+        self._timestamp = timestamp
+        self._colour = colour
+        self._roles = roles
+        self._open: tuple[tuple[int, ...], str] | None = None
         self._files = files or {}
         self._merger = merger or LineMerger(1)
 
@@ -165,12 +106,12 @@ class Output:
     def show(self, text: str) -> None:
         """Shows a message of chorosrun itself, after all that the ranks have written."""
         self.flush()
-        self._screen.show(text)
+        self._show_now(text)
 
     def finish(self) -> None:
         """Writes all held lines and ends the partial line on the screen: no rank writes any more."""
         self.flush()
-        self._screen.finish_line()
+        self._finish_line()
 
     def close(self) -> None:
         """Finishes the output and closes the files."""
@@ -181,7 +122,61 @@ class Output:
 
     def _show(self, lines: Iterable[Lines]) -> None:
         for each in lines:
-            self._screen.write(each)
+            self._write_lines(each)
+
+    def _write_lines(self, lines: Lines) -> None:
+        writer, data = (lines.ranks, lines.stream), lines.data
+        if not self._prefix and not self._timestamp:
+            if self._open not in (None, writer):
+                self._finish_line()
+            self._write(lines.stream, data)
+            self._open = None if data.endswith(b"\n") else writer
+            return
+        label = self._label(lines.ranks)
+        if b"\r" in data:  # searching for two bytes takes many times as long as for one
+            data = data.replace(b"\r\n", b"\n").replace(b"\n\r", b"\n")
+        if self._open != writer:
+            data = data.lstrip(b"\r")  # these ranks have written nothing to the line
+            if not data:
+                return
+            self._finish_line()
+            data = label + data
+        body, end = (data[:-1], data[-1:]) if data.endswith((b"\n", b"\r")) else (data, b"")
+        body = body.replace(b"\r", b"\r" + label).replace(b"\n", b"\n" + label) + end
+        if self._colour:
+            body = body.replace(b"\r", _CLEAR_TO_END + b"\r")
+        self._write(lines.stream, body)
+        self._open = None if end else writer
+
+    def _finish_line(self) -> None:
+        """Ends the partial line, if there is one."""
+        if self._open is not None:
+            self._write(self._open[1], b"\n")
+            self._open = None
+
+    def _show_now(self, text: str) -> None:
+        self._finish_line()
+        self._write("err", text.encode("utf-8", "surrogateescape") + b"\n")
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Writes to a stream. If that is not possible any more, the job continues without it."""
+        write = self._streams[name]
+        try:
+            if write is not None:
+                write(data)
+        except OSError as error:
+            self._streams[name] = None
+            if not isinstance(error, BrokenPipeError) and name == "out":  # "| head" is no error
+                self._show_now(
+                    f"chorosrun: standard output cannot be written ({error.strerror}); the job continues without it."
+                )
+
+    def _label(self, ranks: tuple[int, ...]) -> bytes:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S ").encode() if self._timestamp else b""
+        label = f"[{self._roles.label(*ranks)}] ".encode() if self._prefix else b""
+        if not self._colour or not label or len(ranks) > 1:
+            return stamp + label
+        return b"%s\x1b[%dm%s\x1b[0m" % (stamp, _COLOURS[ranks[0] % len(_COLOURS)], label)
 
     def _write_to_file(self, text: Text) -> None:
         try:
@@ -201,6 +196,8 @@ def output_of(
     """Returns the output of a job, as its arguments want it."""
     prefix, directory = arguments.prefix(job.most), arguments.output_dir
     timestamp = arguments.prefix_output_with_timestamp
-    screen = Screen(out, err, prefix=prefix, colour=colour, roles=job.roles, timestamp=timestamp)
     files = open_files(Path(directory), job.most, job.roles) if directory else None
-    return Output(screen, files, LineMerger(job.most) if arguments.merge(job.most, environ) else None)
+    merger = LineMerger(job.most) if arguments.merge(job.most, environ) else None
+    return Output(
+        out, err, prefix=prefix, colour=colour, roles=job.roles, timestamp=timestamp, files=files, merger=merger
+    )
