@@ -28,8 +28,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 from choros.distribute.fit.training import KerasCall, Training
-from choros.distribute.scope import assign_strategy, current_strategy, in_fit, in_replica, strategy_of
-from choros.distribute.variables import variables_of_keras, variables_of_metrics
+from choros.distribute.scope import assign_strategy, current_strategy, doing, in_fit, in_replica, strategy_of, thread
 from choros.errors import StrategyError
 from choros.training.replaced import replaced
 from choros.training.tf_context import as_one_replica
@@ -88,7 +87,7 @@ def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (Trainer, "__init__", _notifying(lambda training: training.model_created)),
         (BaseOptimizer, "__init__", _notifying(lambda training: training.optimizer_created)),
         (keras.Metric, "__init__", _notifying(lambda training: training.metric_created)),
-        (keras.Metric, "add_variable", _within(variables_of_metrics)),
+        (keras.Metric, "add_variable", _within(functools.partial(doing, "creating_metric_variable"))),
         (keras.random.SeedGenerator, "__init__", _notifying(lambda training: training.follow_seeds)),
         (keras.Layer, "add_weight", _notifying_of_weights),
         (keras.layers.BatchNormalization, "__init__", _synchronizing),
@@ -189,14 +188,10 @@ def _outside_of_graphs(own: Any) -> Any:
     @functools.wraps(own)
     def init(self: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
         in_graph = not tf.executing_eagerly() and not in_fit() and not tf.is_symbolic_tensor(initializer)
-        with variables_of_keras(), tf.init_scope() if in_graph else nullcontext():
+        with doing("creating_keras_variable"), tf.init_scope() if in_graph else nullcontext():
             own(self, initializer, *args, **kwargs)
 
     return init
-
-
-#: ``inside``: whether this thread is in ``apply`` of an optimizer, which may contain other optimizers.
-_applying = threading.local()
 
 
 def _distributing(own: Any) -> Any:
@@ -206,21 +201,17 @@ def _distributing(own: Any) -> Any:
     @functools.wraps(own)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = current_strategy()
-        inside = getattr(_applying, "inside", False)
         if (
             in_replica()
-            and not inside
+            and not thread.applying_optimizer
             and strategy.training.follows_run
             and not (strategy_of(self) or reducer_of(self))
         ):
             assign_strategy(self, strategy)
             strategy.training.optimizer_created(self)
             return getattr(self, own.__name__)(*args, **kwargs)
-        _applying.inside = True
-        try:
+        with doing("applying_optimizer"):
             return own(self, *args, **kwargs)
-        finally:
-            _applying.inside = inside
 
     return method
 

@@ -20,12 +20,11 @@ import functools
 import inspect
 import os
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from choros.comm import global_process_set
-from choros.distribute.scope import enter_fit, in_fit, strategy_of
+from choros.distribute.scope import doing, enter_fit, in_fit, strategy_of, thread
 from choros.errors import StrategyError
 from choros.observe import events
 from choros.observe.events import Kind
@@ -102,20 +101,12 @@ def _training_of(saved: Any, depth: int = _DEPTH) -> Any:
     return next((each for each in held if each is not None), None)
 
 
-_thread = threading.local()
-
-
-def is_writing() -> bool:
-    """Whether this process writes files for others, and so must not communicate."""
-    return getattr(_thread, "writing", False)
-
-
 def write_once(write: Callable[[], Any], path: str = "") -> Any:
     """Calls ``write`` on the first process of those with this ``path`` and returns its picklable result; all wait.
     In ``fit`` only process 0 writes, and the others return ``None``, as a callback may write on one only.
     A call within ``write`` only calls its own.
     """
-    if is_writing():
+    if thread.writing_files:
         return write()
     communicator = global_process_set.communicator
     if in_fit():
@@ -141,10 +132,7 @@ def write_once(write: Callable[[], Any], path: str = "") -> Any:
 
 
 def _write(write: Callable[[], Any], path: str) -> Any:
-    _thread.writing = True
-    try:
+    with doing("writing_files"):
         result = write()
-    finally:
-        _thread.writing = False
     events.emit(Kind.CHECKPOINT, path)
     return result

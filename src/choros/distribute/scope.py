@@ -35,10 +35,28 @@ OUTSIDE = Place()
 
 
 class _Thread(threading.local):
+    """Where this thread is, and what it does there, by ``doing``: what others must do or leave out meanwhile."""
+
     place = OUTSIDE
+    writing_files = False  # for other processes, so that it must not communicate
+    applying_optimizer = False  # which may contain other optimizers
+    creating_keras_variable = False  # which has hooks of its own, by TensorFlow's
+    creating_metric_variable = False
+    using_own_copy = False  # reads and assigns this process's copy of variables
 
 
-_thread = _Thread()
+thread = _Thread()
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """The block in which this thread does what the attribute of ``thread`` says."""
+    outer = getattr(thread, what)
+    setattr(thread, what, True)
+    try:
+        yield
+    finally:
+        setattr(thread, what, outer)
 
 
 @contextmanager
@@ -47,7 +65,7 @@ def enter_scope(strategy: Any, replica: Any = None) -> Iterator[None]:
     if replica is None and strategy.is_default:
         yield
         return
-    outer = _thread.place
+    outer = thread.place
     if outer.strategy is not None and outer.strategy is not strategy:
         raise StrategyError(
             f"a {type(strategy).__name__} was used inside the scope of another strategy, "
@@ -64,34 +82,34 @@ def enter_fit() -> Iterator[None]:
     if not has_strategy():
         yield
         return
-    with _entered(Place(_thread.place.strategy, fit=True), as_one_replica()):
+    with _entered(Place(thread.place.strategy, fit=True), as_one_replica()):
         yield
 
 
 @contextmanager
 def _entered(place: Place, in_tensorflow: AbstractContextManager[None]) -> Iterator[None]:
     is_one = place.strategy.num_replicas_in_sync == 1  # TensorFlow's default
-    outer, _thread.place = _thread.place, place
+    outer, thread.place = thread.place, place
     try:
         with nullcontext() if is_one else in_tensorflow:
             yield
     finally:
-        _thread.place = outer
+        thread.place = outer
 
 
 def current_place() -> Place:
     """Returns where this thread is; the same object until it enters or leaves a scope, a replica or ``fit``."""
-    return _thread.place
+    return thread.place
 
 
 def current_strategy() -> Any:
     """Returns the strategy whose scope, replica or ``fit`` is active; ``None`` outside of all."""
-    return _thread.place.strategy
+    return thread.place.strategy
 
 
 def current_replica() -> Any:
     """Returns the context of the current replica; ``None`` in cross-replica context and outside of scopes."""
-    return _thread.place.replica
+    return thread.place.replica
 
 
 def has_strategy() -> bool:
@@ -102,7 +120,7 @@ def has_strategy() -> bool:
         >>> distribute.has_strategy()
         False
     """
-    strategy = _thread.place.strategy
+    strategy = thread.place.strategy
     return strategy is not None and not strategy.is_default
 
 
@@ -115,17 +133,17 @@ def in_cross_replica_context() -> bool:
         ...     distribute.in_cross_replica_context()
         True
     """
-    return _thread.place.strategy is not None and _thread.place.replica is None
+    return thread.place.strategy is not None and thread.place.replica is None
 
 
 def in_replica() -> bool:
     """Whether the program is in a replica of a strategy other than the default one."""
-    return _thread.place.replica is not None and not _thread.place.strategy.is_default
+    return thread.place.replica is not None and not thread.place.strategy.is_default
 
 
 def in_fit() -> bool:
     """Whether a strategy's ``fit``, ``evaluate`` or ``predict`` is active, without a replica inside it."""
-    return _thread.place.fit
+    return thread.place.fit
 
 
 _ATTRIBUTE = "_choros_strategy"

@@ -26,59 +26,27 @@ does, are averaged when they are read after replicas have assigned them; in ``fi
 import functools
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from choros.arrays import adapter_of
 from choros.comm import global_process_set
-from choros.distribute.saving import is_writing
-from choros.distribute.scope import in_fit, in_replica
+from choros.distribute.scope import doing, in_fit, in_replica, thread
 from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.identical import are_identical
 from choros.training.variables import aggregate
 
-
-class _VariableState(threading.local):
-    """What this thread does: creates variables of Keras, or of a metric; reads and assigns this process's copy."""
-
-    of_keras = False
-    of_metric = False
-    own_copy = False
-
-
-_state = _VariableState()
 #: The ``on_read`` variables by their ``id``, in the order of their creation: variables compare by value.
 _read_together: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 #: The statistics that a replica has assigned since they were averaged, by their ``id``.
 _assigned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 #: Those that a function assigns that was compiled meanwhile: each of its calls does.
 _compiled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-@contextmanager
-def _in_state(name: str) -> Iterator[None]:
-    outer = getattr(_state, name)
-    setattr(_state, name, True)
-    try:
-        yield
-    finally:
-        setattr(_state, name, outer)
-
-
-def variables_of_keras() -> AbstractContextManager[None]:
-    """The block in which Keras creates variables, which have their own hooks, by TensorFlow's."""
-    return _in_state("of_keras")
-
-
-def variables_of_metrics() -> AbstractContextManager[None]:
-    """The block in which a metric creates a variable."""
-    return _in_state("of_metric")
 
 
 @contextmanager
@@ -97,7 +65,7 @@ def _create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     import tensorflow as tf
 
     # A checkpoint creates its counter when it is first saved, which only one process may do.
-    if _state.of_keras or in_fit() or is_writing() or kwargs.get("name") == "save_counter":
+    if thread.creating_keras_variable or in_fit() or thread.writing_files or kwargs.get("name") == "save_counter":
         return next_creator(**kwargs)
     initial = kwargs.get("initial_value")
     if not tf.executing_eagerly() and not callable(initial):
@@ -113,7 +81,7 @@ def _create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 
 def follow_aggregation(variable: Any) -> None:
     """Makes a new variable of Keras aggregate what replicas assign to their copies, as it asks."""
-    if variable.aggregation != "none" and not _state.of_metric:
+    if variable.aggregation != "none" and not thread.creating_metric_variable:
         _follow(variable, variable.synchronization == "on_read", _OnReadOfKeras)
 
 
@@ -200,7 +168,7 @@ def settle_variables() -> None:
     for variable in list(_read_together.values()):
         kind = _kind(variable)
         if kind != "none":
-            with _in_state("own_copy"):
+            with doing("using_own_copy"):
                 own = variable.value if _is_of_keras(variable) else variable.read_value()
             total = aggregate(kind, _tensor(variable, own))
             is_counted = kind != "sum" or global_process_set.communicator.rank == 0
@@ -217,12 +185,12 @@ class _OnWrite:
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         value = _written(self, value)
-        with _in_state("own_copy"):  # Keras' own calls assign
+        with doing("using_own_copy"):  # Keras' own calls assign
             return super().assign_add(value, *args, **kwargs)  # type: ignore[misc]
 
     def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         value = _written(self, value)
-        with _in_state("own_copy"):
+        with doing("using_own_copy"):
             return super().assign_sub(value, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -235,7 +203,7 @@ class _OnRead:
         """The framework's own; outside of replicas, the copies of a sum have equal shares of ``value``."""
         if _kind(self) == "sum" and not _is_local(self):
             value = _share_of_sum(self, value)
-        with _in_state("own_copy"):  # on PyTorch, Keras' own writes to the tensor that it reads
+        with doing("using_own_copy"):  # on PyTorch, Keras' own writes to the tensor that it reads
             return super().assign(value, *args, **kwargs)  # type: ignore[misc]
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +237,7 @@ class _Statistic:
     @property
     def value(self) -> Any:
         """The mean of the replicas' values if they have assigned it; in a replica, its own."""
-        if id(self) in _assigned and not (in_replica() or in_fit() or is_writing()):
+        if id(self) in _assigned and not (in_replica() or in_fit() or thread.writing_files):
             from choros.training.keras_internals.models import local_value
 
             value = local_value(self)
@@ -308,7 +276,7 @@ def _written(variable: Any, value: Any) -> Any:
             return value
     from choros.training.distributed_optimizer import in_apply  # loads Keras
 
-    if _state.own_copy or in_apply():
+    if thread.using_own_copy or in_apply():
         return value
     kind = _kind(variable)
     if kind == "none":
@@ -353,7 +321,7 @@ def _check_not_a_sum(variable: Any, method: str) -> None:
 
 def _is_local(variable: Any) -> bool:
     """Whether the program reads and assigns this process's copy here."""
-    if _state.own_copy or in_replica() or in_fit() or is_writing():
+    if thread.using_own_copy or in_replica() or in_fit() or thread.writing_files:
         return True
     if not _is_of_keras(variable):
         return False
@@ -363,7 +331,7 @@ def _is_local(variable: Any) -> bool:
 
 
 def _assign_copy(variable: Any, value: Any) -> None:
-    with _in_state("own_copy"):
+    with doing("using_own_copy"):
         variable.assign(value)
 
 

@@ -31,8 +31,8 @@ from choros.distribute.fit.prediction import predict_rows
 from choros.distribute.fit.shares import BATCH, evaluation_data, shares_named, training_data
 from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.replicas import Replicas
-from choros.distribute.saving import is_writing, write_once
-from choros.distribute.scope import enter_fit, in_fit, in_replica
+from choros.distribute.saving import write_once
+from choros.distribute.scope import enter_fit, in_fit, in_replica, thread
 from choros.distribute.variables import (
     aggregates,
     assign_initial,
@@ -234,7 +234,7 @@ class SynchronousTraining(Training):
 
     def save(self, write: Callable[[], Any], path: str) -> Any:
         """Writes on the first of the processes that name this path."""
-        if not in_fit() and not is_writing() and self._replicas.count > 1:
+        if not in_fit() and not thread.writing_files and self._replicas.count > 1:
             average_statistics()
             settle_variables()
         return write_once(write, path)
