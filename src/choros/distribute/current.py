@@ -88,11 +88,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         True
         >>> distribute.experimental_set_strategy(None)
     """
-    if scope.current_place() not in (scope.OUTSIDE, _lasting.place):
+    if scope.thread.place not in (scope.OUTSIDE, _lasting.place):
         raise StrategyError(
             "experimental_set_strategy was called inside a strategy's scope: call it outside of all `with` blocks."
         )
     _lasting.scope.close()
     if strategy is not None:
         _lasting.scope.enter_context(strategy.scope())
-        _lasting.place = scope.current_place()
+        _lasting.place = scope.thread.place

@@ -24,7 +24,9 @@ from choros.training.tf_context import as_one_replica, current_for_tensorflow
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """``replica`` is ``None`` in cross-replica context; ``fit``: no replica was entered since the ``fit``."""
+    """``replica`` is ``None`` in cross-replica context; ``fit``: no replica was entered since the ``fit``. A thread
+    that enters another place gets the same object back when it leaves it.
+    """
 
     strategy: Any = None  # a Strategy; its module imports this one
     replica: Any = None
@@ -95,11 +97,6 @@ def _entered(place: Place, in_tensorflow: AbstractContextManager[None]) -> Itera
             yield
     finally:
         thread.place = outer
-
-
-def current_place() -> Place:
-    """Returns where this thread is; the same object until it enters or leaves a scope, a replica or ``fit``."""
-    return thread.place
 
 
 def current_strategy() -> Any:
