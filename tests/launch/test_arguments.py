@@ -190,6 +190,11 @@ def test_run_starts_nothing_with_invalid_arguments(given, message, monkeypatch):
         run(**{"func": print, **given})
 
 
+def test_run_has_no_other_arguments():
+    with pytest.raises(TypeError, match=r"^choros.run\(\) got an unexpected keyword argument 'max_restarts'$"):
+        run(print, max_restarts=1)  # chorosrun's only
+
+
 @pytest.mark.parametrize(
     ("arguments", "environ", "message"),
     [

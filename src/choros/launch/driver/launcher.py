@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,7 +78,9 @@ def _launch_once(
     _warn_of_overload(job, environ, output)
     remove_stale()
     name = os.urandom(6).hex()
-    with job_directories(name) as session, _shown_events(job, environ, output):
+    with job_directories(name) as session, ExitStack() as listening:
+        if Config.from_environ({**environ, **job.environment}).log_level == "DEBUG":
+            listening.callback(events.listen(partial(_show_event, output)))
         job = replace(job, options=replace(job.options, events=events.Kind.COLLECTIVE_BEGUN in events.heard))
         command = plan(job, mpirun, environ, name=name, session=str(session), root=os.geteuid() == 0)
         if verbose:
@@ -106,18 +108,9 @@ def _launch_once(
             ).run()
 
 
-@contextmanager
-def _shown_events(job: Job, environ: Mapping[str, str], output: Output) -> Iterator[None]:
-    def show(event: events.Event) -> None:
-        rank = f"[{event.rank}] " if event.rank >= 0 else ""
-        output.show(f"chorosrun: {rank}{event}")
-
-    debug = Config.from_environ({**environ, **job.environment}).log_level == "DEBUG"
-    stop_listening = events.listen(show) if debug else lambda: None
-    try:
-        yield
-    finally:
-        stop_listening()
+def _show_event(output: Output, event: events.Event) -> None:
+    rank = f"[{event.rank}] " if event.rank >= 0 else ""
+    output.show(f"chorosrun: {rank}{event}")
 
 
 @contextmanager

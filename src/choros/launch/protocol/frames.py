@@ -13,7 +13,7 @@ A byte that the data lack replaces newlines: one byte is replaced by one many ti
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import final
+from typing import final, get_args
 
 from choros.observe.stragglers import RankProgress
 
@@ -95,9 +95,7 @@ class Exit:
 
 Frame = Start | Text | Result | Events | RankProgress | Stacks | Exit
 
-_KINDS: dict[str, type[Frame]] = {
-    kind.__name__: kind for kind in (Start, Text, Result, Events, RankProgress, Stacks, Exit)
-}
+_KINDS: dict[str, type[Frame]] = {kind.__name__: kind for kind in get_args(Frame)}
 
 
 def encode(frame: Frame) -> bytes:
