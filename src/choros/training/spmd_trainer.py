@@ -70,7 +70,7 @@ class SpmdTrainer:
         self._step: Any = None
         self._rate = 0.0
         self._active: list[int] = []
-        own = local_mesh(mesh)
+        own = Mesh(np.array(mesh.local_devices), mesh.axis_names)
         self.local_devices = own.size
         self._wrap_step("train", mesh, self._global_batches)
         if own.size > 1:
@@ -262,26 +262,15 @@ class GlobalBatch(NamedTuple):
     index: Any
 
 
-@functools.cache
-def local_mesh(mesh: Mesh) -> Mesh:
-    """The mesh of this process's devices of ``mesh``."""
-    return Mesh(np.array(mesh.local_devices), mesh.axis_names)
-
-
 def assemble(data: Any, plan: BatchPlan, mesh: Mesh) -> GlobalBatch:
     """Puts this process's examples on its devices, as its shard of a global batch; ``plan`` is the same on all."""
-    here = NamedSharding(local_mesh(mesh), PartitionSpec(*mesh.axis_names))
-    everywhere = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    by_rows = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
 
     def put(leaf: Any) -> Any:
-        own = jax.device_put(_padded(leaf, plan.rows * len(mesh.local_devices)), here)
-        return _global_array(own, (plan.rows * mesh.size, *own.shape[1:]), everywhere)
+        own = _padded(leaf, plan.rows * len(mesh.local_devices))
+        return jax.make_array_from_process_local_data(by_rows, own, (plan.rows * mesh.size, *own.shape[1:]))
 
-    index = None
-    if not plan.is_even:
-        own = jax.device_put(plan.index(), _replicated_sharding(local_mesh(mesh)))
-        index = _global_array(own, None, _replicated_sharding(mesh))
-    return GlobalBatch(jax.tree.map(put, data), index)
+    return GlobalBatch(jax.tree.map(put, data), None if plan.is_even else replicate(plan.index(), mesh))
 
 
 def examples_of(batch: GlobalBatch, mesh: Mesh) -> Any:
@@ -298,8 +287,7 @@ def examples_of(batch: GlobalBatch, mesh: Mesh) -> Any:
 
 def replicate(values: Any, mesh: Mesh) -> Any:
     """Returns arrays of one device, identical on all processes, as arrays replicated on every device of the mesh."""
-    here, everywhere = _replicated_sharding(local_mesh(mesh)), _replicated_sharding(mesh)
-    return jax.tree.map(lambda array: _global_array(jax.device_put(array, here), None, everywhere), values)
+    return jax.make_array_from_process_local_data(_replicated_sharding(mesh), values)
 
 
 def unreplicate(values: Any) -> Any:
@@ -333,12 +321,6 @@ def _is_sparse(leaf: Any) -> bool:
 @functools.cache
 def _replicated_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
-
-
-def _global_array(own: Any, shape: tuple[int, ...] | None, everywhere: NamedSharding) -> Any:
-    """The global array whose shards in this process are those of ``own``."""
-    shards = [shard.data for shard in own.addressable_shards]
-    return jax.make_array_from_single_device_arrays(own.shape if shape is None else shape, everywhere, shards)
 
 
 def _padded(leaf: Any, rows: int) -> Any:

@@ -92,15 +92,12 @@ def current_step() -> ModelStep | None:
 @contextmanager
 def run_step(step: ModelStep) -> Iterator[None]:
     """A context in which ``step`` runs: Keras' losses and metrics are weighted for it."""
-    with _in_place(step):
-        if step.of_all_ranks:
-            yield
-            return
-        with ExitStack() as stack:
+    with _in_place(step), ExitStack() as stack:
+        if not step.of_all_ranks:
             for owner, values in _replacements():
                 stack.enter_context(replaced(owner, **values))
             stack.enter_context(_noted(step))
-            yield
+        yield
 
 
 @functools.cache
