@@ -10,7 +10,6 @@ import numpy as np
 from keras import optimizers
 
 from choros.distribute.partitioners import FixedShardsPartitioner
-from choros.parameter_server.messages import OptimizerRecipe
 from choros.parameter_server.placement import SlotKey, join, place, place_slots, split
 from choros.parameter_server.server import Shards
 from choros.parameter_server.slots import Slots
@@ -70,15 +69,13 @@ def check(make, partition):
     kept = {SlotKey(1, i, None if v is None else keys[id(v)]): slot for i, v, slot in slots}
     placement = place({key: (shape, "float32") for key, shape in VARIABLES.items()}, partition, 2)
     placement = {**placement, **place_slots(kept, placement, 2)}
-    recipe = OptimizerRecipe(
-        cloudpickle.dumps((type(plain), plain.get_config())), dict.fromkeys(VARIABLES, (True, None))
-    )
+    recipe = cloudpickle.dumps((type(plain), plain.get_config())), dict.fromkeys(VARIABLES, (True, None))
     state = random(0)
     for life in range(2):
         servers = [Shards(), Shards()]
         for server, part in zip(servers, in_order(split(state, placement)), strict=True):
             server.assign(part)
-            server.register(1, recipe)
+            server.register(1, *recipe)
         for step in range(3):
             gradients = random(10 * life + step + 1)
             for server, part in zip(servers, in_order(split(gradients, placement)), strict=True):

@@ -17,11 +17,10 @@ import cloudpickle
 from choros import durations
 from choros.errors import ConfigError, EngineError
 from choros.parameter_server import closures
-from choros.parameter_server.client import TaskConnection
-from choros.parameter_server.cluster import Cluster
+from choros.parameter_server.cluster import Cluster, TaskConnection
 from choros.parameter_server.definitions import Definitions
 from choros.parameter_server.jobs import wait_for_end
-from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Report, Run, Shutdown, StartJob
+from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Report, Run, StartJob
 from choros.parameter_server.optimizer import remote_optimizers
 from choros.parameter_server.placement import Partition
 from choros.parameter_server.queue import Clocks, Closure, ClosureQueue
@@ -165,7 +164,7 @@ class Chief:
                     self._finish(worker, closure, reply)
                 else:
                     self._queue.failed(worker, closure, reply.error())
-            worker.send(Shutdown())
+            worker.send(None)
         finally:
             self._queue.remove_worker(worker)
 

@@ -1,15 +1,16 @@
 """The jobs of a worker or a parameter server that serves one chief after another, and the end of its threads."""
 
+from __future__ import annotations
+
 import atexit
 import logging
 import signal
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 from choros import durations
 from choros.errors import EngineError, PeerLostError
@@ -87,23 +88,26 @@ def _end_threads() -> None:
 atexit.register(_end_threads)
 
 
-class JobServer(ABC):
-    """Serves the chiefs that connect to this process's address, each in a thread; waits until the first job's end."""
+@final
+class JobServer:
+    """Serves the chiefs that connect to this process's address, each in a thread; waits until the first job's end.
+    ``serve`` takes this, a channel and its first message, and serves it: a chief's within ``job``.
+    """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, serve: Callable[[JobServer, Channel, Any], None]) -> None:
         self.cluster = cluster
+        #: What it keeps for each job.
+        self.jobs: dict[str, Any] = {}
+        self._serve = serve
         self._begun = threading.Event()
         self._ended = threading.Event()
         self._in_order = False
         self._listener = Listener(cluster.address, cluster.key, cluster.name, self._arrived)
 
-    @abstractmethod
-    def serve(self, channel: Channel, first: Any) -> None:
-        """Serves a process that has connected with this ``first`` message; a chief's within ``job``."""
-
     @contextmanager
-    def job(self, name: str) -> Iterator[None]:
+    def job(self, name: str, kept: Any) -> Iterator[None]:
         """The block in which the chief of the job ``name`` is connected; an error in it: the job has failed."""
+        self.jobs[name] = kept
         self._begun.set()
         with _changed:
             _served.append(name)
@@ -112,6 +116,7 @@ class JobServer(ABC):
             yield
             in_order = True
         finally:
+            del self.jobs[name]
             with _changed:
                 _served.remove(name)
                 _changed.notify_all()
@@ -132,7 +137,7 @@ class JobServer(ABC):
 
     def _arrived(self, channel: Channel, first: Any) -> None:
         end_at_exit(channel)
-        self.serve(channel, first)
+        self._serve(self, channel, first)
 
 
 def leave_signals_to_the_chief() -> None:

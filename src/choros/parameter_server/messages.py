@@ -4,25 +4,25 @@
 
     chief or worker                          server
       Hello(job) ───────────────────────────►             the job whose variables are meant
-      ServerCall("pull", (known, slots)) ───►             shards that changed since version `known`, and the
+      "pull", (known, slots) ───────────────►             shards that changed since version `known`, and the
       ◄──────────────── version, shards ─────             current version; for the chief, optimizer slots as well
-      ServerCall("push", (optimizer, …)) ───►             gradients, applied under a lock by a real Keras optimizer
+      "push", (optimizer, …) ───────────────►             gradients, applied under a lock by a real Keras optimizer
       ◄──────────────── version, shards ─────
-      ServerCall("assign", (values,)) ──────►             the last writer wins
+      "assign", (values,) ──────────────────►             the last writer wins
       ◄─────────────────────────────── None
-      ServerCall("register", (number, …)) ──►             creates the optimizer unless it exists
+      "register", (optimizer, …) ───────────►             creates the optimizer unless it exists
       ◄─────────────────────────────── None
-      Shutdown ─────────────────────────────►             from the chief: the job has ended
+      None ─────────────────────────────────►             from the chief: the job has ended
 
     chief                                    worker
       StartJob(job, partition) ─────────────►             the first message: the worker connects to the servers
       ◄─────────────── Joined, or Failure ───             what it has created itself
       Run ──────────────────────────────────►             a closure; its definitions only once per worker
       ◄────────────────── Ran, or Failure ───
-      Shutdown ─────────────────────────────►             after any closure: the job has ended
+      None ─────────────────────────────────►             after any closure: the job has ended
 
-The requests to a server are the methods of ``Shards``. A server replies to those of a connection in order. If a request
-fails, the reply is a ``Failure``.
+The requests to a server are the methods of ``Shards`` and their arguments. A server replies to those of a connection in
+order. If a request fails, the reply is a ``Failure``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,6 +41,8 @@ Reference = tuple[Any, ...]
 Report = Mapping[Reference, list[NDArray[Any]]]
 #: A server's current version, and the values of the shards that changed since the version that the client knows.
 Changed = tuple[int, Mapping[Shard, NDArray[Any]]]
+#: Of the variables that an optimizer updates, whether their weights decay, and their constraint.
+Updated = Mapping[VariableKey, tuple[bool, Any]]
 
 
 @dataclass(frozen=True)
@@ -49,27 +51,6 @@ class Hello:
 
     job: str
     process: tuple[str, int]
-
-
-@dataclass(frozen=True)
-class Shutdown:
-    """The job has ended; sent by the chief."""
-
-
-@dataclass(frozen=True)
-class ServerCall:
-    """A call of a method of the server's ``Shards``; its result is the reply."""
-
-    method: str
-    arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class OptimizerRecipe:
-    """All that creates an optimizer: pickled class and configuration; by variable, weight decay and constraint."""
-
-    pickled: bytes
-    variables: Mapping[VariableKey, tuple[bool, Any]]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec, framework_adapter
 from choros.errors import ConfigError, StrategyError
-from choros.parameter_server.messages import OptimizerRecipe
 from choros.parameter_server.placement import VariableKey
 from choros.parameter_server.recipes import current_rate, follows_schedule, optimizer_config
 from choros.parameter_server.scope_objects import ScopeObjects
@@ -180,10 +179,10 @@ class RemoteOptimizer:
             return
         optimizer = self._optimizer
         trained = {session.key_of(v): v for v in trained_variables(optimizer)}
-        variables = {
+        updated = {
             key: (decays(optimizer, v) and key not in self._undecayed, v.constraint) for key, v in trained.items()
         }
-        session.register(self.number, OptimizerRecipe(self._recipe, variables))
+        session.register(self.number, self._recipe, updated)
         self._registered = True
 
     def _check(self, session: ServerSession, variables: Sequence[Any]) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,56 +99,42 @@ def compile_copy(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tra
 # Keras' layers, with what they keep besides weights: vocabularies, statistics.
 
 
-@dataclass(frozen=True)
-class _Zeros:
-    shape: tuple[int, ...]
-    dtype: str
+#: What ``save_own_variables`` and ``save_assets`` of a layer write; of a large array, the function that returns zeros.
+_LayerState = tuple[Mapping[str, Array | Callable[[], Array]], Mapping[str, bytes]]
 
 
-@dataclass(frozen=True)
-class _LayerState:
-    """What ``save_own_variables`` and ``save_assets`` of a layer write."""
-
-    variables: Mapping[str, Array | _Zeros]
-    assets: Mapping[str, bytes]
-
-    @classmethod
-    def of(cls, layer: Any) -> _LayerState | None:
-        if not layer.built:
-            return None
-        variables: dict[str, Any] = {}
-        layer.save_own_variables(variables)
-        return cls({name: _small(value) for name, value in variables.items()}, dict(_assets_of(layer)))
-
-    def load(self, layer: Any) -> None:
-        if self.variables:
-            values = self.variables.items()
-            layer.load_own_variables(
-                {key: np.zeros(v.shape, v.dtype) if isinstance(v, _Zeros) else v for key, v in values}
-            )
-        if self.assets:
-            with tempfile.TemporaryDirectory() as name:
-                for file, data in self.assets.items():
-                    (Path(name) / file).write_bytes(data)
-                layer.load_assets(name)
-
-
-def _assets_of(layer: Any) -> Iterator[tuple[str, bytes]]:
+def _state_of(layer: Any) -> _LayerState | None:
+    if not layer.built:
+        return None
+    variables: dict[str, Any] = {}
+    layer.save_own_variables(variables)
+    assets = {}
     if hasattr(layer, "save_assets"):
         with tempfile.TemporaryDirectory() as name:
             layer.save_assets(name)
-            for path in Path(name).iterdir():
-                yield path.name, path.read_bytes()
+            assets = {path.name: path.read_bytes() for path in Path(name).iterdir()}
+    return {name: _small(value) for name, value in variables.items()}, assets
 
 
-def _small(value: Any) -> Array | _Zeros:
+def _load(layer: Any, state: _LayerState) -> None:
+    variables, assets = state
+    if variables:
+        layer.load_own_variables({key: value() if callable(value) else value for key, value in variables.items()})
+    if assets:
+        with tempfile.TemporaryDirectory() as name:
+            for file, data in assets.items():
+                (Path(name) / file).write_bytes(data)
+            layer.load_assets(name)
+
+
+def _small(value: Any) -> Array | Callable[[], Array]:
     array = host(value)
-    return array if array.nbytes <= _SMALL else _Zeros(array.shape, str(array.dtype))
+    return array if array.nbytes <= _SMALL else partial(np.zeros, array.shape, str(array.dtype))
 
 
 def _layer_recipe(layer: Any) -> Recipe:
     inner = layers_of(layer)
-    states = tuple(_LayerState.of(each) for each in inner)
+    states = tuple(map(_state_of, inner))
     config = serialize_sharing(layer, {})
     return _layer, (config, _custom_objects(config, inner), {}, states)
 
@@ -161,7 +146,7 @@ def _layer(
     copied = {id(part) for each in given.values() for part in layers_of(each)}
     for each, state in zip(layers_of(layer), states, strict=True):
         if state is not None and id(each) not in copied:
-            state.load(each)
+            _load(each, state)
     return layer
 
 
@@ -179,7 +164,7 @@ def _functional_recipe(model: Any, shared: Callable[[Any], bool]) -> Recipe:
     copied |= given.keys()
     config = serialize_sharing(model, given)
     inner = layers_of(model)
-    states = tuple(None if id(layer) in copied else _LayerState.of(layer) for layer in inner)
+    states = tuple(None if id(layer) in copied else _state_of(layer) for layer in inner)
     customs = _custom_objects(config, [each for each in inner if id(each) not in copied])
     return _layer, (config, customs, given, states)
 

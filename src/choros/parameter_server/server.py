@@ -10,9 +10,9 @@ from typing import Any, final
 from numpy.typing import NDArray
 
 from choros.errors import ConfigError
-from choros.parameter_server.cluster import CHIEF, Cluster, this_process
+from choros.parameter_server.cluster import CHIEF, this_process
 from choros.parameter_server.jobs import JobServer
-from choros.parameter_server.messages import Changed, Hello, OptimizerRecipe, ServerCall, Shutdown
+from choros.parameter_server.messages import Changed, Hello, Updated
 from choros.parameter_server.placement import Shard, SlotKey
 from choros.parameter_server.scope_objects import host
 from choros.parameter_server.slots import Slots
@@ -49,11 +49,14 @@ class Shards:
                     self._variables[shard] = keras.Variable(value, dtype=dtype, trainable=False)
             self._touch(values)
 
-    def register(self, number: int, recipe: OptimizerRecipe) -> None:
-        """Creates an optimizer for the shards of its variables here, unless one with this number exists."""
+    def register(self, number: int, pickled: bytes, updated: Updated) -> None:
+        """Creates an optimizer from its pickled class and configuration, for the shards of its variables here, unless
+        one with this number exists.
+        """
         with self._lock:
             if number not in self._optimizers:
-                optimizer = _Optimizer(number, recipe, self._variables, self.compiled)
+                kind, config = pickle.loads(pickled)  # noqa: S301  (from an authenticated process)
+                optimizer = _Optimizer(number, kind.from_config(config), updated, self._variables, self.compiled)
                 for shard, slot in optimizer.slots.items():
                     if shard in self._variables:
                         slot.assign(host(self._variables[shard]))
@@ -94,32 +97,32 @@ class Shards:
 class _Optimizer:
     """A Keras optimizer of the shards that this server stores, with its slots by shard."""
 
-    def __init__(self, number: int, recipe: OptimizerRecipe, variables: Mapping[Shard, Any], compiled: bool) -> None:
-        order = list(recipe.variables)
-        missing = set(order) - {shard.variable for shard in variables}
+    def __init__(
+        self, number: int, optimizer: Any, updated: Updated, variables: Mapping[Shard, Any], compiled: bool
+    ) -> None:
+        order = list(updated)
         self._shards = sorted(
-            (shard for shard in variables if shard.variable in recipe.variables),
+            (shard for shard in variables if shard.variable in updated),
             key=lambda shard: (order.index(shard.variable), shard.begin),
         )
-        if len(missing) == len(order):
+        if not self._shards:
             raise ConfigError(
                 "an optimizer was applied to variables that no parameter server stores: build the model in the scope "
                 "before the first schedule(), for example with keras.Input or model.build(shape)."
             )
-        kind, config = pickle.loads(recipe.pickled)  # noqa: S301  (from an authenticated process)
-        self._optimizer = kind.from_config(config)
+        self._optimizer = optimizer
         self._variables = [variables[shard] for shard in self._shards]
         without_decay = []
         for shard, variable in zip(self._shards, self._variables, strict=True):
-            decays, variable.constraint = recipe.variables[shard.variable]
+            decays, variable.constraint = updated[shard.variable]
             if not decays:
                 without_decay.append(variable)
-        exclude_from_weight_decay(self._optimizer, without_decay)
-        slots = Slots(self._optimizer)
-        slots.build(self._variables, self._optimizer.build)
+        exclude_from_weight_decay(optimizer, without_decay)
+        slots = Slots(optimizer)
+        slots.build(self._variables, optimizer.build)
         shards = dict(zip(map(id, self._variables), self._shards, strict=True))
         self.slots = {_slot(number, index, shards.get(id(variable))): slot for index, variable, slot in slots}
-        self._update = _update_of(self._optimizer, compiled)
+        self._update = _update_of(optimizer, compiled)
 
     def apply(self, gradients: Mapping[Shard, Array], learning_rate: float | None) -> None:
         import keras
@@ -172,42 +175,28 @@ def _update_of(optimizer: Any, compiled: bool) -> Callable[[list[Any]], None]:
             return torch.no_grad()(optimizer.apply)  # type: ignore[no-any-return]
 
 
-@final
-class ParameterServer(JobServer):
-    """Stores and serves shards; a job begins when its chief connects, and its variables are forgotten when that
-    connection closes. A server may serve several jobs, as when a process creates one strategy after another.
+def serve_shards(server: JobServer, channel: Channel, hello: Hello) -> None:
+    """Answers the requests of a chief or a worker. A chief's connection is a job: its variables are forgotten with it.
+    There may be several, as when a process creates one strategy after another.
     """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._shards: dict[str, Shards] = {}
-        super().__init__(cluster)
-
-    def serve(self, channel: Channel, first: Any) -> None:
-        """Answers the requests of a chief or a worker."""
-        hello: Hello = first
-        try:
-            if channel.peer != CHIEF:
-                _answer(channel, hello, self._shards.get(hello.job, Shards()))
-                return
-            with self.job(hello.job):
-                self._shards[hello.job] = Shards()
-                try:
-                    _answer(channel, hello, self._shards[hello.job])
-                finally:
-                    del self._shards[hello.job]
-        except ChannelClosed:
-            _log.info("%s disconnected", channel.peer)
+    try:
+        if channel.peer != CHIEF:
+            _answer(channel, hello, server.jobs.get(hello.job, Shards()))
+            return
+        shards = Shards()
+        with server.job(hello.job, shards):
+            _answer(channel, hello, shards)
+    except ChannelClosed:
+        _log.info("%s disconnected", channel.peer)
 
 
 def _answer(channel: Channel, hello: Hello, shards: Shards) -> None:
     # Compiled updates need threads of the framework, which steps may hold that wait for the update.
     shards.compiled &= hello.process != this_process()
-    while not isinstance(message := channel.receive(), Shutdown):
-        channel.send(_reply(shards, message))
-
-
-def _reply(shards: Shards, request: ServerCall) -> Any:
-    try:
-        return getattr(shards, request.method)(*request.arguments)
-    except Exception as error:  # noqa: BLE001  (every error is reported to the client)
-        return Failure.of(error)
+    while (request := channel.receive()) is not None:
+        method, arguments = request
+        try:
+            reply = getattr(shards, method)(*arguments)
+        except Exception as error:  # noqa: BLE001  (every error is reported to the client)
+            reply = Failure.of(error)
+        channel.send(reply)

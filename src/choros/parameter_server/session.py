@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.errors import ConfigError
-from choros.parameter_server.client import Servers
-from choros.parameter_server.messages import Changed, OptimizerRecipe
+from choros.parameter_server.cluster import Servers
+from choros.parameter_server.messages import Changed, Updated
 from choros.parameter_server.placement import (
     Partition,
     Placement,
@@ -126,10 +126,10 @@ class ServerSession:
         new = {shard: self._received.pop(shard) for part in parts.values() for shard in part}
         return [join(key, self._placement, new) for key in keys]
 
-    def register(self, optimizer: int, recipe: OptimizerRecipe) -> None:
+    def register(self, optimizer: int, pickled: bytes, updated: Updated) -> None:
         """Registers an optimizer with every server that stores one of its variables."""
-        concerned = {server for key in recipe.variables for server, _ in self._placement[key]}
-        self.servers.request("register", dict.fromkeys(concerned, (optimizer, recipe)))
+        concerned = {server for key in updated for server, _ in self._placement[key]}
+        self.servers.request("register", dict.fromkeys(concerned, (optimizer, pickled, updated)))
 
     def average(self, optimizer: int) -> None:
         """Overwrites an optimizer's variables with their moving averages, on the servers and in this process."""

@@ -11,7 +11,7 @@ from choros.distribute.replicas import ProcessReplicas
 from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError, StrategyError
 from choros.parameter_server.cluster import Cluster
-from choros.parameter_server.jobs import leave_signals_to_the_chief
+from choros.parameter_server.jobs import JobServer, leave_signals_to_the_chief
 from choros.parameter_server.placement import Partition
 
 if TYPE_CHECKING:
@@ -139,10 +139,10 @@ class ParameterServerStrategy(Strategy):
 
 def _serve(cluster: Cluster) -> NoReturn:
     """Serves as a parameter server until the job has ended, and exits."""
-    from choros.parameter_server.server import ParameterServer
+    from choros.parameter_server.server import serve_shards
 
     leave_signals_to_the_chief()
-    server = ParameterServer(cluster)
+    server = JobServer(cluster, serve_shards)
     server.run()
     server.close()
     raise SystemExit(0)

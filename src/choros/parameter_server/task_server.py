@@ -84,33 +84,28 @@ class Server:
         self._started().run()
 
     def _started(self) -> JobServer:
-        from choros.parameter_server.server import ParameterServer
+        from choros.parameter_server.server import serve_shards
 
         if self._task is None:
-            self._task = (ParameterServer if self._cluster.role == "ps" else WorkerTask)(self._cluster)
+            self._task = JobServer(self._cluster, serve_shards if self._cluster.role == "ps" else _run_functions)
         return self._task
 
 
-@final
-class WorkerTask(JobServer):
-    """Serves each chief that connects, with copies of its objects."""
+def _run_functions(server: JobServer, chief: Channel, start: StartJob) -> None:
+    """Runs the functions of a chief, with copies of its objects."""
+    import keras
 
-    def serve(self, channel: Channel, first: Any) -> None:
-        """Runs the functions of a chief."""
-        import keras
+    from choros.parameter_server.strategy import ParameterServerStrategy
+    from choros.parameter_server.worker import Worker
 
-        from choros.parameter_server.strategy import ParameterServerStrategy
-        from choros.parameter_server.worker import Worker
-
-        start: StartJob = first
-        # On JAX, a step that waits for the servers in a callback holds threads of XLA's pool.
-        worker = Worker(self.cluster, _exclusive if keras.backend.backend() == "jax" else nullcontext())
-        try:
-            with self.job(start.job):
-                ParameterServerStrategy.of_worker(worker)
-                worker.run(channel, start)
-        except EngineError as error:
-            _log.warning("%s: %s", self.cluster.name, error)
+    # On JAX, a step that waits for the servers in a callback holds threads of XLA's pool.
+    worker = Worker(server.cluster, _exclusive if keras.backend.backend() == "jax" else nullcontext())
+    try:
+        with server.job(start.job, worker):
+            ParameterServerStrategy.of_worker(worker)
+            worker.run(chief, start)
+    except EngineError as error:
+        _log.warning("%s: %s", server.cluster.name, error)
 
 
 _exclusive = threading.Lock()

@@ -14,8 +14,7 @@ Keras' own ``fit`` runs on the chief, with its training function replaced to tak
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import keras
@@ -29,6 +28,7 @@ from choros.parameter_server.session import ServerSession
 from choros.parameter_server.worker import Worker
 from choros.training.keras_internals.fit import jax_state, pythonify_logs
 from choros.training.keras_internals.models import build_from_batch
+from choros.training.replaced import Replaced
 
 #: Scheduled batches per worker: one being trained on, one waiting.
 _BATCHES_PER_WORKER = 2
@@ -71,7 +71,14 @@ class ServerTraining(Training):
     def fit(self, model: Any, call: KerasCall) -> Any:
         """Keras' own loop, with its batches scheduled on the workers."""
         chief = self._role.chief()
-        with enter_fit(), _coordinated(model, chief):
+        training = _CoordinatedTraining(model, chief)
+        replaced = Replaced(
+            model,
+            train_function=training.train_function(),
+            make_train_function=lambda *_, **__: None,
+            get_metrics_result=training.epoch_results,
+        )
+        with enter_fit(), replaced:
             return call.run()
 
     def train_on_batch(self, model: Any, call: KerasCall) -> Any:
@@ -100,29 +107,10 @@ class ServerTraining(Training):
         return None
 
 
-@contextmanager
-def _coordinated(model: Any, chief: Chief) -> Iterator[None]:
-    """Within this block, the model's training function schedules batches, and its metrics wait for all of them."""
-    training = _CoordinatedTraining(model, chief)
-    replaced = {
-        "train_function": training.train_function(),
-        "make_train_function": lambda *_, **__: None,
-        "get_metrics_result": training.epoch_results,
-    }
-    # Not by setattr: Keras' attribute tracking would make them parts of the model.
-    attributes = vars(model)
-    saved = {name: attributes[name] for name in replaced if name in attributes}
-    attributes.update(replaced)
-    try:
-        yield
-    finally:
-        for name in replaced:
-            attributes.pop(name, None)
-        attributes.update(saved)
-
-
 @final
 class _CoordinatedTraining:
+    """A model's training: its function schedules batches, and its metrics wait for all of them."""
+
     def __init__(self, model: Any, chief: Chief) -> None:
         self._model = model
         self._chief = chief

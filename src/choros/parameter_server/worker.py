@@ -14,7 +14,7 @@ from choros.observe.progress import page
 from choros.parameter_server import closures
 from choros.parameter_server.cluster import Cluster
 from choros.parameter_server.jobs import chief_lost, leave_signals_to_the_chief, wait_for_chief
-from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Run, Shutdown, StartJob
+from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Run, StartJob
 from choros.parameter_server.optimizer import add_remote_optimizer, remote_optimizers
 from choros.parameter_server.recipes import compile_copy
 from choros.parameter_server.remote_value import PerWorkerDataset
@@ -89,7 +89,7 @@ class Worker:
         self.serving = True
         try:
             self._join(chief, start)
-            while not isinstance(message := chief.receive(), Shutdown):
+            while (message := chief.receive()) is not None:
                 with self._exclusive:
                     reply = self._reply(message)
                 chief.send(reply)
