@@ -85,9 +85,12 @@ def test_the_processes_end_when_the_block_is_left_with_an_error(tmp_path: Path) 
     assert psutil.Process().children(recursive=True) == []
 
 
-@pytest.mark.parametrize(("seconds", "units"), [(1e-9, 2), (0.02, 7), (1e9, 4000)])
-def test_units_of_a_trial(seconds: float, units: int) -> None:
-    assert units_for(Effort(7, seconds, many_runs=True, fewest=2), Trial(0.003, 0.0)) == units
+@pytest.mark.parametrize(
+    ("seconds", "many_runs", "units"),
+    [(1e-9, True, 1), (1e-9, False, 8), (0.02, True, 7), (0.04, False, 14), (1e9, True, 4000)],
+)
+def test_units_of_a_trial(seconds: float, many_runs: bool, units: int) -> None:
+    assert units_for(Effort(7, seconds, many_runs), Trial(0.003, 0.0)) == units
 
 
 def test_choros_is_always_selected() -> None:

@@ -90,7 +90,7 @@ def case_the_closure_of_a_lost_worker_is_run_next():
     assert queue.take("b") is second
     queue.done("b", second, 2)
     assert queue.idle
-    assert [each.result.fetch() for each in (first, second)] == [1, 2]
+    assert [each.result.result() for each in (first, second)] == [1, 2]
 
 
 def case_a_closure_during_which_three_workers_were_lost_is_an_error():
@@ -106,9 +106,9 @@ def case_a_closure_during_which_three_workers_were_lost_is_an_error():
     with pytest.raises(EngineError, match=r"fatal is not run again.* worker 0, worker 1, worker 0"):
         queue.wait()
     with pytest.raises(EngineError, match="fatal"):
-        fatal.result.get()
+        fatal.result.result()
     with pytest.raises(ClosureCancelled):
-        other.result.get()
+        other.result.result()
     assert queue.idle
 
 
@@ -123,9 +123,9 @@ def case_an_error_cancels_waiting_closures_and_is_raised_once():
         queue.put(closure(), 9)
     assert queue.idle
     with pytest.raises(KeyError):
-        first.result.get()
+        first.result.result()
     with pytest.raises(ClosureCancelled):
-        second.result.get()
+        second.result.result()
 
 
 def case_a_job_without_workers_is_an_error_after_the_time_limit():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -24,17 +24,7 @@ _STEP = 4
 
 
 @dataclass(frozen=True)
-class BenchCase:
-    """A case, whose text labels its section of a table."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The keys that it adds to its rows of the JSON file."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class AllreduceCase(BenchCase):
+class AllreduceCase:
     """An allreduce, with a sum, of ``bytes`` bytes: of one array, or a grouped one of a model's gradients."""
 
     bytes: int
@@ -71,7 +61,7 @@ BATCHES = {"cnn": 128, "mlp": 32}
 
 
 @dataclass(frozen=True)
-class TrainCase(BenchCase):
+class TrainCase:
     """Training steps of a model, with ``batch`` examples per rank and step."""
 
     model: str
@@ -90,7 +80,7 @@ def examples(case: TrainCase, count: int) -> tuple[NDArray[np.float32], NDArray[
 
 
 @dataclass(frozen=True)
-class PartCase(BenchCase):
+class PartCase:
     """One part of the communication of a step of choros, a name in ``PARTS``, with the CNN's gradients."""
 
     part: str

@@ -22,8 +22,6 @@ from choros.bench.run import Effort
 from choros.bench.session import ENOUGH_ROUNDS, BenchSession
 from choros.errors import ConfigError
 
-#: A call of ``fit`` has its own cost; in real training, one call has hundreds of steps.
-_FEWEST_STEPS = 8
 _SIZES = ("4KiB", "256KiB", "4MiB", "16MiB", "64MiB")
 _SIZES_HELP = "Sizes of the array. 1MiB..256MiB: all sizes between these two, in steps of a factor of four."
 _MODEL_HELP = "cnn: the model of the MNIST example; mlp: 20 million parameters."
@@ -137,7 +135,7 @@ def train(framework: str, model: str, batch_size: int | None, ranks: int, sessio
       choros bench train
       choros bench train --framework torch --model mlp --json steps.json
     """
-    effort = Effort(session.rounds, session.burst, many_runs=False, fewest=_FEWEST_STEPS)
+    effort = Effort(session.rounds, session.burst, many_runs=False)
     wanted = training.frameworks(framework, _installed())
     contenders = {name: training.CONTENDERS[name] for name in wanted}
     check_names(session.only, [each.name for group in contenders.values() for each in group])
@@ -176,7 +174,7 @@ def overhead(framework: str, model: str, batch_size: int | None, starts: int, se
       choros bench overhead --framework tensorflow --batch-size 2048 --rounds 30
       choros bench overhead --only "choros, elastic" --only "choros, again" --rounds 8 --starts 8
     """
-    effort = Effort(session.rounds, session.burst, many_runs=False, fewest=_FEWEST_STEPS, starts=starts)
+    effort = Effort(session.rounds, session.burst, many_runs=False, starts=starts)
     check_names(session.only, [each.name for each in costs.CONTENDERS])
     wanted = training.frameworks(framework, _installed())
     with session:

@@ -39,15 +39,8 @@ Starter = Callable[[int, Sequence[str]], list[LaunchCommand]]
 
 @dataclass(frozen=True, eq=False)
 class Contender:
-    """A library, or a configuration of one, that is compared with the others.
-
-    Attributes:
-        name: its name in the tables and in the JSON file.
-        start: returns the commands with which its users start it.
-        argv: the arguments with which Python runs its program.
-        needs: modules that must be installed.
-        environ: environment variables that its users set.
-        single: whether it runs in a single process, whatever the number of ranks (which are devices then).
+    """A library, or a configuration of one, that is compared with the others: how its users ``start`` Python with
+    ``argv``; modules that it ``needs``; ``single``: in one process, whatever the number of ranks, devices then.
     """
 
     name: str

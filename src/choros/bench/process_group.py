@@ -159,12 +159,10 @@ class ProcessGroup:
 
     def _record_process_tree(self) -> None:
         """Records the descendants of the processes: when a launcher dies, its ranks cannot be found otherwise."""
-        for process in self._started:
+        for started in self._started:
             with contextlib.suppress(psutil.NoSuchProcess):
-                self._process_tree |= {
-                    psutil.Process(process.pid),
-                    *psutil.Process(process.pid).children(recursive=True),
-                }
+                process = psutil.Process(started.pid)
+                self._process_tree |= {process, *process.children(recursive=True)}
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

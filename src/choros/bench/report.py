@@ -49,7 +49,7 @@ def rows_of(
     for (case, name), summary in result.summaries.items():
         peer, number = peers.get(name, (name, ranks))
         speed = {"images_per_s": case.batch * number / summary.best_s} if isinstance(case, TrainCase) else {}
-        rows.append(ReportRow(bench, peer, number, summary, {**facts, **case.facts, **speed}))
+        rows.append(ReportRow(bench, peer, number, summary, {**facts, **asdict(case), **speed}))
     return rows
 
 

@@ -30,18 +30,19 @@ T = TypeVar("T")
 Case = TypeVar("Case")
 
 _MAX_UNITS = 4000
+#: A call of ``fit`` has its own cost; in real training, one call has hundreds of steps.
+_FEWEST_IN_A_RUN = 8
 
 
 @dataclass(frozen=True)
 class Effort:
     """The work to measure. A trial takes about ``seconds``: ``many_runs`` of one unit, each behind a barrier, or one
-    run of many; a run may have a fixed cost, hence ``fewest`` units. All start ``starts`` times, for ``rounds`` each.
+    run of many, which may have a fixed cost. All start ``starts`` times, for ``rounds`` each.
     """
 
     rounds: int
     seconds: float
     many_runs: bool
-    fewest: int = 1
     starts: int = 1
 
     def split(self, units: int) -> tuple[int, int]:
@@ -111,7 +112,8 @@ def units_for(effort: Effort, trial: Trial) -> int:
     >>> units_for(Effort(rounds=7, seconds=0.02, many_runs=True), Trial(seconds=0.003, cpu_s=0.0))
     7
     """
-    return min(_MAX_UNITS, max(effort.fewest, math.ceil(effort.seconds / max(trial.seconds, 1e-9))))
+    fewest = 1 if effort.many_runs else _FEWEST_IN_A_RUN
+    return min(_MAX_UNITS, max(fewest, math.ceil(effort.seconds / max(trial.seconds, 1e-9))))
 
 
 def rotated(items: Sequence[T], number: int) -> list[T]:

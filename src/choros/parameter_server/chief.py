@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, final
 
 import cloudpickle
@@ -70,7 +71,7 @@ class Chief:
 
     def schedule(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], limit: int
-    ) -> RemoteValue:
+    ) -> Future[Any]:
         """Schedules ``function`` on a worker; blocks at ``limit`` open closures; raises an earlier closure's error."""
         self._used = True
         if self._flushed:

@@ -71,7 +71,7 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise ConfigError(f"schedule() takes a function, not a {type(fn).__name__}.")
-        return self._role.chief().schedule(fn, args or (), kwargs or {}, _LIMIT)
+        return RemoteValue(self._role.chief().schedule(fn, args or (), kwargs or {}, _LIMIT))
 
     def join(self) -> None:
         """Waits until all functions are done.

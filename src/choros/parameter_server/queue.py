@@ -2,8 +2,8 @@
 
 ::
 
-    put ──► waiting ──take──► running ──done──► the RemoteValue has its result
-               ▲                 │ ├──failed──► the RemoteValue has its error, those that wait are cancelled,
+    put ──► waiting ──take──► running ──done──► the future has its result
+               ▲                 │ ├──failed──► the future has its error, those that wait are cancelled,
                └──────lost───────┘ │            and the next put or wait raises it
           (another worker runs it)    └──lost──► the same, after the loss of three workers
 """
@@ -12,13 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from choros import durations
 from choros.errors import ClosureCancelled, EngineError
 from choros.parameter_server.messages import Definition
-from choros.parameter_server.remote_value import RemoteValue
 
 
 @final
@@ -91,7 +91,7 @@ class Closure:
     arguments: bytes
     learning_rates: dict[int, float]
     definitions: tuple[Definition, ...] = ()
-    result: RemoteValue = field(default_factory=RemoteValue)
+    result: Future[Any] = field(default_factory=Future)
     lost: list[str] = field(default_factory=list)
 
 
@@ -209,13 +209,13 @@ class ClosureQueue:
         return len(self._waiting) + self._running
 
     def _fail(self, closure: Closure, error: Exception) -> None:
-        closure.result.set_error(error)
+        closure.result.set_exception(error)
         self._error = self._error or error
         self._cancel()
 
     def _cancel(self) -> None:
         while self._waiting:
-            self._waiting.popleft().result.set_error(
+            self._waiting.popleft().result.set_exception(
                 ClosureCancelled("this function was not run, because a function scheduled before it failed.")
             )
 

@@ -15,8 +15,8 @@ from choros.errors import StrategyError
 class RemoteValue:
     """The result of a scheduled function (``tf.distribute.experimental.coordinator.RemoteValue``)."""
 
-    def __init__(self) -> None:
-        self._future: Future[Any] = Future()
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
 
     def get(self) -> Any:
         """Waits for the function and returns its result; tensors stay tensors.
@@ -32,19 +32,6 @@ class RemoteValue:
         import keras
 
         return keras.tree.map_structure(_host, self.get())
-
-    def set_result(self, result: Any) -> None:
-        """Sets the function's result."""
-        self._future.set_result(result)
-
-    def set_error(self, error: Exception) -> None:
-        """Sets the error of a function that failed or was cancelled."""
-        self._future.set_exception(error)
-
-    @property
-    def ready(self) -> bool:
-        """Whether ``get`` returns at once."""
-        return self._future.done()
 
 
 @dataclass(frozen=True)

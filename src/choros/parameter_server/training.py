@@ -15,6 +15,7 @@ Keras' own ``fit`` runs on the chief, with its training function replaced to tak
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, final
 
 import keras
@@ -23,7 +24,6 @@ from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.scope import enter_fit, in_fit
 from choros.parameter_server.chief import Chief
 from choros.parameter_server.optimizer import add_remote_optimizer
-from choros.parameter_server.remote_value import RemoteValue
 from choros.parameter_server.session import ServerSession
 from choros.parameter_server.worker import Worker
 from choros.training.keras_internals.fit import jax_state, pythonify_logs
@@ -115,7 +115,7 @@ class _CoordinatedTraining:
         self._model = model
         self._chief = chief
         self._results = model.get_metrics_result
-        self._pending: deque[RemoteValue] = deque()
+        self._pending: deque[Future[Any]] = deque()
         self._logs: dict[str, Any] = {}
 
     def train_function(self) -> Callable[..., Any]:
@@ -151,9 +151,9 @@ class _CoordinatedTraining:
         limit = _BATCHES_PER_WORKER * self._chief.workers
         self._pending.append(self._chief.schedule(train_on, arguments, {}, limit))
         latest: dict[str, Any] = {}
-        while self._pending and (self._pending[0].ready or not (latest or self._logs)):
+        while self._pending and (self._pending[0].done() or not (latest or self._logs)):
             try:
-                latest = self._pending.popleft().get()
+                latest = self._pending.popleft().result()
             except Exception:
                 self._chief.join()  # Raises the same error and clears it.
                 raise

@@ -6,11 +6,11 @@
     FILE.json.parts/rank-3.jsonl  while rank 3 records, and if the job did not come to merge it
 """
 
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from choros.durable import unfinished
 from choros.observe.timeline import TimelinePart, part_files, read_part, remove_part
 from choros.trace.chrome import from_json, to_json
 from choros.trace.trace import Trace, merge
@@ -19,13 +19,8 @@ from choros.trace.trace import Trace, merge
 def write_trace(file: Path, parts: Iterable[TimelinePart]) -> None:
     """Merges ``parts`` to ``file``; a reader sees the old file or the new one, never a part of it."""
     # Without chorosrun, several ranks may merge what an exception has left.
-    unfinished = file.with_name(f"{file.name}.unfinished-{os.uname().nodename}-{os.getpid()}")
-    try:
-        with unfinished.open("w") as output:
-            output.writelines(to_json(merge(parts)))
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with unfinished(file) as name, name.open("w") as output:
+        output.writelines(to_json(merge(parts)))
 
 
 def merge_parts(file: Path) -> bool:
