@@ -71,12 +71,13 @@ class TrainCase:
         return f"{self.model}, {self.batch} a rank"
 
 
-def examples(case: TrainCase, count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Returns ``count`` random images, from 0 to 1, and labels, which repeat after the first 1024."""
+def batches(case: TrainCase, steps: int, batch: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Returns random images, from 0 to 1, and labels, which repeat after the first 1024, by step and in its batch."""
     generator = np.random.default_rng(0)
     shape = EXAMPLES[case.model]
     images = generator.random((_DISTINCT, *shape), np.float32)
-    return np.resize(images, (count, *shape)), np.resize(generator.integers(0, CLASSES, _DISTINCT), count)
+    labels = generator.integers(0, CLASSES, _DISTINCT)
+    return np.resize(images, (steps, batch, *shape)), np.resize(labels, (steps, batch))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from choros.errors import ConfigError
 from choros.launch.driver.machine import detect_mpirun
 from choros.launch.plan.cores import physical_cores
 from choros.launch.plan.mpi_implementations import OPEN_MPI_4, OPEN_MPI_5
+from choros.launch.processes.ports import free_ports
 
 #: The name of choros' own contender: the baseline of all ratios.
 CHOROS = "choros"
@@ -138,7 +138,7 @@ def torchrun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
 
 def prepared_torch(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """chorosrun for processes of ``torch.distributed``, which find each other at an address."""
-    (port,) = _free_ports(1)
+    (port,) = free_ports(1)
     return [LaunchCommand(_chorosrun(ranks, program), {"MASTER_ADDR": _LOCALHOST, "MASTER_PORT": str(port)})]
 
 
@@ -159,7 +159,7 @@ def xla_devices(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
 
 def tf_cluster(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """One process for each rank, with the cluster in ``TF_CONFIG``."""
-    return _tf_cluster_at(_free_ports(ranks), program)
+    return _tf_cluster_at(free_ports(ranks), program)
 
 
 def _tf_cluster_at(ports: Sequence[int], program: Sequence[str]) -> list[LaunchCommand]:
@@ -180,7 +180,7 @@ def _tf_cluster_at(ports: Sequence[int], program: Sequence[str]) -> list[LaunchC
 
 def jax_cluster(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """One process for each rank, with the variables that ``keras.distribution.initialize`` reads."""
-    (port,) = _free_ports(1)
+    (port,) = free_ports(1)
     return [
         LaunchCommand(
             (sys.executable, *program),
@@ -192,15 +192,3 @@ def jax_cluster(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
         )
         for rank in range(ranks)
     ]
-
-
-def _free_ports(count: int) -> list[int]:
-    """Returns ports of this machine on which no process listens."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((_LOCALHOST, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
-from choros.distribute.fit.training import KerasCall
 from choros.errors import ConfigError
 from choros.parameter_server import closures
 from choros.parameter_server.messages import Definition, Reference
@@ -58,7 +57,7 @@ class Definitions:
             self._add(("compiled", reference[1]), ordered)
 
     def _definition(self, reference: Reference) -> tuple[Definition, frozenset[Reference]]:
-        revision = self._revision(reference)
+        revision = self._objects.revisions.get(reference, 0)
         made = self._made.get(reference)
         if made is None or made[0].revision < revision:
             try:
@@ -70,12 +69,6 @@ class Definitions:
                 made = Definition(reference, revision, b"", str(error)), frozenset()
             self._made[reference] = made
         return made
-
-    def _revision(self, reference: Reference) -> int:
-        if reference[0] != "compiled":
-            return 0
-        compiled = self._objects.last_compile(reference[1])
-        return 0 if compiled is None else compiled[0]
 
     def _pickle(self, reference: Reference) -> tuple[bytes, frozenset[Reference]]:
         tag, number = reference
@@ -94,10 +87,9 @@ class Definitions:
         from choros.training.keras_internals.models import layers_of
 
         model = self._objects.resolve(("created", number))
-        compiled = self._objects.last_compile(number)
-        if compiled is None:
+        call = self._objects.last_compile(number)
+        if call is None:
             raise ConfigError(f"{model.name!r} is not compiled.")
-        call: KerasCall = compiled[1]
         if call.get("optimizer") is not None and getattr(model, "optimizer", None) is not None:
             call = call.replaced(optimizer=model.optimizer)
         return call.bound.args, call.bound.kwargs, tuple(layer.trainable for layer in layers_of(model))

@@ -68,9 +68,9 @@ class ScopeObjects:
             **{("metric", number): 0 for number in self._metrics},
         }
 
-    def last_compile(self, number: int) -> tuple[int, KerasCall] | None:
-        """Returns the number of calls of a model's ``compile`` and the last one; ``None`` without any."""
-        return self._compiled.get(number)
+    def last_compile(self, number: int) -> KerasCall | None:
+        """Returns the last call of a model's ``compile``; ``None`` without any."""
+        return self._compiled[number][1] if number in self._compiled else None
 
     def models(self) -> Iterator[tuple[int, Any]]:
         """Yields the fully built models with their numbers."""

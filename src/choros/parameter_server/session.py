@@ -182,7 +182,7 @@ class ServerSession:
         else:
             own = {(number, i): v for i, v in enumerate(variables) if id(v) not in self._keys}
             # Each model starts at a different server, so that many small ones do not all fill the first.
-            specs = {key: _spec(v) for key, v in own.items()}
+            specs = {key: (tuple(v.shape), str(v.dtype)) for key, v in own.items()}
             planned = place(specs, self._partition, len(self.servers), first=number)
         self._placement = {**planned, **self._placement}
         self._variables.update(own)
@@ -222,10 +222,6 @@ class ServerSession:
         for shard, part in parts:
             value[shard.begin : shard.end] = part
         return value
-
-
-def _spec(variable: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(variable.shape), str(variable.dtype)
 
 
 def _digest(value: Array) -> bytes:

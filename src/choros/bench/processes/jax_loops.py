@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 import keras
-import numpy as np
 import optax
 
-from choros.bench.cases import TrainCase, examples
+from choros.bench.cases import TrainCase, batches
 from choros.bench.channel import Prepare, Task, serve_one_of
 from choros.bench.processes.models import build
 
@@ -53,8 +52,7 @@ def loop_task(
     model, _, _ = build(case.model)
     tx = wrap(optax.adam(0.001) if case.model == "cnn" else optax.sgd(0.01))
     steps = 16
-    arrays = examples(case, steps * case.batch)
-    batches = [tuple(map(batch_of, pair)) for pair in zip(*(np.split(array, steps) for array in arrays), strict=True)]
+    placed = [tuple(map(batch_of, batch)) for batch in zip(*batches(case, steps, case.batch), strict=True)]
 
     def loss_of(trained: Any, others: Any, images: Any, labels: Any) -> Any:
         predicted, others = model.stateless_call(trained, others, images, training=True)
@@ -75,7 +73,7 @@ def loop_task(
     def run(units: int) -> None:
         nonlocal state
         for unit in range(units):
-            state, loss = step(state, *batches[unit % steps])
+            state, loss = step(state, *placed[unit % steps])
         jax.block_until_ready(loss)
 
     return Task(run)

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from choros.bench.cases import CLASSES, EXAMPLES, TrainCase, examples
+from choros.bench.cases import CLASSES, EXAMPLES, TrainCase, batches
 from choros.bench.channel import Task
 
 
@@ -37,10 +37,7 @@ def dataset(case: TrainCase, batch: int) -> Any:
     """Returns an infinite ``tf.data`` data set of batches."""
     import tensorflow as tf
 
-    steps = 16
-    images, labels = examples(case, steps * batch)
-    batches = images.reshape(steps, batch, *images.shape[1:]), labels.reshape(steps, batch)
-    return tf.data.Dataset.from_tensor_slices(batches).repeat()
+    return tf.data.Dataset.from_tensor_slices(batches(case, 16, batch)).repeat()
 
 
 def fit_task(model: Any, case: TrainCase, batch: int, callbacks: Sequence[Any] = ()) -> Task:
@@ -48,18 +45,22 @@ def fit_task(model: Any, case: TrainCase, batch: int, callbacks: Sequence[Any] =
     With TensorFlow it calls the train function ``fit`` compiled: ``fit`` takes up to 0.5 s to release its iterator.
     """
     if keras.backend.backend() == "tensorflow":
-        batches = dataset(case, batch)
-        model.fit(batches, steps_per_epoch=1, callbacks=list(callbacks), verbose=0)
-        iterator = iter(model.distribute_strategy.experimental_distribute_dataset(batches))
+        data = dataset(case, batch)
+        model.fit(data, steps_per_epoch=1, callbacks=list(callbacks), verbose=0)
+        iterator = iter(model.distribute_strategy.experimental_distribute_dataset(data))
 
         def fit(steps: int) -> Any:
             for _ in range(steps):
                 model.train_function(iterator)
 
     else:
-        arrays = lru_cache(maxsize=1)(lambda steps: examples(case, steps * batch))
+
+        @lru_cache(maxsize=1)
+        def examples(steps: int) -> Any:
+            (images,), (labels,) = batches(case, 1, steps * batch)
+            return images, labels
 
         def fit(steps: int) -> Any:
-            return model.fit(*arrays(steps), batch_size=batch, shuffle=False, callbacks=list(callbacks), verbose=0)
+            return model.fit(*examples(steps), batch_size=batch, shuffle=False, callbacks=list(callbacks), verbose=0)
 
     return Task(fit)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from choros.bench.cases import CLASSES, EXAMPLES, examples
+from choros.bench.cases import CLASSES, EXAMPLES, batches
 from choros.bench.channel import Prepare, Task, serve_one_of
 from choros.topology import detect
 
@@ -56,8 +56,7 @@ def build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def loop_task(model: nn.Module, optimizer: Any, case: Any) -> Task:
     """Returns the training loop as a task whose unit is a step."""
     steps = 16
-    arrays = examples(case, steps * case.batch)
-    images, labels = (torch.from_numpy(array).reshape(steps, case.batch, *array.shape[1:]) for array in arrays)
+    images, labels = map(torch.from_numpy, batches(case, steps, case.batch))
     if case.model == "cnn":
         images = images.movedim(-1, 2).contiguous()
     loss = nn.CrossEntropyLoss()
