@@ -98,7 +98,7 @@ CNN_SHAPES: tuple[Shape, ...] = (
 )  # fmt: skip
 
 
-def unet_shapes(widths: Sequence[int], channels: int = 1) -> tuple[Shape, ...]:
+def unet_shapes(widths: Sequence[int]) -> tuple[Shape, ...]:
     """Returns the shapes of a U-Net's gradients in Keras' order; ``widths``: each level's filters, the finest first.
     With 16, 32 and 64 filters it is the model of ``examples/unet_horovod.py``.
 
@@ -112,7 +112,7 @@ def unet_shapes(widths: Sequence[int], channels: int = 1) -> tuple[Shape, ...]:
         return [(3, 3, before, width), (width,), (3, 3, width, width), (width,)]
 
     shapes: list[Shape] = []
-    for before, width in pairwise([channels, *widths]):
+    for before, width in pairwise([1, *widths]):
         shapes += convolved_twice(before, width)
     for coarse, fine in pairwise(reversed(widths)):
         shapes += [(2, 2, fine, coarse), (fine,), *convolved_twice(2 * fine, fine)]

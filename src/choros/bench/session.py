@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TextIO, final
+from typing import Any, final
 
 import click
 import psutil
@@ -40,9 +40,8 @@ class Progress:
     ...     progress.show("starting")  # nothing is shown yet
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._terminal = self._stream.isatty()
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
         self._line_every = 0.0 if self._terminal else durations.BENCH_PROGRESS_LINE
         self._last = time.monotonic() + durations.BENCH_PROGRESS - self._line_every
         self._width = 0
@@ -61,12 +60,12 @@ class Progress:
             return
         if not self._terminal:
             self._last = now
-            print(f"choros bench: {text}", file=self._stream, flush=True)
-            return
-        self._write(text, "")
+            print(f"choros bench: {text}", file=sys.stderr, flush=True)
+        else:
+            self._write(text, "")
 
     def _write(self, text: str, end: str) -> None:
-        print(f"\r{text.ljust(self._width)}", end=end, file=self._stream, flush=True)
+        print(f"\r{text.ljust(self._width)}", end=end, file=sys.stderr, flush=True)
         self._width = len(text)
 
 
