@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from choros.parameter_server.slow_workers import WorkerTimes
+from choros.parameter_server.queue import WorkerTimes
 
 
 def sentence(seconds: dict[str, float], runs: int = 11) -> str:

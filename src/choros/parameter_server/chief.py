@@ -24,11 +24,10 @@ from choros.parameter_server.jobs import wait_for_end
 from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Report, Run, StartJob
 from choros.parameter_server.optimizer import remote_optimizers
 from choros.parameter_server.placement import Partition
-from choros.parameter_server.queue import Clocks, Closure, ClosureQueue
+from choros.parameter_server.queue import Clocks, Closure, ClosureQueue, WorkerTimes
 from choros.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue
 from choros.parameter_server.scope_objects import ScopeObjects
 from choros.parameter_server.session import ServerSession
-from choros.parameter_server.slow_workers import WorkerTimes
 from choros.transport.channel import ChannelClosed, Failure
 
 _log = logging.getLogger(__name__)

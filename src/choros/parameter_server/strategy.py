@@ -83,7 +83,8 @@ class ParameterServerStrategy(Strategy):
         resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
         cluster = Cluster.of(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
         super().__init__(ProcessReplicas(alone=True), Training(), resolver)
-        self._role: Chief | Worker | None = None
+        #: The role of this process in the cluster; ``None`` for the evaluator.
+        self.role: Chief | Worker | None = None
         match cluster.role:
             case "ps":
                 _serve(cluster)
@@ -107,14 +108,9 @@ class ParameterServerStrategy(Strategy):
     def _take(self, role: Chief | Worker) -> None:
         from choros.parameter_server.training import ServerTraining
 
-        self._role = role
+        self.role = role
         self.training = ServerTraining(role)
         role.strategy = self
-
-    @property
-    def role(self) -> Chief | Worker | None:
-        """The role of this process in the cluster; ``None`` for the evaluator."""
-        return self._role
 
     def shards(self, variable: Any) -> tuple[VariableShard, ...]:
         """Returns the shards of a variable of a model in the scope, in the order of their rows.
@@ -128,12 +124,12 @@ class ParameterServerStrategy(Strategy):
             ConfigError: it is no such weight.
             StrategyError: this process is a worker that does not serve yet, or the evaluator.
         """
-        if self._role is None:
+        if self.role is None:
             raise StrategyError("the evaluator has no connection to the parameter servers, and knows no shards.")
         shape = tuple(variable.shape)
         return tuple(
             VariableShard((*(shape if shard.end is None else (shard.end - shard.begin, *shape[1:])),), server)
-            for server, shard in self._role.session.shards_of(variable)
+            for server, shard in self.role.session.shards_of(variable)
         )
 
 

@@ -56,16 +56,12 @@ class Worker:
             )
         return self._session
 
-    def chief(self) -> NoReturn:
-        """Serves the chief; never returns."""
-        self.serve()
-
     def dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Keeps ``dataset_fn`` until the chief sends a function that uses the data set."""
         self._datasets[len(self._datasets)] = getattr(dataset_fn, "python_function", dataset_fn)
         return PerWorkerDataset(len(self._datasets) - 1)
 
-    def serve(self) -> NoReturn:
+    def chief(self) -> NoReturn:
         """Runs the functions that the chief sends; exits with code 0 when the job has ended."""
         leave_signals_to_the_chief()
         arrivals: Queue[tuple[Channel, StartJob]] = Queue()
@@ -79,9 +75,9 @@ class Worker:
                 return arrivals.get(timeout=seconds)
             return None
 
-        chief, start = wait_for_chief(arrival, self._cluster, listener)
+        channel, start = wait_for_chief(arrival, self._cluster, listener)
         listener.close()
-        self.run(chief, start)
+        self.run(channel, start)
         raise SystemExit(0)
 
     def run(self, chief: Channel, start: StartJob) -> None:
