@@ -105,7 +105,7 @@ class JobServer:
         self._listener = Listener(cluster.address, cluster.key, cluster.name, self._arrived)
 
     @contextmanager
-    def job(self, name: str, kept: Any) -> Iterator[None]:
+    def job(self, name: str, kept: Any = None) -> Iterator[None]:
         """The block in which the chief of the job ``name`` is connected; an error in it: the job has failed."""
         self.jobs[name] = kept
         self._begun.set()
@@ -116,7 +116,7 @@ class JobServer:
             yield
             in_order = True
         finally:
-            del self.jobs[name]
+            self.jobs.pop(name, None)  # a chief that has connected again may have ended it
             with _changed:
                 _served.remove(name)
                 _changed.notify_all()
