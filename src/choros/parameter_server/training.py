@@ -28,7 +28,7 @@ from choros.parameter_server.session import ServerSession
 from choros.parameter_server.worker import Worker
 from choros.training.keras_internals.fit import jax_state, pythonify_logs
 from choros.training.keras_internals.models import build_from_batch
-from choros.training.replaced import Replaced
+from choros.training.replaced import replaced
 
 #: Scheduled batches per worker: one being trained on, one waiting.
 _BATCHES_PER_WORKER = 2
@@ -72,13 +72,12 @@ class ServerTraining(Training):
         """Keras' own loop, with its batches scheduled on the workers."""
         chief = self._role.chief()
         training = _CoordinatedTraining(model, chief)
-        replaced = Replaced(
-            model,
-            train_function=training.train_function(),
-            make_train_function=lambda *_, **__: None,
-            get_metrics_result=training.epoch_results,
-        )
-        with enter_fit(), replaced:
+        attributes = {
+            "train_function": training.train_function(),
+            "make_train_function": lambda *_, **__: None,
+            "get_metrics_result": training.epoch_results,
+        }
+        with enter_fit(), replaced(model, **attributes):
             return call.run()
 
     def train_on_batch(self, model: Any, call: KerasCall) -> Any:
