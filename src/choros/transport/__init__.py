@@ -6,11 +6,9 @@
         to chorosrun: frames, lines on standard output (launch/protocol); to ranks: signals, and rank 0's standard input
 
     chief ──── TCP ────► worker                                                channel, listener, handshake,
-      └─────── TCP ────► parameter server ◄──── TCP ──── worker                secret, remote_errors
-        messages of distribute/coordinator and distribute/parameter_server
+      └─────── TCP ────► parameter server ◄──── TCP ──── worker                secret
 
     choros bench ◄── Unix socket ── each process of each contender             channel, listener, loop
-        messages of bench/channel
 
     rank 0 of the torch engine ◄── TCP ── all ranks                            channel, listener, address
         the key-value store (comm/store), where ranks exchange their addresses

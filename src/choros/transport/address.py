@@ -41,18 +41,22 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def choose_address(locations: Sequence[Location], rank: int) -> str | None:
-    """Returns where ``rank`` should listen; ``None`` if its own host must choose, as its name resolves to loopback.
+def own_address(locations: Sequence[Location], rank: int) -> str:
+    """The address at which ``rank`` listens and all others reach it: loopback on one host, else its location's. If that
+    is loopback, as this host's name may be, it is the source of packets from here to another host.
 
-    >>> choose_address([Location("a", "10.0.0.1"), Location("a", "10.0.0.1")], rank=0)
+    >>> own_address([Location("a", "10.0.0.1"), Location("a", "10.0.0.1")], rank=0)
     '127.0.0.1'
-    >>> choose_address([Location("a", "127.0.1.1"), Location("b", "10.0.0.2")], rank=1)
+    >>> own_address([Location("a", "127.0.1.1"), Location("b", "10.0.0.2")], rank=1)
     '10.0.0.2'
-    >>> choose_address([Location("a", "127.0.1.1"), Location("b", "10.0.0.2")], rank=0)
     """
-    if all(location.host == locations[rank].host for location in locations):
+    own = locations[rank]
+    if all(location.host == own.host for location in locations):
         return LOOPBACK
-    return None if is_loopback(locations[rank].address) else locations[rank].address
+    if not is_loopback(own.address):
+        return own.address
+    others = (other.address for other in locations if not is_loopback(other.address))
+    return next(map(address_towards, others), LOOPBACK)
 
 
 def address_towards(other: str) -> str:

@@ -104,22 +104,50 @@ def offer_proof(end: socket.socket, key: Key, name: str, peer: str, seconds: flo
     """Proves to the listening process that this one has the key, and demands the same; changes the socket's time
     limit. ``Cut``: the other end has closed it; another ``EngineError``: another key or name, or no reply in time.
     """
-    return _Ends(end, key, name, time.monotonic() + seconds).connecting(peer)
+    own = _End(end, key, name, seconds)
+    mine = own.greeting(peer)
+    own.send(mine.encode())
+    theirs = own.receive_greeting()
+    transcript = _digest(mine.encode() + theirs.encode())
+    proof = own.receive(_DIGEST)
+    if not hmac.compare_digest(proof, own.mac(b"listens", transcript)):
+        with contextlib.suppress(EngineError):
+            own.send(bytes(_DIGEST))
+        raise own.refused()
+    if theirs.name != peer:
+        raise EngineError(
+            f"this process expected {peer} there and found {theirs.name} of the same job: {_SAME_ADDRESSES}"
+        )
+    outcome = own.outcome(mine, theirs, transcript, sends=b"connecting", receives=b"listening")
+    own.send(own.mac(b"connects", transcript))
+    own.receive(len(_WELCOME))
+    return outcome
 
 
 def accept_proof(end: socket.socket, key: Key, name: str, seconds: float) -> Handshake:
     """Like ``offer_proof``, in the listening process; the outcome has the name of the process that has connected."""
-    return _Ends(end, key, name, time.monotonic() + seconds).listening()
+    own = _End(end, key, name, seconds)
+    theirs = own.receive_greeting()
+    mine = own.greeting(theirs.name)
+    transcript = _digest(theirs.encode() + mine.encode())
+    own.send(mine.encode() + own.mac(b"listens", transcript))
+    if not hmac.compare_digest(own.receive(_DIGEST), own.mac(b"connects", transcript)):
+        raise own.refused()
+    if theirs.peer != name:
+        raise EngineError(f"{theirs.name} expected {theirs.peer} here, and this is {name}: {_SAME_ADDRESSES}")
+    outcome = own.outcome(mine, theirs, transcript, sends=b"listening", receives=b"connecting")
+    own.send(_WELCOME)
+    return outcome
 
 
 @final
-class _Ends:
-    """One handshake."""
+class _End:
+    """This end of a connection during its handshake."""
 
-    def __init__(self, end: socket.socket, key: Key, name: str, deadline: float) -> None:
+    def __init__(self, end: socket.socket, key: Key, name: str, seconds: float) -> None:
         self._end = end
         self._name = name
-        self._deadline = deadline
+        self._deadline = time.monotonic() + seconds
         self._path = path_of(end)
         secret = key.secret_of(local=self._path != _AWAY)
         if secret is None:
@@ -130,42 +158,10 @@ class _Ends:
         self._key = key
         self._secret = secret
 
-    def connecting(self, peer: str) -> Handshake:
-        mine = self._greeting(peer)
-        self._send(mine.encode())
-        theirs = self._receive_greeting()
-        transcript = _digest(mine.encode() + theirs.encode())
-        proof = self._receive(_DIGEST)
-        if not hmac.compare_digest(proof, self._mac(b"listens", transcript)):
-            with contextlib.suppress(EngineError):
-                self._send(bytes(_DIGEST))
-            raise self._refused()
-        if theirs.name != peer:
-            raise EngineError(
-                f"this process expected {peer} there and found {theirs.name} of the same job: {_SAME_ADDRESSES}"
-            )
-        outcome = self._outcome(mine, theirs, transcript, sends=b"connecting", receives=b"listening")
-        self._send(self._mac(b"connects", transcript))
-        self._receive(len(_WELCOME))
-        return outcome
-
-    def listening(self) -> Handshake:
-        theirs = self._receive_greeting()
-        mine = self._greeting(theirs.name)
-        transcript = _digest(theirs.encode() + mine.encode())
-        self._send(mine.encode() + self._mac(b"listens", transcript))
-        if not hmac.compare_digest(self._receive(_DIGEST), self._mac(b"connects", transcript)):
-            raise self._refused()
-        if theirs.peer != self._name:
-            raise EngineError(f"{theirs.name} expected {theirs.peer} here, and this is {self._name}: {_SAME_ADDRESSES}")
-        outcome = self._outcome(mine, theirs, transcript, sends=b"listening", receives=b"connecting")
-        self._send(_WELCOME)
-        return outcome
-
-    def _greeting(self, peer: str) -> _Greeting:
+    def greeting(self, peer: str) -> _Greeting:
         return _Greeting(secrets.token_bytes(_DIGEST), self._path, self._name, peer)
 
-    def _outcome(
+    def outcome(
         self, mine: _Greeting, theirs: _Greeting, transcript: bytes, *, sends: bytes, receives: bytes
     ) -> Handshake:
         if self._path != _AWAY and mine.path == theirs.path:
@@ -175,35 +171,35 @@ class _Ends:
                 "another process forwards this connection, which is not allowed between processes that authenticate "
                 "each other by a file of this host: set CHOROS_SECRET, the same in all processes of the job."
             )
-        keys = (self._mac(label, transcript) for label in (sends, receives))
+        keys = (self.mac(label, transcript) for label in (sends, receives))
         return Handshake(theirs.name, *map(Seal, keys))
 
-    def _refused(self) -> EngineError:
+    def refused(self) -> EngineError:
         if self._key.within_host and self._path != _AWAY:
             return EngineError(
                 "they must run as the same user with the same home directory, or have the same CHOROS_SECRET."
             )
         return EngineError("CHOROS_SECRET must be the same in all processes of the job.")
 
-    def _mac(self, label: bytes, transcript: bytes) -> bytes:
+    def mac(self, label: bytes, transcript: bytes) -> bytes:
         return hmac.digest(self._secret, label + transcript, "sha256")
 
-    def _receive_greeting(self) -> _Greeting:
-        magic, nonce, path, *lengths = _GREETING.unpack(self._receive(_GREETING.size))
+    def receive_greeting(self) -> _Greeting:
+        magic, nonce, path, *lengths = _GREETING.unpack(self.receive(_GREETING.size))
         stranger = EngineError("the process there is none of this version of choros: check the addresses.")
         if magic != _MAGIC:
             raise stranger
         try:
-            name, peer = (self._receive(length).decode() for length in lengths)
+            name, peer = (self.receive(length).decode() for length in lengths)
         except UnicodeDecodeError as error:
             raise stranger from error
         return _Greeting(nonce, path, name, peer)
 
-    def _send(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         with self._in_time():
             self._end.sendall(data)
 
-    def _receive(self, size: int) -> bytes:
+    def receive(self, size: int) -> bytes:
         data = b""
         while len(data) < size:
             with self._in_time():

@@ -19,7 +19,6 @@ from choros import durations
 from choros.comm.reduction import Reduction
 from choros.comm.store import translated
 from choros.comm.waiting import LongWait, Reporter
-from choros.transport.address import LOOPBACK, Location, address_towards, choose_address, is_loopback
 from choros.transport.peers import connections_of_this_user
 
 _OPS = {
@@ -64,15 +63,6 @@ def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_result(function())
     except BaseException as error:  # noqa: BLE001  (who waits raises it)
         future.set_exception(error)
-
-
-def own_address(locations: Sequence[Location], rank: int) -> str:
-    """The address at which ``rank`` listens and all others reach it."""
-    chosen = choose_address(locations, rank)
-    if chosen is not None:
-        return chosen
-    others = (other.address for other in locations if not is_loopback(other.address))
-    return next(map(address_towards, others), LOOPBACK)
 
 
 def wait_on_host(

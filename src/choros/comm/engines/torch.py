@@ -24,7 +24,7 @@ from choros.comm.request import caller
 from choros.errors import EngineUnavailable
 from choros.settings import VARIABLES, current
 from choros.topology import WITHOUT_MPI, Master, Topology, find_master, shard_range
-from choros.transport.address import LOOPBACK
+from choros.transport.address import LOOPBACK, own_address
 from choros.transport.secret import secret_in
 
 try:
@@ -40,7 +40,6 @@ from choros.comm.engines.process_groups import (
     allreduce_options,
     broadcast_options,
     gloo_group,
-    own_address,
     start_allgather,
     wait_on_host,
 )

@@ -18,7 +18,6 @@ from choros.comm.engines.process_groups import (
     allreduce_options,
     broadcast_options,
     gloo_group,
-    own_address,
     start_allgather,
     wait_on_host,
 )
@@ -27,6 +26,7 @@ from choros.comm.reduction import Reduction
 from choros.comm.store import exchange_locations, peers_of, store_over, translated
 from choros.errors import EngineUnavailable
 from choros.settings import current
+from choros.transport.address import own_address
 
 
 def connect(control: Communicator, device: Device) -> TorchLink:
