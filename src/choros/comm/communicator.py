@@ -294,7 +294,6 @@ class Communicator(Members):
         return self.atomic(scatter)
 
     def _reduce_whole(self, request: Request, out: Array, engine_op: Reduction, op: Reduction) -> None:
-        """Reduces an array in place, without copies."""
         self.agree(request)
         flat = out.reshape(-1)
         self.reduce_in_place(flat, engine_op)

@@ -33,8 +33,6 @@ from choros.topology import Topology, detect
 
 @dataclass
 class _JobState:
-    """The state that ``init`` creates and ``shutdown`` releases."""
-
     topology: Topology
     communicator: Communicator
     finalize: Callable[[], None]
@@ -314,7 +312,6 @@ def registered_process_sets() -> dict[int, ProcessSet]:
 
 
 def _check_registered(job: _JobState, sets: Iterable[ProcessSet | Iterable[int]]) -> None:
-    """Raises a ``ConfigError`` if one of ``sets`` is not registered."""
     known = [list(each.ranks) for each in (global_process_set, *job.process_sets.values())]
     for each in sets:
         ranks = each.ranks if isinstance(each, ProcessSet) else sorted(each)
@@ -332,7 +329,6 @@ def _current(what: str) -> _JobState:
 
 
 def _end(job: _JobState) -> None:
-    """Ends the engine, when the process ends."""
     _listeners.start()
     wait = LongWait(events.LEAVING, job.communicator.launched)
     wait.report(0.0)

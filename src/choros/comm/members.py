@@ -278,7 +278,6 @@ class Members(Primitives):
         self._queue.abandon_plan()
 
     def _share(self, message: bytes, lengths: Sequence[int]) -> list[bytes]:
-        """Every rank's message."""
         together = self._allgather(np.frombuffer(message, np.uint8), lengths).tobytes()
         ends = np.cumsum(lengths)
         return [together[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -79,7 +79,6 @@ def _look() -> None:
 
 
 def _end(address: str) -> None:
-    """Ends this process, as the error would."""
     ranks = _ranks_at.get(address, [])
     error = PeerLostError(
         f"the host {address} of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} cannot be reached any "

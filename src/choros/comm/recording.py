@@ -37,8 +37,6 @@ _log = logging.getLogger("choros")
 
 @dataclass(frozen=True)
 class _Recording:
-    """A timeline that this rank records."""
-
     file: Path
     rank: int
     part: PartWriter

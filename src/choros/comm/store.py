@@ -170,7 +170,6 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]  # torch has no types h
             self.leave(f"was ended by {event.name}")
 
     def _listen(self) -> None:
-        """Receives what rank 0 sends: replies, and which ranks are lost."""
         while True:
             try:
                 message = self._channel.receive()
@@ -315,7 +314,6 @@ def exchange_locations(store: dist.Store, rank: int, size: int, address: str, se
 
 
 def _missing(store: dist.Store, keys: Sequence[str]) -> str:
-    """The ranks whose keys are not set."""
     missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
     return f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
 

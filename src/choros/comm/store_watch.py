@@ -49,8 +49,6 @@ _log = logging.getLogger("choros")
 
 @dataclass(frozen=True)
 class _Process:
-    """The process of a rank."""
-
     name: str
     host: str
     pid: int
@@ -86,7 +84,6 @@ class StallWatch:
             self._waits = Waits(0)
 
     def _note(self, event: Event) -> None:
-        """Records a wait, in the thread that waits."""
         with self._changed:
             self._waits.note(self._rank, event, event.time)
             if self._thread is None and event.kind is Kind.WAITING:

@@ -155,8 +155,6 @@ class Section(AbstractContextManager[None]):
 
 @dataclass(frozen=True, eq=False)
 class _Queued:
-    """A collective that has not begun."""
-
     name: str
     collective: Callable[[], Any]
     location: str | None
@@ -398,7 +396,6 @@ class WorkQueue:
                 section.give_up(version, left)
 
     def _run_planned(self) -> bool:
-        """Runs the next collective of the plan if it is queued, and returns whether it was."""
         queued = self._find(self.plan[0]) if self.plan else None
         if queued is not None:
             self._run(queued)
@@ -460,7 +457,6 @@ def _is_settled(digests: list[int]) -> bool:
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
-    """Whether Python has not started ``thread``."""
     return isinstance(thread, threading._DummyThread)
 
 

@@ -161,7 +161,6 @@ def _require(end: socket.socket, key: bytes) -> None:
 
 
 def _end_waiting(listening: socket.socket) -> None:
-    """Accepts and ends the connections that wait to be accepted."""
     while select.select([listening], [], [], 0)[0]:
         try:
             connection, _ = listening.accept()
@@ -171,7 +170,6 @@ def _end_waiting(listening: socket.socket) -> None:
 
 
 def _received(connection: socket.socket) -> int:
-    """Returns how many bytes a connection has received."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.stop)
     return int.from_bytes(info[_RECEIVED], sys.byteorder)
 

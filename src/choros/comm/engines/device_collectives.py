@@ -138,7 +138,6 @@ class DeviceCollectives:
             self._links.popitem()[1].close()
 
     def _link(self, array: Any) -> DeviceLink:
-        """The connection of the device of ``array``."""
         device = device_of(array)
         if device not in self._links:
             self._links[device] = self._connect(device)
@@ -168,8 +167,6 @@ def as_tensor(array: Any) -> torch.Tensor:
 
 @final
 class _Memory:
-    """The bytes of a tensor on a GPU."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self.__cuda_array_interface__ = {
@@ -219,7 +216,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reduce_parts(parts: torch.Tensor, op: Reduction) -> torch.Tensor:
-    """Reduces the ranks' ``parts``, which are stacked along the first dimension."""
     import torch
 
     if parts.dtype == torch.bool:

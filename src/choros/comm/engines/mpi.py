@@ -78,7 +78,6 @@ _NOTICES = 0xFF
 
 
 def _engine_error(error: MPI.Exception, what: str) -> EngineError:
-    """The error of ``what``, in which MPI has failed."""
     if is_loss(error):
         return MemberLost(f"a peer was lost in {what}: {error.Get_error_string()}.")
     return EngineError(f"MPI failed in {what}: {error.Get_error_string()}")
@@ -157,7 +156,6 @@ class MpiCommunicator(Communicator):
             self._use(_Comms.of(comm, _job.number, host))
 
     def _use(self, comms: _Comms) -> None:
-        """Makes the members of ``comms`` those of this communicator."""
         self._comms, self._comm, self.launched = comms, comms.world, comms.launched
         self._table = np.empty((comms.world.Get_size(), 2), np.int64)
         hosts = HostRanks.of(comms.leaders)

@@ -385,6 +385,5 @@ def _received(comm: MPI.Comm, tag: int) -> Any:
 
 
 def _check(comm: MPI.Comm) -> None:
-    """Raises MPI's error if a member is lost."""
     if comm.Get_failed().Get_size():
         raise MPI.Exception(MPI.ERR_PROC_FAILED)

@@ -131,7 +131,6 @@ def _join(communicator: Communicator, position: Topology) -> None:
 
 
 def _problem(communicator: Communicator, *, joined: bool) -> ConfigError | None:
-    """Why this process cannot be one of the mesh, if it cannot."""
     from jax._src.xla_bridge import backends_are_initialized
 
     if not joined and backends_are_initialized():
