@@ -85,14 +85,15 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet | Iterable[int]] | 
     launched = detect(os.environ)
     keep(config)
     show_log(config)
-    _listeners.begin(config, launched.rank)
+    events.identify(launched.rank)
+    _listeners.begin(config)
     try:
         communicator, position, finalize = _start_engine(config, launched, comm)
     except BaseException:
         _listeners.stop()
         keep(None)
         raise
-    _listeners.configure(config, position.rank)
+    events.identify(position.rank)
     for sentence in horovod_unused(os.environ) if position.rank == 0 else ():
         _log.info("%s", sentence)
     _job = _JobState(position, communicator, finalize)

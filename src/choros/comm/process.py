@@ -28,14 +28,9 @@ class Listeners:
         self._lock = threading.Lock()
         self._reports_end = False
 
-    def configure(self, config: Config, rank: int) -> None:
-        """Sets what ``start`` starts, and the rank in this process's events."""
-        events.identify(rank)
+    def begin(self, config: Config) -> None:
+        """Starts those of this configuration, in ``init``."""
         self._start = partial(start_listeners, config, os.environ)
-
-    def begin(self, config: Config, rank: int) -> None:
-        """Starts them for the first time, in ``init``."""
-        self.configure(config, rank)
         self.start()
         open_page()
         if events.Kind.SCRIPT_ENDED in events.heard and not self._reports_end:

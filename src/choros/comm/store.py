@@ -298,7 +298,7 @@ def exchange_locations(store: dist.Store, rank: int, size: int, address: str, se
     deadline = time.monotonic() + seconds
     keys = [f"location {other}" for other in range(size)]
     with translated("the rendezvous of the ranks"):
-        store.set(keys[rank], json.dumps([this_host(), address]))
+        store.set(keys[rank], json.dumps([this_host(), address, socket.gethostname(), os.getpid()]))
         report_at = time.monotonic() + durations.SLOW_CONNECT
         while not store.check(keys):
             if time.monotonic() > deadline:

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, final
@@ -36,7 +34,7 @@ from choros.observe.progress import page, read_page
 from choros.observe.stacks import state_of, take_stacks
 from choros.observe.stragglers import RankProgress, Stragglers
 from choros.observe.waits import Wait, Waits, ranks_text
-from choros.transport.address import this_host
+from choros.transport.address import Location, this_host
 
 if TYPE_CHECKING:
     from choros.comm.store import RendezvousStore
@@ -47,39 +45,23 @@ T = TypeVar("T")
 _log = logging.getLogger("choros")
 
 
-@dataclass(frozen=True)
-class _Process:
-    name: str
-    host: str
-    pid: int
-
-
 @final
 class StallWatch:
     """Watches this rank's waits, and reports those of ``seconds``; all ranks are numbered as the launcher does."""
 
-    def __init__(self, store: RendezvousStore, rank: int, seconds: float) -> None:
+    def __init__(self, store: RendezvousStore, rank: int, seconds: float, locations: Sequence[Location]) -> None:
         self._store = store
         self._rank = rank
         self._seconds = max(seconds, durations.WAITS_WRITTEN)
-        self._processes: list[_Process] = []
-        self._waits = Waits(0)
+        self._locations = locations
+        self._waits = Waits(len(locations), stall_seconds=self._seconds)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._stop_listening: Callable[[], None] | None = None
-        store.set(f"location of process {rank}", json.dumps([socket.gethostname(), this_host(), os.getpid()]))
-
-    def start(self, size: int) -> None:
-        """Begins, when all ranks have made theirs."""
-        values = self._store.get_all([f"location of process {rank}" for rank in range(size)])
-        self._processes = [_Process(*json.loads(value or b"")) for value in values]
-        self._waits = Waits(size, stall_seconds=self._seconds)
         self._stop_listening = events.listen(self._note, (Kind.WAITING, Kind.WAITED))
 
     def stop(self) -> None:
         """Ends."""
-        if self._stop_listening is not None:
-            self._stop_listening()
+        self._stop_listening()
         with self._changed:
             self._waits = Waits(0)
 
@@ -123,7 +105,7 @@ class StallWatch:
             wait.shown = True
             if wait is not self._own():
                 return
-        waits, details = Waits(len(self._processes), stall_seconds=self._seconds), {"process_set": tuple(ranks)}
+        waits, details = Waits(len(self._locations), stall_seconds=self._seconds), {"process_set": tuple(ranks)}
         for rank in here | {self._rank}:
             begin = wait.since if rank == self._rank else since
             waits.note(rank, Event(Kind.WAITING, wait.call, rank, begin, {**details, "at": wait.at}), begin)
@@ -138,7 +120,7 @@ class StallWatch:
             _log.warning("%s", "\n".join(parts))
 
     def _describe(self, rank: int) -> str:
-        process = self._processes[rank]
+        process = self._locations[rank]
         head = f"rank {rank} on {process.name}, PID {process.pid}"
         if process.host != this_host():
             return f"{head} (its stack: py-spy dump --pid {process.pid} on that host)"

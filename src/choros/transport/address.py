@@ -16,10 +16,14 @@ _HOST_IDS = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net"))
 
 @dataclass(frozen=True)
 class Location:
-    """The host of a rank, by its ``this_host``, and that host's address from which the rank connected to the store."""
+    """The host of a rank, by its ``this_host``, that host's address from which the rank connected to the store, and its
+    process, for people: the host's name and its number there.
+    """
 
     host: str
     address: str
+    name: str = ""
+    pid: int = 0
 
 
 def this_host() -> str:

@@ -200,19 +200,16 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
         control.close()
     # Each start uses different keys: ranks may leave and join many times.
     name = f"choros {next(_starts)}"
-    peers = peers_of(store)
-    stalls = None
-    if isinstance(store, RendezvousStore) and topology.launcher in WITHOUT_MPI:
-        if config.stall_seconds:
-            stalls = StallWatch(store, topology.rank, config.stall_seconds)
-        _straggler_watch = _straggler_watch or StragglerWatch(store, topology.rank, topology.size)
+    peers, of_all_starts = peers_of(store), store
     store, signatures = dist.PrefixStore(name, store), signatures.branch(name)
     locations = exchange_locations(store, topology.rank, topology.size, address, seconds)
     if _stall_watch is not None:  # of an earlier start
         _stall_watch.stop()
-    _stall_watch = stalls
-    if stalls is not None:
-        stalls.start(topology.size)
+        _stall_watch = None
+    if isinstance(of_all_starts, RendezvousStore) and topology.launcher in WITHOUT_MPI:
+        if config.stall_seconds:
+            _stall_watch = StallWatch(of_all_starts, topology.rank, config.stall_seconds, locations)
+        _straggler_watch = _straggler_watch or StragglerWatch(of_all_starts, topology.rank, topology.size)
     address = own_address(locations, topology.rank)
     communicator = TorchCommunicator(store, signatures, topology.rank, range(topology.size), address, seconds, peers)
     communicator.chunk_bytes = chunk_bytes(config.fusion_bytes)
