@@ -70,13 +70,7 @@ def flush(path: Path) -> None:
     if path.is_dir():
         for each in path.iterdir():
             flush(each)
-        _flush_names(path)
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync(path)
 
 
 def replace(new: Path, final: Path) -> None:
@@ -88,7 +82,7 @@ def replace(new: Path, final: Path) -> None:
             new.replace(final)
     else:
         new.replace(final)
-    _flush_names(final.parent)
+    _sync(final.parent)
 
 
 def discard(path: str | os.PathLike[str]) -> None:
@@ -131,11 +125,13 @@ class Numbered:
             discard(earlier[old])
 
 
-def _flush_names(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a few file systems cannot
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # the names in a directory: a few file systems cannot
+            raise
     finally:
         os.close(descriptor)
 
