@@ -23,8 +23,7 @@ import choros
 from arrays.frameworks import FRAMEWORK, make
 from choros.arrays import adapter_of
 from choros.data.kinds import kind_of
-from choros.data.tf_auto_shard import AutoShardPolicy
-from choros.distribute import datasets
+from choros.distribute import AutoShardPolicy, datasets
 from choros.distribute.datasets import DistributedDataset
 from choros.distribute.replicas import ProcessReplicas
 from choros.errors import ConfigError, MismatchError

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from choros.data.rows import Part
-from choros.data.tf_auto_shard import batch_sizes
+from choros.data.rows import Part, batch_sizes
 from choros.distribute import datasets
 from choros.distribute.replicas import Replicas
 from harness import FRAMEWORKS, Job, case_names, check_case, needs, on

@@ -192,6 +192,16 @@ def batch_ranges(n: int, batch_size: int, rank: int, size: int) -> list[tuple[in
     return ranges
 
 
+def batch_sizes(global_batch: int, process: int, processes: int) -> list[int]:
+    """Returns the batch sizes, repeated cyclically, of a process's own data: one global batch a step together.
+
+    >>> batch_sizes(7, 0, 2), batch_sizes(7, 1, 2)
+    ([4, 3], [3, 4])
+    """
+    ranges = [shard_range(global_batch, (process + step) % processes, processes) for step in range(processes)]
+    return [end - start for start, end in ranges]
+
+
 def batch_counts(n: int, batch_size: int) -> tuple[int, int, int]:
     """Returns the number of batches of ``n`` examples, the rows of a full one, and of the last one.
 

@@ -1,60 +1,27 @@
 """Auto-sharding of a ``tf.data.Dataset``: a process reads all of it, its files, or its rows of every batch. Where
-processes may have different numbers of batches, they are padded with empty ones until all have ended.
+processes may have different numbers of batches, they are padded with empty ones until all have ended. The module
+imports TensorFlow: import it on demand.
 """
 
-import enum
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from choros.comm import Reduction, global_process_set
-from choros.data.rows import check_global_batch
+from choros.data.rows import batch_sizes, check_global_batch
 from choros.errors import ConfigError
 from choros.parallel import ops
-from choros.topology import shard_range
 
+AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 #: The operations that read records from the files named by their input, as far as TensorFlow's rewrite knows them.
 _READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset", "ArrayRecordDataset", "SSTableDataset")
 
 
-class AutoShardPolicy(enum.IntEnum):
-    """``tf.data.experimental.AutoShardPolicy``: how processes share a ``tf.data.Dataset``.
-
-    Set it on the data set: ``options.experimental_distribute.auto_shard_policy``.
-
-    Attributes:
-        OFF: every process reads all of its own data set, in batches of its share of the global batch.
-        AUTO: ``FILE`` if the data set reads at least as many files as there are processes, else ``DATA``.
-        FILE: every process reads its share of the files.
-        DATA: every process reads everything and keeps its rows of each batch.
-        HINT: the data set marks where to shard, with ``shard(SHARD_HINT, SHARD_HINT)``.
-
-    Example:
-        >>> AutoShardPolicy(2)
-        <AutoShardPolicy.DATA: 2>
-    """
-
-    OFF = -1
-    AUTO = 0
-    FILE = 1
-    DATA = 2
-    HINT = 3
-
-
-def batch_sizes(global_batch: int, process: int, processes: int) -> list[int]:
-    """Returns the batch sizes, repeated cyclically, of a process's own data: one global batch a step together.
-
-    >>> batch_sizes(7, 0, 2), batch_sizes(7, 1, 2)
-    ([4, 3], [3, 4])
-    """
-    ranges = [shard_range(global_batch, (process + step) % processes, processes) for step in range(processes)]
-    return [end - start for start, end in ranges]
-
-
-def policy_of(dataset: Any, processes: int, global_batch: int) -> AutoShardPolicy:
+def policy_of(dataset: Any, processes: int, global_batch: int) -> Any:
     """Returns the policy of ``dataset``, with ``AUTO`` resolved; all processes must call this."""
-    policy = AutoShardPolicy(int(dataset.options().experimental_distribute.auto_shard_policy))
+    policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE):
         return policy
     communicator = global_process_set.communicator
@@ -70,9 +37,8 @@ def policy_of(dataset: Any, processes: int, global_batch: int) -> AutoShardPolic
     )
 
 
-def own_files(dataset: Any, policy: AutoShardPolicy, process: int, processes: int, global_batch: int) -> Any:
+def own_files(dataset: Any, policy: Any, process: int, processes: int, global_batch: int) -> Any:
     """Returns the data set that this process reads under ``OFF``, ``FILE`` or ``HINT``, in batches of its share."""
-    import tensorflow as tf
     from tensorflow.python.data.experimental.ops.distribute import _AutoShardDataset
 
     if global_batch < 0:
@@ -86,7 +52,7 @@ def own_files(dataset: Any, policy: AutoShardPolicy, process: int, processes: in
         for files in _file_names(dataset):
             check_order(files)
         options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy(policy.value)
+        options.experimental_distribute.auto_shard_policy = policy
         own = _AutoShardDataset(dataset.with_options(options), processes, process)
     return own.rebatch(batch_sizes(global_batch, process, processes))
 
@@ -112,8 +78,6 @@ def check_order(dataset: Any) -> None:
 
 
 def _is_zero(seed: Any) -> bool:
-    import tensorflow as tf
-
     return seed is not None and tf.get_static_value(seed) == 0
 
 
@@ -139,8 +103,6 @@ def _file_names(dataset: Any) -> list[Any]:
 
 def _count_files(dataset: Any) -> int:
     """Returns the number of files that ``dataset`` reads, at least; 0 if none."""
-    import tensorflow as tf
-
     counts = []
     for names in _file_names(dataset):
         number = int(names.cardinality())
@@ -152,8 +114,6 @@ def _count_files(dataset: Any) -> int:
 
 def count_rows(batch: Any) -> Any:
     """The number of rows of the tensor that has the most, as a tensor."""
-    import tensorflow as tf
-
     return tf.reduce_max([tf.shape(leaf)[0] for leaf in tf.nest.flatten(batch)])
 
 
@@ -162,8 +122,6 @@ def padded(own: Any) -> Any:
     their numbers of batches, they gather these once; otherwise they communicate before each batch, in an iteration
     that must not be prefetched.
     """
-    import tensorflow as tf
-
     number = int(own.cardinality())
     numbers = global_process_set.communicator.allgather(np.array([number]), name="batches of a data set").tolist()
     empty = tf.data.Dataset.from_tensors(_empty_batch(own.element_spec))
@@ -189,8 +147,6 @@ def padded(own: Any) -> Any:
 
 
 def _empty_batch(element_spec: Any) -> Any:
-    import tensorflow as tf
-
     def zeros(spec: Any) -> Any:
         if not isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec) or spec.shape.rank is None:
             raise ConfigError(

@@ -50,7 +50,7 @@ class TfDataKind(DataKind):
 
     def epochs(self, data: Any, sharding: Sharding) -> EpochData:
         """Returns the epochs of a data set that each process can read whole."""
-        policy = AutoShardPolicy(int(data.options().experimental_distribute.auto_shard_policy))
+        policy = data.options().experimental_distribute.auto_shard_policy
         if sharding.batch_size is None and policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
             doubt = (
                 f"with AutoShardPolicy.{policy.name} a process reads only its part of the tf.data.Dataset. Set "

@@ -15,7 +15,6 @@ Started with ``chorosrun -np 4 python train.py``, four processes each train on t
 
 from typing import TYPE_CHECKING
 
-from choros.data.tf_auto_shard import AutoShardPolicy
 from choros.distribute import cluster_resolver, experimental
 from choros.distribute.current import experimental_set_strategy, get_replica_context, get_strategy
 from choros.distribute.replicas import ReplicaContext
@@ -28,6 +27,7 @@ from choros.distribute.strategies import (
 )
 from choros.distribute.strategy import Strategy
 from choros.distribute.types import (
+    AutoShardPolicy,
     HierarchicalCopyAllReduce,
     InputContext,
     InputOptions,

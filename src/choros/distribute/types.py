@@ -131,6 +131,30 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
+class AutoShardPolicy(enum.IntEnum):
+    """``tf.data.experimental.AutoShardPolicy``: how processes share a ``tf.data.Dataset``.
+
+    Set it on the data set: ``options.experimental_distribute.auto_shard_policy``.
+
+    Attributes:
+        OFF: every process reads all of its own data set, in batches of its share of the global batch.
+        AUTO: ``FILE`` if the data set reads at least as many files as there are processes, else ``DATA``.
+        FILE: every process reads its share of the files.
+        DATA: every process reads everything and keeps its rows of each batch.
+        HINT: the data set marks where to shard, with ``shard(SHARD_HINT, SHARD_HINT)``.
+
+    Example:
+        >>> AutoShardPolicy(2)
+        <AutoShardPolicy.DATA: 2>
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
 class InputReplicationMode(enum.Enum):
     """``tf.distribute.InputReplicationMode``; a process is a worker and a replica here, so that both mean the same."""
 
