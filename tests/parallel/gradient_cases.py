@@ -17,7 +17,6 @@ from choros.comm import Reduction
 from choros.parallel import ops
 
 SIZE = 2
-HOROVOD = ops.Gradients.HOROVOD
 import_module(FRAMEWORK)
 
 
@@ -89,26 +88,26 @@ def case_allgather_along_another_dimension() -> None:
 
 def case_broadcast_of_both_conventions() -> None:
     hosts, weights = [values(r, 2, 3) for r in range(SIZE)], [values(r + 2, 2, 3) for r in range(SIZE)]
-    for convention, factor in ((ops.Gradients.ADJOINT, 1), (HOROVOD, 1 / SIZE)):
+    for horovod_gradients, factor in ((False, 1), (True, 1 / SIZE)):
         expected = [np.zeros((2, 3)), factor * sum(weights)]
-        check(lambda x, each=convention: ops.broadcast(x, 1, gradients=each), hosts, weights, expected)
+        check(lambda x, each=horovod_gradients: ops.broadcast(x, 1, horovod_gradients=each), hosts, weights, expected)
 
 
 def case_grouped_allgather_and_reducescatter() -> None:
     counts = make(np.array([1, 2], np.int32))
     hosts, weights = [values(r, 2, 3) for r in range(SIZE)], [values(r + 2, 4, 3) for r in range(SIZE)]
-    for convention, factor in ((ops.Gradients.ADJOINT, 1), (HOROVOD, 1 / SIZE)):
+    for horovod_gradients, factor in ((False, 1), (True, 1 / SIZE)):
 
-        def gathered(x: Any, convention: Any = convention) -> Any:
-            first, _, second = ops.grouped_allgather([x, counts, 2 * x], gradients=convention)
+        def gathered(x: Any, horovod_gradients: bool = horovod_gradients) -> Any:
+            first, _, second = ops.grouped_allgather([x, counts, 2 * x], horovod_gradients=horovod_gradients)
             return first + second
 
         check(gathered, hosts, weights, np.split(3 * factor * sum(weights), SIZE))
     weights = [values(r + 2, 1, 3) for r in range(SIZE)]
-    for convention, factor in ((ops.Gradients.ADJOINT, 1 / SIZE), (HOROVOD, 1)):
+    for horovod_gradients, factor in ((False, 1 / SIZE), (True, 1)):
 
-        def scattered(x: Any, convention: Any = convention) -> Any:
-            first, _, second = ops.grouped_reducescatter([x, counts, 2 * x], gradients=convention)
+        def scattered(x: Any, horovod_gradients: bool = horovod_gradients) -> Any:
+            first, _, second = ops.grouped_reducescatter([x, counts, 2 * x], horovod_gradients=horovod_gradients)
             return first + second
 
         check(scattered, hosts, weights, [3 * factor * np.concatenate(weights)] * SIZE)
