@@ -11,7 +11,6 @@ So dropout drops other units on each replica, reproducibly: the numbers depend o
 Random functions of PyTorch and TensorFlow themselves are varied by ``parallel/random_streams.py``.
 """
 
-import functools
 import random
 import sys
 from collections.abc import Callable
@@ -76,14 +75,7 @@ def draw_by_rank(model: Any) -> None:
     numbers_of = {"torch": torch_numbers_of, "tensorflow": tensorflow_numbers_of}.get(keras.backend.backend())
     if numbers_of is not None and not hasattr(model, _ATTRIBUTE):
         object.__setattr__(model, _ATTRIBUTE, rank)
-        own = model.train_step
-
-        @functools.wraps(own)
-        def train_step(*args: Any) -> Any:
-            with numbers_of(rank):
-                return own(*args)
-
-        model.train_step = train_step
+        model.train_step = numbers_of(rank)(model.train_step)  # in which each call is such a block
 
 
 #: What reads and continues the streams of libraries that may be loaded.
