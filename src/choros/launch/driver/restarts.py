@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import NoReturn
@@ -45,7 +45,6 @@ class HostWatch:
         self._reached = {host.name for host in job.hosts}
         self._found: tuple[Host, ...] = ()
         self._ends = threading.Event()
-        self._lock = threading.Lock()
         threading.Thread(target=self._poll, name="choros: hosts", daemon=True).start()
 
     def fileno(self) -> int:
@@ -55,25 +54,21 @@ class HostWatch:
     def wanted(self) -> Restart | None:
         """Returns how the job is to be started on the hosts of now; ``None``: it stays as it is."""
         os.read(self._reader, 1 << 10)
-        with self._lock:
-            return moved(self._job, self._waiting.elastic, self._found)
+        return moved(self._job, self._waiting.elastic, self._found)
 
     def close(self) -> None:
         """Ends the thread after its present call."""
-        with self._lock:
-            self._ends.set()
-            os.close(self._reader)
-            os.close(self._writer)
+        self._ends.set()
+        os.close(self._reader)
 
     def _poll(self) -> None:
         while not self._ends.wait(durations.HOSTS_LOOK):
             found = self._there()
-            with self._lock:
-                if self._ends.is_set():
-                    return
-                if found != self._found:
-                    self._found = found
+            if found != self._found:
+                self._found = found
+                with suppress(BrokenPipeError):  # it has been closed
                     os.write(self._writer, b".")
+        os.close(self._writer)
 
     def _there(self) -> tuple[Host, ...]:
         """The hosts of now; new ones when they accept the login."""
