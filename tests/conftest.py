@@ -19,6 +19,7 @@ from choros import durations
 from harness import Job
 from parts import PARTS, job_of, params_of
 from ranks import pool
+from warm.servers import open_directory
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A script that starts pytest in the background has it ignored, and so would everything that tests interrupt.
@@ -41,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[durations.TEST_SCALE] = "0.25"
         # Each process that tests start would compile choros anew, which takes as long as importing it thrice.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if not hasattr(config, "workerinput"):
+        open_directory()
 
 
 def group_of(item: pytest.Item) -> str | None:

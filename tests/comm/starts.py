@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from harness import free_port
-from ranks.running import ONE_THREAD, QUICK, python_path
+from ranks.environment import ONE_THREAD, QUICK, python_path
 
 Environ = Mapping[str, str]
 

@@ -12,7 +12,7 @@ import pytest
 
 from comm.starts import by_hand, together
 from harness import needs
-from ranks.running import QUICK, python_path
+from ranks.environment import QUICK, python_path
 
 pytestmark = [pytest.mark.slow, needs("torch")]
 

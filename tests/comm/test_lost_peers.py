@@ -16,6 +16,7 @@ from choros.errors import PeerLostError
 from comm.starts import by_hand, together
 from harness import free_port, needs
 from launch.namespaces import Network, ip, several_hosts
+from warm.servers import warm_python
 
 pytestmark = needs("torch")
 
@@ -52,7 +53,7 @@ total_or_flag()
 
 @pytest.mark.slow
 def test_rank_that_is_killed_while_others_wait_for_another_one(tmp_path: Path) -> None:
-    outcomes = together([sys.executable, "-c", BEGIN + WAITS_FOR_ANOTHER, str(tmp_path / "flag")], by_hand(3))
+    outcomes = together([*warm_python("torch"), "-c", BEGIN + WAITS_FOR_ANOTHER, str(tmp_path / "flag")], by_hand(3))
     assert [code for code, _ in outcomes] == [69, 69, -signal.SIGKILL], outcomes
     for _, output in outcomes[:2]:
         assert "choros.errors.PeerLostError: allreduce(" in output
@@ -71,7 +72,7 @@ HOW = {"raises": f"rank 1 on {HOST} was ended by ValueError", "rank 0": f"rank 0
 @pytest.mark.parametrize("way", ENDS)
 def test_rank_that_ends(tmp_path: Path, way: str) -> None:
     script, codes = ENDS[way]
-    outcomes = together([sys.executable, "-c", BEGIN + script, str(tmp_path / "flag")], by_hand(2))
+    outcomes = together([*warm_python("torch"), "-c", BEGIN + script, str(tmp_path / "flag")], by_hand(2))
     assert [code for code, _ in outcomes] == codes, outcomes
     assert HOW[way] in outcomes[codes.index(69)][1]
 
@@ -90,7 +91,7 @@ choros.global_process_set.communicator.allreduce(1)
 
 @pytest.mark.slow
 def test_rank_that_dies_while_the_others_connect_to_it() -> None:
-    (code, output), (code_of_dead, other) = together([sys.executable, "-c", DIES_WHILE_CONNECTING], by_hand(2))
+    (code, output), (code_of_dead, other) = together([*warm_python("torch"), "-c", DIES_WHILE_CONNECTING], by_hand(2))
     assert (code, code_of_dead) == (69, 7), output + other
     assert f" cannot be completed: rank 1 on {HOST} was killed" in output
 

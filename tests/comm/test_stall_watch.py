@@ -1,7 +1,6 @@
 """Ranks that MPI did not start: those that wait report who is missing, and what it does."""
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from comm.starts import Environ, by_hand, of_tf_config, together
 from harness import needs
+from warm.servers import warm_python
 
 pytestmark = needs("torch")
 
@@ -51,7 +51,7 @@ def test_a_rank_that_is_stopped_is_reported_by_the_first_that_waits(
     tmp_path: Path, start: Callable[[int], list[Environ]], stopped: int
 ) -> None:
     """Rank 0 has the store in which the others look who else waits."""
-    argv = [sys.executable, "-c", STOPS, str(tmp_path), str(stopped)]
+    argv = [*warm_python("torch"), "-c", STOPS, str(tmp_path), str(stopped)]
     outcomes = together(argv, [{**environ, "CHOROS_STALL_SECONDS": "2"} for environ in start(3)])
     assert [code for code, _ in outcomes] == [0, 0, 0], outcomes
     reports = [output for _, output in outcomes if f"s for rank {stopped} in allreduce(name='loss'" in output]

@@ -18,6 +18,7 @@ from choros.topology import ENVIRONMENTS
 from comm.engines import ON_TORCH
 from comm.starts import by_hand, step_of_slurm, together
 from harness import Job, case_names, check_case, free_port, needs, on
+from warm.servers import warm_python
 
 pytestmark = needs("torch")
 
@@ -66,7 +67,7 @@ except choros.EngineError as error: print(type(error).__name__, error)
 @pytest.mark.slow
 def test_rank_whose_peer_has_died_gets_an_error_and_the_log_names_the_engine() -> None:
     environs = [{**environ, "CHOROS_LOG_LEVEL": "INFO"} for environ in by_hand(2)]
-    (code, output), (code_of_dead, other_output) = together([sys.executable, "-c", DIES], environs)
+    (code, output), (code_of_dead, other_output) = together([*warm_python("torch"), "-c", DIES], environs)
     assert (code, code_of_dead) == (0, 7), output + other_output
     assert "choros: engine torch: torchrun started 2 ranks without MPI" in output
     assert "PeerLostError allreduce(op=Average" in output
@@ -86,7 +87,7 @@ print(choros.rank(), choros.size(), choros.local_rank(), choros.cross_size(), ob
 @pytest.mark.slow
 def test_tasks_of_a_slurm_step_are_ranks() -> None:
     environs = [{**environ, "CHOROS_LOG_LEVEL": "INFO"} for environ in step_of_slurm(2)]
-    outcomes = together([sys.executable, "-c", JOINS], environs)
+    outcomes = together([*warm_python("torch"), "-c", JOINS], environs)
     assert [code for code, _ in outcomes] == [0, 0], outcomes
     (_, first), (_, second) = outcomes
     assert "choros: engine torch: srun started 2 ranks without MPI" in first
@@ -106,7 +107,7 @@ except choros.EngineError as error: print(type(error).__name__, error)
 
 @pytest.mark.slow
 def test_rank_whose_peer_dies_at_the_start_gets_an_error() -> None:
-    (code, output), (code_of_dead, other_output) = together([sys.executable, "-c", DIES_AT_START], by_hand(2))
+    (code, output), (code_of_dead, other_output) = together([*warm_python("torch"), "-c", DIES_AT_START], by_hand(2))
     assert (code, code_of_dead) == (0, 7), output + other_output
     assert "PeerLostError rank 1 ended before all ranks had connected: see what it printed." in output
 

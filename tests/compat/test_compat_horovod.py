@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness import FRAMEWORKS, ROOT, TESTS, needs
-from ranks.running import QUICK, python_path
+from ranks.environment import QUICK, python_path
+from warm.servers import warm_python
 
 pytestmark = [pytest.mark.slow, needs("hatchling"), needs("pip")]
 
@@ -85,7 +86,7 @@ def test_modules(framework: str, installed: Path) -> None:
 def test_examples(framework: str, installed: Path) -> None:
     examples = EXAMPLES[framework]
     command = [TESTS / "examples" / "several.py", *" --- ".join(examples).split()]
-    printed = output(installed, *horovodrun(installed), sys.executable, *command, framework=framework)
+    printed = output(installed, *horovodrun(installed), *warm_python(framework), *command, framework=framework)
     of_rank_0 = "".join(re.findall(r"^\[0\] (.*\n)", printed, re.MULTILINE))
     found = dict(re.findall(r"^# (.*)\n((?:[^#].*\n)*)", of_rank_0, re.MULTILINE))
     assert list(found) == examples
@@ -104,7 +105,7 @@ def test_examples(framework: str, installed: Path) -> None:
 def test_elastic_examples_go_on_when_rank_0_is_killed(framework: str, example: str, installed: Path) -> None:
     launcher = [installed / "bin" / "horovodrun", "-np", 3, "--min-np", 2, "--chaos", "kill:rank=0@step=40"]
     script = ROOT / "compat" / "horovod" / "examples" / f"{example}.py"
-    printed = output(installed, *launcher, sys.executable, script, framework=framework)
+    printed = output(installed, *launcher, *warm_python(framework), script, framework=framework)
     assert printed.count("Process 0 of 2 goes on\n") == 1
     check_figures(example, printed)
 

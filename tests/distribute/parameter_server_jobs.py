@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ranks.running import QUICK, python_path
+from ranks.environment import QUICK, python_path
 
 TESTS = Path(__file__).parents[1]
 #: The prefix of the lines in which the chief reports the results of cases.

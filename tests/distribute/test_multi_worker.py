@@ -19,6 +19,7 @@ from choros.topology import ENVIRONMENTS
 from comm.starts import step_of_slurm, together
 from harness import FRAMEWORKS, free_port, needs
 from launch.namespaces import Network, several_hosts
+from warm.servers import warm_python
 
 pytestmark = needs("torch")  # sends the gradients of ranks that MPI did not start
 
@@ -79,7 +80,7 @@ def test_tasks_of_a_slurm_step_on_two_hosts_connect(network: Network) -> None:
 def test_worker_whose_peer_is_killed_ends_with_an_error() -> None:
     workers = [f"localhost:{free_port()}" for _ in range(2)]
     environs = [{"KERAS_BACKEND": "torch", "TF_CONFIG": tf_config(workers, index)} for index in range(2)]
-    (code, output), (code_of_dead, other_output) = together([sys.executable, SCRIPT, "die"], environs)
+    (code, output), (code_of_dead, other_output) = together([*warm_python("torch"), SCRIPT, "die"], environs)
     assert code_of_dead == -signal.SIGKILL, other_output
     assert code == 69, output
     assert "PeerLostError" in output

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness import FRAMEWORKS, Job, case_names, check_case, needs, on
-from ranks.running import ONE_THREAD, QUICK, python_path
+from ranks.environment import ONE_THREAD, QUICK, python_path
 
 MODULE = "distribute.saving_cases"
 SCRIPT = Path(__file__).with_name("killed_while_saving.py")

@@ -51,7 +51,7 @@ def test_an_addition_is_one_new_file_and_at_most_two_edits(addition: Addition) -
 @needs("torch")
 @pytest.mark.parametrize("addition", additions(), ids=lambda each: each.title)
 def test_an_addition_works(addition: Addition, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", tmp_path / "src")  # what is compiled, too: each process would compile it anew
     subprocess.run(["git", "apply", "-C1", "-"], cwd=tmp_path, input=addition.change, text=True, check=True, timeout=60)
     (tmp_path / "train.py").write_text(addition.program)
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "KERAS_BACKEND": "torch"}

@@ -136,7 +136,8 @@ class Faults:
             return
         number = signal.Signals[fault.what]
         above = ("rank", "wrapper", "mpirun", "chorosrun").index(fault.to)
-        os.kill(psutil.Process().parents()[above - 1].pid if above else os.getpid(), number)
+        started = psutil.Process(int(os.environ.get("CHOROS_TEST_CLIENT", os.getpid())))  # by the wrapper
+        os.kill(started.parents()[above - 1].pid if above else os.getpid(), number)
         # The signal must have come to this rank in this step. It may have come already, so that signal.pause() would
         # not end.
         while above and number not in (signal.SIGKILL, signal.SIGSTOP) and not self._communicator.notice:

@@ -121,7 +121,8 @@ def run(schedule: Schedule, *flags: str, framework: str = "torch") -> tuple[floa
         own.mkdir()
         command = [sys.executable, Path(__file__).with_name("fit_script.py"), schedule.api, ",".join(schedule.deaths)]
         limits = ("-np", RANKS, "--min-np", schedule.least, "--commit-dir", directory / "commits", *flags)
-        with Running(*limits, *command, directory, env={"KERAS_BACKEND": framework, "TMPDIR": str(own)}) as job:
+        environ = {"KERAS_BACKEND": framework, "TMPDIR": str(own)}
+        with Running(*limits, *command, directory, env=environ, warm=True) as job:
             ended = job.end()
             job.assert_nothing_left()
         reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
@@ -256,7 +257,8 @@ def _one_run(
     code: int | None = None,
 ) -> tuple[float, list[str]]:
     code = schedule.code if code is None else code
-    with Running(*command, env=env, start=start) as job:
+    own_namespace = start is not CHOROSRUN or "link" in schedule.kind  # which no process has that runs already
+    with Running(*command, env=env, start=start, warm=not own_namespace) as job:
 
         def strike() -> None:
             while not (directory / "come").exists():

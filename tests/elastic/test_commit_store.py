@@ -14,7 +14,7 @@ import pytest
 
 from choros.elastic.commit_store import CommitStore
 from choros.errors import ConfigError
-from ranks.running import python_path
+from ranks.environment import python_path
 
 SCRIPT = Path(__file__).with_name("killed_committers.py")
 

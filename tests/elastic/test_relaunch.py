@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from harness import needs
+from warm.servers import warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs("torch"), needs("keras")]
 
@@ -50,8 +51,9 @@ def test_torchrun_starts_a_job_again_from_its_last_commit(steps, after, tmp_path
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    rank = ["--no-python", *warm_python("torch"), script]
     ended = subprocess.run(
-        [*launcher, script],
+        [*launcher, *rank],
         env={
             **os.environ,
             "KERAS_BACKEND": "torch",

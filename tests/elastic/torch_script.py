@@ -44,7 +44,8 @@ steps = 0
 def come(step, moment=""):
     for *fault, name, to_job in faults:
         if fault == [str(number), str(step), moment] and not is_new:
-            target = psutil.Process().parents()[2].pid if to_job else os.getpid()  # wrapper, mpirun, chorosrun
+            started = psutil.Process(int(os.environ.get("CHOROS_TEST_CLIENT", os.getpid())))
+            target = started.parents()[2].pid if to_job else os.getpid()  # wrapper, mpirun, chorosrun
             os.kill(target, signal.Signals[name or "SIGKILL"])
 
 

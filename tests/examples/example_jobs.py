@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import psutil
 import pytest
 
 from harness import CHOROSRUN, FRAMEWORKS, ROOT, TESTS
-from ranks.running import ONE_THREAD, QUICK, python_path
+from ranks.environment import ONE_THREAD, QUICK, python_path
+from warm.servers import warm_python
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Job:
         if framework not in FRAMEWORKS:
             pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
         directory = TESTS if example == "several" else ROOT
-        command = [sys.executable, str(directory / "examples" / f"{example}.py"), *map(str, arguments)]
+        command = [*warm_python(framework), str(directory / "examples" / f"{example}.py"), *map(str, arguments)]
         if servers:
             command = [CHOROSRUN, "--ps", str(servers), "-np", str(ranks), *command]
         elif ranks > 1:

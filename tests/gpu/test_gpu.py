@@ -34,11 +34,11 @@ ENVIRON = (
 )
 NCCL4PY, TORCH = ((*ENVIRON, ("CHOROS_DEVICES", library)) for library in ("nccl4py", "torch"))
 JOBS = (
-    Job(2, "tensorflow", NCCL4PY, hidden=("torch",), name="gpu-nccl4py"),
-    Job(2, "tensorflow", TORCH, name="gpu-torch"),
-    Job(2, "torch", NCCL4PY, name="gpu-nccl4py"),
-    Job(2, "torch", TORCH, name="gpu-torch"),
-    Job(2, "jax", ENVIRON, name="gpu"),
+    Job(2, "tensorflow", NCCL4PY, hidden=("torch",), anew=True, name="gpu-nccl4py"),
+    Job(2, "tensorflow", TORCH, anew=True, name="gpu-torch"),
+    Job(2, "torch", NCCL4PY, anew=True, name="gpu-nccl4py"),
+    Job(2, "torch", TORCH, anew=True, name="gpu-torch"),
+    Job(2, "jax", ENVIRON, anew=True, name="gpu"),
 )
 TRANSPARENT = (
     "case_sgd_with_momentum_on_uneven_batches",
@@ -77,4 +77,4 @@ def test_equals_one_process(case: str, job: Job) -> None:
 
 @pytest.mark.parametrize("case", case_names("comm.device_cases"))
 def test_collectives_on_devices(case: str) -> None:
-    check("comm.device_cases", case, Job(2, "torch", ENVIRON, name="gpu"))
+    check("comm.device_cases", case, Job(2, "torch", ENVIRON, anew=True, name="gpu"))

@@ -48,7 +48,7 @@ class Running:
         hidden = [str(TESTS / f"hidden_{name}") for name in HIDDEN.get(environ.get("KERAS_BACKEND", ""), ())]
         environ["PYTHONPATH"] = os.pathsep.join([*hidden, *filter(None, [environ.get("PYTHONPATH")])])
         if warm:
-            python = warm_python(environ["KERAS_BACKEND"], environ["PYTHONPATH"])
+            python = warm_python(environ["KERAS_BACKEND"])
             at = arguments.index(sys.executable)
             arguments = (*arguments[:at], *python, *arguments[at + 1 :])
         self.began = time.monotonic()

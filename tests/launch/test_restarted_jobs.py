@@ -106,7 +106,7 @@ def test_a_job_that_is_not_started_again_says_why(tmp_path, flags, why):
 def test_fit_goes_on_in_the_middle_of_an_epoch_when_mpirun_was_killed(tmp_path):
     script = Path(__file__).with_name("restarted_fit_script.py")
     flags = ("-np", 2, "--min-np", 1, "--commit-dir", tmp_path / "commits", "--commit-steps", 3)
-    with Running(*flags, sys.executable, script, env={"KERAS_BACKEND": backend()}) as job:
+    with Running(*flags, sys.executable, script, env={"KERAS_BACKEND": backend()}, warm=True) as job:
         job.wait_for(2, "ready")
         (mpirun,) = psutil.Process(job.process.pid).children()
         mpirun.kill()

@@ -18,6 +18,7 @@ from harness import Job, case_names, check_case, needs, on
 from launch.launched import Running, rank_script, run
 from launch.namespaces import several_hosts
 from observe.timelines import MS, read
+from warm.servers import warm_python
 
 CASES, TRAINING = "observe.timeline_cases", "observe.timeline_training_cases"
 
@@ -94,7 +95,7 @@ def test_without_chorosrun(rest: str, tmp_path: Path) -> None:
     file, script = tmp_path / "run.json", tmp_path / "script.py"
     script.write_text("import os, time\nrank = int(os.environ['RANK'])" + LATE + rest)
     environs = [{**each, "CHOROS_TIMELINE": str(file)} for each in by_hand(2)]
-    for code, output in together([sys.executable, str(script)], environs):
+    for code, output in together([*warm_python("torch"), str(script)], environs):
         assert (code != 0) == bool(rest), output
     assert_waited_for_rank_1(file, 2)
     assert parts_directory(file).exists() == bool(rest)

@@ -23,7 +23,7 @@ class SlowLink(Launcher):
 
     def command(self, ranks: int, program: Sequence[str]) -> tuple[str, ...]:
         assert ranks == 2
-        return (sys.executable, LINK, "--", sys.executable, *program)
+        return (sys.executable, LINK, "--", *program)
 
     def __str__(self) -> str:
         return "slow link"

@@ -35,7 +35,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def command(self, ranks: int, program: Sequence[str]) -> tuple[str, ...]:
-        """The command that runs ``program``, arguments of Python, on this many ranks."""
+        """The command that runs ``program`` on this many ranks."""
 
 
 @final
@@ -44,7 +44,7 @@ class ChorosRun(Launcher):
     """Our launcher."""
 
     def command(self, ranks: int, program: Sequence[str]) -> tuple[str, ...]:
-        return (CHOROSRUN, "-np", str(ranks), sys.executable, *program)
+        return (CHOROSRUN, "-np", str(ranks), *program)
 
     def __str__(self) -> str:
         return ""
@@ -56,7 +56,7 @@ class TorchRun(Launcher):
     """PyTorch's launcher."""
 
     def command(self, ranks: int, program: Sequence[str]) -> tuple[str, ...]:
-        argv = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        argv = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python")
         return (sys.executable, *argv, *program)
 
     def __str__(self) -> str:
@@ -74,6 +74,7 @@ class Job:
         environ: further environment variables.
         launcher: starts the ranks.
         hidden: modules that they must not find.
+        anew: its ranks are new processes, not copies of one that has the framework.
         name: distinguishes it from other jobs with as many ranks and this framework.
     """
 
@@ -82,6 +83,7 @@ class Job:
     environ: tuple[tuple[str, str], ...] = ()
     launcher: Launcher = ChorosRun()
     hidden: tuple[str, ...] = ()
+    anew: bool = False
     name: str = ""
 
     def environment(self) -> Environ:
@@ -100,7 +102,7 @@ def unwanted(framework: str) -> tuple[str, ...]:
 
     With JAX, some cases have data sets of TensorFlow.
     """
-    return ("tensorflow", "jax") if framework == "torch" else ()
+    return {"torch": ("tensorflow", "jax"), "tensorflow": ("jax",)}.get(framework, ())
 
 
 def free_port() -> int:

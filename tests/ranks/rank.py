@@ -122,6 +122,8 @@ def main(directory: str) -> None:
         sys.modules[module] = None
     # One directory per rank: JAX does not expect other processes to read a file that it is writing.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{os.environ['CHOROS_TEST_CACHE']}/{detect(os.environ).rank}"
+    if jax := sys.modules.get("jax"):
+        jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     with Client(str(Path(directory, "socket")), "AF_UNIX") as connection:
         choros.init()
         if os.environ.get("KERAS_BACKEND"):

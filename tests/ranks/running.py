@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,10 @@ from pathlib import Path
 
 import pytest
 
+from ranks.environment import CACHE, NO_PLUGINS, QUICK, python_path
 from ranks.job import Job
+from warm.servers import warm_python
 
-TESTS = Path(__file__).parents[1]
 #: Limits for processes that hang, on a machine that is busy with other work too.
 START_SECONDS, CASE_SECONDS, END_SECONDS = 180, 150, 60
 #: The limit for the other ranks after the first one has failed: they may wait for it without a limit.
@@ -29,12 +31,6 @@ GRACE_SECONDS = 10
 #: A program's exit code if this machine cannot run such ranks.
 CANNOT = 75
 
-#: XLA's optimizations of these small models take longer than the models.
-QUICK = {"TF_CPP_MIN_LOG_LEVEL": "3", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-#: For processes that chorosrun does not start: their threads would wait for each other's cores.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-#: Caches every compilation, however short: cases compile the same models again and again.
-CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 #: The start of the first frame of pytest in a stack.
 PYTEST = '  File "' + str(Path(pytest.__file__).parents[1] / "_pytest")
 
@@ -88,15 +84,19 @@ class Running:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(self._directory / "socket"))
             listener.listen()
-            program = ("-m", "ranks.rank", str(self._directory))
+            program = (*self._python(), "-m", "ranks.rank", str(self._directory))
             self._launcher = self._start(self.job.launcher.command(self.job.ranks, program))
             connections = self._accept_ranks(listener, self._launcher)
         self._members += [Member(*connection.recv(), connection) for connection in connections]
         self._members.sort(key=lambda member: member.rank)
 
+    def _python(self) -> tuple[str, ...]:
+        """Ranks with a framework are copies of a process that has imported it."""
+        return warm_python(self.job.framework) if self.job.framework and not self.job.anew else (sys.executable,)
+
     def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         paths = {"PYTHONPATH": python_path(), "CHOROS_TEST_CACHE": caches()}
-        environ = {**os.environ, **QUICK, **CACHE, **paths, **self.job.environment()}
+        environ = {**os.environ, **QUICK, **CACHE, **NO_PLUGINS, **paths, **self.job.environment()}
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 command,
@@ -203,11 +203,6 @@ def caches() -> str:
     directory = tempfile.mkdtemp(prefix="choros-tests-cache-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
-
-
-def python_path() -> str:
-    """The ``PYTHONPATH`` with which processes started by tests can import modules of tests."""
-    return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def shortened(stack: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness import needs
-from ranks.running import ONE_THREAD, QUICK, python_path
+from ranks.environment import ONE_THREAD, QUICK, python_path
 
 SCRIPT = Path(__file__).with_name("killed_writers.py")
 

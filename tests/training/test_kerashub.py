@@ -14,7 +14,7 @@ pytestmark = [needs("keras_hub"), needs("tensorflow"), pytest.mark.slow, pytest.
 
 
 #: Also those of PyTorch find TensorFlow, which KerasHub prepares data with.
-JOBS = [Job(ranks, each, ((HIDDEN, ""),), name="kerashub") for each in FRAMEWORKS for ranks in (1, 2)]
+JOBS = [Job(ranks, each, ((HIDDEN, ""),), anew=True, name="kerashub") for each in FRAMEWORKS for ranks in (1, 2)]
 
 
 @on(*JOBS)

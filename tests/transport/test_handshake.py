@@ -18,8 +18,8 @@ from choros.transport.channel import ChannelClosed, connect, connect_within
 from choros.transport.handshake import _GREETING, _MAGIC, Cut, Seal, accept_proof, offer_proof
 from choros.transport.listener import Listener
 from choros.transport.secret import Key
+from ranks.environment import python_path
 from ranks.job import free_port
-from ranks.running import python_path
 from transport.relay import Relay
 
 SECRET = b"0123456789abcdef"

@@ -23,6 +23,8 @@ import sys
 
 FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
              signal.SIGWINCH, signal.SIGPROF, signal.SIGCONT}  # fmt: skip
+#: The rank's environment variable with the number of this process, which has the parents that a rank has.
+CLIENT = "CHOROS_TEST_CLIENT"
 #: Of what both sides send: the number of bytes that follow.
 LENGTH = struct.Struct("<I")
 
@@ -30,13 +32,14 @@ LENGTH = struct.Struct("<I")
 def main() -> None:
     server = socket.socket(socket.AF_UNIX)
     # Of two servers: sets have another order in each.
-    server.connect(os.path.join(sys.argv[1], str(int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")) % 2)))
+    rank = next(filter(None, map(os.environ.get, ("OMPI_COMM_WORLD_RANK", "RANK", "SLURM_PROCID"))), "0")
+    server.connect(os.path.join(sys.argv[1], str(int(rank) % 2)))
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
     descriptors = [number for number in descriptors if number != server.fileno() and _is_open(number)]
     request = {
         "arguments": sys.argv[2:],
-        "environ": dict(os.environ),
+        "environ": {**os.environ, CLIENT: str(os.getpid())},
         "directory": os.getcwd(),
         "descriptors": descriptors,
         "processors": sorted(os.sched_getaffinity(0)),

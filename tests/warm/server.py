@@ -1,13 +1,14 @@
-"""Imports modules, and starts ranks as copies of itself: ``server.py ADDRESS MODULE…``; see ``client.py``.
+"""Imports modules, and starts ranks as copies of itself: ``server.py ADDRESS LOCK MODULE…``; see ``client.py``.
 
-It ends with its standard input, and all ranks with it.
+It ends with its standard input, and all ranks with it; until then it has the lock, with others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from choros.launch.processes.process_tree import PTRACER, set_option
+from ranks.job import HIDDEN
 from warm.client import LENGTH
 
 #: Above the numbers of the descriptors that a rank has.
@@ -106,17 +108,41 @@ def become(request: dict[str, Any]) -> tuple[CodeType, dict[str, Any]]:
     sys.modules["numpy"].random.seed()  # as Python's own, but for this, would continue that of the server
     if "torch" in sys.modules and (threads := os.environ.get("OMP_NUM_THREADS")):  # read when it was imported
         sys.modules["torch"].set_num_threads(int(threads))
-    sys.argv = request["arguments"]
-    path = Path(sys.argv[0])
-    sys.path[:0] = [str(path.absolute().parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    for name in [name for name, module in sys.modules.items() if module is None]:
+        if name not in os.environ.get(HIDDEN, "").split():
+            del sys.modules[name]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    code, file, directory = _program(request["arguments"])
+    sys.path.insert(0, directory)
     main = ModuleType("__main__")
-    main.__file__ = str(path)
+    if file:
+        main.__file__ = file
     sys.modules["__main__"] = main
-    return compile(path.read_text(), str(path), "exec"), vars(main)
+    return compile(code, file or "<string>", "exec"), vars(main)
+
+
+def _program(arguments: list[str]) -> tuple[str, str, str]:
+    """Sets ``sys.argv``, as Python does; returns the code, its file, and the directory of its modules."""
+    first, *rest = arguments
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        return rest[0], "", ""
+    path = Path(first)
+    if first == "-m":
+        spec = importlib.util.find_spec(rest[0])
+        assert spec is not None
+        assert spec.origin is not None
+        path, rest = Path(spec.origin), rest[1:]
+    sys.argv = [str(path), *rest]
+    return path.read_text(), str(path), str(Path.cwd() if first == "-m" else path.absolute().parent)
 
 
 def main() -> None:
-    address, *modules = sys.argv[1:]
+    address, lock, *modules = sys.argv[1:]
+    alive = open(lock)  # noqa: SIM115
+    fcntl.flock(alive, fcntl.LOCK_SH)
+    for module in os.environ[HIDDEN].split():
+        sys.modules[module] = None  # type: ignore[assignment]
     for module in modules:
         importlib.import_module(module)
     ours = os.environ["PYTHONPATH"].split(os.pathsep)
@@ -133,7 +159,7 @@ def main() -> None:
         exec(code, variables)
     except Exception as error:  # noqa: BLE001
         inner = error.__traceback__.tb_next if error.__traceback__ else None
-        sys.excepthook(type(error), error, inner)
+        sys.excepthook(type(error), error.with_traceback(inner), inner)
         raise SystemExit(1) from None
 
 

@@ -1,8 +1,14 @@
-"""The servers of one process of pytest, which end with it."""
+"""The processes that have imported a framework, of which ranks are copies: all workers of pytest-xdist share them.
+
+The first test that wants one starts it. They end with the process of pytest that has made their directory, since their
+standard input does, a named pipe that it keeps open.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -10,47 +16,74 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 
-__all__ = ["warm_python"]
+from ranks.environment import CACHE, QUICK, python_path
+from ranks.job import HIDDEN, unwanted
 
-TESTS = Path(__file__).parent.parent
+__all__ = ["open_directory", "warm_python"]
+
+CLIENT, SERVER = (str(Path(__file__).with_name(name)) for name in ("client.py", "server.py"))
+#: The environment variable with the directory of the servers.
+DIRECTORY = "CHOROS_TEST_SERVERS"
+#: Two for each framework: sets have another order in each.
 NAMES = ("0", "1")
-_servers = ExitStack()
-atexit.register(_servers.close)
+LIFE, LOCK, ALIVE = "life", "lock", "alive"
+
+
+def open_directory() -> None:
+    """Makes the directory of the servers that this process and those that it starts use, until this one ends."""
+    directory = Path(tempfile.mkdtemp(prefix="choros-tests-"))
+    os.mkfifo(directory / LIFE)
+    (directory / ALIVE).touch()
+    life = os.open(directory / LIFE, os.O_RDWR | os.O_CLOEXEC)  # ends with this process, even if it is killed
+    os.environ[DIRECTORY] = str(directory)
+    atexit.register(_end, directory, life)
+
+
+def _end(directory: Path, life: int) -> None:
+    os.close(life)
+    with _locked(directory / ALIVE):  # each server has it
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @cache
-def warm_python(framework: str, path: str) -> tuple[str, ...]:
-    """The command that runs a script, as ``sys.executable`` does, in a process that has imported the framework.
+def warm_python(framework: str) -> tuple[str, ...]:
+    """The command that runs a script, as ``sys.executable`` does, in a process that has imported Keras' framework."""
+    if DIRECTORY not in os.environ:
+        open_directory()
+    directory = Path(os.environ[DIRECTORY], framework)
+    directory.mkdir(exist_ok=True)
+    with _locked(directory / LOCK):
+        if not all((directory / name).exists() for name in NAMES):
+            _start(framework, directory)
+    return sys.executable, "-I", "-S", CLIENT, str(directory)
 
-    Args:
-        framework: that of Keras.
-        path: the PYTHONPATH of the script.
-    """
-    directory = Path(tempfile.mkdtemp(prefix="choros-tests-"))
-    _servers.callback(shutil.rmtree, directory, ignore_errors=True)
-    environ = {
-        **os.environ,
-        "KERAS_BACKEND": framework,
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "PYTHONPATH": os.pathsep.join([path, str(TESTS)]),
-    }
-    modules = (framework, "keras", "choros.keras", f"choros.{framework}", "choros.distribute")
-    servers = {name: _servers.enter_context(_server(directory / name, modules, environ)) for name in NAMES}
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _start(framework: str, directory: Path) -> None:
+    keras = {"KERAS_BACKEND": framework, "PYTHONPATH": python_path(), HIDDEN: " ".join(unwanted(framework))}
+    modules = (framework, "keras", "choros.keras", f"choros.{framework}", "choros.distribute", "pytest")
+    servers = []
+    with (directory.parent / LIFE).open("rb", buffering=0) as life:
+        for name in NAMES:
+            command = [sys.executable, "-P", SERVER, str(directory / name), str(directory.parent / ALIVE), *modules]
+            environ = {**os.environ, **QUICK, **CACHE, **keras}
+            servers.append(subprocess.Popen(command, env=environ, stdin=life, start_new_session=True))
     end = time.monotonic() + 120
-    while missing := [server for name, server in servers.items() if not (directory / name).exists()]:
-        assert all(server.poll() is None for server in missing), "a server has ended: its error is in the output"
+    while not all((directory / name).exists() for name in NAMES):
+        assert all(server.poll() is None for server in servers), "a server has ended: its error is in the output"
         assert time.monotonic() < end, f"no server in {directory}"
         time.sleep(0.05)
-    return sys.executable, "-I", "-S", str(TESTS / "warm" / "client.py"), str(directory)
+    _started.extend(servers)
 
 
-@contextmanager
-def _server(address: Path, modules: tuple[str, ...], environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """It ends when its standard input does, as when this process is killed."""
-    command = [sys.executable, "-P", str(TESTS / "warm" / "server.py"), str(address), *modules]
-    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, start_new_session=True) as server:
-        yield server
+#: Which this process does not wait for.
+_started: list[subprocess.Popen[bytes]] = []
