@@ -83,7 +83,7 @@ def counted(rows: Iterable[int]) -> tuple[int, int, int]:
 
 
 class IndexedData(EpochData):
-    """Data of ``number()`` batches; ``rows(part, index, epoch)`` returns rows of one that is found by its index."""
+    """Data of ``total()`` batches; ``rows(part, index, epoch)`` returns rows of one that is found by its index."""
 
     #: Whether they are arrays, whose rows Keras hands to a step in another form than those of a data set.
     of_arrays = False
@@ -94,11 +94,11 @@ class IndexedData(EpochData):
         self,
         sharding: Sharding,
         make: Callable[[Any], Any],
-        number: Callable[[], int],
+        total: Callable[[], int],
         rows: Callable[[Part, int, int], Any],
     ) -> None:
         super().__init__(sharding, make)
-        self._number, self.rows = number, rows
+        self._total, self.rows = total, rows
 
     def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
         """Yields the rows of ``parts``."""
@@ -130,7 +130,7 @@ class IndexedData(EpochData):
         return [part.closed(length) for part in parts]
 
     def _count(self, epoch: int) -> tuple[int, int, int]:
-        number, everyone = self._number(), Part(0, 1)
+        number, everyone = self._total(), Part(0, 1)
         full, last = (count_rows(self.rows(everyone, index, epoch)) if number else 0 for index in (0, number - 1))
         return number, full, last
 

@@ -41,11 +41,11 @@ class TfDataKind(DataKind):
 
     def split(self, data: Any, part: Part) -> Any:
         """Returns a ``Dataset`` of this process's part, by the auto-shard policy."""
-        return _auto_shard(data, part, keep_empty=False)
+        return _auto_shard(data, part)
 
     def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
         """Returns the batches of this process's part, by the auto-shard policy; under ``FILE`` and others, of now."""
-        own = _auto_shard(data, part(), keep_empty=True, later=part)
+        own = _auto_shard(data, part(), later=part)
         return LocalBatches(lambda: iter(own), lambda: self.length(own), own)
 
     def epochs(self, data: Any, sharding: Sharding) -> EpochData:
@@ -76,8 +76,10 @@ class TfDataKind(DataKind):
         return chain(data)
 
 
-def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool, later: Callable[[], Part] | None = None) -> Any:
-    """Returns this process's part by the auto-shard policy; with ``keep_empty`` all processes have as many batches."""
+def _auto_shard(dataset: Any, part: Part, later: Callable[[], Part] | None = None) -> Any:
+    """Returns this process's part by the auto-shard policy. ``later``: what it is in later iterations, of which all
+    processes have as many batches.
+    """
     global_batch = _check_batches(dataset, part)
     process, processes = part.first // part.local, part.count // part.local
     policy = AutoShardPolicy.DATA if processes == 1 else policy_of(dataset, processes, global_batch)
@@ -88,10 +90,10 @@ def _auto_shard(dataset: Any, part: Part, *, keep_empty: bool, later: Callable[[
         options.deterministic = True
         if later is not None and global_process_set.communicator.elastic:
             return _changing_rows(dataset, later).with_options(options)
-        keep_empty = keep_empty or count_examples(dataset) is None
+        keep_empty = later is not None or count_examples(dataset) is None
         return split_rows(dataset, part, keep_empty=keep_empty).with_options(options)
     own = own_files(dataset, policy, process, processes, global_batch)
-    return padded(own) if keep_empty else own
+    return own if later is None else padded(own)
 
 
 def _check_batches(dataset: Any, part: Part) -> int:
