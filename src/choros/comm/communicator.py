@@ -71,13 +71,9 @@ class Communicator(Members):
         if out is source and (self.size == 1 or self._is_registered(out)):
             request, engine_op = _in_place(out.dtype, out.shape, op, name)
             if request is not None and _problem_of_out(source, out) is None:
-                if self.elastic:
-                    kept = out.copy()
-                    reduce = functools.partial(self._reduce_whole, request, out, engine_op, op)
-                    self.atomic(reduce, again=lambda: np.copyto(out, kept))
-                else:
-                    with self.exclusive():
-                        self._reduce_whole(request, out, engine_op, op)
+                kept = out.copy() if self.elastic else out
+                reduce = functools.partial(self._reduce_whole, request, out, engine_op, op)
+                self.atomic(reduce, again=lambda: np.copyto(out, kept))
                 return out
         return self._allreduce_all("allreduce", [source], op, name, [out])[0]
 
