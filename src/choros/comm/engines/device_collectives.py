@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -162,19 +163,9 @@ def as_tensor(array: Any) -> torch.Tensor:
     if not (tensor.is_cuda and tensor.is_contiguous() and tensor.numel()):
         return tensor
     # TensorFlow numbers the GPUs that it sees; torch finds out by the address.
-    return torch.as_tensor(_Memory(tensor)).view(tensor.dtype).view(tensor.shape)
-
-
-@final
-class _Memory:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self.__cuda_array_interface__ = {
-            "shape": (tensor.nbytes,),
-            "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
-            "version": 2,
-        }
+    interface = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2}
+    memory = SimpleNamespace(owner=tensor, __cuda_array_interface__=interface)
+    return torch.as_tensor(memory).view(tensor.dtype).view(tensor.shape)
 
 
 def _unwritable(array: Any, tensor: torch.Tensor) -> ConfigError | None:

@@ -20,7 +20,7 @@ from choros.errors import ChorosError, EngineError, EngineUnavailable
 _OPS = {Reduction.SUM: core.SUM, Reduction.MIN: core.MIN, Reduction.MAX: core.MAX, Reduction.PRODUCT: core.PROD}
 
 
-def connect(control: Communicator, device: Device) -> NcclLink:
+def connect(control: Communicator, device: Device) -> DeviceLink:
     """Connects the members' GPUs, of which ``device`` is this rank's; all members must call it::
 
     rank 0                                              rank 1
@@ -37,11 +37,11 @@ def connect(control: Communicator, device: Device) -> NcclLink:
             "communicator's own collectives, which pass host memory."
         )
     agree_to_connect(control, device, "nccl4py", problem)
-    return NcclLink(control, device)
+    return _NcclLink(control, device)
 
 
 @final
-class NcclLink(DeviceLink):
+class _NcclLink(DeviceLink):
     """A communicator of NCCL's, in torch's current stream for torch's tensors, in one of its own for others."""
 
     def __init__(self, control: Communicator, device: Device) -> None:
@@ -59,7 +59,6 @@ class NcclLink(DeviceLink):
             self._stream = gpu.create_stream()
 
     def allreduce(self, buffer: Any, op: Reduction) -> None:
-        """See ``DeviceLink``."""
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(buffer, torch.Tensor):
             if buffer.numel():
@@ -71,13 +70,11 @@ class NcclLink(DeviceLink):
             self._stream.sync()
 
     def broadcast(self, tensor: Any, root: int) -> None:
-        """See ``DeviceLink``."""
         if tensor.numel():
             with _translated("broadcast"):
                 self._communicator.broadcast(tensor, tensor, root, stream=_current_stream(tensor))
 
     def allgatherv(self, tensor: Any, received: Any, counts: Sequence[int]) -> None:
-        """See ``DeviceLink``."""
         stream = _current_stream(tensor)
         with _translated("allgather"):
             if len(set(counts)) == 1:
@@ -91,7 +88,6 @@ class NcclLink(DeviceLink):
                         self._communicator.broadcast(own, part, root, stream=stream)
 
     def alltoallv(self, tensor: Any, received: Any, send: Sequence[int], receive: Sequence[int]) -> None:
-        """See ``DeviceLink``."""
         stream = _current_stream(tensor)
         with _translated("alltoall"), core.group():
             for peer, (to, back) in enumerate(
@@ -103,7 +99,6 @@ class NcclLink(DeviceLink):
                     self._communicator.recv(back, peer, stream=stream)
 
     def close(self) -> None:
-        """See ``DeviceLink``."""
         with self._current():
             self._communicator.finalize()
             self._communicator.destroy()

@@ -29,7 +29,7 @@ from choros.settings import current
 from choros.transport.address import own_address
 
 
-def connect(control: Communicator, device: Device) -> TorchLink:
+def connect(control: Communicator, device: Device) -> DeviceLink:
     """Connects the members' devices; all call it. Ranks on one card need NCCL 2.30, which is configured to let them."""
     problem = None
     if device.type not in ("cuda", "cpu"):
@@ -39,11 +39,11 @@ def connect(control: Communicator, device: Device) -> TorchLink:
     elif device.type == "cuda" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         problem = EngineUnavailable(f"tensors on {device} need a GPU and a PyTorch that was built with NCCL.")
     agree_to_connect(control, device, "torch.distributed", problem)
-    return TorchLink(control, device)
+    return _TorchLink(control, device)
 
 
 @final
-class TorchLink(DeviceLink):
+class _TorchLink(DeviceLink):
     """A private process group; on the CPU, where Gloo moves the bytes, a call returns when they have arrived."""
 
     def __init__(self, control: Communicator, device: Device) -> None:
@@ -67,7 +67,6 @@ class TorchLink(DeviceLink):
             self._group = gloo_group(store, control.rank, control.size, address, seconds, check)
 
     def allreduce(self, buffer: Any, op: Reduction) -> None:
-        """See ``DeviceLink``."""
         tensor = as_tensor(buffer)
         with translated("allreduce", self._library):
             self._finish(self._group.allreduce([tensor], allreduce_options(op)))
@@ -75,23 +74,19 @@ class TorchLink(DeviceLink):
             torch.cuda.current_stream(self._device).synchronize()
 
     def broadcast(self, tensor: Any, root: int) -> None:
-        """See ``DeviceLink``."""
         with translated("broadcast", self._library):
             self._finish(self._group.broadcast([tensor], broadcast_options(root)))
 
     def allgatherv(self, tensor: Any, received: Any, counts: Sequence[int]) -> None:
-        """See ``DeviceLink``."""
         with translated("allgather", self._library):
             for work in start_allgather(self._group, tensor, received, counts, self._rank):
                 self._finish(work)
 
     def alltoallv(self, tensor: Any, received: Any, send: Sequence[int], receive: Sequence[int]) -> None:
-        """See ``DeviceLink``."""
         with translated("alltoall", self._library):
             self._finish(self._group.alltoall_base(received, tensor, list(receive), list(send)))
 
     def close(self) -> None:
-        """See ``DeviceLink``."""
         if self._on_gpu:
             self._group.shutdown()
         del self._group, self._store
