@@ -833,7 +833,9 @@ def case_best_model_is_saved_by_one_rank_and_loads_without_choros():
     files = sorted(file.name for file in shared_directory().glob(f"*best-{BACKEND}-*"))
     assert files == [f"best-{BACKEND}-1.keras", f"best-{BACKEND}-2.keras"]
     program = (
-        "import sys, keras, numpy as np\n"
+        "import os, sys\n"
+        "sys.modules |= dict.fromkeys(os.environ['CHOROS_TEST_HIDDEN'].split())\n"
+        "import keras, numpy as np\n"
         "model = keras.saving.load_model(sys.argv[1])\n"
         f"model.fit(np.zeros((4, {FEATURES})), np.zeros(4), verbose=0)\n"
         "assert type(model.optimizer).__module__.startswith('keras.'), type(model.optimizer)\n"
