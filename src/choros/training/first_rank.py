@@ -87,7 +87,7 @@ def verbose_on_first_rank(callbacks: Sequence[Any]) -> Any:
     own = [each for each in callbacks if type(each).__module__.partition(".")[0] == "keras"]
     levels = [(each, each.verbose) for each in own if hasattr(each, "verbose")]
 
-    def set_levels(*_: Any) -> None:
+    def set_levels(*_: Any, **__: Any) -> None:
         for each, level in levels:
             each.verbose = level if is_first() else 0
 
