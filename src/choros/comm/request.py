@@ -32,7 +32,7 @@ _calls = threading.local()
 
 @dataclass(frozen=True)
 class CollectiveSpec:
-    """What a rank must know to take part without a call (``Communicator.join``); no first dimension that may differ.
+    """What a rank must know to take part without a call (``joining.py``); no first dimension that may differ.
     An ``agreement`` moves no data; a ``sum`` is one of as many numbers as the values say: ``differ`` if they do.
     """
 
