@@ -37,11 +37,13 @@ OWN_FIXTURES = {"tmp_path", "tmp_path_factory", "monkeypatch", "capsys", "capfd"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Shortens the durations of processes that tests start; pytest's own, which tests compare, has read them before."""
+    # Each process that tests start would compile choros anew, which takes as long as importing it thrice, and each
+    # worker the tests.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     starts_workers = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
     if not starts_workers:
         os.environ[durations.TEST_SCALE] = "0.25"
-        # Each process that tests start would compile choros anew, which takes as long as importing it thrice.
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if not hasattr(config, "workerinput"):
         open_directory()
 
