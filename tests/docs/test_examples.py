@@ -15,6 +15,8 @@ from choros.cli import choros
 from choros.launch.cli import chorosrun
 from docs.programs import DOCS, NOT_RUN, PROGRAMS, blocks, on
 from harness import FRAMEWORKS, ROOT, Job, check_case
+from ranks.environment import hiding_path
+from ranks.job import unwanted
 
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 RUNS = [(program.page, Job(2, framework)) for program in PROGRAMS for framework in program.frameworks]
@@ -99,7 +101,7 @@ def test_quickstart(tmp_path: Path) -> None:
 def in_one_process(code: str, tmp_path: Path, framework: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(code)
-    environ = {**os.environ, "KERAS_BACKEND": framework}
+    environ = {**os.environ, "KERAS_BACKEND": framework, "PYTHONPATH": hiding_path(*unwanted(framework))}
     done = subprocess.run(
         [sys.executable, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300
     )

@@ -20,3 +20,9 @@ NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 def python_path() -> str:
     """The ``PYTHONPATH`` with which processes started by tests can import modules of tests."""
     return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def hiding_path(*hidden: str) -> str:
+    """The ``PYTHONPATH`` of processes that do not find these frameworks, which Keras would import, in seconds."""
+    directories = [str(TESTS / f"hidden_{name}") for name in hidden]
+    return os.pathsep.join([*directories, *filter(None, [os.environ.get("PYTHONPATH")])])
