@@ -13,13 +13,14 @@ from choros.launch import wrapper
 from choros.launch.driver.job_end import Reason
 from choros.launch.driver.line_merger import LineMerger
 from choros.launch.driver.output import Output
-from choros.launch.driver.supervisor import Supervisor, caught_signals
+from choros.launch.driver.supervisor import Supervisor
 from choros.launch.plan.command import Command
 from choros.launch.plan.job import Job, Limits
 from choros.launch.plan.mpi_implementations import OPEN_MPI_5
 from choros.launch.processes.directories import SESSION
 from choros.launch.processes.pipes import frame_pipes
 from choros.launch.protocol.wrapper_options import JOB, WrapperOptions
+from choros.transport.signal_pipe import caught_signals
 
 pytestmark = pytest.mark.slow
 

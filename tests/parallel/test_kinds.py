@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from choros.data import kinds
-from choros.data.kinds import DataKind, are_arrays, kind_of
+from choros.data.data_kind import DataKind
+from choros.data.kinds import are_arrays, kind_of
 from choros.data.rows import Part, Sharding
 from choros.errors import ConfigError
 

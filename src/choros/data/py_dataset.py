@@ -8,8 +8,8 @@ from typing import Any, ClassVar, final
 
 import keras
 
+from choros.data.data_kind import DataKind
 from choros.data.epochs import EpochData, FixedData, IndexedData
-from choros.data.kinds import DataKind
 from choros.data.plan import ShardBatches
 from choros.data.rows import (
     Part,

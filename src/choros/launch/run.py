@@ -201,10 +201,9 @@ def _writer(stream: TextIO) -> Callable[[bytes], None]:
 def pack(call: Callable[[], Any]) -> bytes:
     """Returns ``call`` as bytes, with this process's module path, after a line with the number of bytes.
 
-        >>> from dataclasses import fields
-    from functools import partial
-        >>> pack(partial(max, 1, 2)).partition(b"\\n")[0].isdigit()
-        True
+    >>> from functools import partial
+    >>> pack(partial(max, 1, 2)).partition(b"\\n")[0].isdigit()
+    True
     """
     body = pickle.dumps((list(sys.path), cloudpickle.dumps(call)))
     return b"%d\n%s" % (len(body), body)

@@ -15,8 +15,8 @@ from choros.errors import StrategyError
 class RemoteValue:
     """The result of a scheduled function (``tf.distribute.experimental.coordinator.RemoteValue``)."""
 
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
+    def __init__(self, future: Future[Any] | None = None) -> None:
+        self._future = Future() if future is None else future
 
     def get(self) -> Any:
         """Waits for the function and returns its result; tensors stay tensors.

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, final
 
@@ -14,6 +14,8 @@ from typing import Any, final
 _INFO_BYTES, _SENDER = 128, slice(12, 16)
 #: The size of a signal set of glibc and musl.
 _SET_BYTES = 128
+#: Those that end a job, or that are for its ranks.
+_OF_JOBS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -94,3 +96,8 @@ class SignalPipe:
             return [signal.Signals(number) for number in os.read(self._reader, 256)]
         except BlockingIOError:
             return []
+
+
+def caught_signals(numbers: Sequence[signal.Signals] = _OF_JOBS, handler: Handler = wake_only) -> SignalPipe:
+    """Catches signals, by default those of jobs; not those that nohup ignores."""
+    return SignalPipe({number: handler for number in numbers if signal.getsignal(number) != signal.SIG_IGN})

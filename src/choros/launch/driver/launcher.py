@@ -14,7 +14,7 @@ from choros.frameworks import keras_backend_of_ranks
 from choros.launch.driver.job_end import JobEnd
 from choros.launch.driver.output import Output
 from choros.launch.driver.restarts import HostWatch, launch_again
-from choros.launch.driver.supervisor import Supervisor, caught_signals
+from choros.launch.driver.supervisor import Supervisor
 from choros.launch.plan.command import Command, plan, rank_lines
 from choros.launch.plan.cores import usable_cores
 from choros.launch.plan.environment import in_allocation, in_slurm
@@ -25,6 +25,7 @@ from choros.launch.processes.directories import SESSION, job_directories, remove
 from choros.launch.processes.pipes import frame_pipes
 from choros.observe import events
 from choros.settings import VARIABLES, Config
+from choros.transport.signal_pipe import caught_signals
 
 #: More ranks than this for each core are probably a mistake.
 _RANKS_PER_CORE = 4

@@ -25,12 +25,12 @@ from choros.errors import PREEMPTED, ConfigError
 from choros.launch.driver.failures import loss_of
 from choros.launch.driver.job_end import JobEnd, Reason
 from choros.launch.driver.machine import own_names, run_script
-from choros.launch.driver.supervisor import caught_signals
 from choros.launch.plan.environment import in_slurm
 from choros.launch.plan.hosts import Host, parse_discovered, total_slots
 from choros.launch.plan.job import Elastic, Job, Limits
 from choros.launch.plan.restart import HostHealth, JobLoss, Restart, Tries, cut_off, moved, next_step, restarted
 from choros.settings import VARIABLES
+from choros.transport.signal_pipe import caught_signals
 
 #: SIGINT is a KeyboardInterrupt.
 _CAUGHT = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -39,7 +39,7 @@ from choros.observe import events
 from choros.observe.events import Event, Kind
 from choros.observe.stragglers import RankProgress
 from choros.transport.loop import Loop
-from choros.transport.signal_pipe import Handler, SignalPipe, wake_only
+from choros.transport.signal_pipe import SignalPipe
 
 if TYPE_CHECKING:
     import socket
@@ -47,12 +47,6 @@ if TYPE_CHECKING:
     from choros.launch.driver.restarts import HostWatch
 
 _PIPE_READ = 1 << 18
-_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-def caught_signals(numbers: Sequence[signal.Signals] = _CAUGHT, handler: Handler = wake_only) -> SignalPipe:
-    """Catches signals, by default those that end a job, or that are for its ranks; not those that nohup ignores."""
-    return SignalPipe({number: handler for number in numbers if signal.getsignal(number) != signal.SIG_IGN})
 
 
 @final
