@@ -17,7 +17,7 @@ from choros.comm.context import (
     topology,
 )
 from choros.comm.members import END, LEAVES, NEWCOMER
-from choros.comm.process_set import ProcessSet, global_process_set
+from choros.comm.process_set import ProcessSet, global_process_set, has_others
 from choros.comm.reduction import BFLOAT16, Reduction
 from choros.comm.request import Request
 from choros.comm.work import Work
@@ -35,6 +35,7 @@ __all__ = [
     "add_process_set",
     "admit",
     "global_process_set",
+    "has_others",
     "init",
     "is_initialized",
     "leave_alone",

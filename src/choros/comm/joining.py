@@ -91,11 +91,6 @@ def last_to_join(members: Members) -> int:
     return members.first_left(members.last_joined or members.launched, "the last rank that had batches")
 
 
-def has_others(process_set: ProcessSet) -> bool:
-    """Whether this rank has others to train with, or may have: the last rank that is left counts its steps, too."""
-    return bool(process_set.included()) and process_set.communicator.may_have_others
-
-
 def process_set_of(sets: Iterable[ProcessSet], owners: str) -> ProcessSet:
     """Returns the one whose ranks a rank that joins waits for, all ranks if ``owners`` have none."""
     different = set(sets) or {global_process_set}

@@ -76,11 +76,6 @@ class Primitives(ABC):
         present = {number: rank for rank, number in enumerate(self.whole.launched)}
         return tuple([present.get(number, -1) for number in self.launched])
 
-    @property
-    def may_have_others(self) -> bool:
-        """Whether there are other members, or were, or may be."""
-        return self.size > 1 or self.elastic
-
     def _long_wait(self) -> LongWait:
         """The wait for the other members in the current collective."""
         return LongWait(str(self._asked), self.launched)

@@ -118,6 +118,11 @@ class ProcessSet:
 global_process_set = ProcessSet(())
 
 
+def has_others(process_set: ProcessSet) -> bool:
+    """Whether this rank has others to train with, or may have: the last rank that is left counts its steps, too."""
+    return bool(process_set.included()) and (process_set.communicator.size > 1 or process_set.communicator.elastic)
+
+
 def _ranks_of(comm: Any) -> list[int]:
     """The ranks of an mpi4py communicator, as the launcher numbers them."""
     mpi: Any = sys.modules.get("mpi4py.MPI")

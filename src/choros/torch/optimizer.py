@@ -19,7 +19,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from choros.comm import ProcessSet, Reduction, global_process_set, joining
+from choros.comm import ProcessSet, Reduction, global_process_set, has_others, joining
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.objects import allgather_object
@@ -291,7 +291,7 @@ def DistributedOptimizer(
 def _adasum_hook(compression: Compressor, predivide_factor: float, process_set: ProcessSet) -> Any:
     if predivide_factor != 1.0:
         raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
-    return _ChangeHook(compression, process_set) if joining.has_others(process_set) else _GradientHook(None)
+    return _ChangeHook(compression, process_set) if has_others(process_set) else _GradientHook(None)
 
 
 def _check(

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
-from choros.comm import Request, global_process_set, joining
+from choros.comm import Request, global_process_set, has_others, joining
 from choros.comm.request import CollectiveSpec
 from choros.data.epochs import EpochData
 from choros.data.kinds import epochs_behind
@@ -129,7 +129,7 @@ class Evaluation:
         self._check()
         self._batches, self._interval, self._next = 0, 1, 1
         self._since = time.monotonic()
-        self.is_running, self.results = joining.has_others(global_process_set), None
+        self.is_running, self.results = has_others(global_process_set), None
         if self.is_running:
 
             def metrics_result() -> Any:

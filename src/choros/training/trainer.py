@@ -13,7 +13,7 @@ from typing import Any, final
 
 import keras
 
-from choros.comm import ProcessSet, Reduction, global_process_set, joining, opening
+from choros.comm import ProcessSet, Reduction, global_process_set, has_others, joining, opening
 from choros.data.epochs import EpochData
 from choros.data.rows import rows_differ
 from choros.errors import ConfigError
@@ -95,7 +95,7 @@ class Steps:
     @property
     def train_together(self) -> bool:
         """Whether the training step exchanges anything with other ranks."""
-        return bool(self.optimizers) and joining.has_others(self.process_set)
+        return bool(self.optimizers) and has_others(self.process_set)
 
     @property
     def batches(self) -> int:
@@ -135,7 +135,7 @@ class Steps:
             if keras.backend.backend() == "tensorflow" and model.jit_compile:
                 model.jit_compile = False
             self._wrap("train")
-        if joining.has_others(global_process_set):
+        if has_others(global_process_set):
             self._wrap("test")
         if global_process_set.communicator.elastic:
             self.evaluation.wrap()

@@ -33,8 +33,8 @@ from typing import final
 import cloudpickle
 import numpy as np
 
-from choros.comm import ProcessSet, Reduction, Request
-from choros.comm.joining import Participation, has_others, join
+from choros.comm import ProcessSet, Reduction, Request, has_others
+from choros.comm.joining import Participation, join
 from choros.comm.membership import Membership
 from choros.errors import EngineError
 from choros.observe import events
