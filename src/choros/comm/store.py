@@ -88,24 +88,18 @@ class _Values:
         self._missing = {_name(rank) for rank in range(ranks)}
         self._channels: dict[str, Channel] = {}
         self._gone: list[str] = []
-        self._all_connected = threading.Event()
 
     def listen(self, at: str | socket.socket, key: Key) -> None:
         """Listens in another thread until all ranks have connected."""
-        listener = Listener(at, key, _name(0), self._serve)
-
-        def close() -> None:
-            self._all_connected.wait()
-            listener.close()
-
-        threading.Thread(target=close, daemon=True).start()
+        with self._lock:
+            self._listener = Listener(at, key, _name(0), self._serve)
 
     def _serve(self, channel: Channel, hello: str) -> None:
         with self._lock:
             self._channels[channel.peer] = channel
             self._missing.discard(channel.peer)
-            if not self._missing:
-                self._all_connected.set()
+            if not self._missing:  # nobody has been told yet that all are here, and may use the port
+                self._listener.close()
         try:
             channel.send(socket.gethostname())
             while (request := channel.receive())[0] != "leave":

@@ -48,14 +48,15 @@ class Listener:
                 f"this process cannot listen at {address}, its address in the cluster ({error}): another process may "
                 "be listening there, or the address does not belong to this host."
             ) from error
-        self._start(self._accept)
+        self._accepting = self._start(self._accept)
 
     def close(self) -> None:
-        """Stops accepting connections; those already accepted stay open."""
+        """Stops accepting connections; those already accepted stay open. Others may listen at the address then."""
         self._closed = True
         with contextlib.suppress(OSError):  # macOS: the socket is not connected
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._listening.close()
+        self._accepting.join(durations.LISTENER_PAUSE)  # macOS may leave it where it is
 
     def _accept(self) -> None:
         while True:
@@ -110,5 +111,7 @@ class Listener:
             _log.warning("%s%s", refusal, further)
 
     @staticmethod
-    def _start(target: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=target, args=args, daemon=True).start()
+    def _start(target: Callable[..., None], *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        thread.start()
+        return thread
