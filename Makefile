@@ -25,8 +25,8 @@ help:  ## Say what there is to make
 train: $(VENV)/trains  ## Train the digits CNN on two processes with TensorFlow
 	KERAS_BACKEND=tensorflow TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/chorosrun -np 2 --no-prefix-output $(BIN)/python examples/mnist_horovod.py
 
-# Three at a time, on two cores: tests on ranks, which compute, beside tests that start processes and mostly wait for them.
-PYTEST := -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+# Four at a time, on two cores: tests on ranks, which compute, beside tests that start processes and mostly wait for them.
+PYTEST := -m pytest -n 4 --dist loadgroup --no-loadscope-reorder
 
 test: PART ?= --part once
 test: install  ## Run the suite, each case that several frameworks share on one of them

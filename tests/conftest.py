@@ -1,7 +1,7 @@
 """Tests of one job are run one after the other, so that each job is started once.
 
 With pytest-xdist, one worker runs all tests that need ranks of TensorFlow, job by job, and another those of all other
-ranks, while a third one begins with those that start processes of their own and mostly wait for them. Of these, each
+ranks, while the others begin with those that start processes of their own and mostly wait for them. Of these, each
 goes to the worker that is free, and a file that shares a fixture to one.
 """
 
