@@ -150,6 +150,13 @@ def test_a_rank_lost_in_the_tail_leaves_its_batches_once_more() -> None:
     assert ledger.resharded(1, four).stepped(2).is_done(four)
 
 
+def test_what_is_left_over_of_several_shards_is_divided_evenly() -> None:
+    ledger = Ledger.of_epoch(0, 3).stepped(2).lost({0: 0, 1: 1}).stepped().lost({0: 0}).stepped()
+    assert [len(part.batches) for part in ledger.left_over(four)] == [1, 2]
+    tail = ledger.resharded(3, four)
+    assert [sum(len(part.batches) for part in tail.of_rank(rank)) for rank in range(3)] == [1, 1, 1]
+
+
 def test_shards_that_ended_before_their_rank_was_lost_leave_nothing() -> None:
     def length(shard: int, shards: int) -> int:
         return 4 if shard == 0 else 3

@@ -173,6 +173,16 @@ def test_micro_batches_move_data_once_per_step() -> None:
     assert on_threads(2, rank_main) == [2 * sum(gradient.nbytes for gradient in gradients(1.0))] * 2
 
 
+def test_micro_batches_that_are_forgotten_do_not_count() -> None:
+    def rank_main(process_set: ProcessSet) -> tuple[int, int, int]:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, micro_batches=2))
+        for exchange in (False, True, False):
+            reducer.reduce(gradients(1.0), examples=1, exchange=exchange)
+        return reducer.forget_accumulated(), reducer.batches, reducer.accumulated
+
+    assert on_threads(2, rank_main) == [(1, 2, 0)] * 2
+
+
 def test_rank_without_examples_in_some_micro_batches() -> None:
     batches = [[(1.0, 3), (np.nan, 0), (2.0, 1), (7.0, 1)], [(4.0, 1), (3.0, 2), (np.nan, 0), (5.0, 3)]]
     reduced = [(3 * 1.0 + 4.0) / 4 + 3.0, 2.0 + (7.0 + 3 * 5.0) / 4]
