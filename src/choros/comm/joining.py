@@ -60,11 +60,11 @@ def join(members: Members, participation: Participation, learn: Callable[[bytes]
         (digest, *_) = others
         of_request = (part for request, part in participation.items() if request.digest == digest)
         part = next(of_request, learned.get(digest))
-        told = members.tell_joined(JOINED, digests, knows=KNOWN if part else LEARNS if learn else UNKNOWN)
-        if told is None:
+        answer = members.explain_to_joined(JOINED, digests, knows=KNOWN if part else LEARNS if learn else UNKNOWN)
+        if answer is None:
             raise members.mismatch(JOINED, digests)
         if part is None:
-            part = learned[digest] = told if isinstance(told, CollectiveSpec) else explained(told, digest)
+            part = learned[digest] = answer if isinstance(answer, CollectiveSpec) else explained(answer, digest)
         if not isinstance(part, CollectiveSpec):
             part(values)
         elif part.root is None or digests[part.root] != JOINED.digest:

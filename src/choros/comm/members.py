@@ -180,7 +180,7 @@ class Members(Primitives):
             if problem is not None:
                 raise problem
             self.not_joined = ()
-        elif self.tell_joined(request, digests) is None:
+        elif self.explain_to_joined(request, digests) is None:
             mismatch = self.mismatch(request, digests)
             raise problem or mismatch
         elif request.spec is not None and request.spec.root is not None and digests[request.spec.root] == JOINED.digest:
@@ -295,10 +295,10 @@ class Members(Primitives):
         return MismatchError(comparison)
 
     @final
-    def tell_joined(
+    def explain_to_joined(
         self, request: Request, digests: Sequence[int], *, knows: int = KNOWN
     ) -> CollectiveSpec | bytes | None:
-        """What ranks that have joined are told of the one request of all others, to take part: nothing if they know it;
+        """What ranks that have joined need to know of the others' one request, to take part: nothing if they know it;
         ``None`` if none has joined, or one cannot. All ask. Only a joined rank knows what it knows: so another control
         message. If one does not, the first that has not joined sends a spec, or an explanation, with its length as a
         negative number, and signed if connections need it.
@@ -319,12 +319,12 @@ class Members(Primitives):
         if length == 0 or (length < 0 and UNKNOWN in known):
             return None
         sent = [abs(length) if rank == sender else 0 for rank in range(self.size)]
-        told = self._share(message if self.rank == sender else b"", sent)[sender]
+        explanation = self._share(message if self.rank == sender else b"", sent)[sender]
         if length > 0:
-            return CollectiveSpec.decode(told)
+            return CollectiveSpec.decode(explanation)
         if self.signatures is None:
-            return told
-        return self.signatures.verified(told, collective=self.collectives, rank=sender)
+            return explanation
+        return self.signatures.verified(explanation, collective=self.collectives, rank=sender)
 
     # ── moves: unchecked, in ``exclusive()``, after ``agree`` ─────────────────────────────────────
 
