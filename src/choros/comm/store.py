@@ -98,7 +98,7 @@ class _Values:
         with self._lock:
             self._channels[channel.peer] = channel
             self._missing.discard(channel.peer)
-            if not self._missing:  # nobody knows yet that all are here, and may use the port
+            if not self._missing:  # before any rank knows it, and may use the port
                 self._listener.close()
         try:
             channel.send(socket.gethostname())

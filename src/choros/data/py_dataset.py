@@ -30,7 +30,7 @@ from choros.parallel.structure import map_structure
 class PartsDataset(keras.utils.PyDataset):
     """This process's batches, as each epoch of ``source`` determines. Threads of its own read ahead, as Keras' workers
     may keep batches of one epoch for the next. Keras asks for ``longest`` before epochs, which may have fewer; without
-    it all epochs are alike, and the next one begins whenever all of one was read.
+    it all epochs are the same, and the next one begins whenever all of one was read.
     """
 
     def __init__(self, source: IndexedData, longest: int | None = None, workers: int = 1, ahead: int = 0) -> None:

@@ -82,7 +82,7 @@ def _count_everywhere(owner: Any, name: str, *, of_manager: bool = False) -> Non
             return own(saved, *args, **kwargs), int(checkpoint.save_counter)
 
         written = training.save(write, os.fspath(files))
-        path, number = written or (None, int(checkpoint.save_counter) + 1)  # in fit, the others are told nothing
+        path, number = written or (None, int(checkpoint.save_counter) + 1)  # in fit, the others get none
         if name == "save":
             checkpoint.save_counter.assign(number)
         if of_manager:

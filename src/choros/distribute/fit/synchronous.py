@@ -296,8 +296,8 @@ class SynchronousTraining(Training):
 
 
 def _synchronizing(model: Any) -> list[Any]:
-    """Returns the callbacks after which all processes begin alike, and layers' statistics are averaged at an epoch's
-    end and before validation; ``tf.distribute`` does it when they are read.
+    """Returns the callbacks after which all processes begin with the same values, and layers' statistics are averaged
+    at an epoch's end and before validation; ``tf.distribute`` does it when they are read.
     """
 
     def set_epoch(*_: Any) -> None:  # a backup, which only process 0 reads, may have changed it
@@ -309,8 +309,8 @@ def _synchronizing(model: Any) -> list[Any]:
         statistics = [each for layer in layers for each in statistics_of(layer)]
         average_variables([each for each in statistics if "float" in each.dtype and not aggregates(each)])
 
-    alike = keras.callbacks.LambdaCallback(on_train_begin=set_epoch, on_epoch_end=average, on_test_begin=average)
-    return [alike, BroadcastGlobalVariablesCallback(0)]
+    same = keras.callbacks.LambdaCallback(on_train_begin=set_epoch, on_epoch_end=average, on_test_begin=average)
+    return [same, BroadcastGlobalVariablesCallback(0)]
 
 
 def _run_locally(call: KerasCall) -> Any:
