@@ -10,6 +10,9 @@ from choros.bench.figures import Summary
 from choros.bench.report import ReportRow, plain_text
 from choros.bench.startup import CASES, measure, rows, run_starts, sections, table
 
+#: An earlier test of this process may have used JAX, which warns of each fork; Popen starts a program at once.
+pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
+
 
 def python(code: str) -> LaunchCommand:
     return LaunchCommand((sys.executable, "-I", "-S", "-c", code))

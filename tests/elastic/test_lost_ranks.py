@@ -180,7 +180,7 @@ def test_ranks_without_rows_for_validation_have_the_metrics_of_the_others(framew
 
 
 def test_fit_goes_on_without_a_rank_that_is_stopped():
-    ended, reports = fit("torch", "", more=("--stall-shutdown", 2, "--chaos", "stop:rank=1@step=7+600s"), warm=False)
+    ended, reports = fit("torch", "", more=("--stall-shutdown", 6, "--chaos", "stop:rank=1@step=7+600s"), warm=False)
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err
     assert "rank 1 will be killed.\nchorosrun: rank 1 was killed; 2 ranks go on.\n" in ended.err
 
@@ -226,6 +226,30 @@ def test_collectives_of_all_kinds_go_on(seed):
     ended = run("-np", 4, "--min-np", 1, sys.executable, HERE / "collectives_script.py", seed)
     assert ended.code == 0, ended.err
     assert len(re.findall(r"2 left", ended.out)) == 2, ended.out + ended.err
+
+
+def garbled(*arguments):
+    """Runs the job with ``garbled_script.py``; returns the reports of its ranks and its messages."""
+    flags = ("-np", 3, "--min-np", 1, "--reset-limit", 0)
+    ended = run(*flags, sys.executable, HERE / "garbled_script.py", *arguments)
+    assert ended.code == 0, ended.err
+    return dict(re.findall(r"rank (\d): (.*)", ended.out)), ended.err
+
+
+def reports_of(total, *others):
+    """What they report: an error that all know is no loss."""
+    return {"0": f"{total}, ValueError after 1"} | dict.fromkeys(others, f"{total}, MismatchError after 1")
+
+
+@pytest.mark.parametrize(("rank_1", "reports"), [("killed", reports_of(22.0, "2")), ("lives", reports_of(33.0, *"12"))])
+def test_what_cannot_be_decoded_is_received_again(rank_1, reports):
+    assert garbled(rank_1, 1)[0] == reports
+
+
+def test_what_can_never_be_decoded_is_an_error_of_its_rank_alone():
+    reports, messages = garbled("lives", 2)
+    assert "LookupError: what was received" in messages
+    assert reports == reports_of(22.0, "1")
 
 
 @pytest.mark.parametrize(

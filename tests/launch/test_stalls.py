@@ -114,7 +114,7 @@ c.allreduce(numpy.ones(4), name="moving")
 def test_a_rank_that_is_stopped_while_data_move_is_reported(tmp_path):
     """The others wait in C, where they cannot report it."""
     script = rank_script(tmp_path / "script.py", MOVING)
-    ended = run("-np", 2, "--stall-shutdown", 2, sys.executable, script)
+    ended = run("-np", 2, "--stall-shutdown", 6, sys.executable, script)
     assert ended.code == 70
     assert re.match(
         r"chorosrun: ranks 0, 1 have been in allreduce\(name='moving', .* for \d+ s, and it does not end", ended.err
@@ -129,9 +129,9 @@ def test_a_rank_that_is_stopped_while_data_move_is_reported(tmp_path):
 def test_a_job_that_stalls_is_stopped_on_request_after_the_report(tmp_path):
     body = STUCK.replace("if rank:", "if rank == 1:")
     script = rank_script(tmp_path / "script.py", body)
-    ended = run("-np", 2, "--stall-shutdown", 2, sys.executable, script)
+    ended = run("-np", 2, "--stall-shutdown", 6, sys.executable, script)
     assert ended.code == 70
-    report, _, outcome = ended.err.partition("longer than CHOROS_STALL_SHUTDOWN_SECONDS=2; the job was stopped.")
+    report, _, outcome = ended.err.partition("longer than CHOROS_STALL_SHUTDOWN_SECONDS=6; the job was stopped.")
     assert "os.kill(os.getpid(), signal.SIGSTOP)" in report
     assert not outcome.strip()
 

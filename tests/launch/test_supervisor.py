@@ -36,9 +36,20 @@ UNBOUND = WrapperOptions(bind=False)
 HEAD = f"import os, signal, sys, time\ndef to_chorosrun(number): os.kill({os.getpid()}, number)\n"
 
 
-def job(code, *, options=None, limits=None, environ=ENVIRON, wrapper=WRAPPER, err=None, merger=None, **how):
+def job(
+    code,
+    *,
+    options=None,
+    limits=None,
+    environ=ENVIRON,
+    wrapper=WRAPPER,
+    err=None,
+    merger=None,
+    program=sys.executable,
+    **how,
+):
     """The end of a job whose rank runs ``code``, and its output."""
-    argv = (*wrapper, str(options or UNBOUND), sys.executable, "-c", HEAD + code)
+    argv = (*wrapper, str(options or UNBOUND), program, "-c", HEAD + code)
     out, err = io.BytesIO(), err or io.BytesIO()
     output = Output(out.write, err.write, prefix=False, colour=False, merger=merger)
     command = Command(argv, {**os.environ, **environ})
@@ -95,6 +106,33 @@ def test_lines_are_not_held_until_mpirun_ends(tmp_path):
     mpirun = (sys.executable, "-c", LATE_MPIRUN, str(tmp_path / "shown"), *WRAPPER)
     job_end, _, err = job("print('the last', file=sys.stderr)", wrapper=mpirun, err=Err(), merger=LineMerger(size=2))
     assert (end_of(job_end), job_end.mpirun_code, err) == ((0, False), 0, b"the last\n")
+
+
+def test_a_rank_that_cannot_be_started(tmp_path):
+    (tmp_path / "text").touch()
+    missing, not_executable = (job("", program=str(tmp_path / name))[0].exits[0] for name in ("missing", "text"))
+    assert (missing.code, missing.problem) == (127, f"command not found: '{tmp_path}/missing'.")
+    assert (not_executable.code, not_executable.problem) == (126, f"'{tmp_path}/text' is not executable.")
+
+
+#: An mpirun that loses the first message of a rank's end, as one that is about to end may.
+FORGETFUL_MPIRUN = """
+import signal, subprocess, sys
+wrapper = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE)
+signal.signal(signal.SIGURG, lambda number, frame: wrapper.send_signal(number))
+forgotten = False
+for line in wrapper.stdout:
+    if b'"kind":"Exit"' in line and not forgotten:
+        forgotten = True
+    else:
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+"""
+
+
+def test_a_rank_reports_its_end_until_chorosrun_knows():
+    mpirun = (sys.executable, "-c", FORGETFUL_MPIRUN, *WRAPPER)
+    assert end_of(job("sys.exit(3)", wrapper=mpirun)[0]) == (3, False)
 
 
 def test_a_rank_raises():

@@ -7,17 +7,6 @@ from typing import Any
 from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, DeviceArrayAdapter, HostFunction, NumpyArrays
 from choros.errors import ConfigError
 
-__all__ = [
-    "ArrayAdapter",
-    "ArrayFunction",
-    "ArraySpec",
-    "DeviceArrayAdapter",
-    "HostFunction",
-    "adapter_of",
-    "device_adapter",
-    "framework_adapter",
-]
-
 #: The package of an array's class → the framework.
 _PACKAGES = {"torch": "torch", "tensorflow": "tensorflow", "jax": "jax", "jaxlib": "jax"}
 _ADAPTERS = {"torch": "TorchArrays", "tensorflow": "TensorflowArrays", "jax": "JaxArrays"}

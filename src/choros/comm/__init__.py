@@ -21,30 +21,3 @@ from choros.comm.process_set import ProcessSet, global_process_set, has_others
 from choros.comm.reduction import BFLOAT16, Reduction
 from choros.comm.request import Request
 from choros.comm.work import Work
-
-__all__ = [
-    "BFLOAT16",
-    "END",
-    "LEAVES",
-    "NEWCOMER",
-    "Communicator",
-    "ProcessSet",
-    "Reduction",
-    "Request",
-    "Work",
-    "add_process_set",
-    "admit",
-    "global_process_set",
-    "has_others",
-    "init",
-    "is_initialized",
-    "leave_alone",
-    "on_change",
-    "on_init",
-    "opening",
-    "raising_losses",
-    "registered_process_sets",
-    "remove_process_set",
-    "shutdown",
-    "topology",
-]

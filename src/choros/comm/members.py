@@ -64,6 +64,8 @@ class Members(Primitives):
         self._when_settled: list[Callable[[], None]] = []
         #: Why this rank cannot communicate any more.
         self._over = ""
+        #: The error of this rank that the others know.
+        self._problem: Exception | None = None
 
     # ── all or none ──────────────────────────────────────────────────────────────────────────────
 
@@ -88,25 +90,36 @@ class Members(Primitives):
         with self._queue.exclusive():
             if not self.elastic or self._section.in_unit:
                 return collective()
+            first = True
             while True:
                 self._section.in_unit = True
                 try:
-                    results = self._attempt(collective)
+                    results = self._attempt(collective, first=first)
                 finally:
                     self._section.in_unit = False
                 if results:
                     return results[0]
+                first = False
                 if again is not None:
                     again()
 
-    def _attempt(self, collective: Callable[[], T]) -> tuple[T, ...]:
-        """Runs a collective; returns its result, or nothing if a member was lost, without which all others go on."""
-        error: ChorosError | None = None
+    def _attempt(self, collective: Callable[[], T], *, first: bool) -> tuple[T, ...]:
+        """Runs a collective; returns its result, or nothing if a member was lost, without which all others go on. An
+        error that only this member has is taken for a loss, too: what is received from one that is lost may be
+        anything, and cannot be decoded. It is raised if nobody is missing and it is not the ``first`` attempt.
+        """
+        error: Exception | None = None
         try:
             result = collective()
-        except ChorosError as raised:
+        except Exception as raised:  # noqa: BLE001
             error = raised
-        settled = self._settle(completed=not isinstance(error, MemberLost))
+        is_shared = (
+            error is None
+            or error is self._problem
+            or (isinstance(error, ChorosError) and not isinstance(error, MemberLost))
+        )
+        self._problem = None
+        settled = self._settle(completed=is_shared)
         actions, self._when_settled = self._when_settled, []
         if settled:
             for action in actions:
@@ -123,8 +136,11 @@ class Members(Primitives):
                 raise
             too_few = raised
         self._section.end()
-        self._section.has_turn = False  # the collective has another one when it is run again
         self.scratch = None
+        if self.launched == before:
+            if first or error is None or isinstance(error, MemberLost):
+                return ()
+            raise error
         change = Change.between(before, self.launched, ends_job=too_few is not None)
         if self.on_change is not None:
             self.on_change(change)
@@ -176,6 +192,7 @@ class Members(Primitives):
         if problem is not None:
             request = Request(request.collective, f"refused: {problem}", request.name)
         digests, values = self.gather(request, value)
+        self._problem = problem
         if digests.count(request.digest) == self.size:
             if problem is not None:
                 raise problem

@@ -84,9 +84,8 @@ class Primitives(ABC):
         """Whether all members have completed the collective: the same answer on all of them."""
         return completed
 
-    def _recover(self) -> None:
+    def _recover(self) -> None:  # noqa: B027  (of other engines all members are left)
         """Makes those that are left the members; a ``PeerLostError`` if they are too few."""
-        raise NotImplementedError
 
     def _admit(self) -> bool:
         """Makes the process that waits a member: sets what ``_recover`` sets. Returns whether it is one."""

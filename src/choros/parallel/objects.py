@@ -62,7 +62,7 @@ def object_of_first(make: Callable[[], T]) -> T:
     """
     communicator = global_process_set.communicator
 
-    def collective() -> T:
+    def collective() -> tuple[Any, Exception | None]:
         made: Any = None
         error: Exception | None = None
         if communicator.rank == 0 or communicator.is_new:
@@ -70,13 +70,13 @@ def object_of_first(make: Callable[[], T]) -> T:
                 made = make()
             except Exception as raised:  # noqa: BLE001  (the others would wait for what was made)
                 error = raised
-        made, error = broadcast_object((made, error))
-        if error is not None:
-            raise error
-        own: T = made
-        return own
+        return broadcast_object((made, error))  # type: ignore[no-any-return]
 
-    return communicator.atomic(collective)
+    made: T
+    made, error = communicator.atomic(collective)
+    if error is not None:
+        raise error
+    return made
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:

@@ -11,20 +11,3 @@ from choros.topology.environments import (
 from choros.topology.master import Master, find_master
 from choros.topology.tf_config import TF_CONFIG, TFConfig, read_tf_config, split_address
 from choros.topology.topology import Topology, shard_range
-
-__all__ = [
-    "ENVIRONMENTS",
-    "NEVER_MPI",
-    "TF_CONFIG",
-    "WITHOUT_MPI",
-    "Master",
-    "TFConfig",
-    "Topology",
-    "detect",
-    "expand_counts",
-    "expand_hosts",
-    "find_master",
-    "read_tf_config",
-    "shard_range",
-    "split_address",
-]

@@ -68,10 +68,17 @@ def unless_lost(make: Callable[[], T], *comms: MPI.Intracomm) -> T | None:
 
 def shrunk(comm: MPI.Intracomm, make: Callable[[MPI.Intracomm], T]) -> T:
     """Returns what ``make`` makes of a communicator of those left, on all; called again if more are lost meanwhile."""
+    size, problem = 0, None
     while True:
         comm = MPI.Intracomm(comm.Shrink())  # brief, as all have just agreed; Open MPI's Ishrink fails
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        made = unless_lost(partial(make, comm), comm)
+        if problem is not None and comm.Get_size() == size:
+            raise problem
+        made, size, problem = None, comm.Get_size(), None
+        try:
+            made = unless_lost(partial(make, comm), comm)
+        except Exception as error:  # noqa: BLE001  (what is received from a member that is lost may be anything)
+            problem = error
         if agreed(comm, completed=made is not None) and made is not None:
             return made
 
