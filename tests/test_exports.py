@@ -13,10 +13,10 @@ from harness import FRAMEWORKS
 
 CHOROS = """
 ChorosError ClosureCancelled ConfigError EngineError EngineUnavailable HostUnreachable JobTimeout LaunchError
-MismatchError NotInitializedError ParameterServerLost PeerLostError ProcessSet StrategyError WorkerFailed
+MismatchError NoiseScale NotInitializedError ParameterServerLost PeerLostError ProcessSet StrategyError WorkerFailed
 __version__
 add_process_set cross_rank cross_size global_process_set init is_homogeneous is_initialized local_rank local_size
-nn rank remove_process_set run shard_range shutdown size
+nn noise_scale rank remove_process_set run shard_range shutdown size
 """
 
 #: What Horovod's APIs have in common.

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         WorkerFailed,
     )
     from choros.launch.run import run
+    from choros.parallel.reduce.noise import NoiseScale, noise_scale
     from choros.topology import shard_range
 
 __version__ = "0.1.0"
@@ -48,6 +49,7 @@ __all__ = [
     "JobTimeout",
     "LaunchError",
     "MismatchError",
+    "NoiseScale",
     "NotInitializedError",
     "ParameterServerLost",
     "PeerLostError",
@@ -65,6 +67,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "nn",
+    "noise_scale",
     "rank",
     "remove_process_set",
     "run",
@@ -74,7 +77,12 @@ __all__ = [
 ]
 
 #: Where names are that are in none of ``_MODULES``, of which the first that has a name is used.
-_HOMES = {"run": "choros.launch.run", "shard_range": "choros.topology"}
+_HOMES = {
+    "NoiseScale": "choros.parallel.reduce.noise",
+    "noise_scale": "choros.parallel.reduce.noise",
+    "run": "choros.launch.run",
+    "shard_range": "choros.topology",
+}
 _MODULES = ("choros.errors", "choros.comm", "choros.comm.context")
 
 

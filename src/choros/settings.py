@@ -197,6 +197,10 @@ class Config:
     divergence: str = _word("CHOROS_DIVERGENCE", "error", ("error", "heal", "warn"),
         "what happens if ranks differ in what they train: an error, the values of most ranks for all, or one warning.",
         page="divergence.md")
+    noise_scale: int = _number("CHOROS_NOISE_SCALE", "0", "steps",
+        "after how many steps the gradient noise scale is measured, each time again, such as 10: whether a larger "
+        "batch would help; with 0 it is not.",
+        make=int, page="training.md", flag="--noise-scale", group="Tuning", metavar="STEPS")
     timeline: str | None = _text("CHOROS_TIMELINE",
         "the file to which the job records its timeline, in Chrome's trace format; DYNAMIC, as in Horovod: only "
         "start_timeline() begins one.",

@@ -1,5 +1,6 @@
 """Callbacks of both programming models: identical weights, metrics of all ranks, epochs that end together."""
 
+import logging
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from choros.data.kinds import epochs_of_shard
 from choros.data.rows import Part
 from choros.observe import events
 from choros.observe.events import Kind
+from choros.parallel.reduce import noise
 from choros.settings import current
 from choros.training.keras_internals.models import is_built
 from choros.training.metrics import average_logs, count_examples, flat_results, global_results
@@ -20,6 +22,9 @@ from choros.training.random_numbers import draw_by_rank
 from choros.training.run_callback import RunCallback
 from choros.training.trainer import Steps, attach, model_variables
 from choros.training.variables import broadcast_variables
+
+_log = logging.getLogger("choros")
+_NOT_MEASURED = "CHOROS_NOISE_SCALE has measured no step of this fit: docs/training.md says which steps are."
 
 
 class EpochCallback(keras.callbacks.Callback):
@@ -49,6 +54,7 @@ class EpochCallback(keras.callbacks.Callback):
         """Begins anew, also after a ``fit`` that an exception has ended."""
         self._steps.in_epoch = False
         self._steps.evaluation.forget()
+        noise.publish(None)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Marks that batches may come, so that the rank joins at their end."""
@@ -259,6 +265,13 @@ class MetricAverageCallback(EpochCallback):
         if others:
             share = self._steps.last_share
             logs.update(average_logs(others, (self._examples or 1) if share is None else share))
+        if (measured := noise.noise_scale()) is not None:
+            logs["noise_scale"] = measured.noise_scale
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Says what the batch costs, with ``CHOROS_NOISE_SCALE``."""
+        if current().noise_scale and is_initialized() and topology().rank == 0:
+            _log.warning("%s", noise.noise_scale() or _NOT_MEASURED)
 
     def _store_training(self) -> None:
         self._in_epoch = False

@@ -82,7 +82,7 @@ class LocalUpdates:
         self.every = every
         self.outer = outer
         self.process_set = process_set
-        self._reducer = GradientReducer(ReduceConfig(compressor=compressor, process_set=process_set))
+        self._reducer = GradientReducer(ReduceConfig(compressor=compressor, process_set=process_set, of_rows=False))
         self._steps = 0
         self._weights: list[Array] = []
         self._velocities: list[Array] = []

@@ -12,7 +12,8 @@ import numpy as np
 from choros.comm import Communicator, ProcessSet, Reduction, Request, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor, check_compressor
-from choros.parallel.compression.compressor import NoCompression
+from choros.parallel.compression.compressor import Float16, NoCompression
+from choros.parallel.compression.sliced import Bfloat16
 from choros.parallel.reduce.device import DeviceExchange, TensorDevice
 from choros.parallel.reduce.exchange import Exchange, SplitExchange, only
 from choros.parallel.reduce.gradients import GradientLayout, RowsExchange, RowsLayout, describe
@@ -55,7 +56,8 @@ def indices_of_groups(
 class ReduceConfig:
     """How gradients are reduced: the settings of all distributed optimizers. Averages are over examples; part of the
     division, ``predivide_factor``, precedes the sum. Buckets hold the last layers' first. Ranks first compare what
-    they train after ``compared_step``, counting per layout the steps in which all have a batch.
+    they train after ``compared_step``, counting per layout the steps in which all have a batch. ``of_rows``: whether
+    they are means over rows, of which the noise scale is measured.
     """
 
     op: Reduction = Reduction.AVERAGE
@@ -67,6 +69,7 @@ class ReduceConfig:
     bucket_bytes: int | None = None
     device: TensorDevice | None = None
     compared_step: int = 2
+    of_rows: bool = True
     process_set: ProcessSet = field(default=global_process_set)
 
     def __post_init__(self) -> None:
@@ -132,6 +135,7 @@ class Plan:
     micro_batch: Request
     early: Request
     scales_late: bool
+    measures: bool
 
 
 def plan_for(config: ReduceConfig, name: str, layout: GradientLayout, compares: tuple[int, str]) -> Plan:
@@ -144,6 +148,8 @@ def plan_for(config: ReduceConfig, name: str, layout: GradientLayout, compares: 
     counts = f"micro_batches={config.micro_batches}, {len(layout)} arrays"
     if compares != _COMPARES:
         counts += f", compared every {compares[0]} steps, divergence={compares[1]}"
+    if every := current().noise_scale:
+        counts += f", noise scale every {every} steps"
     arguments = f"{scales}, {counts}: {describe(layout)}; sent as {sent}"
     explain = None if config.compressor.shares_state else functools.partial(_explain, config, name, layout)
     step, first_bucket, micro_batch, early = (
@@ -153,7 +159,12 @@ def plan_for(config: ReduceConfig, name: str, layout: GradientLayout, compares: 
     # The sum of unscaled values may overflow float16.
     fits = all(each[1] != np.float16 for each in layout)
     late = fits and isinstance(config.compressor, NoCompression)
-    return Plan(config, layout, communicator, buckets, exchanges, step, first_bucket, micro_batch, early, late)
+    # Others leave out parts of gradients, or send them later.
+    whole = isinstance(config.compressor, NoCompression | Float16 | Bfloat16)
+    measures = config.of_rows and whole and all(each[1].kind != "c" for each in layout)
+    return Plan(
+        config, layout, communicator, buckets, exchanges, step, first_bucket, micro_batch, early, late, measures
+    )
 
 
 def _explain(config: ReduceConfig, name: str, layout: GradientLayout) -> bytes:

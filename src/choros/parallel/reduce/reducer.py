@@ -26,6 +26,7 @@ they have (``reduce_early``), and Keras' optimizers accumulate it: then it is on
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
@@ -43,6 +44,8 @@ from choros.observe.progress import page
 from choros.parallel.identical import Comparison
 from choros.parallel.reduce.exchange import Array
 from choros.parallel.reduce.gradients import Gradient, GradientLayout, layout_of, zeros_like, zeros_of
+from choros.parallel.reduce.measurement import NoiseMeasurement
+from choros.parallel.reduce.noise import NoiseProgress, publish
 from choros.parallel.reduce.plan import Plan, ReduceConfig, plan_for
 from choros.settings import current
 
@@ -62,6 +65,7 @@ class _ReducerState:
     common_steps: Mapping[GradientLayout, int] = field(default_factory=dict)
     accumulated: Mapping[GradientLayout, int] = field(default_factory=dict)
     pending: Mapping[GradientLayout, list[Gradient]] = field(default_factory=dict)
+    noise: NoiseProgress = field(default_factory=NoiseProgress)
 
     def adding(self, layout: GradientLayout, gradients: Sequence[Gradient], weight: float) -> _ReducerState:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -112,7 +116,8 @@ class GradientReducer:
         self.trained: tuple[int, ...] = ()
         #: In the current step; and as of the last one that has ended on all ranks, from which the next begins, also if
         #: a rank was lost and it is made again.
-        self._progress = self._settled = _ReducerState()
+        self._progress = self._settled = _ReducerState(noise=NoiseProgress(current().noise_scale))
+        self._measurement: NoiseMeasurement | None = None  # of the noise scale, in the current step
         #: The last step that has begun.
         self._begun = 0
         #: Returns the factor of gradients whose loss was weighted for ranks of which some were lost since.
@@ -160,7 +165,8 @@ class GradientReducer:
 
         def collective() -> list[Gradient]:
             plan = self._planned(kinds)
-            counts = communicator.agree(plan.request if exchange else plan.micro_batch, value=examples)
+            value = self._progress.noise.announced(kinds, examples)
+            counts = communicator.agree(plan.request if exchange else plan.micro_batch, value=value)
             self._begin(plan, counts, examples, exchange=exchange)
             own = _times(self._factor, gradients) if examples else None
             if exchange:
@@ -217,7 +223,8 @@ class GradientReducer:
         def collective() -> list[Gradient] | None:
             if bucket == 0:
                 now = self._planned(plan.layout)
-                self._begin(now, communicator.agree(now.first_bucket, value=examples), examples, exchange=True)
+                value = self._progress.noise.announced(plan.layout, examples)
+                self._begin(now, communicator.agree(now.first_bucket, value=value), examples, exchange=True)
             else:
                 # Between buckets the user's program runs: its collective on one rank must not be matched with this one.
                 now = plan
@@ -330,7 +337,7 @@ class GradientReducer:
         if membership != self._membership:
             self._membership, self._plans, self._plan = membership, {}, None
             self._settled = replace(self._settled, common_steps={})  # a new rank has counted none
-        self._progress, plan = self._settled, self._plan
+        self._progress, self._measurement, plan = self._settled, None, self._plan
         if plan is None or layout != plan.layout:
             if layout not in self._plans:
                 if len(self._plans) == _PLANS:
@@ -345,15 +352,20 @@ class GradientReducer:
 
     def _begin(self, plan: Plan, counts: Sequence[int], examples: int, *, exchange: bool, joined: bool = False) -> None:
         """Notes the number of examples that each rank has in the micro-batch."""
+        done, layout = self._progress, plan.layout
+        counts, due = done.noise.heard(counts)
         total = sum(counts)
         if not total:
             raise EngineError(f"the batch has {examples} examples, and no other rank has any: expected 1 or more.")
-        layout = plan.layout
         self._active = [each for each, count in zip(plan.communicator.launched, counts, strict=True) if count > 0]
         self.share = examples / total
         self._weight = self.share if self.config.op is Reduction.AVERAGE else 1.0
         self.due = None
-        done = self._progress
+        if done.noise.every:
+            again = layout in done.accumulated
+            done = replace(done, noise=done.noise.begun(layout, self._weight, examples, again=again, exchange=exchange))
+            if due and exchange and plan.measures:
+                self._measurement = NoiseMeasurement(done.noise, layout)
         if not exchange:
             accumulated = {**done.accumulated, layout: done.accumulated.get(layout, 0) + 1}
             self._progress = replace(done, batches=done.batches + 1, accumulated=accumulated)
@@ -406,7 +418,9 @@ class GradientReducer:
         self, plan: Plan, bucket: int, gradients: Sequence[Gradient] | None, out: Sequence[Array] | None = None
     ) -> list[Gradient]:
         _emit(Kind.BUCKET_BEGUN, self._name, bucket=bucket, arrays=len(plan.indices[bucket]))
-        exchange = plan.exchanges[bucket]
+        exchange, measurement = plan.exchanges[bucket], self._measurement
+        if measurement is not None:
+            measurement.add_own(gradients, math.prod(self._scales))
         # Infinities are detected by the loss scale: NumPy must not warn of them.
         with np.errstate(over="ignore", invalid="ignore"):
             if gradients is None or out is None:
@@ -414,13 +428,20 @@ class GradientReducer:
             else:
                 reduced = exchange.sum_into(out, gradients, *self._scales)
         _emit(Kind.BUCKET_DONE, self._name, bucket=bucket)
+        if measurement is not None:
+            measurement.add_sum(reduced)
         if bucket == len(plan.indices) - 1:
+            if measurement is not None:
+                self._progress = replace(self._progress, noise=measurement.done(plan.communicator))
+                self._measurement = None
             _emit(Kind.STEP_DONE, self._name, step=self._progress.steps)
             plan.communicator.when_settled(self._settle)
         return reduced
 
     def _settle(self) -> None:
         self._settled = self._progress
+        if self._settled.noise.latest is not None:
+            publish(self._settled.noise.latest)
 
 
 def _emit(kind: Kind, name: str, **details: events.Detail) -> None:
