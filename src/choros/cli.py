@@ -20,13 +20,19 @@ Examples:
   chorosrun -np 2 python train.py     train on two processes (chorosrun --help)
   choros bench allreduce              compare choros with MPI, Gloo and memcpy on this machine
   choros bench train                  compare training steps with DDP, tf.distribute, keras.distribution
+  choros doctor                       whether a job can run here, and how to mend what is broken
   choros stacks                       what the ranks of a running job do: the stacks of all their threads
   choros timeline run.json --summary  where the time of a recorded job went, and who waited for whom
 """
 
 
 #: The module of each subcommand, which is loaded when it runs or is listed.
-_MODULES = {"bench": "choros.bench.cli", "stacks": "choros.launch.cli", "timeline": "choros.trace.cli"}
+_MODULES = {
+    "bench": "choros.bench.cli",
+    "doctor": "choros.doctor.cli",
+    "stacks": "choros.launch.cli",
+    "timeline": "choros.trace.cli",
+}
 
 
 class _Tools(click.Group):

@@ -12,6 +12,7 @@ from typing import Final, final
 
 _LAUNCHER, _WRAPPER, _RANKS = "chorosrun", "The wrapper beside each rank", "Ranks"
 _HOSTS, _SERVERS, _BENCH = "Connections between processes and hosts", "Parameter servers", "choros bench"
+_DOCTOR = "choros doctor"
 
 #: Only tests set this variable, for the processes that they start.
 TEST_SCALE: Final = "CHOROS_TEST_TIME_SCALE"
@@ -205,6 +206,16 @@ BENCH_ANSWER: Final = Duration(600.0, _BENCH, "for timings", "the contender has 
 BENCH_LOOK: Final = Duration(0.25, _BENCH, "between two looks at its processes", "it looks again")
 BENCH_GRACE: Final = Duration(5.0, _BENCH, "for its processes to end", "they are ended")
 BENCH_CLEANUP: Final = Duration(2.0, _BENCH, "for its processes to end, after SIGTERM", "they are killed")
+
+# choros doctor ----------------------------------------------------------------------------------
+
+DOCTOR_PROGRESS: Final = Duration(2.0, _DOCTOR, "for a part of its checks", "it says for which")
+DOCTOR_PROGRAM: Final = Duration(10.0, _DOCTOR, "for nvidia-smi and ompi_info", "it goes on without the answer")
+DOCTOR_IMPORTS: Final = Duration(120.0, _DOCTOR, "for the imports of frameworks", "those that last count as broken")
+DOCTOR_LOGIN: Final = Duration(10.0, _DOCTOR, "for the hosts' logins", "those without an answer count as unreachable")
+DOCTOR_HOST: Final = Duration(150.0, _DOCTOR, "for the facts of hosts", "choros cannot be run on those without")
+DOCTOR_REACH: Final = Duration(10.0, _DOCTOR, "for a host to connect to all others", "those left are not reached")
+DOCTOR_JOB: Final = Duration(60.0, _DOCTOR, "for its job of two ranks", "the job has failed")
 
 
 def table() -> dict[str, Duration]:

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces, joined by a bridge."""
+"""Several hosts on one machine: network namespaces, joined by a bridge. What containers restrict: mount namespaces."""
 
 import os
 import shutil
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from launch.launched import CHOROSRUN
 
 #: Host 10.77.N.1x → namespace x, with its own host name; every command is logged. Whose link is down is not reached.
 REACH = """#!/bin/sh
@@ -87,3 +89,17 @@ def free_number():
         else:
             return number
     pytest.skip(f"no bridge can be created: {problem}")
+
+
+def contained(command, *mounts, shell="", program=CHOROSRUN):
+    """Runs chorosrun, or another program, with temporary file systems: ``(options, directory)``."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("mount namespaces need root and unshare")
+    lines = ["set -e", *(f"mount -t tmpfs -o {options} tmpfs {directory}" for options, directory in mounts), shell]
+    script = "\n".join([*lines, 'exec "$@"'])
+    argv = ["unshare", "--mount", "sh", "-c", script, "sh", *program, *map(str, command)]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=180, check=False)
+    if "unshare: " in ended.stderr or "mount: " in ended.stderr:
+        pytest.skip(f"this machine allows no mount namespaces: {ended.stderr}")
+    assert "Traceback" not in ended.stderr, ended.stderr
+    return ended

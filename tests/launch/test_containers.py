@@ -3,8 +3,6 @@
 Mount namespaces restrict them: they need root and ``unshare``.
 """
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from choros.settings import SESSION_BYTES
 from launch.launched import CHOROSRUN, rank_script
+from launch.namespaces import contained
 
 TRAINING = """
 import choros, numpy
@@ -41,20 +40,6 @@ communicator.barrier()
 train()
 """
 HELLO = "print('hello\\n' * 20_000); sys.stderr.write('warning\\n')"
-
-
-def contained(command, *mounts, shell=""):
-    """Runs chorosrun with temporary file systems: ``(options, directory)``."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("mount namespaces need root and unshare")
-    lines = ["set -e", *(f"mount -t tmpfs -o {options} tmpfs {directory}" for options, directory in mounts), shell]
-    script = "\n".join([*lines, 'exec "$@"'])
-    argv = ["unshare", "--mount", "sh", "-c", script, "sh", *CHOROSRUN, *map(str, command)]
-    ended = subprocess.run(argv, capture_output=True, text=True, timeout=180, check=False)
-    if "unshare: " in ended.stderr or "mount: " in ended.stderr:
-        pytest.skip(f"this machine allows no mount namespaces: {ended.stderr}")
-    assert "Traceback" not in ended.stderr, ended.stderr
-    return ended
 
 
 @pytest.mark.slow

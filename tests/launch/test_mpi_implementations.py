@@ -1,13 +1,12 @@
-"""MPI implementations, accelerators, and the build report."""
+"""MPI implementations, accelerators, and versions."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.cli import build_text, version_text
+from choros.launch.cli import version_text
 from choros.launch.driver.machine import count_accelerators, detect_mpirun
 from choros.launch.plan.mpi_implementations import (
     INTEL_MPI,
@@ -17,7 +16,6 @@ from choros.launch.plan.mpi_implementations import (
     Mpirun,
     implementation_of,
 )
-from choros.settings import VARIABLES
 
 
 @pytest.mark.parametrize(
@@ -88,23 +86,6 @@ def test_accelerators_of_amd(tmp_path, monkeypatch):
 
 
 MPIRUN = Mpirun("/bin/mpirun", OPEN_MPI_5, "mpirun (Open MPI) 5.0.11")
-
-
-def test_build():
-    text = build_text(MPIRUN, installed={"jax", "keras", "mpi4py"}.__contains__)
-    for line in ("[X] JAX", "[ ] PyTorch", "[ ] TensorFlow", "[X] Keras", "[X] local", "[X] mpi"):
-        assert f"    {line}" in text
-    for engine in set(VARIABLES["engine"].choices) - {"auto"}:
-        assert f"] {engine}" in text
-    assert "[ ] mpi" in build_text("no mpirun is installed", installed=lambda module: True)
-
-
-def test_build_imports_no_framework():
-    code = (
-        "import sys; from choros.launch.cli import build_text; build_text('x'); "
-        "sys.exit(bool({'tensorflow', 'torch', 'jax', 'keras'} & set(sys.modules)))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_versions():

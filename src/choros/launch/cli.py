@@ -1,11 +1,10 @@
 """The commands ``chorosrun`` and ``choros stacks``: parse arguments and print; other modules do the work."""
 
-import importlib.util
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,9 +27,8 @@ from choros.launch.plan.horovod_flags import check, read_config_file, unused, va
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
 from choros.launch.processes.control import running_jobs, text_of
-from choros.settings import ENGINES, VARIABLES
+from choros.settings import VARIABLES
 
-_FRAMEWORKS = {"JAX": "jax", "PyTorch": "torch", "TensorFlow": "tensorflow"}
 _NO_JOB = "start it with chorosrun, and run this command on the host of chorosrun, with the same TMPDIR"
 
 
@@ -41,13 +39,17 @@ _NO_JOB = "start it with chorosrun, and run this command on the host of chorosru
 )
 def chorosrun(command: tuple[str, ...], **given: Any) -> int:
     """Runs COMMAND as several processes that train one model together."""
-    if given["version"] or given["check_build"]:
+    if given["check_build"]:
+        from choros.doctor.cli import examine  # takes 30 ms; jobs do not need it
+
+        return examine(arguments_of(given))
+    if given["version"]:
         found: Mpirun | str
         try:
             found = detect_mpirun(given["mpirun"])
         except ChorosError as error:
             found = str(error)
-        click.echo((version_text if given["version"] else build_text)(found))
+        click.echo(version_text(found))
         return 0
     if not command:
         raise click.UsageError("no command given. Example: chorosrun -np 2 python train.py")
@@ -132,41 +134,13 @@ def version_text(mpirun: Mpirun | str) -> str:
     )
 
 
-def build_text(mpirun: Mpirun | str, installed: Callable[[str], bool] | None = None) -> str:
-    """Returns a list of frameworks and engines, with ``[X]`` for installed ones; ``mpirun`` may be an error message."""
-    found = installed or (lambda module: importlib.util.find_spec(module) is not None)
-    lines = [f"choros {_version('choros')}".rstrip() + ":", "", "Available frameworks:"]
-    lines += [_row(found(module), _label(name, module)) for name, module in _FRAMEWORKS.items()]
-    lines += ["", "Available interfaces:", _row(found("keras"), _label("Keras", "keras"))]
-    lines += ["", "Available engines:"]
-    for name, (note, module) in ENGINES.items():
-        available = (not module or found(module)) and (name != "mpi" or isinstance(mpirun, Mpirun))
-        lines.append(_row(available, f"{name} ({note})" if note else name))
-    lines += ["", "Available collectives on GPUs:", _row(found("nccl"), "nccl4py (NCCL)")]
-    lines += [_row(found("torch"), "torch.distributed (NCCL, RCCL)")]
-    lines += ["", f"Accelerators on this host: {count_accelerators()}"]
-    lines += ["mpirun: " + (mpirun if isinstance(mpirun, str) else f"{mpirun.version} ({mpirun.path})")]
-    return "\n".join(lines)
+def _version(distribution: str) -> str:
+    import importlib.metadata  # takes 10 ms; only one flag needs it
 
-
-def _row(available: bool, label: str) -> str:
-    return f"    [{'X' if available else ' '}] {label}"
-
-
-def _label(name: str, module: str) -> str:
-    return f"{name} {_version(module)}".rstrip()
-
-
-def _version(module: str) -> str:
-    """Returns the version of the distribution of ``module``: tensorflow's may be called tensorflow-cpu."""
-    import importlib.metadata  # takes 10 ms; only two flags need it
-
-    for distribution in (module, f"{module}-cpu"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:

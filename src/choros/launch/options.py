@@ -129,7 +129,7 @@ _REQUESTS = (
     Flag("Information", "-v --version", argument="version", value=SWITCH, default=False, horovod="",
         help="Print the versions of choros, mpi4py and mpirun."),
     Flag("Information", "-cb --check-build", argument="check_build", value=SWITCH, default=False, horovod="",
-        help="Print which frameworks and engines are installed."),
+        help="Say whether a job can run here, as choros doctor does: frameworks, engines, MPI, limits."),
 )  # fmt: skip
 
 #: The rows of all flags, and of those that horovodrun has.

@@ -1,7 +1,6 @@
 """The launcher of a job: checks hosts, plans its command, supervises it, cleans up; again: ``restarts.py``."""
 
 import os
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from choros import durations
 from choros.frameworks import keras_backend_of_ranks
 from choros.launch.driver.job_end import JobEnd
-from choros.launch.driver.output import Output
+from choros.launch.driver.output import Output, shown_if_slow
 from choros.launch.driver.restarts import HostWatch, launch_again
 from choros.launch.driver.supervisor import Supervisor
 from choros.launch.plan.command import Command, plan, rank_lines
@@ -148,13 +147,8 @@ def _check_hosts(job: Job, environ: Mapping[str, str], limits: Limits, output: O
 
     hosts = "host" if len(job.remote) == 1 else "hosts"
     message = f"chorosrun: checking {len(job.remote)} remote {hosts} …"
-    timer = threading.Timer(durations.SLOW_CHECK, lambda: output.show(message))
-    timer.daemon = True
-    timer.start()
-    try:
+    with shown_if_slow(message, durations.SLOW_CHECK, output.show):
         check_hosts(job.remote, job.ssh, limits.start)
-    finally:
-        timer.cancel()
 
 
 def _warn_of_overload(job: Job, environ: Mapping[str, str], output: Output) -> None:

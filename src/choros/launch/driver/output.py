@@ -2,8 +2,10 @@
 
 import os
 import select
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from choros.errors import ConfigError
@@ -34,6 +36,18 @@ def write_all(descriptor: int, data: bytes) -> None:
 def use_colour(environ: Mapping[str, str], terminal: bool) -> bool:
     """Returns whether to colour output to a ``terminal``: https://no-color.org."""
     return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+
+@contextmanager
+def shown_if_slow(message: str, seconds: float, show: Callable[[str], object]) -> Iterator[None]:
+    """Shows ``message`` if the block has not ended after ``seconds``."""
+    timer = threading.Timer(seconds, show, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 #: Descriptors, by rank and stream.

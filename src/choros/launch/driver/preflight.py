@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from choros import durations
 from choros.errors import HostUnreachable, LaunchError
@@ -24,12 +25,29 @@ _IDENTITY_LINES = 3
 
 #: The lines that identify a host that was asked.
 Identity = tuple[str, ...]
+Answer = TypeVar("Answer")
 
 
 def check_hosts(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> None:
     """Raises ``HostUnreachable`` with the names of the ``hosts`` that cannot be reached within ``seconds``."""
     if not hosts:
         return
+    check_client(hosts, ssh)
+    end = time.monotonic() + seconds
+    names = [host.name for host in hosts]
+    if not ssh.command:  # one missing host fails the job: do not wait for logins
+        _, unknown = ask_all(names, _resolve, min(durations.NAME, seconds))
+        if unknown:
+            raise unreachable(unknown, len(names), ssh)
+    left = max(1.0, end - time.monotonic())
+    answers, failures = log_in_all(names, ssh, left)
+    if failures:
+        raise unreachable(failures, len(names), ssh)
+    check_distinct(answers)
+
+
+def check_client(hosts: Sequence[Host], ssh: Ssh) -> None:
+    """Raises ``LaunchError`` if this machine lacks the program that logs in to ``hosts``."""
     program = ssh.argv()[0]
     if shutil.which(program) is None:
         what = (
@@ -41,26 +59,20 @@ def check_hosts(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> None:
             f"{what}, and {hosts[0].name} is a remote host. Install an ssh client, or give another program with "
             "--ssh-command."
         )
-    end = time.monotonic() + seconds
-    names = [host.name for host in hosts]
-    if not ssh.command:  # one missing host fails the job: do not wait for logins
-        _, unknown = _ask_all(names, _resolve, min(durations.NAME, seconds))
-        if unknown:
-            raise unreachable(unknown, len(names), ssh)
-    left = max(1.0, end - time.monotonic())
-    answers, failures = _ask_all(names, lambda name: _log_in(name, ssh, left), left)
-    if failures:
-        raise unreachable(failures, len(names), ssh)
-    _check_distinct(answers)
 
 
 def answering(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> tuple[Host, ...]:
     """Returns those of the ``hosts`` that accept the login within ``seconds``."""
-    answers, _ = _ask_all([host.name for host in hosts], lambda name: _log_in(name, ssh, seconds), seconds)
+    answers, _ = log_in_all([host.name for host in hosts], ssh, seconds)
     return tuple(host for host in hosts if host.name in answers)
 
 
-def _check_distinct(answers: Mapping[str, Identity]) -> None:
+def log_in_all(names: Sequence[str], ssh: Ssh, seconds: float) -> tuple[dict[str, Identity], dict[str, str]]:
+    """Returns the answers of the hosts that accept the login within ``seconds``, by name, and why others do not."""
+    return ask_all(names, lambda name: _log_in(name, ssh, seconds), seconds)
+
+
+def check_distinct(answers: Mapping[str, Identity]) -> None:
     """Raises ``HostUnreachable`` if two names are one machine: MPI's processes would overwrite each other's files."""
     own = subprocess.run(["sh", "-c", _IDENTITY], capture_output=True, text=True, check=False).stdout.splitlines()
     known = {tuple(own): "localhost"}
@@ -86,11 +98,11 @@ def unreachable(failures: dict[str, str], total: int, ssh: Ssh) -> HostUnreachab
     )
 
 
-def _ask_all(
-    names: Sequence[str], ask: Callable[[str], Identity], seconds: float
-) -> tuple[dict[str, Identity], dict[str, str]]:
+def ask_all(
+    names: Sequence[str], ask: Callable[[str], Answer], seconds: float
+) -> tuple[dict[str, Answer], dict[str, str]]:
     """Returns the answers of hosts, by name, and why others cannot be used: ``ask`` failed, or took ``seconds``."""
-    asked: dict[str, concurrent.futures.Future[Identity]] = {name: concurrent.futures.Future() for name in names}
+    asked: dict[str, concurrent.futures.Future[Answer]] = {name: concurrent.futures.Future() for name in names}
     slots = threading.BoundedSemaphore(_AT_ONCE)
 
     def answer(name: str) -> None:
@@ -135,12 +147,10 @@ def _has_address(name: str) -> bool:
 
 def _log_in(name: str, ssh: Ssh, seconds: float) -> Identity:
     """Runs a command on ``name``; raises an ``OSError`` if that is not possible."""
-    argv = ssh.argv()
-    if not ssh.command:
-        argv += ["-o", f"ConnectTimeout={max(1, int(min(10, seconds)))}"]
+    argv = [*login(ssh, seconds), name, _IDENTITY]
     try:
         answer = subprocess.run(
-            [*argv, name, _IDENTITY],
+            argv,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -151,5 +161,14 @@ def _log_in(name: str, ssh: Ssh, seconds: float) -> Identity:
         raise TimeoutError(f"no answer within {seconds:.0f} s") from error
     if answer.returncode == 0:
         return tuple(answer.stdout.splitlines())
-    lines = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
-    raise OSError(lines[-1] if lines else f"{argv[0]} failed with exit code {answer.returncode}")
+    raise OSError(last_line(answer.stderr) or f"{argv[0]} failed with exit code {answer.returncode}")
+
+
+def login(ssh: Ssh, seconds: float) -> list[str]:
+    """Returns the argv that logs in to a host, up to its name, and does not connect for longer than ``seconds``."""
+    return ssh.argv() + ([] if ssh.command else ["-o", f"ConnectTimeout={max(1, int(min(10, seconds)))}"])
+
+
+def last_line(text: str) -> str:
+    """Returns the last line of ``text`` that is not blank; nothing if all are."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")

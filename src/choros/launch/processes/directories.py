@@ -26,9 +26,9 @@ SESSION = "choros-session-"
 _MEMORY = "choros-job-"
 #: The prefix of a note of a daemon's directory, and the name of such a directory.
 _NOTE, _DAEMON = "daemon.", re.compile(r"prted\.\d+")
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
-#: Open MPI's segment of a rank.
-_SEGMENT = 16 << 20
+#: Where shared memory is, and the size of a rank's segment of Open MPI there.
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+SEGMENT = 16 << 20
 
 
 class Directory:
@@ -83,7 +83,7 @@ def shared_memory(environ: Mapping[str, str], ranks: int, roots: Sequence[Path] 
     """Returns this job's directory, with room for all ``ranks``' segments; ``None``: none, or the user set another."""
     if not environ.get(JOB) or VARIABLE in environ:
         return None
-    with_room = (root for root in roots or (_SHARED_MEMORY, temporary()) if _free(root) >= ranks * _SEGMENT)
+    with_room = (root for root in roots or (SHARED_MEMORY, temporary()) if _free(root) >= ranks * SEGMENT)
     directories = (Directory.acquire(root / (_MEMORY + environ[JOB])) for root in with_room)
     return next(filter(None, directories), None)
 
@@ -107,7 +107,7 @@ def job_directories(job: str) -> Iterator[Path]:
     """Creates a job's directories on this host before others can learn its name, and removes them, and those of daemons
     that were killed; yields that of mpirun's files. Fails if it has no room, or somebody has one of its name.
     """
-    memory, session = [root / (_MEMORY + job) for root in (_SHARED_MEMORY, temporary())], temporary() / (SESSION + job)
+    memory, session = [root / (_MEMORY + job) for root in (SHARED_MEMORY, temporary())], temporary() / (SESSION + job)
     held: list[Directory] = []
     try:
         for path in (*memory, session) if _free(temporary()) >= SESSION_BYTES else ():
@@ -146,7 +146,7 @@ def temporary() -> Path:
 
 def remove_stale(*roots: Path) -> None:
     """Removes the directories of jobs that were killed as a whole, by default from /dev/shm and the temporary one."""
-    for root in roots or (_SHARED_MEMORY, temporary()):
+    for root in roots or (SHARED_MEMORY, temporary()):
         for path in (*root.glob(_MEMORY + "*"), *root.glob(SESSION + "*")):
             with contextlib.suppress(OSError), _owned(path) as descriptor:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process may have locked it

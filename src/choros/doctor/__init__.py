@@ -1,0 +1,11 @@
+"""``choros doctor``: says whether a job can run here, and what mends what is broken. Loaded only by its command.
+
+::
+
+    gather ── MachineFacts ──► checks ── Finding ──┐
+                   ▲                               ├──► report ──► text or JSON, exit code
+    hosts ◄─ ssh ──┴── host    of other machines ──┤
+    allreduce                  a job of two ranks ─┘
+
+Facts are gathered without what they are about: each framework, and MPI, is imported in a process of its own.
+"""

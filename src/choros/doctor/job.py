@@ -1,0 +1,66 @@
+"""The job that the doctor tries: two ranks on this machine, or one on each host."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from choros import durations
+from choros.doctor.facts import OK, PROBLEM, Finding
+from choros.launch.driver.preflight import last_line
+from choros.launch.plan.arguments import FLAGS, Arguments
+from choros.launch.plan.hosts import Host
+from choros.settings import VARIABLES
+
+_RANK = (sys.executable, "-P", "-m", "choros.doctor.rank")
+#: Settings that make a job leave files, or fail as it is asked to.
+_LEFT_OUT = ("timeline", "autotune_log", "commit_dir", "chaos")
+_SSH = ("ssh_port", "ssh_identity_file", "ssh_command")
+
+
+def try_job(arguments: Arguments, hosts: Sequence[Host], environ: Mapping[str, str]) -> Finding:
+    """Runs an allreduce on two ranks of this machine, or on one of each of the ``hosts``, and says how it ended."""
+    flags, ranks = _flags(arguments, hosts), max(2, len(hosts))
+    names = ", ".join(host.name for host in hosts) or "this machine"
+    where = f"One rank on each of {names}" if len(hosts) > 1 else f"Two ranks on {names}"
+    limits = ("--timeout", f"{durations.DOCTOR_JOB:g}", "--start-timeout", f"{durations.DOCTOR_JOB:g}")
+    argv = [sys.executable, "-P", "-m", "choros.launch.cli", "-np", str(ranks), *flags, *limits, *_RANK]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=2 * durations.DOCTOR_JOB,
+            env=_environment(environ),
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    else:
+        if done.returncode == 0:
+            return Finding("allreduce", OK, f"{where} have averaged 1 MiB, in {time.monotonic() - began:.1f} s in all.")
+        said = [line for line in done.stderr.splitlines() if line.startswith("chorosrun: ")]
+        reason = last_line(said[-1] if said else done.stderr).removeprefix("chorosrun: ")
+    again = ["chorosrun", "--verbose", "-np", str(ranks), *flags, "python", *_RANK[1:]]
+    return Finding("allreduce", PROBLEM, f"{where} could not average 1 MiB: {reason}", f"see all: {' '.join(again)}")
+
+
+def _flags(arguments: Arguments, hosts: Sequence[Host]) -> list[str]:
+    """Returns the flags of chorosrun that say where the job runs, and by which mpirun."""
+    slots = 1 if len(hosts) > 1 else 2
+    flags = ["-H", ",".join(str(replace(host, slots=slots)) for host in hosts)] if hosts else []
+    for name in (*_SSH, "mpirun"):
+        value = getattr(arguments, name)
+        flags += [] if value is None else [FLAGS[name].spelled(), str(value)]
+    return flags
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    rows = [VARIABLES[name] for name in _LEFT_OUT]
+    left_out = {name for row in rows for name in (row.name, *(alias.name for alias in row.aliases))}
+    return {name: value for name, value in environ.items() if name not in left_out}
