@@ -23,6 +23,7 @@ Examples:
   choros doctor                       whether a job can run here, and how to mend what is broken
   choros stacks                       what the ranks of a running job do: the stacks of all their threads
   choros timeline run.json --summary  where the time of a recorded job went, and who waited for whom
+  choros forecast run.json --np 64 …  what this job would take on ranks that are not rented yet
 """
 
 
@@ -30,6 +31,7 @@ Examples:
 _MODULES = {
     "bench": "choros.bench.cli",
     "doctor": "choros.doctor.cli",
+    "forecast": "choros.forecast.cli",
     "stacks": "choros.launch.cli",
     "timeline": "choros.trace.cli",
 }

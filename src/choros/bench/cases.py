@@ -140,6 +140,18 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
+def parse_ranks(option: str, text: str) -> tuple[int, ...]:
+    """Parses numbers of ranks, with commas, or raises a ``ConfigError``.
+
+    >>> parse_ranks("--ranks", "2,4, 8")
+    (2, 4, 8)
+    """
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise ConfigError(f"{option} {text}: expected positive whole numbers between commas, such as 2 or 1,2,4,8.")
+    return tuple(dict.fromkeys(map(int, numbers)))
+
+
 def _parse(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match[2].lower() or "b") if match else None

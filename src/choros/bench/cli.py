@@ -13,14 +13,13 @@ from choros.bench import allreduce as sums
 from choros.bench import overhead as costs
 from choros.bench import startup
 from choros.bench import train as training
-from choros.bench.cases import BATCHES, parse_sizes
+from choros.bench.cases import BATCHES, parse_ranks, parse_sizes
 from choros.bench.contender import CHOROS, check_names, chosen
 from choros.bench.figures import format_ranks
 from choros.bench.plot import plot_rows, plot_sizes
 from choros.bench.report import rows_of
 from choros.bench.run import Effort
 from choros.bench.session import ENOUGH_ROUNDS, BenchSession
-from choros.errors import ConfigError
 
 _SIZES = ("4KiB", "256KiB", "4MiB", "16MiB", "64MiB")
 _SIZES_HELP = "Sizes of the array. 1MiB..256MiB: all sizes between these two, in steps of a factor of four."
@@ -99,7 +98,7 @@ def allreduce(sizes: str, dtype: str, ranks: str, session: BenchSession) -> int:
       choros bench allreduce --ranks 1,2,4,8 --sizes 1MiB..256MiB --only memcpy --plot scaling.png
     """
     effort = Effort(session.rounds, session.burst, many_runs=True)
-    wanted, numbers = parse_sizes(sizes), _parse_ranks(ranks)
+    wanted, numbers = parse_sizes(sizes), parse_ranks("--ranks", ranks)
     check_names(session.only, [each.name for each in sums.CONTENDERS])
     contenders = chosen(sums.CONTENDERS, session.only)
     with session:
@@ -213,10 +212,3 @@ def start(ranks: int, session: BenchSession) -> int:
 
 def _installed() -> list[str]:
     return [name for name in training.CONTENDERS if importlib.util.find_spec(name) is not None]
-
-
-def _parse_ranks(text: str) -> tuple[int, ...]:
-    numbers = [part.strip() for part in text.split(",")]
-    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        raise ConfigError(f"--ranks {text}: expected positive whole numbers between commas, such as 2 or 1,2,4,8.")
-    return tuple(dict.fromkeys(map(int, numbers)))

@@ -37,7 +37,7 @@ def scaling_title(ranks: Sequence[int], cores: int) -> str:
 
 def plot_sizes(rows: Sequence[ReportRow], path: Path, cores: int) -> None:
     """Plots time against bytes: for one number of ranks all contenders, for several choros and the fitted models."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     numbers = sorted({row.ranks for row in rows})
     if len(numbers) == 1:
         for peer in dict.fromkeys(row.peer for row in rows):
@@ -64,7 +64,7 @@ def plot_sizes(rows: Sequence[ReportRow], path: Path, cores: int) -> None:
 
 def plot_rows(sections: Sequence[tuple[str, Sequence[ReportRow]]], path: Path, title: str) -> None:
     """Plots a bar for each contender's best round and a mark for its median, in one group per section."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     labels: list[str] = []
     for label, rows in sections:
         positions = range(len(labels), len(labels) + len(rows))
@@ -89,7 +89,8 @@ def _series(rows: Sequence[ReportRow], peer: str) -> list[tuple[int, list[int], 
     return series
 
 
-def _figure() -> tuple[Any, Any]:
+def new_figure() -> tuple[Any, Any]:
+    """Returns a figure and its axes."""
     from matplotlib.figure import Figure  # not pyplot, which may need a display
 
     figure = Figure(figsize=(9, 6), layout="constrained")

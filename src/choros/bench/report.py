@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from choros.bench.cases import TrainCase
 from choros.bench.contender import CHOROS
@@ -16,6 +16,7 @@ from choros.bench.run import RunResult
 from choros.durable import unfinished
 from choros.errors import ConfigError
 
+T = TypeVar("T")
 _MEASURED = ("best", "median", "CPU")
 _RATIOS = ("best÷", "median÷", "CPU÷")
 
@@ -53,9 +54,9 @@ def rows_of(
     return rows
 
 
-def grouped(rows: Iterable[ReportRow], label: Callable[[ReportRow], str]) -> list[tuple[str, list[ReportRow]]]:
+def grouped(rows: Iterable[T], label: Callable[[T], str]) -> list[tuple[str, list[T]]]:
     """Returns the rows under their labels: the sections of a table."""
-    sections: dict[str, list[ReportRow]] = {}
+    sections: dict[str, list[T]] = {}
     for row in rows:
         sections.setdefault(label(row), []).append(row)
     return list(sections.items())

@@ -8,6 +8,7 @@ from choros.errors import ConfigError
 from choros.observe.timeline import parts_directory
 from choros.trace.files import merge_parts, read_trace
 from choros.trace.summary import summarize, summary_text
+from choros.trace.trace import Trace
 
 _HELP = """\
 Reads the timeline FILE of a job: what each rank did when.
@@ -49,17 +50,7 @@ If the job was killed before it could merge the ranks' parts (FILE.parts), this 
 )
 def timeline(file: Path, summary: bool, top: int) -> int:  # fmt: skip
     """See ``_HELP``."""
-    try:
-        if not summary:
-            merge_parts(file)
-        trace = read_trace(file)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{file}: there is no such timeline, and no parts of one in {parts_directory(file)}. Record one with "
-            f"chorosrun --timeline-filename {file}."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: {error}") from error
+    trace = trace_of(file, merge=not summary)
     if summary:
         click.echo(summary_text(summarize(trace), top), nl=False)
     else:
@@ -67,3 +58,18 @@ def timeline(file: Path, summary: bool, top: int) -> int:  # fmt: skip
         click.echo(f"{file}: {ranks}, {len(trace.calls)} calls of collectives.")
         click.echo("Open it in https://ui.perfetto.dev, or add --summary.")
     return 0
+
+
+def trace_of(file: Path, *, merge: bool = False) -> Trace:
+    """Returns the trace in ``file``, after merging its parts to it on request; a ``ConfigError`` if there is none."""
+    try:
+        if merge:
+            merge_parts(file)
+        return read_trace(file)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file}: there is no such timeline, and no parts of one in {parts_directory(file)}. Record one with "
+            f"chorosrun --timeline-filename {file}."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}") from error

@@ -1,0 +1,120 @@
+"""The seconds of an exchange, after what choros and Open MPI do: ``comm/algorithms/window.py``, ``comm/fusion.py``.
+
+::
+
+    chunk of 4 MiB   ranks of a host: sum a slice each in shared memory ── owners of a slice: allreduce ── copy it back
+    between hosts    below 8 KiB: recursive doubling; else Rabenseifner's halving and doubling, by Open MPI's own table
+    int8             every rank sends a slice to every other, twice, also within a host: nothing is summed on the way
+
+The costs of the algorithms are those of Thakur, Rabenseifner and Gropp (2005), "Optimization of collective
+communication operations in MPICH", with α + n β for each message.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from choros.comm.primitives import CHUNK_BYTES
+from choros.forecast.links import Link
+
+#: Below this, Open MPI doubles recursively; from the other on, choros sums in shared memory.
+_SMALL_BYTES, _WINDOW_BYTES = 8 << 10, 16 << 10
+#: What a rank needs to send one message more, besides its latency: LogP's overhead.
+_OVERHEAD_S = 2e-6
+#: int8 sends a scale of 4 bytes for each 256 numbers.
+_INT8 = (1 + 4 / 256) / 4
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Hosts of ``per_host`` ranks each: the link ``between`` two hosts, that all ranks of a host share, and the memory
+    ``within`` one.
+    """
+
+    between: Link
+    within: Link
+    per_host: int = 1
+
+    def hosts(self, ranks: int) -> int:
+        """The number of hosts.
+
+        >>> Machines(Link("", 0, 1), Link("", 0, 1), per_host=8).hosts(20)
+        3
+        """
+        return -(-ranks // self.per_host)
+
+    def local(self, ranks: int) -> int:
+        """The ranks of a full host."""
+        return min(ranks, self.per_host)
+
+
+def control_s(ranks: int, machines: Machines) -> float:
+    """The seconds of a control message: every rank sends 16 bytes to every other."""
+    if ranks == 1:
+        return 0.0
+    link = machines.between if machines.hosts(ranks) > 1 else machines.within
+    return link.message(16) + (ranks - 1) * _OVERHEAD_S
+
+
+def allreduce_s(ranks: int, nbytes: float, machines: Machines) -> float:
+    """The seconds in which ``nbytes`` of each rank are summed, in chunks; without what memory takes (``memory_s``)."""
+    return sum(_chunk_s(ranks, chunk, machines) for chunk in _chunks(nbytes)) if ranks > 1 else 0.0
+
+
+def _chunks(nbytes: float) -> Iterator[float]:
+    for start in range(0, math.ceil(nbytes), CHUNK_BYTES):
+        yield min(CHUNK_BYTES, nbytes - start)
+
+
+def _chunk_s(ranks: int, nbytes: float, machines: Machines) -> float:
+    hosts, local = machines.hosts(ranks), machines.local(ranks)
+    if local == 1 or (nbytes < _WINDOW_BYTES and hosts > 1):
+        return messages_s(ranks, nbytes, machines.between)
+    barriers = 2 * math.ceil(math.log2(local)) * machines.within.latency_s
+    shared = replace(machines.between, bytes_per_s=machines.between.bytes_per_s / local)
+    return barriers + messages_s(hosts, nbytes / local, shared)
+
+
+def messages_s(members: int, nbytes: float, link: Link) -> float:
+    """The seconds of MPI's allreduce of ``nbytes``, by messages between all ``members``.
+
+    >>> link = Link("", latency_s=1.0, bytes_per_s=1.0)
+    >>> messages_s(4, 1000, link)  # 2 messages of 1000 bytes, one after the other
+    2002.0
+    >>> messages_s(4, 40_000, link)  # of 20,000 and 10,000 bytes, and these back
+    60004.0
+    """
+    doublings = members.bit_length() - 1
+    odd = members != 1 << doublings  # ranks beyond a power of two give what they have to others, and get the sum
+    if nbytes < _SMALL_BYTES:
+        return (doublings + 2 * odd) * link.message(nbytes)
+    halves = sum(link.message(nbytes / 2**step) for step in range(1, doublings + 1))
+    return 2 * halves + (2 * link.message(nbytes / 2) + link.message(nbytes) if odd else 0.0)
+
+
+def slices_s(ranks: int, nbytes: float, machines: Machines) -> float:
+    """The seconds in which int8's slices reach their owners, and sums all ranks; ``nbytes`` before compression."""
+    local = machines.local(ranks)
+    peers, each = ranks - local, nbytes * _INT8 / ranks
+    link = machines.between
+    shared = replace(link, bytes_per_s=link.bytes_per_s / local)
+    return 2 * peers * shared.message(each)
+
+
+def factors_nbytes(nbytes: float, arrays: int, rank: int) -> float:
+    """The bytes of PowerSGD's factors: half of the arrays count as equal square matrices, the others as vectors.
+
+    >>> factors_nbytes(4 * 1000 * 1000, arrays=2, rank=4)
+    32000.0
+    """
+    matrices = max(1, arrays // 2)
+    side = math.sqrt(nbytes / 4 / matrices)
+    return min(nbytes, 4 * 2 * side * rank * matrices)
+
+
+def memory_s(ranks: int, nbytes: float, moves: float, machines: Machines) -> float:
+    """The seconds in which a rank moves its bytes through memory: ``moves`` times to pack and unpack them, and for its
+    part of the sum within its host.
+    """
+    local = machines.local(ranks)
+    return (moves + 2 * (local - 1) / local) * nbytes / machines.within.bytes_per_s
