@@ -123,5 +123,12 @@ def _where(name: str) -> str:
     return f". It is in {', '.join(having)}" if having else ""
 
 
+def load_ipython_extension(shell: object) -> None:
+    """Called by ``%load_ext choros`` in a notebook, which then has the cell magic ``%%choros``."""
+    from importlib import import_module
+
+    import_module("choros.notebook").load(shell)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

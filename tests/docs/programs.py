@@ -124,6 +124,7 @@ NOT_RUN = {
     "elastic.md": "parts of scripts; tests/elastic runs such scripts, and kills their ranks",
     "distribute.md#Parameter servers": "needs roles; test_a_cluster_in_one_process runs what is one process",
     "chorosrun.md": "starts a job of its own: test_functions_in_a_job",
+    "notebooks.md": "functions of cells; tests/notebooks runs such cells in a kernel",
     "jax.md": "tests/jax_face runs its programs and fragments",
 }
 

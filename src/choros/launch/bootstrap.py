@@ -10,25 +10,43 @@ No process listens on a port, and neither disk nor a command line holds the data
 because they come from processes that this process has started.
 """
 
+import linecache
 import os
 import pickle
 import sys
-from collections.abc import Callable
-from types import TracebackType
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType, TracebackType
 from typing import Any
 
 import cloudpickle
 
+from choros.errors import ConfigError
 from choros.launch.protocol.wrapper_options import RESULT_FD
 from choros.topology import detect
 
 
 def unpack(body: bytes) -> Callable[[], Any]:
-    """Returns the call in ``body`` and sets this process's module path to that of the process that packed it."""
-    path, call = pickle.loads(body)  # noqa: S301  (from the process that started this one)
+    """Returns the call in ``body``, with the module path and the sources of cells of the process that packed it."""
+    path, cells, call = pickle.loads(body)  # noqa: S301  (from the process that started this one)
     sys.path[:] = path
+    linecache.cache.update(cells)
     unpacked: Callable[[], Any] = pickle.loads(call)  # noqa: S301
     return unpacked
+
+
+def execute(source: str, file: str, values: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any] | None:
+    """Runs a notebook's cell as the main module; returns rank 0's values of its variables ``results``."""
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    variables = vars(module)
+    variables.update(values)
+    exec(compile(source, file, "exec", dont_inherit=True), variables)  # noqa: S102  (the user's own code)
+    if detect(os.environ).rank != 0:
+        return None
+    missing = [name for name in results if name not in variables]
+    if missing:
+        raise ConfigError(f"--result {','.join(results)}: on rank 0 the cell has not set {', '.join(missing)}: set it.")
+    return {name: variables[name] for name in results}
 
 
 def read_framed(descriptor: int) -> bytes:
@@ -82,17 +100,18 @@ def _send(result: Any) -> None:
     os.close(descriptor)
 
 
-def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:
+def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
     """Returns the part of a traceback that begins in the user's function."""
     here = os.path.dirname(__file__)
-    part = traceback
+    part = trace
     while part is not None and part.tb_frame.f_code.co_filename.startswith(here + os.sep):
         part = part.tb_next
-    return part or traceback
+    return part or trace
 
 
 def main() -> None:
     """Runs the call that arrives on standard input."""
+    sys.excepthook = traceback.print_exception  # which finds the lines of cells; Python's own reads files
     try:
         result = unpack(_receive())()
     except Exception as error:  # noqa: BLE001  (the hook shows it)

@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import linecache
 import os
 import pickle
 import re
@@ -9,9 +10,10 @@ import signal
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from types import CodeType
 from typing import Any, TextIO, TypeVar
 
 import cloudpickle
@@ -107,13 +109,20 @@ def _run(
         given["output_dir"] = output_filename
     given["env"] = {**variables(horovods), **(given.get("env") or {})}
     arguments = Arguments(in_python=True, **{name: value for name, value in given.items() if value is not None})
+    sentences = [f"choros.run: {sentence}" for sentence in unused(horovods, in_python=True)]
+    return run_call(partial(func, *args, **(kwargs or {})), arguments, sentences, executable)
+
+
+def run_call(
+    call: Callable[[], Any], arguments: Arguments, sentences: Iterable[str] = (), executable: str | None = None
+) -> list[Any]:
+    """Runs ``call`` on every rank of a new job, after showing ``sentences``; see ``run``."""
     command, options = (executable or sys.executable, *_BOOTSTRAP), WrapperOptions(stdin=True, result=True)
     job = arguments.job(command, os.environ, own_names, count_accelerators, options, discover=run_script)
-    limits = arguments.limits(os.environ)
+    limits, payload, mpirun = arguments.limits(os.environ), pack(call), detect_mpirun(arguments.mpirun)
     output = output_of(job, arguments, os.environ, _writer(sys.stdout), _writer(sys.stderr), colour=False)
-    for sentence in unused(horovods, in_python=True):
-        output.show(f"choros.run: {sentence}")
-    payload, mpirun = pack(partial(func, *args, **(kwargs or {}))), detect_mpirun(arguments.mpirun)
+    for sentence in sentences:
+        output.show(sentence)
     job_end = launch(job, mpirun, os.environ, output, limits, payload=payload, verbose=arguments.verbose)
     _raise_failure(job_end, limits)
     finished = [rank for rank, end in sorted(job_end.exits.items()) if end.code == 0]
@@ -200,13 +209,29 @@ def _writer(stream: TextIO) -> Callable[[bytes], None]:
 
 def pack(call: Callable[[], Any]) -> bytes:
     """Returns ``call`` as bytes, with this process's module path, after a line with the number of bytes.
+    The lines of code that is in no file, a notebook's cells, go with it, for tracebacks and for AutoGraph.
 
     >>> from functools import partial
     >>> pack(partial(max, 1, 2)).partition(b"\\n")[0].isdigit()
     True
     """
-    body = pickle.dumps((list(sys.path), cloudpickle.dumps(call)))
+    cells = {name: entry for name, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None}
+    pickled = io.BytesIO()
+    _CallPickler(pickled).dump(call)
+    body = pickle.dumps((list(sys.path), cells, pickled.getvalue()))
     return b"%d\n%s" % (len(body), body)
+
+
+def _with_file(code: tuple[Any, ...], file: str) -> CodeType:
+    return CodeType(*code).replace(co_filename=file)
+
+
+class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles code with the name of its file, which cloudpickle leaves out."""
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
+        {CodeType: lambda code: (_with_file, (cloudpickle.Pickler.dispatch_table[CodeType](code)[1], code.co_filename))}
+    )
 
 
 def _raise_failure(job_end: JobEnd, limits: Limits) -> None:

@@ -1,0 +1,140 @@
+"""The cell magic ``%%choros``: runs a notebook's cell on several ranks, by the machinery of ``choros.run``.
+
+::
+
+    %%choros -np 2 --give rate --result loss
+    the cell, rate ──► each rank: bootstrap.execute ── what it prints ──► the cell's output
+                                       └── rank 0's loss ──► a variable of the notebook
+"""
+
+import linecache
+import shlex
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from choros.errors import ChorosError, ConfigError, LaunchError
+from choros.frameworks import installed
+from choros.launch.bootstrap import execute
+from choros.launch.cli import arguments_of
+from choros.launch.options import PARAMETERS
+from choros.launch.plan.horovod_flags import check, read_config_file, unused, with_config
+from choros.launch.run import run_call
+from choros.observe import events
+from choros.observe.events import Event, Kind
+
+#: Those of chorosrun's parameters that a cell cannot have: it is the command, and is run.
+_OTHERS = ("command", "dry_run", "version", "check_build")
+
+
+def _names(_context: click.Context, parameter: click.Parameter, text: str) -> list[str]:
+    names = [name for part in text.split(",") if (name := part.strip())]
+    for name in names:
+        if not name.isidentifier():
+            raise ConfigError(f"--{parameter.name} {text}: {name!r} is no name. Give names, with commas: a,b.")
+    return names
+
+
+_COMMAND = click.Command(
+    "%%choros",
+    params=[
+        click.Option(["--give"], default="", metavar="NAME,...", callback=_names, help="Variables for the ranks."),
+        click.Option(["--result"], default="", metavar="NAME,...", callback=_names, help="Variables of rank 0 to get."),
+        *(each for each in PARAMETERS if each.name not in _OTHERS),
+    ],
+    callback=lambda **given: given,
+    help="Runs the cell on several ranks. Its flags are chorosrun's, and two of its own.",
+    context_settings={"default_map": {"grace_period": 5.0}, "max_content_width": 110},  # who stops a cell waits for it
+)
+
+
+def load(shell: Any) -> None:
+    """Registers ``%%choros`` with ``shell``, IPython's."""
+
+    def choros(line: str, cell: str = "") -> None:
+        """Runs the cell on several ranks: %%choros -np 2 --give NAME,... --result NAME,...; %choros --help."""
+        try:
+            given = _COMMAND.main(shlex.split(line), prog_name="%%choros", standalone_mode=False)
+            if given:  # not after --help
+                run_cell(shell, cell, **given)
+        except click.UsageError as error:
+            problem = ConfigError(f"%%choros: {error.format_message()} %choros --help lists the flags.")
+            raise _brief(problem) from None
+        except ChorosError as error:
+            raise _brief(error) from None
+
+    shell.register_magic_function(choros, "line_cell", "choros")
+
+
+def _brief(error: ChorosError) -> ChorosError:
+    """Lets IPython show the text of ``error``, which has a rank's traceback, instead of where it was raised here."""
+    error._render_traceback_ = lambda: str(error).splitlines()  # type: ignore[attr-defined]
+    return error
+
+
+def run_cell(shell: Any, cell: str, give: Sequence[str], result: Sequence[str], **flags: Any) -> None:
+    """Runs ``cell`` on the ranks of a new job; ``give`` and ``result`` name variables, ``flags`` are chorosrun's."""
+    if flags["config_file"] is not None:
+        flags = with_config(flags, read_config_file(Path(flags["config_file"])))
+    check(flags, lambda: "torch" in installed())
+    arguments = arguments_of(flags)
+    if arguments.ps:
+        raise ConfigError(
+            f"--ps {arguments.ps}: expected a job without parameter servers. Write the script to a file, with "
+            "%%writefile train.py, and start it: !chorosrun --ps 1 -np 2 python train.py"
+        )
+    variables = shell.user_ns
+    missing = [name for name in give if name not in variables]
+    if missing:
+        raise ConfigError(f"--give {','.join(give)}: the notebook has no variable {', '.join(missing)}: set it first.")
+    file, source = "<cell>", f"\n{cell}"  # its first line is that of the magic
+    compile(source, file, "exec", dont_inherit=True)  # a SyntaxError here, not on each rank
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    call = partial(execute, source, file, {name: variables[name] for name in give}, result)
+    with _progress(shell):
+        got = run_call(call, arguments, (f"%%choros: {sentence}" for sentence in unused(flags)))
+    values = next((each for each in got if each is not None), None)
+    if values is None:
+        raise LaunchError("rank 0 was lost before the cell had ended on it, and the variables of --result with it.")
+    variables.update(values)
+
+
+@contextmanager
+def _progress(shell: Any) -> Iterator[None]:
+    """Shows above the output how many ranks run, and for how long; not in a terminal, which cannot change a line."""
+    if not hasattr(shell, "kernel"):
+        yield
+        return
+    from IPython.display import display
+
+    running: set[int] = set()
+    began, ended = time.monotonic(), threading.Event()
+
+    def text() -> dict[str, str]:
+        number = f"{len(running)} rank{'s' * (len(running) != 1)}"
+        what = "ended after" if ended.is_set() else f"{number} running:" if running else "starting:"
+        return {"text/plain": f"%%choros: {what} {time.monotonic() - began:.0f} s"}
+
+    def note(event: Event) -> None:
+        (running.add if event.kind is Kind.RANK_STARTED else running.discard)(event.rank)
+
+    def tick() -> None:
+        while not ended.wait(1):
+            shown.update(text(), raw=True)
+
+    shown, clock = display(text(), raw=True, display_id=True), threading.Thread(target=tick, daemon=True)
+    stop_listening = events.listen(note, {Kind.RANK_STARTED, Kind.RANK_ENDED})
+    clock.start()
+    try:
+        yield
+    finally:
+        stop_listening()
+        ended.set()
+        clock.join()
+        shown.update(text(), raw=True)
