@@ -189,6 +189,8 @@ class Config:
         aliases=(Alias("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),),
         flag="--stall-check-shutdown-time-seconds --stall-shutdown", group="Waiting", metavar="SECONDS",
         key="stall_check.shutdown_time_seconds")
+    verdict: bool = _switch("CHOROS_VERDICT", "1",
+        "whether a job says at its end where the time of its steps went, and what would help.", page="verdict.md")
     merge_output: bool = _switch("CHOROS_MERGE_OUTPUT", "1",
         "whether chorosrun shows equal lines that several ranks write on standard error within a moment as one line.")
     compare_every: int = _number("CHOROS_COMPARE_EVERY", "100", "steps",

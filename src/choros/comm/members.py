@@ -130,7 +130,8 @@ class Members(Primitives):
         self._queue.abandon_plan()
         before, too_few = self.launched, None
         try:
-            self._recover()
+            with page.counted_as("recovered"):
+                self._recover()
         except PeerLostError as raised:
             if self.launched == before:
                 raise
@@ -223,7 +224,7 @@ class Members(Primitives):
         else:
             note_match()
         self.collectives += 1
-        page.begin_collective(request.label, self.size)
+        page.begin_collective(request.label, self.size, hidden=self._queue.in_background)
         return gathered
 
     def _observe(self, request: Request) -> Callable[[], None]:

@@ -33,7 +33,9 @@ from choros.observe.events import Event, Kind
 from choros.observe.progress import page, read_page
 from choros.observe.stacks import state_of, take_stacks
 from choros.observe.stragglers import RankProgress, Stragglers
+from choros.observe.verdict import last_lines
 from choros.observe.waits import Wait, Waits, ranks_text
+from choros.settings import current
 from choros.transport.address import Location, this_host
 
 if TYPE_CHECKING:
@@ -138,6 +140,7 @@ class StragglerWatch:
         self._rank = rank
         self._stragglers = Stragglers(size, ranks_text)
         self._read: list[bytes | None] = [None] * size
+        self._began = time.time()
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="choros: stragglers", daemon=True).start()
 
@@ -149,13 +152,17 @@ class StragglerWatch:
         answer_of(lambda: self._send("last steps"))
         if self._rank == 0:
             answer_of(lambda: self._store.wait(self._keys("last steps"), timedelta(seconds=durations.STRAGGLERS_END)))
-            self._log_sentence(self._compare("last steps") or self._stragglers.of_job())
+            last = self._compare("last steps")
+            lines = last_lines(self._stragglers, self._began, time.time(), verdict=current().verdict)
+            for line in lines or [last and f"{last}."]:
+                self._log_line(line)
 
     def _watch(self) -> None:
         while not self._ended.wait(durations.STRAGGLERS):
             answer_of(lambda: self._send("steps"))
             if self._rank == 0:
-                self._log_sentence(self._compare("steps"))
+                sentence = self._compare("steps")
+                self._log_line(sentence and f"{sentence}.")
 
     def _keys(self, name: str) -> list[str]:
         return [f"{name} {rank}" for rank in range(len(self._read))]
@@ -174,9 +181,9 @@ class StragglerWatch:
         self._read = values
         return "".join(sentences)
 
-    def _log_sentence(self, sentence: str) -> None:
-        if sentence:
-            _log.warning("%s.", sentence)
+    def _log_line(self, line: str) -> None:
+        if line:
+            _log.warning("%s", line)
 
 
 def answer_of(ask: Callable[[], T]) -> T | None:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from choros import durations
 from choros.comm.request import JOINED, SHUTDOWN, Request, called_at, caller
 from choros.errors import ConfigError
+from choros.observe.progress import page
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,7 +53,7 @@ class Work(Generic[T]):
         """Returns the collective's result or raises its error; after a ``TimeoutError`` the collective continues."""
         if self._future.done():
             return self._future.result()
-        with self._blocking():
+        with self._blocking(), page.exchange():
             return self._future.result(timeout)
 
     def done(self) -> bool:
@@ -264,6 +265,11 @@ class WorkQueue:
             self._executor.shutdown(wait=True)
             self._executor = None
 
+    @property
+    def in_background(self) -> bool:
+        """Whether the calling thread is the queue's."""
+        return threading.get_ident() == self._worker
+
     # ── turns ────────────────────────────────────────────────────────────────────────────────────
 
     def take_turn(
@@ -280,7 +286,7 @@ class WorkQueue:
         section = self.section
         if section.has_turn:
             return exchange(request, header)
-        if self._running is not None and threading.get_ident() == self._worker:
+        if self._running is not None and self.in_background:
             name = self._running
         elif name and (self._names or self._askers):
             with section.mutex:
@@ -300,7 +306,7 @@ class WorkQueue:
                         name = self.plan.popleft()
                         gathered = exchange(request, header)
                         break
-                    if threading.get_ident() != self._worker or not self._run_planned():
+                    if not self.in_background or not self._run_planned():
                         section.give_up(version)
                 elif self._planning:
                     section.give_up(version)

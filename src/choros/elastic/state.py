@@ -14,6 +14,7 @@ from choros.elastic import job
 from choros.elastic.job import HostUpdate
 from choros.elastic.preemption import end_job, job_ends, leave_if_asked
 from choros.errors import HostsUpdatedInterrupt
+from choros.observe.progress import page
 from choros.parallel.objects import broadcast_object, object_of_first
 
 _PICKLED = "pickled state"
@@ -74,7 +75,8 @@ class State:
         Raises:
             HostsUpdatedInterrupt: see ``check_host_updates``.
         """
-        self._commit()
+        with page.counted_as("committed"):
+            self._commit()
         leave_if_asked()
         self.check_host_updates()
 

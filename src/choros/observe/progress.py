@@ -8,10 +8,14 @@
 Writing takes a microsecond, and wakes no one. Without a wrapper, the page is this process's own memory.
 """
 
+import contextlib
 import mmap
 import os
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import final
 
 from choros.observe.stragglers import RankProgress
@@ -19,9 +23,10 @@ from choros.observe.stragglers import RankProgress
 #: The variable with the file descriptor of the page.
 PROGRESS_FD = "CHOROS_PROGRESS_FD"
 PAGE_BYTES = 512
-#: steps, prompt steps; seconds in steps, of these waiting, loading. Then of the last collective: the time, the length
+#: The numbers of a ``RankProgress`` from ``steps`` to ``began``. Then of the last collective: the time, the length
 #: of its text, the number of ranks, and whether its data move.
-_COUNTS = struct.Struct("<QQddd")
+_COUNTS = struct.Struct("<QQ11d")
+_SECONDS = [each.name for each in fields(RankProgress) if each.type is float and each.name != "ago"]
 _LAST = struct.Struct("<dHI?")
 _TEXT = _COUNTS.size + _LAST.size
 _MOVES = _TEXT - 1
@@ -43,42 +48,95 @@ class Page:
 
     def __init__(self, memory: bytearray | mmap.mmap) -> None:
         self.memory = memory
-        #: The seconds that this rank has waited for others since its last step.
-        self.waited = 0.0
-        self._loaded = 0.0
+        #: The seconds that this rank has spent since its last step.
+        self.waited = self.loaded = self.exchanged = self.committed = self.recovered = self.paused = 0.0
         self._step_began = 0.0
         self._left = 0.0
+        self._began_exchange: float | None = None
+        self._pause: contextlib.ExitStack | None = None
 
     @property
     def job_is_to_end(self) -> bool:
         """Whether chorosrun has asked all ranks to end, and not someone this one alone."""
         return bool(self.memory[_END])
 
-    def begin_collective(self, text: bytes, ranks: int) -> None:
-        """Notes that all of a number of ranks have called a collective."""
+    def begin_collective(self, text: bytes, ranks: int, *, hidden: bool = False) -> None:
+        """Notes that all of a number of ranks have called a collective, maybe ``hidden`` behind what computes."""
         text = text[: _END - _TEXT]
         self.memory[_TEXT : _TEXT + len(text)] = text
         _LAST.pack_into(self.memory, _COUNTS.size, time.time(), len(text), ranks, True)
+        self._began_exchange = None if hidden else self._now()
 
     def end_collective(self) -> None:
         """Notes that its data have moved."""
         self.memory[_MOVES] = 0
+        if self._began_exchange is not None:
+            self.exchanged += max(0.0, self._now() - self._began_exchange)
+            self._began_exchange = None
 
-    def note_step(self) -> None:
-        """Notes that all ranks have come to reduce the gradients of a step."""
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """A context that waits for a collective of another thread."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self.exchanged += max(0.0, self._now() - began)
+
+    def _now(self) -> float:
+        """A clock that stands still while this rank waits for others."""
+        return time.perf_counter() - self.waited
+
+    @contextmanager
+    def counted_as(self, name: str) -> Iterator[None]:
+        """A context whose seconds are all ``committed``, ``recovered`` or ``paused``."""
+        began, kept = time.perf_counter(), self._spent()
+        try:
+            yield
+        finally:
+            self.loaded, self.exchanged, self.committed, self.recovered, self.waited = kept
+            setattr(self, name, getattr(self, name) + time.perf_counter() - began)
+
+    def begin_pause(self) -> None:
+        """Notes that an epoch has ended."""
+        if self._pause is None:
+            self._pause = contextlib.ExitStack()
+            self._pause.enter_context(self.counted_as("paused"))
+
+    def end_pause(self) -> None:
+        """Notes that the next epoch begins."""
+        if self._pause is not None:
+            self._pause.close()
+            self._pause = None
+            self._left = time.perf_counter()
+
+    def _spent(self) -> tuple[float, ...]:
+        return self.loaded, self.exchanged, self.committed, self.recovered, self.waited
+
+    def note_step(self, examples: int = 0) -> None:
+        """Notes that all ranks have come to reduce the gradients of a step, this one with so many examples."""
         now = time.perf_counter()
+        steps, prompt_steps, *counts, began = _COUNTS.unpack_from(self.memory)
         if self._step_began:  # before the first step, ranks start, compile and load
-            own = now - self._step_began
-            steps, prompt_steps, seconds, waiting, loading = _COUNTS.unpack_from(self.memory)
-            prompt_steps += self.waited < _PROMPT * own
-            waiting, loading = waiting + min(self.waited, own), loading + min(self._loaded, own)
-            _COUNTS.pack_into(self.memory, 0, steps + 1, prompt_steps, seconds + own, waiting, loading)
-        self._step_began, self.waited, self._loaded = now, 0.0, 0.0
+            own = left = max(0.0, now - self._step_began - self.paused)
+            spent = []
+            for each in self._spent():
+                spent.append(min(max(0.0, each), left))
+                left -= spent[-1]
+            *spent, waited = spent
+            new = (own, waited, *spent, self.paused, examples, examples * examples, examples * left)
+            counts = [count + each for count, each in zip(counts, new, strict=True)]
+            steps, prompt_steps = steps + 1, prompt_steps + (waited < _PROMPT * own)
+        _COUNTS.pack_into(self.memory, 0, steps, prompt_steps, *counts, began or time.time())
+        self._step_began = now
+        if self._began_exchange is not None:
+            self._began_exchange += self.waited
+        self.waited = self.loaded = self.exchanged = self.committed = self.recovered = self.paused = 0.0
 
     def enter_train_step(self) -> None:
         """Notes the begin of a training step on a batch that was loaded since the end of the last one."""
         if self._left:
-            self._loaded += time.perf_counter() - self._left
+            self.loaded += time.perf_counter() - self._left
 
     def leave_train_step(self) -> None:
         """Notes its end."""
@@ -87,10 +145,11 @@ class Page:
 
 def read_page(memory: bytes | bytearray | mmap.mmap, rank: int = -1) -> RankProgress:
     """Returns what a rank has written."""
-    steps, prompt_steps, seconds, waiting, loading = _COUNTS.unpack_from(memory)
     at, length, size, moves = _LAST.unpack_from(memory, _COUNTS.size)
     text, ago = bytes(memory[_TEXT : _TEXT + length]).decode("utf-8", "replace"), max(0.0, time.time() - at)
-    return RankProgress(rank, steps, prompt_steps, seconds, waiting, loading, text, ago, size, moves)
+    steps, prompt_steps, *seconds = _COUNTS.unpack_from(memory)
+    counts: dict[str, float] = dict(zip(_SECONDS, seconds, strict=True))
+    return RankProgress(rank, steps, prompt_steps, **counts, last=text, ago=ago, last_size=size, moves=moves)
 
 
 #: The page of this process.

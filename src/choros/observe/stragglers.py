@@ -24,9 +24,12 @@ _LONG_WAIT = 0.1
 @dataclass(frozen=True)
 class RankProgress:
     """What a rank has done since it joined, which chorosrun gets once a minute, before its stacks and before its end.
-    ``seconds``: from its first to its last step; ``waiting``, ``loading``: of it; ``prompt_steps``: it hardly waited,
-    being among the last. ``last``: the last collective, which all of ``last_size`` ranks had called so many seconds
-    ``ago``; ``moves``: its data still move.
+    ``seconds``: in steps, each from one meeting of all ranks to the next one; of these ``waiting`` for other ranks,
+    ``loading`` data, ``exchanging`` values, ``committing``, ``recovering`` from the loss of others; ``pausing``:
+    between epochs, in no step. ``squares``, ``products``: sums over the steps, of the number of examples squared, and
+    times the seconds of computing. ``prompt_steps``: it hardly waited, being among the last. ``began``: when it made
+    its first step, in seconds since 1970. ``last``: the last collective, which all of ``last_size`` ranks had called
+    so many seconds ``ago``; ``moves``: its data still move.
     """
 
     rank: int
@@ -35,10 +38,24 @@ class RankProgress:
     seconds: float = 0.0
     waiting: float = 0.0
     loading: float = 0.0
+    exchanging: float = 0.0
+    committing: float = 0.0
+    recovering: float = 0.0
+    pausing: float = 0.0
+    examples: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+    began: float = 0.0
     last: str = ""
     ago: float = 0.0
     last_size: int = 0
     moves: bool = False
+
+    @property
+    def computing(self) -> float:
+        """The seconds in steps that are nothing else."""
+        spent = self.waiting + self.loading + self.exchanging + self.committing + self.recovering
+        return max(0.0, self.seconds - spent)
 
 
 @dataclass
@@ -72,6 +89,11 @@ class Stragglers:
             return ""
         self._shown = found
         return self._sentence(found, periods)
+
+    @property
+    def progress(self) -> list[RankProgress]:
+        """What each rank has done."""
+        return [self._now[rank] for rank in sorted(self._now)]
 
     def of_job(self) -> str:
         """Returns a sentence about the whole job; empty if it has no stragglers."""

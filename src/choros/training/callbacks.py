@@ -14,9 +14,11 @@ from choros.data.kinds import epochs_of_shard
 from choros.data.rows import Part
 from choros.observe import events
 from choros.observe.events import Kind
+from choros.observe.progress import page
 from choros.parallel.reduce import noise
 from choros.settings import current
 from choros.training.keras_internals.models import is_built
+from choros.training.loading import time_loading
 from choros.training.metrics import average_logs, count_examples, flat_results, global_results
 from choros.training.random_numbers import draw_by_rank
 from choros.training.run_callback import RunCallback
@@ -61,6 +63,8 @@ class EpochCallback(keras.callbacks.Callback):
         if self._steps.optimizers and not self._steps.in_epoch:
             events.emit(Kind.EPOCH_BEGUN, self.model.name, epoch=epoch)
             self._steps.begin_epoch(epoch)
+        page.end_pause()
+        time_loading(self.model)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Ends the epoch's batches, in ``fit``."""
@@ -74,6 +78,7 @@ class EpochCallback(keras.callbacks.Callback):
         if self._steps.in_epoch:
             self._steps.end_epoch()
             events.emit(Kind.EPOCH_DONE, self.model.name)
+        page.begin_pause()
 
 
 @final

@@ -34,6 +34,7 @@ from choros.comm import admit, global_process_set
 from choros.elastic.commit_store import CommitStore
 from choros.elastic.preemption import end_job
 from choros.errors import ConfigError
+from choros.observe.progress import page
 from choros.parallel.objects import broadcast_object, object_of_first
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.keras_internals.fit import set_initial_epoch, sync_jax_state
@@ -188,5 +189,6 @@ class RunCallback(keras.callbacks.Callback):
     def _write(self, epoch: int, *, in_epoch: bool = False, metrics: bool = False) -> None:
         if self._store is not None and global_process_set.communicator.rank == 0:
             position = None if self._epochs is None else self._epochs.position
-            state = self._run.capture(epoch=epoch, position=position, metrics=metrics)
-            self._store.write(state | {"in_epoch": in_epoch})
+            with page.counted_as("committed"):
+                state = self._run.capture(epoch=epoch, position=position, metrics=metrics)
+                self._store.write(state | {"in_epoch": in_epoch})

@@ -17,7 +17,6 @@ from choros.comm import ProcessSet, Reduction, global_process_set, has_others, j
 from choros.data.epochs import EpochData
 from choros.data.rows import rows_differ
 from choros.errors import ConfigError
-from choros.observe.progress import page
 from choros.parallel.identical import are_identical
 from choros.parallel.structure import map_structure
 from choros.training import distributed_optimizer
@@ -36,6 +35,7 @@ from choros.training.keras_internals.models import (
     statistics_of,
     trained_variables,
 )
+from choros.training.loading import note_arrival
 from choros.training.metrics import watch
 from choros.training.normalization import is_synchronized, synchronizing_call
 from choros.training.optimizer_reducer import OptimizerReducer
@@ -253,7 +253,6 @@ class Steps:
     def _wrap(self, kind: str) -> None:
         """Wraps ``train_step(data)``, ``train_step(state, data)`` on JAX, or ``test_step``."""
         model, name = self._model, f"{kind}_step"
-        timed = kind == "train" and keras.backend.backend() == "torch"  # others trace it once
         own = getattr(model, name)
         if self._wrapped.get(kind) is own:
             return
@@ -263,8 +262,8 @@ class Steps:
         def step(*args: Any) -> Any:
             if current_step() is not None:  # wrapped again: the program has replaced the method by one that calls it
                 return own(*args)
-            if timed:
-                page.enter_train_step()
+            if kind == "train" and keras.backend.backend() == "tensorflow":
+                note_arrival(args[-1])
             if kind == "train" and self.epochs is not None and keras.backend.backend() == "tensorflow":
                 args = (*args[:-1], _of_any_size(args[-1]))
             rows = _rows(args[-1], parts=bool(own_names) and rows_differ())
@@ -283,10 +282,7 @@ class Steps:
                     return step_without_rows(model, own, args, absent, lambda: self._assigned_alone)
 
                 try_step(this, run, args)
-                done = run(*args)
-            if timed:
-                page.leave_train_step()
-            return done
+                return run(*args)
 
         self._wrapped[kind] = step
         setattr(model, name, step)

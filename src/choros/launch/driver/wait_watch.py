@@ -30,6 +30,7 @@ from choros.launch.protocol.frames import Stacks, Start
 from choros.observe.events import Event
 from choros.observe.stacks import STOPPED, stopped_above
 from choros.observe.stragglers import RankProgress, Stragglers
+from choros.observe.verdict import last_lines
 from choros.observe.waits import Stall, Waits
 from choros.transport.loop import Loop
 
@@ -103,6 +104,7 @@ class WaitWatch:
         times = (limits.exit, limits.exit_of_all, limits.stall, limits.stall_shutdown)
         self._waits = Waits(size, *times, elastic=self.job_end.elastic is not None, name=name)
         self._stragglers = Stragglers(size, name)
+        self._began = time.time()
 
     def lines(self) -> list[str]:
         """Returns lines about who waits for whom."""
@@ -134,8 +136,10 @@ class WaitWatch:
         self._plan_stalls()
 
     def finish(self) -> None:
-        """Shows the ranks for which others waited in the whole job."""
-        self._show_stragglers(self._stragglers.of_job() if self.job_end.reason is None else "")
+        """Shows where the time of the job went."""
+        if self.job_end.reason is None:
+            for line in last_lines(self._stragglers, self._began, time.time(), verdict=self.limits.verdict):
+                self.output.show(f"chorosrun: {line}")
 
     def _show_stragglers(self, sentence: str) -> None:
         if sentence:

@@ -254,6 +254,7 @@ class Arguments:
             exit_of_all=self.exit_timeout,
             stall=config.stall_seconds,
             stall_shutdown=config.stall_shutdown_seconds,
+            verdict=config.verdict,
         )
 
     def prefix(self, size: int) -> bool:

@@ -55,6 +55,7 @@ class Limits:
     """The time limits of a job, in seconds: ``exit`` runs from a script's end to its process's, if all others wait or
     have ended, ``exit_of_all`` if none does; ``grace`` also from the chief's end to the first signal to the others.
     ``stall`` and ``stall_shutdown`` run from a wait's begin until it is shown, and until it ends the job; 0: never.
+    ``verdict``: whether one is shown at the end.
     """
 
     start: float = 30.0
@@ -64,6 +65,7 @@ class Limits:
     exit_of_all: float | None = None
     stall: float = 60.0
     stall_shutdown: float = 0.0
+    verdict: bool = True
 
 
 @dataclass(frozen=True)

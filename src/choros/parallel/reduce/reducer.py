@@ -380,7 +380,7 @@ class GradientReducer:
         if self._progress.steps != self._begun:
             self._begun = self._progress.steps
             if not joined:
-                page.note_step()
+                page.note_step(examples)
             _emit(Kind.STEP_BEGUN, self._name, step=self._begun, examples=examples, joined=joined)
         # With several micro-batches ranks may differ in whether they have accumulated gradients of earlier ones.
         same = self.config.micro_batches == 1 and len(set(counts)) == 1

@@ -1,0 +1,217 @@
+"""The verdict on a job: where the time of its steps went, what held it back, and what would help by how much. Pure.
+
+::
+
+    rank 0   loads ─ computes ──────── waits ─┐ exchanges      a step lasts as long as the slowest rank's own time,
+    rank 1   loads ───────────── computes ────┤ exchanges      the exchange, and what varies from step to step: so one
+                                              └ all meet       can tell how long it would last without one of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median_low
+
+from choros.observe.stragglers import RankProgress, Stragglers
+
+#: A verdict needs as many steps, and seconds in them.
+FEWEST_STEPS, FEWEST_SECONDS = 20, 10.0
+#: What makes steps less than a tenth faster is no bottleneck.
+_LEAST_GAIN = 1.1
+#: Batches are small if steps are shorter, and most of it does not depend on the number of rows.
+_SHORT_STEP = 0.02
+_FIXED_SHARE = 0.5
+#: How much larger batches a verdict proposes.
+LARGER = 4
+#: A rank that spends this share of the longest time on it is named, too: it may load while it waits for others.
+_ALSO = 0.25
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The mean step of a rank, in seconds: ``own`` is its time before all meet, without ``waiting``."""
+
+    rank: int
+    computing: float
+    loading: float
+    committing: float
+    exchanging: float
+    recovering: float
+    waiting: float
+
+    @classmethod
+    def of(cls, done: RankProgress) -> _Step:
+        seconds = (done.computing, done.loading, done.committing, done.exchanging, done.recovering, done.waiting)
+        return cls(done.rank, *(each / done.steps for each in seconds))
+
+    @property
+    def own(self) -> float:
+        return self.computing + self.loading + self.committing
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What holds a job back: ``"input"``, ``"compute"``, ``"exchange"``, ``"commits"`` or ``"batch size"``; on
+    ``ranks``, empty: on all. ``share``: of each step; without it, steps would be ``gain`` times as fast.
+    """
+
+    cause: str
+    ranks: tuple[int, ...]
+    share: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What a job's time was spent on, in shares of its ``seconds``: ``steps`` are what it is for."""
+
+    seconds: float
+    steps: float
+    start: float
+    pauses: float
+    commits: float
+    recovery: float
+
+    @classmethod
+    def of(cls, progress: Sequence[RankProgress], began: float, ended: float) -> Goodput:
+        """That of the rank that has made the most steps; ``began``, ``ended``: the job, in seconds since 1970."""
+        rank, seconds = max(progress, key=lambda each: each.steps), ended - began
+        steps = rank.seconds - rank.committing - rank.recovering
+        parts = (steps, rank.began - began, rank.pausing, rank.committing, rank.recovering)
+        return cls(seconds, *(min(1.0, max(0.0, each / seconds)) for each in parts))
+
+    def __str__(self) -> str:
+        rest = 1 - (self.steps + self.start + self.pauses + self.commits + self.recovery)
+        parts = {"start": self.start, "between epochs": self.pauses, "commits": self.commits}
+        parts |= {"recovery from lost ranks": self.recovery, "the rest": rest}
+        said = [f"{name} {_percent(share)}" for name, share in parts.items() if share >= 0.005]
+        return f"goodput {_percent(self.steps)} of {self.seconds:.0f} s" + (f": {', '.join(said)}." if said else ".")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Where the time of a job's steps went: ``shares`` of a step, by what a rank did; ``step`` in seconds.
+    ``bottleneck``: what holds it back, ``None`` if nothing does but computing.
+    """
+
+    ranks: int
+    steps: int
+    step: float
+    examples_per_second: float
+    shares: Mapping[str, float]
+    bottleneck: Bottleneck | None
+
+
+def verdict_of(progress: Sequence[RankProgress]) -> Verdict | None:
+    """The verdict on what all ranks have done; ``None`` if they made too few steps, or not for long enough.
+
+    >>> ranks = [RankProgress(0, 100, 0, 20.0, waiting=9.0, loading=1.0, examples=800.0),
+    ...          RankProgress(1, 100, 100, 20.0, loading=10.0, examples=800.0)]
+    >>> verdict_of(ranks).bottleneck
+    Bottleneck(cause='input', ranks=(1,), share=0.5, gain=2.0)
+    """
+    most = max((each.steps for each in progress), default=0)
+    members = [each for each in progress if 2 * each.steps > most]  # not those that were lost, or came late
+    if most < FEWEST_STEPS or fmean(each.seconds for each in members) < FEWEST_SECONDS:
+        return None
+    steps = [_Step.of(each) for each in members]
+    step = fmean(each.seconds / each.steps for each in members)
+    names = ("computing", "loading", "waiting", "exchanging", "committing", "recovering")
+    shares = {name: fmean(getattr(each, name) for each in steps) / step for name in names}
+    examples = sum(each.examples / each.seconds for each in members)
+    found = _small_batches(members, step) or _longest(steps, step)
+    return Verdict(len(progress), most, step, examples, shares, found)
+
+
+def _longest(steps: Sequence[_Step], step: float) -> Bottleneck | None:
+    """What would make steps fastest if it took no time, or, on ranks that compute longer than others, as long."""
+    usual = median_low(each.computing for each in steps)
+    exchange = fmean(each.exchanging for each in steps)
+    varies = max(0.0, step - exchange - max(each.own for each in steps))
+    parts: Mapping[str, Callable[[_Step], float]] = {
+        "input": lambda each: each.loading,
+        "compute": lambda each: max(0.0, each.computing - usual),
+        "commits": lambda each: each.committing,
+    }
+    candidates = []
+    for cause, part in parts.items():
+        without = max(each.own - part(each) for each in steps) + exchange + varies
+        longest = max(part(each) for each in steps)
+        ranks = tuple(each.rank for each in steps if part(each) >= _ALSO * longest)
+        everywhere = len(ranks) == len(steps)
+        candidates.append(Bottleneck(cause, () if everywhere else ranks, longest / step, step / without))
+    candidates.append(Bottleneck("exchange", (), exchange / step, step / max(step - exchange, 0.01 * step)))
+    best = max(candidates, key=lambda each: each.gain)
+    return best if best.gain >= _LEAST_GAIN else None
+
+
+def _small_batches(members: Sequence[RankProgress], step: float) -> Bottleneck | None:
+    """Whether most of a short step does not depend on the number of rows, by least squares over the steps' batches."""
+    number, rows, squares, seconds, products = (
+        sum(values)
+        for values in zip(
+            *((each.steps, each.examples, each.squares, each.computing, each.products) for each in members), strict=True
+        )
+    )
+    spread = number * squares - rows * rows
+    if step > _SHORT_STEP or spread <= 1e-6 * rows * rows:
+        return None
+    each_row = max(0.0, (number * products - rows * seconds) / spread)
+    grows = each_row * rows / number + sum(each.loading for each in members) / number
+    fixed = 1 - grows / step
+    if fixed < _FIXED_SHARE:
+        return None
+    return Bottleneck("batch size", (), fixed, LARGER * step / (step + (LARGER - 1) * grows))
+
+
+def last_lines(stragglers: Stragglers, began: float, ended: float, *, verdict: bool) -> list[str]:
+    """What is said at the end of a job: its verdict, if it is wanted and was long enough, or else its stragglers."""
+    found = verdict_of(stragglers.progress) if verdict else None
+    if found is None:
+        return [f"{each}." for each in [stragglers.of_job()] if each]
+    return [*verdict_text(found, stragglers.name), str(Goodput.of(stragglers.progress, began, ended))]
+
+
+def verdict_text(verdict: Verdict, name: Callable[[Sequence[int]], str]) -> list[str]:
+    """The verdict as lines; ``name`` names ranks.
+
+    >>> verdict = Verdict(2, 100, 0.2, 80.0, {"computing": 0.45, "loading": 0.55}, Bottleneck("input", (1,), 0.5, 2.0))
+    >>> for line in verdict_text(verdict, lambda ranks: f"rank {ranks[0]}"):
+    ...     print(line)
+    100 steps, 5 steps/s, 80 examples/s; a step: computing 45 %, loading data 55 %.
+    input-bound on rank 1: it loads data for 50 % of each step. Loaded in advance, steps would be 2.0 times as fast.
+    """
+    said = {"loading": "loading data", "waiting": "waiting for other ranks", "exchanging": "exchanging gradients"}
+    parts = [f"{said.get(each, each)} {_percent(share)}" for each, share in verdict.shares.items() if share >= 0.005]
+    rates = f"{_number(1 / verdict.step)} steps/s, {_number(verdict.examples_per_second)} examples/s"
+    lines = [f"{verdict.steps:,} steps, {rates}; a step: {', '.join(parts)}."]
+    found = verdict.bottleneck
+    if found is None:
+        lines.append("nothing but computing holds it back." if verdict.ranks == 1 else "the ranks are in balance.")
+        return lines
+    where = f" on {name(found.ranks)}" if found.ranks else ""
+    who = ("it" if len(found.ranks) == 1 else "they") if found.ranks else "ranks"
+    s = "s" if who == "it" else ""
+    share, gain = _percent(found.share), f"steps would be {found.gain:.1f} times as fast"
+    lines.append(
+        {
+            "input": f"input-bound{where}: {who} load{s} data for {share} of each step. Loaded in advance, {gain}.",
+            "compute": f"slowed down by {name(found.ranks)}: {who} compute{s} {share} of each step longer than others "
+            f"do, which wait. If {who} computed as fast, {gain}.",
+            "exchange": f"communication-bound: gradients are exchanged for {share} of each step. A faster network, "
+            f"compression, overlap or fewer exchanges help: without any, {gain}.",
+            "commits": f"held back by commits{where}: they take {share} of each step. With fewer, {gain}.",
+            "batch size": f"batches are small: {share} of each step does not depend on the number of rows. Batches "
+            f"{LARGER} times as large would give {found.gain:.1f} times the examples/s.",
+        }[found.cause]
+    )
+    return lines
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
