@@ -88,9 +88,7 @@ class Section(AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            ended, self._on_exit = self._on_exit, None
-            if ended is not None:
-                ended()
+            self.end()
             self.has_turn, self.owner = False, None
             if self._waiting:
                 with self.mutex:
@@ -99,8 +97,7 @@ class Section(AbstractContextManager[None]):
 
     def on_exit(self, ended: Callable[[], None]) -> None:
         """Calls ``ended`` when the section is left, or when ``on_exit`` is called again in it."""
-        if self._on_exit is not None:
-            self.end()
+        self.end()
         self._on_exit = ended
 
     def end(self) -> None:
