@@ -240,9 +240,7 @@ class WorkQueue:
         return Work(queued.future, self._blocking)
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """The section, for the calling thread, after all submitted, unless other ranks ask for something else first. A
-        blocking collective runs on the caller's own thread, which saves the hand-over.
-        """
+        """The section, for the calling thread, after all submitted, unless other ranks ask for something else first."""
         if threading.get_ident() not in self._callers:
             self._note_caller()
         if self._unfinished and self.section.owner != threading.get_ident():
