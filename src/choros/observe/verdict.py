@@ -29,7 +29,7 @@ _ALSO = 0.25
 
 
 @dataclass(frozen=True)
-class _Step:
+class _MeanStep:
     """The mean step of a rank, in seconds: ``own`` is its time before all meet, without ``waiting``."""
 
     rank: int
@@ -41,7 +41,7 @@ class _Step:
     waiting: float
 
     @classmethod
-    def of(cls, done: RankProgress) -> _Step:
+    def of(cls, done: RankProgress) -> _MeanStep:
         seconds = (done.computing, done.loading, done.committing, done.exchanging, done.recovering, done.waiting)
         return cls(done.rank, *(each / done.steps for each in seconds))
 
@@ -115,7 +115,7 @@ def verdict_of(progress: Sequence[RankProgress]) -> Verdict | None:
     members = [each for each in progress if 2 * each.steps > most]  # not those that were lost, or came late
     if most < FEWEST_STEPS or fmean(each.seconds for each in members) < FEWEST_SECONDS:
         return None
-    steps = [_Step.of(each) for each in members]
+    steps = [_MeanStep.of(each) for each in members]
     step = fmean(each.seconds / each.steps for each in members)
     names = ("computing", "loading", "waiting", "exchanging", "committing", "recovering")
     shares = {name: fmean(getattr(each, name) for each in steps) / step for name in names}
@@ -124,12 +124,12 @@ def verdict_of(progress: Sequence[RankProgress]) -> Verdict | None:
     return Verdict(len(progress), most, step, examples, shares, found)
 
 
-def _longest(steps: Sequence[_Step], step: float) -> Bottleneck | None:
+def _longest(steps: Sequence[_MeanStep], step: float) -> Bottleneck | None:
     """What would make steps fastest if it took no time, or, on ranks that compute longer than others, as long."""
     usual = median_low(each.computing for each in steps)
     exchange = fmean(each.exchanging for each in steps)
     varies = max(0.0, step - exchange - max(each.own for each in steps))
-    parts: Mapping[str, Callable[[_Step], float]] = {
+    parts: Mapping[str, Callable[[_MeanStep], float]] = {
         "input": lambda each: each.loading,
         "compute": lambda each: max(0.0, each.computing - usual),
         "commits": lambda each: each.committing,
