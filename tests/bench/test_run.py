@@ -35,18 +35,27 @@ def python(name: str, script: str, needs: Sequence[str] = ()) -> Contender:
     return Contender(name, start, "unused", needs=needs)
 
 
+@pytest.fixture
+def started() -> Callable[[], set[psutil.Process]]:
+    """Returns the children that this process has, with theirs, and did not have before."""
+    before = set(psutil.Process().children(recursive=True))
+    return lambda: {*psutil.Process().children(recursive=True)} - before
+
+
 def run(tmp_path: Path, *contenders: Contender, many_runs: bool = True, starts: int = 1) -> RunResult[float]:
     effort = Effort(rounds=3, seconds=0.004, many_runs=many_runs, starts=starts)
     return run_contenders(contenders, [0.001, 0.002], 2, effort, tmp_path, lambda _text: None)
 
 
 @pytest.mark.parametrize(("many_runs", "starts"), [(True, 1), (False, 2)])
-def test_every_contender_runs_all_rounds(tmp_path: Path, many_runs: bool, starts: int) -> None:
+def test_every_contender_runs_all_rounds(
+    tmp_path: Path, started: Callable[[], set[psutil.Process]], many_runs: bool, starts: int
+) -> None:
     result = run(tmp_path, python("a", PROGRAM), python("b", PROGRAM), many_runs=many_runs, starts=starts)
     assert list(result.summaries) == [(0.001, "a"), (0.001, "b"), (0.002, "a"), (0.002, "b")]
     assert all(summary.best_s >= case for (case, _), summary in result.summaries.items())
     assert result.skipped == []
-    assert psutil.Process().children(recursive=True) == []
+    assert not started()
 
 
 def test_contenders_that_fail_are_skipped_and_the_others_continue(tmp_path: Path) -> None:
@@ -76,13 +85,15 @@ def test_a_missing_launcher_is_reported(tmp_path: Path) -> None:
         group.start()
 
 
-def test_the_processes_end_when_the_block_is_left_with_an_error(tmp_path: Path) -> None:
+def test_the_processes_end_when_the_block_is_left_with_an_error(
+    tmp_path: Path, started: Callable[[], set[psutil.Process]]
+) -> None:
     stuck = PROGRAM.replace("serve(join)", "import signal; signal.signal(15, signal.SIG_IGN); serve(join)")
     with contextlib.suppress(KeyboardInterrupt), ProcessGroup(python("stuck", stuck), 2, tmp_path) as group:
         group.start()
-        assert len(psutil.Process().children()) == 2
+        assert len(started()) == 2
         raise KeyboardInterrupt
-    assert psutil.Process().children(recursive=True) == []
+    assert not started()
 
 
 @pytest.mark.parametrize(

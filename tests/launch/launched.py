@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from launch.users import OTHER
 from warm.servers import warm_python
 
 CHOROSRUN = (sys.executable, "-P", "-m", "choros.launch.cli")
@@ -124,7 +125,8 @@ class Running:
         names = {word.removeprefix("job=") for word in self.output.split() if word.startswith("job=")}
         paths = [Path("/dev/shm") / f"choros-job-{name}" for name in names]
         paths += [Path("/tmp") / f"choros-session-{name}" for name in names]
-        return [path for path in paths if path.exists()]
+        # Another test's user makes directories of these names for all jobs that there are.
+        return [path for path in paths if path.exists() and path.lstat().st_uid != OTHER]
 
     def __enter__(self):
         return self
