@@ -1,5 +1,6 @@
 """The ``choros`` command and its subcommands. ``chorosrun`` is a separate command, as ``horovodrun`` is."""
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -69,6 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         code = 130
+    except OSError as error:  # such as a full disk for what is printed
+        click.echo(f"choros: the operating system refused what choros needs: {error}", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest at its end
+        code = 1
     sys.exit(code)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from choros.errors import HostUnreachable, LaunchError
-from choros.launch.driver.preflight import check_hosts
+from choros.launch.driver.output import shown_if_slow
+from choros.launch.driver.preflight import ask_all, check_hosts
 from choros.launch.plan.hosts import parse_hosts
 from choros.launch.plan.job import Ssh
 
@@ -74,3 +75,12 @@ def test_names_that_do_not_exist(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: Path("/bin") / name)
     with pytest.raises(HostUnreachable, match="no such name"):
         check_hosts(parse_hosts("nohost-1.invalid"), Ssh(), 20)
+
+
+def test_no_thread_can_be_started(monkeypatch):
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    with shown_if_slow("", 0, print):
+        assert ask_all(["a"], str, 10) == ({}, {"a": "can't start new thread"})

@@ -10,7 +10,7 @@ from choros.launch.processes.directories import SEGMENT
 from choros.settings import ENGINES, SESSION_BYTES
 
 NAMES = {"tensorflow": "TensorFlow", "torch": "PyTorch", "jax": "JAX", "keras": "Keras", "mpi4py": "mpi4py"}
-_FEW_FILES, _LEAST_FILES = 1024, 64
+_FEW_FILES = 1024
 _FEW_PROCESSES = 512
 _LITTLE_ROOM = 256 << 20
 _CLOCK = 1.0
@@ -39,21 +39,21 @@ def _settings(facts: MachineFacts) -> Iterator[Finding]:
 def _frameworks(facts: MachineFacts) -> Iterator[Finding]:
     working = [name for name in FRAMEWORKS if facts.packages.get(name, _NONE).version]
     for name in (*FRAMEWORKS, "keras"):
-        package, extra = facts.packages.get(name, _NONE), working[0] if working and name == "keras" else name
-        install = f"pip install 'choros[{'torch' if extra == 'keras' else extra}]'"
+        package = facts.packages.get(name, _NONE)
         if package.version:
             yield Finding(name, OK, f"{NAMES[name]} {package.version}.")
         elif package.problem:
             text = f"{NAMES[name]} is installed, but cannot be imported: {package.problem}."
-            yield Finding(name, WARNING, text, f"pip install --force-reinstall {name}")
+            other = f"KERAS_BACKEND={working[0]}, or " if working and name == "keras" else ""
+            yield Finding(name, WARNING, text, f"{other}pip install --force-reinstall {name}")
         else:
-            yield Finding(name, OK, f"{NAMES[name]} is not installed; if you train with it: {install}")
+            extra = name if name != "keras" else next(iter(working), "torch")
+            text = f"{NAMES[name]} is not installed; if you train with it: pip install 'choros[{extra}]'."
+            yield Finding(name, OK, text)
     if not working:
         names = ", ".join(NAMES[name] for name in FRAMEWORKS)
-        yield Finding(
-            "frameworks", PROBLEM, f"There is no framework to train with: none of {names} can be imported.",
-            "pip install 'choros[torch]', or [tensorflow], or [jax]",
-        )  # fmt: skip
+        text = f"There is no framework to train with: none of {names} can be imported."
+        yield Finding("frameworks", PROBLEM, text, "pip install 'choros[torch]', or [tensorflow], or [jax]")
 
 
 def _mpi(facts: MachineFacts) -> Iterator[Finding]:
@@ -108,11 +108,8 @@ def _limits(facts: MachineFacts) -> Iterator[Finding]:
     raised = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
     if hard >= 0 and hard < _FEW_FILES:
         raised = "as root: ulimit -Hn 65536, or nofile in /etc/security/limits.conf"
-    if 0 <= soft < _LEAST_FILES:
-        text = f"A process may open {soft} files; two ranks need {_LEAST_FILES}."
-        yield Finding("open files", PROBLEM, text, raised)
-    elif 0 <= soft < _FEW_FILES:
-        text = f"A process may open {soft} files: enough for two ranks, but many ranks, hosts or data files need more."
+    if 0 <= soft < _FEW_FILES:
+        text = f"A process may open {soft} files; two ranks need 64, and more ranks, hosts or data files need more."
         yield Finding("open files", WARNING, text, raised)
     else:
         yield Finding("open files", OK, f"A process may open {_limit(soft)} files.")

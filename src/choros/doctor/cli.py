@@ -10,7 +10,7 @@ import click
 from choros import durations
 from choros.doctor.checks import check_machine
 from choros.doctor.facts import Finding
-from choros.doctor.gather import gather
+from choros.doctor.gather import gather, working_directory
 from choros.doctor.hosts import check_others
 from choros.doctor.job import try_job
 from choros.doctor.report import as_json, as_text, runs
@@ -58,7 +58,7 @@ def examine(arguments: Arguments, *, in_json: bool = False) -> int:
     """Examines this machine and the hosts in ``arguments``, prints the findings, and returns the exit code."""
     job = arguments.job(["true"], os.environ, own_names, count_accelerators)
     with _progress("this machine: importing frameworks and MPI"):
-        here = gather(os.getcwd(), arguments.mpirun)
+        here = gather(working_directory(), arguments.mpirun)
     facts = {"localhost": here}
     others: list[Finding] = []
     if job.remote:

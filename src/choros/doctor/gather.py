@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -46,17 +47,35 @@ def gather(directory: str, mpirun_path: str | None) -> MachineFacts:
     environ = {**os.environ, **(mpirun.environment() if mpirun else {})}
     accelerators = count_accelerators()
     programs = {name: code for name, code in _PROGRAMS.items() if _is_found(name)}
+    programs |= {"devices": _DEVICES} if accelerators else {}
     started = {name: _start(code, environ) for name, code in programs.items()}
-    devices = _start(_DEVICES, environ) if accelerators else None
+    try:
+        facts = _without_imports(directory, mpirun)
+        end = time.monotonic() + durations.DOCTOR_IMPORTS
+        packages = {name: _ended(process, end) for name, process in started.items()}
+    finally:
+        for process in started.values():
+            if isinstance(process, subprocess.Popen):
+                process.kill()
+    devices = packages.pop("devices", PackageFacts())
+    return replace(
+        facts,
+        packages=packages,
+        mpirun_problem=mpirun_problem,
+        accelerators=accelerators,
+        devices=devices.state if accelerators else "",
+    )
+
+
+def _without_imports(directory: str, mpirun: Mpirun | None) -> MachineFacts:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    facts = MachineFacts(
+    return MachineFacts(
         name=platform.node(),
         python=platform.python_version(),
         executable=sys.executable,
         choros=__version__,
         mpirun=mpirun.version if mpirun else "",
         mpirun_path=mpirun.path if mpirun else "",
-        mpirun_problem=mpirun_problem,
         from_wheel=mpirun is not None and mpirun.libmpi is None,
         survives=mpirun is not None and _survives(mpirun),
         shared_memory=_room(SHARED_MEMORY) if sys.platform == "linux" else None,
@@ -72,16 +91,19 @@ def gather(directory: str, mpirun_path: str | None) -> MachineFacts:
         processors=os.cpu_count() or 1,
         quota=processor_quota(),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
-        accelerators=accelerators,
         gpus=tuple(_output(*_GPUS).splitlines()),
         settings_problem=_settings_problem(),
         loopback_problem=_loopback_problem(),
         addresses=_addresses(),
     )
-    end = time.monotonic() + durations.DOCTOR_IMPORTS
-    packages = {name: _ended(process, end) for name, process in started.items()}
-    reason = "" if devices is None else _ended(devices, end).state
-    return MachineFacts(**{**vars(facts), "packages": packages, "devices": reason})
+
+
+def working_directory() -> str:
+    """Returns the directory in which a job would run, also if it has been removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return os.environ.get("PWD", os.curdir)
 
 
 def _mpirun(path: str | None) -> tuple[Mpirun | None, str]:
@@ -138,9 +160,8 @@ def _ended(process: "subprocess.Popen[str] | PackageFacts", end: float) -> Packa
         try:
             text, _ = process.communicate(timeout=max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            return PackageFacts(problem=f"its import takes more than {durations.DOCTOR_IMPORTS:g} s")
-        finally:
             process.kill()
+            return PackageFacts(problem=f"its import takes more than {durations.DOCTOR_IMPORTS:g} s")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     found = [line.removeprefix(_MARK).strip() for line in lines if line.startswith(_MARK)]
     if process.returncode == 0 and found:
@@ -167,9 +188,9 @@ def _processes() -> int:
     """Returns how many processes and threads are allowed: this user, and in this container beside those that run."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limits = [soft] if soft != resource.RLIM_INFINITY and os.geteuid() != 0 else []
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        limits.append(int((group / "pids.max").read_text()) - int((group / "pids.current").read_text()))
+    for group in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/pids")):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            limits.append(int((group / "pids.max").read_text()) - int((group / "pids.current").read_text()))
     return min(limits, default=-1)
 
 

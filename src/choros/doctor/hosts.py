@@ -13,6 +13,7 @@ from typing import Any
 from choros import durations
 from choros.doctor.checks import clock_ahead, compare
 from choros.doctor.facts import OK, PROBLEM, Finding, MachineFacts
+from choros.doctor.gather import working_directory
 from choros.doctor.host import MARK
 from choros.doctor.reach import Target, listening, unreached
 from choros.errors import LaunchError
@@ -81,7 +82,7 @@ def check_others(job: Job, here: MachineFacts) -> tuple[list[Finding], dict[str,
     findings += [Finding("ssh", OK, "It accepts the login.", host=name) for name in answers]
     try:
         check_distinct(answers)
-    except LaunchError as error:
+    except (LaunchError, OSError) as error:
         findings.append(Finding("ssh", PROBLEM, str(error), "name each machine once in -H, with all of its slots"))
     with ExitStack() as stack:
         sessions = {name: stack.enter_context(Session(name, job.ssh, here.mpirun_path)) for name in answers}
@@ -112,10 +113,11 @@ def _reach(sessions: Mapping[str, Session], targets: Sequence[Target]) -> list[F
 
 def _command(environ: Mapping[str, str], mpirun: str) -> str:
     """Returns the shell's command for a host: this Python in this directory, as a rank would run."""
+    directory = working_directory()
     given = [f"{name}={environ[name]}" for name in _INHERITED if environ.get(name)]
     mpirun = "" if os.path.dirname(mpirun) == os.path.dirname(sys.executable) else mpirun
-    argv = ["env", *given, sys.executable, "-P", "-m", "choros.doctor.host", os.getcwd(), mpirun]
-    return f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {shlex.join(argv)}"
+    argv = ["env", *given, sys.executable, "-P", "-m", "choros.doctor.host", directory, mpirun]
+    return f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.join(argv)}"
 
 
 def _no_login(name: str, why: str, ssh: Ssh) -> Finding:

@@ -5,10 +5,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from textwrap import shorten
 
 from choros import durations
 from choros.doctor.facts import OK, PROBLEM, Finding
-from choros.launch.driver.preflight import last_line
 from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.hosts import Host
 from choros.settings import VARIABLES
@@ -44,8 +44,8 @@ def try_job(arguments: Arguments, hosts: Sequence[Host], environ: Mapping[str, s
     else:
         if done.returncode == 0:
             return Finding("allreduce", OK, f"{where} have averaged 1 MiB, in {time.monotonic() - began:.1f} s in all.")
-        said = [line for line in done.stderr.splitlines() if line.startswith("chorosrun: ")]
-        reason = last_line(said[-1] if said else done.stderr).removeprefix("chorosrun: ")
+        _, _, said = done.stderr.rpartition("chorosrun: ")
+        reason = shorten(said, 400, placeholder=" …")
     again = ["chorosrun", "--verbose", "-np", str(ranks), *flags, "python", *_RANK[1:]]
     return Finding("allreduce", PROBLEM, f"{where} could not average 1 MiB: {reason}", f"see all: {' '.join(again)}")
 

@@ -5,7 +5,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from choros.errors import ConfigError
@@ -40,10 +40,11 @@ def use_colour(environ: Mapping[str, str], terminal: bool) -> bool:
 
 @contextmanager
 def shown_if_slow(message: str, seconds: float, show: Callable[[str], object]) -> Iterator[None]:
-    """Shows ``message`` if the block has not ended after ``seconds``."""
+    """Shows ``message`` if the block has not ended after ``seconds``, and a thread can be started."""
     timer = threading.Timer(seconds, show, [message])
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):
+        timer.start()
     try:
         yield
     finally:

@@ -113,7 +113,10 @@ def ask_all(
                 asked[name].set_exception(error)
 
     for name in names:  # daemon threads: a resolver that hangs must not delay this process's exit
-        threading.Thread(target=answer, args=(name,), daemon=True).start()
+        try:
+            threading.Thread(target=answer, args=(name,), daemon=True).start()
+        except RuntimeError as error:  # too many threads
+            asked[name].set_exception(error)
     done, _ = concurrent.futures.wait(asked.values(), timeout=seconds)
     failures = {
         name: str(future.exception()) if future in done else f"no answer within {seconds:.0f} s"
