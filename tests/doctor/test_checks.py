@@ -63,6 +63,7 @@ MPI = {"mpirun": "", "mpirun_problem": "no mpirun is installed on this machine. 
         ({"cores": 1, "allowed": 1}, "cores", WARNING, "1 of 16 processors may be used"),
         ({"accelerators": 2, "devices": "copied through host memory, because …"}, "gpu collectives", WARNING, "copied"),
         ({"accelerators": 1, "gpus": ("A100",), "devices": "NCCL moves those"}, "gpus", OK, r"^1 GPU: A100\.$"),
+        ({"gpu_problem": "nvidia-smi is …"}, "gpus", WARNING, "nvidia-smi"),
         ({"temporary": replace(ROOM, free=1000)}, "temporary files", PROBLEM, "a job needs 4 MiB"),
         ({"temporary": replace(ROOM, free=100 << 20)}, "temporary files", WARNING, "only 100 MiB left"),
         ({"requested_temporary": "/none"}, "temporary files", WARNING, "TMPDIR is /none.* /data is used"),
@@ -85,6 +86,12 @@ def test_a_healthy_machine_is_ok():
     assert {f"engine {name}" for name in ENGINES} == {
         " ".join(each.check.split()[:2]) for each in findings if each.check.startswith("engine ")
     }
+
+
+def test_a_build_of_pytorch_without_gpus():
+    facts = replace(HEALTHY, accelerators=1, devices="NCCL", packages=packages(torch=PackageFacts("2.9+cpu")))
+    (found,) = [each for each in check_machine(facts) if each.level != OK]
+    assert (found.check, found.text) == ("torch", "PyTorch 2.9+cpu is a build without GPUs.")
 
 
 def test_facts_of_another_platform_are_enough():

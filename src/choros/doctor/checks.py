@@ -143,11 +143,17 @@ def _cores(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _gpus(facts: MachineFacts) -> Iterator[Finding]:
-    if not facts.accelerators:
+    if facts.gpu_problem:
+        yield Finding("gpus", WARNING, f"{facts.gpu_problem}.", "nvidia-smi says why: install or load NVIDIA's driver")
+    elif not facts.accelerators:
         yield Finding("gpus", OK, "There are no GPUs of NVIDIA or AMD.")
+    if not facts.accelerators:
         return
     names = f": {', '.join(dict.fromkeys(facts.gpus))}" if facts.gpus else ""
     yield Finding("gpus", OK, f"{facts.accelerators} GPU{'s' * (facts.accelerators > 1)}{names}.")
+    torch = facts.packages.get("torch", _NONE).version
+    if torch.endswith("+cpu"):
+        yield Finding("torch", WARNING, f"PyTorch {torch} is a build without GPUs.", "pip install --force-reinstall torch")
     slow = "copied through host memory" in facts.devices or "broken" in facts.devices
     fix = "pip install 'choros[cuda]'" if slow else ""
     yield Finding("gpu collectives", WARNING if slow else OK, f"Tensors on GPUs: {facts.devices}.", fix)

@@ -14,7 +14,7 @@ from choros.doctor.gather import gather, working_directory
 from choros.doctor.hosts import check_others
 from choros.doctor.job import try_job
 from choros.doctor.report import as_json, as_text, runs
-from choros.launch.driver.machine import count_accelerators, own_names
+from choros.launch.driver.machine import own_names
 from choros.launch.driver.output import shown_if_slow, use_colour
 from choros.launch.options import PARAMETERS
 from choros.launch.plan.arguments import Arguments
@@ -56,7 +56,7 @@ def doctor(in_json: bool, **given: Any) -> int:
 
 def examine(arguments: Arguments, *, in_json: bool = False) -> int:
     """Examines this machine and the hosts in ``arguments``, prints the findings, and returns the exit code."""
-    job = arguments.job(["true"], os.environ, own_names, count_accelerators)
+    job = arguments.job(["true"], os.environ, own_names, count_accelerators=int)
     with _progress("this machine: importing frameworks and MPI"):
         here = gather(working_directory(), arguments.mpirun)
     facts = {"localhost": here}

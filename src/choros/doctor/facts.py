@@ -72,6 +72,7 @@ class MachineFacts:
     numa_nodes: int = 0
     accelerators: int = 0
     gpus: tuple[str, ...] = ()
+    gpu_problem: str = ""
     devices: str = ""
     settings_problem: str = ""
     loopback_problem: str = ""

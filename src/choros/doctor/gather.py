@@ -4,6 +4,7 @@ import contextlib
 import os
 import platform
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -69,6 +70,7 @@ def gather(directory: str, mpirun_path: str | None) -> MachineFacts:
 
 def _without_imports(directory: str, mpirun: Mpirun | None) -> MachineFacts:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = tuple(_output(*_GPUS).splitlines())
     return MachineFacts(
         name=platform.node(),
         python=platform.python_version(),
@@ -91,7 +93,8 @@ def _without_imports(directory: str, mpirun: Mpirun | None) -> MachineFacts:
         processors=os.cpu_count() or 1,
         quota=processor_quota(),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
-        gpus=tuple(_output(*_GPUS).splitlines()),
+        gpus=gpus,
+        gpu_problem="" if gpus or shutil.which(_GPUS[0]) is None else "nvidia-smi is installed, but lists no GPU",
         settings_problem=_settings_problem(),
         loopback_problem=_loopback_problem(),
         addresses=_addresses(),
