@@ -153,7 +153,8 @@ def _gpus(facts: MachineFacts) -> Iterator[Finding]:
     yield Finding("gpus", OK, f"{facts.accelerators} GPU{'s' * (facts.accelerators > 1)}{names}.")
     torch = facts.packages.get("torch", _NONE).version
     if torch.endswith("+cpu"):
-        yield Finding("torch", WARNING, f"PyTorch {torch} is a build without GPUs.", "pip install --force-reinstall torch")
+        text = f"PyTorch {torch} is a build without GPUs."
+        yield Finding("torch", WARNING, text, "pip install --force-reinstall torch")
     slow = "copied through host memory" in facts.devices or "broken" in facts.devices
     fix = "pip install 'choros[cuda]'" if slow else ""
     yield Finding("gpu collectives", WARNING if slow else OK, f"Tensors on GPUs: {facts.devices}.", fix)
