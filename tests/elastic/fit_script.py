@@ -19,11 +19,12 @@ import keras
 import numpy as np
 from faults import Faults
 
+import choros
 import choros.distribute as dist
 import choros.keras as hvd
 from choros.comm import global_process_set
 from choros.observe import events
-from choros.parallel.reduce import reducer
+from choros.parallel.reduce import plan
 
 ROWS, BATCH, EPOCHS = int(os.environ.get("FIT_ROWS", "203")), 16, 3
 api = sys.argv[1]
@@ -102,7 +103,7 @@ strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
 with strategy.scope() if strategy else contextlib.nullcontext():
     given, layers = keras.Input((ROWS,)), 1
     if os.environ.get("CHOROS_OVERLAP") == "1":
-        layers, reducer._BUCKET_BYTES = 3, 1
+        layers, plan._BUCKET_BYTES = 3, 1
     dense = [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")(given) for _ in range(layers)]
     model = keras.Model(given, sum(dense[1:], dense[0]))
     model.compile(
@@ -148,5 +149,6 @@ report = {
     "val_loss": history.history["val_loss"],
     "val_rows": history.history["val_rows"],
     "val_labels": history.history["val_labels"],
+    "noise": repr(choros.noise_scale()),
 }
 print(json.dumps(report), flush=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
+import choros
 import choros.distribute as dist
 import choros.keras as hvd
 from choros.comm import NEWCOMER, global_process_set
@@ -112,5 +113,6 @@ report = {
     "wrong": {str(row): float(counts[row]) for row in np.flatnonzero(counts != epochs)},
     "epochs": epochs,
     "val_loss": history.history["val_loss"][-1],
+    "noise": repr(choros.noise_scale()),
 }
 print(json.dumps(report), flush=True)

@@ -113,6 +113,15 @@ def test_a_step_whose_gradients_were_sent_in_part_is_made_again(framework, api, 
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2
 
 
+@pytest.mark.parametrize(("kills", "overlap"), [("1@5,0@20", "0"), ("1@bucket:13,0@bucket:26", "1")])
+def test_the_noise_scale_is_that_of_steps_that_have_ended_on_all_ranks(kills, overlap, monkeypatch):
+    monkeypatch.setenv("CHOROS_OVERLAP", overlap)
+    monkeypatch.setenv("CHOROS_NOISE_SCALE", "1")
+    _, (first, second) = fit("torch", kills, ranks=4)
+    assert first["noise"].startswith("NoiseScale")
+    assert (first["noise"], first["wrong"]) == (second["noise"], {})
+
+
 @pytest.mark.parametrize("framework", ["jax", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_a_scaled_loss_of_which_some_ranks_have_no_rows(framework):
     ended, reports = fit(framework, "", rows=193, scaled=1)
@@ -349,6 +358,11 @@ def test_a_job_grows_in_fit():
     assert new_ranks_of_fit("torch", "strategy", "", "-H", "localhost:4", "-np", 1, "--max-np", 3) == {1, 2}
 
 
+def test_a_new_rank_has_the_noise_scale_of_the_others(monkeypatch):
+    monkeypatch.setenv("CHOROS_NOISE_SCALE", "3")
+    assert new_ranks_of_fit("torch", "strategy", "1@5", "-np", 3) == {1}
+
+
 def new_ranks_of_fit(framework, api, kills, *flags, more=(), epochs=None):
     """Trains until there are three ranks, in ``epochs`` epochs; returns the numbers of those that are new."""
     if framework not in FRAMEWORKS:
@@ -360,7 +374,7 @@ def new_ranks_of_fit(framework, api, kills, *flags, more=(), epochs=None):
     assert sorted(report["number"] for report in reports) == [0, 1, 2], ended.err
     for report in reports:
         assert (report["wrong"], report["size"], report["same_process"]) == ({}, 3, True)
-    assert len({(report["epochs"], report["val_loss"]) for report in reports}) == 1
+    assert len({(report["epochs"], report["val_loss"], report["noise"]) for report in reports}) == 1
     assert epochs in (None, reports[0]["epochs"])
     return {report["number"] for report in reports if report["new"]}
 

@@ -18,7 +18,7 @@ import torch
 import choros.torch as hvd
 from choros.comm import global_process_set
 from choros.observe import events
-from choros.parallel.reduce import reducer
+from choros.parallel.reduce import plan
 
 EXAMPLES, BATCH, EPOCHS = int(os.environ.get("EXAMPLES", "103")), 4, 2
 hvd.init()
@@ -29,7 +29,7 @@ faults = [
 ]
 lists = 1
 if os.environ.get("CHOROS_OVERLAP") == "1":
-    lists, reducer._BUCKET_BYTES = 3, 1
+    lists, plan._BUCKET_BYTES = 3, 1
 counts = [torch.nn.Parameter(torch.zeros(EXAMPLES)) for _ in range(lists)]
 model = torch.nn.Module()
 model.counts = torch.nn.ParameterList(counts)

@@ -48,6 +48,7 @@ def check(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, 
     found = choros.noise_scale()
     assert found is not None
     assert found.steps == steps
+    assert found.batch == (24 if "gradient_accumulation_steps" in how else 12)
     assert history["noise_scale"][-1] == found.noise_scale
     assert [each for each in caplog.messages if "rows" in each] == [str(found)] * (choros.rank() == 0)
     for other in allgather_object((found, history["noise_scale"])):

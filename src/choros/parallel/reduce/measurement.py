@@ -57,7 +57,8 @@ def _squares(gradient: Gradient) -> Any:
     if isinstance(gradient, np.ndarray):
         flat = gradient.reshape(-1)
         flat = flat if flat.dtype in (np.float32, np.float64) else flat.astype(np.float32)
-        return float(np.dot(flat, flat))
+        with np.errstate(over="ignore", invalid="ignore"):  # steps that overflow are left out
+            return float(np.dot(flat, flat))
     adapter = adapter_of(gradient)
-    wide = adapter.cast(gradient, np.dtype(np.float32))
+    wide = adapter.cast(adapter.stop_gradient(gradient), np.dtype(np.float32))
     return adapter.sum(wide * wide)

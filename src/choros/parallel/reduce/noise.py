@@ -36,7 +36,7 @@ class NoiseScale:
 
     Attributes:
         noise_scale: tr(Σ) / |G|², in rows; infinite as long as the gradient does not stand out from its noise.
-        batch: the rows of the last measured step, of all ranks and micro-batches.
+        batch: the rows of a step, of all ranks and micro-batches; the most, as last batches are smaller.
         steps: how many steps were measured.
 
     Example:
@@ -127,7 +127,7 @@ def updated(before: Estimate, norms: Sequence[float], shares: Sequence[Contribut
         before.steps + 1,
         _DECAY * before.signal + (1 - _DECAY) * signal,
         _DECAY * before.noise + (1 - _DECAY) * noise,
-        sum(share.rows for _, share in ranks),
+        max(before.rows, sum(share.rows for _, share in ranks)),
     )
 
 
