@@ -117,7 +117,7 @@ REPORT_AGAIN: Final = Duration(
     2.0, _WRAPPER, "for chorosrun to know of a rank's end", "it reports it again", tests_shorten=True
 )
 PROGRESS: Final = Duration(
-    60.0, _WRAPPER, "between two reports of a rank's steps", "it sends the next one", tests_shorten=True
+    1.0, _WRAPPER, "between two reports of a rank's steps", "it sends the next one", tests_shorten=True
 )
 STUCK: Final = Duration(
     1.0, _WRAPPER, "for data of a rank to move, after a signal to end", "it reports that the rank waits"

@@ -225,8 +225,8 @@ def test_who_connects_receives_the_text(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     session = tmp_path / f"{SESSION}{'long' * 40}"
     session.mkdir()
-    with control.control_socket(session) as listener:
-        jobs = control.running_jobs()
+    with control.control_socket(session, control.STACKS_OF) as listener:
+        jobs = control.running_jobs(control.STACKS_OF)
         assert list(jobs) == [os.getpid()]
         assert jobs[os.getpid()].stat().st_mode & 0o777 == 0o600
         listener.setblocking(True)
@@ -234,7 +234,7 @@ def test_who_connects_receives_the_text(tmp_path, monkeypatch):
         server.start()
         assert control.text_of(jobs[os.getpid()], 60) == "text" * 100_000
         server.join()
-    assert control.running_jobs() == {}
+    assert control.running_jobs(control.STACKS_OF) == {}
 
 
 def test_a_directory_without_sockets_is_no_error(tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_a_directory_without_sockets_is_no_error(tmp_path, monkeypatch):
         raise OSError
 
     monkeypatch.setattr(socket.socket, "bind", refuse, raising=False)
-    with control.control_socket(tmp_path) as listener:
+    with control.control_socket(tmp_path, control.STACKS_OF) as listener:
         assert listener is None
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from choros.launch import wrapper
 from choros.launch.driver.job_end import Reason
+from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.line_merger import LineMerger
 from choros.launch.driver.output import Output
 from choros.launch.driver.supervisor import Supervisor
@@ -52,9 +53,12 @@ def job(
     argv = (*wrapper, str(options or UNBOUND), program, "-c", HEAD + code)
     out, err = io.BytesIO(), err or io.BytesIO()
     output = Output(out.write, err.write, prefix=False, colour=False, merger=merger)
+    record = JobRecord(argv, 1, {})
     command = Command(argv, {**os.environ, **environ})
     with caught_signals() as signals:
-        started = Supervisor(Job(argv, 1), command, output, limits or Limits(), signals, OPEN_MPI_5.signal_map, **how)
+        started = Supervisor(
+            Job(argv, 1), command, output, record, limits or Limits(), signals, OPEN_MPI_5.signal_map, **how
+        )
         job_end = started.run()
     return job_end, out.getvalue(), err.getvalue()
 

@@ -152,17 +152,17 @@ class StragglerWatch:
         answer_of(lambda: self._send("last steps"))
         if self._rank == 0:
             answer_of(lambda: self._store.wait(self._keys("last steps"), timedelta(seconds=durations.STRAGGLERS_END)))
-            last = self._compare("last steps")
-            lines = last_lines(self._stragglers, self._began, time.time(), verdict=current().verdict)
-            for line in lines or [last and f"{last}."]:
-                self._log_line(line)
+            self._compare("last steps")
+            for line in last_lines(self._stragglers, self._began, time.time(), verdict=current().verdict):
+                _log.warning("%s", line)
 
     def _watch(self) -> None:
         while not self._ended.wait(durations.STRAGGLERS):
             answer_of(lambda: self._send("steps"))
             if self._rank == 0:
                 sentence = self._compare("steps")
-                self._log_line(sentence and f"{sentence}.")
+                if sentence:
+                    _log.warning("%s.", sentence)
 
     def _keys(self, name: str) -> list[str]:
         return [f"{name} {rank}" for rank in range(len(self._read))]
@@ -180,10 +180,6 @@ class StragglerWatch:
         ]
         self._read = values
         return "".join(sentences)
-
-    def _log_line(self, line: str) -> None:
-        if line:
-            _log.warning("%s", line)
 
 
 def answer_of(ask: Callable[[], T]) -> T | None:

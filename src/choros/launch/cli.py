@@ -15,6 +15,7 @@ import click
 from choros import durations
 from choros.errors import ChorosError, LaunchError
 from choros.frameworks import installed, runs_here
+from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.launcher import dry_run_command, launch
 from choros.launch.driver.machine import count_accelerators, detect_mpirun, own_names, run_script
 from choros.launch.driver.outcome import outcome_of
@@ -26,7 +27,7 @@ from choros.launch.plan.environment import parse_variables
 from choros.launch.plan.horovod_flags import check, read_config_file, unused, variables, with_config
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
-from choros.launch.processes.control import running_jobs, text_of
+from choros.launch.processes.control import STACKS_OF, running_jobs, text_of
 from choros.settings import VARIABLES
 
 _NO_JOB = "start it with chorosrun, and run this command on the host of chorosrun, with the same TMPDIR"
@@ -80,7 +81,7 @@ def stacks(job: int | None) -> None:
     JOB is the PID of its chorosrun on this host, or of the Python process that called choros.run; it can be left out if
     only one job of yours runs here. The ranks are not interrupted.
     """
-    jobs = running_jobs()
+    jobs = running_jobs(STACKS_OF)
     if job is None and len(jobs) != 1:
         which = f"give one of {', '.join(map(str, sorted(jobs)))}" if jobs else _NO_JOB
         raise LaunchError(f"choros stacks: {len(jobs)} jobs of yours run on this host: {which}.")
@@ -147,9 +148,14 @@ def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
     colour = use_colour(os.environ, os.isatty(1) and os.isatty(2))
     output = output_of(job, arguments, os.environ, partial(write_all, 1), partial(write_all, 2), colour=colour)
     limits = arguments.limits(os.environ)
-    outcome = outcome_of(launch(job, mpirun, os.environ, output, limits, verbose=arguments.verbose), limits)
+    record = JobRecord(job.command, job.size, job.environment)
+    job_end = launch(job, mpirun, os.environ, output, limits, record, verbose=arguments.verbose)
+    outcome = outcome_of(job_end, limits)
     for line in outcome.lines:
         output.show(line)
+    record.end(outcome.exit_code)
+    if arguments.report is not None:
+        record.write(Path(arguments.report), output.show)
     return outcome.exit_code
 
 

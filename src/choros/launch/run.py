@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from types import CodeType
 from typing import Any, TextIO, TypeVar
 
@@ -21,6 +22,7 @@ import cloudpickle
 from choros.errors import ConfigError, JobTimeout, LaunchError, WorkerFailed
 from choros.frameworks import installed
 from choros.launch.driver.job_end import JobEnd, Reason
+from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.launcher import launch
 from choros.launch.driver.machine import count_accelerators, detect_mpirun, own_names, run_script
 from choros.launch.driver.outcome import outcome_of
@@ -123,7 +125,11 @@ def run_call(
     output = output_of(job, arguments, os.environ, _writer(sys.stdout), _writer(sys.stderr), colour=False)
     for sentence in sentences:
         output.show(sentence)
-    job_end = launch(job, mpirun, os.environ, output, limits, payload=payload, verbose=arguments.verbose)
+    record = JobRecord(job.command, job.size, job.environment)
+    job_end = launch(job, mpirun, os.environ, output, limits, record, payload=payload, verbose=arguments.verbose)
+    record.end(outcome_of(job_end, limits).exit_code)
+    if arguments.report is not None:
+        record.write(Path(arguments.report), output.show)
     _raise_failure(job_end, limits)
     finished = [rank for rank, end in sorted(job_end.exits.items()) if end.code == 0]
     return [_result(job_end, rank) for rank in (range(job.size) if job.elastic is None else finished)]

@@ -15,14 +15,14 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
-from typing import final
+from dataclasses import fields, replace
+from typing import Any, final
 
-from choros.observe.stragglers import RankProgress
+from choros.observe.stragglers import BUCKETS, RankProgress, bucket_of
 
 #: The variable with the file descriptor of the page.
 PROGRESS_FD = "CHOROS_PROGRESS_FD"
-PAGE_BYTES = 512
+PAGE_BYTES = 1024
 #: The numbers of a ``RankProgress`` from ``steps`` to ``began``. Then of the last collective: the time, the length
 #: of its text, the number of ranks, and whether its data move.
 _COUNTS = struct.Struct("<QQ11d")
@@ -30,6 +30,10 @@ _SECONDS = [each.name for each in fields(RankProgress) if each.type is float and
 _LAST = struct.Struct("<dHI?")
 _TEXT = _COUNTS.size + _LAST.size
 _MOVES = _TEXT - 1
+#: How many steps took which time: ``bucket_of``.
+_HISTOGRAM = struct.Struct(f"<{BUCKETS}I")
+_TIMES = PAGE_BYTES - 1 - _HISTOGRAM.size
+_COUNT = struct.Struct("<I")
 #: The last byte is the wrapper's: whether the whole job was asked to end.
 _END = PAGE_BYTES - 1
 #: A rank whose wait is a smaller share of a step is prompt: it was among the last.
@@ -62,7 +66,7 @@ class Page:
 
     def begin_collective(self, text: bytes, ranks: int, *, hidden: bool = False) -> None:
         """Notes that all of a number of ranks have called a collective, maybe ``hidden`` behind what computes."""
-        text = text[: _END - _TEXT]
+        text = text[: _TIMES - _TEXT]
         self.memory[_TEXT : _TEXT + len(text)] = text
         _LAST.pack_into(self.memory, _COUNTS.size, time.time(), len(text), ranks, True)
         self._began_exchange = None if hidden else self._now()
@@ -126,6 +130,8 @@ class Page:
             *spent, waited = spent
             new = (own, waited, *spent, self.paused, examples, examples * examples, examples * left)
             counts = [count + each for count, each in zip(counts, new, strict=True)]
+            place = _TIMES + _COUNT.size * bucket_of(own)
+            _COUNT.pack_into(self.memory, place, _COUNT.unpack_from(self.memory, place)[0] + 1)
             steps, prompt_steps = steps + 1, prompt_steps + (waited < _PROMPT * own)
         _COUNTS.pack_into(self.memory, 0, steps, prompt_steps, *counts, began or time.time())
         self._step_began = now
@@ -148,8 +154,9 @@ def read_page(memory: bytes | bytearray | mmap.mmap, rank: int = -1) -> RankProg
     at, length, size, moves = _LAST.unpack_from(memory, _COUNTS.size)
     text, ago = bytes(memory[_TEXT : _TEXT + length]).decode("utf-8", "replace"), max(0.0, time.time() - at)
     steps, prompt_steps, *seconds = _COUNTS.unpack_from(memory)
-    counts: dict[str, float] = dict(zip(_SECONDS, seconds, strict=True))
-    return RankProgress(rank, steps, prompt_steps, **counts, last=text, ago=ago, last_size=size, moves=moves)
+    counts: dict[str, Any] = dict(zip(_SECONDS, seconds, strict=True))
+    done = RankProgress(rank, steps, prompt_steps, **counts, last=text, ago=ago, last_size=size, moves=moves)
+    return replace(done, histogram=_HISTOGRAM.unpack_from(memory, _TIMES) if steps else ())
 
 
 #: The page of this process.

@@ -11,10 +11,15 @@ while each of the others waited 10 % of it or more and was prompt in at most hal
 not fewer. A rank that is the last now and then, as it writes a checkpoint or because times vary, is none.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+#: The number of places in a histogram of steps.
+BUCKETS = 64
 _FEWEST_STEPS = 20
+#: A period is over when each rank has made steps for so many seconds.
+_PERIOD = 60.0
 _PROMPT_SHARE = 0.8
 _OTHERS_PROMPT_SHARE = 0.5
 _SHORT_WAIT = 0.05
@@ -23,12 +28,13 @@ _LONG_WAIT = 0.1
 
 @dataclass(frozen=True)
 class RankProgress:
-    """What a rank has done since it joined, which chorosrun gets once a minute, before its stacks and before its end.
+    """What a rank has done since it joined, which chorosrun gets once a second, before its stacks and before its end.
     ``seconds``: in steps, each from one meeting of all ranks to the next one; of these ``waiting`` for other ranks,
     ``loading`` data, ``exchanging`` values, ``committing``, ``recovering`` from the loss of others; ``pausing``:
     between epochs, in no step. ``squares``, ``products``: sums over the steps, of the number of examples squared, and
     times the seconds of computing. ``prompt_steps``: it hardly waited, being among the last. ``began``: when it made
-    its first step, in seconds since 1970. ``last``: the last collective, which all of ``last_size`` ranks had called
+    its first step, in seconds since 1970; ``memory``: its bytes. ``histogram``: how many steps took a time, see
+    ``bucket_of``. ``last``: the last collective, which all of ``last_size`` ranks had called
     so many seconds ``ago``; ``moves``: its data still move.
     """
 
@@ -50,12 +56,23 @@ class RankProgress:
     ago: float = 0.0
     last_size: int = 0
     moves: bool = False
+    memory: int = 0
+    histogram: Sequence[int] = ()
 
     @property
     def computing(self) -> float:
         """The seconds in steps that are nothing else."""
         spent = self.waiting + self.loading + self.exchanging + self.committing + self.recovering
         return max(0.0, self.seconds - spent)
+
+
+def bucket_of(seconds: float) -> int:
+    """The place in a histogram of a step that took so long: three double the time, from 50 µs on.
+
+    >>> bucket_of(1e-6), bucket_of(100e-6), bucket_of(1.0), bucket_of(1e9)
+    (0, 3, 42, 63)
+    """
+    return min(BUCKETS - 1, max(0, int(3 * math.log2(seconds / 50e-6)))) if seconds > 0 else 0
 
 
 @dataclass
@@ -79,6 +96,8 @@ class Stragglers:
     def note(self, done: RankProgress) -> str:
         """Records what a rank has done; returns a sentence if a period is over, and it has new stragglers."""
         self._now[done.rank] = done
+        if done.seconds - self._earlier.get(done.rank, RankProgress(done.rank)).seconds < _PERIOD:
+            return ""
         self._reported.add(done.rank)
         if len(self._reported) < max(self.size, len(self._now)):
             return ""

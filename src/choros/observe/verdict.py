@@ -19,6 +19,8 @@ from choros.observe.stragglers import RankProgress, Stragglers
 FEWEST_STEPS, FEWEST_SECONDS = 20, 10.0
 #: What makes steps less than a tenth faster is no bottleneck.
 _LEAST_GAIN = 1.1
+#: At least this share of a step is left without its bottleneck.
+_LEAST_LEFT = 0.01
 #: Batches are small if steps are shorter, and most of it does not depend on the number of rows.
 _SHORT_STEP = 0.02
 _FIXED_SHARE = 0.5
@@ -137,11 +139,12 @@ def _longest(steps: Sequence[_MeanStep], step: float) -> Bottleneck | None:
     candidates = []
     for cause, part in parts.items():
         without = max(each.own - part(each) for each in steps) + exchange + varies
+        without = max(without, _LEAST_LEFT * step)
         longest = max(part(each) for each in steps)
         ranks = tuple(each.rank for each in steps if part(each) >= _ALSO * longest)
         everywhere = len(ranks) == len(steps)
         candidates.append(Bottleneck(cause, () if everywhere else ranks, longest / step, step / without))
-    candidates.append(Bottleneck("exchange", (), exchange / step, step / max(step - exchange, 0.01 * step)))
+    candidates.append(Bottleneck("exchange", (), exchange / step, step / max(step - exchange, _LEAST_LEFT * step)))
     best = max(candidates, key=lambda each: each.gain)
     return best if best.gain >= _LEAST_GAIN else None
 
@@ -165,12 +168,19 @@ def _small_batches(members: Sequence[RankProgress], step: float) -> Bottleneck |
     return Bottleneck("batch size", (), fixed, LARGER * step / (step + (LARGER - 1) * grows))
 
 
+def verdict_lines(
+    progress: Sequence[RankProgress], name: Callable[[Sequence[int]], str], began: float, ended: float
+) -> list[str]:
+    """The verdict and the goodput as lines; none if the job was too short. ``name`` names ranks."""
+    found = verdict_of(progress)
+    return [] if found is None else [*verdict_text(found, name), str(Goodput.of(progress, began, ended))]
+
+
 def last_lines(stragglers: Stragglers, began: float, ended: float, *, verdict: bool) -> list[str]:
     """What is said at the end of a job: its verdict, if it is wanted and was long enough, or else its stragglers."""
-    found = verdict_of(stragglers.progress) if verdict else None
-    if found is None:
-        return [f"{each}." for each in [stragglers.of_job()] if each]
-    return [*verdict_text(found, stragglers.name), str(Goodput.of(stragglers.progress, began, ended))]
+    is_whole = len(stragglers.progress) >= stragglers.size
+    lines = verdict_lines(stragglers.progress, stragglers.name, began, ended) if verdict and is_whole else []
+    return lines or [f"{each}." for each in [stragglers.of_job()] if each]
 
 
 def verdict_text(verdict: Verdict, name: Callable[[Sequence[int]], str]) -> list[str]:
@@ -184,7 +194,9 @@ def verdict_text(verdict: Verdict, name: Callable[[Sequence[int]], str]) -> list
     """
     said = {"loading": "loading data", "waiting": "waiting for other ranks", "exchanging": "exchanging gradients"}
     parts = [f"{said.get(each, each)} {_percent(share)}" for each, share in verdict.shares.items() if share >= 0.005]
-    rates = f"{_number(1 / verdict.step)} steps/s, {_number(verdict.examples_per_second)} examples/s"
+    rates = f"{_number(1 / verdict.step)} steps/s"
+    if verdict.examples_per_second:
+        rates += f", {_number(verdict.examples_per_second)} examples/s"
     lines = [f"{verdict.steps:,} steps, {rates}; a step: {', '.join(parts)}."]
     found = verdict.bottleneck
     if found is None:

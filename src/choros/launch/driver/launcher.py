@@ -11,6 +11,7 @@ from pathlib import Path
 from choros import durations
 from choros.frameworks import keras_backend_of_ranks
 from choros.launch.driver.job_end import JobEnd
+from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.output import Output, shown_if_slow
 from choros.launch.driver.restarts import HostWatch, launch_again
 from choros.launch.driver.supervisor import Supervisor
@@ -19,7 +20,7 @@ from choros.launch.plan.cores import usable_cores
 from choros.launch.plan.environment import in_allocation, in_slurm
 from choros.launch.plan.job import Job, Limits
 from choros.launch.plan.mpi_implementations import Mpirun
-from choros.launch.processes.control import control_socket
+from choros.launch.processes.control import RECORD_OF, STACKS_OF, control_socket
 from choros.launch.processes.directories import SESSION, job_directories, remove_stale, temporary
 from choros.launch.processes.pipes import frame_pipes
 from choros.observe import events
@@ -43,12 +44,16 @@ def launch(
     environ: Mapping[str, str],
     output: Output,
     limits: Limits,
+    record: JobRecord,
     *,
     payload: bytes | None = None,
     verbose: bool = False,
 ) -> JobEnd:
     """Runs ``job`` to its end; an elastic one again, as long as that can be. It closes ``output``."""
-    once = partial(_launch_once, mpirun=mpirun, environ=environ, output=output, payload=payload, verbose=verbose)
+    once = partial(
+        _launch_once, mpirun=mpirun, environ=environ, output=output, record=record, payload=payload, verbose=verbose
+    )
+    output.listen(record.show)
     try:
         if job.elastic is None:
             return once(job, limits)
@@ -65,6 +70,7 @@ def _launch_once(
     mpirun: Mpirun,
     environ: Mapping[str, str],
     output: Output,
+    record: JobRecord,
     payload: bytes | None,
     verbose: bool,
 ) -> JobEnd:
@@ -91,17 +97,20 @@ def _launch_once(
             _merged_timelines(output),
             caught_signals() as signals,
             frame_pipes(session, job.most if command.one_host else 0) as pipes,
-            control_socket(session) as control,
+            control_socket(session, STACKS_OF) as stacks,
+            control_socket(session, RECORD_OF) as records,
         ):
             return Supervisor(
                 job,
                 command,
                 output,
+                record,
                 limits,
                 signals,
                 mpirun.implementation.signal_map,
                 frame_pipes=pipes,
-                control=control,
+                stacks=stacks,
+                records=records,
                 hosts=hosts,
                 payload=payload,
                 verbose=verbose,

@@ -95,6 +95,7 @@ class Output:
         self._open: tuple[tuple[int, ...], str] | None = None
         self._files = files or {}
         self._merger = merger or LineMerger(1)
+        self._listen: Callable[[str], None] = lambda _text: None
 
     def write(self, text: Text) -> None:
         """Writes a rank's output to its files, and to the screen, where lines may be held: see ``due_after``."""
@@ -122,6 +123,11 @@ class Output:
         """Shows a message of chorosrun itself, after all that the ranks have written."""
         self.flush()
         self._show_now(text)
+        self._listen(text)
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Calls ``listener`` with all further messages of chorosrun."""
+        self._listen = listener
 
     def finish(self) -> None:
         """Writes all held lines and ends the partial line on the screen: no rank writes any more."""

@@ -14,6 +14,7 @@ not count.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -26,12 +27,14 @@ from choros import durations
 from choros.errors import PREEMPTED, PeerLostError
 from choros.launch.driver.failures import headline, met_shutdown
 from choros.launch.driver.job_end import JobEnd, Reason, signal_name
+from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.mpirun_process import MpirunProcess
 from choros.launch.driver.output import Output
 from choros.launch.driver.stopping import Stopping, kill_rank, publish
 from choros.launch.driver.wait_watch import StackRequests, WaitWatch
 from choros.launch.plan.command import Command
 from choros.launch.plan.job import Elastic, Job, Limits
+from choros.launch.processes.control import answer, send_text
 from choros.launch.processes.process_tree import signal_group
 from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, Result, Stacks, Start, Text
 from choros.launch.protocol.wrapper_options import STACKS
@@ -60,12 +63,14 @@ class Supervisor:
         job: Job,
         command: Command,
         output: Output,
+        record: JobRecord,
         limits: Limits,
         signals: SignalPipe,
         signal_map: Mapping[signal.Signals, signal.Signals],
         *,
         frame_pipes: Sequence[int] = (),
-        control: socket.socket | None = None,
+        stacks: socket.socket | None = None,
+        records: socket.socket | None = None,
         hosts: HostWatch | None = None,
         payload: bytes | None = None,
         verbose: bool = False,
@@ -73,6 +78,7 @@ class Supervisor:
         self._job = job
         self._job_end = job_end = JobEnd(job.size, roles=job.roles, elastic=job.elastic)
         self._output = output
+        self._record = record
         self._limits = limits
         self._payload = memoryview(payload) if payload is not None else None
         self._verbose = verbose
@@ -89,11 +95,12 @@ class Supervisor:
         self._stopping = stopping = Stopping(
             job_end, output, loop, mpirun, signal_map, limits.grace, lambda: self._waits.lines()
         )
-        stacks = StackRequests(loop, partial(stopping.send, STACKS) if STACKS in signal_map else None)
-        self._waits = WaitWatch(job_end, output, loop, mpirun, limits, stacks, stopping.stop, self._kill)
+        requests = StackRequests(loop, partial(stopping.send, STACKS) if STACKS in signal_map else None)
+        self._waits = WaitWatch(job_end, output, loop, mpirun, limits, requests, stopping.stop, self._kill)
         loop.on_readable(signals, partial(self._on_signals, signals))
-        if control is not None:
-            loop.on_readable(control, partial(self._waits.on_control, control))
+        for clients, send in ((stacks, self._waits.send_stacks), (records, self._send_record)):
+            if clients is not None:
+                loop.on_readable(clients, partial(answer, clients, send))
         if hosts is not None:
             loop.on_readable(hosts, partial(stopping.on_hosts, hosts))
 
@@ -162,6 +169,7 @@ class Supervisor:
             case Start():
                 self._on_start(frame)
             case RankProgress():
+                self._record.note(frame)
                 self._waits.note_progress(frame)
             case Stacks():
                 self._waits.stacks.note(frame)
@@ -180,6 +188,7 @@ class Supervisor:
         if self._gate_is_open:
             self._close_gate()
         self._job_end.started[frame.rank] = frame
+        self._record.start(frame)
         if frame.added:
             self._job_end.exits.pop(frame.rank, None)
             self._job_end.newcomers.add(frame.rank)
@@ -244,6 +253,9 @@ class Supervisor:
                 self._kill(newcomer)
         elif frame.code == 0:
             self._waits.ended(rank)
+
+    def _send_record(self, client: socket.socket) -> None:
+        send_text(client, json.dumps(self._record.to_json()))
 
     def _kill(self, rank: int) -> None:
         start = self._job_end.started[rank]

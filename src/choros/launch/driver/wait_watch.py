@@ -236,12 +236,8 @@ class WaitWatch:
             blocked=stopped_above(start.pid) if start is not None and is_here and answer is None else 0,
         )
 
-    def on_control(self, control: socket.socket) -> None:
+    def send_stacks(self, client: socket.socket) -> None:
         """Sends the stacks of all ranks to the process that has connected."""
-        try:
-            client, _ = control.accept()
-        except OSError:  # it has gone
-            return
         ranks = sorted(self.job_end.members)
 
         def send(stacks: Mapping[int, Stacks]) -> None:

@@ -147,6 +147,10 @@ class Arguments:
         help="Also write each rank's output to DIR/rank.N/stdout and stderr on this machine; with --ps, to "
         "DIR/chief, DIR/ps.N and DIR/worker.N.",
         python="Also write each rank's output to ``rank.N/stdout`` and ``stderr`` in this directory.")
+    report: str | os.PathLike[str] | None = flag(
+        "Output", "--report", metavar="FILE",
+        help="Write a page about the job to FILE.html at its end, and its numbers to FILE.json: where the time went, "
+        "who waited for whom, and what happened.")
     verbose: bool = flag(
         "Output", "--verbose", default=False, value=SWITCH, horovod="",
         help="Show the mpirun command, each rank's settings and mpirun's messages.")

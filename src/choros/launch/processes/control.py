@@ -1,10 +1,12 @@
-"""The control socket: through it ``choros stacks`` reaches a running chorosrun.
+"""The control sockets: through them ``choros stacks`` and ``choros top`` reach a running chorosrun.
 
 ::
 
-    choros stacks ── connects ──► choros-session-JOB/control.PID ──► chorosrun of that PID
-          ▲                       a Unix socket in a directory           │ asks all wrappers
-          └──────── a text ◄──────that only this user may enter ◄────────┘
+    choros stacks ── connects ──► choros-session-JOB/stacks.PID ──► chorosrun of that PID
+          ▲                       a Unix socket in a directory          │ asks all wrappers
+          └──────── a text ◄──────that only this user may enter ◄───────┘
+
+    choros top ───── connects ──► choros-session-JOB/record.PID ──► sends the job's record, as JSON
 
 Who connects gets the text, and can send nothing.
 """
@@ -12,7 +14,7 @@ Who connects gets the text, and can send nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,17 +25,17 @@ from choros.launch.processes.directories import SESSION, temporary
 if TYPE_CHECKING:
     import socket
 
-_PREFIX = "control."
+STACKS_OF, RECORD_OF = "stacks", "record"
 #: The kernel's limit for the name of a Unix socket, on the system with the smallest one.
 _LONGEST = 100
 
 
 @contextmanager
-def control_socket(session: Path) -> Iterator[socket.socket | None]:
-    """A context in which this process listens; ``None`` if the directory ``session`` cannot have a socket."""
+def control_socket(session: Path, what: str) -> Iterator[socket.socket | None]:
+    """A context in which this process listens for who wants ``what``; ``None`` if ``session`` can have no socket."""
     import socket  # takes some milliseconds
 
-    path = session / f"{_PREFIX}{os.getpid()}"
+    path = session / f"{what}.{os.getpid()}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         try:
@@ -51,6 +53,12 @@ def control_socket(session: Path) -> Iterator[socket.socket | None]:
         path.unlink(missing_ok=True)
 
 
+def answer(clients: socket.socket, send: Callable[[socket.socket], None]) -> None:
+    """Calls ``send`` with the process that has connected to the socket ``clients``."""
+    with suppress(OSError):  # it has gone
+        send(clients.accept()[0])
+
+
 def send_text(client: socket.socket, text: str) -> None:
     """Sends ``text`` to a client and closes the connection."""
     client.settimeout(durations.CONTROL)
@@ -58,12 +66,14 @@ def send_text(client: socket.socket, text: str) -> None:
         client.sendall(text.encode("utf-8", "surrogateescape"))
 
 
-def running_jobs(roots: Iterable[Path] = ()) -> dict[int, Path]:
-    """Returns control sockets of this user's jobs here, by chorosrun's PID; ``roots``: temporary files by default."""
+def running_jobs(what: str, roots: Iterable[Path] = ()) -> dict[int, Path]:
+    """Returns the sockets of this user's jobs here that send ``what``, by chorosrun's PID; ``roots``: temporary files
+    by default.
+    """
     found = {}
     for root in roots or (temporary(),):
-        for path in root.glob(f"{SESSION}*/{_PREFIX}*"):
-            number = path.name.removeprefix(_PREFIX)
+        for path in root.glob(f"{SESSION}*/{what}.*"):
+            number = path.name.removeprefix(f"{what}.")
             with suppress(OSError):
                 if number.isdecimal() and path.parent.lstat().st_uid == path.lstat().st_uid == os.geteuid():
                     os.kill(int(number), 0)

@@ -5,7 +5,7 @@
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from choros import durations
@@ -96,11 +96,11 @@ class RankOutput:
         if self._page is not None:
             note_end(self._page)
 
-    def send_progress(self) -> None:
-        """Sends what the rank has written to its page, if it has."""
+    def send_progress(self, pid: int) -> None:
+        """Sends what the rank, process ``pid``, has written to its page, if it has, and how much memory it has."""
         done = self._done()
         if done.last:
-            self.send(done)
+            self.send(replace(done, memory=_resident(pid)))
 
     def watch_data(self, stall: float, *, repeat: bool = False) -> None:
         """Reports, from now on, that a collective's data move for over ``stall`` s; with ``repeat`` more than once."""
@@ -123,3 +123,12 @@ class RankOutput:
         if self._page is None:
             return RankProgress(self.rank)
         return read_page(os.pread(self._page, PAGE_BYTES, 0), self.rank)
+
+
+def _resident(pid: int) -> int:
+    """The bytes of memory of a process, 0 if the system does not say."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -108,7 +108,7 @@ class Wrapper:
         else:
             report = self._report()
         self._reported = True
-        self._output.send_progress()
+        self._send_progress()
         self._send(report)
         if self._options.elastic and not self._released:
             self._clean_up()
@@ -172,7 +172,7 @@ class Wrapper:
 
     def _send_stacks(self) -> None:
         if self._process is not None and self._status is None:
-            self._output.send_progress()
+            self._send_progress()
             pid = self._process.pid
             self._send(Stacks(self._topology.rank, state_of(pid), take_stacks(pid)))
 
@@ -216,7 +216,7 @@ class Wrapper:
         process = self._start()
         added = bool(self._options.new_rank)
         self._send(Start(self._topology.rank, self._host, process.pid, self._restarts, ended_by, added))
-        self._loop.repeat("progress", durations.PROGRESS, self._output.send_progress)
+        self._loop.repeat("progress", durations.PROGRESS, self._send_progress)
         config = Config.from_environ(self._environ)
         limits = filter(None, (config.stall_seconds, config.stall_shutdown_seconds))
         self._output.watch_data(min(limits, default=0.0))
@@ -326,6 +326,9 @@ class Wrapper:
             seconds=round(time.monotonic() - self._began, 3),
             restarts=self._restarts,
         )
+
+    def _send_progress(self) -> None:
+        self._output.send_progress(0 if self._process is None else self._process.pid)
 
     def _send(self, frame: Frame) -> None:
         """Writes a frame to chorosrun or mpirun; if that no longer reads, the job is over."""

@@ -1,0 +1,126 @@
+"""The record of a job, for ``--report`` and ``choros top``: what its ranks did over time, and what happened.
+
+::
+
+    RankProgress frames, one a second ──┐
+    chorosrun's own messages ───────────┴──► JobRecord ──► as JSON, also while the job runs
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from choros.durable import unfinished
+from choros.launch.protocol.frames import Start
+from choros.observe.stragglers import RankProgress
+from choros.observe.verdict import Goodput, verdict_lines, verdict_of
+from choros.observe.waits import ranks_text
+from choros.settings import VARIABLES
+
+#: The numbers of a rank over time; the others of ``RankProgress`` are kept as they are last.
+SERIES = (
+    "steps", "examples", "seconds", "waiting", "loading", "exchanging", "committing", "recovering", "pausing", "memory",
+)  # fmt: skip
+#: With more moments than this, every second one is dropped, and later ones are as far apart.
+_MOST = 600
+_MOST_MESSAGES = 1000
+_VARIABLES = tuple(VARIABLES.values())
+_FORMAT = 1
+
+
+@dataclass(eq=False)
+class RankRecord:
+    """What one rank has done: ``moments`` in seconds since 1970, at most one in ``apart`` seconds, with its numbers."""
+
+    host: str = ""
+    pid: int = 0
+    last: RankProgress = field(default_factory=lambda: RankProgress(-1))
+    apart: float = 0.0
+    moments: list[tuple[float, RankProgress]] = field(default_factory=list)
+
+    def note(self, done: RankProgress, now: float) -> None:
+        """Records what it has done until ``now``."""
+        self.last = done
+        if self.moments and now - self.moments[-1][0] < self.apart:
+            return
+        self.moments.append((now, done))
+        if len(self.moments) > _MOST:
+            del self.moments[1::2]
+            self.apart = max(1.0, 2 * self.apart)
+
+    def to_json(self) -> dict[str, Any]:
+        """It as JSON has it: a list for each number."""
+        series = {name: [round(getattr(done, name), 4) for _, done in self.moments] for name in SERIES}
+        last = {name: value for name, value in asdict(self.last).items() if name not in SERIES}
+        times = [round(at, 3) for at, _ in self.moments]
+        return {"host": self.host, "pid": self.pid, **last, "computing": self.last.computing, "times": times, **series}
+
+
+@dataclass(eq=False)
+class JobRecord:
+    """The record of the job that runs ``command`` on ``size`` ranks with these variables; it has begun now."""
+
+    command: Sequence[str]
+    size: int
+    environment: Mapping[str, str]
+    began: float = field(default_factory=time.time)
+    ended: float | None = None
+    code: int | None = None
+    ranks: dict[int, RankRecord] = field(default_factory=dict)
+    messages: list[tuple[float, str]] = field(default_factory=list)
+
+    def start(self, start: Start) -> None:
+        """Records where a rank runs."""
+        rank = self.ranks.setdefault(start.rank, RankRecord())
+        rank.host, rank.pid = start.host, start.pid
+
+    def note(self, done: RankProgress) -> None:
+        """Records what a rank has done until now."""
+        self.ranks.setdefault(done.rank, RankRecord()).note(done, time.time())
+
+    def show(self, message: str) -> None:
+        """Records a message of chorosrun."""
+        if len(self.messages) < _MOST_MESSAGES:
+            self.messages.append((round(time.time(), 3), message))
+
+    def end(self, code: int) -> None:
+        """Records the end, and chorosrun's exit code."""
+        self.ended, self.code = time.time(), code
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON has it: ``docs/report.md`` says what each name means."""
+        progress = [rank.last for _, rank in sorted(self.ranks.items()) if rank.last.rank >= 0]
+        ended = self.ended or time.time()
+        verdict = verdict_of(progress)
+        return {
+            "format": _FORMAT,
+            "command": list(self.command),
+            "size": self.size,
+            "began": self.began,
+            "ended": self.ended,
+            "code": self.code,
+            # Not all variables: some may be secret.
+            "settings": {
+                each.name: self.environment[each.name] for each in _VARIABLES if each.name in self.environment
+            },
+            "machine": {"host": os.uname().nodename, "cores": os.cpu_count(), "system": os.uname().release},
+            "verdict": None if verdict is None else asdict(verdict),
+            "goodput": asdict(Goodput.of(progress, self.began, ended)) if verdict is not None else None,
+            "lines": verdict_lines(progress, ranks_text, self.began, ended),
+            "messages": self.messages,
+            "ranks": {str(number): rank.to_json() for number, rank in sorted(self.ranks.items())},
+        }
+
+    def write(self, file: Path, show: Callable[[str], None]) -> None:
+        """Writes the record beside ``file``, as ``.json``; if it cannot be written, ``show`` says so."""
+        try:
+            with unfinished(file.with_suffix(".json")) as name:
+                name.write_text(json.dumps(self.to_json()))
+        except OSError as error:
+            show(f"chorosrun: the report {file} cannot be written: {error}.")
