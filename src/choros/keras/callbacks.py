@@ -14,6 +14,8 @@ from choros.comm import Reduction, global_process_set, topology
 from choros.errors import ConfigError
 from choros.observe import events
 from choros.observe.events import Kind
+from choros.observe.progress import page, read_page
+from choros.observe.stragglers import RankProgress
 from choros.training.callbacks import (
     BroadcastGlobalVariablesCallback,
     ElasticCallback,
@@ -34,6 +36,10 @@ __all__ = [
     "TensorBoard",
     "Throughput",
 ]
+
+
+#: The parts of steps in logs.
+_SHARES = ("computing", "loading", "waiting", "exchanging", "committing")
 
 
 def _print(text: str) -> None:
@@ -268,7 +274,10 @@ class BestModelCheckpoint(EpochCallback):
 class Throughput(EpochCallback):
     """Measures the training examples per second of all ranks together, without validation.
 
-    Adds ``images_per_s`` and ``epoch_s`` to the logs of each epoch, the same on every rank.
+    Adds ``images_per_s`` and ``epoch_s`` to the logs of each epoch, and what shares of its steps ranks spent:
+    ``computing_share``, ``loading_share``, ``waiting_share``, ``exchanging_share`` and ``committing_share``
+    (docs/verdict.md says what they are), means over all ranks and the same on every rank. So callbacks after it show
+    them: ``TensorBoard``, those of W&B, MLflow and trackio, and ``CSVLogger``.
 
     Args:
         total_images: the number of examples that all ranks see in an epoch; 0 to count them.
@@ -284,13 +293,14 @@ class Throughput(EpochCallback):
         self.total_images = total_images
         self.verbose = verbose
         self._begin = 0.0
-        self._measured: tuple[float, float] | None = None
+        self._done = RankProgress(-1)
+        self._measured: dict[str, float] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts the clock."""
         super().on_epoch_begin(epoch, logs)
         self._measured = None
-        self._begin = time.perf_counter()
+        self._begin, self._done = time.perf_counter(), read_page(page.memory)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Stops the clock before validation."""
@@ -301,12 +311,12 @@ class Throughput(EpochCallback):
         """Adds the results to the logs."""
         super().on_epoch_end(epoch, logs)
         self._measure()
-        images, seconds = self._measured or (0.0, 1.0)
+        measured = self._measured or {}
         if logs is not None:
-            logs["images_per_s"] = images / seconds
-            logs["epoch_s"] = seconds
+            logs.update(measured)
         if self.verbose and topology().rank == 0:
-            _print(f"Epoch {epoch + 1}: {images / seconds:,.0f} images/s ({images:,.0f} in {seconds:.2f} s)")
+            rate, seconds = measured["images_per_s"], measured["epoch_s"]
+            _print(f"Epoch {epoch + 1}: {rate:,.0f} images/s ({rate * seconds:,.0f} in {seconds:.2f} s)")
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: its clock is that of this process."""
@@ -316,12 +326,18 @@ class Throughput(EpochCallback):
         """Does nothing."""
 
     def _measure(self) -> None:
-        """Measures the images of all ranks, and the seconds of the slowest."""
+        """Measures the images of all ranks, the seconds of the slowest, and what they spent them on."""
         if self._measured is not None:
             return
         communicator = global_process_set.communicator
         seconds = float(communicator.allreduce(time.perf_counter() - self._begin, Reduction.MAX))
-        # Metrics of an SPMD step have counted the examples of all ranks.
-        op = Reduction.MAX if self._steps.is_spmd else Reduction.SUM
-        counted = float(communicator.allreduce(float(count_examples(self.model)), op))
-        self._measured = (float(self.total_images or counted), max(seconds, 1e-9))
+        done, seconds = read_page(page.memory), max(seconds, 1e-9)
+        spent = [getattr(done, name) - getattr(self._done, name) for name in ("seconds", *_SHARES)]
+        own = np.array([float(count_examples(self.model)), *spent])
+        counted, in_steps, *shares = communicator.allreduce(own, Reduction.SUM).tolist()
+        if self._steps.is_spmd:  # the metrics of each rank have counted the examples of all
+            counted /= communicator.size
+        self._measured = {"images_per_s": float(self.total_images or counted) / seconds, "epoch_s": seconds}
+        self._measured |= {
+            f"{name}_share": each / (in_steps or 1.0) for name, each in zip(_SHARES, shares, strict=True)
+        }

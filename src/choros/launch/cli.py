@@ -149,7 +149,8 @@ def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
     output = output_of(job, arguments, os.environ, partial(write_all, 1), partial(write_all, 2), colour=colour)
     limits = arguments.limits(os.environ)
     record = JobRecord(job.command, job.size, job.environment)
-    job_end = launch(job, mpirun, os.environ, output, limits, record, verbose=arguments.verbose)
+    metrics, verbose = arguments.metrics_port, arguments.verbose
+    job_end = launch(job, mpirun, os.environ, output, limits, record, metrics=metrics, verbose=verbose)
     outcome = outcome_of(job_end, limits)
     for line in outcome.lines:
         output.show(line)

@@ -126,7 +126,8 @@ def run_call(
     for sentence in sentences:
         output.show(sentence)
     record = JobRecord(job.command, job.size, job.environment)
-    job_end = launch(job, mpirun, os.environ, output, limits, record, payload=payload, verbose=arguments.verbose)
+    metrics, verbose = arguments.metrics_port, arguments.verbose
+    job_end = launch(job, mpirun, os.environ, output, limits, record, metrics=metrics, payload=payload, verbose=verbose)
     record.end(outcome_of(job_end, limits).exit_code)
     if arguments.report is not None:
         record.write(Path(arguments.report), output.show)

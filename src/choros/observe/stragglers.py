@@ -75,6 +75,15 @@ def bucket_of(seconds: float) -> int:
     return min(BUCKETS - 1, max(0, int(3 * math.log2(seconds / 50e-6)))) if seconds > 0 else 0
 
 
+def limit_of(place: int) -> float:
+    """The seconds that steps at this place in a histogram took at most; the last place has longer ones, too.
+
+    >>> [round(limit_of(place) * 1e6) for place in (0, 2, 3)]
+    [63, 100, 126]
+    """
+    return float(50e-6 * 2 ** ((place + 1) / 3))
+
+
 @dataclass
 class Stragglers:
     """Finds the stragglers of each period, and of the job; ``size``: the ranks at the start, ``name`` names ranks.

@@ -11,6 +11,8 @@ from choros.observe.progress import page
 
 #: On TensorFlow, when the last batch of a compiled step had arrived, in seconds since 1970.
 _arrived: Any = None
+#: The number of times that such a step was traced, which is not loading.
+_traces = 0
 
 
 def time_loading(model: Any) -> None:
@@ -22,6 +24,8 @@ def time_loading(model: Any) -> None:
 
 def note_arrival(data: Any) -> None:
     """Notes, in a compiled training step on TensorFlow, that its batch is there."""
+    global _traces
+    _traces += 1
     if _arrived is not None:
         import tensorflow as tf
 
@@ -36,9 +40,10 @@ def _tensorflow(function: Callable[..., Any], iterator: Any) -> Any:
 
         with tf.init_scope(), tf.device("CPU:0"):
             _arrived = tf.Variable(0.0, trainable=False, dtype="float64", name="data_arrived")
-    began = time.time()
+    began, traces = time.time(), _traces
     done = function(iterator)
-    page.loaded += max(0.0, float(_arrived.numpy()) - began)
+    if traces == _traces:
+        page.loaded += max(0.0, float(_arrived.numpy()) - began)
     return done
 
 

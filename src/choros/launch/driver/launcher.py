@@ -12,6 +12,7 @@ from choros import durations
 from choros.frameworks import keras_backend_of_ranks
 from choros.launch.driver.job_end import JobEnd
 from choros.launch.driver.job_record import JobRecord
+from choros.launch.driver.metrics import served
 from choros.launch.driver.output import Output, shown_if_slow
 from choros.launch.driver.restarts import HostWatch, launch_again
 from choros.launch.driver.supervisor import Supervisor
@@ -46,6 +47,7 @@ def launch(
     limits: Limits,
     record: JobRecord,
     *,
+    metrics: str | None = None,
     payload: bytes | None = None,
     verbose: bool = False,
 ) -> JobEnd:
@@ -55,9 +57,10 @@ def launch(
     )
     output.listen(record.show)
     try:
-        if job.elastic is None:
-            return once(job, limits)
-        return launch_again(job, job.elastic, environ, limits, once, output.show)
+        with served(record, metrics, output.show):
+            if job.elastic is None:
+                return once(job, limits)
+            return launch_again(job, job.elastic, environ, limits, once, output.show)
     finally:
         output.close()
 

@@ -17,7 +17,17 @@ from pathlib import Path
 
 from choros.errors import ConfigError
 from choros.launch.plan.environment import allocated_slots, in_allocation
-from choros.launch.plan.flags import FILE, SECONDS, SECONDS_OR_ZERO, SWITCH, Flag, flag, variables_of, whole_numbers
+from choros.launch.plan.flags import (
+    FILE,
+    SECONDS,
+    SECONDS_OR_ZERO,
+    SWITCH,
+    Flag,
+    Value,
+    flag,
+    variables_of,
+    whole_numbers,
+)
 from choros.launch.plan.hosts import MOST_SLOTS, Host, parse_discovered, parse_hostfile, parse_hosts, total_slots
 from choros.launch.plan.job import Elastic, Job, Limits, Ssh
 from choros.launch.protocol.wrapper_options import WrapperOptions
@@ -151,6 +161,11 @@ class Arguments:
         "Output", "--report", metavar="FILE",
         help="Write a page about the job to FILE.html at its end, and its numbers to FILE.json: where the time went, "
         "who waited for whom, and what happened.")
+    metrics_port: str | None = flag(
+        "Output", "--metrics-port", metavar="[ADDRESS:]PORT", value=Value("a port"),
+        help="Where Prometheus finds the job's numbers while it runs: at http://localhost:PORT/metrics; other machines "
+        "only if ADDRESS is one of this machine, or 0.0.0.0.",
+        python="Where Prometheus finds the job's numbers while it runs: a port, or an address and a port.")
     verbose: bool = flag(
         "Output", "--verbose", default=False, value=SWITCH, horovod="",
         help="Show the mpirun command, each rank's settings and mpirun's messages.")
