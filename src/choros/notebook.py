@@ -9,10 +9,8 @@
 
 import linecache
 import shlex
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,18 +24,16 @@ from choros.launch.cli import arguments_of
 from choros.launch.options import PARAMETERS
 from choros.launch.plan.horovod_flags import check, read_config_file, unused, with_config
 from choros.launch.run import run_call
-from choros.observe import events
-from choros.observe.events import Event, Kind
 
 #: Those of chorosrun's parameters that a cell cannot have: it is the command, and is run.
 _OTHERS = ("command", "dry_run", "version", "check_build")
 
 
-def _names(_context: click.Context, parameter: click.Parameter, text: str) -> list[str]:
+def _names(_context: click.Context, _parameter: click.Parameter, text: str) -> list[str]:
     names = [name for part in text.split(",") if (name := part.strip())]
     for name in names:
         if not name.isidentifier():
-            raise ConfigError(f"--{parameter.name} {text}: {name!r} is no name. Give names, with commas: a,b.")
+            raise click.BadParameter(f"{name!r} is no name. Give names, with commas: a,b.")
     return names
 
 
@@ -60,22 +56,25 @@ def load(shell: Any) -> None:
     def choros(line: str, cell: str = "") -> None:
         """Runs the cell on several ranks: %%choros -np 2 --give NAME,... --result NAME,...; %choros --help."""
         try:
-            given = _COMMAND.main(shlex.split(line), prog_name="%%choros", standalone_mode=False)
+            given = _parsed(line)
             if given:  # not after --help
                 run_cell(shell, cell, **given)
-        except click.UsageError as error:
-            problem = ConfigError(f"%%choros: {error.format_message()} %choros --help lists the flags.")
-            raise _brief(problem) from None
-        except ChorosError as error:
-            raise _brief(error) from None
+        except (ChorosError, SyntaxError, KeyboardInterrupt) as error:
+            # What IPython shows of it: its text, which has a rank's traceback, and not where it was raised here.
+            text = "".join(traceback.format_exception_only(error))
+            error._render_traceback_ = text.splitlines  # type: ignore[union-attr]
+            raise error from None
 
     shell.register_magic_function(choros, "line_cell", "choros")
 
 
-def _brief(error: ChorosError) -> ChorosError:
-    """Lets IPython show the text of ``error``, which has a rank's traceback, instead of where it was raised here."""
-    error._render_traceback_ = lambda: str(error).splitlines()  # type: ignore[attr-defined]
-    return error
+def _parsed(line: str) -> Any:
+    """The values of the flags of ``%%choros``, by name."""
+    try:
+        return _COMMAND.main(shlex.split(line, comments=True), prog_name="%%choros", standalone_mode=False)
+    except (click.UsageError, ValueError) as error:
+        problem = error.format_message() if isinstance(error, click.UsageError) else f"{error}."
+        raise ConfigError(f"%%choros {line}: {problem} %choros --help lists the flags.") from None
 
 
 def run_cell(shell: Any, cell: str, give: Sequence[str], result: Sequence[str], **flags: Any) -> None:
@@ -97,44 +96,8 @@ def run_cell(shell: Any, cell: str, give: Sequence[str], result: Sequence[str], 
     compile(source, file, "exec", dont_inherit=True)  # a SyntaxError here, not on each rank
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     call = partial(execute, source, file, {name: variables[name] for name in give}, result)
-    with _progress(shell):
-        got = run_call(call, arguments, (f"%%choros: {sentence}" for sentence in unused(flags)))
+    got = run_call(call, arguments, (f"%%choros: {sentence}" for sentence in unused(flags)))
     values = next((each for each in got if each is not None), None)
     if values is None:
         raise LaunchError("rank 0 was lost before the cell had ended on it, and the variables of --result with it.")
     variables.update(values)
-
-
-@contextmanager
-def _progress(shell: Any) -> Iterator[None]:
-    """Shows above the output how many ranks run, and for how long; not in a terminal, which cannot change a line."""
-    if not hasattr(shell, "kernel"):
-        yield
-        return
-    from IPython.display import display
-
-    running: set[int] = set()
-    began, ended = time.monotonic(), threading.Event()
-
-    def text() -> dict[str, str]:
-        number = f"{len(running)} rank{'s' * (len(running) != 1)}"
-        what = "ended after" if ended.is_set() else f"{number} running:" if running else "starting:"
-        return {"text/plain": f"%%choros: {what} {time.monotonic() - began:.0f} s"}
-
-    def note(event: Event) -> None:
-        (running.add if event.kind is Kind.RANK_STARTED else running.discard)(event.rank)
-
-    def tick() -> None:
-        while not ended.wait(1):
-            shown.update(text(), raw=True)
-
-    shown, clock = display(text(), raw=True, display_id=True), threading.Thread(target=tick, daemon=True)
-    stop_listening = events.listen(note, {Kind.RANK_STARTED, Kind.RANK_ENDED})
-    clock.start()
-    try:
-        yield
-    finally:
-        stop_listening()
-        ended.set()
-        clock.join()
-        shown.update(text(), raw=True)

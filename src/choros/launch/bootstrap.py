@@ -25,6 +25,10 @@ from choros.errors import ConfigError
 from choros.launch.protocol.wrapper_options import RESULT_FD
 from choros.topology import detect
 
+#: What cloudpickle raises, and what to do about it.
+UNPICKLABLE = (pickle.PicklingError, TypeError, ValueError, AttributeError, NotImplementedError)
+ADVICE = "Objects that hold threads, locks, files or compiled functions are created where they are used."
+
 
 def unpack(body: bytes) -> Callable[[], Any]:
     """Returns the call in ``body``, with the module path and the sources of cells of the process that packed it."""
@@ -93,7 +97,10 @@ def _broadcast(body: bytes | None) -> bytes:
 
 
 def _send(result: Any) -> None:
-    data = memoryview(cloudpickle.dumps(result))
+    try:
+        data = memoryview(cloudpickle.dumps(result))
+    except UNPICKLABLE as error:
+        raise ConfigError(f"what the rank returns cannot be sent back: {error}. {ADVICE}") from error
     descriptor = int(os.environ.pop(RESULT_FD))
     while data:
         data = data[os.write(descriptor, data) :]
@@ -113,11 +120,10 @@ def main() -> None:
     """Runs the call that arrives on standard input."""
     sys.excepthook = traceback.print_exception  # which finds the lines of cells; Python's own reads files
     try:
-        result = unpack(_receive())()
+        _send(unpack(_receive())())
     except Exception as error:  # noqa: BLE001  (the hook shows it)
         sys.excepthook(type(error), error.with_traceback(_of_the_user(error.__traceback__)), error.__traceback__)
         sys.exit(1)
-    _send(result)
 
 
 if __name__ == "__main__":

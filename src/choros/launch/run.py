@@ -21,6 +21,7 @@ import cloudpickle
 
 from choros.errors import ConfigError, JobTimeout, LaunchError, WorkerFailed
 from choros.frameworks import installed
+from choros.launch.bootstrap import ADVICE, UNPICKLABLE
 from choros.launch.driver.job_end import JobEnd, Reason
 from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.launcher import launch
@@ -30,6 +31,7 @@ from choros.launch.driver.output import output_of
 from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.horovod_flags import check, unused, variables
 from choros.launch.plan.job import Limits
+from choros.launch.progress import shown_progress
 from choros.launch.protocol.wrapper_options import WrapperOptions
 
 Returned = TypeVar("Returned")
@@ -127,7 +129,9 @@ def run_call(
         output.show(sentence)
     record = JobRecord(job.command, job.size, job.environment)
     metrics, verbose = arguments.metrics_port, arguments.verbose
-    job_end = launch(job, mpirun, os.environ, output, limits, record, metrics=metrics, payload=payload, verbose=verbose)
+    start = partial(launch, job, mpirun, os.environ, output, limits, record)
+    with shown_progress():
+        job_end = start(metrics=metrics, payload=payload, verbose=verbose)
     record.end(outcome_of(job_end, limits).exit_code)
     if arguments.report is not None:
         record.write(Path(arguments.report), output.show)
@@ -224,7 +228,10 @@ def pack(call: Callable[[], Any]) -> bytes:
     """
     cells = {name: entry for name, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None}
     pickled = io.BytesIO()
-    _CallPickler(pickled).dump(call)
+    try:
+        _CallPickler(pickled).dump(call)
+    except UNPICKLABLE as error:
+        raise ConfigError(f"what the ranks are to get cannot be sent: {error}. {ADVICE}") from error
     body = pickle.dumps((list(sys.path), cells, pickled.getvalue()))
     return b"%d\n%s" % (len(body), body)
 
