@@ -59,7 +59,7 @@ def load(shell: Any) -> None:
             given = _parsed(line)
             if given:  # not after --help
                 run_cell(shell, cell, **given)
-        except (ChorosError, SyntaxError, KeyboardInterrupt) as error:
+        except (ChorosError, KeyboardInterrupt) as error:
             # What IPython shows of it: its text, which has a rank's traceback, and not where it was raised here.
             text = "".join(traceback.format_exception_only(error))
             error._render_traceback_ = text.splitlines  # type: ignore[union-attr]

@@ -57,6 +57,11 @@ def test_one_rank_needs_no_mpi():
     assert run(math.sqrt, (16.0,)) == [4.0]
 
 
+def test_characters_are_whole(capsys):
+    run(lambda: print("a" + 200000 * "é"))
+    assert capsys.readouterr().out == "a" + 200000 * "é" + "\n"
+
+
 def test_environment_is_set():
     assert run(lambda: __import__("os").environ["CHOROS_TEST_VALUE"], num_proc=1, env={"CHOROS_TEST_VALUE": "x"}) == [
         "x"

@@ -1,5 +1,6 @@
 """``choros.run``: launches a job from Python that runs a function instead of a command."""
 
+import codecs
 import inspect
 import io
 import linecache
@@ -211,8 +212,10 @@ run.__doc__ = _documentation()
 def _writer(stream: TextIO) -> Callable[[bytes], None]:
     """Returns what writes bytes to a text stream: a notebook's standard output accepts only text."""
 
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may come in two parts
+
     def write(data: bytes) -> None:
-        stream.write(data.decode("utf-8", "replace"))
+        stream.write(decoder.decode(data))
         stream.flush()
 
     return write
