@@ -54,7 +54,7 @@ def test_no_framework_and_no_mpi_is_loaded_by(script: str) -> None:
 def test_parameter_servers_and_instruments_are_loaded_only_when_used(script: str, loads: list[str]) -> None:
     check = (
         "\nimport sys; rooms = {name.split('.')[1] for name in sys.modules if name.startswith('choros.')}"
-        "\nprint(*rooms & {'parameter_server', 'bench', 'doctor', 'trace'})"
+        "\nprint(*rooms & {'parameter_server', 'bench', 'doctor', 'report', 'trace'})"
     )
     done = subprocess.run([sys.executable, "-c", script + check], check=True, timeout=300, stdout=subprocess.PIPE)
     assert done.stdout.decode().split() == loads

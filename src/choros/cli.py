@@ -22,6 +22,7 @@ Examples:
   choros bench allreduce              compare choros with MPI, Gloo and memcpy on this machine
   choros bench train                  compare training steps with DDP, tf.distribute, keras.distribution
   choros doctor                       whether a job can run here, and how to mend what is broken
+  choros report run.json              the page about a job, from its record; --compare: two jobs side by side
   choros stacks                       what the ranks of a running job do: the stacks of all their threads
   choros timeline run.json --summary  where the time of a recorded job went, and who waited for whom
   choros forecast run.json --np 64 …  what this job would take on ranks that are not rented yet
@@ -33,6 +34,7 @@ _MODULES = {
     "bench": "choros.bench.cli",
     "doctor": "choros.doctor.cli",
     "forecast": "choros.forecast.cli",
+    "report": "choros.report.cli",
     "stacks": "choros.launch.cli",
     "timeline": "choros.trace.cli",
 }

@@ -40,15 +40,18 @@ class RankRecord:
 
     host: str = ""
     pid: int = 0
-    last: RankProgress = field(default_factory=lambda: RankProgress(-1))
     apart: float = 0.0
     moments: list[tuple[float, RankProgress]] = field(default_factory=list)
 
+    @property
+    def last(self) -> RankProgress:
+        """What it has done until now."""
+        return self.moments[-1][1] if self.moments else RankProgress(-1)
+
     def note(self, done: RankProgress, now: float) -> None:
         """Records what it has done until ``now``."""
-        self.last = done
-        if self.moments and now - self.moments[-1][0] < self.apart:
-            return
+        if len(self.moments) > 1 and now - self.moments[-2][0] < self.apart:
+            del self.moments[-1]  # the last moment is always there
         self.moments.append((now, done))
         if len(self.moments) > _MOST:
             del self.moments[1::2]
@@ -118,9 +121,14 @@ class JobRecord:
         }
 
     def write(self, file: Path, show: Callable[[str], None]) -> None:
-        """Writes the record beside ``file``, as ``.json``; if it cannot be written, ``show`` says so."""
+        """Writes the record beside ``file``, as ``.json``, and its page; if one cannot be written, ``show`` says so."""
+        from choros.report.page import page_of, write_page  # the page takes 100 ms; jobs without it do not need it
+        from choros.report.record import Record
+
+        record, page = self.to_json(), file.with_suffix(".html") if file.suffix in ("", ".json") else file
         try:
             with unfinished(file.with_suffix(".json")) as name:
-                name.write_text(json.dumps(self.to_json()))
-        except OSError as error:
+                name.write_text(json.dumps(record))
+            write_page(page, page_of(Record.of(record)))
+        except Exception as error:  # noqa: BLE001 – whatever it is, the exit code is the job's
             show(f"chorosrun: the report {file} cannot be written: {error}.")

@@ -1,0 +1,46 @@
+"""The ``choros report`` command: parses arguments and prints; the other modules of this package do the work."""
+
+from pathlib import Path
+
+import click
+
+from choros.errors import ConfigError
+from choros.report.numbers import differences, differences_text
+from choros.report.page import comparison_of, page_of, write_page
+from choros.report.record import read_record
+
+_HELP = """\
+Makes the page about a job from its record, which chorosrun --report has written; or compares two jobs.
+
+\b
+Examples:
+  chorosrun -np 4 --report run.html python train.py     writes run.html and run.json
+  choros report run.json                                makes run.html again
+  choros report --compare before.json after.json        prints how their numbers differ, and
+                                                        writes before-after.html
+"""
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command(help=_HELP)
+@click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE.json...")
+@click.option("--compare", is_flag=True, help="Show two jobs side by side.")
+@click.option("-o", "--output", type=_FILE, metavar="FILE.html", help="The page. Default: beside the first record.")
+def report(files: tuple[Path, ...], compare: bool, output: Path | None) -> int:
+    """See ``_HELP``."""
+    if len(files) != 1 + compare:
+        given = "1 file was" if len(files) == 1 else f"{len(files)} files were"
+        raise click.UsageError(f"{given} given: choros report FILE.json, or choros report --compare A.json B.json")
+    jobs = [read_record(file) for file in files]
+    names = [file.stem for file in files]
+    page = files[0].with_name("-".join(names) + ".html") if output is None else output
+    if page in files:
+        raise ConfigError(f"{page} is the record itself, and would be lost: name another file with -o FILE.html.")
+    if compare:
+        rows = differences(jobs[0], jobs[1])
+        click.echo(differences_text(rows, (names[0], names[1])))
+        write_page(page, comparison_of((jobs[0], jobs[1]), (names[0], names[1]), rows))
+    else:
+        write_page(page, page_of(jobs[0]))
+    click.echo(f"{page} is written: open it in a browser.")
+    return 0

@@ -1,0 +1,97 @@
+"""The main numbers of a job, and how those of two jobs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+from choros.report.drawing import bytes_text, number_text, percent_text, seconds_text
+from choros.report.figures import PARTS
+from choros.report.record import Record
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of a job, ``None`` if it has none; ``write`` makes a text of it."""
+
+    value: float | None
+    write: Callable[[float], str]
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is written in percent."""
+        return self.write is percent_text
+
+    def __str__(self) -> str:
+        return "–" if self.value is None else self.write(self.value)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A number of two jobs."""
+
+    name: str
+    first: Number
+    second: Number
+
+    @property
+    def text(self) -> str:
+        """By how much the second job's number differs: in points, if it is a share.
+
+        >>> Difference("steps/s", Number(10.0, number_text), Number(12.5, number_text)).text
+        '+25 %'
+        >>> Difference("loading data", Number(0.5, percent_text), Number(0.1, percent_text)).text
+        '-40 points'
+        """
+        before, after = self.first.value, self.second.value
+        if before is None or after is None:
+            return "–"
+        if self.first.is_share:
+            return f"{100 * (after - before):+.0f} points"
+        return f"{100 * (after / before - 1):+.0f} %" if before else "–"
+
+
+def numbers_of(record: Record) -> Mapping[str, Number]:
+    """The main numbers, by name: means over the ranks that made at least half of the steps, as in the verdict."""
+    most = max((rank.total("steps") for rank in record.ranks), default=0.0)
+    members = [rank for rank in record.ranks if 2 * rank.total("steps") > most and rank.total("seconds") > 0]
+    found = {
+        "time": Number(record.seconds, seconds_text),
+        "ranks": Number(len(record.ranks), number_text),
+        "steps": Number(most, number_text),
+    }
+    step = fmean(rank.total("seconds") / rank.total("steps") for rank in members) if members else None
+    examples = sum(rank.total("examples") / rank.total("seconds") for rank in members)
+    found |= {
+        "a step": Number(step, seconds_text),
+        "steps/s": Number(1 / step if step else None, number_text),
+        "examples/s": Number(examples or None, number_text),
+    }
+    for name, _, text in PARTS:
+        share = fmean(rank.total(name) / rank.total("steps") for rank in members) / step if step else None
+        found[text] = Number(share, percent_text)
+    memory = max((each for rank in record.ranks for each in rank.series["memory"]), default=0.0)
+    found["goodput"] = Number(None if record.goodput is None else record.goodput["steps"], percent_text)
+    found["memory of a rank, at most"] = Number(memory or None, bytes_text)
+    return found
+
+
+def differences(first: Record, second: Record) -> list[Difference]:
+    """The main numbers that one of the two jobs has."""
+    numbers = numbers_of(first), numbers_of(second)
+    rows = [Difference(name, numbers[0][name], numbers[1][name]) for name in numbers[0]]
+    return [row for row in rows if row.first.value or row.second.value]
+
+
+def differences_text(rows: list[Difference], names: tuple[str, str]) -> str:
+    """They as a table."""
+    cells = [("", *names, "difference"), *((row.name, str(row.first), str(row.second), row.text) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = (
+        "  ".join(
+            [row[0].ljust(widths[0]), *(each.rjust(width) for each, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in cells
+    )
+    return "\n".join(lines)

@@ -1,0 +1,116 @@
+"""The record of a job as its page needs it: read from JSON, with times from the begin of the job on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from choros.errors import ConfigError
+
+#: The formats of records that can be read.
+_FORMAT = 1
+#: What the seconds of a step are spent on, after ``computing``, which is what is left.
+SPENT = ("loading", "waiting", "exchanging", "committing", "recovering")
+_SERIES = ("steps", "examples", "seconds", "memory", *SPENT)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank had done at ``times``, in seconds since the job began: ``series`` has a list for each number."""
+
+    number: int
+    host: str
+    pid: int
+    times: Sequence[float]
+    series: Mapping[str, Sequence[float]]
+    prompt_steps: int
+    histogram: Sequence[int]
+    last: str
+
+    @classmethod
+    def of(cls, number: str, found: Mapping[str, Any], began: float) -> Rank:
+        """That of a record's entry."""
+        times = [float(each) - began for each in found["times"]]
+        series = {name: [float(each) for each in found[name]] for name in _SERIES}
+        if any(len(each) != len(times) for each in series.values()):
+            raise ValueError(f"rank {number} has lists of different lengths")
+        counts = [int(each) for each in found["histogram"]]
+        prompt = int(found["prompt_steps"])
+        return cls(
+            int(number), str(found["host"]), int(found["pid"]), times, series, prompt, counts, str(found["last"])
+        )
+
+    def total(self, name: str) -> float:
+        """What it has done in all: ``steps``, say, or seconds of ``computing``."""
+        if name == "computing":
+            return max(0.0, self.total("seconds") - sum(map(self.total, SPENT)))
+        return self.series[name][-1] if self.times else 0.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a job has done; ``seconds``: how long it took, or has run. ``docs/report.md`` says what each name means."""
+
+    command: Sequence[str]
+    size: int
+    began: float
+    seconds: float
+    code: int | None
+    settings: Mapping[str, str]
+    machine: Mapping[str, Any]
+    goodput: Mapping[str, float] | None
+    lines: Sequence[str]
+    messages: Sequence[tuple[float, str]]
+    ranks: Sequence[Rank]
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Record:
+        """That of a record as JSON has it; ``KeyError``, ``TypeError`` and others if it is none."""
+        began = float(found["began"])
+        ranks = [Rank.of(number, each, began) for number, each in found["ranks"].items()]
+        lines = [str(each) for each in found["lines"]]
+        messages = [(float(at) - began, str(text)) for at, text in found["messages"]]
+        latest = [0.0, *(each.times[-1] for each in ranks if each.times), *(at for at, _ in messages)]
+        return cls(
+            command=[str(each) for each in found["command"]],
+            size=int(found["size"]),
+            began=began,
+            seconds=max(latest) if found["ended"] is None else float(found["ended"]) - began,
+            code=found["code"],
+            settings=dict(found["settings"]),
+            machine=dict(found["machine"]),
+            goodput=found["goodput"] and {name: float(each) for name, each in found["goodput"].items()},
+            lines=lines,
+            messages=[each for each in messages if not _is_verdict(each[1], lines)],
+            ranks=sorted(ranks, key=lambda each: each.number),
+        )
+
+
+def _is_verdict(message: str, lines: Sequence[str]) -> bool:
+    """Whether chorosrun has shown the verdict by it; the goodput's seconds were others then."""
+    return message.removeprefix("chorosrun: ") in lines or message.startswith("chorosrun: goodput ")
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
+
+
+def read_record(file: Path) -> Record:
+    """Reads a record that ``--report`` has written; a ``ConfigError`` if the file is none, or of another format."""
+    advice = "Give the FILE.json that chorosrun --report FILE.html has written."
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_no_number)
+        given = found["format"]
+        if given == _FORMAT:
+            return Record.of(found)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}. {advice}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} is no record of a job: {type(error).__name__}: {error}. {advice}") from error
+    raise ConfigError(
+        f"{file} is a record of format {given!r}; this choros reads format {_FORMAT}. Use the version of choros that "
+        "has written it."
+    )
