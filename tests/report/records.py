@@ -7,7 +7,7 @@ from pathlib import Path
 
 from choros.launch.driver.job_record import JobRecord, RankRecord
 from choros.observe.stragglers import BUCKETS, RankProgress, bucket_of
-from choros.report.record import Record
+from choros.report.record import WrittenRecord
 
 BEGAN = 1_700_000_000.0
 
@@ -37,9 +37,9 @@ def progress(number: int, made: int, step: float = 0.1) -> RankProgress:
     )  # fmt: skip
 
 
-def read(record: JobRecord) -> Record:
+def read(record: JobRecord) -> WrittenRecord:
     """As the page reads it."""
-    return Record.of(json.loads(json.dumps(record.to_json())))
+    return WrittenRecord.of(json.loads(json.dumps(record.to_json())))
 
 
 def written(file: Path, record: JobRecord) -> Path:

@@ -16,7 +16,7 @@ from choros.observe.stragglers import RankProgress
 from choros.report.figures import figures_of, shown_ranks, step_times, waits
 from choros.report.numbers import differences, numbers_of
 from choros.report.page import page_of, write_page
-from choros.report.record import Record, read_record
+from choros.report.record import WrittenRecord, read_record
 from report.records import BEGAN, progress, read, record_of, written
 
 
@@ -189,7 +189,7 @@ def test_another_number_of_files(given, capsys):
 def test_names_in_other_encodings(tmp_path):
     record = record_of(1)
     record.command = ["python", b"caf\xe9.py".decode("utf-8", "surrogateescape")]
-    write_page(tmp_path / "run.html", page_of(Record.of(record.to_json())))
+    write_page(tmp_path / "run.html", page_of(WrittenRecord.of(record.to_json())))
     assert "caf?.py" in (tmp_path / "run.html").read_text()
 
 

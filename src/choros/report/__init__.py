@@ -2,9 +2,9 @@
 
 ::
 
-    FILE.json ──► record ── Record ──► figures ── Figure ──► page ──► FILE.html
-                               │          └── drawing: SVG    ▲
-                               └──► numbers ── of two jobs ───┘
+    FILE.json ──► record ──► figures ── as SVG, by drawing ──► page ──► FILE.html
+                    │                                           ▲
+                    └──────► numbers ── of one job, or of two ──┘
 
 The page needs no network and no script: a browser opens it anywhere, also years later.
 """

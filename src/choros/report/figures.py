@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from choros.report import drawing
 from choros.report.drawing import COLOURS, Point, bytes_text, percent_text, seconds_text
-from choros.report.record import Rank, Record
+from choros.report.record import Rank, WrittenRecord
 
 #: With more ranks, those are drawn for which the others waited most.
 _MOST_RANKS = 64
@@ -43,7 +43,7 @@ class Figure:
     legend: Sequence[tuple[str, str]] = ()
 
 
-def figures_of(record: Record) -> list[Figure]:
+def figures_of(record: WrittenRecord) -> list[Figure]:
     """All figures, in the same order for each record."""
     ranks = shown_ranks(record)
     return [
@@ -56,13 +56,13 @@ def figures_of(record: Record) -> list[Figure]:
     ]
 
 
-def shown_ranks(record: Record) -> list[Rank]:
+def shown_ranks(record: WrittenRecord) -> list[Rank]:
     """The ranks that are drawn, by number."""
     most = sorted(record.ranks, key=lambda each: -each.prompt_steps)[:_MOST_RANKS]
     return sorted(most, key=lambda each: each.number)
 
 
-def _goodput(record: Record) -> Figure:
+def _goodput(record: WrittenRecord) -> Figure:
     title = "Goodput"
     if record.goodput is None:
         return Figure(title, "", "The job was too short: a verdict and the goodput need 20 steps and 10 s of them.")
@@ -96,7 +96,7 @@ def _shares(ranks: Sequence[Rank]) -> Figure:
     return Figure(title, svg, caption, [(colour, text) for colour, text, _ in parts])
 
 
-def _step_times(record: Record, ranks: Sequence[Rank]) -> Figure:
+def _step_times(record: WrittenRecord, ranks: Sequence[Rank]) -> Figure:
     return _over_time(
         "Seconds of a step",
         {f"rank {rank.number}": step_times(rank) for rank in ranks},
@@ -106,7 +106,7 @@ def _step_times(record: Record, ranks: Sequence[Rank]) -> Figure:
     )
 
 
-def _memory(record: Record, ranks: Sequence[Rank]) -> Figure:
+def _memory(record: WrittenRecord, ranks: Sequence[Rank]) -> Figure:
     points = {f"rank {rank.number}": _memory_points(rank) for rank in ranks}
     return _over_time("Memory", points, bytes_text, record, "Of the rank's process, without its children.")
 
@@ -117,7 +117,7 @@ def _memory_points(rank: Rank) -> list[Point]:
 
 
 def _over_time(
-    title: str, points: dict[str, list[Point]], number: drawing.Text, record: Record, caption: str
+    title: str, points: dict[str, list[Point]], number: drawing.Text, record: WrittenRecord, caption: str
 ) -> Figure:
     drawn = {name: each for name, each in points.items() if each}
     values = [point[1] for each in drawn.values() for point in each if point]

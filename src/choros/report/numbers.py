@@ -8,7 +8,7 @@ from statistics import fmean
 
 from choros.report.drawing import bytes_text, number_text, percent_text, seconds_text
 from choros.report.figures import PARTS
-from choros.report.record import Record
+from choros.report.record import WrittenRecord
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Difference:
         return f"{100 * (after / before - 1):+.0f} %" if before else "–"
 
 
-def numbers_of(record: Record) -> Mapping[str, Number]:
+def numbers_of(record: WrittenRecord) -> Mapping[str, Number]:
     """The main numbers, by name: means over the ranks that made at least half of the steps, as in the verdict."""
     most = max((rank.total("steps") for rank in record.ranks), default=0.0)
     members = [rank for rank in record.ranks if 2 * rank.total("steps") > most and rank.total("seconds") > 0]
@@ -77,7 +77,7 @@ def numbers_of(record: Record) -> Mapping[str, Number]:
     return found
 
 
-def differences(first: Record, second: Record) -> list[Difference]:
+def differences(first: WrittenRecord, second: WrittenRecord) -> list[Difference]:
     """The main numbers that one of the two jobs has."""
     numbers = numbers_of(first), numbers_of(second)
     rows = [Difference(name, numbers[0][name], numbers[1][name]) for name in numbers[0]]

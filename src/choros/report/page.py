@@ -12,16 +12,16 @@ from choros.errors import ConfigError
 from choros.report.drawing import seconds_text
 from choros.report.figures import figures_of, shown_ranks
 from choros.report.numbers import Difference, numbers_of
-from choros.report.record import Record
+from choros.report.record import WrittenRecord
 
 
-def page_of(record: Record) -> str:
+def page_of(record: WrittenRecord) -> str:
     """The page about a job."""
     numbers = {name: each for name, each in numbers_of(record).items() if each.value and not each.is_share}
     return _rendered("job.html", job=record, figures=figures_of(record), numbers=numbers, ranks=shown_ranks(record))
 
 
-def comparison_of(jobs: tuple[Record, Record], names: tuple[str, str], rows: list[Difference]) -> str:
+def comparison_of(jobs: tuple[WrittenRecord, WrittenRecord], names: tuple[str, str], rows: list[Difference]) -> str:
     """The page about two jobs."""
     pairs = list(zip(*(figures_of(job) for job in jobs), strict=True))
     return _rendered("comparison.html", jobs=jobs, names=names, rows=rows, pairs=pairs)

@@ -51,7 +51,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Record:
+class WrittenRecord:
     """What a job has done; ``seconds``: how long it took, or has run. ``docs/report.md`` says what each name means."""
 
     command: Sequence[str]
@@ -67,7 +67,7 @@ class Record:
     ranks: Sequence[Rank]
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Record:
+    def of(cls, found: Mapping[str, Any]) -> WrittenRecord:
         """That of a record as JSON has it; ``KeyError``, ``TypeError`` and others if it is none."""
         began = float(found["began"])
         ranks = [Rank.of(number, each, began) for number, each in found["ranks"].items()]
@@ -98,14 +98,14 @@ def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no number")
 
 
-def read_record(file: Path) -> Record:
+def read_record(file: Path) -> WrittenRecord:
     """Reads a record that ``--report`` has written; a ``ConfigError`` if the file is none, or of another format."""
     advice = "Give the FILE.json that chorosrun --report FILE.html has written."
     try:
         found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_no_number)
         given = found["format"]
         if given == _FORMAT:
-            return Record.of(found)
+            return WrittenRecord.of(found)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}. {advice}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -123,12 +123,12 @@ class JobRecord:
     def write(self, file: Path, show: Callable[[str], None]) -> None:
         """Writes the record beside ``file``, as ``.json``, and its page; if one cannot be written, ``show`` says so."""
         from choros.report.page import page_of, write_page  # the page takes 100 ms; jobs without it do not need it
-        from choros.report.record import Record
+        from choros.report.record import WrittenRecord
 
         record, page = self.to_json(), file.with_suffix(".html") if file.suffix in ("", ".json") else file
         try:
             with unfinished(file.with_suffix(".json")) as name:
                 name.write_text(json.dumps(record))
-            write_page(page, page_of(Record.of(record)))
+            write_page(page, page_of(WrittenRecord.of(record)))
         except Exception as error:  # noqa: BLE001 – whatever it is, the exit code is the job's
             show(f"chorosrun: the report {file} cannot be written: {error}.")
