@@ -1,6 +1,8 @@
 """The record of a job: of the ranks over time, and what --report writes."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -21,6 +23,7 @@ def test_moments_are_as_far_apart_as_memory_allows():
     assert written["times"][0] == 0
     assert written["times"][-1] >= 4990
     assert written["steps"] == [int(each) for each in written["times"]]
+    assert written["steps"][-1] == 4999
     assert {len(written[name]) for name in SERIES} == {len(written["times"])}
 
 
@@ -60,6 +63,7 @@ def test_a_job_that_fails_has_a_report(tmp_path):
     assert [rank["steps"][-1] for rank in written["ranks"].values()] == [4, 4]
     assert [rank["examples"][-1] for rank in written["ranks"].values()] == [32, 32]
     assert all(sum(rank["histogram"]) == 4 and max(rank["memory"]) > 1e6 for rank in written["ranks"].values())
+    assert "on 2 ranks;" in (tmp_path / "run.html").read_text()
 
 
 @pytest.mark.slow
@@ -68,3 +72,20 @@ def test_a_report_that_cannot_be_written_is_no_failure(tmp_path):
     ended = run("-np", 1, "--report", "/proc/none/run.html", sys.executable, script)
     assert ended.code == 0
     assert "the report /proc/none/run.html cannot be written: " in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a file system")
+def test_a_full_disk_is_no_failure(tmp_path):
+    full = tmp_path / "full"
+    full.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", full], check=True, timeout=60)
+    try:
+        (full / "filled").write_bytes(bytes(4096))
+        script = rank_script(tmp_path / "script.py", "import choros; choros.init(); print('trained')")
+        ended = run("-np", 1, "--report", full / "run.html", sys.executable, script)
+        assert (ended.code, [each.name for each in full.iterdir()]) == (0, ["filled"])
+    finally:
+        subprocess.run(["umount", full], check=True, timeout=60)
+    assert "trained" in ended.out
+    assert "run.html cannot be written: [Errno 28] No space left on device" in ended.err

@@ -180,6 +180,11 @@ def test_lists_of_different_lengths(tmp_path):
         read_record(tmp_path / "run.json")
 
 
+def test_a_page_that_cannot_be_written(tmp_path, capsys):
+    assert main("report", written(tmp_path / "run.json", record_of(1)), "-o", tmp_path / "none" / "run.html") == 2
+    assert "run.html cannot be written: No such file or directory. Name a file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("given", [["a.json", "b.json"], ["--compare", "a.json"]])
 def test_another_number_of_files(given, capsys):
     assert main("report", *given) == 2

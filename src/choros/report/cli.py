@@ -39,8 +39,13 @@ def report(files: tuple[Path, ...], compare: bool, output: Path | None) -> int:
     if compare:
         rows = differences(jobs[0], jobs[1])
         click.echo(differences_text(rows, (names[0], names[1])))
-        write_page(page, comparison_of((jobs[0], jobs[1]), (names[0], names[1]), rows))
+        text = comparison_of((jobs[0], jobs[1]), (names[0], names[1]), rows)
     else:
-        write_page(page, page_of(jobs[0]))
+        text = page_of(jobs[0])
+    try:
+        write_page(page, text)
+    except OSError as error:
+        advice = "Name a file in an existing, writable directory with room: -o FILE.html."
+        raise ConfigError(f"{page} cannot be written: {error.strerror}. {advice}") from error
     click.echo(f"{page} is written: open it in a browser.")
     return 0

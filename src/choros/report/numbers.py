@@ -81,7 +81,7 @@ def differences(first: WrittenRecord, second: WrittenRecord) -> list[Difference]
     """The main numbers that one of the two jobs has."""
     numbers = numbers_of(first), numbers_of(second)
     rows = [Difference(name, numbers[0][name], numbers[1][name]) for name in numbers[0]]
-    return [row for row in rows if row.first.value or row.second.value]
+    return [row for row in rows if not {str(row.first), str(row.second)} <= {"–", "0", "0 %"}]
 
 
 def differences_text(rows: list[Difference], names: tuple[str, str]) -> str:
