@@ -3,6 +3,7 @@
 import mmap
 import os
 import sys
+import time
 
 import pytest
 
@@ -79,8 +80,8 @@ def test_what_a_page_has():
     written.begin_collective("allreduce(name='π')".encode(), 3)
     for wait in (0.0, 1e9):
         written.note_step()
-        written.enter_train_step()
-        written.leave_train_step()
+        with written.loading(), written.loading():
+            time.sleep(1e-6)
         written.waited += wait
     written.note_step()
     done = read_page(written.memory)

@@ -14,6 +14,21 @@ from choros.data.epochs import EpochData, StreamData, counted
 from choros.data.plan import ShardBatches
 from choros.data.rows import Part, Sharding, check_global_batch, checked, count_rows, cut, without_last_empty
 from choros.errors import ConfigError
+from choros.observe.progress import page
+
+
+def time_data_loaders() -> None:
+    """Times, for this rank's page, how long loops wait for the next batch of any ``DataLoader``, also Keras' own."""
+    iterators = torch_data.dataloader._BaseDataLoaderIter
+    read = iterators.__next__
+    if not hasattr(read, "is_timed"):
+
+        def timed(batches: Any) -> Any:
+            with page.loading():
+                return read(batches)
+
+        timed.is_timed = True  # type: ignore[attr-defined]
+        iterators.__next__ = timed
 
 
 @final

@@ -55,7 +55,7 @@ class Page:
         #: The seconds that this rank has spent since its last step.
         self.waited = self.loaded = self.exchanged = self.committed = self.recovered = self.paused = 0.0
         self._step_began = 0.0
-        self._left = 0.0
+        self._loads = False
         self._began_exchange: float | None = None
         self._pause: contextlib.ExitStack | None = None
 
@@ -101,6 +101,19 @@ class Page:
             self.loaded, self.exchanged, self.committed, self.recovered, self.waited = kept
             setattr(self, name, getattr(self, name) + time.perf_counter() - began)
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A context that waits for a batch, maybe in another one."""
+        if self._loads:
+            yield
+            return
+        self._loads, began = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self.loaded += time.perf_counter() - began
+            self._loads = False
+
     def begin_pause(self) -> None:
         """Notes that an epoch has ended."""
         if self._pause is None:
@@ -112,7 +125,6 @@ class Page:
         if self._pause is not None:
             self._pause.close()
             self._pause = None
-            self._left = time.perf_counter()
 
     def _spent(self) -> tuple[float, ...]:
         return self.loaded, self.exchanged, self.committed, self.recovered, self.waited
@@ -138,15 +150,6 @@ class Page:
         if self._began_exchange is not None:
             self._began_exchange += self.waited
         self.waited = self.loaded = self.exchanged = self.committed = self.recovered = self.paused = 0.0
-
-    def enter_train_step(self) -> None:
-        """Notes the begin of a training step on a batch that was loaded since the end of the last one."""
-        if self._left:
-            self.loaded += time.perf_counter() - self._left
-
-    def leave_train_step(self) -> None:
-        """Notes its end."""
-        self._left = time.perf_counter()
 
 
 def read_page(memory: bytes | bytearray | mmap.mmap, rank: int = -1) -> RankProgress:

@@ -122,6 +122,8 @@ def verdict_of(progress: Sequence[RankProgress]) -> Verdict | None:
     names = ("computing", "loading", "waiting", "exchanging", "committing", "recovering")
     shares = {name: fmean(getattr(each, name) for each in steps) / step for name in names}
     examples = sum(each.examples / each.seconds for each in members)
+    if all(each.examples == each.steps for each in members):  # a loop in which the number of rows is not known
+        examples = 0.0
     found = _small_batches(members, step) or _longest(steps, step)
     return Verdict(len(progress), most, step, examples, shares, found)
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from choros.comm import ProcessSet, Reduction, global_process_set, has_others, joining
+from choros.data.data_loader import time_data_loaders
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.objects import allgather_object
@@ -273,6 +274,7 @@ def DistributedOptimizer(
         >>> isinstance(optimizer, torch.optim.SGD)
         True
     """
+    time_data_loaders()
     _check(optimizer, backward_passes_per_step, named_parameters, process_set)
     if Reduction(op) is Reduction.ADASUM:
         return _wrap(optimizer, _adasum_hook(compression, gradient_predivide_factor, process_set))

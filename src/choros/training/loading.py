@@ -16,7 +16,12 @@ _traces = 0
 
 
 def time_loading(model: Any) -> None:
-    """Times what ``fit`` reads from now on, in the training function that it has made."""
+    """Times what ``fit`` reads from now on, in the training function that it has made, or where torch reads it."""
+    if keras.backend.backend() == "torch":
+        from choros.data.data_loader import time_data_loaders
+
+        time_data_loaders()
+        return
     function: Callable[..., Any] | None = model.train_function
     if function is not None and not isinstance(function, functools.partial):
         model.train_function = functools.partial(_TIMED[keras.backend.backend()], function)
@@ -51,14 +56,7 @@ def _jax(function: Callable[..., Any], state: Any, iterator: Any) -> Any:
     return function(state, _Timed(iterator))
 
 
-def _torch(function: Callable[..., Any], data: Any) -> Any:
-    page.enter_train_step()
-    done = function(data)
-    page.leave_train_step()
-    return done
-
-
-_TIMED: dict[str, Callable[..., Any]] = {"tensorflow": _tensorflow, "jax": _jax, "torch": _torch}
+_TIMED: dict[str, Callable[..., Any]] = {"tensorflow": _tensorflow, "jax": _jax}
 
 
 @final
@@ -69,8 +67,5 @@ class _Timed(Iterator[Any]):
         self._batches = batches
 
     def __next__(self) -> Any:
-        began = time.perf_counter()
-        try:
+        with page.loading():
             return next(self._batches)
-        finally:
-            page.loaded += time.perf_counter() - began
