@@ -274,7 +274,6 @@ def DistributedOptimizer(
         >>> isinstance(optimizer, torch.optim.SGD)
         True
     """
-    time_data_loaders()
     _check(optimizer, backward_passes_per_step, named_parameters, process_set)
     if Reduction(op) is Reduction.ADASUM:
         return _wrap(optimizer, _adasum_hook(compression, gradient_predivide_factor, process_set))
@@ -402,6 +401,7 @@ def join(device: int = -1) -> int:
 
 
 def _wrap(optimizer: Any, hook: _GradientHook | _ChangeHook) -> Any:
+    time_data_loaders()
     base = type(optimizer)
     namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     optimizer.__class__ = type(base.__name__, (_HorovodMethods, base), namespace)
