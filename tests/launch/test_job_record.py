@@ -63,6 +63,7 @@ def test_a_job_that_fails_has_a_report(tmp_path):
     assert [rank["steps"][-1] for rank in written["ranks"].values()] == [4, 4]
     assert [rank["examples"][-1] for rank in written["ranks"].values()] == [32, 32]
     assert all(sum(rank["histogram"]) == 4 and max(rank["memory"]) > 1e6 for rank in written["ranks"].values())
+    assert all(rank["collectives"]["barrier"] == [5, 0] for rank in written["ranks"].values())
     assert "on 2 ranks;" in (tmp_path / "run.html").read_text()
 
 

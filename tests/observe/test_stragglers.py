@@ -91,6 +91,20 @@ def test_what_a_page_has():
     assert 0 < done.loading <= done.seconds
 
 
+def test_a_page_has_a_row_for_each_of_the_first_collectives():
+    written = Page(bytearray(PAGE_BYTES))
+    written.begin_collective(b"x" * PAGE_BYTES, 2)
+    written.note_step()
+    for _ in range(2):
+        written.count("gradients", 10**9)
+        for number in range(9):
+            written.count(f"a-long-name-of-{number}", number)
+    found = read_page(written.memory).collectives
+    assert list(found) == ["gradients", *(f"a-long-name-of-{number}" for number in range(6)), "others"]
+    assert found["gradients"] == (2, 2 * 10**9)
+    assert found["others"] == (6, 2 * (6 + 7 + 8))
+
+
 def test_the_page_of_a_wrapper(monkeypatch, tmp_path):
     with (tmp_path / "page").open("w+b") as file:
         file.truncate(PAGE_BYTES)

@@ -33,7 +33,7 @@ def progress(number: int, made: int, step: float = 0.1) -> RankProgress:
         number, made, made if slow else made // 20, took, waiting=0.0 if slow else 0.4 * took, loading=0.1 * took,
         exchanging=0.05 * took, committing=0.02 * took, pausing=1.0 if made else 0.0, examples=32.0 * made,
         began=BEGAN + 2 if made else 0.0, last="allreduce(name='loss')", memory=int(4e8 + 1e6 * made + 1e7 * number),
-        histogram=histogram if made else (),
+        histogram=histogram if made else (), collectives={"gradients": (made, 1000 * made), "barrier": (1, 0)},
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from choros.errors import ConfigError
 from choros.launch.driver.job_record import RankRecord
 from choros.observe.stragglers import RankProgress
 from choros.report.figures import figures_of, shown_ranks, step_times, waits
-from choros.report.numbers import differences, numbers_of
+from choros.report.numbers import collectives_of, differences, numbers_of
 from choros.report.page import page_of, write_page
 from choros.report.record import WrittenRecord, read_record
 from report.records import BEGAN, progress, read, record_of, written
@@ -124,6 +124,13 @@ def test_numbers_are_those_of_the_verdict():
     assert numbers["steps/s"] in record.lines[0]
     assert f"computing {numbers['computing']}" in record.lines[0]
     assert f"goodput {numbers['goodput']} " in record.lines[-1]
+
+
+def test_collectives_are_those_of_all_ranks():
+    record = read(record_of(3))
+    assert collectives_of(record) == [("gradients", 3 * 590, 3 * 590_000), ("barrier", 3, 0)]
+    assert str(numbers_of(record)["given to collectives"]) == "1.77 MB"
+    assert "1,770" in Reader(page_of(record)).texts
 
 
 def test_two_jobs(tmp_path, capsys):

@@ -211,6 +211,7 @@ class Members(Primitives):
         """The control message, when it is this request's turn: returns all ranks' digests, and their values."""
         name = None if request is JOINED else request.name
         header = np.array((request.digest, value), np.int64)
+        sent = self.bytes_sent
         note_match = self._observe(request) if events.Kind.COLLECTIVE_BEGUN in events.heard else None
         try:
             gathered = self._queue.take_turn(name, request, header, self._control_message, self._make_plan)
@@ -220,12 +221,17 @@ class Members(Primitives):
             self._break_off(request)
             raise
         if note_match is None:
-            self._section.on_exit(page.end_collective)
+            self._section.on_exit(partial(self._done, request.collective, sent))
         else:
             note_match()
         self.collectives += 1
         page.begin_collective(request.label, self.size, hidden=self._queue.in_background)
         return gathered
+
+    def _done(self, collective: str, sent: int) -> None:
+        """Notes the end of a collective, before which this rank had sent so many bytes."""
+        page.end_collective()
+        page.count(collective, self.bytes_sent - sent)
 
     def _observe(self, request: Request) -> Callable[[], None]:
         """Emits an event now, one when what it returns is called, and one when the collective is done."""
@@ -235,7 +241,7 @@ class Members(Primitives):
             events.emit(kind, name, collective=request.collective, process_set=self.ranks, **details)
 
         def done() -> None:
-            page.end_collective()
+            self._done(request.collective, sent)
             seconds = round(time.perf_counter() - begun, 6)
             emit(events.Kind.COLLECTIVE_DONE, bytes=self.bytes_sent - sent, seconds=seconds)
 

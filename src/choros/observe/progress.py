@@ -22,7 +22,7 @@ from choros.observe.stragglers import BUCKETS, RankProgress, bucket_of
 
 #: The variable with the file descriptor of the page.
 PROGRESS_FD = "CHOROS_PROGRESS_FD"
-PAGE_BYTES = 1024
+PAGE_BYTES = 1280
 #: The numbers of a ``RankProgress`` from ``steps`` to ``began``. Then of the last collective: the time, the length
 #: of its text, the number of ranks, and whether its data move.
 _COUNTS = struct.Struct("<QQ11d")
@@ -34,6 +34,10 @@ _MOVES = _TEXT - 1
 _HISTOGRAM = struct.Struct(f"<{BUCKETS}I")
 _TIMES = PAGE_BYTES - 1 - _HISTOGRAM.size
 _COUNT = struct.Struct("<I")
+#: A row of the table of collectives: the name, how many there were, and their bytes. The last row has all other names.
+_CALLS = struct.Struct("<16sQQ")
+_ROWS = 8
+_TABLE = _TIMES - _ROWS * _CALLS.size
 #: The last byte is the wrapper's: whether the whole job was asked to end.
 _END = PAGE_BYTES - 1
 #: A rank whose wait is a smaller share of a step is prompt: it was among the last.
@@ -58,6 +62,8 @@ class Page:
         self._loads = False
         self._began_exchange: float | None = None
         self._pause: contextlib.ExitStack | None = None
+        #: By the name of a collective: its row, how many there were, and their bytes.
+        self._calls: dict[str, list[int]] = {}
 
     @property
     def job_is_to_end(self) -> bool:
@@ -66,7 +72,7 @@ class Page:
 
     def begin_collective(self, text: bytes, ranks: int, *, hidden: bool = False) -> None:
         """Notes that all of a number of ranks have called a collective, maybe ``hidden`` behind what computes."""
-        text = text[: _TIMES - _TEXT]
+        text = text[: _TABLE - _TEXT]
         self.memory[_TEXT : _TEXT + len(text)] = text
         _LAST.pack_into(self.memory, _COUNTS.size, time.time(), len(text), ranks, True)
         self._began_exchange = None if hidden else self._now()
@@ -77,6 +83,14 @@ class Page:
         if self._began_exchange is not None:
             self.exchanged += max(0.0, self._now() - self._began_exchange)
             self._began_exchange = None
+
+    def count(self, collective: str, sent: int) -> None:
+        """Counts a collective to which this rank has given so many bytes of arrays."""
+        name = collective if collective in self._calls or len(self._calls) < _ROWS - 1 else "others"
+        calls = self._calls.setdefault(name, [len(self._calls), 0, 0])
+        calls[1] += 1
+        calls[2] += sent
+        _CALLS.pack_into(self.memory, _TABLE + calls[0] * _CALLS.size, name.encode(), calls[1], calls[2])
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
@@ -159,7 +173,9 @@ def read_page(memory: bytes | bytearray | mmap.mmap, rank: int = -1) -> RankProg
     steps, prompt_steps, *seconds = _COUNTS.unpack_from(memory)
     counts: dict[str, Any] = dict(zip(_SECONDS, seconds, strict=True))
     done = RankProgress(rank, steps, prompt_steps, **counts, last=text, ago=ago, last_size=size, moves=moves)
-    return replace(done, histogram=_HISTOGRAM.unpack_from(memory, _TIMES) if steps else ())
+    rows = _CALLS.iter_unpack(memory[_TABLE:_TIMES])
+    calls = {name.rstrip(b"\0").decode("utf-8", "replace"): (number, sent) for name, number, sent in rows if number}
+    return replace(done, histogram=_HISTOGRAM.unpack_from(memory, _TIMES) if steps else (), collectives=calls)
 
 
 #: The page of this process.

@@ -34,7 +34,8 @@ class RankProgress:
     between epochs, in no step. ``squares``, ``products``: sums over the steps, of the number of examples squared, and
     times the seconds of computing. ``prompt_steps``: it hardly waited, being among the last. ``began``: when it made
     its first step, in seconds since 1970; ``memory``: its bytes. ``histogram``: how many steps took a time, see
-    ``bucket_of``. ``last``: the last collective, which all of ``last_size`` ranks had called
+    ``bucket_of``. ``collectives``: by name, how many there were, and the bytes of arrays that this rank has given to
+    them. ``last``: the last collective, which all of ``last_size`` ranks had called
     so many seconds ``ago``; ``moves``: its data still move.
     """
 
@@ -58,6 +59,7 @@ class RankProgress:
     moves: bool = False
     memory: int = 0
     histogram: Sequence[int] = ()
+    collectives: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def computing(self) -> float:

@@ -96,7 +96,7 @@ def ticks(top: float) -> list[float]:
     """Round numbers from 0 to ``top``, four steps or fewer.
 
     >>> ticks(1.0), ticks(730)
-    ([0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 200.0, 400.0, 600.0])
+    ([0.0, 0.25, 0.5, 0.75, 1.0], [0, 200, 400, 600])
     """
     power = 10 ** math.floor(math.log10(top / 4))
     step = next(each * power for each in (1, 2, 2.5, 5, 10) if each * power >= top / 4.001)

@@ -74,7 +74,19 @@ def numbers_of(record: WrittenRecord) -> Mapping[str, Number]:
     memory = max((each for rank in record.ranks for each in rank.series["memory"]), default=0.0)
     found["goodput"] = Number(None if record.goodput is None else record.goodput["steps"], percent_text)
     found["memory of a rank, at most"] = Number(memory or None, bytes_text)
+    sent = sum(each[2] for each in collectives_of(record))
+    found["given to collectives"] = Number(sent or None, bytes_text)
     return found
+
+
+def collectives_of(record: WrittenRecord) -> list[tuple[str, int, int]]:
+    """The collectives of all ranks: names, how many there were, and their bytes; those with most bytes first."""
+    total: dict[str, tuple[int, int]] = {}
+    for rank in record.ranks:
+        for name, (calls, sent) in rank.collectives.items():
+            before = total.get(name, (0, 0))
+            total[name] = (before[0] + calls, before[1] + sent)
+    return sorted(((name, *each) for name, each in total.items()), key=lambda each: (-each[2], each[0]))
 
 
 def differences(first: WrittenRecord, second: WrittenRecord) -> list[Difference]:

@@ -9,16 +9,23 @@ from typing import Any
 
 from choros.durable import unfinished
 from choros.errors import ConfigError
-from choros.report.drawing import seconds_text
+from choros.report.drawing import bytes_text, seconds_text
 from choros.report.figures import figures_of, shown_ranks
-from choros.report.numbers import Difference, numbers_of
+from choros.report.numbers import Difference, collectives_of, numbers_of
 from choros.report.record import WrittenRecord
 
 
 def page_of(record: WrittenRecord) -> str:
     """The page about a job."""
     numbers = {name: each for name, each in numbers_of(record).items() if each.value and not each.is_share}
-    return _rendered("job.html", job=record, figures=figures_of(record), numbers=numbers, ranks=shown_ranks(record))
+    return _rendered(
+        "job.html",
+        job=record,
+        figures=figures_of(record),
+        numbers=numbers,
+        ranks=shown_ranks(record),
+        collectives=collectives_of(record),
+    )
 
 
 def comparison_of(jobs: tuple[WrittenRecord, WrittenRecord], names: tuple[str, str], rows: list[Difference]) -> str:
@@ -45,7 +52,7 @@ def _rendered(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"seconds": seconds_text, "date": _date, "command": shlex.join}
+    environment.filters |= {"seconds": seconds_text, "bytes": bytes_text, "date": _date, "command": shlex.join}
     return environment.get_template(template).render(values)
 
 

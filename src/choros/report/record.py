@@ -28,6 +28,7 @@ class Rank:
     series: Mapping[str, Sequence[float]]
     prompt_steps: int
     histogram: Sequence[int]
+    collectives: Mapping[str, tuple[int, int]]
     last: str
 
     @classmethod
@@ -37,10 +38,16 @@ class Rank:
         series = {name: [float(each) for each in found[name]] for name in _SERIES}
         if any(len(each) != len(times) for each in series.values()):
             raise ValueError(f"rank {number} has lists of different lengths")
-        counts = [int(each) for each in found["histogram"]]
-        prompt = int(found["prompt_steps"])
         return cls(
-            int(number), str(found["host"]), int(found["pid"]), times, series, prompt, counts, str(found["last"])
+            number=int(number),
+            host=str(found["host"]),
+            pid=int(found["pid"]),
+            times=times,
+            series=series,
+            prompt_steps=int(found["prompt_steps"]),
+            histogram=[int(each) for each in found["histogram"]],
+            collectives={name: (int(calls), int(sent)) for name, (calls, sent) in found["collectives"].items()},
+            last=str(found["last"]),
         )
 
     def total(self, name: str) -> float:
