@@ -24,6 +24,7 @@ Examples:
   choros doctor                       whether a job can run here, and how to mend what is broken
   choros report run.json              the page about a job, from its record; --compare: two jobs side by side
   choros stacks                       what the ranks of a running job do: the stacks of all their threads
+  choros top                          the running job: progress, rates, what each rank's time goes to
   choros timeline run.json --summary  where the time of a recorded job went, and who waited for whom
   choros forecast run.json --np 64 …  what this job would take on ranks that are not rented yet
 """
@@ -37,6 +38,7 @@ _MODULES = {
     "report": "choros.report.cli",
     "stacks": "choros.launch.cli",
     "timeline": "choros.trace.cli",
+    "top": "choros.view.cli",
 }
 
 

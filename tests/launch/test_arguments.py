@@ -39,7 +39,7 @@ def test_chorosrun_and_run_have_the_same_arguments_and_defaults():
         "min_np",
         "max_np",
     }
-    in_both = DEFAULTS.keys() - {"in_python", "ps", "max_restarts", "nproc_per_node"}
+    in_both = DEFAULTS.keys() - {"in_python", "ps", "max_restarts", "nproc_per_node", "view"}
     assert parameters.keys() - only_runs - horovods == in_both
     for name in in_both - {"num_proc", "env"}:
         assert (parameters[name].default or None) == (DEFAULTS[name] or None), name

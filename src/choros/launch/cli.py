@@ -4,8 +4,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,10 +27,8 @@ from choros.launch.plan.environment import parse_variables
 from choros.launch.plan.horovod_flags import check, read_config_file, unused, variables, with_config
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
-from choros.launch.processes.control import STACKS_OF, running_jobs, text_of
+from choros.launch.processes.control import STACKS_OF, answer_of
 from choros.settings import VARIABLES
-
-_NO_JOB = "start it with chorosrun, and run this command on the host of chorosrun, with the same TMPDIR"
 
 
 @click.command(
@@ -81,18 +79,7 @@ def stacks(job: int | None) -> None:
     JOB is the PID of its chorosrun on this host, or of the Python process that called choros.run; it can be left out if
     only one job of yours runs here. The ranks are not interrupted.
     """
-    jobs = running_jobs(STACKS_OF)
-    if job is None and len(jobs) != 1:
-        which = f"give one of {', '.join(map(str, sorted(jobs)))}" if jobs else _NO_JOB
-        raise LaunchError(f"choros stacks: {len(jobs)} jobs of yours run on this host: {which}.")
-    if job is not None and job not in jobs:
-        which = f"those that run: {', '.join(map(str, sorted(jobs)))}" if jobs else _NO_JOB
-        raise LaunchError(f"choros stacks {job}: {job} is not the PID of a chorosrun of yours on this host; {which}.")
-    number = next(iter(jobs)) if job is None else job
-    try:
-        click.echo(text_of(jobs[number], durations.STACKS_COMMAND), nl=False)
-    except OSError as error:
-        raise LaunchError(f"choros stacks {number}: chorosrun does not answer: {error}.") from error
+    click.echo(answer_of(STACKS_OF, job, "choros stacks", durations.STACKS_COMMAND), nl=False)
 
 
 def arguments_of(given: Mapping[str, Any]) -> Arguments:
@@ -145,8 +132,23 @@ def _version(distribution: str) -> str:
 
 
 def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
+    if not arguments.view:
+        return _run_writing(write_all, job, mpirun, arguments)
+    from choros.launch.driver.live_view import LiveView, view_problem  # takes 5 ms
+
+    problem = view_problem(os.environ)
+    if problem is not None:
+        if problem:
+            click.echo(f"chorosrun: {problem}; output is shown as lines.", err=True)
+        return _run_writing(write_all, job, mpirun, arguments)
+    with closing(LiveView()) as view:
+        return _run_writing(view.write, job, mpirun, arguments)
+
+
+def _run_writing(write: Callable[[int, bytes], None], job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
+    """Runs the job, and writes to the descriptors 1 and 2 by ``write``."""
     colour = use_colour(os.environ, os.isatty(1) and os.isatty(2))
-    output = output_of(job, arguments, os.environ, partial(write_all, 1), partial(write_all, 2), colour=colour)
+    output = output_of(job, arguments, os.environ, partial(write, 1), partial(write, 2), colour=colour)
     limits = arguments.limits(os.environ)
     record = JobRecord(job.command, job.size, job.environment)
     metrics, verbose = arguments.metrics_port, arguments.verbose

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import final
 
-Detail = int | float | str | bool | tuple[int, ...] | list[int]
+Detail = int | float | str | bool | tuple[int, ...] | list[int] | dict[str, float]
 
 
 @final
@@ -54,14 +54,16 @@ class Kind(enum.StrEnum):
     COMMIT = "commit"
     CHECKPOINT = "checkpoint"
     RECORDING = "recording"
+    METRICS = "metrics"
 
 
 #: The kinds that chorosrun needs from every rank: whom it waits for, that others have taken it in, that an exception
-#: ends it, that its script has ended, but not yet its process, that it has left the job together with the others, and
-#: the file to which it records a timeline.
+#: ends it, that its script has ended, but not yet its process, that it has left the job together with the others, the
+#: file to which it records a timeline, and, once a second, how far ``fit`` is.
 REPORTS = frozenset(
-    {Kind.WAITING, Kind.WAITED, Kind.RANK_JOINED, Kind.RANK_CRASHED, Kind.SCRIPT_ENDED, Kind.FINISHED, Kind.RECORDING}
-)
+    {Kind.WAITING, Kind.WAITED, Kind.RANK_JOINED, Kind.RANK_CRASHED, Kind.SCRIPT_ENDED, Kind.FINISHED, Kind.RECORDING,
+     Kind.METRICS}
+)  # fmt: skip
 #: The calls in which a rank joins the job, leaves it, and ends.
 INIT, SHUTDOWN, LEAVING = "init()", "shutdown()", "MPI_Finalize()"
 

@@ -19,6 +19,7 @@ from choros.parallel.reduce import noise
 from choros.settings import current
 from choros.training.keras_internals.models import is_built
 from choros.training.loading import time_loading
+from choros.training.metric_reports import report_metrics
 from choros.training.metrics import average_logs, count_examples, flat_results, global_results
 from choros.training.random_numbers import draw_by_rank
 from choros.training.run_callback import RunCallback
@@ -57,6 +58,7 @@ class EpochCallback(keras.callbacks.Callback):
         self._steps.in_epoch = False
         self._steps.evaluation.forget()
         noise.publish(None)
+        report_metrics(self.model, self.params)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Marks that batches may come, so that the rank joins at their end."""

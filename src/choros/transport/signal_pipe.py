@@ -91,9 +91,9 @@ class SignalPipe:
         return self._reader
 
     def read(self) -> list[signal.Signals]:
-        """Returns the signals that have arrived since the last call."""
+        """Returns the signals that have arrived since the last call, of those that are caught."""
         try:
-            return [signal.Signals(number) for number in os.read(self._reader, 256)]
+            return [signal.Signals(number) for number in os.read(self._reader, 256) if number in self._handlers]
         except BlockingIOError:
             return []
 

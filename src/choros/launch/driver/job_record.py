@@ -3,21 +3,25 @@
 ::
 
     RankProgress frames, one a second ──┐
-    chorosrun's own messages ───────────┴──► JobRecord ──► as JSON, also while the job runs
+    how far fit is, one a second ───────┤
+    chorosrun's messages and output ────┴──► JobRecord ──► as JSON, also while the job runs
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from choros.durable import unfinished
 from choros.launch.protocol.frames import Start
+from choros.observe.events import Event
 from choros.observe.stragglers import RankProgress
 from choros.observe.verdict import Goodput, verdict_lines, verdict_of
 from choros.observe.waits import ranks_text
@@ -30,38 +34,54 @@ SERIES = (
 #: With more moments than this, every second one is dropped, and later ones are as far apart.
 _MOST = 600
 _MOST_MESSAGES = 1000
+#: The last bytes of the output.
+_MOST_OUTPUT = 1 << 14
+#: Colours, and other sequences for a terminal.
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]")
+_Noted = TypeVar("_Noted")
 _VARIABLES = tuple(VARIABLES.values())
 _FORMAT = 1
 
 
 @dataclass(eq=False)
+class Moments(Generic[_Noted]):
+    """What was noted when, in seconds since 1970: the last, and of the others at most one in ``apart`` seconds."""
+
+    apart: float = 0.0
+    noted: list[tuple[float, _Noted]] = field(default_factory=list)
+
+    def note(self, what: _Noted, now: float) -> None:
+        """Adds what is so ``now``."""
+        if len(self.noted) > 1 and now - self.noted[-2][0] < self.apart:
+            self.noted.pop()
+        self.noted.append((now, what))
+        if len(self.noted) > _MOST:
+            del self.noted[1::2]
+            self.apart = max(1.0, 2 * self.apart)
+
+
+@dataclass(eq=False)
 class RankRecord:
-    """What one rank has done: ``moments`` in seconds since 1970, at most one in ``apart`` seconds, with its numbers."""
+    """What one rank has done over time."""
 
     host: str = ""
     pid: int = 0
-    apart: float = 0.0
-    moments: list[tuple[float, RankProgress]] = field(default_factory=list)
+    moments: Moments[RankProgress] = field(default_factory=Moments)
 
     @property
     def last(self) -> RankProgress:
         """What it has done until now."""
-        return self.moments[-1][1] if self.moments else RankProgress(-1)
+        return self.moments.noted[-1][1] if self.moments.noted else RankProgress(-1)
 
     def note(self, done: RankProgress, now: float) -> None:
         """Records what it has done until ``now``."""
-        if len(self.moments) > 1 and now - self.moments[-2][0] < self.apart:
-            del self.moments[-1]  # the last moment is always there
-        self.moments.append((now, done))
-        if len(self.moments) > _MOST:
-            del self.moments[1::2]
-            self.apart = max(1.0, 2 * self.apart)
+        self.moments.note(done, now)
 
     def to_json(self) -> dict[str, Any]:
         """It as JSON has it: a list for each number."""
-        series = {name: [round(getattr(done, name), 4) for _, done in self.moments] for name in SERIES}
+        series = {name: [round(getattr(done, name), 4) for _, done in self.moments.noted] for name in SERIES}
         last = {name: value for name, value in asdict(self.last).items() if name not in SERIES}
-        times = [round(at, 3) for at, _ in self.moments]
+        times = [round(at, 3) for at, _ in self.moments.noted]
         return {"host": self.host, "pid": self.pid, **last, "computing": self.last.computing, "times": times, **series}
 
 
@@ -77,6 +97,8 @@ class JobRecord:
     code: int | None = None
     ranks: dict[int, RankRecord] = field(default_factory=dict)
     messages: list[tuple[float, str]] = field(default_factory=list)
+    metrics: Moments[Mapping[str, Any]] = field(default_factory=Moments)
+    output: bytes = b""
 
     def start(self, start: Start) -> None:
         """Records where a rank runs."""
@@ -91,6 +113,17 @@ class JobRecord:
         """Records a message of chorosrun."""
         if len(self.messages) < _MOST_MESSAGES:
             self.messages.append((round(time.time(), 3), message))
+
+    def print(self, data: bytes) -> None:
+        """Records what is written to the screen."""
+        self.output = (self.output + data)[-_MOST_OUTPUT:]
+
+    def note_metrics(self, event: Event) -> None:
+        """Records how far ``fit`` is, as rank 0 says it."""
+        logs = event.details.get("logs")
+        values = logs if isinstance(logs, dict) else {}  # without: they were too many for one event
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.metrics.note({**event.details, "logs": finite}, event.time)
 
     def end(self, code: int) -> None:
         """Records the end, and chorosrun's exit code."""
@@ -117,6 +150,8 @@ class JobRecord:
             "goodput": asdict(Goodput.of(progress, self.began, ended)) if verdict is not None else None,
             "lines": verdict_lines(progress, ranks_text, self.began, ended),
             "messages": self.messages,
+            "output": screen_lines(self.output),
+            "metrics": [{"time": round(at, 3), **values} for at, values in self.metrics.noted],
             "ranks": {str(number): rank.to_json() for number, rank in sorted(self.ranks.items())},
         }
 
@@ -132,3 +167,14 @@ class JobRecord:
             write_page(page, page_of(WrittenRecord.of(record)))
         except Exception as error:  # noqa: BLE001 – whatever it is, the exit code is the job's
             show(f"chorosrun: the report {file} cannot be written: {error}.")
+
+
+def screen_lines(data: bytes) -> list[str]:
+    """The lines that a screen shows of ``data``, without colours; of a progress bar, as it is last.
+
+    >>> screen_lines(b"1 %\\r2 %\\n\\x1b[31mdone\\x1b[0m\\n")
+    ['2 %', 'done']
+    """
+    lines = data.decode("utf-8", "replace").replace("\r\n", "\n").split("\n")
+    shown = [_ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2]).expandtabs() for line in lines]
+    return shown if shown[-1] else shown[:-1]

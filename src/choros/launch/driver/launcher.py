@@ -55,7 +55,7 @@ def launch(
     once = partial(
         _launch_once, mpirun=mpirun, environ=environ, output=output, record=record, payload=payload, verbose=verbose
     )
-    output.listen(record.show)
+    output.listen(record.show, record.print)
     try:
         with served(record, metrics, output.show):
             if job.elastic is None:

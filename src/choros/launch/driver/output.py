@@ -96,6 +96,7 @@ class Output:
         self._files = files or {}
         self._merger = merger or LineMerger(1)
         self._listen: Callable[[str], None] = lambda _text: None
+        self._listen_to_bytes: Callable[[bytes], None] = lambda _data: None
 
     def write(self, text: Text) -> None:
         """Writes a rank's output to its files, and to the screen, where lines may be held: see ``due_after``."""
@@ -125,9 +126,9 @@ class Output:
         self._show_now(text)
         self._listen(text)
 
-    def listen(self, listener: Callable[[str], None]) -> None:
-        """Calls ``listener`` with all further messages of chorosrun."""
-        self._listen = listener
+    def listen(self, listener: Callable[[str], None], to_bytes: Callable[[bytes], None]) -> None:
+        """Calls ``listener`` with all further messages of chorosrun, and ``to_bytes`` with all that is written."""
+        self._listen, self._listen_to_bytes = listener, to_bytes
 
     def finish(self) -> None:
         """Writes all held lines and ends the partial line on the screen: no rank writes any more."""
@@ -182,6 +183,7 @@ class Output:
     def _write(self, name: str, data: bytes) -> None:
         """Writes to a stream. If that is not possible any more, the job continues without it."""
         write = self._streams[name]
+        self._listen_to_bytes(data)
         try:
             if write is not None:
                 write(data)

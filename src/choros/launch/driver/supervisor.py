@@ -166,6 +166,8 @@ class Supervisor:
                         events.publish(event)
                         self._job_end.note(frame.rank, event)
                         self._waits.note(frame.rank, event)
+                        if event.kind is Kind.METRICS:
+                            self._record.note_metrics(event)
             case Start():
                 self._on_start(frame)
             case RankProgress():

@@ -166,6 +166,10 @@ class Arguments:
         help="Where Prometheus finds the job's numbers while it runs: at http://localhost:PORT/metrics; other machines "
         "only if ADDRESS is one of this machine, or 0.0.0.0.",
         python="Where Prometheus finds the job's numbers while it runs: a port, or an address and a port.")
+    view: bool = flag(
+        "Output", "--view", default=False, value=SWITCH, python=None,
+        help="Show the running job on the terminal: progress, rates, what each rank's time goes to. q leaves the view, "
+        "not the job; through a pipe, output is shown as lines. choros top shows the same in another terminal.")
     verbose: bool = flag(
         "Output", "--verbose", default=False, value=SWITCH, horovod="",
         help="Show the mpirun command, each rank's settings and mpirun's messages.")

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from choros import durations
+from choros.errors import LaunchError
 from choros.launch.processes.directories import SESSION, temporary
 
 if TYPE_CHECKING:
     import socket
 
 STACKS_OF, RECORD_OF = "stacks", "record"
+_NO_JOB = "start it with chorosrun, and run this command on the host of chorosrun, with the same TMPDIR"
 #: The kernel's limit for the name of a Unix socket, on the system with the smallest one.
 _LONGEST = 100
 
@@ -79,6 +81,28 @@ def running_jobs(what: str, roots: Iterable[Path] = ()) -> dict[int, Path]:
                     os.kill(int(number), 0)
                     found[int(number)] = path
     return found
+
+
+def chosen_job(what: str, job: int | None, command: str) -> int:
+    """Returns the job that ``command`` means: ``job``, or the only one; a ``LaunchError`` if there is no such."""
+    jobs = running_jobs(what)
+    listed = ", ".join(map(str, sorted(jobs)))
+    if job is None and len(jobs) != 1:
+        which = f"give one of {listed}" if jobs else _NO_JOB
+        raise LaunchError(f"{command}: {len(jobs)} jobs of yours run on this host: {which}.")
+    if job is not None and job not in jobs:
+        which = f"those that run: {listed}" if jobs else _NO_JOB
+        raise LaunchError(f"{command} {job}: {job} is not the PID of a chorosrun of yours on this host; {which}.")
+    return next(iter(jobs)) if job is None else job
+
+
+def answer_of(what: str, job: int | None, command: str, seconds: float) -> str:
+    """Returns what ``chosen_job`` sends; a ``LaunchError`` if there is no such job, or it does not answer in time."""
+    number = chosen_job(what, job, command)
+    try:
+        return text_of(running_jobs(what)[number], seconds)
+    except (KeyError, OSError) as error:  # it has just ended, or is stopped
+        raise LaunchError(f"{command} {number}: chorosrun does not answer: {error}.") from error
 
 
 def text_of(path: Path, seconds: float) -> str:

@@ -1,0 +1,159 @@
+"""The view on a terminal, by Textual: polls the record once a second, and shows it. All else is pure."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from textwrap import wrap
+from typing import Any, ClassVar, final
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding
+from textual.containers import VerticalScroll
+from textual.events import Resize
+from textual.geometry import Size
+from textual.widgets import Static
+
+from choros.errors import LaunchError
+from choros.view.snapshot import PARTS, JobView, RankView, view_of
+from choros.view.text import bar, cells, curve, progress, rate, rates, size_of, title
+
+_SECONDS = 1.0
+#: Rates are those since so many records ago.
+_RECORDS = 4
+#: Also without colours they differ.
+_STYLES = dict(zip(PARTS, ("█ green", "▓ yellow", "· white", "▒ blue", "c magenta", "r red"), strict=True))
+_RATE_CELLS, _NUMBER_CELLS = 8, 7
+#: On a lower terminal, the head is short.
+_HIGH = 24
+
+
+@final
+class TopApp(App[None]):
+    """Shows what ``fetch`` returns, a job's record. Ctrl-C leaves, and calls ``stop``, if there is one."""
+
+    CSS = """
+    #head { height: auto; max-height: 50%; }
+    #head, #ranks > Static { text-wrap: nowrap; text-overflow: ellipsis; }
+    #ranks { height: 2fr; min-height: 3; border-top: solid $primary; scrollbar-size-vertical: 1; }
+    #log { height: 1fr; min-height: 2; border-top: solid $primary; scrollbar-size-vertical: 1; }
+    """
+    BINDINGS: ClassVar = [Binding("q", "quit", priority=True), Binding("ctrl+c", "interrupt", priority=True)]
+    ENABLE_COMMAND_PALETTE = False
+
+    def __init__(self, fetch: Callable[[], dict[str, Any]], stop: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._fetch = fetch
+        self._stop = stop
+        self._records: deque[dict[str, Any]] = deque(maxlen=_RECORDS)
+        self._shown: JobView | None = None
+        self._problem = "waits for chorosrun …"
+
+    def compose(self) -> ComposeResult:
+        """Head, ranks and log, one below the other; the latter two scroll."""
+        yield Static(id="head")
+        with VerticalScroll(id="ranks"):
+            yield Static()
+        with VerticalScroll(id="log"):
+            yield Static()
+
+    async def on_mount(self) -> None:
+        """Begins."""
+        for number, end in ((signal.SIGTERM, self.exit), (signal.SIGHUP, self.exit), (signal.SIGINT, self._leave)):
+            asyncio.get_running_loop().add_signal_handler(number, end)
+        self.query_one("#log").anchor()  # follows the end, until the user scrolls
+        self.set_interval(_SECONDS, self.poll)
+        await self.poll()
+
+    def on_resize(self, event: Resize) -> None:
+        """Shows all in the new size."""
+        self._show(event.size)
+
+    def action_interrupt(self) -> None:
+        """Ctrl-C, which the terminal does not make a signal of now."""
+        self._leave()
+
+    async def poll(self) -> None:
+        """Fetches the record, and shows it."""
+        try:
+            record = await asyncio.to_thread(self._fetch)
+        except LaunchError as error:
+            self._problem = "the job has ended, or chorosrun does not answer" if self._records else self._problem
+            self.log(error)
+        else:
+            self._problem = ""
+            self._shown = view_of(record, time.time(), self._records[0] if self._records else None)
+            self._records.append(record)
+        self._show(self.size)
+
+    def _leave(self) -> None:
+        self.exit()
+        if self._stop is not None:
+            self._stop()
+
+    def _show(self, size: Size) -> None:
+        view, width = self._shown, size.width
+        head = self.query_one("#head", Static)
+        if view is None:
+            head.update(Text(self._problem, style="bold"))
+            return
+        head.update(head_text(view, width, high=size.height >= _HIGH, problem=self._problem))
+        self.query_one("#ranks > Static", Static).update(ranks_text(view, width - 1))
+        self.query_one("#log > Static", Static).update(log_text(view))
+
+
+def head_text(view: JobView, width: int, *, high: bool, problem: str = "") -> Text:
+    """What runs, how far it is and how fast, what holds it back, and its metrics."""
+    lines = [Text(problem, style="bold red")] if problem else []
+    lines.append(Text(title(view), style="bold"))
+    if view.fit is not None:
+        said = progress(view.fit)
+        lines.append(Text.assemble((bar(view.fit.done, max(4, width - len(said) - 1)), "green"), f" {said}"))
+    lines.append(Text(rates(view), style="cyan"))
+    verdict = [part for line in view.verdict for part in wrap(line, width)] if high else view.verdict[-2:-1]
+    lines += [Text(line, style="yellow") for line in verdict] or [Text("no verdict yet", style="bright_black")]
+    longest = max((len(name) for name in view.metrics), default=0)
+    for name, values in list(view.metrics.items())[: 6 if high else 2]:
+        said = f"{name:{longest}} {values[-1]:>9.4g} "
+        lines.append(Text.assemble((said, "bold"), (curve(values, width - len(said)), "cyan")))
+    return Text("\n").join(lines)
+
+
+def ranks_text(view: JobView, width: int) -> Text:
+    """A line for each rank: its rate as a bar, and the shares of its time."""
+    hosts = max((4, *(len(rank.host) for rank in view.ranks))) + 1
+    number = max((4, *(len(str(rank.number)) for rank in view.ranks)))
+    left = width - number - 1 - _RATE_CELLS - _NUMBER_CELLS - 11
+    hosts = hosts if left - hosts >= 20 else 0
+    most = max((rank.examples_per_second for rank in view.ranks), default=0.0) or 1.0
+    legend = Text(f"{'rank':{number}} {'host':{hosts}.{hosts}}{'examples/s':<{_RATE_CELLS + _NUMBER_CELLS + 1}} ")
+    for name, shown in PARTS.items():
+        sign, colour = _STYLES[name].split()
+        legend.append(f"{sign} {shown} ", style=colour)
+    lines = [legend]
+    lines += [_rank_text(rank, number, hosts, rank.examples_per_second / most, left - hosts) for rank in view.ranks]
+    return Text("\n").join(lines)
+
+
+def _rank_text(rank: RankView, number: int, hosts: int, share: float, width: int) -> Text:
+    line = Text(f"{rank.number:>{number}} {rank.host:{hosts}.{hosts}}")
+    line.append(bar(share, _RATE_CELLS), style="cyan")
+    line.append(f" {rate(rank.examples_per_second):>{_NUMBER_CELLS}} ")
+    for name, count in cells(rank.shares, width).items() if rank.shares else ():
+        sign, colour = _STYLES[name].split()
+        line.append(sign * count, style=colour)
+    if not rank.shares:
+        line.append("no steps yet".ljust(width), style="bright_black")
+    line.append(f" {size_of(rank.memory):>7}")
+    return line
+
+
+def log_text(view: JobView) -> Text:
+    """chorosrun's last messages, then the last lines of the output."""
+    lines = [Text(each, style="yellow") for each in view.messages[-3:]]
+    lines += [Text(each) for each in view.output if each not in view.messages]
+    return Text("\n").join(lines)

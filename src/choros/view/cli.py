@@ -1,0 +1,51 @@
+"""The ``choros top`` command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from importlib.util import find_spec
+from typing import Any
+
+import click
+
+from choros import durations
+from choros.errors import ConfigError
+from choros.launch.processes.control import RECORD_OF, answer_of, chosen_job
+from choros.view.snapshot import view_of
+from choros.view.text import table
+
+_COMMAND = "choros top"
+MISSING = "the view needs Textual: pip install 'choros[view]'."
+
+
+@click.command(context_settings={"max_content_width": 110})
+@click.argument("job", type=int, required=False)
+@click.option("--once", is_flag=True, help="Print one table and end, as without a terminal.")
+@click.option("--json", "as_json", is_flag=True, help="Print the job's record as JSON and end: docs/report.md.")
+@click.option("--of-chorosrun", is_flag=True, hidden=True)
+def top(job: int | None, *, once: bool, as_json: bool, of_chorosrun: bool) -> None:
+    """Shows a running job: its progress, its rates, what each rank's time goes to, and its last output.
+
+    JOB is the PID of its chorosrun on this host; it can be left out if only one job of yours runs here. q and Ctrl-C
+    leave; the job goes on. The ranks are not asked.
+    """
+    number = os.getppid() if of_chorosrun else chosen_job(RECORD_OF, job, _COMMAND)
+
+    def fetch() -> dict[str, Any]:
+        return dict(json.loads(answer_of(RECORD_OF, number, _COMMAND, durations.RECORD)))
+
+    if as_json:
+        click.echo(json.dumps(fetch()))
+    elif once or not all(os.isatty(each) for each in range(3)):
+        click.echo(table(view_of(fetch(), time.time())))
+    elif find_spec("textual") is None:
+        raise ConfigError(f"{_COMMAND}: {MISSING} --once prints a table without it.")
+    else:
+        from choros.view.app import TopApp
+
+        stop = (lambda: os.kill(number, signal.SIGINT)) if of_chorosrun else None
+        sys.exit(TopApp(fetch, stop).run())
