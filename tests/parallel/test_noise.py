@@ -168,7 +168,11 @@ def test_one_rank_with_rows_measures_nothing(rows: list[list[int]]) -> None:
     assert noise_scale() is None
 
 
-@pytest.mark.parametrize("compressor", [Compression.int8, Compression.top_k(0.5), Compression.power_sgd(1)], ids=str)
+@pytest.mark.parametrize(
+    "compressor",
+    [Compression.int8, Compression.top_k(0.5), Compression.power_sgd(1)],
+    ids=["int8", "top_k", "power_sgd"],
+)
 def test_compressions_that_leave_out_parts_measure_nothing(compressor: Any) -> None:
     assert estimates([[8], [3]], steps=3, compressor=compressor) == [None, None]
 
