@@ -84,7 +84,7 @@ def result_of(reducer: GradientReducer) -> NoiseScale | None:
         ([[12], [5]], {"compressor": Compression.fp16}),
         ([[12], [5]], {"compressor": Compression.bf16}),
     ],
-    ids=str,
+    ids=lambda each: str([*each]),
 )
 def test_the_estimate_is_within_a_tenth_and_the_same_on_all_ranks(rows: list[list[int]], config: dict) -> None:
     first, *others = estimates(rows, **config)
