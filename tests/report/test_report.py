@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -100,12 +101,21 @@ def test_step_times_where_a_rank_was_lost_and_another_has_come():
     assert [took for _, took in filter(None, points)] == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.1, 0.3])
 
 
+def test_a_clock_that_was_set_back():
+    record = record_of(2)
+    record.began += 1000
+    record.ended = record.began - 10
+    Reader(page_of(read(record)))
+
+
 def test_waits_are_divided_by_the_steps_in_which_others_were_last():
     ranks = read(record_of(3)).ranks
     rows = waits(ranks)
     assert [sum(row) for row in rows] == pytest.approx([rank.total("waiting") for rank in ranks])
     assert [row[place] for place, row in enumerate(rows)] == [0, 0, 0]
     assert rows[0][1] / rows[0][2] == pytest.approx(590 / 29)
+    equal = waits([replace(rank, prompt_steps=0) for rank in ranks])
+    assert equal[0] == pytest.approx([0, ranks[0].total("waiting") / 2, ranks[0].total("waiting") / 2])
 
 
 def test_of_many_ranks_those_are_drawn_for_which_others_wait():

@@ -109,7 +109,8 @@ def seconds_text(seconds: float) -> str:
     >>> seconds_text(0), seconds_text(0.0425), seconds_text(12), seconds_text(150), seconds_text(7200)
     ('0', '42.5 ms', '12 s', '2.5 min', '2 h')
     """
-    return _with_unit(seconds, ((7200, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (1e-3, 1e-3, "ms"), (0, 1e-6, "µs")))
+    units = ((7200, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (1e-3, 1e-3, "ms"), (0, 1e-6, "µs"))
+    return _with_unit(round(seconds, 7), units)
 
 
 def bytes_text(number: float) -> str:
@@ -141,7 +142,7 @@ def percent_text(share: float) -> str:
 
 def _with_unit(value: float, units: Sequence[tuple[float, float, str]]) -> str:
     """``units``: from which value on one is used, how large it is, and its name."""
-    size, unit = next((size, unit) for least, size, unit in units if value >= least)
+    size, unit = next(((size, unit) for least, size, unit in units if value >= least), units[-1][1:])
     return f"{number_text(value / size)} {unit}" if value else "0"
 
 

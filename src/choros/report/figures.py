@@ -92,8 +92,7 @@ def _shares(ranks: Sequence[Rank]) -> Figure:
         [(colour, shares) for colour, _, shares in parts],
         percent_text,
     )
-    caption = f"What the time of its steps was spent on, by rank. On average: {means}."
-    return Figure(title, svg, caption, [(colour, text) for colour, text, _ in parts])
+    return Figure(title, svg, "What the time of its steps was spent on.", [(colour, text) for colour, text, _ in parts])
 
 
 def _step_times(record: WrittenRecord, ranks: Sequence[Rank]) -> Figure:
@@ -124,7 +123,7 @@ def _over_time(
     if not values:
         return Figure(title, "", "There are no numbers of it.")
     marks = sorted({round(at, 1) for at, _ in record.messages})
-    label = f"{title} over time, of {len(drawn)} ranks: from {number(min(values))} to {number(max(values))}"
+    label = f"{title} over time, by rank: from {number(min(values))} to {number(max(values))}"
     svg = drawing.lines(label, drawn, number, record.seconds, marks)
     if max(values) > drawing.highest(values):
         caption += f" What is beyond the drawing is up to {number(max(values))}."
@@ -174,13 +173,15 @@ def _waits(ranks: Sequence[Rank], of: Sequence[Rank]) -> Figure:
 
 
 def waits(ranks: Sequence[Rank]) -> list[list[float]]:
-    """The seconds that each rank waited for each: an estimate, by the steps in which these were among the last."""
-    prompt = [rank.prompt_steps for rank in ranks]
+    """The seconds that each of some ranks waited for each: an estimate, by the steps in which these were among the
+    last; in equal parts, if none was.
+    """
+    prompt = [rank.prompt_steps or 1e-9 for rank in ranks]
     rows = []
     for i, rank in enumerate(ranks):
-        others = sum(prompt) - prompt[i]
-        each_step = rank.total("waiting") / others if others else 0.0
-        rows.append([0.0 if i == j else each_step * steps for j, steps in enumerate(prompt)])
+        others = [0.0 if i == j else steps for j, steps in enumerate(prompt)]
+        of_a_step = rank.total("waiting") / sum(others)
+        rows.append([of_a_step * steps for steps in others])
     return rows
 
 

@@ -85,7 +85,7 @@ class WrittenRecord:
             command=[str(each) for each in found["command"]],
             size=int(found["size"]),
             began=began,
-            seconds=max(latest) if found["ended"] is None else float(found["ended"]) - began,
+            seconds=max(latest) if found["ended"] is None else max(0.0, float(found["ended"]) - began),
             code=found["code"],
             settings=dict(found["settings"]),
             machine=dict(found["machine"]),

@@ -157,7 +157,7 @@ class JobRecord:
 
     def write(self, file: Path, show: Callable[[str], None]) -> None:
         """Writes the record beside ``file``, as ``.json``, and its page; if one cannot be written, ``show`` says so."""
-        from choros.report.page import page_of, write_page  # the page takes 100 ms; jobs without it do not need it
+        from choros.report.page import page_of, write_page  # takes 50 ms; jobs without a report do not need it
         from choros.report.record import WrittenRecord
 
         record, page = self.to_json(), file.with_suffix(".html") if file.suffix in ("", ".json") else file
