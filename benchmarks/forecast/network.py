@@ -29,6 +29,8 @@ from pathlib import Path
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 PR_SET_TIMERSLACK = 29
+#: The kernel holds what ranks do not read at once because they wait for a core.
+BUFFERS = "4096 8388608 33554432"
 #: A packet takes this time on a line, so that few of them need to be passed on.
 PACKET_SECONDS = 0.3e-3
 #: Used instead of ssh: runs a command in the namespace of a host's address, with its own host name.
@@ -59,14 +61,14 @@ class Network:
     hosts: tuple[str, ...]
     reach: Path
 
-    def run(self, slots: int, command: Sequence[str], seconds: float, **environment: str) -> None:
+    def run(self, slots: int, command: Sequence[str], seconds: float) -> None:
         """Runs ``command`` on ``slots`` ranks of each host, to its end."""
         chorosrun = str(Path(sys.executable).with_name("chorosrun"))
         hosts = ",".join(f"{host}:{slots}" for host in self.hosts)
         first = ["ip", "netns", "exec", f"{self.name}-1"]
         starter = [chorosrun, "--ssh-command", str(self.reach), "-H", hosts, "-np", str(slots * len(self.hosts))]
         arguments = [*first, *starter, "--no-prefix-output", *command]
-        subprocess.run(arguments, check=True, timeout=seconds, env={**os.environ, **environment})
+        subprocess.run(arguments, check=True, timeout=seconds)
 
 
 @contextmanager
@@ -81,6 +83,8 @@ def switched(count: int, line: Line) -> Iterator[Network]:
             stack.callback(run, "ip", "netns", "del", namespace)
             inside = ("ip", "netns", "exec", namespace)
             run(*inside, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=cubic", check=False)
+            for kind in ("rmem", "wmem"):
+                run(*inside, "sysctl", "-qw", f"net.ipv4.tcp_{kind}={BUFFERS}")
             end, device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK), f"{name[-9:]}t{number}"
             stack.callback(os.close, end)
             fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH", device.encode(), IFF_TUN | IFF_NO_PI))

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 
 from choros.errors import ConfigError
 from choros.forecast.cli import forecast
-from choros.forecast.costs import Machines, allreduce_s, messages_s, slices_s
+from choros.forecast.costs import Machines, allreduce_s, control_s, messages_s, slices_s
+from choros.forecast.fit import link_of
 from choros.forecast.links import PROFILES, Link, parse_link
 from choros.forecast.model import Failures, Setting, best, memory_of, predict, settings
 from choros.forecast.workload import Bucket, Workload, expected_maximum, workload_of
@@ -122,18 +123,20 @@ def test_a_link_is_fitted_to_allreduces(tmp_path: Path) -> None:
     def row(peer: str, size: int, seconds: float, ranks: int = 2) -> dict[str, object]:
         return {"bench": "allreduce", "peer": peer, "ranks": ranks, "bytes": size, "median_s": seconds}
 
-    rows = [row("choros", size, 2 * 1e-4 + size * 1e-8) for size in (1000, 10**6, 10**8)]
+    machines = Machines(Link("", 1e-4, 1e8), FAST)
+    sizes = (1000, 10**6, 10**8)
+    rows = [row("choros", size, control_s(2, machines) + allreduce_s(2, size, machines)) for size in sizes]
     file = tmp_path / "sums.json"
     file.write_text(json.dumps({"rows": [*rows, row("mpi4py", 1000, 9.0), row("choros", 1000, 1.0, ranks=1)]}))
-    link = parse_link("--net", str(file))
-    assert (link.latency_s, link.bytes_per_s) == (pytest.approx(1e-4), pytest.approx(1e8))
-    assert "α = 100 µs, β = 10 ns a byte, of 2 ranks" in link.name
+    link = link_of("--net", str(file))
+    assert (link.latency_s, link.bytes_per_s) == (pytest.approx(1e-4, rel=0.05), pytest.approx(1e8, rel=0.01))
+    assert "fitted to 2 ranks: α = 101" in link.name
     file.write_text(json.dumps({"rows": rows[:1]}))
     with pytest.raises(ConfigError, match="a fit needs allreduces of two sizes"):
-        parse_link("--net", str(file))
+        link_of("--net", str(file))
     file.write_text("[]")
     with pytest.raises(ConfigError, match="it is no file of choros bench allreduce"):
-        parse_link("--net", str(file))
+        link_of("--net", str(file))
 
 
 def test_messages() -> None:

@@ -12,7 +12,8 @@ from choros.bench.report import check_writable, show
 from choros.durable import unfinished
 from choros.errors import ConfigError
 from choros.forecast.costs import Machines
-from choros.forecast.links import PROFILES, parse_link
+from choros.forecast.fit import link_of
+from choros.forecast.links import PROFILES
 from choros.forecast.model import Failures, memory_of, predict, settings
 from choros.forecast.report import Outlook, plot
 from choros.forecast.workload import workload_of
@@ -78,9 +79,9 @@ def forecast(
     check_writable("--json", json_file)
     if plot_file is not None:
         check_matplotlib()
-    numbers, between = sorted(parse_ranks("--np", ranks)), parse_link("--net", net)
+    numbers, between = sorted(parse_ranks("--np", ranks)), link_of("--net", net)
     workload = workload_of(trace_of(file))
-    within = memory_of(workload, workload.ranks) if intra is None else parse_link("--intra", intra)
+    within = memory_of(workload, workload.ranks) if intra is None else link_of("--intra", intra)
     machines = Machines(between, within, per_host)
     ways = settings(every, power)
     forecasts = [predict(workload, each, way, machines) for each in numbers for way in (ways if each > 1 else ways[:1])]

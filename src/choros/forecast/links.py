@@ -1,13 +1,8 @@
 """Links: a message of n bytes takes ``α + n β`` (Hockney 1994; LogP, Culler et al. 1993, has the same parts)."""
 
-import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from choros.bench.contender import CHOROS
-from choros.bench.figures import AlphaBeta, fit
 from choros.errors import ConfigError
 
 #: Larger messages begin with a request and an answer: Open MPI's eager limit on TCP.
@@ -20,7 +15,8 @@ _LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs|ns)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Link:
-    """A full-duplex link of each host, or rank, to all others; ``name``: where its figures are from.
+    """A full-duplex link of each host, or rank, to all others; ``name``: where its figures are from; ``eager_bytes``:
+    the largest message that is sent without asking.
 
     >>> link = Link("slow", latency_s=0.001, bytes_per_s=1e6)
     >>> round(link.message(1000), 6), round(link.message(1_000_000), 6)
@@ -30,10 +26,11 @@ class Link:
     name: str
     latency_s: float
     bytes_per_s: float
+    eager_bytes: int = EAGER_BYTES
 
     def message(self, nbytes: float) -> float:
         """The seconds from the call to the arrival: a large message waits for the receiver's answer."""
-        return (3 if nbytes > EAGER_BYTES else 1) * self.latency_s + nbytes / self.bytes_per_s
+        return (3 if nbytes > self.eager_bytes else 1) * self.latency_s + nbytes / self.bytes_per_s
 
 
 #: What programs get of the links that are rented: of Ethernet 94%, as TCP's and its own headers take the rest.
@@ -51,17 +48,15 @@ PROFILES = {
 
 
 def parse_link(option: str, text: str) -> Link:
-    """Returns the link that ``text`` describes: BANDWIDTH,LATENCY, the name of a profile or a file of ``choros bench``.
+    """Returns the link that ``text`` describes: BANDWIDTH,LATENCY or the name of a profile.
 
     >>> parse_link("--net", "10Gbit,20us")
-    Link(name='10Gbit,20us', latency_s=2e-05, bytes_per_s=1250000000.0)
+    Link(name='10Gbit,20us', latency_s=2e-05, bytes_per_s=1250000000.0, eager_bytes=65536)
     >>> parse_link("--net", "infiniband").latency_s
     2e-06
     """
     if text in PROFILES:
         return PROFILES[text]
-    if text.endswith(".json"):
-        return fitted(option, Path(text))
     bandwidth, _, latency = text.partition(",")
     rate, delay = _BANDWIDTH.fullmatch(bandwidth.strip()), _LATENCY.fullmatch(latency.strip())
     if rate is None or delay is None or float(rate[1]) == 0:
@@ -70,26 +65,3 @@ def parse_link(option: str, text: str) -> Link:
             "file that choros bench allreduce --json has written."
         )
     return Link(text, float(delay[1]) * _SECONDS[delay[2].lower()], float(rate[1]) * _BITS[rate[2].lower()] / 8)
-
-
-def fitted(option: str, path: Path) -> Link:
-    """Returns the link that fits choros' allreduces in ``path`` best, by least squares of relative errors."""
-    try:
-        rows = json.loads(path.read_bytes())["rows"]
-        model = _fit(rows)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{option} {path}: it is no file of choros bench allreduce --json: {error!r}.") from error
-    if model is None or not model.beta_s:
-        raise ConfigError(
-            f"{option} {path}: a fit needs allreduces of two sizes or more on two ranks or more, which differ in their "
-            "time. Measure them: choros bench allreduce --ranks 2 --sizes 4KiB..64MiB --json FILE."
-        )
-    name = f"{path}: α = {model.alpha_s * 1e6:.3g} µs, β = {model.beta_s * 1e9:.3g} ns a byte, of {model.ranks} ranks"
-    return Link(name, model.alpha_s, 1 / model.beta_s)
-
-
-def _fit(rows: list[dict[str, Any]]) -> AlphaBeta | None:
-    chosen = [row for row in rows if row["bench"] == "allreduce" and row["peer"] == CHOROS and row["ranks"] > 1]
-    most = max((row["ranks"] for row in chosen), default=0)
-    points = [(row["bytes"], row["median_s"]) for row in chosen if row["ranks"] == most]
-    return fit(most, [size for size, _ in points], [seconds for _, seconds in points])

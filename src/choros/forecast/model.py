@@ -56,9 +56,9 @@ def settings(every: int, power: int) -> tuple[Setting, ...]:
     """
     return (
         Setting("plain"),
-        Setting("fp16", moves=4, fraction=0.5),
-        Setting("int8", moves=16, sliced=True),
-        Setting(f"power_sgd({power})", moves=12, power=power),
+        Setting("fp16", moves=24, fraction=0.5),
+        Setting("int8", moves=30, sliced=True),
+        Setting(f"power_sgd({power})", moves=15, power=power),
         Setting(f"DiLoCo, every {every}", moves=6, every=every),
         Setting("overlap", overlaps=True),
         Setting("sharded state"),

@@ -19,6 +19,10 @@ T = TypeVar("T")
 #: Makes a communicator use other sizes; called on every rank with the same ones.
 Tune = Callable[["Tuning"], None]
 
+#: What Open MPI's TCP does, without "put", whose requests wait on a connection for all data before them: two ranks that
+#: send to each other did it in turn, so that an allreduce took up to twice the time (``benchmarks/forecast``).
+TCP_FLAGS = ("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum")
+
 _CHUNKS = tuple(1 << shift for shift in (19, 20, 21, 22, 23))
 _BLOCKS = tuple(1 << shift for shift in (17, 18, 19, 20, 21))
 _WINDOWS = tuple(1 << shift for shift in (12, 14, 16, 18))

@@ -46,7 +46,7 @@ except (ImportError, RuntimeError) as _error:
     ) from _error
 
 from choros.comm.algorithms.shared_memory import reserve_segments  # noqa: E402  (they need MPI)
-from choros.comm.algorithms.tuning import Tuning, autotune, write_measurements  # noqa: E402
+from choros.comm.algorithms.tuning import TCP_FLAGS, Tuning, autotune, write_measurements  # noqa: E402
 from choros.comm.algorithms.window import OPS, HostRanks, WindowAllreduce, flat_allreduce  # noqa: E402
 from choros.comm.engines.mpi_admission import (  # noqa: E402
     Admissions,
@@ -71,8 +71,7 @@ _log = logging.getLogger("choros")
 #: Open MPI's variables with the interfaces that ranks use, or do not use, for TCP.
 _INTERFACE = "OMPI_MCA_btl_tcp_if_include"
 _INTERFACES = {_INTERFACE, "OMPI_MCA_btl_tcp_if_exclude"}
-#: MPI before version 4 counts in 32 bits.
-_MESSAGE_BYTES = 1 << 30
+_MESSAGE_BYTES = 1 << 30  # MPI before version 4 counts in 32 bits
 #: The bits that a notice may have.
 _NOTICES = 0xFF
 
@@ -315,6 +314,7 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     position. ``topology`` must agree with MPI. An ``EngineError`` if another rank has left for good.
     """
     if not MPI.Is_initialized():
+        os.environ.setdefault(*TCP_FLAGS)
         one_host = topology.local_size == topology.size and len(set(current().slots.split(","))) == 1
         if one_host and sys.platform.startswith("linux") and not _INTERFACES & os.environ.keys():
             os.environ[_INTERFACE] = INTERFACE  # the address at which ranks reach each other's sockets
