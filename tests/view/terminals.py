@@ -34,10 +34,10 @@ class Terminal:
         """Values of tmux's variables."""
         return self._tmux("display-message", "-p", " ".join(f"#{{{name}}}" for name in names)).split()
 
-    def wait_for(self, *texts, seconds=90):
-        """Waits until it shows all of ``texts``; returns the screen."""
+    def wait_for(self, *texts, without="no such text", seconds=90):
+        """Waits until it shows all of ``texts``, and not the one ``without``; returns the screen."""
         end = time.monotonic() + seconds
-        while not all(text in (screen := self.screen) for text in texts):
+        while not all(text in (screen := self.screen) for text in texts) or without in screen:
             assert time.monotonic() < end, f"not {texts} in:\n{screen}"
             time.sleep(0.1)
         return screen

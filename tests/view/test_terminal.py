@@ -67,7 +67,7 @@ def test_the_view_of_chorosrun(script):
         terminal.wait_for("rank host", "input-bound on rank 1", "▓▓▓▓▓▓▓▓", "] tick")
         assert terminal.state("alternate_on") == ["1"]
         terminal.resize(60, 15)
-        lines = terminal.wait_for("waiting …").splitlines()  # the last column of the lower terminal
+        lines = terminal.wait_for("█ computing ▓ loading · waiting\n", without="goodput").splitlines()
         assert lines[0].startswith("2 ranks, 0:")
         assert " steps/s, " in lines[1]
         assert lines[2].startswith("input-bound on rank 1")

@@ -130,13 +130,19 @@ def ranks_text(view: JobView, width: int) -> Text:
     left = width - number - 1 - _RATE_CELLS - _NUMBER_CELLS - 11
     hosts = hosts if left - hosts >= 20 else 0
     most = max((rank.examples_per_second for rank in view.ranks), default=0.0) or 1.0
-    legend = Text(f"{'rank':{number}} {'host':{hosts}.{hosts}}{'examples/s':<{_RATE_CELLS + _NUMBER_CELLS + 1}} ")
+    signs = [f"{_STYLES[name][0]} {shown}" for name, shown in PARTS.items() if _is_spent(view, name)]
+    heading = f"{'rank':{number}} {'host':{hosts}.{hosts}}{'examples/s':<{_RATE_CELLS + _NUMBER_CELLS + 1}} "
+    legend = Text(heading if len(heading) + len(" ".join(signs)) <= width else "rank ")
+    legend.append(" ".join(signs))
     for name, shown in PARTS.items():
-        sign, colour = _STYLES[name].split()
-        legend.append(f"{sign} {shown} ", style=colour)
+        legend.highlight_words([f"{_STYLES[name][0]} {shown}"], _STYLES[name][2:])
     lines = [legend]
     lines += [_rank_text(rank, number, hosts, rank.examples_per_second / most, left - hosts) for rank in view.ranks]
     return Text("\n").join(lines)
+
+
+def _is_spent(view: JobView, name: str) -> bool:
+    return any(rank.shares is not None and rank.shares[name] >= 0.005 for rank in view.ranks)
 
 
 def _rank_text(rank: RankView, number: int, hosts: int, share: float, width: int) -> Text:
@@ -144,8 +150,7 @@ def _rank_text(rank: RankView, number: int, hosts: int, share: float, width: int
     line.append(bar(share, _RATE_CELLS), style="cyan")
     line.append(f" {rate(rank.examples_per_second):>{_NUMBER_CELLS}} ")
     for name, count in cells(rank.shares, width).items() if rank.shares else ():
-        sign, colour = _STYLES[name].split()
-        line.append(sign * count, style=colour)
+        line.append(_STYLES[name][0] * count, style=_STYLES[name][2:])
     if not rank.shares:
         line.append("no steps yet".ljust(width), style="bright_black")
     line.append(f" {size_of(rank.memory):>7}")

@@ -14,7 +14,7 @@ import click
 
 from choros import durations
 from choros.errors import ConfigError
-from choros.launch.processes.control import RECORD_OF, answer_of, chosen_job
+from choros.launch.processes.control import RECORD_OF, VIEW_OF, answer_of, chosen_job
 from choros.view.snapshot import view_of
 from choros.view.text import table
 
@@ -33,13 +33,13 @@ def top(job: int | None, *, once: bool, as_json: bool, of_chorosrun: bool) -> No
     JOB is the PID of its chorosrun on this host; it can be left out if only one job of yours runs here. q and Ctrl-C
     leave; the job goes on. The ranks are not asked.
     """
-    number = os.getppid() if of_chorosrun else chosen_job(RECORD_OF, job, _COMMAND)
+    number = os.getppid() if of_chorosrun else chosen_job(VIEW_OF, job, _COMMAND)
 
     def fetch() -> dict[str, Any]:
-        return dict(json.loads(answer_of(RECORD_OF, number, _COMMAND, durations.RECORD)))
+        return dict(json.loads(answer_of(VIEW_OF, number, _COMMAND, durations.RECORD)))
 
     if as_json:
-        click.echo(json.dumps(fetch()))
+        click.echo(answer_of(RECORD_OF, number, _COMMAND, durations.STACKS_COMMAND))
     elif once or not all(os.isatty(each) for each in range(3)):
         click.echo(table(view_of(fetch(), time.time())))
     elif find_spec("textual") is None:

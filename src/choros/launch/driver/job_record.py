@@ -77,11 +77,12 @@ class RankRecord:
         """Records what it has done until ``now``."""
         self.moments.note(done, now)
 
-    def to_json(self) -> dict[str, Any]:
-        """It as JSON has it: a list for each number."""
-        series = {name: [round(getattr(done, name), 4) for _, done in self.moments.noted] for name in SERIES}
+    def to_json(self, moments: int | None = None) -> dict[str, Any]:
+        """It as JSON has it: a list for each number, of all moments, or of the last ones."""
+        noted = self.moments.noted[-moments:] if moments else self.moments.noted
+        series = {name: [round(getattr(done, name), 4) for _, done in noted] for name in SERIES}
         last = {name: value for name, value in asdict(self.last).items() if name not in SERIES}
-        times = [round(at, 3) for at, _ in self.moments.noted]
+        times = [round(at, 3) for at, _ in noted]
         return {"host": self.host, "pid": self.pid, **last, "computing": self.last.computing, "times": times, **series}
 
 
@@ -129,8 +130,8 @@ class JobRecord:
         """Records the end, and chorosrun's exit code."""
         self.ended, self.code = time.time(), code
 
-    def to_json(self) -> dict[str, Any]:
-        """The record as JSON has it: ``docs/report.md`` says what each name means."""
+    def to_json(self, moments: int | None = None) -> dict[str, Any]:
+        """The record as JSON has it (``docs/report.md``), with all moments of the ranks, or their last ones."""
         progress = [rank.last for _, rank in sorted(self.ranks.items()) if rank.last.rank >= 0]
         ended = self.ended or time.time()
         verdict = verdict_of(progress)
@@ -152,7 +153,7 @@ class JobRecord:
             "messages": self.messages,
             "output": screen_lines(self.output),
             "metrics": [{"time": round(at, 3), **values} for at, values in self.metrics.noted],
-            "ranks": {str(number): rank.to_json() for number, rank in sorted(self.ranks.items())},
+            "ranks": {str(number): rank.to_json(moments) for number, rank in sorted(self.ranks.items())},
         }
 
     def write(self, file: Path, show: Callable[[str], None]) -> None:

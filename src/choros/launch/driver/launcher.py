@@ -21,7 +21,7 @@ from choros.launch.plan.cores import usable_cores
 from choros.launch.plan.environment import in_allocation, in_slurm
 from choros.launch.plan.job import Job, Limits
 from choros.launch.plan.mpi_implementations import Mpirun
-from choros.launch.processes.control import RECORD_OF, STACKS_OF, control_socket
+from choros.launch.processes.control import WHAT, control_socket
 from choros.launch.processes.directories import SESSION, job_directories, remove_stale, temporary
 from choros.launch.processes.pipes import frame_pipes
 from choros.observe import events
@@ -100,8 +100,6 @@ def _launch_once(
             _merged_timelines(output),
             caught_signals() as signals,
             frame_pipes(session, job.most if command.one_host else 0) as pipes,
-            control_socket(session, STACKS_OF) as stacks,
-            control_socket(session, RECORD_OF) as records,
         ):
             return Supervisor(
                 job,
@@ -112,8 +110,7 @@ def _launch_once(
                 signals,
                 mpirun.implementation.signal_map,
                 frame_pipes=pipes,
-                stacks=stacks,
-                records=records,
+                clients={what: listening.enter_context(control_socket(session, what)) for what in WHAT},
                 hosts=hosts,
                 payload=payload,
                 verbose=verbose,

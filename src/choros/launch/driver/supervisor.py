@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from choros.launch.driver.stopping import Stopping, kill_rank, publish
 from choros.launch.driver.wait_watch import StackRequests, WaitWatch
 from choros.launch.plan.command import Command
 from choros.launch.plan.job import Elastic, Job, Limits
-from choros.launch.processes.control import answer, send_text
+from choros.launch.processes.control import RECORD_OF, STACKS_OF, VIEW_OF, answer, send_text
 from choros.launch.processes.process_tree import signal_group
 from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, Result, Stacks, Start, Text
 from choros.launch.protocol.wrapper_options import STACKS
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from choros.launch.driver.restarts import HostWatch
 
 _PIPE_READ = 1 << 18
+#: The last moments of each rank that a view gets, once a second: the whole record of many ranks takes a second.
+_VIEWED = 16
 
 
 @final
@@ -69,8 +71,7 @@ class Supervisor:
         signal_map: Mapping[signal.Signals, signal.Signals],
         *,
         frame_pipes: Sequence[int] = (),
-        stacks: socket.socket | None = None,
-        records: socket.socket | None = None,
+        clients: Mapping[str, socket.socket | None] | None = None,
         hosts: HostWatch | None = None,
         payload: bytes | None = None,
         verbose: bool = False,
@@ -98,9 +99,14 @@ class Supervisor:
         requests = StackRequests(loop, partial(stopping.send, STACKS) if STACKS in signal_map else None)
         self._waits = WaitWatch(job_end, output, loop, mpirun, limits, requests, stopping.stop, self._kill)
         loop.on_readable(signals, partial(self._on_signals, signals))
-        for clients, send in ((stacks, self._waits.send_stacks), (records, self._send_record)):
-            if clients is not None:
-                loop.on_readable(clients, partial(answer, clients, send))
+        senders: Mapping[str, Callable[[socket.socket], None]] = {
+            STACKS_OF: self._waits.send_stacks,
+            RECORD_OF: partial(self._send_record, None),
+            VIEW_OF: partial(self._send_record, _VIEWED),
+        }
+        for what, listener in (clients or {}).items():
+            if listener is not None:
+                loop.on_readable(listener, partial(answer, listener, senders[what]))
         if hosts is not None:
             loop.on_readable(hosts, partial(stopping.on_hosts, hosts))
 
@@ -256,8 +262,8 @@ class Supervisor:
         elif frame.code == 0:
             self._waits.ended(rank)
 
-    def _send_record(self, client: socket.socket) -> None:
-        send_text(client, json.dumps(self._record.to_json()))
+    def _send_record(self, moments: int | None, client: socket.socket) -> None:
+        send_text(client, json.dumps(self._record.to_json(moments)))
 
     def _kill(self, rank: int) -> None:
         start = self._job_end.started[rank]

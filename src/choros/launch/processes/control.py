@@ -6,7 +6,8 @@
           ▲                       a Unix socket in a directory          │ asks all wrappers
           └──────── a text ◄──────that only this user may enter ◄───────┘
 
-    choros top ───── connects ──► choros-session-JOB/record.PID ──► sends the job's record, as JSON
+    choros top ───── connects ──► choros-session-JOB/view.PID   ──► sends the job's record, as JSON, short
+               ───── --json ────► choros-session-JOB/record.PID ──► and whole
 
 Who connects gets the text, and can send nothing.
 """
@@ -26,7 +27,7 @@ from choros.launch.processes.directories import SESSION, temporary
 if TYPE_CHECKING:
     import socket
 
-STACKS_OF, RECORD_OF = "stacks", "record"
+STACKS_OF, RECORD_OF, VIEW_OF = WHAT = ("stacks", "record", "view")
 _NO_JOB = "start it with chorosrun, and run this command on the host of chorosrun, with the same TMPDIR"
 #: The kernel's limit for the name of a Unix socket, on the system with the smallest one.
 _LONGEST = 100
