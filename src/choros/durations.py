@@ -12,7 +12,7 @@ from typing import Final, final
 
 _LAUNCHER, _WRAPPER, _RANKS = "chorosrun", "The wrapper beside each rank", "Ranks"
 _HOSTS, _SERVERS, _BENCH = "Connections between processes and hosts", "Parameter servers", "choros bench"
-_DOCTOR = "choros doctor"
+_DOCTOR, _VIEW = "choros doctor", "choros top"
 
 #: Only tests set this variable, for the processes that they start.
 TEST_SCALE: Final = "CHOROS_TEST_TIME_SCALE"
@@ -218,6 +218,12 @@ DOCTOR_LOGIN: Final = Duration(10.0, _DOCTOR, "for the hosts' logins", "those wi
 DOCTOR_HOST: Final = Duration(150.0, _DOCTOR, "for the facts of hosts", "choros cannot be run on those without")
 DOCTOR_REACH: Final = Duration(10.0, _DOCTOR, "for a host to connect to all others", "those left are not reached")
 DOCTOR_JOB: Final = Duration(60.0, _DOCTOR, "for its job of two ranks", "the job has failed")
+
+# choros top -------------------------------------------------------------------------------------
+
+VIEW_LOOK: Final = Duration(1.0, _VIEW, "between two looks at a job", "it shows what has changed")
+VIEW_RECENT: Final = Duration(5.0, _VIEW, "for news of a rank", "its speed is that of the time before")
+METRICS: Final = Duration(1.0, _RANKS, "between two reports of rank 0's loss and metrics", "it reports the next ones")
 
 
 def table() -> dict[str, Duration]:

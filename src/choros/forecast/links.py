@@ -8,7 +8,7 @@ from choros.errors import ConfigError
 #: Larger messages begin with a request and an answer: Open MPI's eager limit on TCP.
 EAGER_BYTES = 64 << 10
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s|ps)?", re.IGNORECASE)
 _LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs|ns)", re.IGNORECASE)
 
@@ -64,4 +64,4 @@ def parse_link(option: str, text: str) -> Link:
             f"{option} {text}: expected BANDWIDTH,LATENCY, such as 10Gbit,20us; one of {', '.join(PROFILES)}; or a "
             "file that choros bench allreduce --json has written."
         )
-    return Link(text, float(delay[1]) * _SECONDS[delay[2].lower()], float(rate[1]) * _BITS[rate[2].lower()] / 8)
+    return Link(text, float(delay[1]) / _IN_A_SECOND[delay[2].lower()], float(rate[1]) * _BITS[rate[2].lower()] / 8)

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+from choros import durations
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.training.first_rank import is_first
-
-_SECONDS = 1.0
 
 
 def report_metrics(model: Any, params: Mapping[str, Any]) -> None:
@@ -32,7 +31,7 @@ def report_metrics(model: Any, params: Mapping[str, Any]) -> None:
     def on_train_batch_end(batch: int, logs: Any = None) -> None:
         nonlocal due
         if (now := time.monotonic()) >= due:
-            due = now + _SECONDS
+            due = now + durations.METRICS
             position["batch"] = batch + 1
             known.update(_numbers(logs))
             emit()

@@ -18,11 +18,11 @@ from textual.events import Resize
 from textual.geometry import Size
 from textual.widgets import Static
 
+from choros import durations
 from choros.errors import LaunchError
 from choros.view.snapshot import PARTS, JobView, RankView, view_of
 from choros.view.text import bar, cells, curve, progress, rate, rates, size_of, title
 
-_SECONDS = 1.0
 #: Rates are those since so many records ago.
 _RECORDS = 4
 #: Also without colours they differ.
@@ -66,7 +66,7 @@ class TopApp(App[None]):
         for number, end in ((signal.SIGTERM, self.exit), (signal.SIGHUP, self.exit), (signal.SIGINT, self._leave)):
             asyncio.get_running_loop().add_signal_handler(number, end)
         self.query_one("#log").anchor()  # follows the end, until the user scrolls
-        self.set_interval(_SECONDS, self.poll)
+        self.set_interval(durations.VIEW_LOOK, self.poll)
         await self.poll()
 
     def on_resize(self, event: Resize) -> None:

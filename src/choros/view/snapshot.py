@@ -11,8 +11,6 @@ PARTS = {
     "computing": "computing", "loading": "loading", "waiting": "waiting", "exchanging": "exchanging",
     "committing": "commits", "recovering": "recovery",
 }  # fmt: skip
-#: Without an older record, rates are those of so many seconds.
-_SECONDS = 5.0
 
 Record = Mapping[str, Any]
 
@@ -92,7 +90,7 @@ def _rank_of(number: int, rank: Record, earlier: Record | None, newest: float) -
     times: Sequence[float] = rank["times"]
     if not times:
         return RankView(number, rank["host"])
-    first = max((place for place, at in enumerate(times) if at <= times[-1] - _SECONDS), default=0)
+    first = max((place for place, at in enumerate(times) if at <= times[-1] - durations.VIEW_RECENT), default=0)
     names = ("steps", "examples", "seconds", *(each for each in PARTS if each != "computing"))
     began, before = times[first], {name: rank[name][first] for name in names}
     if earlier is not None and earlier["times"] and began < earlier["times"][-1] < times[-1]:
@@ -100,7 +98,7 @@ def _rank_of(number: int, rank: Record, earlier: Record | None, newest: float) -
     whole = {name: rank[name][-1] for name in names}
     done = {name: whole[name] - before[name] for name in names}
     elapsed = times[-1] - began
-    runs = elapsed > 0 and newest - times[-1] < _SECONDS
+    runs = elapsed > 0 and newest - times[-1] < durations.VIEW_RECENT
     return RankView(
         number,
         rank["host"],
