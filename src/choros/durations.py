@@ -166,6 +166,7 @@ XLA_HEARTBEAT: Final = Duration(
 XLA_SHUTDOWN: Final = Duration(10.0, _RANKS, "of xla, for the others to end, too", "they end alone")
 PREEMPTION_LOOK: Final = Duration(1.0, _RANKS, "between two calls of termination_watcher_fn", "they call it again")
 ABANDONED: Final = Duration(24 * 3600.0, _RANKS, "for another host to finish a file", "its temporary files are removed")
+METRICS: Final = Duration(1.0, _RANKS, "between two reports of rank 0's loss and metrics", "it reports the next ones")
 
 # connections ------------------------------------------------------------------------------------
 
@@ -223,7 +224,6 @@ DOCTOR_JOB: Final = Duration(60.0, _DOCTOR, "for its job of two ranks", "the job
 
 VIEW_LOOK: Final = Duration(1.0, _VIEW, "between two looks at a job", "it shows what has changed")
 VIEW_RECENT: Final = Duration(5.0, _VIEW, "for news of a rank", "its speed is that of the time before")
-METRICS: Final = Duration(1.0, _RANKS, "between two reports of rank 0's loss and metrics", "it reports the next ones")
 
 
 def table() -> dict[str, Duration]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from choros import durations
+
 #: The parts of a rank's time, by their names in the record, as they are shown.
 PARTS = {
     "computing": "computing", "loading": "loading", "waiting": "waiting", "exchanging": "exchanging",
