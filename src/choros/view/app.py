@@ -158,7 +158,7 @@ def _rank_text(rank: RankView, number: int, hosts: int, share: float, width: int
 
 
 def log_text(view: JobView) -> Text:
-    """chorosrun's last messages, then the last lines of the output."""
-    lines = [Text(each, style="yellow") for each in view.messages[-3:]]
-    lines += [Text(each) for each in view.output if each not in view.messages]
+    """The last lines of the output, then the last message, as it was maybe long ago."""
+    lines = [Text(each, style="yellow" if each.startswith("chorosrun: ") else "") for each in view.output]
+    lines += [Text(each.partition("\n")[0], style="yellow") for each in view.messages[-1:]]
     return Text("\n").join(lines)

@@ -7,19 +7,18 @@ import os
 import signal
 import sys
 import time
-from importlib.util import find_spec
 from typing import Any
 
 import click
 
 from choros import durations
 from choros.errors import ConfigError
+from choros.launch.driver.live_view import view_problem
 from choros.launch.processes.control import RECORD_OF, VIEW_OF, answer_of, chosen_job
 from choros.view.snapshot import view_of
 from choros.view.text import table
 
 _COMMAND = "choros top"
-MISSING = "the view needs Textual: pip install 'choros[view]'."
 
 
 @click.command(context_settings={"max_content_width": 110})
@@ -40,10 +39,10 @@ def top(job: int | None, *, once: bool, as_json: bool, of_chorosrun: bool) -> No
 
     if as_json:
         click.echo(answer_of(RECORD_OF, number, _COMMAND, durations.STACKS_COMMAND))
-    elif once or not all(os.isatty(each) for each in range(3)):
+    elif once or (problem := view_problem(os.environ)) == "":
         click.echo(table(view_of(fetch(), time.time())))
-    elif find_spec("textual") is None:
-        raise ConfigError(f"{_COMMAND}: {MISSING} --once prints a table without it.")
+    elif problem:
+        raise ConfigError(f"{_COMMAND}: {problem}. --once prints a table without it.")
     else:
         from choros.view.app import TopApp
 

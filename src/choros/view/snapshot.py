@@ -74,7 +74,7 @@ def view_of(record: Record, now: float, earlier: Record | None = None) -> JobVie
     newest = max((rank["times"][-1] for _, rank in ranks if rank["times"]), default=0.0)
     older = {} if earlier is None else earlier["ranks"]
     return JobView(
-        command=" ".join(record["command"]),
+        command=" ".join(" ".join(record["command"]).split()),
         size=record["size"],
         seconds=(record["ended"] or now) - record["began"],
         code=record["code"],
