@@ -16,10 +16,10 @@ hvd.init()
 kind, removed = sys.argv[1], len(sys.argv) > 2
 rank = hvd.rank()
 made = "" if removed else kind
-rows = 4 if kind == "small batches" else 64
+rows = {"small batches": 4, "none": 1024}.get(kind, 64)
 if kind == "small batches" and removed:
     rows *= 4
-width = {"a link of 100 Mbit/s": 256, "small batches": 16, "none": 768}.get(kind, 64)
+width = {"a link of 100 Mbit/s": 256, "small batches": 16, "none": 384}.get(kind, 64)
 
 
 class Batches(keras.utils.PyDataset):

@@ -124,7 +124,9 @@ def verdict_of(progress: Sequence[RankProgress]) -> Verdict | None:
     examples = sum(each.examples / each.seconds for each in members)
     if all(each.examples == each.steps for each in members):  # a loop in which the number of rows is not known
         examples = 0.0
-    found = _small_batches(members, step) or _longest(steps, step)
+    found = _longest(steps, step)
+    if found is None or found.cause == "exchange":  # of small batches an exchange takes much, too
+        found = _small_batches(members, step) or found
     return Verdict(len(progress), most, step, examples, shares, found)
 
 
