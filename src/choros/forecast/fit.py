@@ -39,8 +39,8 @@ def fit_link(name: str, ranks: int, sizes: Sequence[int], seconds: Sequence[floa
     >>> slow = Machines(Link("", 0.001, 1e6), Link("", 0, 1))
     >>> sizes = [1000, 10**6]
     >>> link = fit_link("", 2, sizes, [control_s(2, slow) + allreduce_s(2, size, slow) for size in sizes])
-    >>> round(link.latency_s, 5), round(link.bytes_per_s)
-    (0.001, 1000000)
+    >>> round(link.latency_s, 4), round(link.bytes_per_s, -3)
+    (0.001, 1000000.0)
     """
     if ranks < 2 or len(set(sizes)) < 2:
         return None
