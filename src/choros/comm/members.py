@@ -106,7 +106,7 @@ class Members(Primitives):
     def _attempt(self, collective: Callable[[], T], *, first: bool) -> tuple[T, ...]:
         """Runs a collective; returns its result, or nothing if a member was lost, without which all others go on. An
         error that only this member has is taken for a loss, too: what is received from one that is lost may be
-        anything, and cannot be decoded. It is raised if nobody is missing and it is not the ``first`` attempt.
+        anything, and cannot be decoded. It is raised if no rank is missing and it is not the ``first`` attempt.
         """
         error: Exception | None = None
         try:
