@@ -75,6 +75,7 @@ def test_the_view_of_chorosrun(script):
         assert all(len(line) <= 60 for line in lines)
         terminal.press("q")
         wait_until_restored(terminal)
+        terminal.resize(120, 40)  # for all that is said at the end
         terminal.wait_for("] tick\n")
         (script.parent / "end").touch()
         terminal.wait_for("ended well", "code=0\nicanon")
