@@ -172,19 +172,13 @@ def _small_batches(members: Sequence[RankProgress], step: float) -> Bottleneck |
     return Bottleneck("batch size", (), fixed, LARGER * step / (step + (LARGER - 1) * grows))
 
 
-def verdict_lines(
-    progress: Sequence[RankProgress], name: Callable[[Sequence[int]], str], began: float, ended: float
-) -> list[str]:
-    """The verdict and the goodput as lines; none if the job was too short. ``name`` names ranks."""
-    found = verdict_of(progress)
-    return [] if found is None else [*verdict_text(found, name), str(Goodput.of(progress, began, ended))]
-
-
 def last_lines(stragglers: Stragglers, began: float, ended: float, *, verdict: bool) -> list[str]:
     """What is said at the end of a job: its verdict, if it is wanted and was long enough, or else its stragglers."""
     is_whole = len(stragglers.progress) >= stragglers.size
-    lines = verdict_lines(stragglers.progress, stragglers.name, began, ended) if verdict and is_whole else []
-    return lines or [f"{each}." for each in [stragglers.of_job()] if each]
+    found = verdict_of(stragglers.progress) if verdict and is_whole else None
+    if found is None:
+        return [f"{each}." for each in [stragglers.of_job()] if each]
+    return [*verdict_text(found, stragglers.name), str(Goodput.of(stragglers.progress, began, ended))]
 
 
 def verdict_text(verdict: Verdict, name: Callable[[Sequence[int]], str]) -> list[str]:

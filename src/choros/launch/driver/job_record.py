@@ -23,7 +23,7 @@ from choros.durable import unfinished
 from choros.launch.protocol.frames import Start
 from choros.observe.events import Event
 from choros.observe.stragglers import RankProgress
-from choros.observe.verdict import Goodput, verdict_lines, verdict_of
+from choros.observe.verdict import Goodput, verdict_of, verdict_text
 from choros.observe.waits import ranks_text
 from choros.settings import VARIABLES
 
@@ -135,6 +135,7 @@ class JobRecord:
         progress = [rank.last for _, rank in sorted(self.ranks.items()) if rank.last.rank >= 0]
         ended = self.ended or time.time()
         verdict = verdict_of(progress)
+        goodput = None if verdict is None else Goodput.of(progress, self.began, ended)
         return {
             "format": _FORMAT,
             "command": list(self.command),
@@ -148,8 +149,8 @@ class JobRecord:
             },
             "machine": {"host": os.uname().nodename, "cores": os.cpu_count(), "system": os.uname().release},
             "verdict": None if verdict is None else asdict(verdict),
-            "goodput": asdict(Goodput.of(progress, self.began, ended)) if verdict is not None else None,
-            "lines": verdict_lines(progress, ranks_text, self.began, ended),
+            "goodput": None if goodput is None else asdict(goodput),
+            "lines": [] if verdict is None else [*verdict_text(verdict, ranks_text), str(goodput)],
             "messages": self.messages,
             "output": screen_lines(self.output),
             "metrics": [{"time": round(at, 3), **values} for at, values in self.metrics.noted],
