@@ -76,6 +76,9 @@ STACKS_OF_ALL: Final = Duration(5.0, _LAUNCHER, "for the stacks of ranks", "the 
 VIEW_END: Final = Duration(3.0, _LAUNCHER, "for the live view to leave the terminal", "it sends SIGKILL")
 RECORD: Final = Duration(2.0, _LAUNCHER, "as choros top, for chorosrun's answer", "what was shown stays")
 STACKS_COMMAND: Final = Duration(20.0, _LAUNCHER, "as choros stacks, for chorosrun's answer", "the command fails")
+SEND_AGAIN: Final = Duration(
+    2.0, _LAUNCHER, "for rank 0 to get a part of choros.run's call", "it sends that part again", tests_shorten=True
+)
 MERGE: Final = Duration(
     0.08, _LAUNCHER, "for other ranks to print the same line", "the line is shown, with those that have printed it"
 )

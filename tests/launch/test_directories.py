@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from choros.errors import LaunchError
 from choros.launch.processes.directories import VARIABLE, job_directories, remove_stale, shared_memory
 from choros.launch.protocol.wrapper_options import JOB
 
@@ -78,11 +79,21 @@ def test_the_directory_of_a_daemon_that_was_killed_is_stale_with_its_job(tmp_pat
 
 def test_the_directories_of_a_job_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with job_directories("a name") as session:
+    with job_directories(["a name"]) as (name, session):
+        assert name == "a name"
         assert {path.name for path in tmp_path.iterdir()} == {"choros-session-a name", "choros-job-a name"}
         (session / "file").touch()
     assert not list(tmp_path.iterdir())
-    (tmp_path / "choros-job-planted").symlink_to(tmp_path)
-    with pytest.raises(FileExistsError), job_directories("planted"):
+
+
+@pytest.mark.parametrize("kind", ["job", "session"])
+def test_a_name_that_somebody_has_taken_is_not_used(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    planted = tmp_path / f"choros-{kind}-planted"
+    planted.symlink_to(tmp_path)
+    with job_directories(["planted", "free"]) as (name, _):
+        assert name == "free"
+        assert {path.name for path in tmp_path.iterdir()} == {planted.name, "choros-session-free", "choros-job-free"}
+    with pytest.raises(LaunchError, match="another user of this machine makes"), job_directories(["planted"]):
         pass
-    assert [path.name for path in tmp_path.iterdir()] == ["choros-job-planted"]
+    assert list(tmp_path.iterdir()) == [planted]

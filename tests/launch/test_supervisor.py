@@ -2,6 +2,7 @@
 
 import io
 import os
+import random
 import sys
 import time
 from dataclasses import replace
@@ -177,16 +178,32 @@ def test_a_signal_is_forwarded():
     assert end_of(job(code)[0]) == (7, False)
 
 
-def test_a_call_is_received_and_its_result_sent():
+#: An mpirun that loses pieces of its standard input, the first one, too, and repeats parts of others.
+LOSSY_MPIRUN = """
+import os, signal, subprocess, sys
+wrapper = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
+signal.signal(signal.SIGURG, lambda number, frame: (wrapper.send_signal(number), sys.exit(wrapper.wait())))
+pieces = 0
+while piece := os.read(0, 4096):
+    if pieces not in (0, 30):
+        os.write(wrapper.stdin.fileno(), piece[:1000] * (pieces % 7 == 0) + piece)
+    pieces += 1
+"""
+
+
+@pytest.mark.parametrize("mpirun", [(), (sys.executable, "-c", LOSSY_MPIRUN)], ids=["all arrives", "pieces are lost"])
+def test_a_call_is_received_and_its_result_sent(mpirun):
     code = (
-        "left = 1_000_000\n"
-        "while left: left -= len(os.read(0, left))\n"
-        "result = memoryview(b'x' * 500_000)\n"
+        "time.sleep(0.5)\n"  # the pipe fills
+        "data = sys.stdin.buffer.read()\n"
+        "result = memoryview(2 * data)\n"
         "while result: result = result[os.write(int(os.environ['CHOROS_RESULT_FD']), result):]\n"
     )
-    job_end, _, _ = job(code, options=replace(UNBOUND, stdin=True, result=True), payload=b"p" * 1_000_000)
+    payload = random.Random(0).randbytes(200_000)
+    options = replace(UNBOUND, stdin=True, result=True)
+    job_end, _, _ = job(code, options=options, payload=payload, wrapper=(*mpirun, *WRAPPER))
     assert end_of(job_end) == (0, False)
-    assert job_end.results[0] == b"x" * 500_000
+    assert job_end.results[0] == 2 * payload
 
 
 def test_child_processes_of_a_rank_are_ended():

@@ -190,6 +190,8 @@ def test_a_function_on_two_hosts(network, capsys):
 
     where = {"num_proc": None, "hosts": hosts_of(network), "ssh_command": str(network.reach)}
     assert choros_run(function, (10,), **where) == [(0, "host-1"), (10, "host-1"), (20, "host-2")]
+    data = os.urandom(1_000_000)  # of which mpirun repeats parts, when it forwards that much to another host
+    assert choros_run(lambda given: given[-9:], (data,), **where) == 3 * [data[-9:]]
     with pytest.raises(WorkerFailed, match="rank 2 on host-2") as raised:
         choros_run(function, (0,), **where)
     assert raised.value.host == "host-2"

@@ -53,30 +53,10 @@ def execute(source: str, file: str, values: Mapping[str, Any], results: Sequence
     return {name: variables[name] for name in results}
 
 
-def read_framed(descriptor: int) -> bytes:
-    """Reads the bytes of ``pack`` from ``descriptor`` by their count: mpirun does not forward the end of file."""
-    header = b""
-    while not header.endswith(b"\n"):
-        header += _read(descriptor, 1)
-    chunks, missing = [], int(header)
-    while missing:
-        chunk = _read(descriptor, min(missing, 1 << 20))
-        chunks.append(chunk)
-        missing -= len(chunk)
-    return b"".join(chunks)
-
-
-def _read(descriptor: int, most: int) -> bytes:
-    data = os.read(descriptor, most)
-    if not data:
-        raise EOFError("choros.run: rank 0 received only a part of the function call.")
-    return data
-
-
 def _receive() -> bytes:
-    """Returns the packed call, which mpirun passes to rank 0 only."""
+    """Returns the packed call, which only rank 0 gets."""
     topology = detect(os.environ)
-    body = read_framed(sys.stdin.fileno()) if topology.rank == 0 else None
+    body = sys.stdin.buffer.read() if topology.rank == 0 else None
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     if topology.size > 1:

@@ -222,12 +222,13 @@ def _writer(stream: TextIO) -> Callable[[bytes], None]:
 
 
 def pack(call: Callable[[], Any]) -> bytes:
-    """Returns ``call`` as bytes, with this process's module path, after a line with the number of bytes.
-    The lines of code that is in no file, a notebook's cells, go with it, for tracebacks and for AutoGraph.
+    """Returns ``call`` as bytes, with this process's module path. The lines of code that is in no file, a notebook's
+    cells, go with it, for tracebacks and for AutoGraph.
 
     >>> from functools import partial
-    >>> pack(partial(max, 1, 2)).partition(b"\\n")[0].isdigit()
-    True
+    >>> from choros.launch.bootstrap import unpack
+    >>> unpack(pack(partial(max, 1, 2)))()
+    2
     """
     cells = {name: entry for name, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None}
     pickled = io.BytesIO()
@@ -235,8 +236,7 @@ def pack(call: Callable[[], Any]) -> bytes:
         _CallPickler(pickled).dump(call)
     except UNPICKLABLE as error:
         raise ConfigError(f"what the ranks are to get cannot be sent: {error}. {ADVICE}") from error
-    body = pickle.dumps((list(sys.path), cells, pickled.getvalue()))
-    return b"%d\n%s" % (len(body), body)
+    return pickle.dumps((list(sys.path), cells, pickled.getvalue()))
 
 
 def _with_file(code: tuple[Any, ...], file: str) -> CodeType:

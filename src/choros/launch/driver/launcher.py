@@ -86,8 +86,7 @@ def _launch_once(
         _check_hosts(job, environ, limits, output)
     _warn_of_overload(job, environ, output)
     remove_stale()
-    name = os.urandom(6).hex()
-    with job_directories(name) as session, ExitStack() as listening:
+    with job_directories() as (name, session), ExitStack() as listening:
         if Config.from_environ({**environ, **job.environment}).log_level == "DEBUG":
             listening.callback(events.listen(partial(_show_event, output)))
         job = replace(job, options=replace(job.options, events=events.Kind.COLLECTIVE_BEGUN in events.heard))

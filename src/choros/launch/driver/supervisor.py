@@ -30,13 +30,14 @@ from choros.launch.driver.job_end import JobEnd, Reason, signal_name
 from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.mpirun_process import MpirunProcess
 from choros.launch.driver.output import Output
+from choros.launch.driver.payload_sender import PayloadSender
 from choros.launch.driver.stopping import Stopping, kill_rank, publish
 from choros.launch.driver.wait_watch import StackRequests, WaitWatch
 from choros.launch.plan.command import Command
 from choros.launch.plan.job import Elastic, Job, Limits
 from choros.launch.processes.control import RECORD_OF, STACKS_OF, VIEW_OF, answer, send_text
 from choros.launch.processes.process_tree import signal_group
-from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, Result, Stacks, Start, Text
+from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, Received, Result, Stacks, Start, Text
 from choros.launch.protocol.wrapper_options import STACKS
 from choros.observe import events
 from choros.observe.events import Event, Kind
@@ -81,13 +82,13 @@ class Supervisor:
         self._output = output
         self._record = record
         self._limits = limits
-        self._payload = memoryview(payload) if payload is not None else None
         self._verbose = verbose
         #: The ranks that were added, and that nobody needs any more.
         self._unneeded: set[int] = set()
         self._gate_is_open = bool(command.gate)
         self._mpirun = mpirun = MpirunProcess(command, stdin=payload is not None)
         self._loop = loop = Loop()
+        self._payload = PayloadSender(loop, mpirun.stdin, payload) if payload is not None else None
         self._pipes = {mpirun.stdout, mpirun.stderr}
         self._frame_pipes = frame_pipes
         self._readers = {pipe: FrameReader() for pipe in (*self._pipes, *frame_pipes)}
@@ -181,6 +182,8 @@ class Supervisor:
                 self._waits.note_progress(frame)
             case Stacks():
                 self._waits.stacks.note(frame)
+            case Received() if self._payload is not None:
+                self._payload.note_received(frame.count)
             case Exit():
                 self._on_exit(frame)
 
@@ -213,8 +216,7 @@ class Supervisor:
             )
             return
         if frame.rank == 0 and self._payload is not None:
-            os.set_blocking(self._mpirun.stdin, False)
-            self._loop.on_writable(self._mpirun.stdin, self._feed)
+            self._payload.start()
         if len(self._job_end.started) == self._job_end.size and not frame.added:
             self._loop.cancel("start")
             self._stopping.all_have_started()
@@ -288,13 +290,3 @@ class Supervisor:
         if end.traceback:
             self._output.show(end.traceback)
         self._waits.ended(end.rank, f"failed with exit code {end.code}")
-
-    def _feed(self) -> None:
-        """Writes rank 0's standard input. It stays open: at end of file, mpirun may drop buffered bytes."""
-        assert self._payload is not None  # noqa: S101  (registered only with a payload)
-        try:
-            self._payload = self._payload[os.write(self._mpirun.stdin, self._payload[:_PIPE_READ]) :]
-        except BrokenPipeError:
-            self._payload = self._payload[:0]
-        if not self._payload:
-            self._loop.forget(self._mpirun.stdin)

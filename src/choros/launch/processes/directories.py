@@ -10,7 +10,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +29,12 @@ _NOTE, _DAEMON = "daemon.", re.compile(r"prted\.\d+")
 #: Where shared memory is, and the size of a rank's segment of Open MPI there.
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 SEGMENT = 16 << 20
+#: How many names of a job are tried: another user may take one in the moment in which its directories are created.
+_NAMES = 100
+_NO_ROOM = (
+    f"the job needs a directory in {{}}, which is read-only or has less than {SESSION_BYTES >> 20} MiB left. "
+    "Set TMPDIR to another one."
+)
 
 
 class Directory:
@@ -103,30 +109,34 @@ def segment_suffix(environ: Mapping[str, str], local_rank: int) -> str:
 
 
 @contextmanager
-def job_directories(job: str) -> Iterator[Path]:
-    """Creates a job's directories on this host before others can learn its name, and removes them, and those of daemons
-    that were killed; yields that of mpirun's files. Fails if it has no room, or somebody has one of its name.
+def job_directories(names: Iterable[str] = ()) -> Iterator[tuple[str, Path]]:
+    """Creates a job's directories on this host before others can use its name, and removes them, and those of daemons
+    that were killed; yields the job's name, the first of ``names`` that is free, and the directory of mpirun's files.
     """
-    memory, session = [root / (_MEMORY + job) for root in (SHARED_MEMORY, temporary())], temporary() / (SESSION + job)
-    held: list[Directory] = []
-    try:
-        for path in (*memory, session) if _free(temporary()) >= SESSION_BYTES else ():
-            directory = Directory.acquire(path)
-            if directory is not None:
-                held.append(directory)
-            elif os.path.lexists(path):
-                raise FileExistsError(path)
-        if not held or held[-1].path != session:
-            raise LaunchError(
-                f"the job needs a directory in {temporary()}, which is read-only or has less than "
-                f"{SESSION_BYTES >> 20} MiB left. Set TMPDIR to another one."
-            )
-        yield session
-    finally:
-        for path in (session, *memory):
-            _remove_with_daemons(path)
-        for directory in held:
-            directory.unlock()
+    if _free(temporary()) < SESSION_BYTES:
+        raise LaunchError(_NO_ROOM.format(temporary()))
+    for name in names or (os.urandom(6).hex() for _ in range(_NAMES)):
+        session = temporary() / (SESSION + name)
+        paths = [root / (_MEMORY + name) for root in (SHARED_MEMORY, temporary())] + [session]
+        for path in paths:  # at once: the first one shows the name to others, who might take the next
+            with contextlib.suppress(OSError):
+                path.mkdir(mode=0o700)
+        held = {path: directory for path in paths if (directory := Directory.acquire(path)) is not None}
+        try:
+            if all(path in held or not os.path.lexists(path) for path in paths):
+                if session not in held:
+                    raise LaunchError(_NO_ROOM.format(temporary()))
+                yield name, session
+                return
+        finally:
+            for path in reversed(paths):
+                _remove_with_daemons(path)
+            for directory in held.values():
+                directory.unlock()
+    raise LaunchError(
+        f"another user of this machine makes directories in {SHARED_MEMORY} or {temporary()} with the name of each job "
+        f"that starts. Set TMPDIR to a directory of your own, or ask an administrator to end that."
+    )
 
 
 def _free(root: Path) -> int:

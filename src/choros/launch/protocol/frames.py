@@ -49,6 +49,14 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Received:
+    """The rank has got the first ``count`` lines of the payload: see ``payload.py``."""
+
+    rank: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Result:
     """A chunk of the pickled return value of the rank's function."""
 
@@ -93,7 +101,7 @@ class Exit:
     restarts: int = 0
 
 
-Frame = Start | Text | Result | Events | RankProgress | Stacks | Exit
+Frame = Start | Text | Received | Result | Events | RankProgress | Stacks | Exit
 
 _KINDS: dict[str, type[Frame]] = {kind.__name__: kind for kind in get_args(Frame)}
 

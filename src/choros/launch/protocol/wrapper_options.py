@@ -31,7 +31,7 @@ STACKS = signal.SIGPROF
 
 @dataclass(frozen=True)
 class WrapperOptions:
-    """What chorosrun tells the wrappers, in their first argument. ``stdin``: the rank has mpirun's, else none.
+    """What chorosrun tells the wrappers, in their first argument. ``stdin``: rank 0 gets a payload there.
     ``events``: all, not only those chorosrun needs. ``gated``: this process has the key of mpirun's gate. ``elastic``:
     others go on, so the wrapper ends with its rank. ``new_rank``: see ``CHOROS_NEW_RANK``.
     """

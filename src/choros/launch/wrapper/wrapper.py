@@ -48,7 +48,7 @@ from choros.launch.processes.process_tree import (
     set_option,
     signal_group,
 )
-from choros.launch.protocol.frames import Exit, Frame, Stacks, Start, encode
+from choros.launch.protocol.frames import Exit, Frame, Received, Stacks, Start, encode
 from choros.launch.protocol.wrapper_options import RESULT_FD, SIGNAL_MEANINGS, STACKS, WrapperOptions
 from choros.launch.wrapper.preparation import (
     command_environment,
@@ -235,12 +235,12 @@ class Wrapper:
             writers.append(writer)
             os.set_inheritable(writer, True)
             environ[variable] = f"{writer}{suffix}"
-        wrapper = os.getpid()
+        gets_payload, wrapper = self._options.stdin and self._topology.rank == 0, os.getpid()
         try:
             self._process = process = subprocess.Popen(
                 self._command,
                 env=environ,
-                stdin=None if self._options.stdin else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if gets_payload else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
@@ -265,6 +265,10 @@ class Wrapper:
             assert pipe is not None  # noqa: S101  (as requested)
             enlarge(pipe, self._topology.local_size)
             self._output.add(name, pipe)
+        if process.stdin is not None:
+            from choros.launch.wrapper.rank_input import RankInput  # a command has none
+
+            RankInput(self._loop, 0, process.stdin, lambda count: self._send(Received(self._topology.rank, count)))
         early, self._early = self._early, []
         for number in early:
             self._forward(number)
