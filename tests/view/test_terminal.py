@@ -44,7 +44,8 @@ def script(tmp_path):
 def under_view(script):
     """A terminal in which chorosrun shows the script's job."""
     command = shlex.join([*CHOROSRUN, "--view", "-np", "2", sys.executable, str(script)])
-    return Terminal(f"cd {script.parent}; {command}{AFTER}")
+    # As in some scripts and CI systems; the view asks the terminal.
+    return Terminal(f"cd {script.parent}; {command}{AFTER}", env={"COLUMNS": "80", "LINES": "24"})
 
 
 def wait_until_restored(terminal, seconds=60):

@@ -46,5 +46,7 @@ def top(job: int | None, *, once: bool, as_json: bool, of_chorosrun: bool) -> No
     else:
         from choros.view.app import TopApp
 
+        for name in ("COLUMNS", "LINES"):  # Textual would believe them, also when the terminal's size changes
+            os.environ.pop(name, None)
         stop = (lambda: os.kill(number, signal.SIGINT)) if of_chorosrun else None
         sys.exit(TopApp(fetch, stop).run())
