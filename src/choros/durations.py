@@ -225,7 +225,7 @@ DOCTOR_JOB: Final = Duration(60.0, _DOCTOR, "for its job of two ranks", "the job
 
 # choros top -------------------------------------------------------------------------------------
 
-VIEW_LOOK: Final = Duration(1.0, _VIEW, "between two looks at a job", "it shows what has changed")
+VIEW_LOOK: Final = Duration(1.5, _VIEW, "between two looks at a job", "it shows what has changed")
 VIEW_RECENT: Final = Duration(5.0, _VIEW, "for news of a rank", "its speed is that of the time before")
 
 

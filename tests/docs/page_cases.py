@@ -21,6 +21,10 @@ def case_faces():
     _run("faces.md")
 
 
+def case_index():
+    _run("index.md")
+
+
 def case_performance():
     _run("performance.md")
 

@@ -59,6 +59,12 @@ _GRAPH = """
 PROGRAMS = (
     Program("distribute.md", ("tensorflow", "torch", "jax"), without=("Parameter servers",)),
     Program("faces.md", ("torch",)),
+    Program(
+        "index.md",
+        ("torch",),
+        names=_KERAS,
+        values={"Sequential([...])": "Sequential([keras.Input((4,)), keras.layers.Dense(1)])", "=8)": "=1, verbose=0)"},
+    ),
     Program("performance.md", ("torch",), values={"array[...] = ...": "array[...] = 1.0"}),
     Program(
         "torch.md",

@@ -117,6 +117,7 @@ def test_functions_in_a_job(tmp_path: Path) -> None:
     in_one_process(code, tmp_path, "torch")
 
 
+@pytest.mark.xdist_group("ports of the page")
 @pytest.mark.slow
 @pytest.mark.program
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -91,6 +91,18 @@ def test_what_a_page_has():
     assert 0 < done.loading <= done.seconds
 
 
+def test_a_step_that_is_compiled_is_a_pause():
+    written = Page(bytearray(PAGE_BYTES))
+    for compiles in (False, False, True, False):
+        if compiles:
+            written.note_compiling()
+            time.sleep(0.01)
+        written.note_step(8)
+    done = read_page(written.memory)
+    assert (done.steps, done.examples) == (2, 16)
+    assert done.seconds < 0.01 <= done.pausing
+
+
 def test_a_page_has_a_row_for_each_of_the_first_collectives():
     written = Page(bytearray(PAGE_BYTES))
     written.begin_collective(b"x" * PAGE_BYTES, 2)

@@ -22,7 +22,7 @@ def job(*ranks, steps=200, examples=(32,)):
             waiting=steps * (max(own) - own[number]),
             examples=sum(rows),
             squares=sum(each**2 for each in rows),
-            products=sum(each * rank["computing"] for each in rows),
+            products=sum(each * (rank["computing"] + rank.get("loading", 0.0)) for each in rows),
             **{name: steps * seconds for name, seconds in rank.items() if name != "computing"},
         )
         for number, rank in enumerate(ranks)
@@ -43,7 +43,7 @@ COMMITS = {"computing": 0.05, "committing": 0.05}
         ([LOADS, LOADS], Bottleneck("input", (), 2 / 3, 3.0)),
         ([QUICK, SLOW, QUICK], Bottleneck("compute", (1,), 2 / 3, 3.0)),
         ([EXCHANGES, EXCHANGES], Bottleneck("exchange", (), 3 / 4, 4.0)),
-        ([COMMITS, QUICK], Bottleneck("commits", (0,), 1 / 2, 2.0)),
+        ([COMMITS, QUICK], Bottleneck("commits", (), 1 / 2, 2.0)),
         ([QUICK | {"loading": 0.002}, QUICK], None),
     ],
     ids=["input of a rank", "input of all", "a slow rank", "exchange", "commits", "nothing"],
@@ -69,6 +69,21 @@ def test_small_batches():
     assert verdict_of([replace(one, seconds=16.0, products=one.examples * 0.008)]).bottleneck is not None
     same = replace(one, examples=64000.0, squares=64000.0 * 32, seconds=16.0, products=512.0)
     assert verdict_of([same, same]).bottleneck is None  # all have as many rows: it cannot be known
+
+
+def test_what_varies_goes_with_what_it_varies_with():
+    """Ranks load for 50 ms of a step of 55, and wait for each other in turn, 20 ms each."""
+    ranks = job({"computing": 0.005, "loading": 0.05}, {"computing": 0.005, "loading": 0.05}, steps=400)
+    varied = [replace(each, seconds=each.seconds + 8.0, waiting=8.0) for each in ranks]
+    assert verdict_of(varied).bottleneck == Bottleneck("input", (), pytest.approx(2 / 3), pytest.approx(11.0))
+
+
+def test_few_smaller_batches_prove_nothing():
+    rows, seconds = [32] * 199 + [4], 0.008
+    few = job({"computing": seconds}, steps=2000, examples=rows)
+    assert verdict_of(few).bottleneck is None
+    more = job({"computing": seconds}, steps=4000, examples=rows)
+    assert verdict_of(more * 2).bottleneck.cause == "batch size"
 
 
 def test_jobs_that_are_too_short_have_none():

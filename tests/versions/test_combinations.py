@@ -1,5 +1,6 @@
 """The plan of ``make test-versions``, and the wheel that it tries."""
 
+import re
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
@@ -85,4 +86,8 @@ def test_the_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert [metadata[name] for name in ("Name", "License-Expression", "Requires-Python")] == [
         *("choros", "Apache-2.0", ">=3.11")
     ]
-    assert metadata.get_payload(decode=True).decode() == (ROOT / "README.md").read_text()
+    said = metadata.get_payload(decode=True).decode()
+    assert said.splitlines()[0] == (ROOT / "README.md").read_text().splitlines()[0]
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", said) == []  # what is relative leads nowhere there
+    assert "docs/training.md" in said
+    assert ".svg" not in said

@@ -27,6 +27,7 @@ PAGE_BYTES = 1280
 #: of its text, the number of ranks, and whether its data move.
 _COUNTS = struct.Struct("<QQ11d")
 _SECONDS = [each.name for each in fields(RankProgress) if each.type is float and each.name != "ago"]
+_PAUSING = _SECONDS.index("pausing")
 _LAST = struct.Struct("<dHI?")
 _TEXT = _COUNTS.size + _LAST.size
 _MOVES = _TEXT - 1
@@ -59,7 +60,7 @@ class Page:
         #: The seconds that this rank has spent since its last step.
         self.waited = self.loaded = self.exchanged = self.committed = self.recovered = self.paused = 0.0
         self._step_began = 0.0
-        self._loads = False
+        self._loads = self._compiles = False
         self._began_exchange: float | None = None
         self._pause: contextlib.ExitStack | None = None
         #: By the name of a collective: its row, how many there were, and their bytes.
@@ -107,13 +108,14 @@ class Page:
 
     @contextmanager
     def counted_as(self, name: str) -> Iterator[None]:
-        """A context whose seconds are all ``committed``, ``recovered`` or ``paused``."""
-        began, kept = time.perf_counter(), self._spent()
+        """A context whose seconds are ``committed``, ``recovered`` or ``paused``, but for those of such a one in it."""
+        began, kept, counted = time.perf_counter(), (self.loaded, self.exchanged, self.waited), self._counted()
         try:
             yield
         finally:
-            self.loaded, self.exchanged, self.committed, self.recovered, self.waited = kept
-            setattr(self, name, getattr(self, name) + time.perf_counter() - began)
+            self.loaded, self.exchanged, self.waited = kept
+            own = time.perf_counter() - began - (self._counted() - counted)
+            setattr(self, name, getattr(self, name) + own)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -128,6 +130,10 @@ class Page:
             self.loaded += time.perf_counter() - began
             self._loads = False
 
+    def note_compiling(self) -> None:
+        """Notes that the next step is compiled first: the time until it is made is no step's, but a pause."""
+        self._compiles = True
+
     def begin_pause(self) -> None:
         """Notes that an epoch has ended."""
         if self._pause is None:
@@ -140,27 +146,33 @@ class Page:
             self._pause.close()
             self._pause = None
 
+    def _counted(self) -> float:
+        return self.committed + self.recovered + self.paused
+
     def _spent(self) -> tuple[float, ...]:
         return self.loaded, self.exchanged, self.committed, self.recovered, self.waited
 
     def note_step(self, examples: int = 0) -> None:
         """Notes that all ranks have come to reduce the gradients of a step, this one with so many examples."""
+        self.end_pause()
         now = time.perf_counter()
         steps, prompt_steps, *counts, began = _COUNTS.unpack_from(self.memory)
-        if self._step_began:  # before the first step, ranks start, compile and load
+        if self._step_began and self._compiles:
+            counts[_PAUSING] += now - self._step_began
+        elif self._step_began:  # before the first step, ranks start, compile and load
             own = left = max(0.0, now - self._step_began - self.paused)
             spent = []
             for each in self._spent():
                 spent.append(min(max(0.0, each), left))
                 left -= spent[-1]
             *spent, waited = spent
-            new = (own, waited, *spent, self.paused, examples, examples * examples, examples * left)
+            new = (own, waited, *spent, self.paused, examples, examples * examples, examples * (left + spent[0]))
             counts = [count + each for count, each in zip(counts, new, strict=True)]
             place = _TIMES + _COUNT.size * bucket_of(own)
             _COUNT.pack_into(self.memory, place, _COUNT.unpack_from(self.memory, place)[0] + 1)
             steps, prompt_steps = steps + 1, prompt_steps + (waited < _PROMPT * own)
         _COUNTS.pack_into(self.memory, 0, steps, prompt_steps, *counts, began or time.time())
-        self._step_began = now
+        self._step_began, self._compiles = now, False
         if self._began_exchange is not None:
             self._began_exchange += self.waited
         self.waited = self.loaded = self.exchanged = self.committed = self.recovered = self.paused = 0.0

@@ -32,11 +32,11 @@ class RankProgress:
     ``seconds``: in steps, each from one meeting of all ranks to the next one; of these ``waiting`` for other ranks,
     ``loading`` data, ``exchanging`` values, ``committing``, ``recovering`` from the loss of others; ``pausing``:
     between epochs, in no step. ``squares``, ``products``: sums over the steps, of the number of examples squared, and
-    times the seconds of computing. ``prompt_steps``: it hardly waited, being among the last. ``began``: when it made
-    its first step, in seconds since 1970; ``memory``: its bytes. ``histogram``: how many steps took a time, see
-    ``bucket_of``. ``collectives``: by name, how many there were, and the bytes of arrays that this rank has given to
-    them. ``last``: the last collective, which all of ``last_size`` ranks had called
-    so many seconds ``ago``; ``moves``: its data still move.
+    times the seconds of computing and loading. ``prompt_steps``: it hardly waited, being among the last. ``began``:
+    when it made its first step, in seconds since 1970; ``memory``: its bytes. ``histogram``: how many steps took a
+    time, see ``bucket_of``. ``collectives``: by name, how many there were, and the bytes of arrays that this rank has
+    given to them. ``last``: the last collective, which all of ``last_size`` ranks had called so many seconds ``ago``;
+    ``moves``: its data still move.
     """
 
     rank: int

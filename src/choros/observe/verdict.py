@@ -24,6 +24,8 @@ _LEAST_LEFT = 0.01
 #: Batches are small if steps are shorter, and most of it does not depend on the number of rows.
 _SHORT_STEP = 0.02
 _FIXED_SHARE = 0.5
+#: Which can be known once so many steps of all ranks had hardly any rows, or more of them somewhat fewer.
+_FEWEST_SMALLER = 16
 #: How much larger batches a verdict proposes.
 LARGER = 4
 #: A rank that spends this share of the longest time on it is named, too: it may load while it waits for others.
@@ -124,17 +126,19 @@ def verdict_of(progress: Sequence[RankProgress]) -> Verdict | None:
     examples = sum(each.examples / each.seconds for each in members)
     if all(each.examples == each.steps for each in members):  # a loop in which the number of rows is not known
         examples = 0.0
-    found = _longest(steps, step)
-    if found is None or found.cause == "exchange":  # of small batches an exchange takes much, too
-        found = _small_batches(members, step) or found
+    candidates = [*_parts(steps, step), *_small_batches(members, step)]
+    found = max((each for each in candidates if each.gain >= _LEAST_GAIN), key=lambda each: each.gain, default=None)
     return Verdict(len(progress), most, step, examples, shares, found)
 
 
-def _longest(steps: Sequence[_MeanStep], step: float) -> Bottleneck | None:
-    """What would make steps fastest if it took no time, or, on ranks that compute longer than others, as long."""
+def _parts(steps: Sequence[_MeanStep], step: float) -> list[Bottleneck]:
+    """What steps would gain without each of their parts, or if ranks that compute longer than others took as long. What
+    varies from step to step varies in proportion to what is left.
+    """
     usual = median_low(each.computing for each in steps)
     exchange = fmean(each.exchanging for each in steps)
-    varies = max(0.0, step - exchange - max(each.own for each in steps))
+    longest_own = max(each.own for each in steps)
+    varies = max(1.0, step / (longest_own + exchange))
     parts: Mapping[str, Callable[[_MeanStep], float]] = {
         "input": lambda each: each.loading,
         "compute": lambda each: max(0.0, each.computing - usual),
@@ -142,34 +146,33 @@ def _longest(steps: Sequence[_MeanStep], step: float) -> Bottleneck | None:
     }
     candidates = []
     for cause, part in parts.items():
-        without = max(each.own - part(each) for each in steps) + exchange + varies
+        without = (max(each.own - part(each) for each in steps) + exchange) * varies
         without = max(without, _LEAST_LEFT * step)
         longest = max(part(each) for each in steps)
         ranks = tuple(each.rank for each in steps if part(each) >= _ALSO * longest)
-        everywhere = len(ranks) == len(steps)
+        everywhere = len(ranks) == len(steps) or cause == "commits"  # all take part in them
         candidates.append(Bottleneck(cause, () if everywhere else ranks, longest / step, step / without))
-    candidates.append(Bottleneck("exchange", (), exchange / step, step / max(step - exchange, _LEAST_LEFT * step)))
-    best = max(candidates, key=lambda each: each.gain)
-    return best if best.gain >= _LEAST_GAIN else None
+    without = max(longest_own * varies, _LEAST_LEFT * step)
+    candidates.append(Bottleneck("exchange", (), exchange / step, step / without))
+    return candidates
 
 
-def _small_batches(members: Sequence[RankProgress], step: float) -> Bottleneck | None:
+def _small_batches(members: Sequence[RankProgress], step: float) -> list[Bottleneck]:
     """Whether most of a short step does not depend on the number of rows, by least squares over the steps' batches."""
-    number, rows, squares, seconds, products = (
+    number, rows, squares, products = (
         sum(values)
-        for values in zip(
-            *((each.steps, each.examples, each.squares, each.computing, each.products) for each in members), strict=True
-        )
+        for values in zip(*((each.steps, each.examples, each.squares, each.products) for each in members), strict=True)
     )
+    seconds = sum(each.computing + each.loading for each in members)
     spread = number * squares - rows * rows
-    if step > _SHORT_STEP or spread <= 1e-6 * rows * rows:
-        return None
+    if step > _SHORT_STEP or number * spread < _FEWEST_SMALLER * rows * rows:
+        return []
     each_row = max(0.0, (number * products - rows * seconds) / spread)
-    grows = each_row * rows / number + sum(each.loading for each in members) / number
+    grows = each_row * rows / number
     fixed = 1 - grows / step
     if fixed < _FIXED_SHARE:
-        return None
-    return Bottleneck("batch size", (), fixed, LARGER * step / (step + (LARGER - 1) * grows))
+        return []
+    return [Bottleneck("batch size", (), fixed, LARGER * step / (step + (LARGER - 1) * grows))]
 
 
 def last_lines(stragglers: Stragglers, began: float, ended: float, *, verdict: bool) -> list[str]:

@@ -65,7 +65,6 @@ class EpochCallback(keras.callbacks.Callback):
         if self._steps.optimizers and not self._steps.in_epoch:
             events.emit(Kind.EPOCH_BEGUN, self.model.name, epoch=epoch)
             self._steps.begin_epoch(epoch)
-        page.end_pause()
         time_loading(self.model)
 
     def on_test_begin(self, logs: Any = None) -> None:

@@ -1,7 +1,6 @@
 """How long training steps wait for their data, for the page of this rank: where Keras reads a batch, by framework."""
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -9,54 +8,49 @@ import keras
 
 from choros.observe.progress import page
 
-#: On TensorFlow, when the last batch of a compiled step had arrived, in seconds since 1970.
-_arrived: Any = None
-#: The number of times that such a step was traced, which is not loading.
-_traces = 0
-
 
 def time_loading(model: Any) -> None:
-    """Times what ``fit`` reads from now on, in the training function that it has made, or where torch reads it."""
-    if keras.backend.backend() == "torch":
+    """Times what ``fit`` reads in the epoch that begins, in the training function that it has made, or where torch
+    reads it. The pause before the epoch ends, on TensorFlow at the first batch: there, a new iterator takes long.
+    """
+    backend = keras.backend.backend()
+    function: Callable[..., Any] | None = model.train_function
+    if backend == "tensorflow" and function is not None:
+        model.train_function = function if isinstance(function, _TensorFlow) else _TensorFlow(function)
+        return
+    page.end_pause()
+    if backend == "torch":
         from choros.data.data_loader import time_data_loaders
 
         time_data_loaders()
-        return
-    function: Callable[..., Any] | None = model.train_function
-    if function is not None and not isinstance(function, functools.partial):
-        model.train_function = functools.partial(_TIMED[keras.backend.backend()], function)
+    elif backend == "jax" and function is not None and not isinstance(function, functools.partial):
+        model.train_function = functools.partial(_jax, function)
 
 
-def note_arrival(data: Any) -> None:
-    """Notes, in a compiled training step on TensorFlow, that its batch is there."""
-    global _traces
-    _traces += 1
-    if _arrived is not None:
-        import tensorflow as tf
+@final
+class _TensorFlow:
+    """A training function of TensorFlow whose iterator is timed."""
 
-        with tf.control_dependencies([each for each in tf.nest.flatten(data) if tf.is_tensor(each)]):
-            _arrived.assign(tf.timestamp())
+    def __init__(self, function: Callable[..., Any]) -> None:
+        from choros.training.timed_iterator import TimedIterator, loaded
 
+        self._function, self._timed, self._loaded = function, TimedIterator.of, loaded()
+        self._given: Any = None
+        self._iterator: Any = None
+        self._seen = float(self._loaded.numpy())
 
-def _tensorflow(function: Callable[..., Any], iterator: Any) -> Any:
-    global _arrived
-    if _arrived is None:
-        import tensorflow as tf
-
-        with tf.init_scope(), tf.device("CPU:0"):
-            _arrived = tf.Variable(0.0, trainable=False, dtype="float64", name="data_arrived")
-    began, traces = time.time(), _traces
-    done = function(iterator)
-    if traces == _traces:
-        page.loaded += max(0.0, float(_arrived.numpy()) - began)
-    return done
+    def __call__(self, iterator: Any) -> Any:
+        if iterator is not self._given:
+            self._given, self._iterator = iterator, self._timed(iterator)  # the last one ends: up to 0.3 s
+            page.end_pause()
+        done = self._function(self._iterator)
+        seen = float(self._loaded.numpy())
+        page.loaded, self._seen = page.loaded + seen - self._seen, seen
+        return done
 
 
 def _jax(function: Callable[..., Any], state: Any, iterator: Any) -> Any:
     return function(state, _Timed(iterator))
-
-
-_TIMED: dict[str, Callable[..., Any]] = {"tensorflow": _tensorflow, "jax": _jax}
 
 
 @final

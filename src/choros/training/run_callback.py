@@ -132,7 +132,8 @@ class RunCallback(keras.callbacks.Callback):
             self._run.restore(restored, batch)
             self._goes_on = restored if restored["in_epoch"] else None
         if self._next == epoch:
-            self._write(epoch)
+            with page.counted_as("committed"):
+                self._write(epoch)
         received, self._received = self._received, None
         if received is not None and received["position"]["ledger"] is not None:
             self._run.restore(received)
@@ -179,16 +180,16 @@ class RunCallback(keras.callbacks.Callback):
         """Commits between two steps, or in a validation, whose metrics are not needed: it will be made again."""
         if self._epochs is None or self._epochs.ledger is None:
             return
-        if steps_of(self.model).evaluation.is_running:
-            self._write(self._epochs.ledger.epoch, in_epoch=True)
-        else:
-            sync_jax_state(self.model)
-            with merged_metrics(self.model.metrics):
-                self._write(self._epochs.ledger.epoch, in_epoch=True, metrics=True)
+        with page.counted_as("committed"):
+            if steps_of(self.model).evaluation.is_running:
+                self._write(self._epochs.ledger.epoch, in_epoch=True)
+            else:
+                sync_jax_state(self.model)
+                with merged_metrics(self.model.metrics):
+                    self._write(self._epochs.ledger.epoch, in_epoch=True, metrics=True)
 
     def _write(self, epoch: int, *, in_epoch: bool = False, metrics: bool = False) -> None:
         if self._store is not None and global_process_set.communicator.rank == 0:
             position = None if self._epochs is None else self._epochs.position
-            with page.counted_as("committed"):
-                state = self._run.capture(epoch=epoch, position=position, metrics=metrics)
-                self._store.write(state | {"in_epoch": in_epoch})
+            state = self._run.capture(epoch=epoch, position=position, metrics=metrics)
+            self._store.write(state | {"in_epoch": in_epoch})

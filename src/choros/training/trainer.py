@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import keras
 
+from choros.arrays import framework_adapter
 from choros.comm import ProcessSet, Reduction, global_process_set, has_others, joining, opening
 from choros.data.epochs import EpochData
 from choros.data.rows import rows_differ
 from choros.errors import ConfigError
+from choros.observe.progress import page
 from choros.parallel.identical import are_identical
 from choros.parallel.structure import map_structure
 from choros.training import distributed_optimizer
@@ -35,7 +37,6 @@ from choros.training.keras_internals.models import (
     statistics_of,
     trained_variables,
 )
-from choros.training.loading import note_arrival
 from choros.training.metrics import watch
 from choros.training.normalization import is_synchronized, synchronizing_call
 from choros.training.optimizer_reducer import OptimizerReducer
@@ -262,8 +263,8 @@ class Steps:
         def step(*args: Any) -> Any:
             if current_step() is not None:  # wrapped again: the program has replaced the method by one that calls it
                 return own(*args)
-            if kind == "train" and keras.backend.backend() == "tensorflow":
-                note_arrival(args[-1])
+            if kind == "train" and _is_compiled(args):
+                page.note_compiling()
             if kind == "train" and self.epochs is not None and keras.backend.backend() == "tensorflow":
                 args = (*args[:-1], _of_any_size(args[-1]))
             rows = _rows(args[-1], parts=bool(own_names) and rows_differ())
@@ -325,6 +326,12 @@ def _of_any_size(data: Any) -> Any:
         return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
 
     return map_structure(unknown, data)
+
+
+def _is_compiled(args: Sequence[Any]) -> bool:
+    """Whether a step is being compiled; on torch, where none is, nothing is looked at."""
+    backend = keras.backend.backend()
+    return backend != "torch" and framework_adapter(backend).is_symbolic(keras.tree.flatten(args))
 
 
 def _rows(data: Any, *, parts: bool) -> list[Any]:

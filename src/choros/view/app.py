@@ -1,4 +1,4 @@
-"""The view on a terminal, by Textual: polls the record once a second, and shows it. All else is pure."""
+"""The view on a terminal, by Textual: polls the record, and shows it. All else is pure."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ class TopApp(App[None]):
         self._records: deque[dict[str, Any]] = deque(maxlen=_RECORDS)
         self._shown: JobView | None = None
         self._problem = "waits for chorosrun …"
+        self._texts: dict[str, Text] = {}
 
     def compose(self) -> ComposeResult:
         """Head, ranks and log, one below the other; the latter two scroll."""
@@ -97,13 +98,22 @@ class TopApp(App[None]):
 
     def _show(self, size: Size) -> None:
         view, width = self._shown, size.width
-        head = self.query_one("#head", Static)
         if view is None:
-            head.update(Text(self._problem, style="bold"))
+            self._fill("#head", Text(self._problem, style="bold"))
             return
-        head.update(head_text(view, width, high=size.height >= _HIGH, problem=self._problem))
-        self.query_one("#ranks > Static", Static).update(ranks_text(view, width - 1))
-        self.query_one("#log > Static", Static).update(log_text(view))
+        self._fill("#head", head_text(view, width, high=size.height >= _HIGH, problem=self._problem))
+        self._fill("#ranks > Static", ranks_text(view, width - 1))
+        self._fill("#log > Static", log_text(view))
+
+    def _fill(self, name: str, text: Text) -> None:
+        """Shows ``text`` in a widget, if it is another one; a layout, which takes most of the time, if it has other
+        lines.
+        """
+        shown = self._texts.get(name)
+        if text != shown:
+            self._texts[name] = text
+            lines = -1 if shown is None else shown.plain.count("\n")
+            self.query_one(name, Static).update(text, layout=text.plain.count("\n") != lines)
 
 
 def head_text(view: JobView, width: int, *, high: bool, problem: str = "") -> Text:
