@@ -31,8 +31,8 @@ import psutil
 
 STEPS = Path(__file__).with_name("steps.py")
 PORT = 9464
-#: Seconds of a window, and those before it, in which a view starts or ends.
-WINDOW, BEFORE = 5.0, 3.0
+#: Seconds of a window, those before it, in which a view starts or ends, and those in which the job starts.
+WINDOW, BEFORE, START = 5.0, 3.0, 8.0
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def main() -> None:
         flags = ["-np", "2", "--metrics-port", str(PORT), "--report", f"{name}/run.html"]
         command = [chorosrun, *flags, sys.executable, str(STEPS), "--until", str(until), "--work", work.strip()]
         with subprocess.Popen(command) as job:
-            time.sleep(8.0)
+            time.sleep(START)
             found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
             for _ in range(arguments.windows):
                 found[False].append(window(job.pid))

@@ -33,7 +33,7 @@ EXPECTED: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "rank 1 computes slowly": ("compute", (1,)),
     "a link of 100 Mbit/s": ("exchange", ()),
     "small batches": ("batch size", ()),
-    "a commit on each step": ("commits", ()),
+    "a commit on each step": ("commits", (0,)),
     "none": ("", ()),
 }
 LINK = "a link of 100 Mbit/s"

@@ -43,7 +43,7 @@ COMMITS = {"computing": 0.05, "committing": 0.05}
         ([LOADS, LOADS], Bottleneck("input", (), 2 / 3, 3.0)),
         ([QUICK, SLOW, QUICK], Bottleneck("compute", (1,), 2 / 3, 3.0)),
         ([EXCHANGES, EXCHANGES], Bottleneck("exchange", (), 3 / 4, 4.0)),
-        ([COMMITS, QUICK], Bottleneck("commits", (), 1 / 2, 2.0)),
+        ([COMMITS, QUICK], Bottleneck("commits", (0,), 1 / 2, 2.0)),
         ([QUICK | {"loading": 0.002}, QUICK], None),
     ],
     ids=["input of a rank", "input of all", "a slow rank", "exchange", "commits", "nothing"],

@@ -12,7 +12,8 @@ import choros.keras as hvd
 from choros.observe.progress import page, read_page
 from choros.observe.stragglers import RankProgress
 
-PAUSE = 0.02
+#: Long beside a step, behind which TensorFlow loads the next batch.
+PAUSE = 0.05
 
 
 class Batches(keras.utils.PyDataset):

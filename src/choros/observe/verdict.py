@@ -150,7 +150,7 @@ def _parts(steps: Sequence[_MeanStep], step: float) -> list[Bottleneck]:
         without = max(without, _LEAST_LEFT * step)
         longest = max(part(each) for each in steps)
         ranks = tuple(each.rank for each in steps if part(each) >= _ALSO * longest)
-        everywhere = len(ranks) == len(steps) or cause == "commits"  # all take part in them
+        everywhere = len(ranks) == len(steps)
         candidates.append(Bottleneck(cause, () if everywhere else ranks, longest / step, step / without))
     without = max(longest_own * varies, _LEAST_LEFT * step)
     candidates.append(Bottleneck("exchange", (), exchange / step, step / without))

@@ -17,7 +17,7 @@ import binascii
 LINE_BYTES = 3000
 
 
-def encode_line(payload: bytes | memoryview, number: int) -> bytes:
+def encode_line(payload: bytes, number: int) -> bytes:
     r"""Returns the line of this number, from 0 to ``line_count(payload) - 1``.
 
     >>> encode_line(b"call", 0)
@@ -27,7 +27,7 @@ def encode_line(payload: bytes | memoryview, number: int) -> bytes:
     return b"\n%d %08x %s\n" % (number, binascii.crc32(data), binascii.b2a_base64(data, newline=False))
 
 
-def line_count(payload: bytes | memoryview) -> int:
+def line_count(payload: bytes) -> int:
     """Returns the number of lines, the empty one at the end included.
 
     >>> line_count(b""), line_count(bytes(LINE_BYTES)), line_count(bytes(LINE_BYTES + 1))
