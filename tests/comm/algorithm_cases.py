@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 from mpi4py import MPI
@@ -12,6 +15,7 @@ from mpi4py import MPI
 from choros.comm import Communicator, Reduction, global_process_set
 from choros.comm.algorithms.tuning import Tuning, autotune
 from choros.comm.engines.mpi import MpiCommunicator
+from choros.topology import shard_range
 
 SMALL = Tuning(chunk_bytes=4096, window_bytes=64, block_bytes=256)
 
@@ -98,6 +102,38 @@ def case_all_ranks_have_the_same_bits() -> None:
             array = np.random.default_rng(communicator.rank).normal(size=3001).astype(np.float32)
             sums = communicator.allgather(communicator.allreduce(array, Reduction.SUM)).reshape(size, -1)
             assert (sums == sums[0]).all()
+
+
+def case_sums_are_in_the_order_of_the_ranks_however_messages_are_cut() -> None:
+    size, together = MPI.COMM_WORLD.Get_size(), (0,) * MPI.COMM_WORLD.Get_size()
+    ranks = [np.random.default_rng(rank).normal(size=(601, 5)).astype(np.float32) for rank in range(size)]
+    expected = functools.reduce(np.add, ranks)
+    for chunk_bytes in (512, 4096, 1 << 20):
+        with on_hosts(*together, tuning=replace(SMALL, chunk_bytes=chunk_bytes)) as communicator:
+            own = ranks[communicator.rank]
+            whole, (first, _) = communicator.allreduce(own, Reduction.SUM), shard_range(601, communicator.rank, size)
+            rows = communicator.reducescatter(own, Reduction.SUM)
+            registered = communicator.empty(own.shape)
+            np.copyto(registered, own)
+            communicator.allreduce(registered, Reduction.SUM, out=registered)
+            for got, right in ((whole, expected), (rows, expected[first:]), (registered, expected)):
+                np.testing.assert_array_equal(got, right[: len(got)])
+
+
+def case_messages_of_all_sizes_follow_each_other() -> None:
+    """What one rank still reads of a message, another does not write."""
+    generator = np.random.default_rng(7)
+    for hosts in layouts():
+        with on_hosts(*hosts) as communicator:
+            for _ in range(60):
+                arrays = [np.full(int(items), 1.0 + communicator.rank) for items in generator.integers(0, 1500, 4)]
+                if communicator.rank == generator.integers(communicator.size):
+                    time.sleep(0.001)
+                total = communicator.size * (communicator.size + 1) / 2
+                for array in communicator.grouped_allreduce(arrays, Reduction.SUM):
+                    assert (array == total).all()
+                for array in communicator.grouped_reducescatter([*arrays, np.ones(3, np.int32)], Reduction.SUM):
+                    assert (array == (total if array.dtype == np.float64 else communicator.size)).all()
 
 
 def case_subsets_of_ranks_have_separate_memory() -> None:

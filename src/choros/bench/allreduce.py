@@ -32,9 +32,10 @@ _BANDWIDTH_BOUND_BYTES = 1 << 20
 
 _NOTES = (
     "÷: the contender's time divided by choros'; above 1, choros takes less. CPU: of all ranks, for one allreduce.",
-    "choros: in place, in memory from Communicator.empty, with the control message; any array: into a new array.",
+    "choros: in place, in memory from Communicator.empty, with the control message; any array: in ordinary memory.",
     "mpi4py: under plain mpirun; prepared, in pieces: under chorosrun, with its memory settings and core binding.",
-    "grouped: choros: grouped_allreduce of the gradients; all others: one allreduce of one array of the same size.",
+    "grouped: choros: grouped_allreduce of the gradients into new arrays; any array: of the gradients, in place; all "
+    "others: one allreduce of one array of the same size.",
 )
 
 

@@ -59,7 +59,8 @@ class Communicator(Members):
     def allreduce(
         self, array: ArrayLike, op: Reduction = Reduction.AVERAGE, *, name: str = "", out: Array | None = None
     ) -> Array:
-        """Reduces ``array`` over all ranks, into ``out``, which may be ``array``; one from ``empty`` saves copies.
+        """Reduces ``array`` over all ranks, into ``out``, which may be ``array``: that, or one from ``empty``, saves
+        copies.
 
         >>> from choros.comm.engines.local import LocalCommunicator
         >>> LocalCommunicator().allreduce([1.0, 2.0])
@@ -79,10 +80,22 @@ class Communicator(Members):
 
     @final
     def grouped_allreduce(
-        self, arrays: Sequence[ArrayLike], op: Reduction = Reduction.AVERAGE, *, name: str = ""
+        self,
+        arrays: Sequence[ArrayLike],
+        op: Reduction = Reduction.AVERAGE,
+        *,
+        name: str = "",
+        out: Sequence[Array] | None = None,
     ) -> list[Array]:
-        """``allreduce`` of several arrays, checked with one control message for all of them."""
-        return self._allreduce_all("grouped_allreduce", [np.asarray(array) for array in arrays], op, name)
+        """``allreduce`` of several arrays, checked with one control message for all of them.
+
+        >>> from choros.comm.engines.local import LocalCommunicator
+        >>> arrays = [np.ones(2), np.ones(1)]
+        >>> LocalCommunicator().grouped_allreduce(arrays, Reduction.SUM, out=arrays)
+        [array([1., 1.]), array([1.])]
+        """
+        outs = None if out is None else list(out)
+        return self._allreduce_all("grouped_allreduce", [np.asarray(array) for array in arrays], op, name, outs)
 
     @final
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:

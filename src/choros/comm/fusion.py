@@ -1,15 +1,17 @@
-"""Fusion: many arrays in few messages. The plan says which item is sent in which message, and chunks are reduced by
-it, one packed, reduced and unpacked before the next is touched, so that its bytes leave the cache only once::
+"""Fusion: many small arrays in few messages. The plan says which item is sent in which message, and chunks are reduced
+by it, one packed, reduced and unpacked before the next is touched, so that its bytes leave the cache only once::
 
-    arrays    a a a a a a a a│b b│c c c c c c c c        pack: one concatenation per chunk
-    chunks   └──── 0 ────┘└──── 1 ────┘└── 2 ──┘
-    result    a a a a a a a a│b b│c c c c c c c c        unpack: one copy per chunk; each array is a view of the buffer
+    arrays    a a a a a a a a│c│d d│b b b                 pack: one concatenation per chunk
+    chunks   └─ 0 ─┘└─ 1 ─┘ └── 2 ──┘└─ 3 ─┘              of a large array: none, it is reduced where its result is
+    result    a a a a a a a a│c│d d│b b b                 unpack: one copy per chunk; each array is a view of the buffer
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,11 +49,21 @@ class Span:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Items ``start … stop - 1`` of a buffer, which are sent in one message: the concatenation of ``slices``."""
+    """Items ``start … stop - 1`` of a buffer, which are sent in one message: the concatenation of ``slices``. If it is
+    ``direct``, they are of one array, and reduced in the memory of the result.
+    """
 
     start: int
     stop: int
     slices: tuple[Span, ...]
+    direct: bool = False
+
+    @classmethod
+    def of(cls, slots: Sequence[Span], start: int, stop: int, *, direct: bool = False) -> Self:
+        """Items of a buffer in which arrays fill ``slots``."""
+        within = [slot for slot in slots if slot.start < stop and slot.stop > start]
+        slices = [Span(s.index, max(start - s.start, 0), min(stop, s.stop) - s.start) for s in within]
+        return cls(start, stop, tuple(slices), direct)
 
     def parts(self, flats: Sequence[Array]) -> list[Array]:
         """The parts of the arrays, all flat, whose concatenation it is."""
@@ -70,9 +82,14 @@ class FusionBuffer:
 
 
 def plan_fusion(
-    layout: Layout, groups: Sequence[Sequence[int]], wire_dtype: WireDtype, chunk_bytes: int
+    layout: Layout,
+    groups: Sequence[Sequence[int]],
+    wire_dtype: WireDtype,
+    chunk_bytes: int,
+    direct_bytes: int | None = None,
 ) -> tuple[FusionBuffer, ...]:
-    """Plans buffers of one group and dtype, the same on every rank; arrays that would break alignment come last.
+    """Plans buffers of one group and dtype, the same on every rank; arrays that would break alignment come last. Those
+    of ``direct_bytes`` and more are reduced where their results are, if they are sent as they are.
 
     >>> float32 = np.dtype("float32")
     >>> (buffer,) = plan_fusion((((2,), float32), ((3,), float32)), [[0, 1]], lambda dtype: dtype, 16)
@@ -92,15 +109,19 @@ def plan_fusion(
                 size += sizes[index]
             wire = wire_dtype(dtype)
             most = max(1, chunk_bytes // wire.itemsize)
-            chunks = tuple(_chunk(slots, start, min(start + most, size)) for start in range(0, size, most))
+            least = math.inf if direct_bytes is None or wire != dtype else direct_bytes / dtype.itemsize
+            chunks = tuple(_chunks(slots, most, least))
             buffers.append(FusionBuffer(dtype, wire, size, tuple(slots), chunks))
     return tuple(buffers)
 
 
-def _chunk(slots: Sequence[Span], start: int, stop: int) -> Chunk:
-    within = [slot for slot in slots if slot.start < stop and slot.stop > start]
-    slices = [Span(s.index, max(start - s.start, 0), min(stop, s.stop) - s.start) for s in within]
-    return Chunk(start, stop, tuple(slices))
+def _chunks(slots: Sequence[Span], most: int, least: float) -> Iterator[Chunk]:
+    """Chunks of at most ``most`` items, those of arrays of ``least`` items and more apart from the others."""
+    for is_large, run in itertools.groupby(slots, lambda slot: slot.stop - slot.start >= least):
+        spans_of_run = [*run]
+        for spans in [[slot] for slot in spans_of_run] if is_large else [spans_of_run]:
+            for start in range(spans[0].start, spans[-1].stop, most):
+                yield Chunk.of(spans, start, min(start + most, spans[-1].stop), direct=is_large)
 
 
 def reduce_chunks(
@@ -108,17 +129,40 @@ def reduce_chunks(
     buffer: FusionBuffer,
     op: Reduction,
     fill: Callable[[Chunk, Array], None],
-    empty: Callable[[Array, Chunk], None],
+    results: Callable[[Chunk], Sequence[Array]],
+    write: Callable[[Array, Array], None],
 ) -> None:
-    """Reduces a fusion buffer by chunks, not by ``AVERAGE``; unchecked: in ``exclusive()``, after ``agree``."""
-    if members.scratch is None or members.scratch.nbytes < members.chunk_bytes:  # chunks have become larger
-        members.scratch = members._allocate(members.chunk_bytes)
+    """Reduces a fusion buffer by chunks, not by ``AVERAGE``; unchecked: in ``exclusive()``, after ``agree``. ``fill``
+    writes a message; ``results`` returns where a chunk's results are, to which ``write`` converts parts of the message,
+    or itself.
+    """
     for chunk in buffer.chunks:
-        message = members.scratch[: (chunk.stop - chunk.start) * buffer.wire.itemsize].view(buffer.wire)
-        fill(chunk, message)
+        targets, start = results(chunk), 0
+        if chunk.direct:
+            message = targets[0]
+            fill(chunk, message)
+            members._allreduce_anywhere(message, op)
+        else:
+            message = members.message((chunk.stop - chunk.start) * buffer.wire.itemsize).view(buffer.wire)
+            fill(chunk, message)
+            members._allreduce(message, op)
         members.bytes_sent += message.nbytes
-        members._allreduce(message, op)
-        empty(message, chunk)
+        for target in targets:
+            write(message if chunk.direct else message[start : start + target.size], target)
+            start += target.size
+
+
+def copy_to(out: Array, parts: Sequence[Array]) -> None:
+    """Writes the concatenation of ``parts``, cast, to ``out``, which may be the only part itself."""
+    if len(parts) != 1:
+        np.concatenate(parts, out=out, casting="unsafe")
+    elif not same_memory(out, parts[0]):
+        np.copyto(out, parts[0], casting="unsafe")
+
+
+def same_memory(one: Array, other: Array) -> bool:
+    """Whether two contiguous arrays of one size are the same items."""
+    return one.dtype == other.dtype and one.__array_interface__["data"] == other.__array_interface__["data"]
 
 
 def views(buffer: FusionBuffer, flat: Array, layout: Layout, results: list[Array]) -> None:
@@ -138,7 +182,7 @@ class FusedExchange:
     ) -> None:
         self._communicator = communicator
         self._layout = layout
-        self._buffers = plan_fusion(layout, groups, wire_dtype, communicator.chunk_bytes)
+        self._buffers = plan_fusion(layout, groups, wire_dtype, communicator.chunk_bytes, communicator.direct_bytes)
         self.description = ", ".join(f"{buffer.wire}[{buffer.size}]" for buffer in self._buffers)
 
     def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
@@ -147,11 +191,7 @@ class FusedExchange:
         results: list[Array] = [np.empty(0)] * len(self._layout)
         for buffer in self._buffers:
             flat = aligned_empty((buffer.size,), buffer.dtype)
-
-            def drain(message: Array, chunk: Chunk, flat: Array = flat) -> None:
-                _scale_into(flat[chunk.start : chunk.stop], message, after)
-
-            self._sum(buffer, flats, before, drain)
+            self._sum(buffer, flats, before, after, functools.partial(_within, flat))
             views(buffer, flat, self._layout, results)
         return results
 
@@ -160,15 +200,8 @@ class FusedExchange:
         if not all(array.flags.c_contiguous for array in out):
             return self.sum(arrays, before, after)
         flats, targets = [array.reshape(-1) for array in arrays], [array.reshape(-1) for array in out]
-
-        def drain(message: Array, chunk: Chunk) -> None:
-            start = 0
-            for part in chunk.parts(targets):
-                _scale_into(part, message[start : start + part.size], after)
-                start += part.size
-
         for buffer in self._buffers:
-            self._sum(buffer, flats, before, drain)
+            self._sum(buffer, flats, before, after, lambda chunk: chunk.parts(targets))
         return list(out)
 
     def _sum(
@@ -176,7 +209,8 @@ class FusedExchange:
         buffer: FusionBuffer,
         flats: Sequence[Array] | None,
         before: float,
-        drain: Callable[[Array, Chunk], None],
+        after: float,
+        results: Callable[[Chunk], Sequence[Array]],
     ) -> None:
         def fill(chunk: Chunk, message: Array) -> None:
             if flats is None:
@@ -188,17 +222,25 @@ class FusedExchange:
                     _scale_into(message[start : start + part.size], part, before)
                     start += part.size
             else:
-                np.concatenate(chunk.parts(flats), out=message, casting="unsafe")
+                copy_to(message, chunk.parts(flats))
                 if before != 1.0:
                     np.multiply(message, message.dtype.type(before), out=message)
 
-        reduce_chunks(self._communicator, buffer, Reduction.SUM, fill, drain)
+        def write(message: Array, target: Array) -> None:
+            _scale_into(target, message, after)
+
+        reduce_chunks(self._communicator, buffer, Reduction.SUM, fill, results, write)
+
+
+def _within(flat: Array, chunk: Chunk) -> list[Array]:
+    return [flat[chunk.start : chunk.stop]]
 
 
 def _scale_into(target: Array, source: Array, scale: float) -> None:
     """Computes ``target = source * scale`` in the wider of the two dtypes."""
     if scale == 1.0:
-        np.copyto(target, source, casting="unsafe")
+        if target is not source:
+            np.copyto(target, source, casting="unsafe")
     elif source.itemsize >= target.itemsize:
         np.multiply(source, source.dtype.type(scale), out=target, casting="unsafe")
     else:

@@ -359,6 +359,13 @@ class Members(Primitives):
         self._allreduce(buffer, op)
 
     @final
+    def message(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory from ``_allocate`` for one message of at most ``chunk_bytes``, or of as many as before."""
+        if self.scratch is None or self.scratch.nbytes < max(nbytes, self.chunk_bytes):  # chunks have become larger
+            self.scratch = self._allocate(max(nbytes, self.chunk_bytes))
+        return self.scratch[:nbytes]
+
+    @final
     def gather_bytes(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
         """Concatenates the ranks' bytes; unchecked."""
         self.bytes_sent += send.nbytes

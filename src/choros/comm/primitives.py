@@ -32,6 +32,7 @@ class Primitives(ABC):
         whole: the communicator of all ranks of the job, of which this is a part.
         collectives: the number of collectives in which this process has participated.
         chunk_bytes: arrays are sent in chunks of at most this many bytes.
+        direct_bytes: arrays of this many bytes and more are reduced where their results are; ``None``: none are.
         bytes_sent: the number of bytes of arrays it has contributed to them, which compression reduces.
         signatures: those of objects that the members exchange, if the engine's connections need them.
         elastic: whether the members go on without those that are lost; see ``atomic``.
@@ -50,6 +51,7 @@ class Primitives(ABC):
     engine: str
     elastic = False
     is_new = False
+    direct_bytes: int | None = 256 << 10
     raises_loss = False
     signatures: Signatures | None = None
 
@@ -105,6 +107,10 @@ class Primitives(ABC):
     @abstractmethod
     def _allreduce(self, buffer: Array, op: Reduction) -> None:
         """Reduces the flat ``buffer`` in place with SUM, MIN, MAX or PRODUCT."""
+
+    def _allreduce_anywhere(self, buffer: Array, op: Reduction) -> None:
+        """``_allreduce`` of memory that may be from ``_allocate`` on some ranks, and not on others."""
+        self._allreduce(buffer, op)
 
     @abstractmethod
     def _allgather(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:

@@ -96,11 +96,14 @@ def working_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
 
 
 def from_working(working: NDArray[Any], flat: NDArray[Any], op: Reduction, size: int) -> None:
-    """Writes what ``size`` ranks' reduced ``working`` items mean to ``flat``; divides if ``op`` is the average."""
+    """Writes what ``size`` ranks' reduced ``working`` items mean to ``flat``, maybe these themselves; divides if ``op``
+    is the average.
+    """
     if flat.dtype == np.bool_:
         flat = flat.view(np.uint8)
     if op is not Reduction.AVERAGE:
-        np.copyto(flat, working, casting="unsafe")
+        if flat is not working:
+            np.copyto(flat, working, casting="unsafe")
     elif working.dtype.kind in "iu":
         quotient = working // size
         # Floor division rounds down; an average rounds towards zero.

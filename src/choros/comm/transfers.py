@@ -1,7 +1,7 @@
 """The moves of a collective, once all members have agreed: arrays are packed into flat buffers of the primitives."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,8 +11,10 @@ from choros.comm.fusion import (
     Chunk,
     FusionBuffer,
     Layout,
+    Span,
     aligned_empty,
     batches,
+    copy_to,
     plan_fusion,
     reduce_chunks,
     regrouped,
@@ -47,18 +49,23 @@ def reduce_all(
             np.copyto(out, array)
         return outs or combined
     flats = [_flat(array) for array in arrays]
-    results = list(outs or arrays)
-    for buffer in _plan(layout, members.chunk_bytes):
-        flat = aligned_empty((buffer.size,), buffer.dtype) if outs is None else outs[0].reshape(-1)
+    results = [np.empty(0)] * len(arrays) if outs is None else outs
+    targets = None if outs is None else [_flat(out) for out in outs]
 
-        def fill(chunk: Chunk, message: Array) -> None:
-            np.concatenate(chunk.parts(flats), out=message, casting="unsafe")
+    def fill(chunk: Chunk, message: Array) -> None:
+        copy_to(message, chunk.parts(flats))
 
-        def empty(message: Array, chunk: Chunk, flat: Array = flat) -> None:
-            from_working(message, flat[chunk.start : chunk.stop], op, members.size)
+    def write(message: Array, target: Array) -> None:
+        from_working(message, target, op, members.size)
 
-        reduce_chunks(members, buffer, working_op(buffer.dtype, op), fill, empty)
-        if outs is None:
+    for buffer in _plan(layout, members.chunk_bytes, members.direct_bytes):
+        flat = aligned_empty((buffer.size if targets is None else 0,), buffer.dtype)
+
+        def parts(chunk: Chunk, flat: Array = flat) -> list[Array]:
+            return [flat[chunk.start : chunk.stop]] if targets is None else chunk.parts(targets)
+
+        reduce_chunks(members, buffer, working_op(buffer.dtype, op), fill, parts, write)
+        if targets is None:
             views(buffer, flat, layout, results)
     return results
 
@@ -113,21 +120,38 @@ def reduce_and_scatter(members: Members, arrays: list[Array], op: Reduction) -> 
 
 
 def _scatter_together(members: Members, arrays: list[Array], op: Reduction) -> list[Array]:
-    """Reduces arrays of one dtype in one message, in which their rows for one rank follow each other."""
-    dtype, size = arrays[0].dtype, members.size
-    shares = [[array[slice(*shard_range(len(array), rank, size))] for array in arrays] for rank in range(size)]
-    counts = [sum(rows.size for rows in share) for share in shares]
-    working = np.empty(sum(counts), working_dtype(dtype))
-    np.concatenate([_flat(rows) for share in shares for rows in share], out=working, casting="unsafe")
-    members.bytes_sent += working.nbytes
-    working = members._reducescatter(working, counts, working_op(dtype, op))
-    results, start = [], 0
-    for rows in shares[members.rank]:
-        result = np.empty(rows.shape, dtype)
-        from_working(working[start : start + rows.size], result.reshape(-1), op, size)
-        start += rows.size
-        results.append(result)
+    """Reduces arrays of one dtype in as few messages as hold them. A message has items for each rank::
+
+    shares     rank 0: a a a│b b          rank 1: a a│b          the rows of each array, by ``shard_range``
+    messages   a a ┊ a a      a b ┊ b      b ┊                   the next items of each share
+    """
+    dtype, size, working = arrays[0].dtype, members.size, working_dtype(arrays[0].dtype)
+    shares = [[_flat(array[slice(*shard_range(len(array), rank, size))]) for array in arrays] for rank in range(size)]
+    slots = [[*_slots([rows.size for rows in share])] for share in shares]
+    own = [array[slice(*shard_range(len(array), members.rank, size))].shape for array in arrays]
+    results = [np.empty(shape, dtype) for shape in own]
+    targets = [_flat(result) for result in results]
+    most = max(1, members.chunk_bytes // working.itemsize // size)
+    for start in range(0, max(spans[-1].stop for spans in slots), most):
+        chunks = [Chunk.of(spans, *(min(end, spans[-1].stop) for end in (start, start + most))) for spans in slots]
+        parts = [part for chunk, share in zip(chunks, shares, strict=True) for part in chunk.parts(share)]
+        counts = [chunk.stop - chunk.start for chunk in chunks]
+        message = members.message(sum(counts) * working.itemsize).view(working)
+        np.concatenate(parts, out=message, casting="unsafe")
+        members.bytes_sent += message.nbytes
+        reduced = members._reducescatter(message, counts, working_op(dtype, op))
+        first = 0
+        for target in chunks[members.rank].parts(targets):
+            from_working(reduced[first : first + target.size], target, op, size)
+            first += target.size
     return results
+
+
+def _slots(sizes: Sequence[int]) -> Iterator[Span]:
+    start = 0
+    for index, size in enumerate(sizes):
+        yield Span(index, start, start + size)
+        start += size
 
 
 def row_counts(
@@ -177,9 +201,9 @@ def _flat(array: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(layout: Layout, chunk_bytes: int) -> tuple[FusionBuffer, ...]:
+def _plan(layout: Layout, chunk_bytes: int, direct_bytes: int | None) -> tuple[FusionBuffer, ...]:
     """Cached, as are requests. Arrays of one dtype are sent together."""
-    return plan_fusion(layout, [range(len(layout))], working_dtype, chunk_bytes)
+    return plan_fusion(layout, [range(len(layout))], working_dtype, chunk_bytes, direct_bytes)
 
 
 def _row_bytes(rows: Array) -> int:

@@ -133,11 +133,19 @@ def asynchronous(collective: Callable[P, T], ready: Callable[[Any], None] = lamb
     )
 
 
-def in_place(collective: Callable[P, T], write: Callable[[Any, T], T]) -> Callable[P, T]:
-    """Returns the variant of ``collective`` that overwrites its first argument, of the result's shape, by ``write``."""
+def in_place(
+    collective: Callable[P, T],
+    write: Callable[[Any, T], T],
+    directly: Callable[[dict[str, Any]], bool] = lambda _: False,
+) -> Callable[P, T]:
+    """Returns the variant of ``collective`` that overwrites its first argument, of the result's shape: ``directly``, if
+    that returns that it did, else by ``write``.
+    """
     base = collective.__name__
 
     def overwrite(arguments: dict[str, Any]) -> T:
+        if directly(arguments):
+            return next(iter(arguments.values()))  # type: ignore[no-any-return]
         return write(next(iter(arguments.values())), collective(**arguments))  # type: ignore[call-arg]
 
     summary = f"``{base}`` that overwrites its first argument, and returns it."

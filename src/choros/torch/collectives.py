@@ -66,6 +66,36 @@ def _overwrite(tensor: Any, value: Any) -> Any:
         return [each.copy_(new) for each, new in zip(tensor, value, strict=True)]
 
 
+def _reduced_there(arguments: dict[str, Any]) -> bool:
+    """Reduces tensors in their own memory, if they are of floating-point numbers in the host's; returns whether it did.
+
+    Other ranks may do the same by ``_overwrite``: the collective is the same.
+    """
+    first, op = next(iter(arguments.values())), op_of(arguments["average"], arguments["op"])
+    tensors = [first] if torch.is_tensor(first) else first
+    factors = arguments["prescale_factor"], arguments["postscale_factor"]
+    if op is Reduction.ADASUM or factors != (1.0, 1.0) or not all(map(_is_host_memory, tensors)):
+        return False
+    communicator, name = arguments["process_set"].communicator, arguments["name"] or ""
+    arrays = [tensor.detach().numpy() for tensor in tensors]
+    if tensors is first:
+        communicator.grouped_allreduce(arrays, op, name=name, out=arrays)
+    else:
+        communicator.allreduce(arrays[0], op, name=name, out=arrays[0])
+    return True
+
+
+def _is_host_memory(tensor: Any) -> bool:
+    return (
+        torch.is_tensor(tensor)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.dtype in {torch.float32, torch.float64}
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
+
+
 @documented()
 def allreduce(
     tensor: Any,
@@ -100,7 +130,7 @@ def allreduce(
     return ops.allreduce(tensor, op_of(average, op), **options)
 
 
-allreduce_: _WithoutCompression = in_place(allreduce, _overwrite)
+allreduce_: _WithoutCompression = in_place(allreduce, _overwrite, _reduced_there)
 allreduce_async: _WithoutCompression = _asynchronous(allreduce)
 allreduce_async_: _WithoutCompression = _asynchronous(allreduce_)
 
@@ -121,7 +151,7 @@ def grouped_allreduce(
     return ops.grouped_allreduce(tensors, op_of(average, op), **options)
 
 
-grouped_allreduce_: _WithoutCompression = in_place(grouped_allreduce, _overwrite)
+grouped_allreduce_: _WithoutCompression = in_place(grouped_allreduce, _overwrite, _reduced_there)
 grouped_allreduce_async: _WithoutCompression = _asynchronous(grouped_allreduce)
 grouped_allreduce_async_: _WithoutCompression = _asynchronous(grouped_allreduce_)
 

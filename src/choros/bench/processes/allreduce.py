@@ -35,7 +35,7 @@ def sum_task(arrays: Sequence[Any], size: int, reduce: Callable[[], Sequence[Any
 
 
 def in_place() -> Prepare:
-    """choros: in memory of its engine, like gradients; a model's, which are ordinary arrays, by a grouped allreduce."""
+    """choros: in memory of its engine, like gradients; a model's, which are ordinary arrays, into new ones."""
     communicator = _communicator()
     memory = np.empty(0, np.uint8)
 
@@ -54,12 +54,17 @@ def in_place() -> Prepare:
 
 
 def any_array() -> Prepare:
-    """choros: an ordinary array into a new one."""
+    """choros: ordinary arrays, in place."""
     communicator = _communicator()
 
     def prepare(case: Any) -> Task:
+        if case.shapes:
+            arrays = [np.empty(shape, case.dtype) for shape in case.shapes]
+            return sum_task(
+                arrays, communicator.size, lambda: communicator.grouped_allreduce(arrays, Reduction.SUM, out=arrays)
+            )
         array = np.empty(case.items, case.dtype)
-        return sum_task([array], communicator.size, lambda: [communicator.allreduce(array, Reduction.SUM)])
+        return sum_task([array], communicator.size, lambda: [communicator.allreduce(array, Reduction.SUM, out=array)])
 
     return prepare
 

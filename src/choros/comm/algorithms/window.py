@@ -1,12 +1,15 @@
-"""Allreduce in memory that the ranks of a host share, and by messages between the owners of a slice on all hosts.
-Each item is summed once, in one order (its owner's, then by rank), so the result is the same on all ranks::
+"""Reductions in memory that the ranks of a host share, and by messages between the owners of a slice on all hosts.
+Each item is summed once, in one order, so the result is the same on all ranks::
 
                      slice 0   slice 1   slice 2
     buffer of rank 0 [ a0 ]    [ a1 ]    [ a2 ]        (1) barrier: all have written their buffers
-    buffer of rank 1 [ b0 ]    [ b1 ]    [ b2 ]        (2) rank r: slice r of its own += slice r of the others
+    buffer of rank 1 [ b0 ]    [ b1 ]    [ b2 ]        (2) rank r: slice r of its own = the sum of all slices r
     buffer of rank 2 [ c0 ]    [ c1 ]    [ c2 ]        (3) on several hosts: allreduce of slice r between its owners
                       rank 0    rank 1    rank 2       (4) rank r: slice r of the others = slice r of its own
                      ── reduces this column ──         (5) barrier: all buffers hold the result
+
+A reducescatter is (1), (2) and (5). The order is that of Open MPI's messages, so that the bits of a sum do not depend
+on how arrays are cut into messages, nor on who sums them.
 
 For the caches, a rank writes its own buffer before those it has just read: storing to a line that another core
 holds cost ten times as much. For them, too, (2) and (4) process a slice in blocks that fit the second-level cache.
@@ -14,7 +17,8 @@ holds cost ten times as much. For them, too, (2) and (4) process a slice in bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -122,8 +126,8 @@ def _address(array: NDArray[Any]) -> int:
 
 
 @final
-class WindowAllreduce:
-    """Allreduce of buffers in a window of the rank's host; see the module's docstring."""
+class WindowReduction:
+    """Reductions of buffers in a window of the rank's host; see the module's docstring."""
 
     def __init__(
         self,
@@ -141,7 +145,7 @@ class WindowAllreduce:
         self._describe = describe
         self.block_bytes = block_bytes
         self._windows: list[Window] = []
-        self._known: dict[tuple[int, int, np.dtype[np.generic]], tuple[Window, NDArray[Any], list[NDArray[Any]]]] = {}
+        self._known: dict[tuple[int, int, np.dtype[np.generic]], tuple[Window, list[NDArray[Any]]]] = {}
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """Memory of this rank in a new window, of the same size on every rank; an ``OSError`` is raised on all."""
@@ -156,40 +160,60 @@ class WindowAllreduce:
 
     def allreduce(self, buffer: NDArray[Any], op: Reduction) -> None:
         """Reduces ``buffer``, at the same offset in all ranks' windows, in place with SUM, MIN, MAX or PRODUCT."""
-        window, own, others = self._views(_address(buffer), buffer.size, buffer.dtype)
+        start, stop = self._ranks.slice_of(self._rank, buffer.size)
+        with self._between_barriers(buffer) as parts:
+            if start < stop:
+                self._reduce([part[start:stop] for part in parts], op)
+
+    def reducescatter(self, buffer: NDArray[Any], counts: Sequence[int], op: Reduction) -> NDArray[Any]:
+        """Reduces ``buffer``, of ranks that all share this host; returns the part of this rank, a view of it."""
+        start = sum(counts[: self._rank])
+        with self._between_barriers(buffer) as parts:
+            own = [part[start : start + counts[self._rank]] for part in parts]
+            for block in self._blocks(own):
+                _combine(block, UFUNCS[op], block[self._rank])
+        return own[self._rank]
+
+    @contextmanager
+    def _between_barriers(self, buffer: NDArray[Any]) -> Iterator[list[NDArray[Any]]]:
+        """A context in which all ranks are; gives ``buffer`` in the memory of each."""
+        window, parts = self._parts_of(buffer)
         # All ranks have agreed on this collective: for a small buffer the others are microseconds away.
         brief = buffer.nbytes <= _BRIEF_BYTES
         window.barrier(brief=brief, describe=self._describe)
-        if own.size:
-            self._reduce(own, others, UFUNCS[op], op)
+        yield parts
         window.barrier(brief=brief, describe=self._describe)
 
-    def _views(
-        self, address: int, items: int, dtype: np.dtype[np.generic]
-    ) -> tuple[Window, NDArray[Any], list[NDArray[Any]]]:
-        """The slice this rank owns, in its own memory and in the others'; cached, as buffers recur every step."""
-        key = (address, items, dtype)
+    def _parts_of(self, buffer: NDArray[Any]) -> tuple[Window, list[NDArray[Any]]]:
+        """The window of ``buffer``, and its memory in all ranks' windows; cached, as buffers recur every step."""
+        key = (_address(buffer), buffer.size, buffer.dtype)
         if key not in self._known:
             if len(self._known) >= _KNOWN_BUFFERS:
                 self._known.clear()
-            window, begin = next((w, offset) for w in self._windows if (offset := w.offset_of(address)) is not None)
-            start, stop = self._ranks.slice_of(self._rank, items)
-            part = slice(begin + start * dtype.itemsize, begin + stop * dtype.itemsize)
-            others = [memory[part].view(dtype) for rank, memory in enumerate(window.parts) if rank != self._rank]
-            self._known[key] = window, window.mine[part].view(dtype), others
+            window, begin = next((w, offset) for w in self._windows if (offset := w.offset_of(key[0])) is not None)
+            part = slice(begin, begin + buffer.nbytes)
+            self._known[key] = window, [memory[part].view(buffer.dtype) for memory in window.parts]
         return self._known[key]
 
-    def _reduce(self, own: NDArray[Any], others: list[NDArray[Any]], ufunc: np.ufunc, op: Reduction) -> None:
-        block = max(1, self.block_bytes // own.itemsize)
-        for start in range(0, own.size, block):
-            part = slice(start, start + block)
-            for other in others:
-                ufunc(own[part], other[part], out=own[part])
+    def _blocks(self, parts: Sequence[NDArray[Any]]) -> Iterator[list[NDArray[Any]]]:
+        items = max(1, self.block_bytes // parts[0].itemsize)
+        for start in range(0, parts[0].size, items):
+            yield [part[start : start + items] for part in parts]
+
+    def _reduce(self, parts: Sequence[NDArray[Any]], op: Reduction) -> None:
+        """Reduces the slice that this rank owns in its own memory, and copies it to that of the others."""
+        for block in self._blocks(parts):
+            _combine(block, UFUNCS[op], block[self._rank])
             if self._owners is None:
-                _copy_to(own[part], [other[part] for other in others])
+                self._copy_to_others(block)
         if self._owners is not None:
-            flat_allreduce(self._owners, own, op)
-            _copy_to(own, others)
+            flat_allreduce(self._owners, parts[self._rank], op)
+            self._copy_to_others(parts)
+
+    def _copy_to_others(self, parts: Sequence[NDArray[Any]]) -> None:
+        for rank, part in enumerate(parts):
+            if rank != self._rank:
+                part[...] = parts[self._rank]
 
     def close(self) -> None:
         """Releases all windows."""
@@ -197,6 +221,20 @@ class WindowAllreduce:
         self._known.clear()
 
 
-def _copy_to(own: NDArray[Any], others: list[NDArray[Any]]) -> None:
-    for other in others:
-        other[...] = own
+def _combine(parts: Sequence[NDArray[Any]], ufunc: np.ufunc, out: NDArray[Any]) -> None:
+    """Combines the ranks' ``parts`` as Open MPI's algorithms do, which combine pairs of neighbours::
+
+        0 1 2 3 4    those beyond a power of two first    (0 1) 2 3 4
+                     then all, until one is left          ((0 1) 2) (3 4)
+
+    >>> numbers = [np.array([text], object) for text in "abcde"]
+    >>> _combine(numbers, np.frompyfunc(lambda a, b: f"({a}{b})", 2, 1), numbers[0])
+    >>> numbers[0][0]
+    '(((ab)c)(de))'
+    """
+    beyond = len(parts) - (1 << len(parts).bit_length() - 1)
+    left = [ufunc(parts[2 * pair], parts[2 * pair + 1]) for pair in range(beyond)] + [*parts[2 * beyond :]]
+    while len(left) > 2:
+        left = [ufunc(one, other) for one, other in zip(left[::2], left[1::2], strict=True)]
+    if len(left) == 2:  # of a host with one rank it is its own
+        ufunc(*left, out=out)

@@ -46,8 +46,8 @@ except (ImportError, RuntimeError) as _error:
     ) from _error
 
 from choros.comm.algorithms.shared_memory import reserve_segments  # noqa: E402  (they need MPI)
-from choros.comm.algorithms.tuning import TCP_FLAGS, Tuning, autotune, write_measurements  # noqa: E402
-from choros.comm.algorithms.window import OPS, HostRanks, WindowAllreduce, flat_allreduce  # noqa: E402
+from choros.comm.algorithms.tuning import RULES, TCP_FLAGS, Tuning, autotune, write_measurements  # noqa: E402
+from choros.comm.algorithms.window import OPS, HostRanks, WindowReduction, flat_allreduce  # noqa: E402
 from choros.comm.engines.mpi_admission import (  # noqa: E402
     Admissions,
     Entrance,
@@ -160,7 +160,10 @@ class MpiCommunicator(Communicator):
         hosts = HostRanks.of(comms.leaders)
         self._window = None
         if hosts.shared:
-            self._window = WindowAllreduce(comms.host, comms.owners, hosts, self.tuning.block_bytes, self._long_wait)
+            self._window = WindowReduction(comms.host, comms.owners, hosts, self.tuning.block_bytes, self._long_wait)
+        self._on_one_host = len(hosts.sizes) == 1
+        # From its window a host of several ranks sends each byte once.
+        self.direct_bytes = type(self).direct_bytes if self._on_one_host or not hosts.shared else None
 
     def tune(self, tuning: Tuning) -> None:
         """Changes the sizes; every rank must call it, with the same ones."""
@@ -185,6 +188,12 @@ class MpiCommunicator(Communicator):
                 self._window.allreduce(buffer, op)
             else:
                 flat_allreduce(self._comm, buffer, op)
+        except MPI.Exception as error:
+            raise _engine_error(error, "allreduce") from error
+
+    def _allreduce_anywhere(self, buffer: Array, op: Reduction) -> None:
+        try:
+            flat_allreduce(self._comm, buffer, op)
         except MPI.Exception as error:
             raise _engine_error(error, "allreduce") from error
 
@@ -217,6 +226,9 @@ class MpiCommunicator(Communicator):
                 self._comm.Bcast(buffer[start : start + _MESSAGE_BYTES], root)
 
     def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
+        if self._window is not None and self._on_one_host and self._window.holds(buffer):
+            with _translated("reducescatter"):
+                return self._window.reducescatter(buffer, counts, op)
         received = np.empty(counts[self.rank], buffer.dtype)
         with _translated("reducescatter"):
             self._comm.Reduce_scatter(buffer, received, counts, OPS[op])
@@ -315,6 +327,8 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     """
     if not MPI.Is_initialized():
         os.environ.setdefault(*TCP_FLAGS)
+        if not RULES.keys() & os.environ.keys():
+            os.environ.update(RULES)
         one_host = topology.local_size == topology.size and len(set(current().slots.split(","))) == 1
         if one_host and sys.platform.startswith("linux") and not _INTERFACES & os.environ.keys():
             os.environ[_INTERFACE] = INTERFACE  # the address at which ranks reach each other's sockets
