@@ -172,7 +172,7 @@ def case_groups_are_sent_in_few_messages(communicator: Communicator) -> None:
             patch.setattr(communicator, name, lambda *args: sent.append(name) or call(*args))
 
         count("_allgather", communicator._allgather)
-        count("_reducescatter", communicator._reducescatter)
+        count("_reducescatter_into", communicator._reducescatter_into)
         for chunk_bytes, messages in ((communicator.chunk_bytes, 1), (arrays[0].nbytes, 5)):
             patch.setattr(communicator, "chunk_bytes", chunk_bytes)
             sent.clear()
@@ -180,7 +180,7 @@ def case_groups_are_sent_in_few_messages(communicator: Communicator) -> None:
                 check_same(rows[:, 0], np.repeat(np.arange(size), size).astype(np.float32))
             for rows in communicator.grouped_reducescatter(arrays, Reduction.MAX):
                 check_same(rows, np.full((1, 3), size - 1, np.float32))
-            assert sent == ["_allgather"] * messages + ["_reducescatter"] * messages
+            assert sent == ["_allgather"] * messages + ["_reducescatter_into"] * messages
 
 
 def case_broadcast_returns_the_array_of_each_root(communicator: Communicator) -> None:

@@ -16,6 +16,7 @@ from choros.arrays.adapter import (
     ArraySpec,
     DeviceArrayAdapter,
     HostArray,
+    HostReplacement,
 )
 from choros.errors import ConfigError
 
@@ -62,6 +63,22 @@ class TorchArrays(DeviceArrayAdapter):
         else:
             tensor = torch.from_numpy(writable)
         return tensor.to(like.device)
+
+    def host_update(
+        self,
+        function: HostReplacement,
+        arrays: Sequence[Any],
+        outputs: Sequence[ArraySpec],
+        replaced: int,
+        *,
+        keeps: bool = False,
+    ) -> list[Any]:
+        """Results get the memory of the arguments, unless a graph of higher derivatives needs these."""
+        del outputs
+        hosts = [self.to_host(array) for array in arrays]
+        keeps = keeps or any(array.requires_grad for array in arrays)
+        results = function(hosts, None if keeps else hosts[len(hosts) - replaced :])
+        return [self.from_host(np.asarray(result), arrays[0]) for result in results]
 
     def spec(self, array: Any) -> ArraySpec:
         return ArraySpec(tuple(array.shape), self.to_host(array[:0] if array.ndim else array).dtype)

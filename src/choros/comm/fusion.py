@@ -152,17 +152,11 @@ def reduce_chunks(
             start += target.size
 
 
-def copy_to(out: Array, parts: Sequence[Array]) -> None:
-    """Writes the concatenation of ``parts``, cast, to ``out``, which may be the only part itself."""
-    if len(parts) != 1:
-        np.concatenate(parts, out=out, casting="unsafe")
-    elif not same_memory(out, parts[0]):
-        np.copyto(out, parts[0], casting="unsafe")
-
-
-def same_memory(one: Array, other: Array) -> bool:
-    """Whether two contiguous arrays of one size are the same items."""
-    return one.dtype == other.dtype and one.__array_interface__["data"] == other.__array_interface__["data"]
+def pack(chunk: Chunk, flats: Sequence[Array], message: Array) -> None:
+    """Writes a chunk's items, cast, to ``message``, where those of a direct one may be already."""
+    parts = chunk.parts(flats)
+    if not chunk.direct or message.__array_interface__["data"] != parts[0].__array_interface__["data"]:
+        np.concatenate(parts, out=message, casting="unsafe")
 
 
 def views(buffer: FusionBuffer, flat: Array, layout: Layout, results: list[Array]) -> None:
@@ -222,7 +216,7 @@ class FusedExchange:
                     _scale_into(message[start : start + part.size], part, before)
                     start += part.size
             else:
-                copy_to(message, chunk.parts(flats))
+                pack(chunk, flats, message)
                 if before != 1.0:
                     np.multiply(message, message.dtype.type(before), out=message)
 

@@ -51,7 +51,7 @@ class Primitives(ABC):
     engine: str
     elastic = False
     is_new = False
-    direct_bytes: int | None = 256 << 10
+    direct_bytes: int | None = None
     raises_loss = False
     signatures: Signatures | None = None
 
@@ -123,6 +123,12 @@ class Primitives(ABC):
     @abstractmethod
     def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
         """Reduces ``buffer`` and returns this rank's part, ``counts[i]`` items for rank ``i``."""
+
+    def _reducescatter_into(self, out: Array, own: Array, buffer: Array, counts: Sequence[int], op: Reduction) -> None:
+        """``_reducescatter`` of a ``buffer`` from ``_allocate`` that lacks this rank's part, ``own``, into ``out``."""
+        start = sum(counts[: self.rank])
+        buffer[start : start + own.size] = own
+        out[...] = self._reducescatter(buffer, counts, op)
 
     @abstractmethod
     def _alltoall(

@@ -1,7 +1,9 @@
 """The moves of a collective, once all members have agreed: arrays are packed into flat buffers of the primitives."""
 
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,7 +16,7 @@ from choros.comm.fusion import (
     Span,
     aligned_empty,
     batches,
-    copy_to,
+    pack,
     plan_fusion,
     reduce_chunks,
     regrouped,
@@ -53,7 +55,7 @@ def reduce_all(
     targets = None if outs is None else [_flat(out) for out in outs]
 
     def fill(chunk: Chunk, message: Array) -> None:
-        copy_to(message, chunk.parts(flats))
+        pack(chunk, flats, message)
 
     def write(message: Array, target: Array) -> None:
         from_working(message, target, op, members.size)
@@ -126,25 +128,53 @@ def _scatter_together(members: Members, arrays: list[Array], op: Reduction) -> l
     messages   a a ┊ a a      a b ┊ b      b ┊                   the next items of each share
     """
     dtype, size, working = arrays[0].dtype, members.size, working_dtype(arrays[0].dtype)
-    shares = [[_flat(array[slice(*shard_range(len(array), rank, size))]) for array in arrays] for rank in range(size)]
+    shares = [[array[slice(*shard_range(len(array), rank, size))] for array in arrays] for rank in range(size)]
     slots = [[*_slots([rows.size for rows in share])] for share in shares]
-    own = [array[slice(*shard_range(len(array), members.rank, size))].shape for array in arrays]
-    results = [np.empty(shape, dtype) for shape in own]
+    flats = [[_flat(rows) for rows in share] for share in shares]
+    results = [np.empty(rows.shape, dtype) for rows in shares[members.rank]]
     targets = [_flat(result) for result in results]
+
+    def write(reduced: Array, target: Array) -> None:
+        from_working(reduced, target, op, size)
+
     most = max(1, members.chunk_bytes // working.itemsize // size)
     for start in range(0, max(spans[-1].stop for spans in slots), most):
         chunks = [Chunk.of(spans, *(min(end, spans[-1].stop) for end in (start, start + most))) for spans in slots]
-        parts = [part for chunk, share in zip(chunks, shares, strict=True) for part in chunk.parts(share)]
-        counts = [chunk.stop - chunk.start for chunk in chunks]
-        message = members.message(sum(counts) * working.itemsize).view(working)
-        np.concatenate(parts, out=message, casting="unsafe")
-        members.bytes_sent += message.nbytes
-        reduced = members._reducescatter(message, counts, working_op(dtype, op))
-        first = 0
-        for target in chunks[members.rank].parts(targets):
-            from_working(reduced[first : first + target.size], target, op, size)
-            first += target.size
+        parts = [chunk.parts(flat) for chunk, flat in zip(chunks, flats, strict=True)]
+        _scatter_message(members, parts, working, working_op(dtype, op), chunks[members.rank].parts(targets), write)
     return results
+
+
+def _scatter_message(
+    members: Members,
+    parts: Sequence[list[Array]],
+    working: np.dtype[Any],
+    op: Reduction,
+    targets: list[Array],
+    write: Callable[[Array, Array], None],
+) -> None:
+    """Reduces ``parts`` for each rank, and converts this rank's to ``targets``."""
+    rank, counts = members.rank, [sum(part.size for part in share) for share in parts]
+    message = members.message(sum(counts) * working.itemsize).view(working)
+    before = sum(counts[:rank])
+    _concatenate([*itertools.chain(*parts[:rank])], message[:before])
+    _concatenate([*itertools.chain(*parts[rank + 1 :])], message[before + counts[rank] :])
+    members.bytes_sent += message.nbytes
+    # Of one array neither this rank's items nor their sum are copied, unless they are cast.
+    whole = len(targets) == 1 and targets[0].dtype == working
+    own = parts[rank][0] if whole else _concatenate(parts[rank], np.empty(counts[rank], working))
+    reduced = targets[0] if whole else own
+    members._reducescatter_into(reduced, own, message, counts, op)
+    start = 0
+    for target in targets:
+        write(reduced if whole else reduced[start : start + target.size], target)
+        start += target.size
+
+
+def _concatenate(parts: Sequence[Array], out: Array) -> Array:
+    if parts:
+        np.concatenate(parts, out=out, casting="unsafe")
+    return out
 
 
 def _slots(sizes: Sequence[int]) -> Iterator[Span]:

@@ -8,8 +8,9 @@ Each item is summed once, in one order, so the result is the same on all ranks::
                       rank 0    rank 1    rank 2       (4) rank r: slice r of the others = slice r of its own
                      ── reduces this column ──         (5) barrier: all buffers hold the result
 
-A reducescatter is (1), (2) and (5). The order is that of Open MPI's messages, so that the bits of a sum do not depend
-on how arrays are cut into messages, nor on who sums them.
+A reducescatter is (1), (2) and (5); in it a rank's own slice, and the sum, are where the caller has them. The order is
+that of Open MPI's messages, so that the bits of a sum do not depend on how arrays are cut into messages, nor on who
+sums them.
 
 For the caches, a rank writes its own buffer before those it has just read: storing to a line that another core
 holds cost ten times as much. For them, too, (2) and (4) process a slice in blocks that fit the second-level cache.
@@ -165,14 +166,16 @@ class WindowReduction:
             if start < stop:
                 self._reduce([part[start:stop] for part in parts], op)
 
-    def reducescatter(self, buffer: NDArray[Any], counts: Sequence[int], op: Reduction) -> NDArray[Any]:
-        """Reduces ``buffer``, of ranks that all share this host; returns the part of this rank, a view of it."""
+    def reducescatter(
+        self, out: NDArray[Any], own: NDArray[Any], buffer: NDArray[Any], counts: Sequence[int], op: Reduction
+    ) -> None:
+        """Reduces ``own``, and this rank's part of the others' ``buffer``, into ``out``; all ranks share this host."""
         start = sum(counts[: self._rank])
         with self._between_barriers(buffer) as parts:
-            own = [part[start : start + counts[self._rank]] for part in parts]
-            for block in self._blocks(own):
-                _combine(block, UFUNCS[op], block[self._rank])
-        return own[self._rank]
+            slices = [part[start : start + own.size] for part in parts]
+            slices[self._rank] = own
+            for *block, result in self._blocks([*slices, out]):
+                _combine(block, UFUNCS[op], result)
 
     @contextmanager
     def _between_barriers(self, buffer: NDArray[Any]) -> Iterator[list[NDArray[Any]]]:

@@ -72,6 +72,8 @@ _log = logging.getLogger("choros")
 _INTERFACE = "OMPI_MCA_btl_tcp_if_include"
 _INTERFACES = {_INTERFACE, "OMPI_MCA_btl_tcp_if_exclude"}
 _MESSAGE_BYTES = 1 << 30  # MPI before version 4 counts in 32 bits
+#: A larger array is reduced sooner than it is copied twice.
+_DIRECT_BYTES = 256 << 10
 #: The bits that a notice may have.
 _NOTICES = 0xFF
 
@@ -162,8 +164,8 @@ class MpiCommunicator(Communicator):
         if hosts.shared:
             self._window = WindowReduction(comms.host, comms.owners, hosts, self.tuning.block_bytes, self._long_wait)
         self._on_one_host = len(hosts.sizes) == 1
-        # From its window a host of several ranks sends each byte once.
-        self.direct_bytes = type(self).direct_bytes if self._on_one_host or not hosts.shared else None
+        # Between hosts each message costs a round trip, or some.
+        self.direct_bytes = _DIRECT_BYTES if self._on_one_host else None
 
     def tune(self, tuning: Tuning) -> None:
         """Changes the sizes; every rank must call it, with the same ones."""
@@ -226,13 +228,17 @@ class MpiCommunicator(Communicator):
                 self._comm.Bcast(buffer[start : start + _MESSAGE_BYTES], root)
 
     def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
-        if self._window is not None and self._on_one_host and self._window.holds(buffer):
-            with _translated("reducescatter"):
-                return self._window.reducescatter(buffer, counts, op)
         received = np.empty(counts[self.rank], buffer.dtype)
         with _translated("reducescatter"):
             self._comm.Reduce_scatter(buffer, received, counts, OPS[op])
         return received
+
+    def _reducescatter_into(self, out: Array, own: Array, buffer: Array, counts: Sequence[int], op: Reduction) -> None:
+        if self._window is None or not self._on_one_host:
+            super()._reducescatter_into(out, own, buffer, counts, op)
+            return
+        with _translated("reducescatter"):
+            self._window.reducescatter(out, own, buffer, counts, op)
 
     def _alltoall(
         self, send: NDArray[np.uint8], send_counts: Sequence[int], receive_counts: Sequence[int]

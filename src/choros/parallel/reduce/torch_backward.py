@@ -182,7 +182,7 @@ class BackwardExchange:
             self.reducer.plan(self._layout)
         else:
             previous.wait()  # It has ended; its error is raised here, too.
-        return self.reducer.send(bucket, gradients, examples=examples)
+        return self.reducer.send(bucket, gradients, examples=examples, out=self._replaceable(gradients))
 
     def _finish(self, gradients: Sequence[Any]) -> list[Array]:
         """Sends the remaining gradients and waits for all buckets."""
@@ -215,7 +215,13 @@ class BackwardExchange:
 
     def _reduce_at_once(self, gradients: Sequence[Any]) -> list[Array]:
         own = [self._reducible(index, gradient) for index, gradient in enumerate(gradients)]
-        return self.reducer.reduce(own, examples=self._examples() or 1)
+        return self.reducer.reduce(own, examples=self._examples() or 1, out=self._replaceable(own))
+
+    def _replaceable(self, gradients: Sequence[Any]) -> Sequence[Array] | None:
+        """The memory for sums: that of the gradients, if no step is made again and NumPy may write to it."""
+        if self.reducer.may_repeat or not all(isinstance(each, np.ndarray) for each in gradients):
+            return None
+        return gradients
 
     def _reducible(self, index: int, gradient: Any) -> Any:
         """Returns what the reducer expects; only here are gradients copied from accelerators, after their stream."""
@@ -229,6 +235,8 @@ class BackwardExchange:
         if gradient is None:
             gradient = self._parameters[index].new_zeros(kind[0])
         dense = adapter.to_dense(gradient, kind[0])
+        if dense.requires_grad:  # a graph of higher derivatives needs it
+            dense = dense.clone()
         return dense if self.reducer.config.device is not None else adapter.to_host(dense)
 
     @property
