@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 
 from choros.comm import Communicator, Reduction, global_process_set
 from choros.comm.algorithms.tuning import Tuning, autotune
 from choros.comm.engines.mpi import MpiCommunicator
+from choros.errors import ConfigError
 from choros.topology import shard_range
 
 SMALL = Tuning(chunk_bytes=4096, window_bytes=64, block_bytes=256)
@@ -93,6 +95,34 @@ def case_result_is_written_to_out() -> None:
     assert communicator.allreduce(source, Reduction.MAX, out=out) is out
     np.testing.assert_array_equal(out, 0.5 + communicator.size)
     assert source[0, 0] == 1.5 + communicator.rank
+
+
+def case_large_and_small_arrays_in_place() -> None:
+    for hosts in layouts():
+        with on_hosts(*hosts, tuning=Tuning()) as communicator:
+            total = communicator.size * (communicator.size + 1) / 2
+            for op, expected in ((Reduction.SUM, total), (Reduction.AVERAGE, total / communicator.size)):
+                arrays = [np.full(items, 1.0 + communicator.rank) for items in (3, 70_000, 0, 8, 1_200_000)]
+                integers = np.full(90_000, 1 + communicator.rank)
+                results = communicator.grouped_allreduce([*arrays, integers], op, out=[*arrays, integers])
+                for array, result in zip([*arrays, integers], results, strict=True):
+                    assert result is array
+                    np.testing.assert_array_equal(array, np.full_like(array, expected))
+            with pytest.raises(ConfigError, match="out has 1 arrays: expected one for each of the 2"):
+                communicator.grouped_allreduce([np.ones(2), np.ones(2)], out=[np.ones(2)])
+            registered = communicator.empty(90_000, np.float64)  # on one rank the result is in shared memory
+            out = registered if communicator.rank == 0 else np.empty(90_000)
+            communicator.allreduce(np.full(90_000, 1.0 + communicator.rank), Reduction.SUM, out=out)
+            np.testing.assert_array_equal(out, total)
+
+
+def case_a_nan_of_a_large_array_is_its_extreme() -> None:
+    communicator = of_all_ranks()
+    array = np.ones(100_000, np.float32)
+    if communicator.rank == 0:
+        array[::2] = np.nan
+    for op in (Reduction.MIN, Reduction.MAX):
+        np.testing.assert_array_equal(communicator.allreduce(array, op)[:4], [np.nan, 1, np.nan, 1])
 
 
 def case_all_ranks_have_the_same_bits() -> None:

@@ -53,3 +53,18 @@ def test_packed_arrays_are_unpacked(chunk_bytes: int) -> None:
 def test_empty_array_has_no_chunks() -> None:
     (buffer,) = plan_fusion((((0,), FLOAT32),), [[0]], as_is, 4)
     assert buffer.chunks == ()
+
+
+def test_large_arrays_are_reduced_where_they_are() -> None:
+    layout: Layout = (((16,), FLOAT32), ((64,), FLOAT32), ((16,), FLOAT32), ((65,), FLOAT32), ((3,), FLOAT32))
+    (buffer,) = plan_fusion(layout, TOGETHER, as_is, 160, 256)
+    assert [(chunk.direct, [(s.index, s.start, s.stop) for s in chunk.slices]) for chunk in buffer.chunks] == [
+        (True, [(1, 0, 40)]),
+        (True, [(1, 40, 64)]),
+        (False, [(0, 0, 16), (2, 0, 16)]),
+        (True, [(3, 0, 40)]),
+        (True, [(3, 40, 65)]),
+        (False, [(4, 0, 3)]),
+    ]
+    (buffer,) = plan_fusion(layout, TOGETHER, lambda dtype: FLOAT16, 160, 256)
+    assert not any(chunk.direct for chunk in buffer.chunks)

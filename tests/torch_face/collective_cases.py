@@ -28,6 +28,52 @@ def case_asynchronous_collectives_have_no_gradient() -> None:
         assert not result.requires_grad
 
 
+def case_tensors_in_place() -> None:
+    """Large ones are reduced in their own memory, those that share it by way of other memory."""
+    rank, size = hvd.rank(), hvd.size()
+    large, total = torch.full((300, 400), rank + 1.0), size * (size + 1) / 2
+    version = large._version
+    assert hvd.allreduce_(large, op=hvd.Sum) is large
+    assert large._version > version
+    assert (large == total).all()
+    transposed, strided = torch.full((300, 400), rank + 1.0).t(), torch.full((300, 800), rank + 1.0)[:, ::2]
+    shared = torch.full((300, 400), rank + 1.0)
+    group = [transposed, strided, shared, shared.view(-1)[:70_000], torch.full((2,), rank + 1.0)]
+    assert hvd.grouped_allreduce_(group, op=hvd.Sum) == group
+    for tensor in (transposed, strided, shared, group[-1]):
+        assert (tensor == total).all(), tensor.shape
+    apart = [torch.full((300, 400), rank + 1.0), torch.full((3,), rank + 1.0, dtype=torch.float64)]
+    for tensor in hvd.grouped_allreduce_(apart):
+        assert (tensor == total / size).all()
+    assert hvd.grouped_allreduce_([]) == []
+
+
+def case_gradients_that_share_memory() -> None:
+    """Autograd gives views of one tensor to several parameters: their sums must not be taken twice."""
+    rank, size = hvd.rank(), hvd.size()
+    for shapes in (((400, 300), (120_000,)), ((400, 300), (300, 400))):
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Sum)
+        factor = torch.full((120_000,), rank + 1.0)
+        ((parameters[0].view(-1) + parameters[1].view(-1)) * factor).sum().backward()
+        optimizer.step()
+        for parameter in parameters:
+            assert (parameter == -size * (size + 1) / 2).all()
+
+
+def case_gradients_of_gradients() -> None:
+    """What a graph of higher derivatives holds keeps its values."""
+    parameter = torch.nn.Parameter(torch.full((400, 300), 2.0))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0))
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        (hvd.rank() * parameter**3).sum().backward(create_graph=True)
+    first = parameter.grad
+    optimizer.step()
+    (second,) = torch.autograd.grad(first.sum(), parameter)
+    assert (second == 6 * 2.0 * hvd.rank()).all()
+    parameter.grad = None
+
+
 def case_sparse_tensors() -> None:
     size, rank = hvd.size(), hvd.rank()
 

@@ -73,10 +73,9 @@ class TorchArrays(DeviceArrayAdapter):
         *,
         keeps: bool = False,
     ) -> list[Any]:
-        """Results get the memory of the arguments, unless a graph of higher derivatives needs these."""
+        """Results get the memory of the arguments."""
         del outputs
         hosts = [self.to_host(array) for array in arrays]
-        keeps = keeps or any(array.requires_grad for array in arrays)
         results = function(hosts, None if keeps else hosts[len(hosts) - replaced :])
         return [self.from_host(np.asarray(result), arrays[0]) for result in results]
 

@@ -278,6 +278,8 @@ class Communicator(Members):
         request = _request(collective, layout, name, op=op)
         problem = _problem_of(arrays, op, whole=True)
         problem = problem or next(filter(None, map(_problem_of_out, arrays, outs or ())), None)
+        if outs is not None and len(outs) != len(arrays):
+            problem = ConfigError(f"out has {len(outs)} arrays: expected one for each of the {len(arrays)}.")
 
         def reduce() -> list[Array]:
             self.agree(request, problem=problem)

@@ -88,8 +88,8 @@ def plan_fusion(
     chunk_bytes: int,
     direct_bytes: int | None = None,
 ) -> tuple[FusionBuffer, ...]:
-    """Plans buffers of one group and dtype, the same on every rank; arrays that would break alignment come last. Those
-    of ``direct_bytes`` and more are reduced where their results are, if they are sent as they are.
+    """Plans buffers of one group and dtype, the same on every rank; arrays that would break alignment come last, large
+    ones first. Those of ``direct_bytes`` and more are reduced where their results are, if they are sent as they are.
 
     >>> float32 = np.dtype("float32")
     >>> (buffer,) = plan_fusion((((2,), float32), ((3,), float32)), [[0, 1]], lambda dtype: dtype, 16)
@@ -102,14 +102,19 @@ def plan_fusion(
     for group in groups:
         for dtype in dict.fromkeys(layout[index][1] for index in group):
             sizes = {index: math.prod(layout[index][0]) for index in group if layout[index][1] == dtype}
-            order = sorted(sizes, key=lambda index: sizes[index] * dtype.itemsize % ALIGNMENT != 0)
+            wire = wire_dtype(dtype)
+            least = math.inf if direct_bytes is None or wire != dtype else direct_bytes / dtype.itemsize
+
+            def place(index: int, sizes: dict[int, int] = sizes, least: float = least) -> tuple[bool, bool]:
+                aligned = sizes[index] * layout[index][1].itemsize % ALIGNMENT == 0
+                return not aligned, sizes[index] < least
+
+            order = sorted(sizes, key=place)
             slots, size = [], 0
             for index in order:
                 slots.append(Span(index, size, size + sizes[index]))
                 size += sizes[index]
-            wire = wire_dtype(dtype)
             most = max(1, chunk_bytes // wire.itemsize)
-            least = math.inf if direct_bytes is None or wire != dtype else direct_bytes / dtype.itemsize
             chunks = tuple(_chunks(slots, most, least))
             buffers.append(FusionBuffer(dtype, wire, size, tuple(slots), chunks))
     return tuple(buffers)

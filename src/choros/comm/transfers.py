@@ -60,7 +60,9 @@ def reduce_all(
     def write(message: Array, target: Array) -> None:
         from_working(message, target, op, members.size)
 
-    for buffer in _plan(layout, members.chunk_bytes, members.direct_bytes):
+    # MPI's minimum and maximum may lose a NaN, those of NumPy do not.
+    direct_bytes = None if op in (Reduction.MIN, Reduction.MAX) else members.direct_bytes
+    for buffer in _plan(layout, members.chunk_bytes, direct_bytes):
         flat = aligned_empty((buffer.size if targets is None else 0,), buffer.dtype)
 
         def parts(chunk: Chunk, flat: Array = flat) -> list[Array]:

@@ -67,14 +67,15 @@ def _overwrite(tensor: Any, value: Any) -> Any:
 
 
 def _reduced_there(arguments: dict[str, Any]) -> bool:
-    """Reduces tensors in their own memory, if they are of floating-point numbers in the host's; returns whether it did.
-
-    Other ranks may do the same by ``_overwrite``: the collective is the same.
+    """Reduces tensors in their own memory, if they are of floating-point numbers in the host's, and share it with no
+    other; returns whether it did. Other ranks may do the same by ``_overwrite``: the collective is the same.
     """
     first, op = next(iter(arguments.values())), op_of(arguments["average"], arguments["op"])
-    tensors = [first] if torch.is_tensor(first) else first
+    tensors = first if isinstance(first, (list, tuple)) else [first]
     factors = arguments["prescale_factor"], arguments["postscale_factor"]
-    if op is Reduction.ADASUM or factors != (1.0, 1.0) or not all(map(_is_host_memory, tensors)):
+    if op is Reduction.ADASUM or factors != (1.0, 1.0) or not tensors or not all(map(_is_host_memory, tensors)):
+        return False
+    if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) < len(tensors):
         return False
     communicator, name = arguments["process_set"].communicator, arguments["name"] or ""
     arrays = [tensor.detach().numpy() for tensor in tensors]
@@ -82,6 +83,7 @@ def _reduced_there(arguments: dict[str, Any]) -> bool:
         communicator.grouped_allreduce(arrays, op, name=name, out=arrays)
     else:
         communicator.allreduce(arrays[0], op, name=name, out=arrays[0])
+    torch.autograd.graph.increment_version(tensors)  # autograd detects what it has saved and others have changed
     return True
 
 

@@ -28,7 +28,7 @@ from choros.parallel.reduce.device import device_to_reduce_on
 from choros.parallel.reduce.gradients import Gradient, GradientLayout, RowsLayout, SparseRows, layout_of
 from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes
 from choros.parallel.reduce.reducer import GradientReducer
-from choros.parallel.reduce.torch_backward import BackwardExchange
+from choros.parallel.reduce.torch_backward import BackwardExchange, are_replaceable
 from choros.training.device import accelerated, tensorflow_gpu
 from choros.training.keras_internals.models import read_gathered_rows_only, torch_device
 from choros.training.variables import overwrite
@@ -224,7 +224,7 @@ class OptimizerReducer:
             return reducer.reduce(own, examples=count, exchange=exchange, layout=layout, out=out)
 
         numbers, flag = (micro_batches, examples), lambda: reducer.due is not None
-        keeps = reducer.may_repeat
+        keeps = reducer.may_repeat or (_on_torch() and not are_replaceable(gradients, [v.value for v in variables]))
         reduced, self._due = _host_call(on_host, numbers, gradients, layout, config.device, flag, keeps=keeps)
         return reduced
 

@@ -184,7 +184,8 @@ class WindowReduction:
         # All ranks have agreed on this collective: for a small buffer the others are microseconds away.
         brief = buffer.nbytes <= _BRIEF_BYTES
         window.barrier(brief=brief, describe=self._describe)
-        yield parts
+        with np.errstate(all="ignore"):  # an error on one rank would let the others wait
+            yield parts
         window.barrier(brief=brief, describe=self._describe)
 
     def _parts_of(self, buffer: NDArray[Any]) -> tuple[Window, list[NDArray[Any]]]:

@@ -182,7 +182,7 @@ class BackwardExchange:
             self.reducer.plan(self._layout)
         else:
             previous.wait()  # It has ended; its error is raised here, too.
-        return self.reducer.send(bucket, gradients, examples=examples, out=self._replaceable(gradients))
+        return self.reducer.send(bucket, gradients, examples=examples)
 
     def _finish(self, gradients: Sequence[Any]) -> list[Array]:
         """Sends the remaining gradients and waits for all buckets."""
@@ -215,13 +215,8 @@ class BackwardExchange:
 
     def _reduce_at_once(self, gradients: Sequence[Any]) -> list[Array]:
         own = [self._reducible(index, gradient) for index, gradient in enumerate(gradients)]
-        return self.reducer.reduce(own, examples=self._examples() or 1, out=self._replaceable(own))
-
-    def _replaceable(self, gradients: Sequence[Any]) -> Sequence[Array] | None:
-        """The memory for sums: that of the gradients, if no step is made again and NumPy may write to it."""
-        if self.reducer.may_repeat or not all(isinstance(each, np.ndarray) for each in gradients):
-            return None
-        return gradients
+        out = own if not self.reducer.may_repeat and are_replaceable(gradients, self._parameters) else None
+        return self.reducer.reduce(own, examples=self._examples() or 1, out=out)
 
     def _reducible(self, index: int, gradient: Any) -> Any:
         """Returns what the reducer expects; only here are gradients copied from accelerators, after their stream."""
@@ -235,8 +230,6 @@ class BackwardExchange:
         if gradient is None:
             gradient = self._parameters[index].new_zeros(kind[0])
         dense = adapter.to_dense(gradient, kind[0])
-        if dense.requires_grad:  # a graph of higher derivatives needs it
-            dense = dense.clone()
         return dense if self.reducer.config.device is not None else adapter.to_host(dense)
 
     @property
@@ -265,6 +258,19 @@ class BackwardExchange:
             pairs = zip(self._layout, flags, strict=True)
             self._plan(tuple(RowsLayout(*each[:2], index_dtype) if flag else each for each, flag in pairs))
         self._agreed_with = self._admissions
+
+
+def are_replaceable(gradients: Sequence[Any], parameters: Sequence[Any]) -> bool:
+    """Whether sums may be written into gradients, after the backward pass: dense ones on the host that are their
+    parameters' own, of which no graph of higher derivatives and no other one needs the memory.
+    """
+    for gradient, parameter in zip(gradients, parameters, strict=True):
+        if gradient is None or gradient is not parameter.grad or gradient.requires_grad:
+            return False
+        if gradient.is_sparse or gradient.device.type != "cpu" or not gradient.is_contiguous():
+            return False
+    # Autograd may give parts of one tensor to several parameters.
+    return len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == len(gradients)
 
 
 def _tensor_of(result: Any, parameter: Any, gradient: Any, *, on_device: bool) -> Any:
