@@ -68,7 +68,7 @@ def case_gradients_of_gradients() -> None:
     with pytest.warns(UserWarning, match="create_graph=True"):
         (hvd.rank() * parameter**3).sum().backward(create_graph=True)
     first = parameter.grad
-    optimizer.step()
+    optimizer.synchronize()
     (second,) = torch.autograd.grad(first.sum(), parameter)
     assert (second == 6 * 2.0 * hvd.rank()).all()
     parameter.grad = None
