@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,7 @@ NETWORKS = (
     (1000, 2, 2, 1), (10_000, 0.1, 2, 1), (100, 1, 3, 1), (100, 1, 4, 1), (300, 5, 4, 1), (100, 1, 2, 2),
     (300, 0.5, 2, 4), (100, 1, 8, 1),
 )  # fmt: skip
+CORES = os.cpu_count() or 1
 STEPS = Path(__file__).with_name("steps.py")
 
 
@@ -93,7 +95,9 @@ def compared(works: dict[str, Workload], network: Sequence[float], rounds: int, 
         )
     fitted = f"{link.bytes_per_s * 8e-6:.4g} Mbit/s, {link.latency_s * 1e3:.3g} ms"
     print(f"\n{mbits:g} Mbit/s, {delay_ms:g} ms; as fitted: {fitted}", flush=True)
-    machines = Machines(link, memory_of(works["plain"], 2), slots)
+    memory = memory_of(works["plain"], 2)  # recorded with a core for each of two ranks; these hosts share the cores
+    memory = replace(memory, bytes_per_s=memory.bytes_per_s / max(1, hosts * slots / CORES))
+    machines = Machines(link, memory, slots)
     rows = []
     for way in settings(EVERY, POWER):
         rounds_s = json.loads(result.read_text()).get(way.name)
