@@ -148,7 +148,8 @@ def serve(ends: Sequence[int], line: Line) -> None:
                     if packet[0] >> 4 != 4 or not 0 <= receiver < len(ends):
                         continue
                     lasts = len(packet) * seconds
-                    if packet[9] == IPPROTO_TCP and len(packet) == 4 * ((packet[0] & 15) + (packet[32] >> 4)):  # headers of IP and TCP, no data
+                    headers = 4 * ((packet[0] & 15) + (packet[32] >> 4)) if packet[9] == IPPROTO_TCP else 0
+                    if len(packet) == headers:  # without data
                         arrives = time.monotonic() + line.delay_s
                     else:
                         begin = max(time.monotonic(), free_out[sender])

@@ -58,7 +58,7 @@ def settings(every: int, power: int) -> tuple[Setting, ...]:
     """
     return (
         Setting("plain"),
-        Setting("fp16", moves=9, sums=(12, 20), fraction=0.5),
+        Setting("fp16", moves=9, sums=(9, 20), fraction=0.5),
         Setting("int8", moves=18, sliced=True),
         Setting(f"power_sgd({power})", moves=9, power=power),
         Setting(f"DiLoCo, every {every}", moves=6, every=every),
