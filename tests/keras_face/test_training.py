@@ -54,6 +54,7 @@ CORE = (
     "case_sgd_with_momentum_on_uneven_batches",
     "case_adam_with_global_clipnorm_on_uneven_batches",
     "case_last_batch_smaller_than_the_number_of_ranks",
+    "case_gradients_that_are_reduced_where_they_are",
     "case_ranks_with_different_numbers_of_batches",
     "case_process_set_trains_its_members_only",
 )

@@ -190,6 +190,13 @@ def case_last_batch_smaller_than_the_number_of_ranks():
     check_transparent("sgd", n, hvd.shard(data(n), batch_size=BATCH))
 
 
+def case_gradients_that_are_reduced_where_they_are():
+    """Large ones; here those of 64 bytes and more, in a last batch of one row, too."""
+    n = 2 * BATCH + 1
+    with patch.object(communicator(), "direct_bytes", 64):
+        check_transparent("adam", n, hvd.shard(data(n), batch_size=BATCH))
+
+
 def case_validation_metrics_are_over_all_examples():
     x, y = data(41, seed=5)
     plain = build(optimizer=OPTIMIZERS["sgd"]())
