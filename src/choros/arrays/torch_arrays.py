@@ -74,10 +74,21 @@ class TorchArrays(DeviceArrayAdapter):
         keeps: bool = False,
     ) -> list[Any]:
         """Results get the memory of the arguments."""
-        del outputs
-        hosts = [self.to_host(array) for array in arrays]
-        results = function(hosts, None if keeps else hosts[len(hosts) - replaced :])
-        return [self.from_host(np.asarray(result), arrays[0]) for result in results]
+
+        def update(hosts: Sequence[HostArray]) -> Sequence[HostArray]:
+            return function(hosts, None if keeps else hosts[len(hosts) - replaced :])
+
+        return self.host_call(update, arrays, outputs)
+
+    @staticmethod
+    def own_host_memory(tensors: Sequence[Any]) -> bool:
+        """Whether NumPy may write to all tensors: on the host, contiguous, and none shares its memory with another."""
+        for tensor in tensors:
+            if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+                return False
+            if tensor.is_neg() or not tensor.is_contiguous():
+                return False
+        return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
     def spec(self, array: Any) -> ArraySpec:
         return ArraySpec(tuple(array.shape), self.to_host(array[:0] if array.ndim else array).dtype)

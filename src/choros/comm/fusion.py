@@ -9,7 +9,7 @@ by it, one packed, reduced and unpacked before the next is touched, so that its 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, final
 
@@ -104,20 +104,20 @@ def plan_fusion(
             sizes = {index: math.prod(layout[index][0]) for index in group if layout[index][1] == dtype}
             wire = wire_dtype(dtype)
             least = math.inf if direct_bytes is None or wire != dtype else direct_bytes / dtype.itemsize
-
-            def place(index: int, sizes: dict[int, int] = sizes, least: float = least) -> tuple[bool, bool]:
-                aligned = sizes[index] * layout[index][1].itemsize % ALIGNMENT == 0
-                return not aligned, sizes[index] < least
-
-            order = sorted(sizes, key=place)
-            slots, size = [], 0
-            for index in order:
-                slots.append(Span(index, size, size + sizes[index]))
-                size += sizes[index]
+            order = sorted(sizes, key=lambda i: (sizes[i] * dtype.itemsize % ALIGNMENT != 0, sizes[i] < least))
+            slots = tuple(slots_of((index, sizes[index]) for index in order))
             most = max(1, chunk_bytes // wire.itemsize)
             chunks = tuple(_chunks(slots, most, least))
-            buffers.append(FusionBuffer(dtype, wire, size, tuple(slots), chunks))
+            buffers.append(FusionBuffer(dtype, wire, sum(sizes.values()), slots, chunks))
     return tuple(buffers)
+
+
+def slots_of(sizes: Iterable[tuple[int, int]]) -> Iterator[Span]:
+    """Where arrays are in a buffer that has one after the other; ``sizes``: their indices and numbers of items."""
+    start = 0
+    for index, size in sizes:
+        yield Span(index, start, start + size)
+        start += size
 
 
 def _chunks(slots: Sequence[Span], most: int, least: float) -> Iterator[Chunk]:
@@ -190,7 +190,7 @@ class FusedExchange:
         results: list[Array] = [np.empty(0)] * len(self._layout)
         for buffer in self._buffers:
             flat = aligned_empty((buffer.size,), buffer.dtype)
-            self._sum(buffer, flats, before, after, functools.partial(_within, flat))
+            self._sum(buffer, flats, before, after, functools.partial(within, flat))
             views(buffer, flat, self._layout, results)
         return results
 
@@ -231,7 +231,8 @@ class FusedExchange:
         reduce_chunks(self._communicator, buffer, Reduction.SUM, fill, results, write)
 
 
-def _within(flat: Array, chunk: Chunk) -> list[Array]:
+def within(flat: Array, chunk: Chunk) -> list[Array]:
+    """Where a chunk's results are in new memory for those of its whole buffer."""
     return [flat[chunk.start : chunk.stop]]
 
 

@@ -360,7 +360,7 @@ class Members(Primitives):
 
     @final
     def message(self, nbytes: int) -> NDArray[np.uint8]:
-        """Memory from ``_allocate`` for one message of at most ``chunk_bytes``, or of as many as before."""
+        """Memory from ``_allocate`` for one message, of the same size on all members, until the next one."""
         if self.scratch is None or self.scratch.nbytes < max(nbytes, self.chunk_bytes):  # chunks have become larger
             self.scratch = self._allocate(max(nbytes, self.chunk_bytes))
         return self.scratch[:nbytes]

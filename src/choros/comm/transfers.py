@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,15 @@ from choros.comm.fusion import (
     Chunk,
     FusionBuffer,
     Layout,
-    Span,
     aligned_empty,
     batches,
     pack,
     plan_fusion,
     reduce_chunks,
     regrouped,
+    slots_of,
     views,
+    within,
 )
 from choros.comm.members import Members
 from choros.comm.primitives import Array
@@ -63,14 +64,13 @@ def reduce_all(
     # MPI's minimum and maximum may lose a NaN, those of NumPy do not.
     direct_bytes = None if op in (Reduction.MIN, Reduction.MAX) else members.direct_bytes
     for buffer in _plan(layout, members.chunk_bytes, direct_bytes):
-        flat = aligned_empty((buffer.size if targets is None else 0,), buffer.dtype)
-
-        def parts(chunk: Chunk, flat: Array = flat) -> list[Array]:
-            return [flat[chunk.start : chunk.stop]] if targets is None else chunk.parts(targets)
-
-        reduce_chunks(members, buffer, working_op(buffer.dtype, op), fill, parts, write)
+        engine_op = working_op(buffer.dtype, op)
         if targets is None:
+            flat = aligned_empty((buffer.size,), buffer.dtype)
+            reduce_chunks(members, buffer, engine_op, fill, functools.partial(within, flat), write)
             views(buffer, flat, layout, results)
+        else:
+            reduce_chunks(members, buffer, engine_op, fill, functools.partial(Chunk.parts, flats=targets), write)
     return results
 
 
@@ -131,7 +131,7 @@ def _scatter_together(members: Members, arrays: list[Array], op: Reduction) -> l
     """
     dtype, size, working = arrays[0].dtype, members.size, working_dtype(arrays[0].dtype)
     shares = [[array[slice(*shard_range(len(array), rank, size))] for array in arrays] for rank in range(size)]
-    slots = [[*_slots([rows.size for rows in share])] for share in shares]
+    slots = [[*slots_of(enumerate(rows.size for rows in share))] for share in shares]
     flats = [[_flat(rows) for rows in share] for share in shares]
     results = [np.empty(rows.shape, dtype) for rows in shares[members.rank]]
     targets = [_flat(result) for result in results]
@@ -177,13 +177,6 @@ def _concatenate(parts: Sequence[Array], out: Array) -> Array:
     if parts:
         np.concatenate(parts, out=out, casting="unsafe")
     return out
-
-
-def _slots(sizes: Sequence[int]) -> Iterator[Span]:
-    start = 0
-    for index, size in enumerate(sizes):
-        yield Span(index, start, start + size)
-        start += size
 
 
 def row_counts(

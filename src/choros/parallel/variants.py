@@ -144,9 +144,10 @@ def in_place(
     base = collective.__name__
 
     def overwrite(arguments: dict[str, Any]) -> T:
+        first: T = next(iter(arguments.values()))
         if directly(arguments):
-            return next(iter(arguments.values()))  # type: ignore[no-any-return]
-        return write(next(iter(arguments.values())), collective(**arguments))  # type: ignore[call-arg]
+            return first
+        return write(first, collective(**arguments))  # type: ignore[call-arg]
 
     summary = f"``{base}`` that overwrites its first argument, and returns it."
     return _variant(collective, overwrite, f"{base}_", summary)

@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from choros.arrays.torch_arrays import TorchArrays
 from choros.comm import ProcessSet, Reduction, Work, global_process_set
 from choros.errors import ConfigError
 from choros.parallel import ops, variants
@@ -73,9 +74,11 @@ def _reduced_there(arguments: dict[str, Any]) -> bool:
     first, op = next(iter(arguments.values())), op_of(arguments["average"], arguments["op"])
     tensors = first if isinstance(first, (list, tuple)) else [first]
     factors = arguments["prescale_factor"], arguments["postscale_factor"]
-    if op is Reduction.ADASUM or factors != (1.0, 1.0) or not tensors or not all(map(_is_host_memory, tensors)):
+    if op is Reduction.ADASUM or factors != (1.0, 1.0) or not tensors:
         return False
-    if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) < len(tensors):
+    if not all(torch.is_tensor(each) and each.dtype in {torch.float32, torch.float64} for each in tensors):
+        return False
+    if not TorchArrays.own_host_memory(tensors):
         return False
     communicator, name = arguments["process_set"].communicator, arguments["name"] or ""
     arrays = [tensor.detach().numpy() for tensor in tensors]
@@ -85,17 +88,6 @@ def _reduced_there(arguments: dict[str, Any]) -> bool:
         communicator.allreduce(arrays[0], op, name=name, out=arrays[0])
     torch.autograd.graph.increment_version(tensors)  # autograd detects what it has saved and others have changed
     return True
-
-
-def _is_host_memory(tensor: Any) -> bool:
-    return (
-        torch.is_tensor(tensor)
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and tensor.dtype in {torch.float32, torch.float64}
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-    )
 
 
 @documented()

@@ -185,11 +185,11 @@ class MpiCommunicator(Communicator):
 
     def _allreduce(self, buffer: Array, op: Reduction) -> None:
         in_window = buffer.nbytes >= self.tuning.window_bytes and self._is_registered(buffer)
+        if self._window is None or not in_window:
+            self._allreduce_anywhere(buffer, op)
+            return
         try:
-            if in_window and self._window is not None:
-                self._window.allreduce(buffer, op)
-            else:
-                flat_allreduce(self._comm, buffer, op)
+            self._window.allreduce(buffer, op)
         except MPI.Exception as error:
             raise _engine_error(error, "allreduce") from error
 

@@ -264,13 +264,13 @@ def are_replaceable(gradients: Sequence[Any], parameters: Sequence[Any]) -> bool
     """Whether sums may be written into gradients, after the backward pass: dense ones on the host that are their
     parameters' own, of which no graph of higher derivatives and no other one needs the memory.
     """
+    from choros.arrays.torch_arrays import TorchArrays
+
     for gradient, parameter in zip(gradients, parameters, strict=True):
         if gradient is None or gradient is not parameter.grad or gradient.requires_grad:
             return False
-        if gradient.is_sparse or gradient.device.type != "cpu" or not gradient.is_contiguous():
-            return False
     # Autograd may give parts of one tensor to several parameters.
-    return len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == len(gradients)
+    return TorchArrays.own_host_memory(gradients)
 
 
 def _tensor_of(result: Any, parameter: Any, gradient: Any, *, on_device: bool) -> Any:
